@@ -6,8 +6,8 @@ VENV   := .venv
 READY  := $(VENV)/.ready
 GPU    := .venv-gpu
 
-# An upgrade of Megatron-core is tried beforehand: from a folder that hides the installed one.
-# Its version and hashes are in a lock of their own; another one: docs/gpu_stack.md, Upgrading.
+# `make test-contracts` also tests the next Megatron-core, from a folder that hides the installed one.
+# NEXT_LOCK has its version and hashes. For another version see docs/gpu_stack.md, Upgrading.
 NEXT_LOCK     := tests/contracts/next_megatron.txt
 NEXT_MEGATRON := $(shell sed -n 's/^megatron-core==\([^ ]*\).*/\1/p' $(NEXT_LOCK))
 NEXT   := $(CURDIR)/.contracts/megatron-core-$(NEXT_MEGATRON)
@@ -17,52 +17,52 @@ CORE   := tests/contracts tests/parity/test_policy.py tests/parity/test_families
 .PHONY: help env env-gpu quickstart ladder test test-long test-layouts test-sync test-slurm \
         test-browser test-contracts test-triton test-mutations test-gpu-stack lint mlflow-ui clean
 
-help:  ## this list
+help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-env: $(READY)  ## create .venv from the CPU lock (once; a second call reuses it)
+env: $(READY)  ## create .venv from the CPU lock; a second call reuses it
 
 $(READY): requirements-cpu.txt pyproject.toml tools/make_env.sh tools/pins.sh
 	tools/make_env.sh "$(PYTHON)" $(VENV)
 
-env-gpu:  ## create .venv-gpu from the H100 lock, compiling what has no wheel: PYTHON=python3.12, docs/gpu_stack.md
+env-gpu:  ## create .venv-gpu from the H100 lock and compile what has no wheel: PYTHON=python3.12, docs/gpu_stack.md
 	tools/make_gpu_env.sh "$(PYTHON)" $(GPU)
 	$(GPU)/bin/pip install -qq --no-deps --no-build-isolation -e .
 
-quickstart: env  ## train the tiny model on this machine; more arguments with ARGS="key.path=value ..."
+quickstart: env  ## train the tiny model on this machine; ARGS="key.path=value ..." adds arguments
 	$(VENV)/bin/python -m dapo_megatron train $(CONFIG) $(ARGS)
 
-ladder: env  ## the paper's ladder on the tiny task, six rungs and three seeds (half an hour): docs/ladder.md
+ladder: env  ## run the paper's ladder on the tiny task, six rungs and three seeds (half an hour): docs/ladder.md
 	$(VENV)/bin/python tools/lab/ladder.py $(ARGS)
 
-# tests/conftest.py sorts the files: --no-loadscope-reorder. Tests start hundreds of processes, each
-# of which would compile this package again if it may not keep what it compiled.
+# --no-loadscope-reorder, because tests/conftest.py sorts the files. PYTHONDONTWRITEBYTECODE is unset,
+# because tests start hundreds of processes, and each would compile this package again.
 test test-long: export PYTHONDONTWRITEBYTECODE =
-test: env  ## the tests, without those of the next four, three files at a time (JOBS=3); more arguments with ARGS="-k name"
+test: env  ## run the tests, three files at a time (JOBS=3), without those of the next four; ARGS="-k name" adds arguments
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-long: env  ## only the tests marked long
+test-long: env  ## run only the tests marked long
 	$(VENV)/bin/python -m pytest -m long $(ARGS)
 
-test-layouts: env  ## only the whole matrix of layouts: four ranks, eight models, an hour
+test-layouts: env  ## run the whole matrix of layouts: four ranks, eight models, an hour
 	$(VENV)/bin/python -m pytest -m layouts $(ARGS)
 
-test-sync: env  ## only the whole matrix of policy and engine layouts: four ranks, seven models
+test-sync: env  ## run the whole matrix of policy and engine layouts: four ranks, seven models
 	$(VENV)/bin/python -m pytest -m sync $(ARGS)
 
-test-slurm: env  ## only the job scripts, on an emulated cluster: installs Slurm with apt-get (root or sudo)
+test-slurm: env  ## test the job scripts on an emulated cluster: installs Slurm with apt-get (root or sudo)
 	tests/slurm/install.sh
 	$(VENV)/bin/python -m pytest -m slurm $(ARGS)
 
-test-browser: env  ## only the report's page, in Chromium: installs it with apt-get (root or sudo) if there is none
+test-browser: env  ## test the report's page in Chromium: installs it with apt-get (root or sudo) if it is missing
 	tests/browser/install.sh
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/browser $(ARGS)
 
-test-contracts: env $(NEXT)/.ready  ## what we lean on in Megatron-core and vLLM, and the parity core: on the pinned, then on the next Megatron-core
+test-contracts: env $(NEXT)/.ready  ## test what is expected of Megatron-core and vLLM, and the main parity tests: on the pinned, then on the next Megatron-core
 	$(VENV)/bin/python -m pytest $(CORE) $(ARGS)
 	PYTHONPATH=$(NEXT) $(VENV)/bin/python -m pytest -p tests.contracts.next_megatron $(CORE) $(ARGS)
 
-# Its metadata asks for Python 3.12; it runs on 3.11 all the same. It imports Triton, GPU or not.
+# Its metadata requires Python 3.12, but it runs on 3.11. It imports Triton even without a GPU.
 $(NEXT)/.ready: $(READY) $(NEXT_LOCK)
 	rm -rf $(NEXT)
 	mkdir -p $(NEXT)
@@ -73,10 +73,10 @@ $(NEXT)/.ready: $(READY) $(NEXT_LOCK)
 	$(VENV)/bin/pip install -qq --no-deps --require-hashes --only-binary :all: --target $(NEXT) -r $(NEXT)/pins.txt
 	touch $@
 
-test-triton: env build/triton/.ready  ## the Triton kernels of the log-prob head, in Triton's interpreter
+test-triton: env build/triton/.ready  ## test the Triton kernels of the log-prob head in Triton's interpreter
 	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(VENV)/bin/python -m pytest tests/unit/test_head_kernels.py $(ARGS)
 
-# Beside the environment: vLLM on CPU behaves otherwise where Triton is installed.
+# In a separate folder, because vLLM on CPU behaves differently where Triton is installed.
 build/triton/.ready: $(READY) requirements.txt
 	mkdir -p build/triton
 	tools/pins.sh requirements.txt triton > build/triton/pins.txt
@@ -84,7 +84,7 @@ build/triton/.ready: $(READY) requirements.txt
 		-r build/triton/pins.txt
 	touch $@
 
-test-mutations: env build/mutations/.ready  ## faults put into algo, bridge, data and rollout, and which of them no unit test sees: an hour, tests/mutations/README.md
+test-mutations: env build/mutations/.ready  ## put faults into algo, bridge, data and rollout, and list those that no unit test finds: an hour, tests/mutations/README.md
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/build/mutations $(VENV)/bin/python tests/mutations/run.py $(ARGS)
 
 build/mutations/.ready: $(READY) tests/mutations/requirements.txt
@@ -94,16 +94,16 @@ build/mutations/.ready: $(READY) tests/mutations/requirements.txt
 		-r tests/mutations/requirements.txt
 	touch $@
 
-test-gpu-stack: env-gpu  ## the H100 stack of requirements.txt in .venv-gpu: PYTHON=python3.12, 10 GB, no GPU needed
+test-gpu-stack: env-gpu  ## test the H100 stack of requirements.txt in .venv-gpu: PYTHON=python3.12, 10 GB, no GPU needed
 	$(GPU)/bin/python -m pytest tests/gpu_stack tests/contracts/test_transformer_engine.py $(ARGS)
 
-lint: env  ## ruff, mypy, and the language of docstrings and names
+lint: env  ## run ruff and mypy, and check the language of docstrings and names
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/python tools/check_language.py dapo_megatron
+	$(VENV)/bin/python tools/check_language.py dapo_megatron tools slurm
 
-mlflow-ui: env  ## browse the runs of this machine
+mlflow-ui: env  ## browse the runs of this machine in MLflow
 	$(VENV)/bin/mlflow ui --backend-store-uri $${MLFLOW_TRACKING_URI:-sqlite:///runs/mlflow.db} $(ARGS)
 
 clean:  ## remove environments and caches; runs/ stays

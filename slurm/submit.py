@@ -1,13 +1,13 @@
-"""Check a run and submit it to Slurm: one job, or a chain of them.
+"""Check a run and submit it to Slurm, as one job or a chain of jobs.
 
     python slurm/submit.py CONFIG --nodes 16 --time 24:00:00 [key.path=value ...]
     python slurm/submit.py CONFIG --nodes 16 --time 24:00:00 --chain 5 --container /images/a.sqsh
     python slurm/submit.py CONFIG --nodes 2 --time 1:00:00 --dry-run
 
-Prints the plan (ranks, layout, engines, memory, logs, the sbatch command) and what is wrong with
-it; when anything is, nothing is submitted. --dry-run needs no Slurm. Without the model's folder it
-takes published dimensions, and only lists which other files are not here. Paths in a config are
-from the checkout, where the job will run.
+It prints the plan (ranks, layout, engines, memory, logs, the sbatch command) and its problems. If
+there are any, it submits nothing. --dry-run needs no Slurm: without the model's folder it uses
+published dimensions and only lists the other missing files. Paths in a config are relative to the
+checkout, where the job runs.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 CHECKOUT = Path(__file__).resolve().parents[1]
 SCRIPT = CHECKOUT / "slurm/train.sbatch"
 MARGIN_SECONDS = 60
-"""Between run.stop_seconds and the time limit: for MLflow, and for Slurm to end the step."""
+"""Seconds added to run.stop_seconds, for MLflow and for Slurm to end the step."""
 LOGS = Path(os.environ.get("DAPO_LOGS", "slurm_logs"))
-"""As the job script has it: from the checkout."""
+"""Relative to the checkout, as in the job script."""
 HEADER_LEAD_SECONDS = 300
-"""What train.sbatch asks for itself."""
+"""Seconds before the limit at which the header of train.sbatch asks for SIGUSR1."""
 NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 TIME = re.compile(
     r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII
@@ -53,7 +53,7 @@ TIME = re.compile(
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks of Slurm."""
+    """Job that the command line asks for."""
 
     nodes: int
     tasks_per_node: int
@@ -61,15 +61,16 @@ class Request:
     time: str
     name: str
     options: dict[str, str]
-    """account, partition, qos, ...: passed on as they are, where given."""
+    """Options that are passed to sbatch unchanged: account, partition, qos, ..."""
     chain: int = 1
     environment: dict[str, str] = field(default_factory=dict)
     """DAPO_* variables of the job script."""
     arguments: tuple[str, ...] = ()
     """CONFIG, overlays and overrides."""
     gpu_memory_gib: float = 80.0
+    """Memory of one GPU, for the memory plan."""
     host_memory_gib: float = 1024.0
-    """Of a node; both for the plan of memory."""
+    """Host memory of one node, for the memory plan."""
 
     @property
     def world_size(self) -> int:
@@ -77,7 +78,7 @@ class Request:
 
 
 def seconds_of(time: str) -> int | None:
-    """Slurm's --time as seconds; None for UNLIMITED. Raises ConfigError.
+    """Convert Slurm's --time to seconds. UNLIMITED is None. Raises ConfigError.
 
     Example: seconds_of("1-12") == 129600, seconds_of("90") == 5400, seconds_of("2:30:00") == 9000
     """
@@ -86,8 +87,8 @@ def seconds_of(time: str) -> int | None:
     match = TIME.fullmatch(time)
     if match is None:
         raise ConfigError(
-            f"--time: {time} is not a time of Slurm's; write minutes, hours:minutes:seconds, "
-            "days-hours or days-hours:minutes:seconds"
+            f"--time: {time} is not a time in Slurm's format; write minutes, "
+            "hours:minutes:seconds, days-hours or days-hours:minutes:seconds"
         )
     first, second, third = (int(match[name] or 0) for name in ("first", "second", "third"))
     if match["days"] is not None:
@@ -97,12 +98,15 @@ def seconds_of(time: str) -> int | None:
     return first * 60 + second
 
 
-# ------------------------------------------------------------------ what is wrong
+# ------------------------------------------------------------------ checks
 
 
 def problems(config: Config, request: Request, *, elsewhere: bool = False) -> Iterator[str]:
-    """Yield everything that would make the job fail, or lose work. With `elsewhere` the files of
-    the run are on another machine, and published dimensions stand for the model."""
+    """Yield everything that would make the job fail or lose work.
+
+    `elsewhere` means that the run's files are on another machine. Then published dimensions are
+    used for the model, and files are not checked.
+    """
     try:
         arch = planned_architecture(config) if elsewhere else read_architecture(config)
         check_compatibility(config, arch)
@@ -119,7 +123,7 @@ def _check_layout(config: Config, arch: Architecture, request: Request) -> None:
     if not request.gpus_per_node:
         check_layout(config, arch, request.world_size)
         return
-    # Imports torch, which takes seconds.
+    # This import takes seconds, because it imports torch.
     from dapo_megatron.plan.suggestions import check_layout_and_memory
 
     check_layout_and_memory(config, request.world_size, _node_spec(request))
@@ -140,7 +144,7 @@ def _time_problems(config: Config, request: Request) -> Iterator[str]:
     if limit is not None and limit <= lead_seconds(config):
         yield (
             f"--time: {request.time} is {limit} s, and {lead_seconds(config)} s before its end the "
-            "run already saves and stops; give more time, or lower run.stop_seconds"
+            "run already saves and stops; increase --time, or lower run.stop_seconds"
         )
 
 
@@ -149,30 +153,30 @@ def _step_problems(config: Config, request: Request) -> Iterator[str]:
     if not request.gpus_per_node and request.tasks_per_node % engine:
         yield (
             f"engine.tensor_parallel: the {engine} ranks of an engine without GPUs share memory, "
-            f"so they must be on one node, which has {request.tasks_per_node}; use "
+            f"so they must be on one node, but a node has {request.tasks_per_node} ranks; use "
             f"--tasks-per-node {engine}, or engine.tensor_parallel=1"
         )
     if config.resume != "auto" and request.chain > 1:
         yield (
-            f"resume: {config.resume}; every job of a chain would start there. Leave it out: the "
-            "job script goes on from the newest checkpoint"
+            f"resume: {config.resume}; every job of a chain would start there. Leave it out: then "
+            "the job script resumes from the newest checkpoint"
         )
 
 
 def missing_files(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield data, images, environments and folders that the job needs and that do not exist."""
+    """Yield the data, images, environments and folders that the job needs and that are missing."""
     sources = [
         ("data.train", config.data.train),
         ("evaluation.sets", config.evaluation.sets),
     ]
-    for key, listed in sources:
-        for number, source in enumerate(listed):
+    for key, sources_of_key in sources:
+        for number, source in enumerate(sources_of_key):
             if isinstance(source, FileSource) and not Path(source.path).is_file():
                 yield f"{key}.{number}.path: no file {source.path} (from {CHECKOUT})"
             elif isinstance(source, DatasetsSource) and _is_missing_folder(source.path):
                 yield f"{key}.{number}.path: no folder {source.path} (from {CHECKOUT})"
     if image := environment.get("DAPO_CONTAINER"):
-        # Other names are of a registry.
+        # A name that is not a path names an image of a registry.
         if image.startswith(("/", ".")) and not Path(image).exists():
             yield f"--container: no image {image}; 'enroot import' makes one, on shared storage"
     elif image := environment.get("DAPO_APPTAINER"):
@@ -182,16 +186,17 @@ def missing_files(config: Config, environment: Mapping[str, str]) -> Iterator[st
         venv = Path(environment.get("DAPO_VENV", ".venv"))
         if not os.access(venv / "bin/python", os.X_OK):
             yield (
-                f"--venv: no {venv}/bin/python (from {CHECKOUT}); 'make env' makes .venv, on "
-                "storage that the nodes share; or name a --container or --apptainer image"
+                f"--venv: no {venv}/bin/python (from {CHECKOUT}); run 'make env' on storage that "
+                "the nodes share, or name a --container or --apptainer image"
             )
-    for one in filter(None, environment.get("DAPO_MOUNTS", "").split(",")):
-        if not Path(one.split(":")[0]).exists():
-            yield f"--mounts: no folder {one.split(':')[0]}"
+    for mount in filter(None, environment.get("DAPO_MOUNTS", "").split(",")):
+        folder = mount.split(":")[0]
+        if not Path(folder).exists():
+            yield f"--mounts: no folder {folder}"
 
 
 def _is_missing_folder(path: str) -> bool:
-    """Return whether a data set is neither there nor may be a name of the hub."""
+    """Return whether a data set does not exist and its name cannot be one of the hub."""
     return not Path(path).exists() and (path.startswith(("/", ".", "~")) or path.count("/") > 1)
 
 
@@ -199,12 +204,12 @@ def _is_missing_folder(path: str) -> bool:
 
 
 def lead_seconds(config: Config) -> int:
-    """How long before its time limit the job is told to stop."""
+    """Return how many seconds before its time limit the job gets the signal to stop."""
     return max(HEADER_LEAD_SECONDS, ceil(config.run.stop_seconds) + MARGIN_SECONDS)
 
 
 def sbatch_command(config: Config, request: Request) -> list[str]:
-    """One job of the chain."""
+    """Return the sbatch command of one job of the chain."""
     options = {
         "job-name": request.name,
         "nodes": request.nodes,
@@ -222,7 +227,7 @@ def sbatch_command(config: Config, request: Request) -> list[str]:
 
 
 def plan(config: Config, request: Request) -> Iterator[tuple[str, str]]:
-    """Lines for people: what will run where."""
+    """Yield (label, text) lines that describe what runs where."""
     world, engine = request.world_size, config.engine_tensor_parallel
     devices = "GPU" if request.gpus_per_node else "process without a GPU"
     jobs = f" x {request.chain} jobs, one after another" if request.chain > 1 else ""
@@ -232,15 +237,15 @@ def plan(config: Config, request: Request) -> Iterator[tuple[str, str]]:
     axes = ("tensor", "pipeline", "context", "expert")
     sizes = [getattr(policy, f"{axis}_parallel") for axis in axes]
     data = world // (sizes[0] * sizes[1] * sizes[2])
-    told = " x ".join(map(str, [*sizes, data]))
-    yield "layout", f"TP x PP x CP x EP x DP = {told}: {describe(policy, world)}"
+    product = " x ".join(map(str, [*sizes, data]))
+    yield "layout", f"TP x PP x CP x EP x DP = {product}: {describe(policy, world)}"
     if policy.tensor_parallel > request.tasks_per_node:
         yield "", "tensor parallelism crosses nodes: every layer waits for the network"
     if config.checkpoint.every == 0 and config.checkpoint.max_minutes is None:
-        yield "", "checkpoint.every is 0: a crash, or a lost node, loses the run"
+        yield "", "checkpoint.every is 0: a crash or a lost node loses the run"
     yield "engines", f"{world // engine} of {engine} ranks"
     yield "run", f"{config.folder} (metrics, checkpoints, logs of ranks)"
-    yield "logs", f"{LOGS}/{request.name}/ (of the job, and JOB.START/NODE-RANK.log)"
+    yield "logs", f"{LOGS}/{request.name}/ (job log; ranks: JOB.START/NODE-RANK.log)"
 
 
 # ------------------------------------------------------------------ the program
@@ -251,37 +256,46 @@ Text = Annotated[str | None, typer.Option()]
 
 @app.command()
 def submit(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML of the run.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE")] = None,
     nodes: Annotated[int, typer.Option(min=1)] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=0, help="0: without GPUs.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="0 means without GPUs.")] = 8,
     tasks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Ranks per node without GPUs; else one per GPU.")
+        int | None,
+        typer.Option(min=1, help="Ranks per node without GPUs. With GPUs, one rank per GPU."),
     ] = None,
-    time: Annotated[str, typer.Option(help="Limit of each job, as Slurm writes it.")] = "24:00:00",
+    time: Annotated[
+        str, typer.Option(help="Time limit of each job, in Slurm's format.")
+    ] = "24:00:00",
     account: Text = None,
     partition: Text = None,
     qos: Text = None,
     constraint: Text = None,
     reservation: Text = None,
-    overlay: Annotated[list[Path] | None, typer.Option(help="A YAML laid over CONFIG.")] = None,
-    venv: Annotated[str | None, typer.Option(help="By default .venv of the checkout.")] = None,
+    overlay: Annotated[
+        list[Path] | None, typer.Option(help="YAML that overrides keys of CONFIG.")
+    ] = None,
+    venv: Annotated[
+        str | None, typer.Option(help="Environment. By default .venv of the checkout.")
+    ] = None,
     container: Annotated[str | None, typer.Option(help="Image for pyxis (enroot).")] = None,
     apptainer: Annotated[str | None, typer.Option(help="Image for Apptainer, a .sif.")] = None,
-    mounts: Annotated[str | None, typer.Option(help="Into the container: A:A,B:B:ro")] = None,
-    chain: Annotated[int, typer.Option(min=1, help="Jobs that go on after one another.")] = 1,
+    mounts: Annotated[str | None, typer.Option(help="Container mounts: A:A,B:B:ro")] = None,
+    chain: Annotated[
+        int, typer.Option(min=1, help="Number of jobs; each continues the one before.")
+    ] = 1,
     exclude_bad: Annotated[
-        bool, typer.Option(help="Leave out nodes that a check has found bad, now and later.")
+        bool, typer.Option(help="Exclude nodes that a check found bad, now and in later jobs.")
     ] = False,
     gpu_memory: Annotated[float, typer.Option(help="GiB per GPU, for the estimate.")] = 80.0,
     host_memory: Annotated[float, typer.Option(help="GiB per node, for the estimate.")] = 1024.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the plan.")] = False,
 ) -> None:
     """Check a run and submit it to Slurm."""
-    texts, layers = tuple(overrides or ()), [path.resolve() for path in overlay or ()]
-    at = config.resolve()
+    texts, overlays = tuple(overrides or ()), [path.resolve() for path in overlay or ()]
+    config_path = config.resolve()
     os.chdir(CHECKOUT)
-    given = {
+    options = {
         "account": account,
         "partition": partition,
         "qos": qos,
@@ -297,25 +311,25 @@ def submit(
     }
     try:
         _check_options(gpus_per_node, tasks_per_node, container, apptainer, venv)
-        given["exclude"] = _bad_nodes() if exclude_bad else None
-        # As the job script has it, where nothing else is said.
-        loaded = load_config(at, ("resume=auto", *texts), layers)
+        options["exclude"] = _bad_nodes() if exclude_bad else None
+        # resume=auto is the default of the job script.
+        loaded = load_config(config_path, ("resume=auto", *texts), overlays)
     except ConfigError as error:
         raise _refused([str(error)]) from None
     environment = {name: value for name, value in variables.items() if value is not None}
-    shown = [_from_checkout(path) for path in layers]
+    overlay_words = [_from_checkout(path) for path in overlays]
     request = Request(
         nodes=nodes,
         tasks_per_node=tasks_per_node or gpus_per_node or 1,
         gpus_per_node=gpus_per_node,
         time=time,
         name=loaded.run.name,
-        options={name: value for name, value in given.items() if value},
+        options={name: value for name, value in options.items() if value},
         chain=chain,
         environment=environment,
         arguments=(
-            _from_checkout(at),
-            *(word for path in shown for word in ("--overlay", path)),
+            _from_checkout(config_path),
+            *(word for path in overlay_words for word in ("--overlay", path)),
             *texts,
         ),
         gpu_memory_gib=gpu_memory,
@@ -323,12 +337,12 @@ def submit(
     )
     elsewhere = dry_run and not Path(loaded.model.path).exists()
     _show(loaded, request, elsewhere=elsewhere)
-    if found := list(problems(loaded, request, elsewhere=elsewhere)):
-        raise _refused(found)
+    if errors := list(problems(loaded, request, elsewhere=elsewhere)):
+        raise _refused(errors)
     from dapo_megatron.plan.forecast import forecast
 
-    if found := forecast(loaded, request.world_size, _node_spec(request)):
-        raise _refused(found)
+    if errors := forecast(loaded, request.world_size, _node_spec(request)):
+        raise _refused(errors)
     if not dry_run:
         _submit(sbatch_command(loaded, request), request)
 
@@ -338,12 +352,12 @@ def _check_options(
 ) -> None:
     if gpus and tasks not in (None, gpus):
         raise ConfigError(
-            f"--tasks-per-node: {tasks} on nodes of {gpus} GPUs; there is one task per GPU, leave "
-            "it out (or --gpus-per-node 0, without GPUs)"
+            f"--tasks-per-node: {tasks} on nodes of {gpus} GPUs; there is one task per GPU, so "
+            "leave it out, or use --gpus-per-node 0 to run without GPUs"
         )
     named = {"--container": container, "--apptainer": apptainer, "--venv": venv}
     if len(given := [name for name, value in named.items() if value is not None]) > 1:
-        raise ConfigError(f"{' and '.join(given)}: one of them")
+        raise ConfigError(f"{' and '.join(given)}: give only one of them")
 
 
 def _show(config: Config, request: Request, *, elsewhere: bool) -> None:
@@ -367,26 +381,29 @@ def _submit(command: list[str], request: Request) -> None:
             stderr=subprocess.STDOUT,
         )  # fmt: skip
         if ran.returncode:
-            raise _refused([f"Slurm refuses it: {ran.stdout.strip()}"])
+            raise _refused([f"Slurm refuses the job: {ran.stdout.strip()}"])
         return ran.stdout.strip()
 
     sbatch([command[0], "--test-only", *command[1:]])
-    # Slurm makes no folder, and fails without a word.
+    # Slurm does not make the log folder, and a job without it fails silently.
     (LOGS / request.name).mkdir(parents=True, exist_ok=True)
     (LOGS / ".gitignore").write_text("*\n", encoding="utf-8")
     for _ in range(request.chain):
         number = sbatch(command).split(";")[0]
         log = LOGS / request.name / f"{request.name}-{number}.out"
-        print(f"submitted job {number}; its log: {log}")
+        print(f"submitted job {number}; log: {log}")
 
 
 def _bad_nodes() -> str:
-    """The nodes that train.sbatch found bad. Raises ConfigError for a line that names no node."""
+    """Return the nodes that train.sbatch found bad, separated by commas.
+
+    Raises ConfigError for a line that is not the name of a node.
+    """
     path = LOGS / "bad_nodes"
     nodes = set(path.read_text(encoding="utf-8").split()) if path.exists() else set()
     for node in nodes:
         if not NODE.fullmatch(node):
-            raise ConfigError(f"{path}: {node!r} is no node's name; delete the line")
+            raise ConfigError(f"{path}: {node!r} is not the name of a node; delete the line")
     return ",".join(sorted(nodes))
 
 
@@ -394,8 +411,8 @@ def _from_checkout(path: Path) -> str:
     return str(path.relative_to(CHECKOUT) if path.is_relative_to(CHECKOUT) else path)
 
 
-def _refused(found: list[str]) -> typer.Exit:
-    for text in found:
+def _refused(errors: list[str]) -> typer.Exit:
+    for text in errors:
         print(f"error: {text}", file=sys.stderr)
     print("nothing was submitted", file=sys.stderr)
     return typer.Exit(2)

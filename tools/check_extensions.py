@@ -1,11 +1,11 @@
-"""Whether the compiled extensions import beside everything else, and compute:
+"""Check that the compiled extensions import together with all other packages, and compute.
 
-    python tools/check_extensions.py                 all that requirements.txt has
-    python tools/check_extensions.py apex            NVIDIA Apex as well
+    python tools/check_extensions.py                 all extensions of requirements.txt
+    python tools/check_extensions.py apex            NVIDIA Apex too
 
-Run by tools/build_extensions.sh and in the container, which has nothing of this project: only the
-packages are imported here. Without a GPU, modules are not run, and it says so. Exits with 1 on the
-first thing that is wrong.
+tools/build_extensions.sh runs it, also in the container, where this project is not installed. So
+it imports third-party packages only. Without a GPU it runs no module and prints so. Exits with 1
+on the first problem.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOGETHER = ("torch", "transformer_engine.pytorch", "megatron.core", "vllm")
 
 
 def main() -> None:
-    """See the module."""
+    """Check versions, imports and, on a GPU, results."""
     import torch
 
     if torch.version.cuda is None:
@@ -42,22 +42,24 @@ def main() -> None:
 
 
 def check_versions() -> None:
-    """The three parts of Transformer Engine are of one version."""
-    found = {name: version(name) for name in TRANSFORMER_ENGINE}
-    if len(set(found.values())) != 1:
-        sys.exit(f"Transformer Engine in parts that do not fit: {found}")
-    print(f"ok: Transformer Engine {found['transformer-engine']}")
+    """Exit unless the three packages of Transformer Engine have the same version."""
+    versions = {name: version(name) for name in TRANSFORMER_ENGINE}
+    if len(set(versions.values())) != 1:
+        sys.exit(f"Transformer Engine: its packages have different versions: {versions}")
+    print(f"ok: Transformer Engine {versions['transformer-engine']}")
 
 
 def check_apex() -> None:
-    """NVIDIA's Apex has fused optimizers and, built with its flags, CUDA kernels; the package that
-    an index calls apex has neither."""
+    """Exit unless NVIDIA's Apex is installed with its CUDA kernels.
+
+    The package called apex on PyPI is unrelated: it has neither fused optimizers nor kernels.
+    """
     if find_spec("apex") is None:
-        sys.exit("apex: not installed")
+        sys.exit("apex: not installed; run tools/build_extensions.sh VENV apex")
     if find_spec("apex.optimizers") is None:
-        sys.exit("apex: a stranger's package of that name; pip uninstall apex")
+        sys.exit("apex: not NVIDIA's, but an unrelated package of that name; pip uninstall apex")
     if find_spec("amp_C") is None:
-        sys.exit("apex: NVIDIA's, without its CUDA kernels; tools/build_extensions.sh VENV apex")
+        sys.exit("apex: built without CUDA kernels; run tools/build_extensions.sh VENV apex")
     importlib.import_module("torch")  # amp_C needs its libraries
     importlib.import_module("amp_C")
     importlib.import_module("apex.optimizers")
@@ -65,17 +67,17 @@ def check_apex() -> None:
 
 
 def check_linear() -> None:
-    """Transformer Engine's linear layer against torch's, forward and backward, in bfloat16."""
+    """Compare Transformer Engine's linear layer with torch's, forward and backward, in bfloat16."""
     import torch
     import transformer_engine.pytorch as te
 
     torch.manual_seed(0)
-    ours = te.Linear(256, 128, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    linear = te.Linear(256, 128, bias=False, params_dtype=torch.bfloat16, device="cuda")
     rows = torch.randn(64, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    out = ours(rows)
+    out = linear(rows)
     out.float().square().sum().backward()
     grad, rows.grad = rows.grad, None
-    expected = torch.nn.functional.linear(rows, ours.weight)
+    expected = torch.nn.functional.linear(rows, linear.weight)
     expected.float().square().sum().backward()
     for name, a, b in (("output", out, expected), ("gradient", grad, rows.grad)):
         error = float((a - b).float().norm() / b.float().norm())
@@ -85,20 +87,20 @@ def check_linear() -> None:
 
 
 def check_adam(module: str) -> None:
-    """One step of a fused Adam against torch's AdamW."""
+    """Compare one step of a fused Adam with torch's AdamW."""
     import torch
 
     start = torch.randn(1000, device="cuda")
     gradient = torch.randn(1000, device="cuda")
 
-    def stepped(make: Any) -> Any:
+    def step(optimizer_class: Any) -> Any:
         weight = torch.nn.Parameter(start.clone())
         weight.grad = gradient.clone()
-        make([weight], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1).step()
+        optimizer_class([weight], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1).step()
         return weight.detach()
 
-    fused = stepped(importlib.import_module(module).FusedAdam)
-    error = float((fused - stepped(torch.optim.AdamW)).abs().max())
+    fused = step(importlib.import_module(module).FusedAdam)
+    error = float((fused - step(torch.optim.AdamW)).abs().max())
     if not error < 1e-6:
         sys.exit(f"{module}: FusedAdam differs from torch's AdamW by {error:.1e}")
     print(f"ok: {module}.FusedAdam")

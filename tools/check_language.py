@@ -1,9 +1,9 @@
 """Fail on docstrings that begin with a fragment, and on names that do not say what they hold.
 
-    python tools/check_language.py dapo_megatron [MORE_FOLDERS]
+    python tools/check_language.py FOLDER...
 
-`make lint` runs it. A docstring begins with a verb or a noun; a variable is a `path`, `group` or
-`rule`, never `one`, `found` or `theirs`. docs/contributing.md has the rules.
+`make lint` runs it. A docstring begins with a verb or a noun. A variable is called `path`, `group`
+or `rule`, never `one`, `found` or `theirs`. docs/contributing.md has the rules.
 """
 
 from __future__ import annotations

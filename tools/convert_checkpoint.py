@@ -1,5 +1,6 @@
-"""Convert, inspect, compare and reshard checkpoints: block by block on the CPU, without Megatron
-and vLLM.
+"""Convert, inspect, compare and reshard checkpoints.
+
+It runs on the CPU, block by block, and needs neither Megatron nor vLLM:
 
     python tools/convert_checkpoint.py hf-to-megatron models/qwen megatron/qwen --tensor-parallel 4
     python tools/convert_checkpoint.py megatron-to-hf megatron/qwen models/qwen_again
@@ -7,7 +8,7 @@ and vLLM.
     python tools/convert_checkpoint.py verify models/qwen models/qwen_again
 
 A folder is written as TARGET.partial, read back, compared with its source bit by bit, and only then
-renamed. What a killed command left behind, the next one removes. More in docs/conversion.md.
+renamed. The next command removes what a killed one left behind. More in docs/conversion.md.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ from dapo_megatron.types import CheckpointError, DapoError, torch_dtype
 
 GIB = 2**30
 NUM_SHOWN = 10
-"""Differences that are printed; the JSON file has all."""
+"""How many differences are printed. The JSON file has all of them."""
 MAX_SIZE = 64
-"""The largest parallel size that is proposed."""
+"""Largest parallel size that is proposed."""
 MakeWriter = Callable[[Path, Mapping[str, TensorInfo]], StoreWriter]
 Advance = Callable[[int], object]
 
@@ -65,40 +66,44 @@ app = typer.Typer(
 
 
 class Dtype(StrEnum):
-    """What weights can be converted to."""
+    """Data types that weights can be converted to."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
 
 Source = Annotated[Path, typer.Argument(help="Folder to read.", show_default=False)]
-Target = Annotated[Path, typer.Argument(help="Folder to make.", show_default=False)]
+Target = Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)]
 TensorSize = Annotated[int, typer.Option(min=1, help="Ranks that share each layer.")]
 PipelineSize = Annotated[int, typer.Option(min=1, help="Stages that share the layers.")]
 ExpertSize = Annotated[int, typer.Option(min=1, help="Ranks that share a layer's experts.")]
 EndLayers = Annotated[
-    int | None, typer.Option(min=1, help="Layers of that stage; the others share the rest equally.")
+    int | None,
+    typer.Option(min=1, help="Layers of that stage. The other stages share the rest equally."),
 ]
-AsDtype = Annotated[Dtype | None, typer.Option(help="Convert to it; by default nothing changes.")]
+AsDtype = Annotated[
+    Dtype | None, typer.Option(help="Convert weights to this type. By default they keep theirs.")
+]
 Overwrite = Annotated[
     bool,
-    typer.Option("--overwrite", help="Replace TARGET whole, if it has a model."),
+    typer.Option("--overwrite", help="Replace the whole folder TARGET, if it holds a model."),
 ]
 Check = Annotated[
-    bool, typer.Option(help="Compare the copies in SOURCE, and TARGET, read back, with it.")
+    bool,
+    typer.Option(help="Compare copies of a tensor in SOURCE; read TARGET back and compare it."),
 ]
 Ignore = Annotated[
     list[str] | None,
-    typer.Option(metavar="FIELD", help="Unknown field of config.json that does not matter."),
+    typer.Option(metavar="FIELD", help="Unknown field of config.json to ignore."),
 ]
-JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")]
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the results here.")]
 
 
 # ------------------------------------------------------------------------------- commands
 
 
-@app.command("hf-to-megatron", help="Any folder with a model into a Megatron folder of a layout.")
-@app.command("reshard", help="The same by the name for a folder that has a layout already.")
+@app.command("hf-to-megatron", help="Convert any folder with a model to a Megatron folder.")
+@app.command("reshard", help="The same command, named for folders that already have a layout.")
 def to_megatron(
     source: Source,
     target: Target,
@@ -113,8 +118,8 @@ def to_megatron(
     ignore: Ignore = None,
     json_file: JsonPath = None,
 ) -> None:
-    """Two names for one thing: what SOURCE is, its files say."""
-    with told(json_file) as figures:
+    """Write a Megatron folder. The format of SOURCE is read from its files."""
+    with report_errors(json_file) as results:
         store = open_store(source, ignore or ())
         sizes = (tensor_parallel, pipeline_parallel, expert_parallel)
         layout = make_layout(store.arch, sizes, (first_stage_layers, last_stage_layers))
@@ -122,7 +127,7 @@ def to_megatron(
         def writer(folder: Path, tensors: Mapping[str, TensorInfo]) -> MegatronWriter:
             return MegatronWriter(folder, store.arch, layout, tensors)
 
-        figures |= convert(store, target, writer, dtype, overwrite, check, ignore or ())
+        results |= convert(store, target, writer, dtype, overwrite, check, ignore or ())
 
 
 @app.command()
@@ -130,42 +135,42 @@ def megatron_to_hf(
     source: Source,
     target: Target,
     dtype: AsDtype = None,
-    max_file_gib: Annotated[float, typer.Option(help="Weights per file at most.")] = 4.0,
+    max_file_gib: Annotated[float, typer.Option(help="Maximum GiB of weights per file.")] = 4.0,
     overwrite: Overwrite = False,
     check: Check = True,
     ignore: Ignore = None,
     json_file: JsonPath = None,
 ) -> None:
-    """Any folder with a model (Megatron, training checkpoint, HF) into an HF folder."""
+    """Convert any folder with a model (Megatron, training checkpoint, HF) to an HF folder."""
 
     def writer(folder: Path, tensors: Mapping[str, TensorInfo]) -> HfWriter:
         return HfWriter(folder, tensors, int(max_file_gib * GIB))
 
-    with told(json_file) as figures:
+    with report_errors(json_file) as results:
         store = open_store(source, ignore or ())
-        figures |= convert(store, target, writer, dtype, overwrite, check, ignore or ())
+        results |= convert(store, target, writer, dtype, overwrite, check, ignore or ())
 
 
 @app.command()
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="Folder to look at.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="Folder to inspect.", show_default=False)],
     ignore: Ignore = None,
     json_file: JsonPath = None,
 ) -> None:
-    """What a folder holds; one that is damaged or not understood is refused with the reason."""
-    with told(json_file) as figures:
-        found = describe(open_store(folder, ignore or ()))
-        figures |= found
-        layout = ", ".join(f"{key} {value}" for key, value in found["layout"].items())
-        print(f"{folder}: {found['format']} ({layout}), {found['family']}")
+    """Print what a folder holds. A damaged or unknown folder is refused with the reason."""
+    with report_errors(json_file) as results:
+        content = describe(open_store(folder, ignore or ()))
+        results |= content
+        layout = ", ".join(f"{key} {value}" for key, value in content["layout"].items())
+        print(f"{folder}: {content['format']} ({layout}), {content['family']}")
         table = Table("tensor", "how many", "shape", "dtype", "bytes")
-        for name, count, shape, kind, size in rows(found):
+        for name, count, shape, kind, size in rows(content):
             table.add_row(name, str(count), shape, kind, f"{size:,}")
-        # As wide as it needs, whatever the terminal: a name cut short is worth nothing.
+        # Wider than many terminals, because a truncated tensor name is useless.
         Console(width=160).print(table)
         print(
-            f"{len(found['tensors']):,} tensors in {found['files']} files, "
-            f"{found['parameters']:,} parameters, {found['bytes']:,} bytes"
+            f"{len(content['tensors']):,} tensors in {content['files']} files, "
+            f"{content['parameters']:,} parameters, {content['bytes']:,} bytes"
         )
 
 
@@ -174,27 +179,30 @@ def verify(
     left: Annotated[Path, typer.Argument(metavar="A", help="A folder.", show_default=False)],
     right: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
     replicas: Annotated[
-        bool, typer.Option(help="Also compare what a folder holds more than once.")
+        bool, typer.Option(help="Also compare the copies of a tensor within each folder.")
     ] = True,
     ignore: Ignore = None,
     json_file: JsonPath = None,
 ) -> None:
-    """Whether two folders, of any formats and layouts, hold the same model: names, shapes, dtypes,
-    every element bit by bit, every config field. Exits with 1 if not."""
-    with told(json_file) as figures:
+    """Compare the models in two folders of any format and layout.
+
+    Compares names, shapes, dtypes, every element bit by bit, and every config field. Exits with 1
+    if they differ.
+    """
+    with report_errors(json_file) as results:
         a, b = (open_store(folder, ignore or ()) for folder in (left, right))
-        repeated = [store for store in (a, b) if replicas]
-        total = num_bytes(a) + sum(map(replica_bytes, repeated))
+        with_replicas = [store for store in (a, b) if replicas]
+        total = num_bytes(a) + sum(map(replica_bytes, with_replicas))
         with bar("comparing", total) as advance:
-            found = list(compare(a, b, advance))
-            for store in repeated:
-                found += compare_replicas(store, advance)
-        figures |= {"same": not found, "tensors": len(a.tensors), "bytes": total}
-        figures["differences"] = [asdict(one) for one in found]
-        if not found:
+            differences = list(compare(a, b, advance))
+            for store in with_replicas:
+                differences += compare_replicas(store, advance)
+        results |= {"same": not differences, "tensors": len(a.tensors), "bytes": total}
+        results["differences"] = [asdict(difference) for difference in differences]
+        if not differences:
             print(f"the same: {len(a.tensors):,} tensors, {total:,} bytes, every config field")
-    if found:
-        print(f"{left} and {right} differ:\n{listed(found)}")
+    if differences:
+        print(f"{left} and {right} differ:\n{difference_lines(differences)}")
         raise typer.Exit(1)
 
 
@@ -210,12 +218,18 @@ def convert(
     check: bool,
     ignore: list[str] | tuple[str, ...],
 ) -> dict[str, Any]:
-    """Write `store` in another format or layout, read it back, publish it; returns figures."""
-    inside = store.folder.resolve().is_relative_to(target.resolve())
-    if inside and store.folder.resolve() != target.resolve():
+    """Write `store` in another format or layout, read it back and publish it.
+
+    Returns the results for --json.
+    """
+    is_inside = store.folder.resolve().is_relative_to(target.resolve())
+    if is_inside and store.folder.resolve() != target.resolve():
         raise CheckpointError(f"{target}: SOURCE is inside it; choose another name")
-    to = torch_dtype(dtype) if dtype else None
-    infos = {name: TensorInfo(info.shape, to or info.dtype) for name, info in store.tensors.items()}
+    new_dtype = torch_dtype(dtype) if dtype else None
+    infos = {
+        name: TensorInfo(info.shape, new_dtype or info.dtype)
+        for name, info in store.tensors.items()
+    }
     started, baseline = time.monotonic(), resident_bytes("VmRSS")
     with publish(target, overwrite=overwrite) as folder:
         if check:
@@ -226,10 +240,10 @@ def convert(
         ) as advance:
             writer.create()
             fill(writer, store, advance)
-            writer.finish(store.folder, to)
+            writer.finish(store.folder, new_dtype)
         written = time.monotonic()
         if check:
-            read_back(store, open_store(folder, ignore), same_dtype=to is None)
+            read_back(store, open_store(folder, ignore), same_dtype=new_dtype is None)
     done = time.monotonic()
     speed = writer.nbytes / (written - started) / 1e6
     print(
@@ -252,25 +266,27 @@ def convert(
 
 
 def check_copies(source: Store) -> None:
-    """Raise CheckpointError if the source holds a tensor more than once, and not alike."""
+    """Raise CheckpointError if the source holds copies of a tensor that differ."""
     with bar("comparing copies", replica_bytes(source)) as advance:
-        found = list(compare_replicas(source, advance))
-    if found:
+        differences = list(compare_replicas(source, advance))
+    if differences:
         raise CheckpointError(
-            f"{source.folder}: holds copies of a tensor that differ, and which is right is not "
-            f"known; --no-check takes the first of each:\n{listed(found)}"
+            f"{source.folder}: holds copies of a tensor that differ, and this program cannot know "
+            "which is right. Take another checkpoint, or use --no-check, which takes the first "
+            f"copy of each:\n{difference_lines(differences)}"
         )
 
 
 def read_back(source: Store, written: Store, *, same_dtype: bool) -> None:
-    """Raise CheckpointError unless what was written, each copy of it, is what was read."""
+    """Raise CheckpointError unless every copy of every written tensor equals its source."""
     with bar("reading back", num_bytes(source) + replica_bytes(written)) as advance:
-        found = list(compare(source, written, advance, same_dtype=same_dtype))
-        found += compare_replicas(written, advance)
-    if found:
+        differences = list(compare(source, written, advance, same_dtype=same_dtype))
+        differences += compare_replicas(written, advance)
+    if differences:
         raise CheckpointError(
-            f"{written.folder}: not what was read from {source.folder}; the disk or this program "
-            f"is at fault:\n{listed(found)}"
+            f"{written.folder}: not what was read from {source.folder}. Check the disk and try "
+            "again; if the differences stay the same, it is a bug of this program:\n"
+            f"{difference_lines(differences)}"
         )
 
 
@@ -280,32 +296,39 @@ def read_back(source: Store, written: Store, *, same_dtype: bool) -> None:
 def make_layout(
     arch: Architecture, sizes: tuple[int, int, int], ends: tuple[int | None, int | None]
 ) -> MegatronLayout:
-    """The layout of the options, tensor x pipeline x expert parallel; exactly those that training
-    accepts are. Raises ConfigError with every option at fault and the nearest values that fit."""
+    """Return the layout of the options: tensor x pipeline x expert parallel.
+
+    Accepts exactly the layouts that training accepts. Raises ConfigError, which names every option
+    that does not fit and the nearest values that do.
+    """
     tensor, pipeline, expert = sizes
     problems = []
-    for option, asked, given in (
+    for option, size, ends_of_option in (
         ("--tensor-parallel", tensor, (None, None)),
         ("--pipeline-parallel", pipeline, ends),
         ("--expert-parallel", expert, (None, None)),
     ):
-        if found := misfits(arch, option, asked, given):
-            fitting = [n for n in range(1, MAX_SIZE + 1) if not misfits(arch, option, n, given)]
-            near = sorted(fitting, key=lambda n: (abs(log2(n / asked)), n))[:3]
-            options = [f"{option} {n}" for n in sorted(near)]
+        if misfits := option_problems(arch, option, size, ends_of_option):
+            fitting = [
+                n
+                for n in range(1, MAX_SIZE + 1)
+                if not option_problems(arch, option, n, ends_of_option)
+            ]
+            nearest = sorted(fitting, key=lambda n: (abs(log2(n / size)), n))[:3]
+            options = [f"{option} {n}" for n in sorted(nearest)]
             if option == "--pipeline-parallel":
-                options = [*uneven(arch, pipeline), *options]
-            problems += [*found, f"  that fit: {', '.join(options) or 'none'}"]
+                options = [*uneven_stages(arch, pipeline), *options]
+            problems += [*misfits, f"  that fit: {', '.join(options) or 'none'}"]
     refuse(problems)
     policy = policy_of("--pipeline-parallel", pipeline, ends)
     stages = stage_layers(policy, arch.num_layers)
     return MegatronLayout(tensor, tuple(len(layers) for [layers] in stages), expert)
 
 
-def misfits(
+def option_problems(
     arch: Architecture, option: str, size: int, ends: tuple[int | None, int | None]
 ) -> list[str]:
-    """What is wrong with one option of a layout, the other sizes being 1."""
+    """Return the problems of one option of a layout, with all other sizes 1."""
     policy = policy_of(option, size, ends)
     keys = r"(?:policy\.)?(tensor|pipeline|expert)_parallel|(?:policy\.)?(first|last)_stage_layers"
     return [
@@ -315,12 +338,12 @@ def misfits(
 
 
 def as_option(match: re.Match[str]) -> str:
-    """A key of the config as an option of this program."""
+    """Convert a key of the config to an option of this program."""
     return "--" + match.group().removeprefix("policy.").replace("_", "-")
 
 
 def policy_of(option: str, size: int, ends: tuple[int | None, int | None]) -> PolicyConfig:
-    """A policy that is parallel along one axis alone."""
+    """Return a policy that is parallel along one axis only."""
     key = option.removeprefix("--").replace("-", "_")
     return PolicyConfig(precision="float32").model_copy(
         update={
@@ -332,11 +355,14 @@ def policy_of(option: str, size: int, ends: tuple[int | None, int | None]) -> Po
     )
 
 
-def uneven(arch: Architecture, pipeline: int) -> list[str]:
-    """How stages that differ would fit, the first as near the others as can be."""
+def uneven_stages(arch: Architecture, pipeline: int) -> list[str]:
+    """Propose a first stage of another size, as near to the other stages as possible.
+
+    The list holds one proposal, or none if no first stage fits.
+    """
     layers = arch.num_layers
     for first in sorted(range(1, layers), key=lambda n: (abs(n - layers / pipeline), -n)):
-        if not misfits(arch, "--pipeline-parallel", pipeline, (first, None)):
+        if not option_problems(arch, "--pipeline-parallel", pipeline, (first, None)):
             rest = (layers - first) // (pipeline - 1)
             return [
                 f"--pipeline-parallel {pipeline} --first-stage-layers {first} "
@@ -345,30 +371,34 @@ def uneven(arch: Architecture, pipeline: int) -> list[str]:
     return []
 
 
-# ------------------------------------------------------------------------------- telling
+# ------------------------------------------------------------------------------- output
 
 
 @contextmanager
-def told(json_file: Path | None) -> Iterator[dict[str, Any]]:
-    """Figures to fill; a user's mistake and an interrupt are messages, not tracebacks."""
-    figures: dict[str, Any] = {}
+def report_errors(json_file: Path | None) -> Iterator[dict[str, Any]]:
+    """Yield a dictionary for results, and write it to `json_file` at the end.
+
+    User errors and interrupts (SIGINT, SIGTERM) end as a message and exit code 2 or 130, without a
+    traceback.
+    """
+    results: dict[str, Any] = {}
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        yield figures
+        yield results
     except DapoError as error:
         text = str(error).replace("model.path:", "config.json:")
         print(f"error: {text.replace('model.ignore_fields', '--ignore')}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        print("interrupted; nothing half-written is left", file=sys.stderr)
+        print("interrupted; no incomplete files are left", file=sys.stderr)
         raise typer.Exit(130) from None
     if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+        json_file.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 @contextmanager
 def bar(what: str, total: int) -> Iterator[Advance]:
-    """A progress bar over bytes, on a terminal, gone when done."""
+    """Show a progress bar over bytes. It appears only on a terminal and is removed at the end."""
     console = Console(stderr=True)
     columns = (
         bars.TextColumn(what),
@@ -377,15 +407,17 @@ def bar(what: str, total: int) -> Iterator[Advance]:
         bars.TransferSpeedColumn(),
         bars.TimeRemainingColumn(),
     )
-    hidden = not console.is_terminal
-    with bars.Progress(*columns, console=console, transient=True, disable=hidden) as shown:
-        task = shown.add_task(what, total=total)
-        yield lambda size: shown.advance(task, size)
+    is_hidden = not console.is_terminal
+    with bars.Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda size: progress.advance(task, size)
 
 
 def rows(description: dict[str, Any]) -> list[tuple[str, int, str, str, int]]:
-    """Return one row for tensors that differ only in layer or expert: name, how many, shape, dtype,
-    bytes of all."""
+    """Return one row for all tensors that differ only in layer or expert.
+
+    A row is (name, number of tensors, shape, dtype, bytes of all of them).
+    """
     kinds: dict[tuple[str, str, str], list[tuple[str, int]]] = {}
     for name, info in description["tensors"].items():
         kind = re.sub(r"\.\d+\.", ".*.", name), str(info["shape"]), info["dtype"]
@@ -396,16 +428,16 @@ def rows(description: dict[str, Any]) -> list[tuple[str, int, str, str, int]]:
     ]
 
 
-def listed(found: list[Difference]) -> str:
-    """The first differences, a line each."""
-    lines = [f"  {one.name}: {one.kind}: {one.text}" for one in found[:NUM_SHOWN]]
-    if found[NUM_SHOWN:]:
-        lines.append(f"  and {len(found) - NUM_SHOWN:,} more (--json FILE has all)")
+def difference_lines(differences: list[Difference]) -> str:
+    """Return the first differences, one per line."""
+    lines = [f"  {diff.name}: {diff.kind}: {diff.text}" for diff in differences[:NUM_SHOWN]]
+    if differences[NUM_SHOWN:]:
+        lines.append(f"  and {len(differences) - NUM_SHOWN:,} more (--json FILE has all)")
     return "\n".join(lines)
 
 
 def num_bytes(store: Store) -> int:
-    """Of all tensors."""
+    """Return the bytes of all tensors, each counted once."""
     return sum(info.nbytes for info in store.tensors.values())
 
 

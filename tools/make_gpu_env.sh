@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Creates the environment of the H100 stack from requirements.txt:  tools/make_gpu_env.sh PYTHON VENV
-# Python 3.12, Linux x86_64, 10 GB; needs a C++ compiler, and no GPU. VENV/.ready is written last.
-# DAPO_OWN_TORCH=1 uses the torch for CUDA that PYTHON already has (docs/gpu_stack.md).
+# Creates the environment of the H100 stack from requirements.txt:
+#   tools/make_gpu_env.sh PYTHON VENV
+# It needs Python 3.12, Linux x86_64, 10 GB of disk and a C++ compiler, but no GPU. VENV/.ready is
+# written last. DAPO_OWN_TORCH=1 uses the torch for CUDA that PYTHON already has (docs/gpu_stack.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1 venv=$2 lock=requirements.txt own_torch=${DAPO_OWN_TORCH:-0}
@@ -11,7 +12,8 @@ stop() { printf 'make gpu env: %s\n' "$*" >&2; exit 1; }
 [[ $own_torch == [01] ]] || stop "DAPO_OWN_TORCH=$own_torch: set it to 1, or leave it out"
 
 check_machine() {
-    [ "$(uname -sm)" = "Linux x86_64" ] || stop "the lock is for Linux x86_64, this is $(uname -sm)"
+    [ "$(uname -sm)" = "Linux x86_64" ] \
+        || stop "the lock is for Linux x86_64, this is $(uname -sm); use another machine"
     "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' \
         || stop "$python is not Python 3.12; name one: make env-gpu PYTHON=python3.12"
     "$python" -c 'import sysconfig, os; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null \
@@ -21,8 +23,8 @@ check_machine() {
 
 pin() { tools/pins.sh "$lock" "$1" | sed -n '1s/^[^=]*==\([^ ]*\).*/\1/p'; }
 
-# Fills left_out with what a site that has its own torch brings itself: torch, what torch is linked
-# against and what is compiled against torch. A second cuBLAS or NCCL in a process does harm.
+# Fills left_out with the packages that a site with its own torch provides: torch, its libraries,
+# and packages that are compiled against torch. Two copies of cuBLAS or NCCL break a process.
 leave_out_own_torch() {
     local version
     version=$("$python" -c 'import sys, torch; assert torch.version.cuda and sys.prefix == sys.base_prefix
@@ -37,23 +39,23 @@ print(torch.__version__)' 2>/dev/null) || stop "DAPO_OWN_TORCH=1: $python has no
         stop "DAPO_OWN_TORCH=1: $python has torch $version and no vLLM, and the locked vLLM is compiled" \
             "against torch $(pin torch); install that torch there, or a vLLM for torch $version"
     fi
-    echo "make gpu env: torch $version of $python is used. Left to the site and not checked by hash:"
+    echo "make gpu env: using torch $version of $python. No hash check for the site's packages:"
     printf '    %s\n' "${left_out[@]}"
 }
 
 install_lock() {
     local visible=() again=()
-    # Without --ignore-installed, pip would take what the site has of the other packages, unchecked.
+    # Without --ignore-installed, pip would accept the site's other packages without a hash check.
     [ "$own_torch" = 0 ] || visible=(--system-site-packages) again=(--ignore-installed)
     rm -rf "$venv"
     "$python" -m venv "${visible[@]}" "$venv"
-    # Transformer Engine's torch part is compiled, last of all.
-    # === takes this very build; == would take, and prefer, 2.13.0+cpu, where an index or a folder of
-    # pip's settings has one.
+    # Transformer Engine's torch part has no wheel; build_extensions.sh compiles it at the end.
+    # === selects exactly this build. == would prefer 2.13.0+cpu if an index or a folder of pip's
+    # settings has one.
     tools/pins.sh "$lock" --without transformer-engine-torch "${left_out[@]}" > "$venv/pins.txt"
     sed -E 's/^(torch[a-z]*)==/\1===/' "$venv/pins.txt" > "$venv/lock.txt"
     echo "make gpu env: installing the $(grep -c '^[a-z0-9]' "$venv/lock.txt") packages of $lock (5 minutes)"
-    # What must be built is built with the locked setuptools, not with one fetched unchecked.
+    # Source packages are built with the locked setuptools, not with one without a hash check.
     tools/pins.sh "$lock" setuptools wheel > "$venv/build.txt"
     "$venv/bin/pip" install -qq --no-deps --require-hashes --only-binary :all: "${again[@]}" -r "$venv/build.txt"
     "$venv/bin/pip" install -qq --no-deps --require-hashes --no-build-isolation "${again[@]}" -r "$venv/lock.txt"
@@ -68,7 +70,8 @@ if [ "$(cat "$venv/.lock-sha256" 2>/dev/null)" != "$wanted" ]; then
     install_lock
 fi
 if [ "$own_torch" = 1 ]; then
-    echo "make gpu env: Transformer Engine and Apex are the site's, or absent; check: $venv/bin/python -m dapo_megatron doctor env"
+    echo "make gpu env: Transformer Engine and Apex are those of the site, if any. Check with:" \
+        "$venv/bin/python -m dapo_megatron doctor env"
 else
     tools/build_extensions.sh "$venv"
 fi

@@ -1,14 +1,15 @@
-"""Make the tiny base model of the quickstart: Qwen3, character-level, half wrong on purpose.
+"""Make the tiny base model of the quickstart: Qwen3, character-level, often wrong on purpose.
 
-`--family qwen3_moe` makes its like with experts (model_configs/tiny_qwen3_moe).
+`--family qwen3_moe` makes a similar model with experts (model_configs/tiny_qwen3_moe).
 
-The model learns a verifiable task of the reasoning-gym package in two phases. In the first the
-answers are right, so it learns the task; in the second most answers are corrupted, so it learns to
-doubt. At temperature 1 it is then right about 4 times in 10, while the right answer stays its
-likeliest one: reinforcement learning has a lot to win, and nearly every group of samples is mixed.
+The model learns a verifiable task of the reasoning-gym package in two phases. In the first phase
+the answers are right, so it learns the task. In the second phase most answers are corrupted, so it
+becomes uncertain. At temperature 1 it is then right about 4 times in 10, while the right answer
+stays the most likely one. So reinforcement learning has much to gain, and nearly every group of
+samples is mixed.
 
-Only answer tokens carry loss: operands are random, and predicting them would spend the capacity of
-0.6 M parameters on noise. Prompts of one task begin alike, so that beginning is run once per batch.
+Only answer tokens carry loss. Operands are random, and predicting them would waste the capacity of
+0.6 M parameters. Prompts of one task share a prefix, which is computed once per batch.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a base model is made from; two equal recipes make the same model on one machine."""
+    """Settings of a base model. On one machine, equal recipes make the same model."""
 
     family: str = "qwen3"
     task: str = "chain_sum"
@@ -76,19 +77,19 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Problem:
-    """One verifiable problem: the rendered prompt, and the data set's own entry for its scorer."""
+    """A verifiable problem: the rendered prompt, and the data set's entry for its scorer."""
 
     prompt: str
     entry: dict[str, Any]
 
     @property
     def answer(self) -> str:
-        """The right answer, as the data set writes it."""
+        """The right answer, in the data set's notation."""
         return str(self.entry["answer"])
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per printable ASCII character, plus a short chat template."""
+    """Return a tokenizer with one token per printable ASCII character, and a chat template."""
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNK, ANSWER, *CHARACTERS])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNK))
     backend.decoder = decoders.Fuse()
@@ -124,7 +125,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
 
 
 def make_config(family: str = "qwen3") -> PreTrainedConfig:
-    """The architecture: 0.6 M parameters, or 0.3 M with experts; all sizes divisible by 2."""
+    """Return the architecture: 0.6 M parameters, or 0.3 M with experts. All sizes are even."""
     tokenizer = make_tokenizer()
     config_class, _, sizes = FAMILIES[family]
     return config_class(
@@ -147,7 +148,7 @@ def make_config(family: str = "qwen3") -> PreTrainedConfig:
 
 
 def make_problems(recipe: Recipe, seed: int, size: int) -> list[Problem]:
-    """Distinct problems of the recipe's task, in the data set's order, as rendered prompts."""
+    """Return distinct problems of the recipe's task, in the data set's order."""
     tokenizer = make_tokenizer()
     dataset = reasoning_gym.create_dataset(recipe.task, seed=seed, size=size, **recipe.options)
     entries = {entry["question"]: entry for entry in dataset}
@@ -163,12 +164,12 @@ def make_problems(recipe: Recipe, seed: int, size: int) -> list[Problem]:
 
 
 def held_out_problems(recipe: Recipe) -> list[Problem]:
-    """What pretraining never sees, and the quickstart's held-out set asks."""
+    """Return the problems of the quickstart's held-out set, which pretraining never uses."""
     return make_problems(recipe, HELD_OUT_SEED, 2 * NUM_HELD_OUT)[:NUM_HELD_OUT]
 
 
 def corrupt(answer: str, rng: random.Random) -> str:
-    """A plausible wrong answer: a number off by 1, 2 or 10, or with one character replaced."""
+    """Return a plausible wrong answer: off by 1, 2 or 10, or with one character replaced."""
     while True:
         if answer.lstrip("-").isdigit() and rng.random() < 0.7:
             wrong = str(int(answer) + rng.choice([-10, -2, -1, 1, 2, 10]))
@@ -185,12 +186,12 @@ def corrupt(answer: str, rng: random.Random) -> str:
 
 
 def answer_loss(model: PreTrainedModel, ids: Tensor, prompt_tokens: Tensor, shared: int) -> Tensor:
-    """Mean cross-entropy of the answer tokens.
+    """Return the mean cross-entropy of the answer tokens.
 
     Args:
         ids: [batch, tokens], padded on the right.
         prompt_tokens: [batch], the length of each prompt.
-        shared: the number of leading tokens that all rows have in common; run once for the batch.
+        shared: the number of leading tokens that all rows share. They are computed once.
     """
     cache = None
     if shared:
@@ -205,20 +206,20 @@ def answer_loss(model: PreTrainedModel, ids: Tensor, prompt_tokens: Tensor, shar
 
 
 def shared_length(rows: Collection[list[int]]) -> int:
-    """How many leading tokens all rows have in common."""
-    first, last = min(rows), max(rows)  # in dictionary order: what these share, all share
+    """Return how many leading tokens all rows share."""
+    first, last = min(rows), max(rows)  # in lexicographic order, so all rows share this prefix
     pairs = enumerate(zip(first, last, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(last)))
 
 
 def make_optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the rest.
+    """Return Muon for the matrices of the layers and AdamW for all other parameters.
 
-    Muon reaches in 300 steps the loss that AdamW alone reaches in more than 600.
+    With Muon the loss reaches in 300 steps what it reaches in more than 600 with AdamW only.
     """
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    known = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in known]
+    matrix_ids = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in matrix_ids]
     return [
         torch.optim.Muon(matrices, lr=recipe.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=recipe.lr, betas=(0.9, 0.98)),
@@ -226,7 +227,7 @@ def make_optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.
 
 
 def set_lr(optimizers: list[torch.optim.Optimizer], recipe: Recipe, step: int) -> None:
-    """Linear warm-up over 50 steps, then a cosine down to 2% of the peak."""
+    """Set the learning rate: linear warm-up over 50 steps, then a cosine to 2% of the peak."""
     warm = min(1.0, (step + 1) / 50)
     cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
     for optimizer in optimizers:
@@ -235,7 +236,7 @@ def set_lr(optimizers: list[torch.optim.Optimizer], recipe: Recipe, step: int) -
 
 
 def pretrain(recipe: Recipe, problems: list[Problem]) -> PreTrainedModel:
-    """Train a fresh model: right answers first, then `wrong_steps` of mostly wrong ones."""
+    """Train a new model: right answers first, then `wrong_steps` steps of mostly wrong ones."""
     torch.manual_seed(recipe.seed)
     rng = random.Random(recipe.seed)
     tokenizer = make_tokenizer()
@@ -269,7 +270,7 @@ def pretrain(recipe: Recipe, problems: list[Problem]) -> PreTrainedModel:
 def accuracy(
     model: PreTrainedModel, recipe: Recipe, problems: list[Problem], *, samples: int
 ) -> float:
-    """The share of right answers by the package's own scorer; greedy when `samples` is 0."""
+    """Return the share of right answers by reasoning-gym's scorer. `samples` 0 means greedy."""
     tokenizer = make_tokenizer()
     dataset = reasoning_gym.create_dataset(recipe.task, seed=0, size=1, **recipe.options)
     asked = [problem for problem in problems for _ in range(max(samples, 1))]
@@ -291,7 +292,7 @@ def accuracy(
 
 
 def publish(model: PreTrainedModel, folder: Path) -> None:
-    """Write model, tokenizer and generation settings next to `folder`, then rename into place."""
+    """Write model, tokenizer and generation settings next to `folder`, then rename them to it."""
     model.generation_config = GenerationConfig(
         eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id
     )
@@ -303,12 +304,12 @@ def publish(model: PreTrainedModel, folder: Path) -> None:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Folder to make (replaced if it exists).")],
+    output: Annotated[Path, typer.Option(help="Folder to write (replaced if it exists).")],
     family: Annotated[str, typer.Option(help="qwen3, or qwen3_moe with experts.")] = Recipe.family,
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and corruption.")] = 0,
     steps: Annotated[int, typer.Option(help="Optimizer steps in all.")] = Recipe.steps,
     wrong_steps: Annotated[
-        int, typer.Option(help="How many of them, the last, see wrong answers.")
+        int, typer.Option(help="Number of last steps with wrong answers.")
     ] = Recipe.wrong_steps,
     wrong_fraction: Annotated[
         float, typer.Option(help="Share of wrong answers in those steps.")
@@ -316,10 +317,12 @@ def main(
     batch: Annotated[int, typer.Option(help="Problems per step.")] = Recipe.batch,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = Recipe.lr,
     task: Annotated[str, typer.Option(help="A reasoning-gym data set.")] = Recipe.task,
-    options: Annotated[str, typer.Option(help="Its settings, as a JSON object.")] = json.dumps(
-        CHAIN_SUM
-    ),
-    threads: Annotated[int, typer.Option(help="CPU threads; other numbers round otherwise.")] = 1,
+    options: Annotated[
+        str, typer.Option(help="Settings of the data set, as a JSON object.")
+    ] = json.dumps(CHAIN_SUM),
+    threads: Annotated[
+        int, typer.Option(help="CPU threads. Another number rounds differently.")
+    ] = 1,
 ) -> None:
     """Make a tiny base model, measure it on held-out problems, and publish it."""
     started = time.monotonic()
@@ -328,16 +331,17 @@ def main(
         family, task, json.loads(options), seed, steps, batch, lr, wrong_fraction, wrong_steps
     )
     held_out = held_out_problems(recipe)
-    secret = {problem.prompt for problem in held_out}
+    held_out_prompts = {problem.prompt for problem in held_out}
     pool = make_problems(recipe, recipe.seed, PROBLEM_POOL)
-    model = pretrain(recipe, [problem for problem in pool if problem.prompt not in secret])
+    training = [problem for problem in pool if problem.prompt not in held_out_prompts]
+    model = pretrain(recipe, training)
     sampled = accuracy(model, recipe, held_out, samples=4)
     greedy = accuracy(model, recipe, held_out, samples=0)
     publish(model, output)
     seconds = round(time.monotonic() - started, 1)
-    figures = {"accuracy_sampled": sampled, "accuracy_greedy": greedy, "seconds": seconds}
+    metrics = {"accuracy_sampled": sampled, "accuracy_greedy": greedy, "seconds": seconds}
     print(f"right at temperature 1: {sampled:.3f}, greedy: {greedy:.3f}, in {seconds} s: {output}")
-    print(json.dumps({**asdict(recipe), **figures}))
+    print(json.dumps({**asdict(recipe), **metrics}))
 
 
 if __name__ == "__main__":

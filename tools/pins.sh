@@ -2,7 +2,7 @@
 # Prints packages of a lock with their hashes, for `pip install --no-deps --require-hashes -r FILE`:
 #   tools/pins.sh LOCK NAME...             only these; NAME==VERSION requires that version
 #   tools/pins.sh LOCK --without NAME...   all except these
-# A package that the lock does not have is an error: nothing is installed without a hash by accident.
+# A package that is not in the lock is an error, so that nothing is installed without a hash.
 set -euo pipefail
 lock=${1:?usage: tools/pins.sh LOCK [--without] NAME...}
 shift

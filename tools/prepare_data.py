@@ -1,12 +1,12 @@
-"""From a published data set to different prompts: one row each, with a report of what was dropped.
+"""Turn a published data set into distinct prompts, one row each, and report what was dropped.
 
     python tools/prepare_data.py dapo-math-17k.parquet --output data/dapo_math.parquet \\
         --evaluation aime-2024.parquet --tokenizer models/qwen --max-prompt-tokens 2048
     python tools/prepare_data.py aime-2024.parquet --output data/aime_2024.parquet
     python tools/prepare_data.py hub:BytedTsinghua-SIA/DAPO-Math-17k --output data/dapo_math.parquet
 
-Beside FILE.parquet come FILE.report.json and FILE.report.md. All are made in FILE.parquet.partial
-and appear when done. More in docs/data.md.
+Next to FILE.parquet it writes FILE.report.json and FILE.report.md. All are made in
+FILE.parquet.partial and moved when complete. More in docs/data.md.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from dapo_megatron.types import ConfigError, DapoError, DataError
 SHINGLE_CHARACTERS = 5
 NUM_PERMUTATIONS = 128
 RECALL = 0.995
-"""The least probability with which a pair just as similar as the threshold is looked at."""
+"""Minimum probability that a pair exactly at the similarity threshold is compared."""
 HUB = re.compile(r"hub:(?P<name>[^@#]+)(?:@(?P<revision>[^#]+))?(?:#(?P<split>.+))?")
 MIB = 2**20
 
@@ -58,14 +58,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class Action(StrEnum):
-    """What is done with what is found."""
+    """Action for rows that match an evaluation set."""
 
     DROP = "drop"
     REPORT = "report"
 
 
 class NearAction(StrEnum):
-    """The same, or not to look."""
+    """Action for near-duplicates. OFF does not look for them."""
 
     DROP = "drop"
     REPORT = "report"
@@ -81,7 +81,7 @@ InputNames = Annotated[
     ),
 ]
 Output = Annotated[
-    Path, typer.Option(help="Parquet file to make, a report beside it.", show_default=False)
+    Path, typer.Option(help="Parquet file to write, with a report next to it.", show_default=False)
 ]
 Evaluation = Annotated[
     list[Path] | None, typer.Option(help="File of an evaluation set; may be repeated.")
@@ -93,12 +93,12 @@ MaxTokens = Annotated[
 Near = Annotated[NearAction, typer.Option(help="What to do with near-duplicates.")]
 Overlap = Annotated[Action, typer.Option(help="What to do with prompts of an evaluation set.")]
 Threshold = Annotated[
-    float, typer.Option(min=0.1, max=1.0, help="Jaccard similarity from which two are near.")
+    float, typer.Option(min=0.1, max=1.0, help="Jaccard similarity from which prompts are near.")
 ]
 _columns = partial(typer.Option, metavar="{prompt: NAME, answer: NAME}", show_default=False)
 ColumnNames = Annotated[
     str | None,
-    _columns(help="Columns of INPUT with question and answer; by default the DAPO-Math schema."),
+    _columns(help="Columns of INPUT with prompt and answer. By default the DAPO-Math schema."),
 ]
 EvaluationColumnNames = Annotated[
     str | None, _columns(help="The same for the files of --evaluation.")
@@ -107,10 +107,10 @@ Force = Annotated[bool, typer.Option("--force", help="Replace OUTPUT and its rep
 
 
 class MinHashSimilarity:
-    """Jaccard similarity of the sets of 5-character pieces, case folded.
+    """Jaccard similarity of the sets of 5-character shingles, case folded.
 
-    Characters, because a fifth of DAPO-Math-17k is Chinese and has no spaces. MinHash finds the
-    candidates, the sets themselves decide.
+    Shingles are characters, because a fifth of DAPO-Math-17k is Chinese and has no spaces. MinHash
+    finds candidates, and the similarity of the sets decides.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -120,22 +120,22 @@ class MinHashSimilarity:
         self._empty = MinHash(num_perm=NUM_PERMUTATIONS, hashfunc=int)
 
     def sketch(self, problem: str) -> tuple[Any, np.ndarray]:
-        """(MinHash, hashes of the pieces [pieces], sorted, uint32)."""
+        """Return the MinHash and the sorted hashes of the shingles, [shingles], uint32."""
         text = problem.casefold()
         ends = range(SHINGLE_CHARACTERS, max(len(text), SHINGLE_CHARACTERS) + 1)
-        pieces = (text[end - SHINGLE_CHARACTERS : end] for end in ends)
-        hashes = sorted({crc32(piece.encode("utf-8")) for piece in pieces})
+        shingles = (text[end - SHINGLE_CHARACTERS : end] for end in ends)
+        hashes = sorted({crc32(shingle.encode("utf-8")) for shingle in shingles})
         signature = self._empty.copy()
         signature.update_batch(hashes)
         return signature, np.array(hashes, np.uint32)
 
     def index(self) -> MinHashIndex:
-        """A fresh one."""
+        """Return a new, empty index."""
         return MinHashIndex(self.threshold)
 
 
 class MinHashIndex:
-    """Problems by bands of their MinHash (locality-sensitive hashing)."""
+    """Index of problems by bands of their MinHash (locality-sensitive hashing)."""
 
     def __init__(self, threshold: float) -> None:
         from datasketch import MinHashLSH
@@ -145,31 +145,34 @@ class MinHashIndex:
         self._hashes: dict[int, np.ndarray] = {}
 
     def add(self, key: int, sketch: tuple[Any, np.ndarray]) -> None:
-        """Remember a problem."""
+        """Add a problem under a key."""
         self._bands.insert(key, sketch[0], check_duplication=False)
         self._hashes[key] = sketch[1]
 
     def nearest(self, sketch: tuple[Any, np.ndarray]) -> tuple[int, float] | None:
-        """(key, similarity) of the likest, the first of equals, if it reaches the threshold."""
-        likest: tuple[int, float] | None = None
+        """Return (key, similarity) of the nearest problem that reaches the threshold, or None.
+
+        Of equally near problems it returns the first.
+        """
+        nearest: tuple[int, float] | None = None
         for key in sorted(self._bands.query(sketch[0])):
-            found = jaccard(sketch[1], self._hashes[key])
-            if found >= self._threshold and (likest is None or found > likest[1]):
-                likest = (key, found)
-        return likest
+            similarity = jaccard(sketch[1], self._hashes[key])
+            if similarity >= self._threshold and (nearest is None or similarity > nearest[1]):
+                nearest = (key, similarity)
+        return nearest
 
 
-def jaccard(one: np.ndarray, other: np.ndarray) -> float:
-    """Of two sorted arrays without repeats, [pieces]."""
-    common = len(np.intersect1d(one, other, assume_unique=True))
-    return common / (len(one) + len(other) - common)
+def jaccard(left: np.ndarray, right: np.ndarray) -> float:
+    """Return the Jaccard similarity of two sorted arrays without repeats, [shingles]."""
+    common = len(np.intersect1d(left, right, assume_unique=True))
+    return common / (len(left) + len(right) - common)
 
 
 def bands_of(threshold: float) -> tuple[int, int]:
-    """(bands, rows of a band): the most rows with which RECALL holds at the threshold.
+    """Return (bands, rows per band) with the most rows that still reach RECALL at the threshold.
 
-    A pair of similarity s agrees in a band of r rows with s^r, in one of b at least with
-    1 - (1 - s^r)^b.
+    A pair of similarity s agrees in one band of r rows with probability s^r, and in at least one of
+    b bands with probability 1 - (1 - s^r)^b.
     """
     for rows in range(NUM_PERMUTATIONS // 2, 1, -1):
         bands = NUM_PERMUTATIONS // rows
@@ -192,9 +195,9 @@ def main(
     evaluation_columns: EvaluationColumnNames = None,
     force: Force = False,
 ) -> None:
-    """Different prompts from published data, and a report of what was dropped and why."""
+    """Write the distinct prompts of published data, and report what was dropped and why."""
     started = time.monotonic()
-    with told():
+    with report_errors():
         files = outputs_of(output, inputs, evaluation or [], force)
         settings = Settings(
             similarity=MinHashSimilarity(similarity),
@@ -205,7 +208,7 @@ def main(
             columns=parse_columns("--columns", columns),
             evaluation_columns=parse_columns("--evaluation-columns", evaluation_columns),
         )
-        chosen = {
+        options = {
             "overlap": overlap,
             "near_duplicates": near_duplicates,
             "similarity": similarity,
@@ -215,40 +218,43 @@ def main(
             **({"evaluation_columns": evaluation_columns} if evaluation_columns else {}),
         }
         sources = [source_of(name, settings.columns) for name in inputs]
-        with workshop(output) as folder, rows_read() as on_rows:
+        with work_folder(output) as folder, row_counter() as on_rows:
             data = folder / output.name
-            found = prepare(sources, evaluation or [], settings, data, on_rows)
-            report = report_on(found, sources, evaluation or [], data, chosen)
+            outcome = prepare(sources, evaluation or [], settings, data, on_rows)
+            report = report_on(outcome, sources, evaluation or [], data, options)
             _, json_path, text_path = [folder / file.name for file in files]
             json_path.write_text(
                 json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
             )
             text_path.write_text(markdown(report), encoding="utf-8")
-            for file in reversed(files):  # the data last: where it is, its report is
+            for file in reversed(files):  # the data last: a data file always has its report
                 (folder / file.name).replace(file)
         show(report, files, time.monotonic() - started)
 
 
 def outputs_of(output: Path, inputs: list[str], evaluation: list[Path], force: bool) -> list[Path]:
-    """Data, JSON and Markdown: where nothing may be lost. Raises DataError."""
+    """Return the paths of data, JSON and Markdown.
+
+    Raises DataError if a file would be lost: an input, or an existing file without --force.
+    """
     if output.suffix != ".parquet":
         raise DataError(f"--output {output}: must end in .parquet")
     if output.resolve() in {Path(name).resolve() for name in [*inputs, *evaluation]}:
         raise DataError(f"--output {output}: is an input too; choose another name")
     report = report_path(output)
     files = [output, report, report.with_suffix(".md")]
-    there = [str(file) for file in files if file.exists()]
-    if there and not force:
-        raise DataError(f"{', '.join(there)}: exists; --force replaces it")
+    existing = [str(file) for file in files if file.exists()]
+    if existing and not force:
+        raise DataError(f"{', '.join(existing)}: exists; --force replaces it")
     if output.is_dir():
         raise DataError(f"--output {output}: is a folder")
     return files
 
 
 def load_tokenizer(folder: Path | None, max_prompt_tokens: int | None) -> Any:
-    """The tokenizer of a local folder, or None. Raises DataError."""
+    """Return the tokenizer of a local folder; None if there is no limit. Raises DataError."""
     if (folder is None) != (max_prompt_tokens is None):
-        raise DataError("--tokenizer and --max-prompt-tokens: give both, or neither")
+        raise DataError("--tokenizer and --max-prompt-tokens: set both, or neither")
     if folder is None:
         return None
     from transformers import AutoTokenizer
@@ -256,11 +262,13 @@ def load_tokenizer(folder: Path | None, max_prompt_tokens: int | None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise DataError(f"--tokenizer {folder}: no tokenizer can be read ({error})") from error
+        raise DataError(
+            f"--tokenizer {folder}: no tokenizer can be read; name a folder with one ({error})"
+        ) from error
 
 
 def parse_columns(option: str, text: str | None) -> Columns:
-    """Return the columns that an option names, in the words of the config. Raises ConfigError."""
+    """Return the columns that an option names, in the config's syntax. Raises ConfigError."""
     if text is None:
         return DAPO_MATH_COLUMNS
     try:
@@ -273,7 +281,7 @@ def parse_columns(option: str, text: str | None) -> Columns:
 
 
 def source_of(name: str, columns: Columns) -> Source:
-    """Return a local file, or a data set of the hub. Raises DataError for neither."""
+    """Return a local file or a data set of the hub as a source. Raises DataError for neither."""
     if match := HUB.fullmatch(name):
         return Source(
             name, partial(read_hub, match["name"], match["revision"], match["split"], columns)
@@ -288,7 +296,7 @@ def source_of(name: str, columns: Columns) -> Source:
 def read_hub(
     name: str, revision: str | None, split: str | None, columns: Columns, batch_rows: int
 ) -> Iterator[Batch]:
-    """Yield a data set of the hub. Raises DataError where it cannot be reached."""
+    """Yield batches of a data set of the hub. Raises DataError if it cannot be reached."""
     split = split or "train"
     where = name_of(f"hub:{name}", split)
     first = 0
@@ -298,7 +306,7 @@ def read_hub(
 
 
 @contextmanager
-def workshop(output: Path) -> Iterator[Path]:
+def work_folder(output: Path) -> Iterator[Path]:
     """Make a temporary folder next to the output. Raises DataError if the disk fails."""
     try:
         with partial_folder(output.with_name(f"{output.name}.partial")) as folder:
@@ -310,55 +318,55 @@ def workshop(output: Path) -> Iterator[Path]:
 
 
 def report_on(
-    found: dict[str, Any],
+    outcome: dict[str, Any],
     sources: list[Source],
     evaluation: list[Path],
     data: Path,
-    chosen: dict[str, Any],
+    options: dict[str, Any],
 ) -> dict[str, Any]:
-    """All that the report holds; the same inputs and settings give the same."""
+    """Return the report. The same inputs and settings give the same report."""
     return {
         "output": {
             "name": data.name,
-            "rows": found["rows"]["out"],
+            "rows": outcome["rows"]["out"],
             "bytes": data.stat().st_size,
             "sha256": sha256_of(data),
         },
-        "rows": found["rows"],
-        "prompts": found["prompts"],
+        "rows": outcome["rows"],
+        "prompts": outcome["prompts"],
         "inputs": [
             {
                 "name": source.name,
                 "rows": num_rows,
                 "sha256": sha256_of(source.path) if source.path else f"{digest} (of the rows)",
             }
-            for source, (num_rows, digest) in zip(sources, found["files"], strict=True)
+            for source, (num_rows, digest) in zip(sources, outcome["files"], strict=True)
         ],
         "evaluation": [
             {"name": str(path), "rows": num_rows, "sha256": sha256_of(path)}
-            for path, num_rows in zip(evaluation, found["evaluation_rows"], strict=True)
+            for path, num_rows in zip(evaluation, outcome["evaluation_rows"], strict=True)
         ],
-        "settings": {**chosen, "frame": found["frame"]},
+        "settings": {**options, "frame": outcome["frame"]},
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("pyarrow", "datasketch", "transformers")},
         },
-        "examples": found["examples"],
+        "examples": outcome["examples"],
     }
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
 
 
-# ------------------------------------------------------------------------------- telling
+# ------------------------------------------------------------------------------- output
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """A user's mistake and an interrupt are messages, not tracebacks."""
+def report_errors() -> Iterator[None]:
+    """End user errors and interrupts as a message and exit code 2 or 130, without a traceback."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -366,23 +374,23 @@ def told() -> Iterator[None]:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        print("interrupted; nothing half-written is left", file=sys.stderr)
+        print("interrupted; no incomplete files are left", file=sys.stderr)
         raise typer.Exit(130) from None
 
 
 @contextmanager
-def rows_read() -> Iterator[Any]:
-    """A count of rows, on a terminal, gone when done."""
+def row_counter() -> Iterator[Any]:
+    """Show the number of rows read. It appears only on a terminal and is removed at the end."""
     console = Console(stderr=True)
     columns = (bars.SpinnerColumn(), bars.TextColumn("{task.completed:,} rows"))
-    hidden = not console.is_terminal
-    with bars.Progress(*columns, console=console, transient=True, disable=hidden) as shown:
-        task = shown.add_task("rows", total=None)
-        yield lambda num_rows: shown.advance(task, num_rows)
+    is_hidden = not console.is_terminal
+    with bars.Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
+        task = progress.add_task("rows", total=None)
+        yield lambda num_rows: progress.advance(task, num_rows)
 
 
 def show(report: dict[str, Any], files: list[Path], seconds: float) -> None:
-    """The account, on the screen."""
+    """Print how many rows were read, dropped and written."""
     rows = report["rows"]
     print(f"{rows['in']:>12,} rows read")
     for reason, number in rows["dropped"].items():

@@ -57,7 +57,7 @@ class Stop:
         self.signal: str | None = None
         """Name of the first signal, or None."""
         self._check_owner = check_owner
-        self._owner_checked = self._checked = time.monotonic()
+        self._made = self._owner_checked = time.monotonic()
         self._seconds = seconds
         self._at = 0.0
         self._has_state = False
@@ -86,17 +86,17 @@ class Stop:
         self._is_saved.set()
 
     def check(self, exchange: Exchange) -> float:
-        """Return the seconds since the previous check, the same on all ranks. Collective.
+        """Return the seconds since this object was made on the earliest rank. Collective: all ranks
+        return the same clock.
 
         Raises Stopped on all ranks if any rank got a signal, or Fenced if another attempt owns the
         run's folder.
         """
         fence = ErrorRecord.of(self._fence_error()) if exchange.rank == 0 else None
-        seconds = time.monotonic() - self._checked
+        seconds = time.monotonic() - self._made
         by_rank = exchange.all_gather(
             (self.signal, fence, seconds), tuple[str | None, ErrorRecord | None, float]
         )
-        self._checked = time.monotonic()
         if record := by_rank[0][1]:
             raise record.error()
         if name := next((name for name, _, _ in by_rank if name), None):

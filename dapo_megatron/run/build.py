@@ -41,7 +41,7 @@ from dapo_megatron.model import hf_tensors, read_architecture
 from dapo_megatron.plan.compatibility import check
 from dapo_megatron.plan.compatibility.rule import Machine
 from dapo_megatron.plan.estimate import save_estimate
-from dapo_megatron.plan.layout import row_multiple, sequence_multiple
+from dapo_megatron.plan.rows import row_multiple, sequence_multiple
 from dapo_megatron.protocols import LossFn, MicrobatchPlanner, Parts, Policy, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rewards.registry import user_function
@@ -194,19 +194,22 @@ class StoppableLoss:
 
     A stop abandons the mini-batch. `check` is collective; at every micro-batch it would make all
     ranks wait for the slowest. It is therefore called at every n-th micro-batch, where n is
-    computed from the seconds since the previous check. `check` returns the same seconds on all
-    ranks, and all ranks have the same number of micro-batches, so they call it together.
+    computed from the seconds since this loss's previous check. `check` returns a clock in seconds,
+    the same on all ranks, and all ranks have the same number of micro-batches, so they call it
+    together.
     """
 
     def __init__(self, loss: LossFn, check: Callable[[], float]) -> None:
         self._loss, self._check = loss, check
         self._interval = self._left = 1
+        self._checked_at = 0.0
 
     def __call__(self, logprobs: Tensor, tokens: MicroTokens) -> LossOutput:
         """Compute the loss. Raises Stopped."""
         self._left -= 1
         if self._left == 0:
-            per_call = self._check() / self._interval
+            now = self._check()
+            per_call, self._checked_at = (now - self._checked_at) / self._interval, now
             fitting = int(STOP_CHECK_SECONDS / max(per_call, 1e-6))
             self._left = self._interval = min(max(fitting, 1), 2 * self._interval)
         return self._loss(logprobs, tokens)

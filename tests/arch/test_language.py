@@ -1,4 +1,4 @@
-"""tools/check_language.py: what it refuses, and that the package passes."""
+"""Test what tools/check_language.py refuses, and that the package, tools and slurm pass."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from tests.helpers.configs import REPOSITORY
 
 
-def check(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, REPOSITORY / "tools" / "check_language.py", folder]
+def check(*folders: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, REPOSITORY / "tools" / "check_language.py", *folders]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -31,6 +31,12 @@ def test_a_fragment_and_a_vague_name_are_refused(tmp_path: Path, code: str, prob
     assert problem in done.stdout
 
 
-def test_the_package_passes() -> None:
-    done = check(REPOSITORY / "dapo_megatron")
+@pytest.mark.parametrize("folder", ["dapo_megatron", "tools", "slurm"])
+def test_the_code_passes(folder: str) -> None:
+    done = check(REPOSITORY / folder)
     assert done.returncode == 0, done.stdout
+
+
+def test_make_lint_checks_the_same_folders() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    assert "tools/check_language.py dapo_megatron tools slurm\n" in makefile

@@ -19,7 +19,7 @@ from dapo_megatron.cluster.watchdog import Watchdog
 
 
 def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> None:
-    watch = Watchdog(folder, rank, world_size, {"start": 60.0, "generate": 30.0, "update": limit})
+    watch = Watchdog(folder, rank, world_size, {"start": 600.0, "generate": 30.0, "update": limit})
     watch.start()
     watch.add_diagnostic("requests in flight", lambda: f"{rank + 7} of them")
 
@@ -36,6 +36,7 @@ def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> 
             time.sleep(0.02)
         watch.record_activity(f"all_gather {number} done")
 
+    exchange(0)  # under the limit of the start: ranks do not start at the same time
     if fault == "torch":
         reduce_for_ever(watch, folder, rank, world_size)
     for step in range(1, 10_000):

@@ -21,7 +21,7 @@ from dapo_megatron.files import read_json
 from dapo_megatron.model import architecture
 from tests.helpers.commands import run
 from tests.helpers.models import RANDOM_MODELS, make_random_model
-from tests.unit.test_cli import outside_a_launcher
+from tests.unit.test_cli import environment_without_launcher
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = {name: f"model_configs/{name}.yaml" for name in ("tiny_cpu", "tiny_moe")}
@@ -37,7 +37,7 @@ def doctor(
     ran = run(
         *("-m", "tests.helpers.broken_doctor", fault, "--ranks", ranks),
         *("doctor", "layouts", *arguments, "--json", figures),
-        environment={**outside_a_launcher(), "OMP_NUM_THREADS": "1"},
+        environment={**environment_without_launcher(), "OMP_NUM_THREADS": "1"},
     )
     said = ran.stdout + ran.stderr[-4000:]
     assert figures.exists(), said

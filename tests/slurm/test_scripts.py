@@ -150,7 +150,7 @@ def test_crashes_at_once_end_after_three(project: Project) -> None:
     facts = job.wait_for(seconds=90)
     assert (facts["JobState"], facts["Restarts"]) == ("FAILED", "2"), job.story()
     assert "crashed 3 times in a row" in job.log
-    assert "no rank has said why" in job.log
+    assert "no rank wrote a reason" in job.log
 
 
 def test_a_killed_rank_ends_the_others(project: Project) -> None:
@@ -270,7 +270,7 @@ def test_a_check_in_which_all_wait_for_all_has_an_end(project: Project) -> None:
         FAKE_STUCK="node1 node2", DAPO_PREFLIGHT_SECONDS="3", DAPO_REQUEUE="0",
     )  # fmt: skip
     job.wait_for()
-    assert "no node is blamed" in job.log and not project.started(job), job.story()
+    assert "so no node is recorded as bad" in job.log and not project.started(job), job.story()
 
 
 def test_the_check_can_be_skipped(project: Project) -> None:

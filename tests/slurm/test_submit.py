@@ -150,7 +150,7 @@ def test_a_plan_with_gpus() -> None:
         ((TINY, "--venv", "nowhere"), "--venv: no nowhere/bin/python"),
         ((TINY, "--container", "/nowhere.sqsh"), "--container: no image /nowhere.sqsh"),
         ((TINY, "--apptainer", "nowhere.sif"), "--apptainer: no image nowhere.sif"),
-        ((TINY, "--container", "a", "--venv", "b"), "--container and --venv: one of them"),
+        ((TINY, "--container", "a", "--venv", "b"), "--container and --venv: give only one"),
         ((TINY, "--container", "a#b", "--mounts", "/nowhere:/x"), "--mounts: no folder /nowhere"),
         ((TINY, "--chain=2", "resume=never"), "resume: never; every job of a chain"),
         (
@@ -235,5 +235,5 @@ def test_slurm_takes_every_tiny_config(
 def test_what_slurm_refuses_is_not_submitted(cluster: Cluster) -> None:
     ran = run(TINY, "--nodes=9", "--chain=2", SLURM_CONF=cluster.env["SLURM_CONF"])
     assert ran.returncode == 2
-    assert "Slurm refuses it" in ran.stderr
+    assert "Slurm refuses the job" in ran.stderr
     assert cluster.run("squeue", "-h") == ""

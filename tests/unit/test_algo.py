@@ -1,4 +1,4 @@
-"""Properties of the formulas besides the loss that single vectors do not show."""
+"""Properties of the formulas other than the loss, beyond the golden vectors."""
 
 from __future__ import annotations
 
@@ -32,26 +32,28 @@ from dapo_megatron.types import (
 )
 def test_advantage_matches_a_loop_over_groups(groups: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    pick = torch.randint(len(groups), (17,), generator=generator)
-    ids = torch.tensor(groups)[pick]
+    group_indices = torch.randint(len(groups), (17,), generator=generator)
+    ids = torch.tensor(groups)[group_indices]
     rewards = torch.randn(17, generator=generator)
     expected = torch.empty(17)
     for group in groups:
-        own = rewards[ids == group]
-        if len(own) == 1:
-            expected[ids == group] = own / (1 + 1e-6)
+        group_rewards = rewards[ids == group]
+        if len(group_rewards) == 1:
+            expected[ids == group] = group_rewards / (1 + 1e-6)
         else:
-            expected[ids == group] = (own - own.mean()) / (own.std() + 1e-6)
-    ours = group_advantage(rewards, ids)
-    assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+            expected[ids == group] = (group_rewards - group_rewards.mean()) / (
+                group_rewards.std() + 1e-6
+            )
+    advantages = group_advantage(rewards, ids)
+    assert advantages.dtype == torch.float32
+    torch.testing.assert_close(advantages, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_advantage_keeps_shape_and_refuses_what_does_not_fit() -> None:
+def test_advantage_keeps_the_shape_and_rejects_mismatched_or_non_finite_rewards() -> None:
     rewards = torch.tensor([[1.0, -1.0], [0.1, 0.1]])
-    ours = group_advantage(rewards, torch.tensor([[0, 0], [9, 9]]))
-    assert ours.shape == (2, 2)
-    assert ours[1].tolist() == [0.0, 0.0]
+    advantages = group_advantage(rewards, torch.tensor([[0, 0], [9, 9]]))
+    assert advantages.shape == (2, 2)
+    assert advantages[1].tolist() == [0.0, 0.0]
     assert group_advantage(torch.zeros(0), []).shape == (0,)
     assert group_advantage(torch.tensor([1, -1]), [0, 0]).dtype == torch.get_default_dtype()
     assert group_advantage(torch.ones(2, dtype=torch.float64), [0, 0]).dtype == torch.float64
@@ -61,10 +63,10 @@ def test_advantage_keeps_shape_and_refuses_what_does_not_fit() -> None:
         group_advantage(torch.tensor([math.nan, 1.0]), [0, 0])
 
 
-# ------------------------------------------------------------------------ plain numbers
+# ------------------------------------------------------------------------ rewards, schedule, pass@k
 
 
-def test_overlong_penalty_is_bounded_and_refuses_bad_arguments() -> None:
+def test_overlong_penalty_is_bounded_and_rejects_bad_arguments() -> None:
     values = [overlong_penalty(n, max_tokens=10, buffer_tokens=4) for n in (0, 6, 7, 10, 99)]
     assert values == [0.0, 0.0, -0.25, -1.0, -1.0]
     assert math.copysign(1.0, values[0]) == 1.0
@@ -77,14 +79,14 @@ def test_overlong_penalty_is_bounded_and_refuses_bad_arguments() -> None:
         overlong_penalty(-1, max_tokens=10, buffer_tokens=4)
 
 
-def test_the_reward_of_a_completion_keeps_its_two_parts() -> None:
+def test_completion_reward_keeps_correctness_and_penalty_apart() -> None:
     limits = {"max_tokens": 10, "buffer_tokens": 4}
     assert completion_reward(0.5, 8, penalty=True, **limits) == (0.5, -0.5)
     assert completion_reward(0.5, 8, penalty=True, **limits).total == 0.0
     assert completion_reward(0.5, 99, penalty=False, **limits) == (0.5, 0.0)
 
 
-def test_verdict() -> None:
+def test_group_verdict() -> None:
     assert verdict([True, False]) is Verdict.MIXED
     assert verdict([True, True]) is Verdict.ALL_CORRECT
     assert verdict([False, False]) is Verdict.ALL_WRONG
@@ -92,7 +94,7 @@ def test_verdict() -> None:
         verdict([])
 
 
-def test_warmup() -> None:
+def test_learning_rate_warms_up_linearly() -> None:
     assert warmup_lr(1, lr=0.5, warmup_rollout_steps=0) == 0.5
     assert warmup_lr(3, lr=0.5, warmup_rollout_steps=4) == 0.25
     for step, warmup in ((0, 5), (1, -1)):
@@ -100,16 +102,17 @@ def test_warmup() -> None:
             warmup_lr(step, lr=1.0, warmup_rollout_steps=warmup)
 
 
-def test_pass_at_k_of_more_samples_is_unbiased() -> None:
+def test_pass_at_k_is_unbiased_with_more_than_k_samples() -> None:
     row = [True, False, False, False]
-    assert pass_at_k([row], k=2) == pytest.approx(0.5)  # 3 of the 6 pairs hold the correct one
+    # 3 of the 6 pairs contain the correct sample.
+    assert pass_at_k([row], k=2) == pytest.approx(0.5)
     assert pass_at_k([row, [False] * 4], k=1) == pytest.approx(0.125)
     for k in (0, 5):
         with pytest.raises(ValueError, match="of 4 samples"):
             pass_at_k([row], k=k)
 
 
-def test_majority_vote_takes_the_first_of_a_tie() -> None:
+def test_majority_vote_breaks_ties_by_the_first_answer() -> None:
     assert cons_at_k([[True, False]], [["7", "8"]]) == 1.0
     assert cons_at_k([[False, True]], [["8", "7"]]) == 0.0
     assert cons_at_k([[False, True, True]], [["8", "7", "7"]]) == 1.0
@@ -117,7 +120,7 @@ def test_majority_vote_takes_the_first_of_a_tie() -> None:
         cons_at_k([[True]], [["7", "8"]])
 
 
-def test_evaluation_needs_samples() -> None:
+def test_evaluation_without_samples_is_rejected() -> None:
     for empty in ([], [[True], []]):
         with pytest.raises(ValueError, match="at least one"):
             avg_at_k(empty)
@@ -136,15 +139,15 @@ def test_gap_statistics() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_gap_that_is_not_finite_is_infinite(bad: float) -> None:
+def test_a_non_finite_gap_counts_as_infinite(bad: float) -> None:
     gap = gap_statistics(torch.tensor([-1.0, bad]), torch.tensor([-3.0, -1.0]), torch.ones(2))
     assert gap.max == gap.mean == gap.kl == math.inf
     assert gap.worst_token == 1
 
 
-def test_gap_of_no_tokens_and_of_other_shapes() -> None:
-    nothing = gap_statistics(torch.ones(2), torch.zeros(2), torch.zeros(2))
-    assert nothing == GapStatistics(mean=0.0, max=0.0, kl=0.0, worst_token=None, num_tokens=0)
+def test_gap_of_no_tokens_is_zero_and_shapes_must_match() -> None:
+    no_tokens = gap_statistics(torch.ones(2), torch.zeros(2), torch.zeros(2))
+    assert no_tokens == GapStatistics(mean=0.0, max=0.0, kl=0.0, worst_token=None, num_tokens=0)
     with pytest.raises(ValueError, match="shapes differ"):
         gap_statistics(torch.ones(2), torch.zeros(1), torch.ones(2))
 
@@ -161,16 +164,16 @@ def disagreeing_batch() -> TokenBatch:
     )  # fmt: skip
 
 
-def test_gaps_at_their_bounds_pass() -> None:
+def test_gaps_equal_to_their_bounds_pass() -> None:
     batch, mask = disagreeing_batch(), torch.tensor([1, 1, 1, 1, 0]).bool()
     gap = check_gap(batch, mask, version=3, max_gap=0.5, max_mean_gap=0.25)
     assert (gap.mean, gap.max, gap.num_tokens, gap.worst_token) == (0.25, 0.5, 4, 2)
     assert check_gap(batch, mask, version=3, max_gap=0.5, max_mean_gap=None) == gap
-    nothing = check_gap(batch, torch.zeros(5).bool(), version=3, max_gap=-1.0, max_mean_gap=None)
-    assert nothing.num_tokens == 0
+    no_tokens = check_gap(batch, torch.zeros(5).bool(), version=3, max_gap=-1.0, max_mean_gap=None)
+    assert no_tokens.num_tokens == 0
 
 
-def test_a_mean_gap_above_its_bound_is_named() -> None:
+def test_a_mean_gap_above_its_bound_is_reported() -> None:
     batch = disagreeing_batch()
     mask = torch.tensor([1, 1, 1, 1, 0]).bool()
     with pytest.raises(
@@ -182,7 +185,7 @@ def test_a_mean_gap_above_its_bound_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("masked", "named"),
+    ("mask_values", "message"),
     [
         ([1, 1, 1, 1, 1], r"0\.5 on ticket 7, sample 2, token 0 \(id 12\): log-prob -3\.000000 by "
                           r"the engine, -3\.500000 by the policy"),
@@ -190,15 +193,15 @@ def test_a_mean_gap_above_its_bound_is_named() -> None:
         ([0, 0, 0, 1, 1], r"0\.25 on ticket 7, sample 2, token 1 \(id 13\): log-prob -1\.000000"),
     ],
 )  # fmt: skip
-def test_the_token_with_the_largest_gap_is_named(masked: list[int], named: str) -> None:
-    mask = torch.tensor(masked).bool()
-    with pytest.raises(SyncError, match=f"^weights 3: engine and policy disagree by {named}"):
+def test_the_token_with_the_largest_gap_is_reported(mask_values: list[int], message: str) -> None:
+    mask = torch.tensor(mask_values).bool()
+    with pytest.raises(SyncError, match=f"^weights 3: engine and policy disagree by {message}"):
         check_gap(disagreeing_batch(), mask, version=3, max_gap=0.2, max_mean_gap=None)
     with pytest.raises(SyncError, match=r"sync\.max_gap is 0\.2\. "):
         check_gap(disagreeing_batch(), mask, version=3, max_gap=0.2, max_mean_gap=0.5)
 
 
-def test_algo_needs_no_backend() -> None:
+def test_algo_imports_neither_megatron_nor_vllm_nor_the_config() -> None:
     code = (
         "import sys, dapo_megatron.algo; "
         "assert not {'megatron', 'vllm', 'pydantic', 'dapo_megatron.config'} & set(sys.modules)"

@@ -1,4 +1,4 @@
-"""A job that gets no further is not started for ever; one that is stopped again and again is."""
+"""Attempts: their names, and the limit on restarts of a job that makes no progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def slurm(restart: int, job: str = "7") -> dict[str, str]:
     return {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restart)}
 
 
-def test_names() -> None:
+def test_attempt_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attempt(slurm(2)) == "7.2"
     assert attempt({"SLURM_JOB_ID": "7"}) == "7.0"
     assert attempt({**slurm(2), "DAPO_MEGATRON_ATTEMPT": "mine"}) == "mine"
@@ -30,58 +30,60 @@ def test_names() -> None:
     assert attempt({**slurm(2), **torchrun, **place}) == "none-h1-29400.1"
     first = attempt({})
     assert first
-    time.sleep(1.1)
-    assert attempt({}) == first  # or its end would be that of no attempt
+    monkeypatch.setattr(time, "strftime", lambda *_: "a later second")
+    assert attempt({}) == first  # otherwise end_attempt would not find its start
 
 
-def run(book: Path, restart: int, end: str | None, *, step: int = 20, job: str = "7") -> None:
+def record_start(
+    attempts_file: Path, restart: int, end: str | None, *, step: int = 20, job: str = "7"
+) -> None:
     environ = slurm(restart, job)
-    start_attempt(book, step, environ)
+    start_attempt(attempts_file, step, environ)
     if end is not None:
-        end_attempt(book, end, environ)
+        end_attempt(attempts_file, end, environ)
 
 
 @pytest.mark.parametrize("end", ["crashed", "hung"])
-def test_a_crash_loop_ends(tmp_path: Path, end: str) -> None:
-    book = tmp_path / "attempts.jsonl"
-    run(book, 0, end, step=10)
+def test_a_crash_loop_is_refused_after_the_limit(tmp_path: Path, end: str) -> None:
+    attempts_file = tmp_path / "attempts.jsonl"
+    record_start(attempts_file, 0, end, step=10)
     for restart in range(1, 1 + MAX_CRASHES):
-        run(book, restart, end)  # after step 20: the first one got further
+        record_start(attempts_file, restart, end)  # after step 20, later than the first start
     with pytest.raises(ConfigError, match=r"3 starts of job 7 .* step 20.*doctor run"):
-        run(book, 9, None)
-    run(book, 0, None, job="8")  # submitted anew by a person
+        record_start(attempts_file, 9, None)
+    record_start(attempts_file, 0, None, job="8")  # a new job, submitted by a person, may start
 
 
-def test_stops_do_not_count(tmp_path: Path) -> None:
-    book = tmp_path / "attempts.jsonl"
+def test_stopped_starts_do_not_count_as_crashes(tmp_path: Path) -> None:
+    attempts_file = tmp_path / "attempts.jsonl"
     for restart in range(100):
-        run(book, restart, "stopped")
+        record_start(attempts_file, restart, "stopped")
 
 
-def test_preemption_without_time_to_save_is_borne_for_long_and_not_for_ever(tmp_path: Path) -> None:
-    book = tmp_path / "attempts.jsonl"
+def test_starts_cut_short_are_refused_only_after_a_higher_limit(tmp_path: Path) -> None:
+    attempts_file = tmp_path / "attempts.jsonl"
     for restart in range(MAX_CUT_SHORT):
-        run(book, restart, None)
+        record_start(attempts_file, restart, None)
     with pytest.raises(ConfigError, match=r"checkpoint\.max_minutes"):
-        run(book, MAX_CUT_SHORT, None)
+        record_start(attempts_file, MAX_CUT_SHORT, None)
 
 
-def test_without_slurm_there_is_a_person(tmp_path: Path) -> None:
-    book = tmp_path / "attempts.jsonl"
+def test_without_slurm_restarts_are_not_limited(tmp_path: Path) -> None:
+    attempts_file = tmp_path / "attempts.jsonl"
     for number in range(10):
         environ = {"DAPO_MEGATRON_ATTEMPT": str(number)}
-        start_attempt(book, 0, environ)
-        end_attempt(book, "crashed", environ)
+        start_attempt(attempts_file, 0, environ)
+        end_attempt(attempts_file, "crashed", environ)
 
 
-def test_half_a_line_is_passed_over(tmp_path: Path) -> None:
-    book = tmp_path / "attempts.jsonl"
-    run(book, 0, "crashed")
-    with book.open("a") as file:
+def test_damaged_lines_are_skipped(tmp_path: Path) -> None:
+    attempts_file = tmp_path / "attempts.jsonl"
+    record_start(attempts_file, 0, "crashed")
+    with attempts_file.open("a") as file:
         file.write('\n{"attempt": "7.')
-    with book.open("ab") as file:
+    with attempts_file.open("ab") as file:
         file.write(b"\n\xff\xfe\n")
     for restart in (1, 2):
-        run(book, restart, "crashed")
+        record_start(attempts_file, restart, "crashed")
     with pytest.raises(ConfigError):
-        run(book, 3, None)
+        record_start(attempts_file, 3, None)

@@ -1,5 +1,5 @@
-"""Configs and overrides that are hostile, or that YAML 1.1 would misread: refused or read as they
-are written, within a second."""
+"""Hostile configs and overrides, and values that YAML 1.1 would misread. Each is rejected or read
+as written, within a second."""
 
 from __future__ import annotations
 
@@ -23,82 +23,94 @@ from dapo_megatron.types import ConfigError
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "model_configs" / "tiny_cpu.yaml"
 BASE = TINY.read_text(encoding="utf-8")
-LAST = BASE.count("\n") + 1
-"""Number of the line after the last."""
+LINE_AFTER_BASE = BASE.count("\n") + 1
+"""Number of the first line after BASE."""
 
 
 def refusal(path: Path, *overrides: str) -> str:
+    """Return the error message for a config that must be rejected quickly."""
     started = time.process_time()
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as raised:
         load_config(path, overrides)
-    # A second is promised; cores that are shared with other work take longer.
+    # One second is promised. CPU time also grows on shared cores, so the limit is two.
     assert time.process_time() - started < 2.0
-    return str(refused.value)
+    return str(raised.value)
 
 
 # ---------------------------------------------------------------------------- files
 
-LAUGHS = "\n".join(
+BILLION_LAUGHS = "\n".join(
     ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
 )
 FILES: dict[str, tuple[bytes, str]] = {
-    "contains itself": (
+    "list contains itself": (
         b"x: &a [*a]",
         ", line {last}: anchors (&x) and aliases (*x) are not allowed",
     ),
-    "mapping in itself": (b"x: &a {b: *a}", ", line {last}: anchors (&x) and aliases (*x) are"),
-    "nested anchors": (LAUGHS.encode(), ", line {last}: anchors (&x) and aliases (*x) are not"),
-    "alias of nothing": (b"x: *a", ", line {last}: anchors (&x) and aliases (*x) are not allowed"),
+    "mapping contains itself": (
+        b"x: &a {b: *a}",
+        ", line {last}: anchors (&x) and aliases (*x) are",
+    ),
+    "nested anchors": (
+        BILLION_LAUGHS.encode(),
+        ", line {last}: anchors (&x) and aliases (*x) are not",
+    ),
+    "alias without anchor": (
+        b"x: *a",
+        ", line {last}: anchors (&x) and aliases (*x) are not allowed",
+    ),
     "anchor on a key": (b"&a x: 1", ", line {last}: anchors (&x) and aliases (*x) are not allowed"),
     "nested 3,000 deep": (b"x: " + b"[" * 3000, ", line {last}: nested more than 32 deep"),
-    "nested by indent": (
+    "nested by indentation": (
         b"".join(b" " * depth + b"x:\n" for depth in range(40)),
         ", line {deep}: nested more than 32 deep",
     ),
     "nested by dashes": (b"x: " + b"\n" + b"- " * 3000, "nested more than 32 deep"),
-    "object of Python": (
+    "Python object": (
         b"x: !!python/object/apply:os.system ['true']",
         ", line {last}: the tag 'tag:yaml.org,2002:python/object/apply:os.system' is not allowed",
     ),
-    "tag of YAML": (b"seed: !!int '1'", ", line {last}: the tag 'tag:yaml.org,2002:int' is not"),
+    "YAML tag": (b"seed: !!int '1'", ", line {last}: the tag 'tag:yaml.org,2002:int' is not"),
     "tab": (b"\tx: 1", ": not valid YAML: "),
     "two documents": (b"---\nseed: 3", ": not valid YAML: expected a single document"),
-    "no character": (b'x: "\\UFFFFFFFF"', ": not valid YAML: "),
-    "half a character": (b'x: "\\ud800"', ", line {last}: a null character or a lone surrogate"),
+    "invalid character": (b'x: "\\UFFFFFFFF"', ": not valid YAML: "),
+    "lone surrogate": (b'x: "\\ud800"', ", line {last}: a null character or a lone surrogate"),
     "null character": (b'x: "\\0"', ", line {last}: a null character or a lone surrogate"),
     "a list as a key": (b"? [a]\n: 1", ": not valid YAML: "),
     "too long": (b"#" * MAX_CHARACTERS, ": longer than 32,000 characters"),
     "slow to parse": (b"x: {" + b"a," * MAX_CHARACTERS, ": longer than 32,000 characters"),
     "many digits": (b"x: " + b"9" * 5000, ", line {last}: a number of 5,000 digits"),
-    "many digits of 16": (b"x: 0x" + b"f" * 5000, ", line {last}: a number of 5,002 digits"),
+    "many hexadecimal digits": (b"x: 0x" + b"f" * 5000, ", line {last}: a number of 5,002 digits"),
     "Latin-1": (b"# \xe9", ": cannot be read ('utf-8' codec can't decode"),
 }
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_hostile_file_is_refused_by_name_and_line(tmp_path: Path, name: str) -> None:
+def test_a_hostile_file_is_rejected_with_file_and_line(tmp_path: Path, name: str) -> None:
     content, problem = FILES[name]
     path = tmp_path / "config.yaml"
     path.write_bytes(BASE.encode() + content + b"\n")
-    wanted = problem.replace("{last}", str(LAST)).replace("{deep}", str(LAST + 31))
+    expected = problem.replace("{last}", str(LINE_AFTER_BASE)).replace(
+        "{deep}", str(LINE_AFTER_BASE + 31)
+    )
     message = refusal(path)
     assert message.startswith(str(path))
-    assert wanted in message
+    assert expected in message
 
 
-def test_a_file_without_an_end_is_refused() -> None:
+def test_an_endless_file_is_rejected() -> None:
     assert refusal(Path("/dev/zero")).startswith("/dev/zero: longer than 32,000 characters")
 
 
-def test_the_slowest_file_within_the_limit_is_refused_in_time(tmp_path: Path) -> None:
+def test_the_slowest_file_below_the_size_limit_is_rejected_in_time(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("{" + "a," * (MAX_CHARACTERS // 2 - 10), encoding="utf-8")
     assert refusal(path).startswith(f"{path}: not valid YAML")
 
 
 @pytest.mark.parametrize("key", ["1", "true", "null", "1.5", "2026-01-01", "<<", "=", "''"])
-def test_a_key_that_is_no_name_is_refused(tmp_path: Path, key: str) -> None:
+def test_a_key_that_is_not_a_name_is_rejected(tmp_path: Path, key: str) -> None:
     path = tmp_path / "config.yaml"
     for text in (f"{BASE}{key}: {{a: 1}}\n", BASE.replace("loss:\n", f"loss:\n  {key}: 1\n")):
         path.write_text(text, encoding="utf-8")
@@ -150,7 +162,7 @@ VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("text", VALUES)
-def test_a_plain_scalar_is_what_the_core_schema_says(text: str) -> None:
+def test_plain_scalars_follow_the_core_schema_of_yaml_1_2(text: str) -> None:
     value = parse_yaml(text, "key")
     assert (value, type(value)) == (VALUES[text], type(VALUES[text]))
 
@@ -192,11 +204,13 @@ def test_a_plain_scalar_is_what_the_core_schema_says(text: str) -> None:
         ("data.train.0=1", "data.train.0: must be a mapping of keys (given: 1)"),
     ],
 )
-def test_a_hostile_or_ambiguous_override_is_refused_by_its_key(override: str, problem: str) -> None:
+def test_a_hostile_or_ambiguous_override_is_rejected_with_its_key(
+    override: str, problem: str
+) -> None:
     assert refusal(TINY, override).startswith(problem)
 
 
-def test_a_number_with_a_zero_before_it_is_decimal() -> None:
+def test_a_number_with_a_leading_zero_is_decimal() -> None:
     assert load_config(TINY, ["seed=010"]).seed == 10
     assert load_config(TINY, ["seed=0o10"]).seed == 8
 
@@ -232,23 +246,23 @@ BOUNDS = {
 
 
 @pytest.mark.parametrize("key", BOUNDS)
-def test_a_number_that_would_fail_late_is_refused_with_its_bound(key: str) -> None:
+def test_a_number_above_its_bound_is_rejected_with_the_bound(key: str) -> None:
     largest, too_large = BOUNDS[key]
     load_config(TINY, [f"{key}={largest}"])
     bound = f"{key}: Input should be less than or equal to "
     assert refusal(TINY, f"{key}={too_large}").startswith(bound)
 
 
-def numbers(section: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+def number_fields(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, field in section.model_fields.items():
         if hasattr(field.annotation, "model_fields"):
-            yield from numbers(field.annotation, f"{above}{name}.")
+            yield from number_fields(field.annotation, f"{prefix}{name}.")
         elif field.annotation in (int, float, int | None, float | None):
-            yield f"{above}{name}", field
+            yield f"{prefix}{name}", field
 
 
 def test_every_number_has_an_upper_bound() -> None:
-    keys = dict(numbers(Config))
+    keys = dict(number_fields(Config))
     assert len(keys) > 60
     for key, field in keys.items():
         is_float = field.annotation in (float, float | None)
@@ -256,7 +270,7 @@ def test_every_number_has_an_upper_bound() -> None:
         assert message.startswith(f"{key}: Input should be less than")
 
 
-def test_the_longest_time_limit_can_be_waited_for() -> None:
+def test_the_longest_allowed_timeout_does_not_overflow() -> None:
     with GradingPool({"m": "dapo_math"}, workers=1, timeout_seconds=WEEK_SECONDS) as pool:
         pool.submit(0, "m", "Answer: 1", "1", {})
         results = pool.collect(wait=True)
@@ -265,18 +279,20 @@ def test_the_longest_time_limit_can_be_waited_for() -> None:
 
 # ---------------------------------------------------------------------------- any input
 
-PLAIN = st.text(st.sampled_from("0123456789.:_-+eExXoOyYnNtTrRuUfFaAlLsSiI~'\"#&*!|>%@[]{},? \n"))
-TEXTS = st.one_of(PLAIN, st.text(max_size=30), st.sampled_from(list(VALUES)))
-PLACES = ["seed", "run.name", "loss", "loss.clip_low", "data.train", "data.train.0", "engine", "x"]
+PLAIN_TEXTS = st.text(
+    st.sampled_from("0123456789.:_-+eExXoOyYnNtTrRuUfFaAlLsSiI~'\"#&*!|>%@[]{},? \n")
+)
+SCALAR_TEXTS = st.one_of(PLAIN_TEXTS, st.text(max_size=30), st.sampled_from(list(VALUES)))
+KEYS = ["seed", "run.name", "loss", "loss.clip_low", "data.train", "data.train.0", "engine", "x"]
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.sampled_from(PLACES), TEXTS)
+@given(st.sampled_from(KEYS), SCALAR_TEXTS)
 @example("data.train.0.options", "{1: {a: [1]}}")
 @example("loss", "{? {a: 1} : 2}")
-def test_any_override_is_a_config_or_refused(place: str, text: str) -> None:
+def test_any_override_gives_a_config_or_a_config_error(key: str, text: str) -> None:
     try:
-        config = load_config(TINY, [f"{place}={text}"])
+        config = load_config(TINY, [f"{key}={text}"])
     except ConfigError as error:
         assert str(error)
     else:
@@ -285,11 +301,11 @@ def test_any_override_is_a_config_or_refused(place: str, text: str) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(st.text(max_size=60), st.integers(0, len(BASE)))
-def test_any_file_is_a_config_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, text: str, place: int
+def test_any_file_gives_a_config_or_a_config_error(
+    tmp_path_factory: pytest.TempPathFactory, text: str, position: int
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "config.yaml"
-    path.write_bytes((BASE[:place] + text + BASE[place:]).encode("utf-8", "surrogatepass"))
+    path.write_bytes((BASE[:position] + text + BASE[position:]).encode("utf-8", "surrogatepass"))
     try:
         load_config(path)
     except ConfigError as error:
@@ -301,7 +317,7 @@ SCALARS = (
     | st.booleans()
     | st.integers(-(10**30), 10**30)
     | st.floats(allow_nan=False)
-    | TEXTS.filter(lambda text: "\0" not in text)
+    | SCALAR_TEXTS.filter(lambda text: "\0" not in text)
 )
 
 
@@ -309,7 +325,7 @@ SCALARS = (
 @given(st.dictionaries(st.text("abc", min_size=1), SCALARS | st.lists(SCALARS), max_size=3))
 @example({"a": ["0o10", "1e5", "010", "1:30", "yes", "1_000", "2026-01-01", "0x1F", "<<", "="]})
 @example({"a": ["\x85", "\u2028", "\ufeff", "\x1b", " a", "a ", "", "-", "\t", "'", '"']})
-def test_what_is_dumped_is_read_back_by_either_yaml(value: dict[str, Any]) -> None:
+def test_a_dump_is_read_back_by_yaml_1_2_and_by_pyyaml(value: dict[str, Any]) -> None:
     text = dump_yaml(value)
     assert parse_yaml(text, "dump") == value
-    assert yaml.safe_load(text) == value  # programs of others read config.yaml too
+    assert yaml.safe_load(text) == value  # other programs read config.yaml, too

@@ -1,4 +1,4 @@
-"""Rows that are damaged or hostile are refused by file, row and column; nothing else is raised."""
+"""Damaged or hostile rows raise DataError with file, row and column, and no other error."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ LINE = json.dumps(GOOD).encode()
 
 
 def with_extra(text: bytes) -> bytes:
-    """A row with more JSON text in its extra_info."""
+    """Return a row with more JSON text in its extra_info."""
     return LINE.replace(b'"index": "1"', b'"index": "1", ' + text)
 
 
-def checked(path: Path) -> list[PromptRow]:
-    """The rows of a file, read by both programs that do."""
+def rows_of(path: Path) -> list[PromptRow]:
+    """Return the rows of a file, after checking that training and prepare_data.py read the same."""
     read_rows = read_parquet if path.suffix == ".parquet" else read_jsonl
-    prepared = [row for _, batch in read(path) for row in batch]
+    in_preparation = [row for _, batch in read(path) for row in batch]
     loaded = [checked_row(*row) for row in read_rows(str(path))]
-    assert loaded == prepared
+    assert loaded == in_preparation
     return loaded
 
 
-def refusals(path: Path) -> Iterator[str]:
-    """What a run, then tools/prepare_data.py, says of a file."""
+def rejections(path: Path) -> Iterator[str]:
+    """Yield the DataError of a training run, then that of tools/prepare_data.py."""
     read_rows = read_parquet if path.suffix == ".parquet" else read_jsonl
-    with pytest.raises(DataError) as in_a_run:
+    with pytest.raises(DataError) as in_training:
         _ = [checked_row(*row) for row in read_rows(str(path))]
-    yield str(in_a_run.value)
-    with pytest.raises(DataError) as prepared:
+    yield str(in_training.value)
+    with pytest.raises(DataError) as in_preparation:
         list(read(path))
-    yield str(prepared.value)
+    yield str(in_preparation.value)
 
 
 # ---------------------------------------------------------------------------- JSONL
@@ -82,13 +82,13 @@ UNREADABLE = {
         with_extra(b'"x": ' + b"[" * 5000 + b"]" * 5000),
         "not valid JSON: nested more than 64 deep",
     ),
-    "objects without an end": (b'{"a":' * 100_000, "not valid JSON: nested more than 64 deep"),
+    "unclosed objects": (b'{"a":' * 100_000, "not valid JSON: nested more than 64 deep"),
     "nested 70 deep": (with_extra(b'"x": ' + b"[" * 70 + b"]" * 70), "nested more than 64 deep"),
     "NaN": (with_extra(b'"x": NaN'), "column extra_info.x: must be a finite number or null"),
     "Infinity": (with_extra(b'"x": [1, -Infinity]'), "column extra_info.x[1]: must be a finite"),
     "1e999": (with_extra(b'"x": {"y": 1e999}'), "column extra_info.x.y: must be a finite"),
     "NaN in another column": (LINE[:-1] + b', "z": NaN}', "column z: must be a finite"),
-    "key twice": (
+    "duplicate key": (
         LINE.replace(b'"ground_truth"', b'"ground_truth": "1", "ground_truth"'),
         "not valid JSON: the key 'ground_truth' is given twice; remove one of them",
     ),
@@ -96,13 +96,13 @@ UNREADABLE = {
         LINE.replace(b'"index": "1"', b'"index": ' + b"9" * 5000),
         "not valid JSON: a number has too many digits; write it as a string",
     ),
-    "half a character in extra_info": (
+    "lone surrogate in extra_info": (
         with_extra(b'"tests": {"inputs": ["\\ud800"]}'),
         "column extra_info.tests.inputs[0]: half a character (a lone surrogate) at 0",
     ),
-    "half a character as a key": (with_extra(b'"\\ud800": 1'), "half a character"),
-    "half a character as a column": (LINE[:-1] + b', "\\udfff": 1}', "half a character"),
-    "half a character in the truth": (
+    "lone surrogate in a key": (with_extra(b'"\\ud800": 1'), "half a character"),
+    "lone surrogate in a column name": (LINE[:-1] + b', "\\udfff": 1}', "half a character"),
+    "lone surrogate in the ground truth": (
         LINE.replace(b'"42"', b'"\\ud800"'),
         "column reward_model.ground_truth: half a character",
     ),
@@ -116,27 +116,27 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("name", READABLE)
-def test_unusual_lines_are_read(tmp_path: Path, name: str) -> None:
+def test_unusual_but_valid_lines_are_read(tmp_path: Path, name: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(READABLE[name])
-    if name != "number of 4,000 digits":  # which Arrow, and so the preparing, has no type for
-        assert [row.truth for row in checked(path)] == ["42"]
+    if name != "number of 4,000 digits":  # Arrow, which prepare_data.py uses, has no type for it
+        assert [row.truth for row in rows_of(path)] == ["42"]
     assert [checked_row(*row).truth for row in read_jsonl(str(path))] == ["42"]
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_a_damaged_line_is_refused_by_file_line_and_column(tmp_path: Path, name: str) -> None:
+def test_a_damaged_line_is_rejected_with_file_line_and_column(tmp_path: Path, name: str) -> None:
     content, problem = UNREADABLE[name]
     path = tmp_path / "rows.jsonl"
     path.write_bytes(LINE + b"\n" + content + b"\n")
-    for message in refusals(path):
+    for message in rejections(path):
         assert message.startswith(f"{path}, line 2")
         assert problem in message
         assert len(message) < 500
 
 
-def test_a_line_without_an_end_is_not_loaded(tmp_path: Path) -> None:
-    """One line of 4 GiB in a sparse file; reading it whole takes more memory than there is."""
+def test_an_endless_line_is_rejected_without_loading_it(tmp_path: Path) -> None:
+    """The line has 4 GiB in a sparse file, more than the memory limit of the process."""
     path = tmp_path / "rows.jsonl"
     with path.open("wb") as file:
         file.write(LINE + b"\n")
@@ -152,15 +152,17 @@ try:
 except DataError as error:
     print(error)
 """
-    ran = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
-    assert ran.stdout.startswith(f"{path}, line 2: longer than 67,108,864 bytes; write one"), (
-        ran.stdout + ran.stderr
-    )
+    assert completed.stdout.startswith(
+        f"{path}, line 2: longer than 67,108,864 bytes; write one"
+    ), completed.stdout + completed.stderr
 
 
-def test_a_line_at_the_limit_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_of_exactly_the_maximum_length_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(LINE + b"\n" + LINE + b" \n")
     monkeypatch.setattr(rows, "MAX_LINE_BYTES", len(LINE) + 1)
@@ -170,7 +172,7 @@ def test_a_line_at_the_limit_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(list(read_jsonl(str(path)))) == 2
 
 
-def test_out_of_memory_names_the_line(tmp_path: Path) -> None:
+def test_running_out_of_memory_is_reported_with_the_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(LINE + b"\n" + b"[" + b"[]," * 20_000_000 + b"[]]\n")
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -179,11 +181,11 @@ def test_out_of_memory_names_the_line(tmp_path: Path) -> None:
     next(lines)
     resource.setrlimit(resource.RLIMIT_AS, (used + 300 * 2**20, before[1]))
     try:
-        with pytest.raises(DataError) as refused:
+        with pytest.raises(DataError) as raised:
             next(lines)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-    assert str(refused.value).startswith(f"{path}, line 2: not enough memory to read it")
+    assert str(raised.value).startswith(f"{path}, line 2: not enough memory to read it")
 
 
 JSON = st.recursive(
@@ -192,13 +194,14 @@ JSON = st.recursive(
     max_leaves=8,
 )
 ROWS = st.builds(
-    lambda more, column, value: GOOD | {"extra_info": {"index": "1"} | more} | {column: value},
+    lambda info, column, value: GOOD | {"extra_info": {"index": "1"} | info} | {column: value},
     st.dictionaries(st.text(), JSON, max_size=3),
     st.sampled_from(["other", "other", *GOOD]),
     JSON,
 )
-PIECES = [LINE, LINE[:-1], b"}", b"\n", b"[", b"]", b'{"a":', b",", b'"a":', b"1", b"NaN", b"\xff"]
-PIECES += [
+FRAGMENTS = [LINE, LINE[:-1], b"}", b"\n", b"[", b"]", b'{"a":', b",", b'"a":', b"1", b"NaN"]
+FRAGMENTS += [
+    b"\xff",
     b"[" * 2000,
     b'{"a":' * 2000,
     b"9" * 5000,
@@ -210,8 +213,8 @@ PIECES += [
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.sampled_from(PIECES) | st.binary(max_size=9), max_size=8).map(b"".join))
-def test_any_bytes_are_rows_or_refused(
+@given(st.lists(st.sampled_from(FRAGMENTS) | st.binary(max_size=9), max_size=8).map(b"".join))
+def test_any_bytes_give_rows_or_a_data_error(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
 ) -> None:
     path = tmp_path_factory.mktemp("bytes") / "rows.jsonl"
@@ -225,13 +228,13 @@ def test_any_bytes_are_rows_or_refused(
 
 @settings(deadline=None, max_examples=300)
 @given(JSON | ROWS)
-def test_any_value_is_a_row_or_refused(value: Any) -> None:
+def test_any_json_value_gives_a_row_or_a_data_error(value: Any) -> None:
     try:
         row = checked_row(0, "file, line 1", json.loads(json.dumps(value)))
     except DataError as error:
         assert str(error).startswith("file, line 1")
     else:
-        # A row that was taken can be sent to a grader and written to a file of UTF-8.
+        # An accepted row can be sent to a grader and written to a UTF-8 file.
         json.dumps([row.extra, row.truth], allow_nan=False, ensure_ascii=False).encode()
 
 
@@ -239,7 +242,7 @@ def test_any_value_is_a_row_or_refused(value: Any) -> None:
 
 
 def not_utf8(values: list[bytes]) -> pyarrow.Array:
-    """A column of strings that are not UTF-8, as a program that checks nothing writes it."""
+    """Return a string column that is not UTF-8, as written by a program without checks."""
     binary = pyarrow.array(values, pyarrow.binary())
     return pyarrow.Array.from_buffers(pyarrow.string(), len(values), binary.buffers())
 
@@ -258,41 +261,41 @@ PARQUET = {
 
 
 @pytest.mark.parametrize("name", PARQUET)
-def test_a_parquet_value_that_is_no_json_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_parquet_value_without_a_json_form_is_rejected(tmp_path: Path, name: str) -> None:
     bad, problem = PARQUET[name]
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([bad]), path)
-    for message in refusals(path):
+    for message in rejections(path):
         assert message.startswith(f"{path}, row 0, {problem}")
 
 
-def test_parquet_strings_that_are_not_utf8_are_refused_by_row_and_column(tmp_path: Path) -> None:
+def test_parquet_strings_that_are_not_utf8_are_rejected_with_row_and_column(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     table = pyarrow.Table.from_pylist([GOOD] * 3)
-    place = table.schema.get_field_index("ability")
-    table = table.set_column(place, "ability", not_utf8([b"a", b"b", b"\xff\xfe"]))
+    index = table.schema.get_field_index("ability")
+    table = table.set_column(index, "ability", not_utf8([b"a", b"b", b"\xff\xfe"]))
     parquet.write_table(table, path)
-    for message in refusals(path):
+    for message in rejections(path):
         assert message == (
             f"{path}, row 2, column ability: cannot be read ('utf-8' codec can't decode byte 0xff "
             "in position 0: invalid start byte); write UTF-8 text, or drop the row"
         )
 
 
-def test_a_parquet_date_that_python_cannot_represent_is_refused(tmp_path: Path) -> None:
+def test_a_parquet_date_that_python_cannot_represent_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     table = pyarrow.Table.from_pylist([GOOD])
     dates = pyarrow.array([10_000_000], pyarrow.date32())
     ability = table.schema.get_field_index("ability")
     parquet.write_table(table.set_column(ability, "ability", dates), path)
-    for message in refusals(path):
+    for message in rejections(path):
         assert message == (
             f"{path}, row 0, column ability: cannot be read (date value out of range); "
             "write JSON values, or drop the row"
         )
 
 
-def test_nested_parquet_strings_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
+def test_nested_parquet_strings_that_are_not_utf8_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     messages = pyarrow.StructArray.from_arrays(
         [not_utf8([b"user"]), not_utf8([b"\xff"])], ["role", "content"]
@@ -301,29 +304,29 @@ def test_nested_parquet_strings_that_are_not_utf8_are_refused(tmp_path: Path) ->
     table = pyarrow.Table.from_pylist([GOOD])
     table = table.set_column(table.schema.get_field_index("prompt"), "prompt", prompt)
     parquet.write_table(table, path)
-    for message in refusals(path):
+    for message in rejections(path):
         assert message.startswith(f"{path}, row 0, column prompt: cannot be read (")
 
 
-def test_a_parquet_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_a_duplicate_parquet_column_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     table = pyarrow.Table.from_pylist([GOOD])
     parquet.write_table(table.append_column("ability", pyarrow.array(["other"])), path)
-    for message in refusals(path):
+    for message in rejections(path):
         assert message == f"{path}: duplicate column ability; remove one of them"
 
 
-def test_a_damaged_parquet_page_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_parquet_page_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([GOOD]), path)
     content = bytearray(path.read_bytes())
     content[4:12] = b"\xff" * 8
     path.write_bytes(content)
-    for message in refusals(path):
+    for message in rejections(path):
         assert message.startswith(f"{path}: cannot be read (Couldn't deserialize")
 
 
-def test_out_of_memory_names_the_parquet_file_and_the_row(
+def test_running_out_of_memory_is_reported_with_the_parquet_file_and_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Batch:
@@ -342,22 +345,22 @@ def test_out_of_memory_names_the_parquet_file_and_the_row(
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1xxxxPAR1", b"PAR1" + b"\xff" * 50 + b"PAR1"])
-def test_what_is_not_parquet_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_parquet_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "rows.parquet"
     path.write_bytes(content)
-    for message in refusals(path):
+    for message in rejections(path):
         assert message.startswith(f"{path}: not a readable Parquet file")
 
 
 # ---------------------------------------------------------------------------- graders
 
 TESTS = {"inputs": ["1\n"], "outputs": ["2\n"]}
-FOR_CODE: dict[str, tuple[Any, str]] = {
+BAD_TESTS: dict[str, tuple[Any, str]] = {
     "no tests": ({}, "tests: need"),
     "an empty list": ({"tests": []}, "tests: need"),
     "not JSON": ({"tests": "{"}, "tests: not valid JSON"),
     "nested too deeply": ({"tests": "[" * 100_000}, "tests: not valid JSON: nested more than 64"),
-    "half a character in JSON text": (
+    "lone surrogate in JSON text": (
         {"tests": '{"inputs": ["\\ud83d"], "outputs": ["1"]}'},
         "tests: input 0 has half a character (a lone surrogate) at 0",
     ),
@@ -380,21 +383,23 @@ def source(path: Path, grader: str | dict[str, str]) -> FileSource:
 
 
 @pytest.mark.parametrize("grader", ["code", {"math": "dapo_math", "taco": "code"}], ids=str)
-@pytest.mark.parametrize("name", FOR_CODE)
-def test_a_row_that_code_cannot_grade_is_refused_when_it_is_loaded(
+@pytest.mark.parametrize("name", BAD_TESTS)
+def test_a_row_that_the_code_grader_cannot_grade_is_rejected_on_load(
     tmp_path: Path, name: str, grader: str | dict[str, str]
 ) -> None:
-    more, problem = FOR_CODE[name]
-    good, bad = ({**extra(**values), "data_source": "taco"} for values in ({"tests": TESTS}, more))
+    bad_values, problem = BAD_TESTS[name]
+    good, bad = (
+        {**extra(**values), "data_source": "taco"} for values in ({"tests": TESTS}, bad_values)
+    )
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as raised:
         load_source(source(path, grader), Words(), 10)  # type: ignore[arg-type]
-    assert str(refused.value).startswith(f"{path}, line 2, grader 'code': ")
-    assert problem in str(refused.value)
+    assert str(raised.value).startswith(f"{path}, line 2, grader 'code': ")
+    assert problem in str(raised.value)
 
 
-def test_rows_that_graders_can_grade_are_loaded(tmp_path: Path) -> None:
+def test_rows_that_the_graders_can_grade_are_loaded(tmp_path: Path) -> None:
     as_text = {**extra(tests=json.dumps(TESTS)), "data_source": "taco"}
     in_truth = {**GOOD, "data_source": "taco", "reward_model": {"ground_truth": json.dumps(TESTS)}}
     path = tmp_path / "rows.jsonl"
@@ -403,14 +408,14 @@ def test_rows_that_graders_can_grade_are_loaded(tmp_path: Path) -> None:
     assert len(load_source(source(path, graders), Words(), 10).prompts) == 3  # type: ignore[arg-type]
 
 
-def test_rows_of_a_file_have_no_entry_for_a_scorer_of_reasoning_gym(tmp_path: Path) -> None:
+def test_file_rows_are_rejected_for_the_reasoning_gym_grader(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(LINE)
     with pytest.raises(DataError, match="line 1, grader 'reasoning_gym': it grades prob"):
         load_source(source(path, "reasoning_gym"), Words(), 10)  # type: ignore[arg-type]
 
 
-def test_a_generated_problem_is_checked_too() -> None:
+def test_generated_problems_are_checked_by_their_grader() -> None:
     gym = ReasoningGymSource(
         kind="reasoning_gym", name="gym", dataset="chain_sum", size=1, seed=1, grader="code"
     )

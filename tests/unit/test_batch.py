@@ -1,4 +1,4 @@
-"""Token batches: what is trained on, with which advantage, weight and name."""
+"""Token batches: their tensors, advantages, weights, names, diagnostics and mini-batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def completion(
     segments: tuple[Segment, ...] | None = None,
 ) -> Completion:
     tokens = tuple(range(100, 100 + num_tokens))
-    logprobs = tuple(-0.5 - sample - place / 8 for place in range(num_tokens))
+    logprobs = tuple(-0.5 - sample - position / 8 for position in range(num_tokens))
     segments = segments or (Segment(3, num_tokens),)
     return Completion(sample, tokens, logprobs, "", finish, segments, grade)
 
@@ -58,11 +58,11 @@ def assembled(*groups: Group, **mode: bool) -> TokenBatch:
 
 
 def advantages(batch: TokenBatch) -> list[float]:
-    """Of each sequence: that of its last token."""
+    """Return the advantage of each sequence, read at its last token."""
     return [float(batch.advantages[end - 1]) for end in batch.lengths.cumsum(0).tolist()]
 
 
-def test_layout_of_a_batch() -> None:
+def test_sequences_are_concatenated_into_flat_tensors() -> None:
     batch = assembled(
         group(12, completion(0, 2, RIGHT), completion(3, 1, WRONG)),
         group(40, completion(1, 1, RIGHT), completion(2, 1, WRONG), num_prompt_tokens=1),
@@ -109,12 +109,12 @@ def test_eps_is_added_to_the_standard_deviation() -> None:
     assert advantages(batch) == pytest.approx([2**0.5 - 1, 1 - 2**0.5])
 
 
-def test_a_completion_without_a_grade_is_refused() -> None:
+def test_a_completion_without_a_grade_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"ticket 7, sample 1: no grade"):
         assembled(group(7, completion(0, 2, RIGHT), completion(1, 5, None)))
 
 
-def test_overlong_penalty_shapes_the_reward_of_long_answers() -> None:
+def test_overlong_penalty_lowers_the_reward_of_long_answers() -> None:
     # 6 tokens of 8, buffer 4: penalty -0.5. Rewards 1, 0.5, -1; mean 1/6, ddof-1 std 1.0408.
     long = group(1, completion(0, 2, RIGHT), completion(1, 6, RIGHT), completion(2, 2, WRONG))
     shaped = assembled(long, penalty=True)
@@ -126,8 +126,8 @@ def test_overlong_penalty_shapes_the_reward_of_long_answers() -> None:
     assert float(plain.advantages[2]) == float(plain.advantages[6])
 
 
-# Two that stopped, of 2 and 6 tokens, and one cut off at 8: rewards 1, -1, 1; penalties 0, -.5, -1.
-CUT = group(
+# Completions of 2 and 6 tokens, and one truncated at 8. Rewards 1, -1, 1; penalties 0, -.5, -1.
+TRUNCATED = group(
     1,
     completion(0, 2, RIGHT),
     completion(1, 6, WRONG),
@@ -147,32 +147,34 @@ CUT = group(
     ],
 )
 def test_overlong_modes(mode: dict[str, bool], expected: list[float]) -> None:
-    batch = assembled(CUT, **mode)
+    batch = assembled(TRUNCATED, **mode)
     assert advantages(batch) == pytest.approx(expected, abs=1e-5)
-    assert batch.num_sequences == len(valid_completions(CUT, overlong(**mode))) == len(expected)
+    assert (
+        batch.num_sequences == len(valid_completions(TRUNCATED, overlong(**mode))) == len(expected)
+    )
     assert batch.num_loss_tokens == (8 if mode.get("filter") else 16)
     assert not mode.get("filter") or not batch.loss_mask[12:].any()
-    fresh = fresh_mask([CUT], version=3, overlong=overlong(**mode))
+    fresh = fresh_mask([TRUNCATED], version=3, overlong=overlong(**mode))
     assert fresh.numel() == batch.tokens.numel()
 
 
-def test_filtered_as_if_never_sampled() -> None:
-    without = replace(CUT, completions=CUT.completions[:2])
+def test_filtered_completions_have_no_effect_on_the_rest_of_the_group() -> None:
+    without = replace(TRUNCATED, completions=TRUNCATED.completions[:2])
     for penalty in (False, True):
-        left = assembled(CUT, filter=True, penalty=penalty)
+        left = assembled(TRUNCATED, filter=True, penalty=penalty)
         right = assembled(without, penalty=penalty)
         assert left.sequence_names == right.sequence_names
         for name in ("tokens", "lengths", "loss_mask", "advantages", "engine_logprobs"):
             assert torch.equal(getattr(left, name), getattr(right, name)), name
 
 
-def test_a_group_all_cut_off_leaves_nothing() -> None:
-    nothing = replace(CUT, completions=CUT.completions[2:])
-    assert valid_completions(nothing, overlong(filter=True)) == []
-    batch = assembled(nothing, filter=True)
+def test_a_group_with_only_truncated_completions_gives_an_empty_batch() -> None:
+    only_truncated = replace(TRUNCATED, completions=TRUNCATED.completions[2:])
+    assert valid_completions(only_truncated, overlong(filter=True)) == []
+    batch = assembled(only_truncated, filter=True)
     assert (batch.num_sequences, batch.num_loss_tokens, batch.tokens.numel()) == (0, 0, 0)
     assert split(batch, 4, "token") == []
-    full = assembled(CUT)
+    full = assembled(TRUNCATED)
     for name in ("tokens", "lengths", "loss_mask", "advantages", "engine_logprobs", "group_ids"):
         assert getattr(batch, name).dtype == getattr(full, name).dtype, name
 
@@ -193,19 +195,24 @@ def test_fresh_tokens_are_response_tokens_of_this_version() -> None:
         fresh_mask([group(9, short)], version=1, overlong=overlong())
 
 
-def test_inspected_are_the_response_tokens_of_each_sequence_of_the_batch() -> None:
+def test_diagnostics_cover_the_response_tokens_of_each_sequence() -> None:
     cut = completion(1, 8, RIGHT, finish=Finish.LENGTH)
     groups = [
         group(7, completion(0, 3, RIGHT), cut, completion(2, 1, WRONG)),
         group(9, completion(5, 2, WRONG), num_prompt_tokens=4),
     ]
     batch = assembled(*groups, filter=True)
-    # Beside the response anything may stand; the policy is off by more and more.
-    away = torch.arange(batch.tokens.numel()) / 64
-    found = LogProbs(batch.engine_logprobs + away, 10 + away)
-    first, second, third = diagnose(groups, batch, found, overlong=overlong(filter=True))
-    assert [(one.ticket, one.sample) for one in (first, second, third)] == [(7, 0), (7, 2), (9, 5)]
-    assert [one.advantage for one in (first, second, third)] == advantages(batch)
+    # The gap to the engine grows with the position. Prompt positions must not count.
+    offsets = torch.arange(batch.tokens.numel()) / 64
+    policy = LogProbs(batch.engine_logprobs + offsets, 10 + offsets)
+    sequences = list(diagnose(groups, batch, policy, overlong=overlong(filter=True)))
+    first, _, third = sequences
+    assert [(sequence.ticket, sequence.sample) for sequence in sequences] == [
+        (7, 0),
+        (7, 2),
+        (9, 5),
+    ]
+    assert [sequence.advantage for sequence in sequences] == advantages(batch)
     assert first.logprobs.tolist() == [-0.5 + 2 / 64, -0.625 + 3 / 64, -0.75 + 4 / 64]
     assert first.entropy.tolist() == [10 + 2 / 64, 10 + 3 / 64, 10 + 4 / 64]
     assert (first.gap_mean, first.gap_max) == (3 / 64, 4 / 64)
@@ -215,15 +222,15 @@ def test_inspected_are_the_response_tokens_of_each_sequence_of_the_batch() -> No
 def test_a_response_without_a_token_has_no_gap() -> None:
     groups = [group(7, completion(0, 0, WRONG), completion(1, 2, RIGHT))]
     batch = assembled(*groups)
-    found = LogProbs(batch.engine_logprobs, batch.engine_logprobs)
-    empty, other = diagnose(groups, batch, found, overlong=overlong())
+    policy = LogProbs(batch.engine_logprobs, batch.engine_logprobs)
+    empty, other = diagnose(groups, batch, policy, overlong=overlong())
     assert math.isnan(empty.gap_mean)
     assert math.isnan(empty.gap_max)
     assert empty.logprobs.tolist() == []
     assert other.gap_max == 0.0
 
 
-def test_groups_of_another_batch_are_not_inspected() -> None:
+def test_diagnostics_reject_groups_that_do_not_match_the_batch() -> None:
     groups = [group(7, completion(0, 3, RIGHT), completion(2, 1, WRONG))]
     batch = assembled(*groups)
     policy = LogProbs(batch.engine_logprobs, batch.engine_logprobs)
@@ -232,18 +239,18 @@ def test_groups_of_another_batch_are_not_inspected() -> None:
         list(diagnose([other], batch, policy, overlong=overlong()))
 
 
-def test_logprobs_that_do_not_cover_the_tokens_are_refused() -> None:
+def test_a_completion_with_fewer_logprobs_than_tokens_is_rejected() -> None:
     broken = replace(completion(4, 2, RIGHT), logprobs=(-0.5,))
     with pytest.raises(ValueError, match=r"ticket 9, sample 4: 1 log-probs for 2 tokens"):
         assembled(group(9, broken))
 
 
-@settings(deadline=None)  # cores are shared
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.lists(st.integers(1, 7), min_size=2, max_size=5), min_size=1, max_size=6),
     num_updates=st.integers(1, 12),
 )
-def test_split_is_even_and_loses_nothing(sizes: list[list[int]], num_updates: int) -> None:
+def test_split_is_even_and_keeps_every_sequence(sizes: list[list[int]], num_updates: int) -> None:
     groups = [
         group(ticket, *(completion(s, n, (RIGHT, WRONG)[s % 2]) for s, n in enumerate(row)))
         for ticket, row in enumerate(sizes)
@@ -266,12 +273,12 @@ def test_split_is_even_and_loses_nothing(sizes: list[list[int]], num_updates: in
 
 
 def weighted_mean(mini: TokenBatch, values: torch.Tensor) -> float:
-    """What policy/step.py makes of per-token losses."""
+    """Return the mean loss as policy/step.py computes it from per-token losses."""
     return float((values * mini.weights)[mini.loss_mask].sum() / mini.num_loss_tokens)
 
 
-def test_weights_follow_the_aggregation_of_each_part() -> None:
-    # Ticket 1 lies across both parts: its denominator is that of the part.
+def test_aggregation_weights_are_computed_per_mini_batch() -> None:
+    # Ticket 1 is split over both mini-batches: each uses its own token count as denominator.
     groups = [
         group(0, completion(0, 1, RIGHT), completion(1, 3, WRONG)),
         group(1, completion(0, 2, RIGHT), completion(1, 4, WRONG)),

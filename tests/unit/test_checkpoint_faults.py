@@ -1,5 +1,5 @@
-"""Faults while a checkpoint is written: kills, disks that are full, ranks that fail, another
-attempt that takes the run over. One checkpoint is lost at most, and never one that was there."""
+"""Faults while a checkpoint is written: kills, full disks, failing ranks, another attempt that
+takes the run over. At most the checkpoint being written is lost, never an older one."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ for line in sys.stdin:
 
 
 @contextmanager
-def writer() -> Iterator[subprocess.Popen[str]]:
-    """Forks a process for every folder that it is told, which saves step 1 and then begins to save
-    step 2, saying its pid."""
+def writer_process() -> Iterator[subprocess.Popen[str]]:
+    """Run a process that forks for every folder name on its standard input. The fork saves step 1,
+    prints its pid and saves step 2."""
     command = [sys.executable, "-c", WRITER]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, cwd=REPOSITORY, **pipes) as process:
@@ -61,72 +61,88 @@ def writer() -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_kill_at_any_moment_of_a_write_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    found = set()
+def test_a_kill_at_any_moment_of_a_write_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
+    outcomes = set()
     rng = random.Random(6)
-    with writer() as process:
+    with writer_process() as process:
         assert process.stdin is not None
         assert process.stdout is not None
 
-        def begin(name: str) -> tuple[Path, int]:
+        def start_save(name: str) -> tuple[Path, int]:
             process.stdin.write(f"{tmp_path / name}\n")
             process.stdin.flush()
-            while not (said := process.stdout.readline()).strip().isdigit():
-                assert said == "written\n"  # just before it was killed
-            return tmp_path / name, int(said)
+            while not (line := process.stdout.readline()).strip().isdigit():
+                assert line == "written\n"  # printed just before the previous kill
+            return tmp_path / name, int(line)
 
-        _, pid = begin("undisturbed")
+        _, pid = start_save("undisturbed")
         started = time.monotonic()
         assert process.stdout.readline() == "written\n"
         seconds = time.monotonic() - started
-        end(pid)
-        for number in range(10):
-            path, pid = begin(str(number))
-            time.sleep(seconds * rng.uniform(0.05, 0.8))
-            end(pid)
+        kill(pid)
+        for number in range(30):
+            if number >= 10 and ("step_000001", True) in outcomes:
+                break
+            path, pid = start_save(str(number))
+            if number < 10:
+                time.sleep(seconds * rng.uniform(0.05, 0.8))
+            else:  # the machine is busy, and the random kills missed the write
+                wait_for_partial_file(path)
+            kill(pid)
             was_half_written = any((path / "checkpoints").glob(".partial/*/*/rank_*"))
             run = Run(path)  # verifies
             assert run.source is not None
             assert run.folder.notes == []
             assert not half_written(run)
-            found.add((run.source.name, was_half_written))
-    assert ("step_000001", True) in found, f"no kill in the middle of a write: {found}"
+            outcomes.add((run.source.name, was_half_written))
+    assert ("step_000001", True) in outcomes, f"no kill in the middle of a write: {outcomes}"
 
 
-def end(pid: int) -> None:
+def wait_for_partial_file(path: Path) -> None:
+    """Wait until a rank's file of an unpublished step 2 exists, or step 2 is published."""
+    checkpoints = path / "checkpoints"
+    deadline = time.monotonic() + 60.0
+    while not any(checkpoints.glob(".partial/*/step_000002/rank_*")):
+        if (checkpoints / "step_000002").exists():
+            return
+        assert time.monotonic() < deadline, f"{path}: nothing was written in 60 s"
+        time.sleep(0.001)
+
+
+def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     while psutil.pid_exists(pid):
         time.sleep(0.001)
 
 
-def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(
+def test_a_failed_write_loses_only_that_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path / "x")
     kept = run.save(1)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as raised:
         run.save(2, OnTheWay(lambda: (_ for _ in ()).throw(OSError(122, "Disk quota exceeded"))))
-    said = str(caught.value)
-    why = f"rank 0: {run.folder.checkpoints}: Disk quota exceeded"
-    assert said.startswith(f"step_000002 was NOT saved: {why}; it needs")
-    assert f"the newest checkpoint remains {kept}" in said
+    message = str(raised.value)
+    reason = f"rank 0: {run.folder.checkpoints}: Disk quota exceeded"
+    assert message.startswith(f"step_000002 was NOT saved: {reason}; it needs")
+    assert f"the newest checkpoint remains {kept}" in message
     [note] = run.notes
-    assert note.startswith(f"CHECKPOINT FAILED: step_000002 was NOT saved: {why}; it needs")
-    assert note.endswith(f"the newest checkpoint remains {kept}")  # whatever the run does now
-    assert note.removeprefix("CHECKPOINT FAILED: ") in said
-    assert said.endswith("resume=auto continues from the newest checkpoint")
+    assert note.startswith(f"CHECKPOINT FAILED: step_000002 was NOT saved: {reason}; it needs")
+    assert note.endswith(f"the newest checkpoint remains {kept}")
+    assert note.removeprefix("CHECKPOINT FAILED: ") in message
+    assert message.endswith("resume=auto continues from the newest checkpoint")
     assert f"{note}\n" in capfd.readouterr().err
     assert names(run.folder.checkpoints) == ["step_000001"]
     assert not half_written(run)
-    with pytest.raises(CheckpointError):  # still so
+    with pytest.raises(CheckpointError):  # the failure stays until a later save succeeds
         run.checkpoints.wait()
     run.part = None
-    run.checkpoints.commit(3, {})()  # the run goes on, and tries again
+    run.checkpoints.commit(3, {})()  # the run continues and saves again
     run.checkpoints.wait()
     assert names(run.folder.checkpoints) == ["step_000001", "step_000003"]
 
 
-def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path) -> None:
+def test_too_little_disk_space_is_reported_before_anything_is_written(tmp_path: Path) -> None:
     run = Run(tmp_path / "x")
     written: list[int] = []
     with pytest.raises(CheckpointError, match=r"no room; it needs 1,152,921,504,606,846,976 bytes"):
@@ -153,12 +169,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-def test_a_full_disk(small_disk: Path) -> None:
+def test_a_full_disk_fails_the_save_and_keeps_the_older_checkpoint(small_disk: Path) -> None:
     run = Run(small_disk / "x", keep=1)
     kept = run.save(1, part(200 * KIB))
     with pytest.raises(CheckpointError, match=r"no room; it needs 2,09\d,\d{3} bytes"):
         run.save(2, part(2 * MIB))
-    # Room there was, when it was looked for.
+    # The check for free space passes, but then another file takes the space.
     filler = small_disk / "filler"
     full = OnTheWay(lambda: filler.write_bytes(bytes(600 * KIB)), part(300 * KIB))
     with pytest.raises(CheckpointError, match="No space left on device"):
@@ -173,7 +189,7 @@ def test_a_full_disk(small_disk: Path) -> None:
     assert names(run.folder.checkpoints) == ["step_000004"]
 
 
-WITHOUT_A_BYTE = """
+FULL_DISK = """
 import os, sys
 from pathlib import Path
 from tests.helpers.saving import KIB, OnTheWay, Run, names, part
@@ -187,7 +203,7 @@ os.dup2(log, 2)
 
 def note(text):
     run.notes.append(text)
-    print(text, flush=True)  # as a console on a full disk
+    print(text, flush=True)  # like a console whose log is on the full disk
 
 run.checkpoints.note = note
 filler = os.open(disk / "filler", os.O_WRONLY | os.O_CREAT)
@@ -210,10 +226,10 @@ try:
 except OSError as error:
     print("log:", error, file=terminal)
 save(2, None)  # no room
-run.checkpoints._join()  # the run goes on
+run.checkpoints._join()  # the run continues
 os.ftruncate(filler, 0)
 os.lseek(filler, 0, os.SEEK_SET)
-save(3, OnTheWay(fill))  # and then there was none
+save(3, OnTheWay(fill))  # the disk fills up after the check
 run.checkpoints._join()
 try:
     run.checkpoints.wait()
@@ -223,18 +239,18 @@ os.ftruncate(filler, 0)
 save(4, None)
 run.checkpoints.wait()
 print(names(run.folder.checkpoints), len(run.notes), file=terminal, flush=True)
-os._exit(0)  # what Python could not print it tries again at its end
+os._exit(0)  # at exit, Python would retry the failed print and fail
 """
 
 
-def test_a_disk_without_a_byte_left_and_the_logs_on_it(small_disk: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT_A_BYTE, str(small_disk)],
+def test_a_completely_full_disk_with_the_logs_on_it_does_not_end_the_run(small_disk: Path) -> None:
+    completed = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(small_disk)],
         capture_output=True, text=True, cwd=REPOSITORY, check=False,
     )  # fmt: skip
-    said = ran.stdout + ran.stderr + (small_disk / "log").read_text(encoding="utf-8")
-    assert ran.returncode == 0, said
-    log, error, left = ran.stdout.splitlines()
+    output = completed.stdout + completed.stderr + (small_disk / "log").read_text(encoding="utf-8")
+    assert completed.returncode == 0, output
+    log, error, left = completed.stdout.splitlines()
     assert log == "log: [Errno 28] No space left on device"
     assert error.startswith("step_000003 was NOT saved: rank 0: ")
     assert "No space left on device" in error
@@ -252,18 +268,18 @@ run.save(2, part(2 * MIB))
 """
 
 
-def test_a_file_that_may_not_grow_so_long(tmp_path: Path) -> None:
-    ran = subprocess.run(
+def test_a_file_size_limit_fails_only_that_checkpoint(tmp_path: Path) -> None:
+    completed = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path / "x")],
         capture_output=True, text=True, cwd=REPOSITORY, check=False,
     )  # fmt: skip
-    assert "CheckpointError: step_000002 was NOT saved: rank 0: " in ran.stderr
-    assert "File too large" in ran.stderr
+    assert "CheckpointError: step_000002 was NOT saved: rank 0: " in completed.stderr
+    assert "File too large" in completed.stderr
     assert Run(tmp_path / "x").source == tmp_path / "x" / "checkpoints" / "step_000001"
 
 
 @IN_THREAD
-def test_an_error_of_another_kind_is_raised_where_the_run_sees_it(tmp_path: Path) -> None:
+def test_an_unexpected_error_is_raised_in_the_main_thread(tmp_path: Path) -> None:
     run = Run(tmp_path / "x")
     with pytest.raises(ZeroDivisionError):
         run.save(1, OnTheWay(lambda: 1 / 0))
@@ -273,26 +289,26 @@ def test_an_error_of_another_kind_is_raised_where_the_run_sees_it(tmp_path: Path
 
 
 @IN_THREAD
-@pytest.mark.parametrize("while_it_writes", [True, False])
-def test_an_attempt_that_was_cut_off_publishes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, while_it_writes: bool
+@pytest.mark.parametrize("is_writing", [True, False])
+def test_an_attempt_that_lost_the_run_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_writing: bool
 ) -> None:
     monkeypatch.setenv("DAPO_MEGATRON_ATTEMPT", "7.0")
     first = Run(tmp_path / "x")
     first.save(1)
-    begun, go_on = threading.Event(), threading.Event()
-    first.part = OnTheWay(lambda: begun.set() or go_on.wait())
+    started_writing, go_on = threading.Event(), threading.Event()
+    first.part = OnTheWay(lambda: started_writing.set() or go_on.wait())
     start = first.checkpoints.commit(2, {"of": "7.0"})
-    if while_it_writes:  # the new owner clears that away
+    if is_writing:  # the new owner deletes the partial checkpoint
         start()
-        assert begun.wait(60)
-    first.unlock()  # as a file system does that was cut off
+        assert started_writing.wait(60)
+    first.unlock()  # like a file system that lost its connection
     monkeypatch.setenv("DAPO_MEGATRON_ATTEMPT", "7.1")
     second = Run(tmp_path / "x")
     assert second.source == tmp_path / "x" / "checkpoints" / "step_000001"
     path = second.save(2, of="7.1")
     go_on.set()
-    if not while_it_writes:  # it comes as far as publishing
+    if not is_writing:  # it writes everything, and is refused when publishing
         start()
     for _ in range(2):
         with pytest.raises(Fenced, match=r"taken by attempt 7\.1, so this attempt \(7\.0\)"):
@@ -304,50 +320,50 @@ def test_an_attempt_that_was_cut_off_publishes_nothing(
 # ---------------------------------------------------------------------------- several ranks
 
 
-def save_together(rank: int, world_size: int, root: Path) -> dict[str, Any]:
-    """Step 1 is whole, of step 2 rank 1 cannot write its part, step 3 is whole again."""
+def save_three_steps(rank: int, world_size: int, root: Path) -> dict[str, Any]:
+    """Save steps 1 to 3. Rank 1 cannot write its part of step 2. Return the outcomes."""
     ranks = Ranks(rank, world_size, rank)
     name = f"rank_{rank:05d}.safetensors"
-    said: dict[str, Any] = {}
-    one: list[Any] = []
+    outcomes: dict[str, Any] = {}
+    parts: list[Any] = []
     checkpoints = CheckpointSaver(
-        tiny_config(checkpoint__keep=3), root, ranks, ranks.second(), snapshot=lambda: one[-1]
+        tiny_config(checkpoint__keep=3), root, ranks, ranks.second(), snapshot=lambda: parts[-1]
     )
     for step in (1, 2, 3):
-        one.append(part(name=name))
+        parts.append(part(name=name))
         if step == 2 and rank == 1:
-            one.append(OnTheWay(fail, part(name=name)))
+            parts.append(OnTheWay(fail, part(name=name)))
         checkpoints.commit(step, {"step": step})()
-        ranks.all_gather(step, int)  # the run has exchanges of its own meanwhile
+        ranks.all_gather(step, int)  # meanwhile the run uses its own exchange
         try:
             checkpoints.wait()
-            said[f"published {step}"] = (root / f"step_{step:06d}").exists()
+            outcomes[f"published {step}"] = (root / f"step_{step:06d}").exists()
         except CheckpointError as error:
-            said[f"error {step}"] = str(error)
-    said["due"] = checkpoints.due(7)
-    said["whole"] = fault_of(root / "step_000003", ranks)
+            outcomes[f"error {step}"] = str(error)
+    outcomes["due"] = checkpoints.due(7)
+    outcomes["whole"] = fault_of(root / "step_000003", ranks)
     ranks.barrier()
     if rank == 0:
         path = root / "step_000003" / "rank_00001.safetensors"
         path.write_bytes(path.read_bytes().replace(b"F32", b"F16", 1))
     ranks.barrier()
-    said["damaged"] = fault_of(root / "step_000003", ranks)
-    return said
+    outcomes["damaged"] = fault_of(root / "step_000003", ranks)
+    return outcomes
 
 
 def fail() -> None:
     raise OSError(5, "Input/output error")
 
 
-def test_ranks_publish_together_or_not_at_all(tmp_path: Path) -> None:
-    both = run_ranks(save_together, 2, 2, tmp_path)
-    assert both[0] == both[1]
-    said = both[0]
-    assert said["published 1"]
-    why = f"rank 1: {tmp_path}: Input/output error"
-    assert said["error 2"].startswith(f"step_000002 was NOT saved: {why}; it needs")
-    assert said["published 3"]
+def test_a_checkpoint_is_published_by_all_ranks_or_not_at_all(tmp_path: Path) -> None:
+    by_rank = run_ranks(save_three_steps, 2, 2, tmp_path)
+    assert by_rank[0] == by_rank[1]
+    outcomes = by_rank[0]
+    assert outcomes["published 1"]
+    reason = f"rank 1: {tmp_path}: Input/output error"
+    assert outcomes["error 2"].startswith(f"step_000002 was NOT saved: {reason}; it needs")
+    assert outcomes["published 3"]
     assert names(tmp_path) == ["step_000001", "step_000003"]
     assert read_state(tmp_path / "step_000003")["step"] == 3
-    assert said["whole"] is None
-    assert "rank_00001.safetensors: its SHA-256 differs" in said["damaged"]
+    assert outcomes["whole"] is None
+    assert "rank_00001.safetensors: its SHA-256 differs" in outcomes["damaged"]

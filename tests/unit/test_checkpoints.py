@@ -1,5 +1,4 @@
-"""Checkpoints of a run: written behind its back, published whole, proved right before they are
-used."""
+"""Checkpoints of a run: written in the background, published atomically, verified before use."""
 
 from __future__ import annotations
 
@@ -38,16 +37,16 @@ from tests.helpers.saving import (
 # ---------------------------------------------------------------------------- saving
 
 
-def test_a_checkpoint_appears_whole_when_it_is_written(tmp_path: Path) -> None:
+def test_a_checkpoint_appears_only_when_it_is_completely_written(tmp_path: Path) -> None:
     run = Run(tmp_path / "x")
-    begun, go_on = threading.Event(), threading.Event()
-    run.part = OnTheWay(lambda: begun.set() or go_on.wait())
+    started_writing, go_on = threading.Event(), threading.Event()
+    run.part = OnTheWay(lambda: started_writing.set() or go_on.wait())
     state = {"coordinator": {"position": 3}, "seconds": 0.1}
     start = run.checkpoints.commit(3, state)
-    state["seconds"] = 0.2  # of the step after it
+    state["seconds"] = 0.2  # changed by the next step
     assert not half_written(run)
     start()
-    assert begun.wait(60)
+    assert started_writing.wait(60)
     assert newest(run.folder.checkpoints) is None
     assert half_written(run)
     go_on.set()
@@ -61,7 +60,7 @@ def test_a_checkpoint_appears_whole_when_it_is_written(tmp_path: Path) -> None:
     assert not half_written(run)
 
 
-def test_the_copy_is_of_the_moment_and_the_file_is_what_was_copied(tmp_path: Path) -> None:
+def test_a_snapshot_is_a_copy_and_the_file_contains_it(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     from dapo_megatron.policy.checkpoint import PolicySnapshot
@@ -75,28 +74,30 @@ def test_the_copy_is_of_the_moment_and_the_file_is_what_was_copied(tmp_path: Pat
         "none": torch.empty(0),
         "wide": torch.rand(2, dtype=torch.float64),
     }
-    kept = {name: value.clone() for name, value in tensors.items()}
+    original = {name: value.clone() for name, value in tensors.items()}
     snapshot = PolicySnapshot("x.safetensors", tensors, {"layout": "{}"})
     for value in tensors.values():
         value.zero_()
     snapshot.write(tmp_path)
     path = tmp_path / "x.safetensors"
-    found = load_file(path)
-    assert found.keys() == kept.keys()
-    assert all(torch.equal(found[name], kept[name]) for name in kept)
+    loaded = load_file(path)
+    assert loaded.keys() == original.keys()
+    assert all(torch.equal(loaded[name], original[name]) for name in original)
     assert snapshot.num_bytes == path.stat().st_size
     assert snapshot.checksums == {"x.safetensors": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
 @pytest.mark.parametrize("name", ["../key", "/etc/passwd", "hf/../../key", "a\0b", ""])
-def test_a_manifest_names_files_of_its_checkpoint_alone(tmp_path: Path, name: str) -> None:
+def test_a_manifest_with_files_outside_its_checkpoint_is_rejected(
+    tmp_path: Path, name: str
+) -> None:
     files = {name: (3, "00")}
     write_json(tmp_path / MANIFEST, {"files": files, "sha256": _sum_of(files)})
     with pytest.raises(CheckpointError, match=r"manifest\.json: lists .* outside of the"):
         read_manifest(tmp_path)
 
 
-def test_the_manifest_has_the_sum_of_every_file(tmp_path: Path) -> None:
+def test_the_manifest_has_the_checksum_of_every_file(tmp_path: Path) -> None:
     run = Run(tmp_path / "x")
     run.checkpoints.export = TextExport()
     path = run.save(3)
@@ -104,25 +105,32 @@ def test_the_manifest_has_the_sum_of_every_file(tmp_path: Path) -> None:
     assert int((path / "hf" / "0.txt").read_text(encoding="utf-8")) > 8 * KIB
     files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
     assert files == {
-        str(one.relative_to(path)): [
-            one.stat().st_size, hashlib.sha256(one.read_bytes()).hexdigest()
+        str(file.relative_to(path)): [
+            file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()
         ]
-        for one in path.rglob("*")
-        if one.is_file() and one.name != MANIFEST
+        for file in path.rglob("*")
+        if file.is_file() and file.name != MANIFEST
     }  # fmt: skip
     assert sorted(files)[:2] == ["config.json", "hf/0.txt"]
 
 
-def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+def test_a_save_waits_for_the_previous_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(tmp_path / "x", keep=3)
     go_on = threading.Event()
     run.part = OnTheWay(go_on.wait)
     run.checkpoints.commit(1, {})()
-    threading.Timer(0.2, go_on.set).start()
+    join = threading.Thread.join
+
+    def join_released(thread: threading.Thread, timeout: float | None = None) -> None:
+        go_on.set()  # the first checkpoint is written only after a thread waits for it
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", join_released)
     run.part = None
-    started = time.monotonic()
+    assert names(run.folder.checkpoints) == []
     start = run.checkpoints.commit(2, {})
-    assert time.monotonic() - started > 0.15
     assert names(run.folder.checkpoints) == ["step_000001"]
     start()
     run.checkpoints.wait()
@@ -132,57 +140,64 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("every", "due"), [(0, {60}), (20, {20, 40, 60}), (25, {25, 50, 60}), (100, {60})]
 )
-def test_checkpoints_are_due(tmp_path: Path, every: int, due: set[int]) -> None:
+def test_checkpoints_are_due_every_n_steps_and_after_the_last(
+    tmp_path: Path, every: int, due: set[int]
+) -> None:
     checkpoints = Run(tmp_path / "x", every=every).checkpoints
     assert {step for step in range(1, 61) if checkpoints.due(step)} == due
 
 
-def test_a_checkpoint_is_due_after_so_many_minutes(tmp_path: Path) -> None:
-    run = Run(tmp_path / "x", every=0, max_minutes=0.1 / 60)
+def test_a_checkpoint_is_due_after_so_many_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    run = Run(tmp_path / "x", every=0, max_minutes=5.0)
+    now += 299.0
     assert not run.checkpoints.due(1)
-    time.sleep(0.15)
+    now += 2.0
     assert run.checkpoints.due(2)
     run.save(2)
     assert not run.checkpoints.due(3)
 
 
-PLACES = st.tuples(st.integers(0, 1_000_001) | st.integers(0, 9), st.booleans())
+STEPS = st.tuples(st.integers(0, 1_000_001) | st.integers(0, 9), st.booleans())
 
 
 @given(
-    places=st.lists(PLACES, min_size=1, max_size=12, unique=True),
+    saved_steps=st.lists(STEPS, min_size=1, max_size=12, unique=True),
     keep=st.integers(1, 5),
     keep_every=st.none() | st.integers(1, 7),
 )
-def test_the_newest_are_kept_and_every_so_many(
+def test_pruning_keeps_the_newest_and_every_nth_checkpoint(
     tmp_path_factory: pytest.TempPathFactory,
-    places: list[tuple[int, bool]],
+    saved_steps: list[tuple[int, bool]],
     keep: int,
     keep_every: int | None,
 ) -> None:
     path = tmp_path_factory.mktemp("prune")
-    for step, is_open in places:
+    for step, is_open in saved_steps:
         (path / folder.name_of(step, is_open=is_open)).mkdir()
-    found = [folder.place_of(path.name) for _, path in folder.published(path)]
-    assert found == sorted(places, reverse=True)
+    published = [folder.place_of(path.name) for _, path in folder.published(path)]
+    assert published == sorted(saved_steps, reverse=True)
     graveyard = path / ".partial"
     graveyard.mkdir()
     folder.prune(path, graveyard, keep=keep, keep_every=keep_every)
-    steps = [step for step, is_open in places if not is_open]
+    steps = [step for step, is_open in saved_steps if not is_open]
     kept = set(sorted(steps)[-keep:]) | {s for s in steps if keep_every and s % keep_every == 0}
-    expected = {(step, False) for step in kept} | {max(places)}
+    expected = {(step, False) for step in kept} | {max(saved_steps)}
     assert {folder.place_of(path.name) for _, path in folder.published(path)} == expected
     assert not list(graveyard.iterdir())
 
 
-def test_old_ones_go_when_a_new_one_is_there(tmp_path: Path) -> None:
+def test_old_checkpoints_are_deleted_after_a_new_one_is_published(tmp_path: Path) -> None:
     run = Run(tmp_path / "x", keep=2, keep_every=4)
     for step in (4, 5, 6, 10):
         run.save(step)
     assert names(run.folder.checkpoints) == ["step_000004", "step_000006", "step_000010"]
 
 
-def test_a_step_done_again_replaces_its_checkpoint(tmp_path: Path) -> None:
+def test_a_repeated_step_replaces_its_checkpoint(tmp_path: Path) -> None:
     run = Run(tmp_path / "x")
     run.save(3, attempt=1)
     path = run.save(3, attempt=2)
@@ -190,9 +205,9 @@ def test_a_step_done_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     assert names(run.folder.checkpoints) == ["step_000003"]
 
 
-def test_one_within_a_step_lasts_until_there_is_a_newer_one(tmp_path: Path) -> None:
+def test_a_mid_step_checkpoint_is_kept_until_there_is_a_newer_one(tmp_path: Path) -> None:
     run = Run(tmp_path / "x", keep=1)
-    kept = run.save(2, of="step 2")
+    original = run.save(2, of="step 2")
     for number in range(2):
         run.checkpoints.commit(2, {"number": number}, is_open=True)()
         run.checkpoints.wait()
@@ -200,7 +215,7 @@ def test_one_within_a_step_lasts_until_there_is_a_newer_one(tmp_path: Path) -> N
         assert path == run.folder.checkpoints / "step_000002_open"
         assert read_state(path)["number"] == number
         assert names(run.folder.checkpoints) == ["step_000002", "step_000002_open"]
-        assert read_state(kept)["of"] == "step 2"
+        assert read_state(original)["of"] == "step 2"
     run.unlock()
     run = Run(tmp_path / "x", keep=1)
     assert run.source == path
@@ -211,14 +226,14 @@ def test_one_within_a_step_lasts_until_there_is_a_newer_one(tmp_path: Path) -> N
     assert names(run.folder.checkpoints) == ["step_000004"]
 
 
-def test_a_damaged_one_within_a_step_costs_that_step_alone(tmp_path: Path) -> None:
+def test_a_damaged_mid_step_checkpoint_loses_only_that_step(tmp_path: Path) -> None:
     run = Run(tmp_path / "x")
-    kept = run.save(2)
+    original = run.save(2)
     run.checkpoints.commit(2, {}, is_open=True)()
     run.checkpoints.wait()
     run.unlock()
-    flip(run.folder.checkpoints / "step_000002_open" / RANK_FILE, 1000)
-    assert Run(tmp_path / "x").source == kept
+    flip_bit(run.folder.checkpoints / "step_000002_open" / RANK_FILE, 1000)
+    assert Run(tmp_path / "x").source == original
     assert names(run.folder.checkpoints) == ["step_000002", "step_000002_open.damaged"]
 
 
@@ -227,7 +242,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("after", range(3))
-def test_replacing_leaves_no_moment_without_one(
+def test_replacing_a_checkpoint_always_leaves_one_to_recover(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     old, partial = tmp_path / "step_000003", tmp_path / ".partial" / "a" / "step_000003"
@@ -236,7 +251,7 @@ def test_replacing_leaves_no_moment_without_one(
         write_json(path / "state.json", {"new": path == partial})
     calls = iter(range(99))
 
-    def dies(real: Callable[..., Any]) -> Callable[..., Any]:
+    def killed_at(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if next(calls) == after:
                 raise Killed
@@ -245,8 +260,8 @@ def test_replacing_leaves_no_moment_without_one(
         return call
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Path, "rename", dies(Path.rename))
-        patch.setattr(shutil, "rmtree", dies(shutil.rmtree))
+        patch.setattr(Path, "rename", killed_at(Path.rename))
+        patch.setattr(shutil, "rmtree", killed_at(shutil.rmtree))
         publish_folder(partial, old)
     folder.recover_checkpoints(tmp_path)
     assert read_state(old) == {"new": after == 2}
@@ -257,14 +272,14 @@ def test_replacing_leaves_no_moment_without_one(
 # ---------------------------------------------------------------------------- damage
 
 
-def flip(path: Path, bit: int) -> None:
+def flip_bit(path: Path, bit: int) -> None:
     data = bytearray(path.read_bytes())
     data[bit // 8 % len(data)] ^= 1 << bit % 8
     path.write_bytes(data)
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "bit": lambda path: flip(path, 8 * (path.stat().st_size // 2) + 3),
+    "bit": lambda path: flip_bit(path, 8 * (path.stat().st_size // 2) + 3),
     "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
     "empty": lambda path: os.truncate(path, 0),
@@ -275,8 +290,8 @@ FILES = [RANK_FILE, "state.json", MANIFEST, "config.json", "hf/0.txt"]
 
 
 @pytest.fixture(scope="module")
-def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with the checkpoints 10 and 20."""
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run with checkpoints 10 and 20."""
     path = tmp_path_factory.mktemp("runs") / "x"
     run = Run(path)
     run.checkpoints.export = TextExport()
@@ -288,15 +303,15 @@ def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
-    two_saved: Path, tmp_path: Path, name: str, damage: str
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(
+    saved_run: Path, tmp_path: Path, name: str, damage: str
 ) -> None:
-    path = shutil.copytree(two_saved, tmp_path / "x")
+    path = shutil.copytree(saved_run, tmp_path / "x")
     damaged = path / "checkpoints" / "step_000020"
     DAMAGES[damage](damaged / name)
     with pytest.raises(CheckpointError, match=f"^resume: {damaged} is (damaged: {damaged}/|not)"):
         Run(path, resume=str(damaged))
-    gc.collect()  # its lock is let go of
+    gc.collect()  # releases the lock of the failed Run
     run = Run(path)
     assert run.source == path / "checkpoints" / "step_000010"
     [note] = run.folder.notes
@@ -306,35 +321,37 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
 
 
 @given(bit=st.integers(0, 10**6), name=st.sampled_from(FILES))
-def test_no_bit_can_flip_unseen(
-    two_saved: Path, tmp_path_factory: pytest.TempPathFactory, bit: int, name: str
+def test_every_flipped_bit_is_detected(
+    saved_run: Path, tmp_path_factory: pytest.TempPathFactory, bit: int, name: str
 ) -> None:
     from dapo_megatron.checkpoints import fault_of
 
-    source = two_saved / "checkpoints" / "step_000010"
+    source = saved_run / "checkpoints" / "step_000010"
     path = shutil.copytree(source, tmp_path_factory.mktemp("flip") / source.name)
     assert fault_of(path, ALONE) is None
-    flip(path / name, bit)
+    flip_bit(path / name, bit)
     fault = fault_of(path, ALONE)
     shutil.rmtree(path)
     assert fault is not None
     assert fault.startswith(f"{path}/")
 
 
-def test_nothing_is_begun_anew_where_all_are_damaged(two_saved: Path, tmp_path: Path) -> None:
-    path = shutil.copytree(two_saved, tmp_path / "x")
+def test_a_run_does_not_start_over_if_all_checkpoints_are_damaged(
+    saved_run: Path, tmp_path: Path
+) -> None:
+    path = shutil.copytree(saved_run, tmp_path / "x")
     for step in (10, 20):
         DAMAGES["cut"](path / "checkpoints" / f"step_{step:06d}" / RANK_FILE)
-    for _ in range(2):  # nor at the second try
-        with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged") as caught:
+    for _ in range(2):  # the second attempt fails, too
+        with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged") as raised:
             Run(path)
-        assert "step_000010.damaged, step_000020.damaged" in str(caught.value)
-        del caught
-        gc.collect()  # its lock is let go of
+        assert "step_000010.damaged, step_000020.damaged" in str(raised.value)
+        del raised
+        gc.collect()  # releases the lock of the failed Run
     assert Run(path, resume="never").source is None
 
 
-def test_a_checkpoint_of_an_older_version_is_taken_with_a_note(tmp_path: Path) -> None:
+def test_a_checkpoint_without_checksums_is_used_with_a_note(tmp_path: Path) -> None:
     path = tmp_path / "x" / "checkpoints" / "step_000007"
     path.mkdir(parents=True)
     write_json(path / "state.json", {"step": 7})
@@ -344,7 +361,7 @@ def test_a_checkpoint_of_an_older_version_is_taken_with_a_note(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("entry", [3, [1], ["1", "2"], {"0": 1, "1": "x"}, [True, "x"]])
-def test_a_manifest_of_another_form_is_refused_though_its_sum_is_right(
+def test_a_malformed_manifest_is_rejected_even_if_its_checksum_is_right(
     tmp_path: Path, entry: Any
 ) -> None:
     files = {"a": entry}
@@ -356,13 +373,13 @@ def test_a_manifest_of_another_form_is_refused_though_its_sum_is_right(
 
 
 @pytest.mark.parametrize("state", ["{}", '{"progress": 3}', '{"progress": {"stepp": 3}}'])
-def test_a_state_of_another_form_is_refused_by_its_file(tmp_path: Path, state: str) -> None:
+def test_a_malformed_state_is_rejected_with_its_path(tmp_path: Path, state: str) -> None:
     (tmp_path / "state.json").write_text(state)
-    with pytest.raises(CheckpointError) as refused, restoring(tmp_path):
+    with pytest.raises(CheckpointError) as raised, restoring(tmp_path):
         Progress(**read_state(tmp_path)["progress"])
-    assert str(refused.value).startswith(f"{tmp_path}/state.json: not a state that this version")
+    assert str(raised.value).startswith(f"{tmp_path}/state.json: not a state that this version")
 
 
-def test_an_error_that_is_not_of_a_checkpoint_keeps_its_name() -> None:
+def test_errors_without_a_checkpoint_are_not_converted() -> None:
     with pytest.raises(KeyError), restoring(None):
         raise KeyError("progress")

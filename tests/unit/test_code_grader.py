@@ -1,4 +1,4 @@
-"""The `code` grader: what it reads, what it accepts, and what its sandbox keeps inside."""
+"""The `code` grader: parsing of programs and tests, grading, and the limits of its sandbox."""
 
 from __future__ import annotations
 
@@ -40,23 +40,21 @@ def answer(program: str) -> str:
         ("    ```python\n    a\n    ```", "    a\n"),
     ],
 )
-def test_the_last_python_block_is_the_program(response: str, program: str | None) -> None:
+def test_the_last_closed_python_block_is_the_program(response: str, program: str | None) -> None:
     assert last_program(response) == program
 
 
 @given(st.text(alphabet="`\n py", max_size=200), st.text(alphabet="ab \t=", max_size=40))
-def test_a_closed_block_is_found_behind_anything_without_an_open_one(
-    before: str, line: str
-) -> None:
+def test_a_closed_block_is_found_after_any_text_without_code_fences(before: str, line: str) -> None:
     before = before.replace("```", "")
     assert last_program(f"{before}\n```python\n{line}\n```\n") == f"{line}\n"
 
 
-def test_reading_a_long_hostile_response_is_quick() -> None:
-    started = time.monotonic()
+def test_a_long_hostile_response_is_parsed_quickly() -> None:
+    started = time.thread_time()  # CPU time, because the machine may be busy
     for response in ("```python\n" * 200_000, "`" * 2_000_000, "```\n" * 300_001):
         last_program(response)
-    assert time.monotonic() - started < 5.0
+    assert time.thread_time() - started < 5.0
 
 
 TESTS = [ProgramTest("1\n", "2"), ProgramTest("a\nb", "c")]
@@ -79,7 +77,7 @@ TESTS = [ProgramTest("1\n", "2"), ProgramTest("a\nb", "c")]
         ('{"inputs": ["1\\n", "a\\nb"], "outputs": ["2", "c"]}', None),
     ],
 )
-def test_tests_are_read_in_the_forms_of_public_data_sets(truth: str, tests: Any) -> None:
+def test_tests_are_read_in_the_formats_of_public_data_sets(truth: str, tests: Any) -> None:
     extra = {} if tests is None else {"extra_info": {"index": 1, "tests": tests}}
     assert read_tests(truth, extra) == TESTS
 
@@ -105,7 +103,7 @@ def test_tests_are_read_in_the_forms_of_public_data_sets(truth: str, tests: Any)
         ("[" * 100_000, "not valid JSON: nested more than 64 deep"),
     ],
 )
-def test_tests_that_cannot_be_used_are_refused(truth: str, message: str) -> None:
+def test_unusable_tests_are_rejected(truth: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         grade(answer("print(1)"), truth, {})
 
@@ -115,9 +113,9 @@ def test_tests_that_cannot_be_used_are_refused(truth: str, message: str) -> None
 PROGRAMS = {
     "right": ("print(int(input()) * 2)", True),
     "trailing blanks": ("print(int(input()) * 2, '  \\n\\n')", True),
-    "wrong on the second": ("print(2)", False),
+    "wrong on the second test": ("print(2)", False),
     "leading blank": ("print(' ', int(input()) * 2)", False),
-    "reads stdin in its own way": (
+    "reads sys.stdin.buffer": (
         "import sys\nfor x in sys.stdin.buffer.read().split(): sys.stdout.write(str(2*int(x)))",
         True,
     ),
@@ -126,7 +124,7 @@ PROGRAMS = {
         "def main():\n    print(2 * int(input()))\nif __name__ == '__main__':\n    main()",
         True,
     ),
-    "works in a thread": (
+    "computes in a thread": (
         """
         import sys, threading
         sys.setrecursionlimit(10**6)
@@ -139,11 +137,11 @@ PROGRAMS = {
     "exits with 0": ("import sys\nprint(2 * int(input()))\nsys.exit()", True),
     "exits with 1": ("import sys\nprint(2 * int(input()))\nsys.exit(1)", False),
     "raises at the end": ("print(2 * int(input()))\n1 / 0", False),
-    "no Python": ("print(2 *", False),
+    "syntax error": ("print(2 *", False),
     "too deep for the compiler": ("x = " + "(" * 5000 + ")" * 5000, False),
     "reads too much": ("input(); input()", False),
     "uses a file": ("open('x', 'w').write(str(2 * int(input())))\nprint(open('x').read())", True),
-    # The end of a program is Python's own: what it registered, started or left open still runs.
+    # Python's normal exit runs: atexit handlers, threads and buffered output all complete.
     "writes at exit": (
         """
         import atexit, io, os, sys
@@ -153,7 +151,7 @@ PROGRAMS = {
         """,
         True,
     ),
-    "exits while a thread works": (
+    "exits while a thread runs": (
         """
         import sys, threading, time
         threading.Thread(target=lambda: (time.sleep(0.05), print(2 * int(input())))).start()
@@ -161,7 +159,7 @@ PROGRAMS = {
         """,
         True,
     ),
-    "knows its file": ("import os\nos.path.dirname(__file__)\nprint(2 * int(input()))", True),
+    "uses __file__": ("import os\nos.path.dirname(__file__)\nprint(2 * int(input()))", True),
     "leaves its output open": ("import os\nos.fdopen(1, 'w').write(str(2 * int(input())))", True),
     "prints to the first stdout": (
         "import sys\nprint(2 * int(input()), file=sys.__stdout__)",
@@ -173,14 +171,20 @@ PROGRAMS = {
         "class A:\n    def __del__(self): print(2 * int(input()))\na = A()",
         True,
     ),
-    "throws messages away": (
+    "redirects stderr to /dev/null": (
         "import sys\nsys.stderr = open('/dev/null', 'w')\nprint(2 * int(input()))",
         True,
     ),
     "uses a package": ("import numpy\nprint(2 * int(numpy.array([int(input())])[0]))", True),
-    # Raw bytes that are no text are compared as they are, and cut at a limit.
-    "floods": ("import os\nb = b'\\xff\\n' * 2**19\nfor _ in range(16): os.write(1, b)", False),
-    "grows its output": ("import os\nprint(2 * int(input()))\nos.ftruncate(1, 2**24)", False),
+    # Output that is not valid text is compared as bytes, up to a maximum size.
+    "prints 16 MiB": (
+        "import os\nb = b'\\xff\\n' * 2**19\nfor _ in range(16): os.write(1, b)",
+        False,
+    ),
+    "extends stdout by truncate": (
+        "import os\nprint(2 * int(input()))\nos.ftruncate(1, 2**24)",
+        False,
+    ),
 }
 
 
@@ -189,33 +193,35 @@ PROGRAMS = {
 def test_a_program_must_pass_every_test(name: str) -> None:
     program, correct = PROGRAMS[name]
     program = textwrap.dedent(program)
-    assert grade(answer(program), DOUBLE, {}) == Grade(
+    # Starting Python takes long on a busy machine.
+    assert grade(answer(program), DOUBLE, {}, seconds=60.0) == Grade(
         1.0 if correct else -1.0,
         correct,
         program.rstrip("\n") + "\n" * program.endswith("\n") + "\n",
     )
 
 
-def test_without_a_program_nothing_was_parsed() -> None:
+def test_a_response_without_a_program_is_graded_as_unparsed() -> None:
     assert grade("I do not know.", DOUBLE, {}) == Grade(-1.0, False, "", parsed=False)
 
 
 @needs_sandbox
-def test_an_endless_program_is_wrong_within_the_limit() -> None:
+def test_an_endless_program_is_wrong_after_the_time_limit() -> None:
     for program in ("while True: pass", "import time\ntime.sleep(1000)", "print(2)\ninput('')"):
         started = time.monotonic()
         assert not grade(answer(program), DOUBLE, {}, seconds=0.6).correct
-        assert time.monotonic() - started < 10.0  # starting Python, on a busy machine
+        assert time.monotonic() - started < 60.0  # without the limit they would never end
 
 
 @needs_sandbox
 @pytest.mark.parametrize("wait", [0.0, 0.7])
-def test_a_flood_is_wrong_within_the_limit(wait: float) -> None:
+def test_a_program_with_endless_output_is_wrong_after_the_time_limit(wait: float) -> None:
     program = f"""
         import os, time
         time.sleep({wait})
         while True: os.write(1, b"\\xff\\n" * 2**19)
     """
-    started = time.monotonic()
+    started, cpu_started = time.monotonic(), time.process_time()
     assert not grade(answer(program), DOUBLE, {}, seconds=1.0).correct
-    assert time.monotonic() - started < 1.0 + 2.0  # a busy machine
+    assert time.monotonic() - started < 60.0  # without the limit it would never end
+    assert time.process_time() - cpu_started < 2.0  # the grader does not work through the flood

@@ -1,4 +1,4 @@
-"""A user's own data: columns by name, sources by path, data sets of the library `datasets`."""
+"""A user's own data: named columns, sources given as paths, data sets of the library `datasets`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from tests.helpers.configs import REPOSITORY
 from tests.helpers.words import Words
 
 TINY = REPOSITORY / "model_configs/tiny_cpu.yaml"
-MINE = Columns(prompt="question", answer="solution")
+COLUMNS = Columns(prompt="question", answer="solution")
 ROWS = [{"question": f"{n} + 1 =", "solution": n + 1} for n in range(5)]
 
 
 def source_of(value: str) -> Source:
-    """The source that `data.train=value` describes."""
+    """Return the source that `data.train=value` describes."""
     (source,) = load_config(TINY, [f"data.train={value}"]).data.train
     return source
 
 
-def load(value: str, columns: Columns = MINE) -> LoadedSource:
+def load(value: str, columns: Columns = COLUMNS) -> LoadedSource:
     return load_source(source_of(value), Words(), 10, columns=columns)  # type: ignore[arg-type]
 
 
@@ -52,7 +52,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_a_file_of_two_columns_becomes_prompts(tmp_path: Path, ending: str) -> None:
+def test_a_file_with_two_columns_gives_prompts(tmp_path: Path, ending: str) -> None:
     prompts = load(write(tmp_path / f"sums.{ending}", ROWS)).prompts
     assert [(prompt.text, prompt.truth) for prompt in prompts] == [
         (row["question"], str(row["solution"])) for row in ROWS
@@ -67,7 +67,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str
 
 @settings(deadline=None)
 @given(NAMES, NAMES, TEXTS, TEXTS | st.integers(-(10**300), 10**300), st.booleans())
-def test_any_two_columns_are_read_under_their_names(
+def test_columns_of_any_name_are_read(
     prompt: str, answer: str, question: str, truth: str | int, nested: bool
 ) -> None:
     assume(prompt != answer and not {prompt, answer} & {*OPTIONAL})
@@ -92,13 +92,13 @@ def test_any_two_columns_are_read_under_their_names(
     | st.lists(st.integers())
     | st.just(" ")
 )
-def test_any_other_answer_is_refused_under_the_users_name(value: Any) -> None:
+def test_an_answer_of_another_type_is_rejected_with_the_users_column_name(value: Any) -> None:
     row = {"question": "1 + 2 =", "solution": value}
     with pytest.raises(DataError, match=r"^file, line 1, column solution: .*; .*(write|drop) "):
-        checked_row(0, "file, line 1", row, MINE)
+        checked_row(0, "file, line 1", row, COLUMNS)
 
 
-def test_a_field_may_have_a_dot_in_its_name() -> None:
+def test_a_field_name_may_contain_a_dot() -> None:
     row = {"question": "1 + 2 =", "fields": {"answer.text": "3"}}
     columns = Columns(prompt="question", answer="fields.answer.text")
     assert checked_row(0, "file, line 1", row, columns).truth == "3"
@@ -117,12 +117,12 @@ SUGGESTIONS = [
 
 
 @pytest.mark.parametrize(("names", "columns", "suggestion"), SUGGESTIONS)
-def test_wrong_columns_are_refused_with_those_of_the_file_and_the_likely_pair(
+def test_missing_columns_are_rejected_with_the_files_columns_and_a_suggestion(
     names: list[str], columns: Columns, suggestion: str
 ) -> None:
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as raised:
         columns_read(names, columns, "mine.parquet")
-    message = str(refused.value)
+    message = str(raised.value)
     assert message.startswith("mine.parquet, column ")
     assert f"is missing; the columns are {', '.join(names)}; " in message
     assert f"columns: {suggestion}" in message
@@ -131,7 +131,7 @@ def test_wrong_columns_are_refused_with_those_of_the_file_and_the_likely_pair(
 @pytest.mark.parametrize(
     ("num_names", "listed"), [(0, "none"), (12, "c0, .*, c11"), (13, r"c0, .*, c11, \.\.\.")]
 )
-def test_a_dozen_columns_are_listed(num_names: int, listed: str) -> None:
+def test_at_most_twelve_columns_are_listed(num_names: int, listed: str) -> None:
     names = [f"c{number}" for number in range(num_names)]
     with pytest.raises(
         DataError, match=f" is missing; the columns are {listed}; name the columns of "
@@ -140,15 +140,17 @@ def test_a_dozen_columns_are_listed(num_names: int, listed: str) -> None:
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_a_first_file_without_columns_says_what_to_write(tmp_path: Path, ending: str) -> None:
+def test_a_file_without_configured_columns_is_rejected_with_the_setting_to_write(
+    tmp_path: Path, ending: str
+) -> None:
     path = write(tmp_path / f"sums.{ending}", ROWS)
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as raised:
         load(path, Columns())
-    assert f"{path}, " in str(refused.value)
-    assert "write columns: {prompt: question, answer: solution}" in str(refused.value)
+    assert f"{path}, " in str(raised.value)
+    assert "write columns: {prompt: question, answer: solution}" in str(raised.value)
 
 
-def test_chat_messages_stand_in_a_column_of_any_name(tmp_path: Path) -> None:
+def test_chat_messages_are_read_from_a_column_of_any_name(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 2 ="}]
     rows = [{"question": messages, "solution": "3"}]
     assert load(write(tmp_path / "chat.jsonl", rows)).prompts[0].text == "Be brief."
@@ -161,8 +163,8 @@ def test_chat_messages_stand_in_a_column_of_any_name(tmp_path: Path) -> None:
 
 
 def test_a_source_may_be_a_path(tmp_path: Path) -> None:
-    written = "[a/b c.jsonl, d.parquet, owner/set, {path: owner/set, subset: main, split: test}]"
-    config = load_config(TINY, [f"data.train={written}", "evaluation.sets=held out.jsonl"])
+    value = "[a/b c.jsonl, d.parquet, owner/set, {path: owner/set, subset: main, split: test}]"
+    config = load_config(TINY, [f"data.train={value}", "evaluation.sets=held out.jsonl"])
     sources = (*config.data.train, *config.evaluation.sets)
     assert [(source.kind, source.name) for source in sources] == [
         ("jsonl", "b_c"), ("parquet", "d"), ("datasets", "set"), ("datasets", "set-test"),
@@ -174,18 +176,18 @@ def test_a_source_may_be_a_path(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(NAMES)
-def test_a_name_from_any_path_is_a_name(path: str) -> None:
+def test_every_path_gives_a_valid_source_name(path: str) -> None:
     config = parse_yaml(TINY.read_text(encoding="utf-8"), "tiny")
     config["data"]["train"] = [f"{path}.jsonl"]
     assert parse_config(config).data.train[0].name
 
 
-def test_columns_of_a_source_count_before_those_of_its_section(tmp_path: Path) -> None:
+def test_columns_of_a_source_override_those_of_its_section(tmp_path: Path) -> None:
     path = write(tmp_path / "own.jsonl", [{"q": "1 + 2 =", "solution": "3"}])
-    own = FileSource(
+    source = FileSource(
         kind="jsonl", name="own", path=path, columns=Columns(prompt="q", answer="solution")
     )
-    assert len(load_source(own, Words(), 10, columns=MINE).prompts) == 1  # type: ignore[arg-type]
+    assert len(load_source(source, Words(), 10, columns=COLUMNS).prompts) == 1  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------- datasets
@@ -197,8 +199,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
-def saved(folder: Path) -> dict[str, str]:
-    """The same rows, as `datasets` saves them, and as a folder of files."""
+def save_in_all_forms(folder: Path) -> dict[str, str]:
+    """Save ROWS as `datasets` does (two forms) and as a folder of files. Return the paths."""
     rows = datasets.Dataset.from_list(ROWS)
     rows.save_to_disk(str(folder / "one"))
     datasets.DatasetDict({"train": rows}).save_to_disk(str(folder / "dict"))
@@ -208,28 +210,28 @@ def saved(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("form", ["one", "dict", "files"])
-def test_a_folder_of_datasets_is_a_source(tmp_path: Path, form: str) -> None:
-    path = saved(tmp_path)[form]
+def test_a_data_set_folder_is_a_source(tmp_path: Path, form: str) -> None:
+    path = save_in_all_forms(tmp_path)[form]
     prompts = load(path).prompts
     assert [prompt.truth for prompt in prompts] == [str(row["solution"]) for row in ROWS]
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as raised:
         load(path, Columns(prompt="question", answer="soluton"))
-    assert str(refused.value).startswith(f"{path}, split train, column soluton is missing; ")
-    assert "columns: {prompt: question, answer: solution}" in str(refused.value)
+    assert str(raised.value).startswith(f"{path}, split train, column soluton is missing; ")
+    assert "columns: {prompt: question, answer: solution}" in str(raised.value)
 
 
 @pytest.mark.parametrize("form", ["dict", "files"])
-def test_a_split_that_is_not_there_is_refused(tmp_path: Path, form: str) -> None:
+def test_a_missing_split_is_rejected(tmp_path: Path, form: str) -> None:
     with pytest.raises(DataError, match=r"split dev: cannot be read .*train.*set `subset` and"):
-        load(f"{{path: {saved(tmp_path)[form]}, split: dev}}")
+        load(f"{{path: {save_in_all_forms(tmp_path)[form]}, split: dev}}")
 
 
-def test_a_name_that_cannot_be_reached_is_refused() -> None:
+def test_an_unreachable_data_set_name_is_rejected() -> None:
     with pytest.raises(DataError, match=r"nobody/nothing, split train: .*Without a network"):
         load("nobody/nothing")
 
 
-def test_nothing_of_a_data_set_is_executed(tmp_path: Path) -> None:
+def test_scripts_of_a_data_set_are_not_executed(tmp_path: Path) -> None:
     folder = tmp_path / "evil"
     folder.mkdir()
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
@@ -238,13 +240,13 @@ def test_nothing_of_a_data_set_is_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
-def test_archives_and_media_are_refused_unread(tmp_path: Path) -> None:
+def test_unsupported_files_of_a_data_set_are_rejected_unread(tmp_path: Path) -> None:
     (tmp_path / "train.xml").write_text("<a/>")
     with pytest.raises(DataError, match="its files are of kind xml"):
         load(str(tmp_path))
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_csv_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("question,solution\n1,2\n")
     with pytest.raises(DataError, match=r"rows.csv: unsupported kind of file; save it as .jsonl"):
         load(str(tmp_path / "rows.csv"))
@@ -253,14 +255,16 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------- preparing
 
 
-def test_own_columns_are_prepared_and_kept(tmp_path: Path) -> None:
+def test_prepare_data_keeps_the_users_columns(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw.jsonl", [*ROWS, ROWS[0], {**ROWS[1], "question": "1  + 1 ="}])
     output = tmp_path / "out.parquet"
-    words = [raw, "--output", str(output), "--near-duplicates", "off"]
-    ran = CliRunner().invoke(prepare_data.app, [*words, "--columns", "{prompt: question}"])
-    assert ran.exit_code == 2
+    arguments = [raw, "--output", str(output), "--near-duplicates", "off"]
+    completed = CliRunner().invoke(
+        prepare_data.app, [*arguments, "--columns", "{prompt: question}"]
+    )
+    assert completed.exit_code == 2
     names = "{prompt: question, answer: solution}"
-    ran = CliRunner().invoke(prepare_data.app, [*words, "--columns", names])
-    assert ran.exit_code == 0, ran.output
+    completed = CliRunner().invoke(prepare_data.app, [*arguments, "--columns", names])
+    assert completed.exit_code == 0, completed.output
     assert parquet.read_table(output).to_pylist() == ROWS
     assert len(load(str(output)).prompts) == len(ROWS)

@@ -1,4 +1,4 @@
-"""The table of what goes together: every rule fires on its own example, and no plain run is hit."""
+"""Compatibility rules: each applies to its example, and none to a plain run."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def model_of(rule: CompatibilityRule) -> Architecture:
     return next(model for model in models if model.family in rule.families)
 
 
-def names(run: RunFacts) -> set[str]:
-    return {found.rule.name for found in find(run)}
+def rule_names(run: RunFacts) -> set[str]:
+    return {finding.rule.name for finding in find(run)}
 
 
 def by_name(name: str) -> CompatibilityRule:
@@ -61,32 +61,31 @@ def by_name(name: str) -> CompatibilityRule:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_every_rule_fires_on_its_example(rule: CompatibilityRule) -> None:
+def test_every_rule_applies_to_its_example(rule: CompatibilityRule) -> None:
     config = config_of(*rule.example)
     model = model_of(rule)
     run = RunFacts(config, model, rule.example_machine)
-    assert rule.name in names(run)
-    (text,) = [str(found) for found in find(run) if found.rule is rule]
+    assert rule.name in rule_names(run)
+    (text,) = [str(finding) for finding in find(run) if finding.rule is rule]
     keys = [key for key in rule.keys if "." in key]
     assert keys and text.startswith(f"{', '.join(keys)}: ")
     if rule.action is Action.REFUSED:
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError) as raised:
             check(config, model, rule.example_machine)
-        assert text in str(caught.value).splitlines()
-    elif not any(found.rule.action is Action.REFUSED for found in find(run)):
+        assert text in str(raised.value).splitlines()
+    elif not any(finding.rule.action is Action.REFUSED for finding in find(run)):
         assert text in check(config, model, rule.example_machine)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_a_rule_is_silent_without_its_features(rule: CompatibilityRule) -> None:
-    """Each feature of an example that is not the default is needed, or shown by another one."""
+def test_a_rule_does_not_apply_to_a_plain_config(rule: CompatibilityRule) -> None:
     assert rule.example
     plain = RunFacts(config_of(), model_of(rule))
-    assert rule.name not in names(plain)
+    assert rule.name not in rule_names(plain)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_keys_are_keys_of_the_config(rule: CompatibilityRule) -> None:
+def test_keys_of_rules_exist_in_the_config(rule: CompatibilityRule) -> None:
     for key in (key for key in rule.keys if "." in key):
         section, *path = key.split(".")
         model: Any = Config.model_fields[section].annotation
@@ -94,11 +93,11 @@ def test_keys_are_keys_of_the_config(rule: CompatibilityRule) -> None:
             if name in getattr(model, "model_fields", {}):
                 model = model.model_fields[name].annotation
             else:  # an optional section
-                (model,) = [one for one in model.__args__ if one is not type(None)]
+                (model,) = [member for member in model.__args__ if member is not type(None)]
                 model = model.model_fields[name].annotation
 
 
-def test_names_and_families_are_what_they_say() -> None:
+def test_rules_have_unique_names_known_families_and_a_way_out() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES)
     assert all(set(rule.families) <= set(FAMILIES) for rule in RULES)
     for rule in RULES:
@@ -106,13 +105,13 @@ def test_names_and_families_are_what_they_say() -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny_cpu", "tiny_moe", "tiny_ladder"])
-def test_the_configs_for_cpu_pass_without_a_word(name: str) -> None:
+def test_the_shipped_cpu_configs_have_no_findings(name: str) -> None:
     config = load_config(TINY.parent / f"{name}.yaml", [])
     model = architecture(read_json(REPOSITORY / config.model.path / "config.json"))
     assert check(config, model, NO_GPU) == []
 
 
-def test_a_sound_fp8_run_on_a_h100_is_allowed_and_told_what_has_not_run() -> None:
+def test_a_valid_fp8_run_on_an_h100_is_allowed_with_notes_on_what_is_untested() -> None:
     config = config_of(
         "policy.precision=bfloat16",
         "policy.fp8={recipe: current, bf16_first_layers: 1, bf16_last_layers: 1}",
@@ -123,7 +122,7 @@ def test_a_sound_fp8_run_on_a_h100_is_allowed_and_told_what_has_not_run() -> Non
     assert lines and all("not run on a GPU yet" in line for line in lines)
 
 
-def test_without_a_machine_rules_about_it_are_silent() -> None:
+def test_rules_about_the_machine_do_not_apply_without_one() -> None:
     config = config_of("policy.kernels=transformer_engine", "policy.precision=bfloat16")
     assert check(config, QWEN3)
     with pytest.raises(ConfigError, match="needs an NVIDIA GPU and the package"):
@@ -132,14 +131,14 @@ def test_without_a_machine_rules_about_it_are_silent() -> None:
         check(config, QWEN3, Machine((9, 0), (13, 0)))
 
 
-def test_all_refusals_are_told_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_all_refusals_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
         check(config_of("policy.fp8={recipe: current}", "policy.kernels=local"), QWEN3)
-    assert len(str(caught.value).splitlines()) == 2
+    assert len(str(raised.value).splitlines()) == 2
 
 
 @pytest.mark.parametrize(
-    ("recipe", "tensor_parallel", "changed", "said"),
+    ("recipe", "tensor_parallel", "changed", "dimension"),
     [
         ("current", 1, {}, ""),
         ("blockwise", 1, {}, ""),
@@ -158,29 +157,28 @@ def test_all_refusals_are_told_at_once() -> None:
         ),
     ],
 )
-def test_dimensions_for_fp8(
-    recipe: str, tensor_parallel: int, changed: dict[str, Any], said: str
+def test_fp8_needs_dimensions_divisible_by_its_block_size(
+    recipe: str, tensor_parallel: int, changed: dict[str, Any], dimension: str
 ) -> None:
     config = config_of(
         f"policy.fp8={{recipe: {recipe}}}",
         "policy.precision=bfloat16",
         f"policy.tensor_parallel={tensor_parallel}",
     )
-    found = [
-        str(one) for one in find(RunFacts(config, architecture(QWEN3_HF | changed))) if one.detail
-    ]
-    assert bool(found) == bool(said)
-    assert all(said in text for text in found)
+    findings = find(RunFacts(config, architecture(QWEN3_HF | changed)))
+    texts = [str(finding) for finding in findings if finding.detail]
+    assert bool(texts) == bool(dimension)
+    assert all(dimension in text for text in texts)
 
 
-def test_auto_takes_what_the_machine_has() -> None:
+def test_kernels_auto_depends_on_the_installed_packages() -> None:
     rope = config_of("policy.fused_rope=true", "policy.precision=bfloat16")
-    assert "rope-kernels" not in names(RunFacts(rope, QWEN3, H100))
-    assert "rope-kernels" in names(RunFacts(rope, QWEN3, Machine((9, 0), (13, 0))))
-    assert "rope-kernels" in names(RunFacts(rope, QWEN3, NO_GPU))
+    assert "rope-kernels" not in rule_names(RunFacts(rope, QWEN3, H100))
+    assert "rope-kernels" in rule_names(RunFacts(rope, QWEN3, Machine((9, 0), (13, 0))))
+    assert "rope-kernels" in rule_names(RunFacts(rope, QWEN3, NO_GPU))
 
 
-def test_auto_means_megatrons_own_layers_for_latent_attention() -> None:
+def test_kernels_auto_means_local_for_latent_attention() -> None:
     latent, auto = DEEPSEEK, config_of("policy.precision=bfloat16")
     assert not RunFacts(auto, latent, H100).fused
     assert check(auto, latent, NO_GPU) == []
@@ -190,14 +188,14 @@ def test_auto_means_megatrons_own_layers_for_latent_attention() -> None:
         check(config_of("policy.precision=bfloat16", "policy.kernels=transformer_engine"), latent)
 
 
-def test_doctor_layouts_has_no_engine_to_ask() -> None:
+def test_float64_is_allowed_only_without_an_engine() -> None:
     config = config_of("policy.precision=float64")
     assert check(config, QWEN3, has_engine=False) == []
     with pytest.raises(ConfigError, match="float64 is only for `doctor layouts`"):
         check(config, QWEN3)
 
 
-def test_the_page_is_not_stale() -> None:
+def test_the_compatibility_page_is_up_to_date() -> None:
     written = (REPOSITORY / "docs" / "compatibility.md").read_text(encoding="utf-8")
     assert written == page(), (
         "run: python -m dapo_megatron.plan.compatibility > docs/compatibility.md"
@@ -219,16 +217,16 @@ def test_the_page_is_not_stale() -> None:
         ("backend:native", False),
     ],
 )
-def test_an_allocator_that_a_sleeping_engine_cannot_live_with_is_refused(
+def test_an_allocator_that_breaks_engine_sleep_is_refused(
     variable: str, value: str, is_refused: bool
 ) -> None:
     def is_found(config: Config, machine: Machine) -> bool:
-        return "engine-sleep-allocator" in names(RunFacts(config, QWEN3, machine))
+        return "engine-sleep-allocator" in rule_names(RunFacts(config, QWEN3, machine))
 
-    there = replace(H100, environment={variable: value})
-    assert is_found(config_of(), there) == is_refused
-    assert not is_found(config_of("engine.sleep=false"), there)
-    assert not is_found(config_of(), replace(there, capability=None))  # CPU
+    machine = replace(H100, environment={variable: value})
+    assert is_found(config_of(), machine) == is_refused
+    assert not is_found(config_of("engine.sleep=false"), machine)
+    assert not is_found(config_of(), replace(machine, capability=None))  # CPU
 
 
 @pytest.mark.parametrize("machine", [NO_GPU, Machine((9, 0), (13, 0))], ids=["no GPU", "no TE"])
@@ -242,17 +240,17 @@ def test_an_allocator_that_a_sleeping_engine_cannot_live_with_is_refused(
         ("optimizer-machine", ("optimizer.kernels=transformer_engine",)),
     ],
 )
-def test_what_a_machine_lacks_is_refused(
+def test_features_that_the_machine_lacks_are_refused(
     machine: Machine, rule: str, overrides: tuple[str, ...]
 ) -> None:
     config = config_of("policy.precision=bfloat16", *overrides)
-    assert rule in names(RunFacts(config, QWEN3, machine))
-    assert rule not in names(RunFacts(config, QWEN3, H100))
+    assert rule in rule_names(RunFacts(config, QWEN3, machine))
+    assert rule not in rule_names(RunFacts(config, QWEN3, H100))
     with pytest.raises(ConfigError):
         check(config, QWEN3, machine)
 
 
-def test_the_machine_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -260,6 +258,6 @@ def test_the_machine_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Machine.here()
     assert here.capability == (9, 0) and here.cuda == (13, 0)
     assert here.environment["TRITON_INTERPRET"] == "1"
-    assert "head-machine" not in names(
+    assert "head-machine" not in rule_names(
         RunFacts(config_of("policy.logprob_head=triton"), QWEN3, here)
     )

@@ -1,4 +1,4 @@
-"""The configuration: what is accepted, and that every refusal names the dotted key."""
+"""The configuration: which values are accepted, and that every error names the dotted key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((REPOSITORY / "model_configs").glob("*.yaml"))
 TINY = REPOSITORY / "model_configs" / "tiny_cpu.yaml"
 
-# What the cases below reckon with, whatever the file says.
+# Values that the cases below assume, whatever the file says.
 NUMBERS = (
     "rollout.prompts_per_step=32",
     "rollout.samples_per_prompt=16",
@@ -43,29 +43,27 @@ NUMBERS = (
 )
 
 
-def tree() -> dict[str, Any]:
-    """A complete configuration as plain values."""
+def tiny_values() -> dict[str, Any]:
+    """Return a complete configuration as plain values."""
     return dict(yaml.safe_load(TINY.read_text(encoding="utf-8")))
 
 
 def refusal(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         load_config(TINY, [*NUMBERS, *overrides])
-    return str(caught.value)
+    return str(raised.value)
 
 
 # ---------------------------------------------------------------------------- reading
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_config_of_the_repository_loads_and_survives_a_dump(
-    path: Path, tmp_path: Path
-) -> None:
+def test_every_shipped_config_loads_and_survives_a_dump(path: Path, tmp_path: Path) -> None:
     config = load_config(path)
     resolved = tmp_path / "config.yaml"
     resolved.write_text(dump_config(config), encoding="utf-8")
     assert load_config(resolved) == config
-    # What is saved with a run states every key, defaults too.
+    # The config saved with a run has every key, including defaults.
     assert set(yaml.safe_load(dump_config(config))["rollout"]) == set(
         type(config.rollout).model_fields
     )
@@ -76,18 +74,18 @@ def test_a_config_with_every_kind_of_value_survives_a_dump(tmp_path: Path) -> No
         {"kind": "jsonl", "name": "größe", "path": "a b.jsonl", "grader": "my.mod:fn", "limit": 3},
         {"kind": "parquet", "name": "p", "path": "c.parquet", "grader": "dapo_math"},
     ]
-    config = parse_config({**tree(), "evaluation": {"sets": sets, "every": 3}, "seed": 7})
+    config = parse_config({**tiny_values(), "evaluation": {"sets": sets, "every": 3}, "seed": 7})
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     assert load_config(path) == config
 
 
 @pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.e-6", "1.0e-6", "+1e-06", ".1e-5", "10e-7"])
-def test_a_float_may_be_written_as_people_write_it(text: str) -> None:
+def test_floats_are_read_in_every_common_notation(text: str) -> None:
     assert load_config(TINY, [f"optimizer.lr={text}"]).optimizer.lr == 1e-6
 
 
-def test_a_whole_number_is_a_float_where_one_is_asked_for() -> None:
+def test_an_integer_is_accepted_for_a_float() -> None:
     assert load_config(TINY, ["optimizer.clip_grad=1"]).optimizer.clip_grad == 1.0
 
 
@@ -99,16 +97,16 @@ def test_a_whole_number_is_a_float_where_one_is_asked_for() -> None:
         ("data:\n  train:\n  - size: 1\n    size: 2\n", "data.train.0.size", 4),
     ],
 )
-def test_a_repeated_key_is_refused(tmp_path: Path, text: str, key: str, line: int) -> None:
+def test_a_duplicate_key_is_rejected(tmp_path: Path, text: str, key: str, line: int) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         load_config(path)
-    assert str(caught.value) == f"{key}: given twice ({path}, line {line})"
+    assert str(raised.value) == f"{key}: given twice ({path}, line {line})"
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         (None, "cannot be read (No such file"),
         (b"seed: [1\n", "not valid YAML"),
@@ -117,13 +115,15 @@ def test_a_repeated_key_is_refused(tmp_path: Path, text: str, key: str, line: in
         (b"- 1\n", "the top level must be a mapping"),
     ],
 )
-def test_an_unreadable_file_is_named(tmp_path: Path, content: bytes | None, said: str) -> None:
+def test_an_unreadable_file_is_rejected_with_its_path(
+    tmp_path: Path, content: bytes | None, expected: str
+) -> None:
     path = tmp_path / "config.yaml"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         load_config(path)
-    assert str(caught.value).startswith(f"{path}: {said}")
+    assert str(raised.value).startswith(f"{path}: {expected}")
 
 
 def test_a_config_is_frozen() -> None:
@@ -146,7 +146,7 @@ def test_overrides_reach_every_depth() -> None:
             "data.train.0.options.min_terms=3",
             "evaluation.sets=[]",
             "tracking.mlflow=false",  # a section that the YAML does not have
-            "resume=runs/a=b/checkpoints/step_000001",  # only the first = divides
+            "resume=runs/a=b/checkpoints/step_000001",  # only the first "=" separates key and value
             "seed=4",  # the last one wins
         ],
     )
@@ -163,12 +163,12 @@ def test_overrides_reach_every_depth() -> None:
 
 def test_an_override_fills_an_empty_section(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({**tree(), "tracking": None}), encoding="utf-8")
+    path.write_text(yaml.safe_dump({**tiny_values(), "tracking": None}), encoding="utf-8")
     assert load_config(path, ["tracking.mlflow=false"]).tracking.mlflow is False
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
         ("loss.clip_high", "'loss.clip_high': an override must have the form key.path=value"),
         ("=0.3", "'=0.3': an override must have the form key.path=value"),
@@ -186,8 +186,8 @@ def test_an_override_fills_an_empty_section(tmp_path: Path) -> None:
         ("loss..clip_high=3", "loss.: unknown key"),
     ],
 )
-def test_a_malformed_override_is_refused(override: str, said: str) -> None:
-    assert refusal(override).startswith(said)
+def test_a_malformed_override_is_rejected(override: str, expected: str) -> None:
+    assert refusal(override).startswith(expected)
 
 
 # ---------------------------------------------------------------------------- overlays
@@ -217,13 +217,13 @@ def test_an_overlay_merges_mappings_and_replaces_the_rest(tmp_path: Path) -> Non
     assert [source.name for source in config.data.train] == ["a"]
     assert config.data.shuffle == base.data.shuffle
     assert load_config(TINY, ["seed=6"], [second]).seed == 6  # an override wins over an overlay
-    # What is saved with a run is complete: it loads without the overlays.
+    # The config saved with a run is complete: it loads without the overlays.
     resolved = overlay(tmp_path, dump_config(config), "config.yaml")
     assert load_config(resolved) == config
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         (
             "loss: {clip_hihg: 0.3}",
@@ -241,22 +241,22 @@ def test_an_overlay_merges_mappings_and_replaces_the_rest(tmp_path: Path) -> Non
         ("- 1", "{file}: the top level must be a mapping of keys"),
     ],
 )
-def test_a_mistake_in_an_overlay_names_it(tmp_path: Path, text: str, said: str) -> None:
+def test_an_error_in_an_overlay_names_its_file(tmp_path: Path, text: str, expected: str) -> None:
     path = overlay(tmp_path, text)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         load_config(TINY, overlays=[overlay(tmp_path, "seed: 1", "fine.yaml"), path])
-    assert str(caught.value) == said.replace("{file}", str(path))
+    assert str(raised.value) == expected.replace("{file}", str(path))
 
 
-def test_what_an_override_mends_or_breaks_is_not_the_overlay_s_fault(tmp_path: Path) -> None:
+def test_an_error_from_an_override_does_not_name_the_overlay(tmp_path: Path) -> None:
     path = overlay(tmp_path, "seed: one\nloss: {clip_high: 0.5}")
     assert load_config(TINY, ["seed=1"], [path]).seed == 1
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         load_config(TINY, ["loss.clip_high=x", "seed=1", "loss.clip_hihg=1"], [path])
-    assert str(path) not in str(caught.value)
+    assert str(path) not in str(raised.value)
 
 
-def test_an_overlay_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_overlay_is_rejected_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere.yaml: cannot be read \(No such file"):
         load_config(TINY, overlays=[tmp_path / "nowhere.yaml"])
 
@@ -265,7 +265,7 @@ def test_an_overlay_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
         ("loss.clip_hihg=0.3", "loss.clip_hihg: unknown key; did you mean 'clip_high'?"),
         ("polciy.precision=float32", "polciy: unknown key; did you mean 'policy'?"),
@@ -277,7 +277,7 @@ def test_an_overlay_that_is_not_there_is_named(tmp_path: Path) -> None:
             "sync.speed: unknown key; valid keys: max_gap, max_mean_gap, fingerprint_every, "
             "canary_tokens",
         ),
-        # What another kind of source knows is no help here.
+        # Keys of other kinds of sources are not suggested.
         (
             "data.train.0={kind: jsonl, name: a, path: b, grader: c, datasett: d}",
             "data.train.0.datasett: unknown key; valid keys: kind, name, path, grader, limit, "
@@ -285,12 +285,12 @@ def test_an_overlay_that_is_not_there_is_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_unknown_key_is_named_with_the_nearest(override: str, said: str) -> None:
-    assert refusal(override) == said
+def test_an_unknown_key_is_rejected_with_the_nearest_key(override: str, expected: str) -> None:
+    assert refusal(override) == expected
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
         ("seed=one", "seed: Input should be a valid integer (given: 'one')"),
         ("seed=true", "seed: Input should be a valid integer (given: True)"),
@@ -321,13 +321,13 @@ def test_an_unknown_key_is_named_with_the_nearest(override: str, said: str) -> N
         ("data.train.0={name: a}", "data.train.0.kind: must be one of reasoning_gym"),
     ],
 )
-def test_a_wrong_value_is_named_once(override: str, said: str) -> None:
+def test_a_wrong_value_is_reported_once(override: str, expected: str) -> None:
     message = refusal(override)
-    assert message.startswith(said)
+    assert message.startswith(expected)
     assert "\n" not in message
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     lines = refusal("loss.clip_hihg=0.3", "seed=x", "optimizer.lr=-1").splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         "seed",
@@ -339,34 +339,34 @@ def test_all_mistakes_are_told_at_once() -> None:
 @pytest.mark.parametrize(
     "dotted", ["seed", "loss", "model.path", "optimizer.lr", "loss.dual_clip", "data.shuffle"]
 )
-def test_a_missing_field_is_named(dotted: str) -> None:
-    whole = tree()
-    node = whole
+def test_a_missing_field_is_reported(dotted: str) -> None:
+    values = tiny_values()
+    node = values
     *parents, last = dotted.split(".")
     for parent in parents:
         node = node[parent]
     del node[last]
-    with pytest.raises(ConfigError) as caught:
-        parse_config(whole)
-    assert str(caught.value) == f"{dotted}: missing; every config must set it"
+    with pytest.raises(ConfigError) as raised:
+        parse_config(values)
+    assert str(raised.value) == f"{dotted}: missing; every config must set it"
 
 
-# Defaults within the sections of the objective, and why a YAML need not state them.
+# Defaults of the sections that define the algorithm, and why a YAML may omit them.
 OBJECTIVE_DEFAULTS = {
-    "loss.log_ratio_limit": "keeps exp from overflowing; a YAML from before this key still runs",
-    "loss.function": "null is the loss of the paper, with the numbers that a YAML states",
+    "loss.log_ratio_limit": "prevents overflow of exp; older configs without this key still run",
+    "loss.function": "null is the loss of the paper, with the numbers in the YAML",
     "train.packing": "how rows are filled; the loss of a token is the same",
-    "data.columns": "which columns of a file are read; the wrong ones are refused",
-    "rollout.expected_keep_rate": "a first guess of how many prompts to issue, not of what to keep",
-    "rollout.lookahead": "acts only with on_policy false, which a YAML states",
+    "data.columns": "which columns of a file are read; missing ones are rejected",
+    "rollout.expected_keep_rate": "a first guess of how many prompts to issue",
+    "rollout.lookahead": "acts only with on_policy false, which the YAML must set",
     "rollout.max_overtake": "the same",
     "rollout.max_age": "the same",
-    "rollout.max_prompts_per_step": "a bound that a healthy run never meets",
+    "rollout.max_prompts_per_step": "a bound that a healthy run never reaches",
     "rollout.at_bound": "what to do at that bound",
-    "rollout.deterministic": "whether a run repeats bit by bit, not what it aims at",
-    "optimizer.kernels": "whose AdamW; all compute the same",
-    "optimizer.moments": "rounding of state, off unless asked for",
-    "optimizer.cpu_offload": "where state lives",
+    "rollout.deterministic": "bitwise repeatability; the objective is the same",
+    "optimizer.kernels": "which AdamW implementation; all compute the same",
+    "optimizer.moments": "rounding of optimizer state, off by default",
+    "optimizer.cpu_offload": "where optimizer state is stored",
 }
 
 
@@ -386,7 +386,7 @@ def test_no_hidden_default_changes_the_algorithm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "expected"),
     [
         (["overlong.buffer_tokens=16"], "overlong.buffer_tokens: 16 must be less than"),
         (["rollout.max_age=8"], "rollout.max_age: 8 must be more than rollout.max_overtake = 8"),
@@ -409,19 +409,19 @@ def test_no_hidden_default_changes_the_algorithm() -> None:
         ),
     ],
 )
-def test_contradictions(overrides: list[str], said: str | None) -> None:
-    if said is None:
+def test_contradictory_settings_are_rejected(overrides: list[str], expected: str | None) -> None:
+    if expected is None:
         load_config(TINY, [*NUMBERS, *overrides])
         return
     message = refusal(*overrides)
-    assert message.startswith(said)
+    assert message.startswith(expected)
     assert "\n" not in message
 
 
 @pytest.mark.parametrize(
     "name", ["dapo_math", "AIME 2024 (I+II)", "BytedTsinghua-SIA/DAPO-Math-17k", "x" * 128]
 )
-def test_a_source_is_called_name_or_owner_and_name(name: str) -> None:
+def test_a_source_name_may_include_an_owner(name: str) -> None:
     config = load_config(TINY, [f"data.train.0.name={name}"])
     assert config.data.train[0].name == name
 
@@ -430,7 +430,7 @@ def test_a_source_is_called_name_or_owner_and_name(name: str) -> None:
     "name",
     ["../../../escaped", "/absolute", "a/../b", "a/b/c", "a/", ".hidden", "", "x" * 129, "a\\nb"],
 )
-def test_a_source_name_that_is_no_file_name_is_refused(name: str) -> None:
+def test_a_source_name_that_cannot_be_a_file_name_is_rejected(name: str) -> None:
     message = refusal(f'data.train.0.name="{name}"')
     assert message.startswith("data.train.0.name: must be NAME or OWNER/NAME"), message
     assert "for example " in message
@@ -449,7 +449,7 @@ def test_a_file_named_for_a_source_stays_in_its_folder(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         (None, "cannot be read (No such file or directory)"),
         (b"{", "cannot be read (Expecting property name"),
@@ -459,22 +459,24 @@ def test_a_file_named_for_a_source_stays_in_its_folder(name: str) -> None:
         (b'{"hidden_act": "\xff"}', "cannot be read ('utf-8' codec can't decode byte 0xff"),
     ],
 )
-def test_a_model_that_cannot_be_read_is_named(
-    tmp_path: Path, content: bytes | None, said: str
+def test_an_unreadable_model_config_is_rejected_with_its_path(
+    tmp_path: Path, content: bytes | None, expected: str
 ) -> None:
     path = tmp_path / "config.json"
     if content is not None:
         path.write_bytes(content)
     config = load_config(TINY, [f"model.path={tmp_path}"])
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         read_architecture(config)
-    assert str(caught.value).startswith(f"model.path: {path}: {said}")
+    assert str(raised.value).startswith(f"model.path: {path}: {expected}")
     assert "; set it to a folder with an HF checkpoint, or download one: `hf download " in str(
-        caught.value
+        raised.value
     )
 
 
-def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_processes_comes_from_the_launcher_if_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = load_config(TINY, ["run.processes=2"])
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert num_processes(config) == 2
@@ -482,16 +484,16 @@ def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.Monk
     assert num_processes(config) == 16
 
 
-def test_the_engine_is_cut_as_the_policy_unless_told() -> None:
+def test_the_engine_uses_the_policys_tensor_parallel_size_by_default() -> None:
     assert load_config(TINY, ["policy.tensor_parallel=2"]).engine_tensor_parallel == 2
     assert load_config(TINY, ["engine.tensor_parallel=1"]).engine_tensor_parallel == 1
 
 
-def test_an_evaluation_may_answer_at_more_length_than_rollouts() -> None:
+def test_evaluation_responses_may_be_longer_than_rollouts() -> None:
     assert tiny_config().max_sequence_tokens == 96 + 16
     assert tiny_config(evaluation__max_response_tokens=40).max_sequence_tokens == 96 + 40
     assert tiny_config(evaluation__max_response_tokens=4).max_sequence_tokens == 96 + 16
 
 
-def test_the_watchdog_has_a_limit_for_every_phase() -> None:
+def test_the_watchdog_has_a_timeout_for_every_phase() -> None:
     assert set(WatchdogConfig.model_fields) == set(Phase)

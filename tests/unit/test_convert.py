@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py: what its commands write, say and leave behind."""
+"""tools/convert_checkpoint.py: converted files, messages, and recovery after faults."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ MIB = 2**20
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
-def call(*arguments: object) -> tuple[int, str]:
-    """Exit code, and all that was printed."""
+def invoke(*arguments: object) -> tuple[int, str]:
+    """Run a command in this process. Return its exit code and output."""
     result = CliRunner().invoke(convert_checkpoint.app, [str(each) for each in arguments])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
 
 
-def run(*arguments: object, **options: Any) -> subprocess.Popen[str]:
-    """The same in a process of its own."""
+def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """Start a command in a separate process."""
     return subprocess.Popen(
         [*COMMAND, *(str(each) for each in arguments)],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -77,8 +77,8 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize("name", RANDOM_MODELS)
-def test_round_trip_of_every_family(tmp_path: Path, name: str) -> None:
-    """By way of every layout in turn; transformers loads what comes out, and tokenizes with it."""
+def test_every_family_survives_a_round_trip_through_every_layout(tmp_path: Path, name: str) -> None:
+    """Convert through every layout in turn. transformers then loads and tokenizes the same."""
     family, overrides = RANDOM_MODELS[name]
     wide = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 7}
     source = make_random_model(family, tmp_path / "source", **{**wide, **overrides})
@@ -86,12 +86,12 @@ def test_round_trip_of_every_family(tmp_path: Path, name: str) -> None:
     for number, options in enumerate(LAYOUTS):
         if "--expert-parallel" in options and family != "qwen3_moe":
             continue
-        code, output = call(command, before, tmp_path / str(number), *options.split())
+        code, output = invoke(command, before, tmp_path / str(number), *options.split())
         assert code == 0, output
         before, command = tmp_path / str(number), "reshard"
-    code, output = call("megatron-to-hf", before, tmp_path / "again", "--max-file-gib", 0.0001)
+    code, output = invoke("megatron-to-hf", before, tmp_path / "again", "--max-file-gib", 0.0001)
     assert code == 0 and "read back and compared" in output
-    code, output = call("verify", source, tmp_path / "again")
+    code, output = invoke("verify", source, tmp_path / "again")
     assert code == 0 and output.startswith("the same:"), output
     assert json.loads((source / "config.json").read_text()) == json.loads(
         (tmp_path / "again" / "config.json").read_text()
@@ -100,18 +100,18 @@ def test_round_trip_of_every_family(tmp_path: Path, name: str) -> None:
     left, right = (model.state_dict() for model in models)
     assert left.keys() == right.keys()
     assert all(torch.equal(value, right[key]) for key, value in left.items())
-    asked = "12 + 34 ="
-    ids = [AutoTokenizer.from_pretrained(path)(asked) for path in (source, tmp_path / "again")]
+    prompt = "12 + 34 ="
+    ids = [AutoTokenizer.from_pretrained(path)(prompt) for path in (source, tmp_path / "again")]
     assert ids[0].input_ids == ids[1].input_ids
 
 
-def test_dtype(hf: Path, tmp_path: Path) -> None:
-    assert call("hf-to-megatron", hf, tmp_path / "m", "--dtype", "float32")[0] == 0
-    code, output = call("verify", hf, tmp_path / "m")
+def test_conversion_to_another_dtype(hf: Path, tmp_path: Path) -> None:
+    assert invoke("hf-to-megatron", hf, tmp_path / "m", "--dtype", "float32")[0] == 0
+    code, output = invoke("verify", hf, tmp_path / "m")
     assert code == 1
     assert "config.torch_dtype: config: 'bfloat16' and 'float32'" in output
     assert "model.embed_tokens.weight: dtype: bfloat16 and float32" in output
-    assert call("megatron-to-hf", tmp_path / "m", tmp_path / "b", "--dtype", "bfloat16")[0] == 0
+    assert invoke("megatron-to-hf", tmp_path / "m", tmp_path / "b", "--dtype", "bfloat16")[0] == 0
     assert not differences(open_store(hf), open_store(tmp_path / "b"))
     configs = [json.loads((path / "config.json").read_text()) for path in (hf, tmp_path / "m")]
     assert configs[1] == {**configs[0], "torch_dtype": "float32"}
@@ -135,7 +135,7 @@ def link_out(folder: Path, name: str, target: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["hf-to-megatron", "megatron-to-hf"])
-def test_a_link_that_leaves_the_model_is_not_copied(
+def test_a_link_out_of_the_model_folder_is_rejected(
     hf: Path, tmp_path: Path, command: str, name: str, target: str
 ) -> None:
     (tmp_path / "id_rsa").write_text("private key")
@@ -143,14 +143,14 @@ def test_a_link_that_leaves_the_model_is_not_copied(
     (tmp_path / "secrets" / "key").write_text("private key")
     (hf / name).unlink(missing_ok=True)
     link_out(hf, name, tmp_path / target)
-    code, output = call(command, hf, tmp_path / "out")
+    code, output = invoke(command, hf, tmp_path / "out")
     assert code == 2
     assert f"{hf / name}: a link to {tmp_path / target}, which is " in output.replace("\n", "")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_snapshot_of_the_hugging_face_cache_is_copied(hf: Path, tmp_path: Path) -> None:
-    """Its files are links to the blobs of the same repository, and no other's."""
+    """Its files are links to blobs. Only blobs of the same repository are accepted."""
     cache = tmp_path / "models--owner--name"
     snapshot, blobs = cache / "snapshots" / "0123abcd", cache / "blobs"
     templates = snapshot / "additional_chat_templates"
@@ -161,8 +161,8 @@ def test_a_snapshot_of_the_hugging_face_cache_is_copied(hf: Path, tmp_path: Path
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
     (blobs / "t").write_text("template")
     (templates / "tool.jinja").symlink_to("../../../blobs/t")
-    (tmp_path / "model").symlink_to(snapshot)  # a folder may be called by a link
-    code, output = call("hf-to-megatron", tmp_path / "model", tmp_path / "out")
+    (tmp_path / "model").symlink_to(snapshot)  # the source folder itself may be a link
+    code, output = invoke("hf-to-megatron", tmp_path / "model", tmp_path / "out")
     assert code == 0, output
     copied = tmp_path / "out" / "additional_chat_templates" / "tool.jinja"
     assert copied.read_text() == "template" and not copied.is_symlink()
@@ -170,68 +170,68 @@ def test_a_snapshot_of_the_hugging_face_cache_is_copied(hf: Path, tmp_path: Path
     other.parent.mkdir(parents=True)
     other.write_text("of another repository")
     (snapshot / "vocab.txt").symlink_to(other)
-    assert call("hf-to-megatron", tmp_path / "model", tmp_path / "out2")[0] == 2
+    assert invoke("hf-to-megatron", tmp_path / "model", tmp_path / "out2")[0] == 2
 
 
-def test_training_checkpoint_to_hf(tmp_path: Path) -> None:
+def test_a_training_checkpoint_is_converted_to_hf(tmp_path: Path) -> None:
     source = open_store(write_random(tmp_path / "hf", config_of("qwen2"), torch.float32))
     places = {
         rank: [ChunkPlace(rank % 3, 3, rank // 3, 1, rank < 3, rank >= 3)] for rank in range(6)
     }
     step = training_checkpoint(source, tmp_path / "run" / "step_000040", places)
-    assert call("megatron-to-hf", step, tmp_path / "out")[0] == 0
-    assert call("verify", tmp_path / "hf", tmp_path / "out")[0] == 0
-    assert call("verify", step, tmp_path / "out")[0] == 0
+    assert invoke("megatron-to-hf", step, tmp_path / "out")[0] == 0
+    assert invoke("verify", tmp_path / "hf", tmp_path / "out")[0] == 0
+    assert invoke("verify", step, tmp_path / "out")[0] == 0
     assert not (tmp_path / "out" / "state.json").exists()
-    code, output = call("megatron-to-hf", step, step, "--overwrite")
+    code, output = invoke("megatron-to-hf", step, step, "--overwrite")
     assert code == 2 and "never replaces one" in output
     flip_bit(step / "rank_00001.safetensors", "model/decoder.layers.0.input_layernorm.weight")
-    code, output = call("verify", step, tmp_path / "hf")
+    code, output = invoke("verify", step, tmp_path / "hf")
     assert code == 1 and "input_layernorm.weight: replica: rank_00000" in output
-    code, output = call("verify", step, tmp_path / "hf", "--no-replicas")
+    code, output = invoke("verify", step, tmp_path / "hf", "--no-replicas")
     assert code == 0
 
 
-def test_copies_that_differ_are_not_converted(tmp_path: Path) -> None:
-    """Replicas that training let drift apart: which is right, nobody knows."""
+def test_a_checkpoint_whose_replicas_differ_is_rejected(tmp_path: Path) -> None:
+    """If replicas drifted apart in training, it is unknown which one is right."""
     source = open_store(write_random(tmp_path / "hf", config_of("qwen2"), torch.float32))
     places = {rank: [ChunkPlace(rank % 3, 3, 0, 2, True, True)] for rank in range(6)}
     step = training_checkpoint(source, tmp_path / "step_000040", places)
     flip_bit(step / "rank_00004.safetensors", "model/decoder.layers.0.mlp.linear_fc1.weight")
-    code, output = call("megatron-to-hf", step, tmp_path / "out")
+    code, output = invoke("megatron-to-hf", step, tmp_path / "out")
     assert code == 2 and "holds copies of a tensor that differ" in output
     assert "layers.0.mlp.up_proj.weight: replica: rank_00001" in output
     assert not (tmp_path / "out").exists()
-    assert call("megatron-to-hf", step, tmp_path / "out", "--no-check")[0] == 0
+    assert invoke("megatron-to-hf", step, tmp_path / "out", "--no-check")[0] == 0
     assert not differences(source, open_store(tmp_path / "out"))
 
 
-def test_verify_names_tensor_and_element(hf: Path, tmp_path: Path) -> None:
-    call("hf-to-megatron", hf, tmp_path / "m", "--tensor-parallel", 3)
+def test_verify_reports_the_tensor_and_the_element(hf: Path, tmp_path: Path) -> None:
+    invoke("hf-to-megatron", hf, tmp_path / "m", "--tensor-parallel", 3)
     key = "model/decoder.layers.1.self_attention.linear_proj.weight"
     flip_bit(tmp_path / "m" / "stage_00_tensor_01.safetensors", key)
-    figures = tmp_path / "figures.json"
-    code, output = call("verify", hf, tmp_path / "m", "--json", figures)
+    report = tmp_path / "figures.json"
+    code, output = invoke("verify", hf, tmp_path / "m", "--json", report)
     # The last column of the second of three ranks, in the last row.
     name = "model.layers.1.self_attn.o_proj.weight"
     assert code == 1 and f"{name}: value: 1 elements, first at [35, 23]: " in output
-    [found] = json.loads(figures.read_text())["differences"]
-    assert found["kind"] == "value" and found["name"] == name
+    [difference] = json.loads(report.read_text())["differences"]
+    assert difference["kind"] == "value" and difference["name"] == name
 
 
-def test_inspect(hf: Path, tmp_path: Path) -> None:
-    call("hf-to-megatron", hf, tmp_path / "m", "--tensor-parallel", 3)
-    code, output = call("inspect", tmp_path / "m", "--json", tmp_path / "j")
+def test_inspect_prints_format_layout_and_tensors(hf: Path, tmp_path: Path) -> None:
+    invoke("hf-to-megatron", hf, tmp_path / "m", "--tensor-parallel", 3)
+    code, output = invoke("inspect", tmp_path / "m", "--json", tmp_path / "j")
     assert code == 0
     assert "megatron (version 1, tensor_parallel 3" in output and ", llama" in output
     assert "model.layers.*.self_attn.q_proj.weight" in output and "[36, 36]" in output
-    figures = json.loads((tmp_path / "j").read_text())
-    assert figures["format"] == "megatron" and figures["layout"]["layers_per_stage"] == [2]
-    assert figures["tensors"][Q]["shape"] == [36, 36] and len(figures["tensors"][Q]["files"]) == 3
-    assert figures["bytes"] == 2 * figures["parameters"]
+    report = json.loads((tmp_path / "j").read_text())
+    assert report["format"] == "megatron" and report["layout"]["layers_per_stage"] == [2]
+    assert report["tensors"][Q]["shape"] == [36, 36] and len(report["tensors"][Q]["files"]) == 3
+    assert report["bytes"] == 2 * report["parameters"]
 
 
-# ------------------------------------------------------------------------------- refusing
+# ------------------------------------------------------------------------------- rejections
 
 
 @pytest.mark.parametrize(
@@ -263,46 +263,48 @@ def test_inspect(hf: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_layouts_that_do_not_fit(tmp_path: Path, options: list[object], expected: str) -> None:
+def test_a_layout_that_does_not_fit_is_rejected_with_those_that_do(
+    tmp_path: Path, options: list[object], expected: str
+) -> None:
     hf = write_random(tmp_path / "hf", config_of("llama", num_hidden_layers=7))
-    code, output = call("hf-to-megatron", hf, tmp_path / "m", *options)
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "m", *options)
     assert code == 2 and expected in output
     assert not (tmp_path / "m").exists()
 
 
-def test_target_is_not_replaced_unasked(hf: Path, tmp_path: Path) -> None:
-    assert call("hf-to-megatron", hf, tmp_path / "m")[0] == 0
-    code, output = call("hf-to-megatron", hf, tmp_path / "m")
+def test_an_existing_target_is_replaced_only_with_overwrite(hf: Path, tmp_path: Path) -> None:
+    assert invoke("hf-to-megatron", hf, tmp_path / "m")[0] == 0
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "m")
     assert code == 2 and "m: exists; choose another name, or use --overwrite" in output
     options = ["--tensor-parallel", 3, "--overwrite"]
-    assert call("reshard", tmp_path / "m", tmp_path / "m", *options)[0] == 0
+    assert invoke("reshard", tmp_path / "m", tmp_path / "m", *options)[0] == 0
     assert open_store(tmp_path / "m").layout["tensor_parallel"] == 3
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter").touch()
-    code, output = call("hf-to-megatron", hf, tmp_path / "home", "--overwrite")
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "home", "--overwrite")
     assert code == 2 and "holds no model" in output
     (tmp_path / "home" / "config.json").touch()
     (tmp_path / "m").rename(tmp_path / "home" / "m")
-    code, output = call("reshard", tmp_path / "home" / "m", tmp_path / "home", "--overwrite")
+    code, output = invoke("reshard", tmp_path / "home" / "m", tmp_path / "home", "--overwrite")
     assert code == 2 and "SOURCE is inside it" in output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "home"]
 
 
-def test_foreign_and_unknown_configs(hf: Path, tmp_path: Path) -> None:
+def test_unknown_config_fields_and_models_are_rejected(hf: Path, tmp_path: Path) -> None:
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps({**config, "logit_scale": 2.0}))
-    code, output = call("hf-to-megatron", hf, tmp_path / "m")
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "m")
     assert code == 2 and "logit_scale" in output and "--ignore" in output
-    assert call("hf-to-megatron", hf, tmp_path / "m", "--ignore", "logit_scale")[0] == 0
+    assert invoke("hf-to-megatron", hf, tmp_path / "m", "--ignore", "logit_scale")[0] == 0
     (hf / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    code, output = call("hf-to-megatron", hf, tmp_path / "n")
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "n")
     assert code == 2 and "'gpt2' is not supported" in output
 
 
-# ------------------------------------------------------------------------------- accidents
+# ------------------------------------------------------------------------------- faults
 
 
-def test_an_interrupt_leaves_nothing(
+def test_an_interrupt_leaves_no_files(
     hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
@@ -317,34 +319,34 @@ def test_an_interrupt_leaves_nothing(
         yield advance
 
     monkeypatch.setattr(convert_checkpoint, "bar", interrupted)
-    code, output = call("hf-to-megatron", hf, tmp_path / "m")
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "m")
     assert code == 130 and "interrupted" in output
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_what_a_killed_command_left_is_removed(hf: Path, tmp_path: Path) -> None:
+def test_files_left_by_a_killed_command_are_removed(hf: Path, tmp_path: Path) -> None:
     (tmp_path / "m.partial").mkdir()
     (tmp_path / "m.partial" / "old").touch()
     (tmp_path / ".m.lock").touch()
-    assert call("hf-to-megatron", hf, tmp_path / "m")[0] == 0
+    assert invoke("hf-to-megatron", hf, tmp_path / "m")[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m"]
     assert not (tmp_path / "m" / "old").exists()
 
 
-def test_a_folder_of_somebody_else_stays(hf: Path, tmp_path: Path) -> None:
+def test_a_foreign_folder_with_the_partial_name_is_not_touched(hf: Path, tmp_path: Path) -> None:
     (tmp_path / "m.partial").mkdir()
     (tmp_path / "m.partial" / "thesis").touch()
-    code, output = call("hf-to-megatron", hf, tmp_path / "m")
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "m")
     assert code == 2 and "m.partial: in the way" in output
     assert (tmp_path / "m.partial" / "thesis").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m.partial"]
 
 
-def test_an_interrupt_while_a_model_is_replaced(
+def test_an_interrupt_during_replacement_restores_the_old_model(
     hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the two renames TARGET has no name; whatever happens there, it gets it back."""
-    assert call("hf-to-megatron", hf, tmp_path / "m")[0] == 0
+    """Between the two renames there is no TARGET. An interrupt there restores it."""
+    assert invoke("hf-to-megatron", hf, tmp_path / "m")[0] == 0
     rename = Path.rename
 
     def interrupted(path: Path, to: Path) -> Path:
@@ -356,29 +358,31 @@ def test_an_interrupt_while_a_model_is_replaced(
     options = ["--tensor-parallel", 3, "--overwrite"]
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", interrupted)
-        assert call("hf-to-megatron", hf, tmp_path / "m", *options)[0] == 130
+        assert invoke("hf-to-megatron", hf, tmp_path / "m", *options)[0] == 130
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m"]
     assert open_store(tmp_path / "m").layout["tensor_parallel"] == 1
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_kill_while_a_model_is_replaced(hf: Path, tmp_path: Path, overwrite: bool) -> None:
-    """The next command puts the old model back before it looks whether there is one."""
-    assert call("hf-to-megatron", hf, tmp_path / "m")[0] == 0
+def test_the_next_command_recovers_from_a_kill_during_replacement(
+    hf: Path, tmp_path: Path, overwrite: bool
+) -> None:
+    """The next command first restores the old model, then checks whether the target exists."""
+    assert invoke("hf-to-megatron", hf, tmp_path / "m")[0] == 0
     (tmp_path / "m").rename(tmp_path / ".m.replaced")
     (tmp_path / "m.partial").mkdir()
     (tmp_path / ".m.lock").touch()
-    code, output = call("reshard", tmp_path / "m", tmp_path / "n")
+    code, output = invoke("reshard", tmp_path / "m", tmp_path / "n")
     assert code == 2 and f"killed while replacing it: rename {tmp_path}/.m.replaced" in output
     options = ["--tensor-parallel", 3, *(["--overwrite"] if overwrite else [])]
-    code, output = call("hf-to-megatron", hf, tmp_path / "m", *options)
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "m", *options)
     assert code == (0 if overwrite else 2) and overwrite != ("m: exists; choose" in output)
     assert open_store(tmp_path / "m").layout["tensor_parallel"] == (3 if overwrite else 1)
     assert not (tmp_path / ".m.replaced").exists()
 
 
-def test_an_old_model_outlives_a_command_that_fails(hf: Path, tmp_path: Path) -> None:
-    assert call("hf-to-megatron", hf, tmp_path / "m")[0] == 0
+def test_a_failing_command_restores_the_old_model(hf: Path, tmp_path: Path) -> None:
+    assert invoke("hf-to-megatron", hf, tmp_path / "m")[0] == 0
     (tmp_path / "m").rename(tmp_path / ".m.replaced")
     with (
         pytest.raises(KeyboardInterrupt),
@@ -388,21 +392,21 @@ def test_an_old_model_outlives_a_command_that_fails(hf: Path, tmp_path: Path) ->
     assert open_store(tmp_path / "m").layout["tensor_parallel"] == 1
 
 
-def test_two_commands_do_not_write_one_folder(hf: Path, tmp_path: Path) -> None:
+def test_two_commands_cannot_write_the_same_folder(hf: Path, tmp_path: Path) -> None:
     with convert_checkpoint.publish(tmp_path / "m"):
-        code, output = call("hf-to-megatron", hf, tmp_path / "m")
+        code, output = invoke("hf-to-megatron", hf, tmp_path / "m")
     assert code == 2 and "another process is writing there" in output
 
 
-def test_a_disk_without_room(hf: Path, tmp_path: Path) -> None:
-    """The limit of a file's size is the full disk that a test may make."""
+def test_a_full_disk_is_reported_and_leaves_nothing(hf: Path, tmp_path: Path) -> None:
+    """A limit of the file size stands in for a full disk."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    ran = run("hf-to-megatron", hf, tmp_path / "m", preexec_fn=limit)
-    _, errors = ran.communicate()
-    assert ran.returncode == 2
+    process = start("hf-to-megatron", hf, tmp_path / "m", preexec_fn=limit)
+    _, errors = process.communicate()
+    assert process.returncode == 2
     assert "stage_00_tensor_00.safetensors: no room (File too large): the file needs" in errors
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -415,10 +419,10 @@ def test_a_disk_without_room(hf: Path, tmp_path: Path) -> None:
         ("stage_01_tensor_01", "output_layer", "embed_tokens.weight: replica: "),
     ],
 )
-def test_what_is_read_back_must_be_what_was_written(
+def test_a_difference_after_reading_back_fails_the_conversion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, key: str, expected: str
 ) -> None:
-    """Every copy: norms of each rank, and the tied embedding of the last stage."""
+    """Every replica is compared: norms of each rank, and the tied embedding of the last stage."""
 
     def damaged(folder: Path, *arguments: Any) -> Any:
         if folder.name.endswith(".partial"):
@@ -428,12 +432,12 @@ def test_what_is_read_back_must_be_what_was_written(
     monkeypatch.setattr(convert_checkpoint, "open_store", damaged)
     hf = write_random(tmp_path / "hf", config_of("llama_tied", vocab_size=36))
     options = ["--tensor-parallel", 3, "--pipeline-parallel", 2]
-    code, output = call("hf-to-megatron", hf, tmp_path / "m", *options)
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "m", *options)
     assert code == 2 and "not what was read" in output and expected in output
     assert not (tmp_path / "m").exists()
 
 
-def test_nothing_heavy_is_imported() -> None:
+def test_the_tool_imports_neither_megatron_nor_vllm_nor_transformers() -> None:
     code = (
         "import sys, tools.convert_checkpoint; "
         "assert not {'megatron', 'vllm', 'transformers'} & set(sys.modules)"
@@ -441,21 +445,21 @@ def test_nothing_heavy_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
 
 
-# ------------------------------------------------------------------------------- at size
+# ------------------------------------------------------------------------------- large models
 
 
 @pytest.mark.long
-def test_memory_and_signals_at_size(tmp_path: Path) -> None:
-    """1.5 GB: memory does not grow with the model; an interrupt and a kill leave no half folder."""
+def test_memory_use_and_signals_with_a_large_model(tmp_path: Path) -> None:
+    """Memory does not grow with a model of 1.5 GB. Interrupt and kill publish no partial folder."""
     source = write_random(tmp_path / "hf", CONFIGS["llama_750m"], max_file_bytes=2**29)
-    megatron, figures = tmp_path / "megatron", tmp_path / "figures.json"
-    options = ["--tensor-parallel", 4, "--pipeline-parallel", 2, "--json", figures]
+    megatron, report = tmp_path / "megatron", tmp_path / "figures.json"
+    options = ["--tensor-parallel", 4, "--pipeline-parallel", 2, "--json", report]
     for number, (code, is_left) in {
         signal.SIGINT: (130, False),
         signal.SIGTERM: (130, False),
         signal.SIGKILL: (-signal.SIGKILL, True),
     }.items():
-        interrupted = run("hf-to-megatron", source, megatron, *options)
+        interrupted = start("hf-to-megatron", source, megatron, *options)
         while not list(tmp_path.glob("megatron.partial/*")):
             time.sleep(0.05)
         interrupted.send_signal(number)
@@ -464,16 +468,16 @@ def test_memory_and_signals_at_size(tmp_path: Path) -> None:
         assert not megatron.exists() and megatron.with_suffix(".partial").exists() == is_left
     for arguments in (
         ("hf-to-megatron", source, megatron, *options),
-        ("megatron-to-hf", megatron, tmp_path / "again", "--json", figures),
+        ("megatron-to-hf", megatron, tmp_path / "again", "--json", report),
     ):
-        ran = run(*arguments)
-        assert ran.wait() == 0
-        check_memory(json.loads(figures.read_text()))
+        process = start(*arguments)
+        assert process.wait() == 0
+        check_memory(json.loads(report.read_text()))
         shutil.rmtree(megatron.with_suffix(".partial"), ignore_errors=True)
-    assert run("verify", source, tmp_path / "again").wait() == 0
+    assert start("verify", source, tmp_path / "again").wait() == 0
 
 
-def check_memory(figures: Mapping[str, int]) -> None:
-    bound = figures["largest_tensor_bytes"] + 512 * MIB
-    assert figures["peak_bytes"] - figures["baseline_bytes"] <= bound
-    assert figures["bytes"] > 2 * bound
+def check_memory(report: Mapping[str, int]) -> None:
+    bound = report["largest_tensor_bytes"] + 512 * MIB
+    assert report["peak_bytes"] - report["baseline_bytes"] <= bound
+    assert report["bytes"] > 2 * bound

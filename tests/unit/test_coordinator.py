@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups a step trains on, what becomes of the others, exact resuming."""
+"""Dynamic sampling: the groups that a step trains on, the outcome of others, exact resuming."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from tests.helpers.rollouts import (
 
 
 def by_ticket(kind: Callable[[int], str]) -> Correct:
-    """Correctness by the kind of a ticket: m(ixed), r(ight), w(rong), n(o grade for sample 1)."""
+    """Return correctness by kind of ticket: m(ixed), r(ight), w(rong), n(o grade for sample 1)."""
     outcomes: dict[str, tuple[bool | None, bool | None]] = {
         "m": (True, False), "r": (True, True), "w": (False, False), "n": (True, None),
     }  # fmt: skip
     return lambda ticket, sample: outcomes[kind(ticket)][sample % 2]
 
 
-def every(number: int) -> Correct:
-    """Mixed at every `number`th ticket; the others in turn all right and all wrong."""
+def mixed_every(number: int) -> Correct:
+    """Make every `number`th ticket mixed, and the others alternately all right and all wrong."""
     return by_ticket(lambda ticket: "m" if ticket % number == 0 else "rw"[ticket % 2])
 
 
@@ -51,19 +51,19 @@ def trained(collected: Collected) -> list[int]:
     return [group.ticket for group in collected.train]
 
 
-def outcomes(collected: Collected) -> dict[int, Outcome]:
+def fates_of(collected: Collected) -> dict[int, Outcome]:
     return {group.ticket: outcome for group, outcome in collected.ended}
 
 
-# ---------------------------------------------------------------------------- what is trained on
+# ---------------------------------------------------------------------------- trained groups
 
 
-def test_the_first_mixed_groups_by_ticket_and_the_rest_by_name() -> None:
-    driver = ScriptedDriver(every(3))
+def test_the_first_mixed_groups_are_trained_and_the_rest_gets_a_fate() -> None:
+    driver = ScriptedDriver(mixed_every(3))
     coordinator = make_coordinator(driver, on_policy=True)
     first = collect(coordinator, driver, 0)
     assert trained(first) == [0, 3, 6, 9]
-    ended = outcomes(first)
+    ended = fates_of(first)
     assert [ended[ticket] for ticket in range(10)] == [
         Outcome.TRAINED, Outcome.ALL_WRONG, Outcome.ALL_CORRECT, Outcome.TRAINED,
         Outcome.ALL_CORRECT, Outcome.ALL_WRONG, Outcome.TRAINED, Outcome.ALL_WRONG,
@@ -71,12 +71,12 @@ def test_the_first_mixed_groups_by_ticket_and_the_rest_by_name() -> None:
     ]  # fmt: skip
     assert first.counts["issued"] == len(first.ended)
     assert first.counts["carried"] == 0
-    # The next step begins with the next ticket, not with what this one left over.
+    # The next step starts with the next ticket, not with a group left over from this one.
     assert trained(collect(coordinator, driver, 1))[0] >= first.counts["issued"]
 
 
-def test_on_policy_trains_on_the_current_weights_alone() -> None:
-    driver = ScriptedDriver(every(2), lambda ticket, sample: 1 + ticket % MAX_TOKENS)
+def test_on_policy_trains_only_on_tokens_of_the_current_weights() -> None:
+    driver = ScriptedDriver(mixed_every(2), lambda ticket, sample: 1 + ticket % MAX_TOKENS)
     coordinator = make_coordinator(driver, on_policy=True)
     for version in range(4):
         collected = collect(coordinator, driver, version)
@@ -85,20 +85,20 @@ def test_on_policy_trains_on_the_current_weights_alone() -> None:
         assert not coordinator.groups
 
 
-def test_a_group_still_running_is_overtaken_for_max_overtake_steps_and_then_waited_for() -> None:
+def test_a_running_group_is_overtaken_for_at_most_max_overtake_steps() -> None:
     slow = 1
-    moves = {0: 100, 1: 100, 2: 0}  # the slow group gets no token in the first two steps
+    without_progress = {0, 1}  # versions in which the slow group gets no token
 
     class Stubborn(ScriptedDriver):
         def _move_on(self, replica: Any) -> Any:
-            held = {}
-            if moves.get(self.version):
-                held = {key: replica.pop(key) for key in list(replica) if key[0] == slow}
+            held_back = {}
+            if self.version in without_progress:
+                held_back = {key: replica.pop(key) for key in list(replica) if key[0] == slow}
             finished = super()._move_on(replica)
-            replica.update(held)
+            replica.update(held_back)
             return finished
 
-    driver = Stubborn(every(1))
+    driver = Stubborn(mixed_every(1))
     coordinator = make_coordinator(driver, max_overtake=2, lookahead=1.5)
     assert slow not in trained(collect(coordinator, driver, 0))
     assert slow not in trained(collect(coordinator, driver, 1))
@@ -106,39 +106,39 @@ def test_a_group_still_running_is_overtaken_for_max_overtake_steps_and_then_wait
     assert trained(collect(coordinator, driver, 2))[0] == slow
 
 
-def test_strict_order_waits_for_the_slow() -> None:
-    driver = ScriptedDriver(every(1), lambda ticket, sample: 1 if ticket % 3 else MAX_TOKENS)
+def test_max_overtake_zero_trains_in_ticket_order() -> None:
+    driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: 1 if ticket % 3 else MAX_TOKENS)
     coordinator = make_coordinator(driver, max_overtake=0)
     tickets = [t for version in range(5) for t in trained(collect(coordinator, driver, version))]
     assert tickets == list(range(20))
 
 
-def test_without_dynamic_sampling_every_group_is_trained_on() -> None:
-    driver = ScriptedDriver(every(3))
+def test_without_dynamic_sampling_every_group_is_trained() -> None:
+    driver = ScriptedDriver(mixed_every(3))
     coordinator = make_coordinator(driver, on_policy=True, dynamic_sampling=False)
     first = collect(coordinator, driver, 0)
     assert trained(first) == [0, 1, 2, 3]
     assert first.counts["issued"] == 4
 
 
-def test_an_ungraded_completion_makes_its_group_abstain() -> None:
+def test_a_group_with_an_ungraded_completion_abstains() -> None:
     driver = ScriptedDriver(by_ticket(lambda ticket: "n" if ticket == 1 else "m"))
     collected = collect(make_coordinator(driver, on_policy=True), driver, 0)
     assert trained(collected) == [0, 2, 3, 4]
-    assert outcomes(collected)[1] is Outcome.ABSTAINED
+    assert fates_of(collected)[1] is Outcome.ABSTAINED
     assert collected.gradings["sums", "timeout"] == 1
     assert collected.gradings["sums", "graded"] >= 9
 
 
 TRUNCATED = {
-    # Length of sample 0 and sample 1 of group 1 of (right, wrong) samples.
+    # Lengths in a group of a right sample 0 and a wrong sample 1. Ticket 1 has overlong samples.
     "one": lambda ticket, sample: MAX_TOKENS if (ticket, sample) == (1, 1) else 2,
     "both": lambda ticket, sample: MAX_TOKENS if ticket == 1 else 2,
 }
 
 
 @pytest.mark.parametrize(
-    ("which", "overlong", "outcome"),
+    ("overlong_samples", "overlong", "outcome"),
     [
         ("both", {"filter": False}, Outcome.TRAINED),
         ("one", {"filter": True, "filtered_in_mean": True}, Outcome.TRAINED),
@@ -147,42 +147,42 @@ TRUNCATED = {
         ("both", {"filter": True, "filtered_in_mean": False}, Outcome.OVERLONG),
     ],
 )
-def test_what_overlong_filtering_leaves_of_a_group(
-    which: str, overlong: dict[str, Any], outcome: Outcome
+def test_overlong_filtering_decides_whether_a_group_is_trained(
+    overlong_samples: str, overlong: dict[str, Any], outcome: Outcome
 ) -> None:
-    driver = ScriptedDriver(every(1), TRUNCATED[which])
+    driver = ScriptedDriver(mixed_every(1), TRUNCATED[overlong_samples])
     coordinator = make_coordinator(driver, on_policy=True, overlong=overlong)
-    assert outcomes(collect(coordinator, driver, 0))[1] is outcome
+    assert fates_of(collect(coordinator, driver, 0))[1] is outcome
 
 
-# ---------------------------------------------------------------------------- how much is issued
+# ---------------------------------------------------------------------------- issued prompts
 
 
-def test_prompts_in_flight_follow_the_observed_keep_rate() -> None:
-    driver = ScriptedDriver(every(4), max_sequences=1000)
+def test_the_number_of_issued_prompts_follows_the_observed_keep_rate() -> None:
+    driver = ScriptedDriver(mixed_every(4), max_sequences=1000)
     coordinator = make_coordinator(driver, on_policy=True, prompts_per_step=20)
     collected = [collect(coordinator, driver, version) for version in range(4)]
     assert collected[0].keep_rate < 0.5  # the guess was 0.5
     assert collected[-1].keep_rate == pytest.approx(0.25, abs=0.03)
-    # Enough at once, most of the time, and not much more.
+    # Usually enough prompts at once, and not many more.
     assert 80 <= collected[-1].counts["issued"] <= 140
 
 
-def test_lookahead_bounds_what_is_in_flight_and_so_the_age() -> None:
+def test_lookahead_bounds_carried_groups_and_their_age() -> None:
     def run(lookahead: float) -> tuple[float, int]:
         driver = ScriptedDriver(
-            every(1), lambda ticket, sample: 1 + (7 * ticket + sample) % MAX_TOKENS,
+            mixed_every(1), lambda ticket, sample: 1 + (7 * ticket + sample) % MAX_TOKENS,
             num_replicas=1, max_sequences=1000,
         )  # fmt: skip
         coordinator = make_coordinator(driver, lookahead=lookahead, expected_keep_rate=1.0)
-        ages, most = [], 0
+        ages, max_carried = [], 0
         for version in range(30):
             collected = collect(coordinator, driver, version)
             ages += [
                 version - min(c.oldest_version for c in g.completions) for g in collected.train
             ]
-            most = max(most, collected.counts["carried"])
-        return sum(ages) / len(ages), most
+            max_carried = max(max_carried, collected.counts["carried"])
+        return sum(ages) / len(ages), max_carried
 
     for lookahead in (1.0, 2.0, 4.0):
         age, carried = run(lookahead)
@@ -191,18 +191,18 @@ def test_lookahead_bounds_what_is_in_flight_and_so_the_age() -> None:
     assert run(4.0)[0] > run(1.0)[0]
 
 
-def test_replicas_are_filled_where_there_is_room_and_groups_stay_together() -> None:
-    driver = ScriptedDriver(every(1), num_replicas=2, max_sequences=4)
-    seen: list[list[tuple[int, int]]] = []
-    driver.on_advance = lambda: seen.append([tuple(sorted(r)) for r in driver._running])
+def test_groups_go_whole_to_the_replica_with_free_capacity() -> None:
+    driver = ScriptedDriver(mixed_every(1), num_replicas=2, max_sequences=4)
+    running: list[list[tuple[int, int]]] = []
+    driver.on_advance = lambda: running.append([tuple(sorted(r)) for r in driver._running])
     collect(make_coordinator(driver, on_policy=True), driver, 0)
-    assert seen[0] == [((0, 0), (0, 1), (2, 0), (2, 1)), ((1, 0), (1, 1), (3, 0), (3, 1))]
+    assert running[0] == [((0, 0), (0, 1), (2, 0), (2, 1)), ((1, 0), (1, 1), (3, 0), (3, 1))]
 
 
 # ---------------------------------------------------------------------------- at the bound
 
 
-def test_train_partial_goes_on_with_what_there_is() -> None:
+def test_train_partial_trains_on_fewer_groups_at_the_bound() -> None:
     driver = ScriptedDriver(by_ticket(lambda ticket: "m" if ticket in (3, 9) else "w"))
     coordinator = make_coordinator(driver, on_policy=True, max_prompts_per_step=12)
     collected = collect(coordinator, driver, 0)
@@ -210,7 +210,7 @@ def test_train_partial_goes_on_with_what_there_is() -> None:
     assert collected.counts["issued"] == 12
 
 
-def test_wait_goes_on_beyond_the_bound(caplog: pytest.LogCaptureFixture) -> None:
+def test_wait_continues_beyond_the_bound(caplog: pytest.LogCaptureFixture) -> None:
     driver = ScriptedDriver(by_ticket(lambda ticket: "m" if ticket > 200 else "w"))
     coordinator = make_coordinator(driver, on_policy=True, at_bound="wait")
     assert trained(collect(coordinator, driver, 0)) == [201, 202, 203, 204]
@@ -224,52 +224,52 @@ def test_wait_goes_on_beyond_the_bound(caplog: pytest.LogCaptureFixture) -> None
         ("train_partial", set(), "0 of 4 mixed groups after 12 prompts"),
     ],
 )
-def test_starving_names_the_data_set_and_leaves_a_state_that_goes_on(
+def test_starving_reports_the_data_set_and_leaves_a_resumable_state(
     at_bound: str, mixed: set[int], message: str
 ) -> None:
     driver = ScriptedDriver(by_ticket(lambda ticket: "m" if ticket in mixed else "w"))
     settings = {"at_bound": at_bound, "max_prompts_per_step": 12, "max_overtake": 0}
     coordinator = make_coordinator(driver, **settings)
-    with pytest.raises(StarvedError, match=message) as caught:
+    with pytest.raises(StarvedError, match=message) as raised:
         collect(coordinator, driver, 0)
-    assert "sums: 1" in str(caught.value)  # 11 or 12 all_wrong
-    assert "all_wrong" in str(caught.value)
-    assert "rollout.max_prompts_per_step" in str(caught.value)
-    assert "change data.train" in str(caught.value)
+    assert "sums: 1" in str(raised.value)  # 11 or 12 all_wrong
+    assert "all_wrong" in str(raised.value)
+    assert "rollout.max_prompts_per_step" in str(raised.value)
+    assert "change data.train" in str(raised.value)
 
-    easier = ScriptedDriver(every(1))
+    easier = ScriptedDriver(mixed_every(1))
     resumed = make_coordinator(easier, **settings)
     resumed.restore(json.loads(json.dumps(coordinator.state())))
     collected = collect(resumed, easier, 0)
     assert trained(collected) == sorted([*mixed, 12, 13, 14, 15])[:4]
 
 
-def test_a_grader_that_never_answers_ends_the_run_early_and_by_name() -> None:
+def test_a_grader_that_always_fails_ends_the_run_early_with_its_error() -> None:
     driver = ScriptedDriver(by_ticket(lambda ticket: "n"))
     driver.correct = lambda ticket, sample: None
     driver.last_errors["sums"] = "ZeroDivisionError: division by zero"
     coordinator = make_coordinator(driver)
-    with pytest.raises(StarvedError, match="ZeroDivisionError") as caught:
+    with pytest.raises(StarvedError, match="ZeroDivisionError") as raised:
         collect(coordinator, driver, 0)
-    assert "data set 'sums': its grader failed on every completion" in str(caught.value)
-    assert coordinator.ledger.next_ticket < BOUND * 4 / 2  # long before the bound
+    assert "data set 'sums': its grader failed on every completion" in str(raised.value)
+    assert coordinator.ledger.next_ticket < BOUND * 4 / 2  # long before max_prompts_per_step
 
-    # With a grader that answers the run goes on, however late its first answer comes.
-    mended = ScriptedDriver(every(1), grade_at_once=False)
-    mended.rng.seed(4)
-    resumed = make_coordinator(mended)
+    # With a working grader the run continues, however late its first grade arrives.
+    fixed = ScriptedDriver(mixed_every(1), grade_at_once=False)
+    fixed.rng.seed(4)
+    resumed = make_coordinator(fixed)
     resumed.restore(json.loads(json.dumps(coordinator.state())))
-    assert len(collect(resumed, mended, 0).train) == 4
+    assert len(collect(resumed, fixed, 0).train) == 4
 
 
-# ---------------------------------------------------------------------------- whatever happens
+# ---------------------------------------------------------------------------- kills and resumes
 
 
 def random_script(seed: int, keep: float) -> tuple[Correct, Length]:
-    """Uneven lengths; some graders do not answer."""
+    """Return correctness and length functions: uneven lengths, and some gradings fail."""
 
-    def draw(ticket: int, sample: int, what: str) -> random.Random:
-        return random.Random(f"{seed}/{ticket}/{sample}/{what}")
+    def draw(ticket: int, sample: int, quantity: str) -> random.Random:
+        return random.Random(f"{seed}/{ticket}/{sample}/{quantity}")
 
     def correct(ticket: int, sample: int) -> bool | None:
         if draw(ticket, sample, "dead").random() < 0.02:
@@ -304,7 +304,7 @@ RUNS = st.fixed_dictionaries(
     max_sequences=st.integers(1, 12),
     kills=st.lists(st.integers(1, 60), max_size=3),
 )
-def test_no_ticket_is_lost_or_ends_twice_whatever_the_order_and_whenever_it_is_killed(
+def test_no_ticket_is_lost_or_ends_twice_in_any_order_and_after_any_kill(
     seed: int,
     keep: float,
     run: dict[str, Any],
@@ -320,23 +320,23 @@ def test_no_ticket_is_lost_or_ends_twice_whatever_the_order_and_whenever_it_is_k
     history = History(coordinator, run)
     version, pending = 0, list(kills)
     while version < 6:
-        arm(driver, coordinator, history, pending)
+        schedule_saves_and_kills(driver, coordinator, history, pending)
         try:
-            history.enter(collect(coordinator, driver, version))
+            history.record_step(collect(coordinator, driver, version))
             version += 1
         except Killed:
-            # From any moment, mid-step as well, into another number of replicas.
+            # Resume from any moment, also within a step, with another number of replicas.
             driver = moved(driver, 1 + (driver.num_replicas % 3))
             coordinator = make_coordinator(driver, **run)
             coordinator.restore(json.loads(json.dumps(history.saved)))
-            version = history.back_to_saved(coordinator)
-    history.check_sums()
+            version = history.return_to_saved(coordinator)
+    history.check_totals()
 
 
-def arm(
+def schedule_saves_and_kills(
     driver: ScriptedDriver, coordinator: Coordinator, history: History, kills: list[int]
 ) -> None:
-    """Have the run saved at some exchanges, and killed at the next of `kills`."""
+    """Save the run now and at every third exchange. Kill it at the exchange that `kills` gives."""
     calls = iter(range(1, 10**9))
     kill_at = kills.pop() if kills else None
 
@@ -352,7 +352,7 @@ def arm(
 
 
 class History:
-    """What a run did, in books of its own."""
+    """Independent record of a run's steps, to check the coordinator against."""
 
     def __init__(self, coordinator: Coordinator, run: dict[str, Any]) -> None:
         self.coordinator = coordinator
@@ -365,12 +365,12 @@ class History:
         self.saved = coordinator.state()
         self._saved_steps = len(self.steps)
 
-    def back_to_saved(self, coordinator: Coordinator) -> int:
+    def return_to_saved(self, coordinator: Coordinator) -> int:
         self.coordinator = coordinator
         del self.steps[self._saved_steps :]
         return self._saved_steps
 
-    def enter(self, collected: Collected) -> None:
+    def record_step(self, collected: Collected) -> None:
         version, tickets = len(self.steps), trained(collected)
         self.steps.append(collected)
         self.coordinator.ledger.audit(self.coordinator._open_groups())
@@ -394,7 +394,7 @@ class History:
         self._check_order(tickets, version)
 
     def _check_order(self, tickets: list[int], version: int) -> None:
-        """Who was passed over was still at it, and not for too long."""
+        """Check that overtaken groups were still running, and were not overtaken too often."""
         for group in self.coordinator.groups.values():
             assert not (group.is_ready and group.ticket < tickets[-1])
             assert group.overtaken <= self.run["max_overtake"]
@@ -403,7 +403,7 @@ class History:
         elif self.run["max_overtake"] == 0:
             assert all(ticket > tickets[-1] for ticket in self.coordinator.groups)
 
-    def check_sums(self) -> None:
+    def check_totals(self) -> None:
         ended = [(group.ticket, outcome) for step in self.steps for group, outcome in step.ended]
         tickets = [ticket for ticket, _ in ended]
         assert len(set(tickets)) == len(tickets)
@@ -413,11 +413,11 @@ class History:
         assert counted == self.coordinator.ledger.totals
         assert sum(step.counts["issued"] for step in self.steps) == len(issued)
         if not self.run["on_policy"]:
-            assert counted["expired"] == 0  # nothing here waits for long
+            assert counted["expired"] == 0  # no group waits that long in this test
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
-def test_a_resumed_run_goes_on_as_if_nothing_had_happened(on_policy: bool) -> None:
+def test_a_resumed_run_continues_exactly_like_an_uninterrupted_one(on_policy: bool) -> None:
     correct, length = random_script(5, 0.5)
 
     def fresh() -> tuple[ScriptedDriver, Coordinator]:
@@ -433,16 +433,16 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(on_policy: bool) -> No
     driver, resumed = fresh()
     resumed.restore(state)
     driver.rng.seed(2)
-    driver.grade_seconds = expected[0].grade_seconds  # a clock, not a decision
-    again = [collect(resumed, driver, version) for version in range(3, 6)]
-    assert [trained(one) for one in again] == [trained(one) for one in expected]
-    assert [one.train for one in again] == [one.train for one in expected]
-    assert [one.counts for one in again] == [one.counts for one in expected]
+    driver.grade_seconds = expected[0].grade_seconds  # a measured time, which affects no decision
+    resumed_steps = [collect(resumed, driver, version) for version in range(3, 6)]
+    assert [trained(step) for step in resumed_steps] == [trained(step) for step in expected]
+    assert [step.train for step in resumed_steps] == [step.train for step in expected]
+    assert [step.counts for step in resumed_steps] == [step.counts for step in expected]
 
 
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 10**6), stop_at=st.integers(1, 30), on_policy=st.booleans())
-def test_what_is_sampled_when_a_signal_comes_is_kept_token_for_token(
+def test_tokens_sampled_before_a_stop_signal_are_kept(
     seed: int, stop_at: int, on_policy: bool
 ) -> None:
     correct, length = random_script(seed, 0.5)
@@ -463,9 +463,9 @@ def test_what_is_sampled_when_a_signal_comes_is_kept_token_for_token(
     except Stopped as error:
         assert str(error) == "stopped by SIGUSR1"
     else:
-        return  # over before the signal came
+        return  # the run ended before the signal
     state = json.loads(json.dumps(coordinator.state()))
-    held = {
+    sampled_before = {
         (ticket, completion.sample): completion
         for ticket, group in coordinator.groups.items()
         for completion in group.completions.values()
@@ -477,15 +477,15 @@ def test_what_is_sampled_when_a_signal_comes_is_kept_token_for_token(
     while version < 8:
         steps.append(collect(coordinator, driver, version))
         version += 1
-    seen = {
+    final = {
         (group.ticket, completion.sample): completion
         for step in steps
         for group, _ in step.ended
         for completion in group.completions
     }
-    for key, completion in held.items():
-        if key in seen:
-            later = seen[key]
+    for key, completion in sampled_before.items():
+        if key in final:
+            later = final[key]
             assert later.tokens[: len(completion.tokens)] == completion.tokens
             assert later.logprobs[: len(completion.tokens)] == completion.logprobs
     ended = [group.ticket for step in steps for group, _ in step.ended]
@@ -493,7 +493,7 @@ def test_what_is_sampled_when_a_signal_comes_is_kept_token_for_token(
     assert set(ended) | set(coordinator.groups) == set(range(coordinator.ledger.next_ticket))
 
 
-def test_a_deterministic_run_stopped_in_a_step_does_that_step_again() -> None:
+def test_a_deterministic_run_stopped_within_a_step_repeats_that_step() -> None:
     correct, length = random_script(5, 0.5)
     driver = ScriptedDriver(correct, length, rng=random.Random(1))
     coordinator = make_coordinator(driver, deterministic=True)
@@ -505,61 +505,65 @@ def test_a_deterministic_run_stopped_in_a_step_does_that_step_again() -> None:
     assert json.loads(json.dumps(coordinator.state())) == before
 
 
-def test_seeds_of_the_rest_of_a_completion_differ_from_those_of_its_beginning() -> None:
-    driver = ScriptedDriver(every(1), lambda ticket, sample: MAX_TOKENS - ticket % 3)
+def test_a_continued_completion_gets_a_new_seed() -> None:
+    driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: MAX_TOKENS - ticket % 3)
     coordinator = make_coordinator(driver, max_overtake=8)
     for version in range(4):
         collect(coordinator, driver, version)
     seeds = {request.seed for request in driver.requests}
-    # One that was interrupted before its first token is asked for again as it was.
-    asked = {
+    # A request that was interrupted before its first token is repeated with the same seed.
+    request_keys = {
         (request.ticket, request.sample, len(request.so_far.tokens) if request.so_far else 0)
         for request in driver.requests
     }
     continued = [request for request in driver.requests if request.so_far is not None]
     assert continued
-    assert len(seeds) == len(asked)
+    assert len(seeds) == len(request_keys)
     assert all(request.max_tokens == MAX_TOKENS for request in continued)
 
 
 def test_a_finished_group_that_waits_too_long_expires_and_is_counted() -> None:
-    driver = ScriptedDriver(every(1))
+    driver = ScriptedDriver(mixed_every(1))
     coordinator = make_coordinator(driver, max_overtake=0, max_age=1, lookahead=3.0)
     collect(coordinator, driver, 0)
     waiting = [group.ticket for group in coordinator.groups.values() if group.is_ready]
     assert waiting
     late = collect(coordinator, driver, 2)  # two versions later
     assert [
-        ticket for ticket in waiting if outcomes(late).get(ticket) is Outcome.EXPIRED
+        ticket for ticket in waiting if fates_of(late).get(ticket) is Outcome.EXPIRED
     ] == waiting
 
 
-def test_a_group_of_the_greatest_age_does_not_expire_yet() -> None:
-    driver = ScriptedDriver(every(1))
+def test_a_group_of_exactly_max_age_does_not_expire() -> None:
+    driver = ScriptedDriver(mixed_every(1))
     coordinator = make_coordinator(driver, max_overtake=0, max_age=2, lookahead=3.0)
     collect(coordinator, driver, 0)
     waiting = {group.ticket for group in coordinator.groups.values() if group.is_ready}
     assert waiting
     collected = collect(coordinator, driver, 2)  # max_age versions later
-    assert not {ticket for ticket in waiting if outcomes(collected).get(ticket) is Outcome.EXPIRED}
+    assert not {ticket for ticket in waiting if fates_of(collected).get(ticket) is Outcome.EXPIRED}
 
 
-def test_a_group_lost_behind_the_books_stops_the_run() -> None:
-    driver = ScriptedDriver(every(1), lambda ticket, sample: MAX_TOKENS)
+def test_a_group_missing_from_the_coordinator_stops_the_run() -> None:
+    driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: MAX_TOKENS)
     coordinator = make_coordinator(driver)
     collect(coordinator, driver, 0)
-    lost = min(coordinator.groups)
+    missing_ticket = min(coordinator.groups)
     state = json.loads(json.dumps(coordinator.state()))
-    del coordinator.groups[lost]
-    with pytest.raises(DapoError, match=f"ticket {lost} is .*, but the coordinator does not have"):
+    del coordinator.groups[missing_ticket]
+    with pytest.raises(
+        DapoError, match=f"ticket {missing_ticket} is .*, but the coordinator does not have"
+    ):
         collect(coordinator, driver, 1)
     del state["groups"][0]
-    with pytest.raises(DapoError, match=f"ticket {lost} is .*, but the coordinator does not have"):
-        make_coordinator(ScriptedDriver(every(1))).restore(state)
+    with pytest.raises(
+        DapoError, match=f"ticket {missing_ticket} is .*, but the coordinator does not have"
+    ):
+        make_coordinator(ScriptedDriver(mixed_every(1))).restore(state)
 
 
-def test_on_policy_does_not_train_on_what_a_carrying_run_left() -> None:
-    driver = ScriptedDriver(every(1), lambda ticket, sample: 1 + ticket % MAX_TOKENS)
+def test_on_policy_expires_groups_carried_by_an_earlier_off_policy_run() -> None:
+    driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: 1 + ticket % MAX_TOKENS)
     carrying = make_coordinator(driver)
     for version in range(3):
         collect(carrying, driver, version)
@@ -570,8 +574,8 @@ def test_on_policy_does_not_train_on_what_a_carrying_run_left() -> None:
     assert collected.counts["expired"] > 0
 
 
-def test_a_lower_limit_than_what_is_carried_is_refused() -> None:
-    driver = ScriptedDriver(every(1), lambda ticket, sample: MAX_TOKENS)
+def test_a_response_limit_below_carried_completions_is_rejected() -> None:
+    driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: MAX_TOKENS)
     coordinator = make_coordinator(driver, lookahead=4.0)
     for version in range(4):
         collect(coordinator, driver, version)
@@ -585,8 +589,8 @@ def test_a_lower_limit_than_what_is_carried_is_refused() -> None:
         shorter.restore(json.loads(json.dumps(coordinator.state())))
 
 
-def test_a_group_still_running_never_expires_however_old() -> None:
-    driver = ScriptedDriver(every(1), lambda ticket, sample: MAX_TOKENS)
+def test_a_running_group_never_expires() -> None:
+    driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: MAX_TOKENS)
     coordinator = make_coordinator(driver, max_overtake=0, max_age=1)
     collect(coordinator, driver, 0)
     running = [
@@ -596,4 +600,4 @@ def test_a_group_still_running_never_expires_however_old() -> None:
     ]
     assert running
     late = collect(coordinator, driver, 20)
-    assert not any(outcomes(late).get(ticket) is Outcome.EXPIRED for ticket in running)
+    assert not any(fates_of(late).get(ticket) is Outcome.EXPIRED for ticket in running)

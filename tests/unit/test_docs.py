@@ -1,4 +1,4 @@
-"""README and docs name things that exist, and their examples work."""
+"""README and docs: the things they name exist, and their examples work."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tests.helpers.configs import tiny_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
-RECORDS = {"CHANGELOG.md", "decisions.md", "results.md"}
-"""Pages about the past: they may name what is gone."""
-LIVING = [page for page in PAGES if page.name not in RECORDS]
+HISTORY_PAGES = {"CHANGELOG.md", "decisions.md", "results.md"}
+"""Pages about the past. They may name things that no longer exist."""
+CURRENT_PAGES = [page for page in PAGES if page.name not in HISTORY_PAGES]
 GENERATED = {"compatibility.md"}
 GENERATED_PART = "<!-- tools/lab/ladder.py writes what follows -->"
 README = REPOSITORY / "README.md"
 EXTENDING = REPOSITORY / "docs" / "extending.md"
-MADE_BY_USERS = ("model_configs/x.yaml", "tools/preparing/", "slurm_logs/")
+USER_PATHS = ("model_configs/x.yaml", "tools/preparing/", "slurm_logs/")
 
-by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-living = pytest.mark.parametrize("page", LIVING, ids=lambda page: page.name)
+all_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+current_pages = pytest.mark.parametrize("page", CURRENT_PAGES, ids=lambda page: page.name)
 
 
 def read(page: Path) -> str:
@@ -41,13 +41,15 @@ def read(page: Path) -> str:
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """Code blocks of a page in one language, without their indentation."""
-    found = re.findall(rf"^ *```{language}\n(.*?)^ *```", read(page), re.DOTALL | re.MULTILINE)
-    return [textwrap.dedent(block) for block in found]
+    """Return the code blocks of a page in one language, dedented."""
+    code_blocks = re.findall(
+        rf"^ *```{language}\n(.*?)^ *```", read(page), re.DOTALL | re.MULTILINE
+    )
+    return [textwrap.dedent(block) for block in code_blocks]
 
 
 def prose(page: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines outside of code blocks."""
+    """Yield the numbered lines outside code blocks and before any generated part."""
     is_code = False
     written_by_hand, _, _ = read(page).partition(GENERATED_PART)
     for number, line in enumerate(written_by_hand.splitlines(), 1):
@@ -58,19 +60,19 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
+    """Return the anchors that GitHub generates for a page's headings."""
     headings = [line.lstrip("#").strip() for _, line in prose(page) if line.startswith("#")]
     kept = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
     return {heading.replace(" ", "-") for heading in kept}
 
 
-@by_name
-def test_no_mark_is_left_to_be_filled(page: Path) -> None:
+@all_pages
+def test_no_placeholder_is_left(page: Path) -> None:
     assert not re.findall(r"@[A-Z][A-Z0-9_]+@", read(page))
 
 
-@by_name
-def test_relative_links_lead_somewhere(page: Path) -> None:
+@all_pages
+def test_relative_links_have_a_target(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?[^)]*\)", read(page))
     for path, anchor in links:
         if "://" in path:
@@ -80,14 +82,14 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
-@living
+@current_pages
 def test_lines_are_short(page: Path) -> None:
     if page.name not in GENERATED:
         long = [n for n, line in prose(page) if len(line) > 100 and not line.startswith("|")]
         assert not long
 
 
-@living
+@current_pages
 def test_make_targets_exist(page: Path) -> None:
     makefile = read(REPOSITORY / "Makefile")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
@@ -95,7 +97,7 @@ def test_make_targets_exist(page: Path) -> None:
     assert named <= targets
 
 
-@living
+@current_pages
 def test_commands_exist(page: Path) -> None:
     source = read(Path(main_file))
     for command, config in re.findall(
@@ -108,22 +110,22 @@ def test_commands_exist(page: Path) -> None:
         assert path.is_dir() or path.with_suffix(".py").is_file(), module
 
 
-@living
+@current_pages
 def test_subcommands_of_doctor_exist(page: Path) -> None:
     source = read(Path(main_file))
     for command in set(re.findall(r"(?:dapo_megatron |`)doctor ([a-z]+)", read(page))):
         assert re.search(rf'doctor_?{command}\(|def {command}\(|"{command}"', source), command
 
 
-@living
+@current_pages
 def test_options_exist(page: Path) -> None:
-    """Options of this project's programs, in commands of code blocks."""
+    """Check options of this project's programs in commands of code blocks."""
     program = r"python3? (?:-m (dapo_megatron)|((?:tools|slurm)/[\w/]+\.py))(.*)"
     for block in blocks(page, "(?:bash)?"):
         for line in block.replace("\\\n", " ").splitlines():
-            if not (found := re.search(program, line.partition("#")[0])):
+            if not (match := re.search(program, line.partition("#")[0])):
                 continue
-            module, script, rest = found.groups()
+            module, script, rest = match.groups()
             source = read(Path(main_file)) if module else script_source(script)
             for option in re.findall(r" --([a-z][a-z-]+)", rest):
                 name = option.replace("-", "_")
@@ -131,27 +133,27 @@ def test_options_exist(page: Path) -> None:
 
 
 def script_source(script: str) -> str:
-    """A program with what it imports from the repository's own tools."""
+    """Return the source of a program and of its modules in tools/."""
     folders = {"tools/prepare_data.py": "tools/preparing", "tools/gpu_check.py": "tools/gpu_checks"}
     parts = [REPOSITORY / script, *(REPOSITORY / folders.get(script, "-")).glob("*.py")]
     return "\n".join(map(read, parts))
 
 
-@living
+@current_pages
 def test_paths_exist(page: Path) -> None:
-    """Paths of the repository, and paths of the package by their last parts (`policy/step.py`)."""
+    """Check paths of the repository, and paths relative to the package (`policy/step.py`)."""
     text = read(page)
     pattern = r"(?<![\w/.~-])((?:dapo_megatron|tests|tools|slurm|docs|model_configs)/[\w./-]*\w)"
     for path in re.findall(pattern, text):
-        if not path.startswith(MADE_BY_USERS) and "my_family" not in path:
+        if not path.startswith(USER_PATHS) and "my_family" not in path:
             assert (REPOSITORY / path).exists(), path
     for path in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`", text):
         known = [REPOSITORY / path, REPOSITORY / "dapo_megatron" / path]
         if "my_family" not in path:
-            assert any(place.exists() for place in known), path
+            assert any(candidate.exists() for candidate in known), path
 
 
-def test_the_readme_is_read_in_five_minutes() -> None:
+def test_the_readme_is_short_and_shows_the_main_commands() -> None:
     text = read(README)
     assert len(text.splitlines()) <= 150
     assert {"quickstart", "env-gpu"} <= set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
@@ -165,7 +167,7 @@ def test_the_index_lists_every_page() -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/gpu_stack.md"])
-def test_versions_are_those_of_the_locks(page: str) -> None:
+def test_versions_equal_those_in_the_lock_files(page: str) -> None:
     text = " ".join(read(REPOSITORY / page).split())
     gpu, cpu = read(REPOSITORY / "requirements.txt"), read(REPOSITORY / "requirements-cpu.txt")
     for name, lock, label in (
@@ -188,7 +190,9 @@ def row_of(text: str) -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def test_the_readmes_own_model_and_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readmes_example_of_own_model_and_data_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [overlay] = blocks(README, "yaml")
     (tmp_path / "mine.yaml").write_text(overlay, encoding="utf-8")
     base = REPOSITORY / "model_configs" / "qwen3_0.6b_one_gpu.yaml"
@@ -207,7 +211,9 @@ def test_the_readmes_own_model_and_data(tmp_path: Path, monkeypatch: pytest.Monk
     assert not grade("", row.truth, row.extra).correct
 
 
-def test_the_grader_of_extending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grader_example_of_extending_md_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [text] = blocks(EXTENDING, "json")
     row = checked_row(0, "mine.jsonl", row_of(text), Columns(prompt="q", answer="a"))
     _, code = blocks(EXTENDING, "python")
@@ -218,7 +224,9 @@ def test_the_grader_of_extending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not grade("", row.truth, row.extra).parsed
 
 
-def test_the_loss_of_extending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_example_of_extending_md_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, _ = blocks(EXTENDING, "python")
     write_module(tmp_path, monkeypatch, code, "extending_losses")
     loss = tiny_config(loss__clip_high="4.0").loss
@@ -239,7 +247,7 @@ def test_the_loss_of_extending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("diff", blocks(EXTENDING, "diff"), ids=lambda diff: diff.splitlines()[1])
-def test_diffs_of_extending_fit_the_code(diff: str) -> None:
+def test_diffs_in_extending_md_apply_to_the_code(diff: str) -> None:
     header, target, *lines = diff.splitlines()
     before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
     after = "\n".join(line[1:] for line in lines if not line.startswith("-"))

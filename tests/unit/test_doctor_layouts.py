@@ -57,14 +57,14 @@ EXPERTS = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
-    "hidden_size": 2048,  # apart from 32 heads of 128
+    "hidden_size": 2048,  # differs from 32 heads x 128
 }
 
 
 # ------------------------------------------------------------------ the small model
 
 
-def test_features_are_kept_and_sizes_are_small() -> None:
+def test_a_shrunk_model_keeps_features_and_has_small_sizes() -> None:
     large, shrunk = architecture(QWEN3_8B | EXPERTS), small(QWEN3_8B | EXPERTS)
     for kept in (
         "family",
@@ -99,11 +99,11 @@ def small(hf: dict[str, Any]) -> Architecture:
     virtual=st.sampled_from([None, 2, 3]),
     expert=st.sampled_from([None, 1, 2, 8]),
 )
-def test_the_small_model_takes_what_the_large_one_takes(
+def test_the_small_model_accepts_every_layout_of_the_large_one(
     tensor: int, ratio: int, pipeline: int, virtual: int | None, expert: int | None
 ) -> None:
     large = QWEN3_8B | {"num_attention_heads": 8 * ratio} | (EXPERTS if expert else {})
-    own = policy(
+    policy_config = policy(
         tensor_parallel=tensor,
         sequence_parallel=tensor > 1,
         pipeline_parallel=pipeline,
@@ -112,21 +112,21 @@ def test_the_small_model_takes_what_the_large_one_takes(
     )
     large["num_hidden_layers"] = 48
     arch = architecture(large)
-    world = smallest_world(own, arch)
+    world = smallest_world(policy_config, arch)
     try:
-        check(own, arch, world)
+        check(policy_config, arch, world)
     except ConfigError:
         return
-    shrunk = shrink(arch, own)
-    check(own, shrunk, world)
-    assert smallest_world(own, shrunk) == world
+    shrunk = shrink(arch, policy_config)
+    check(policy_config, shrunk, world)
+    assert smallest_world(policy_config, shrunk) == world
 
 
-def check(own: PolicyConfig, arch: Architecture, world: int) -> None:
-    """As check_layout does, of a model that is not in a folder."""
+def check(policy_config: PolicyConfig, arch: Architecture, world: int) -> None:
+    """Raise ConfigError as check_layout does, for a model without a folder."""
     from dapo_megatron.plan.layout import policy_problems
 
-    problems = list(policy_problems(own, world, arch))
+    problems = list(policy_problems(policy_config, world, arch))
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -134,7 +134,9 @@ def check(own: PolicyConfig, arch: Architecture, world: int) -> None:
 @pytest.mark.parametrize(
     "hf", [QWEN3_8B | EXPERTS, PUBLISHED["DeepSeek-V3"][1]], ids=["qwen3_moe", "deepseek_v3"]
 )
-def test_the_folder_is_what_the_bridge_reads(tmp_path: Path, hf: dict[str, Any]) -> None:
+def test_a_written_random_model_reads_back_as_the_same_architecture(
+    tmp_path: Path, hf: dict[str, Any]
+) -> None:
     from safetensors import safe_open
 
     arch = small(hf)
@@ -152,7 +154,7 @@ def test_the_folder_is_what_the_bridge_reads(tmp_path: Path, hf: dict[str, Any])
 # ------------------------------------------------------------------ the mini-batch
 
 
-def test_the_minibatch_has_what_a_scaling_could_get_wrong() -> None:
+def test_the_mini_batch_covers_cases_that_loss_scaling_could_get_wrong() -> None:
     mini = random_minibatch(101, "token")
     assert max(LENGTHS) == 100 * min(LENGTHS)
     parts = mini.loss_mask.split(mini.lengths.tolist())
@@ -163,32 +165,45 @@ def test_the_minibatch_has_what_a_scaling_could_get_wrong() -> None:
     advantages = mini.advantages[mini.loss_mask]
     clipped_high = (log_ratio.exp() > 1.28) & (advantages > 0)
     clipped_low = (log_ratio.exp() < 0.8) & (advantages < 0)
-    for some in (clipped_high, clipped_low, ~clipped_high & ~clipped_low):
-        assert 0.05 < float(some.float().mean()) < 0.95
+    for tokens in (clipped_high, clipped_low, ~clipped_high & ~clipped_low):
+        assert 0.05 < float(tokens.float().mean()) < 0.95
 
 
 # ------------------------------------------------------------------ the matrix
 
 
-def names(arch: Architecture, ranks: int, **overrides: Any) -> set[str]:
+def layout_names(arch: Architecture, ranks: int, **overrides: Any) -> set[str]:
     return {case.layout for case in matrix(tiny_config(**overrides), arch, ranks, "float64")}
 
 
-def test_what_the_issue_asks_for_is_in_the_matrix() -> None:
+def test_the_matrix_contains_all_kinds_of_parallelism() -> None:
     dense, moe = (
         small(QWEN3_8B),
         small(QWEN3_8B | EXPERTS),
     )
-    asked = {"DP2", "TP2", "TP2+SP", "PP2", "PP2 interleaved x2", "CP2", "TP2 x PP2", "TP2 x CP2"}
-    assert asked <= names(dense, 4)
-    assert {"EP2", "DP2 x EP2", "EP2, balance loss", "DP2 x EP2, balance loss"} <= names(moe, 4)
-    found = matrix(tiny_config(), dense, 4, "float64")
-    ways = {(case.split, case.packed) for case in found if case.layout == "TP2 x CP2"}
-    assert ways == {(split, packed) for split in ("planned", "skewed") for packed in (True, False)}
+    required = {
+        "DP2",
+        "TP2",
+        "TP2+SP",
+        "PP2",
+        "PP2 interleaved x2",
+        "CP2",
+        "TP2 x PP2",
+        "TP2 x CP2",
+    }
+    assert required <= layout_names(dense, 4)
+    assert {"EP2", "DP2 x EP2", "EP2, balance loss", "DP2 x EP2, balance loss"} <= layout_names(
+        moe, 4
+    )
+    cases = matrix(tiny_config(), dense, 4, "float64")
+    variants = {(case.split, case.packed) for case in cases if case.layout == "TP2 x CP2"}
+    assert variants == {
+        (split, packed) for split in ("planned", "skewed") for packed in (True, False)
+    }
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_case_is_a_layout_that_a_run_would_accept(ranks: int) -> None:
+def test_every_case_is_a_valid_layout(ranks: int) -> None:
     for arch in (
         small(QWEN3_8B),
         small(QWEN3_8B | EXPERTS),
@@ -200,26 +215,26 @@ def test_every_case_is_a_layout_that_a_run_would_accept(ranks: int) -> None:
                 assert case.policy.sequence_parallel
 
 
-def test_yours_comes_first_and_only_if_it_fits() -> None:
-    own = {"policy__tensor_parallel": 4, "policy__sequence_parallel": True}
-    arch = shrink(architecture(QWEN3_8B), tiny_config(**own).policy)
-    first = matrix(tiny_config(**own), arch, 4, "float64")[0]
+def test_the_users_layout_is_first_if_it_fits() -> None:
+    policy_config = {"policy__tensor_parallel": 4, "policy__sequence_parallel": True}
+    arch = shrink(architecture(QWEN3_8B), tiny_config(**policy_config).policy)
+    first = matrix(tiny_config(**policy_config), arch, 4, "float64")[0]
     assert (first.yours, first.layout, first.num_ranks) == (True, "TP4+SP", 4)
-    assert not any(case.yours for case in matrix(tiny_config(**own), arch, 2, "float64"))
-    assert smallest_world(tiny_config(**own).policy, arch) == 4
+    assert not any(case.yours for case in matrix(tiny_config(**policy_config), arch, 2, "float64"))
+    assert smallest_world(tiny_config(**policy_config).policy, arch) == 4
 
 
-def test_the_reference_shares_little_with_what_is_tested() -> None:
+def test_the_reference_is_one_process_in_float64_without_packing() -> None:
     arch = small(QWEN3_8B)
-    [one] = {reference(case) for case in matrix(tiny_config(), arch, 4, "float32")}
-    assert layout_name(one.policy, one.num_ranks) == "one process"
-    assert (one.policy.precision, one.split, one.packed) == ("float64", "single", False)
-    plans = one.planner(tiny_config())(LENGTHS, 1)
+    [case] = {reference(case) for case in matrix(tiny_config(), arch, 4, "float32")}
+    assert layout_name(case.policy, case.num_ranks) == "one process"
+    assert (case.policy.precision, case.split, case.packed) == ("float64", "single", False)
+    plans = case.planner(tiny_config())(LENGTHS, 1)
     assert plans == [[[index] for index in range(len(LENGTHS))]]
 
 
 @given(ranks=st.integers(1, 5), lengths=st.lists(st.integers(1, 300), min_size=2, max_size=20))
-def test_a_skewed_plan_has_every_sequence_once(ranks: int, lengths: list[int]) -> None:
+def test_a_skewed_plan_contains_every_sequence_once(ranks: int, lengths: list[int]) -> None:
     plan = LayoutCase(policy(), ranks, "skewed", packed=True).planner(tiny_config())(lengths, ranks)
     assert {len(micros) for micros in plan} == {2}
     assert sorted(i for micros in plan for micro in micros for i in micro) == list(
@@ -240,10 +255,10 @@ def measured(**changes: Any) -> Measured:
     return Measured(**{**same, **numbers, **changes})
 
 
-def test_the_same_differs_by_nothing() -> None:
-    found = compare(measured(), measured())
-    assert found == Differences(0.0, found.tensor, *[0.0] * 6)
-    assert not TOLERANCES["float64"].failures(found)
+def test_equal_measurements_have_no_differences() -> None:
+    differences = compare(measured(), measured())
+    assert differences == Differences(0.0, differences.tensor, *[0.0] * 6)
+    assert not TOLERANCES["float64"].failures(differences)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +271,7 @@ def test_the_same_differs_by_nothing() -> None:
         ({"loss": float("nan")}, ["loss"]),
         ({"weights": {"a": torch.tensor([3.0, 4.1]), "b": torch.zeros(2)}}, ["weights"]),
         ({"gradients": {"a": torch.tensor([3.0, 4.1]), "b": torch.zeros(2)}}, ["gradient"]),
-        # The gradient of an expert that no token took is 0, and must be exactly that.
+        # The gradient of an expert without tokens is 0. Any other value fails.
         (
             {"gradients": {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0, 1e-30])}},
             ["gradient"],
@@ -268,25 +283,25 @@ def test_the_same_differs_by_nothing() -> None:
         ({"gradients": {"a": torch.tensor([3.0, 4.0])}}, ["gradient"]),
     ],
 )
-def test_each_difference_fails_by_its_name(changes: dict[str, Any], failures: list[str]) -> None:
+def test_each_difference_fails_with_its_name(changes: dict[str, Any], failures: list[str]) -> None:
     as_float64 = {
         key: {name: tensor.double() for name, tensor in value.items()}
         if isinstance(value, dict)
         else value
         for key, value in changes.items()
     }
-    found = compare(measured(**as_float64), measured())
-    assert TOLERANCES["float64"].failures(found) == failures
+    differences = compare(measured(**as_float64), measured())
+    assert TOLERANCES["float64"].failures(differences) == failures
 
 
 @given(st.floats(1e-6, 1e3), st.integers(0, 5))
 def test_a_distance_is_relative_and_euclidean(scale: float, seed: int) -> None:
-    wanted = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    found = distances({"w": wanted * scale * 1.25}, {"w": wanted * scale})
-    assert found["w"] == pytest.approx(0.25)
+    weights = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    by_tensor = distances({"w": weights * scale * 1.25}, {"w": weights * scale})
+    assert by_tensor["w"] == pytest.approx(0.25)
 
 
-def test_the_report_says_what_failed_and_json_holds_it() -> None:
+def test_the_report_and_its_json_name_the_failures() -> None:
     case = LayoutCase(policy(tensor_parallel=2), 4, "skewed", packed=False)
     report, out = report_of(case)
     report.add(CaseResult(case, Differences(2e-16, "w", *[0.0] * 6), 1.0, []))
@@ -313,14 +328,14 @@ def report_of(*cases: LayoutCase) -> tuple[CaseTable, io.StringIO]:
     return CaseTable(out, cases), out
 
 
-def test_no_row_is_no_proof() -> None:
+def test_a_report_without_rows_is_not_ok() -> None:
     assert not report_of()[0].ok
 
 
 # ------------------------------------------------------------------ the command
 
 
-def test_figures_that_could_not_be_written_are_refused_before_anything_starts(
+def test_an_unwritable_json_path_is_rejected_before_anything_starts(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=r"--json: .*/gone is not a folder"):
@@ -328,12 +343,12 @@ def test_figures_that_could_not_be_written_are_refused_before_anything_starts(
     assert check_options(tiny_config(), "float32", tmp_path / "figures.json") == "float32"
 
 
-def test_a_layout_that_does_not_fit_is_refused_before_anything_starts() -> None:
-    ran = CliRunner().invoke(
+def test_a_layout_that_does_not_fit_is_rejected_before_anything_starts() -> None:
+    completed = CliRunner().invoke(
         command_line.app, ["doctor", "layouts", str(TINY), "policy.tensor_parallel=3"]
     )
-    assert isinstance(ran.exception, ConfigError)
-    assert "policy.tensor_parallel: 3 does not divide" in str(ran.exception)
+    assert isinstance(completed.exception, ConfigError)
+    assert "policy.tensor_parallel: 3 does not divide" in str(completed.exception)
 
 
 def test_float64_is_allowed_without_an_engine() -> None:

@@ -1,4 +1,4 @@
-"""What an engine is asked for, what is refused, and what it must find when it wakes up."""
+"""Arguments and environment of the engine, rejected configs, and memory needed to wake up."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "has_cuda", lambda: True)
 
 
-# ------------------------------------------------------------------ room to wake up
+# ------------------------------------------------------------------ memory to wake up
 
 
 @given(free=st.integers(0, 80 * GIB), needed=st.integers(0, 80 * GIB))
-def test_too_little_memory_is_told_with_both_keys(free: int, needed: int) -> None:
-    said = memory.shortage("kv_cache", needed, free, 80 * GIB)
-    assert (said is None) == (needed <= free)
-    if said is not None:
-        assert said.startswith("engine.memory_fraction: the engine's KV cache take")
-        assert "policy.offload" in said and "of 80.00 GiB" in said
+def test_a_memory_shortage_is_reported_with_both_keys(free: int, needed: int) -> None:
+    message = memory.shortage("kv_cache", needed, free, 80 * GIB)
+    assert (message is None) == (needed <= free)
+    if message is not None:
+        assert message.startswith("engine.memory_fraction: the engine's KV cache take")
+        assert "policy.offload" in message and "of 80.00 GiB" in message
 
 
 # ------------------------------------------------------------------ arguments
 
 
-def test_on_a_gpu_prompts_are_prefilled_in_chunks_and_decoding_is_in_graphs(gpu: None) -> None:
+def test_on_a_gpu_prefill_is_chunked_and_decoding_uses_cuda_graphs(gpu: None) -> None:
     config = tiny_config(
         engine__enforce_eager="false", engine__max_batched_tokens=8192, engine__max_sequences=96
     )
-    asked = device.arguments(config)
-    assert asked.pop("compilation_config")["max_cudagraph_capture_size"] == 96
-    assert asked == {
+    arguments = device.arguments(config)
+    assert arguments.pop("compilation_config")["max_cudagraph_capture_size"] == 96
+    assert arguments == {
         "enforce_eager": False,
         "max_num_batched_tokens": 8192,
         "gpu_memory_utilization": config.engine.memory_fraction,
@@ -67,53 +67,53 @@ def test_on_a_gpu_prompts_are_prefilled_in_chunks_and_decoding_is_in_graphs(gpu:
     }
 
 
-def test_an_eager_engine_that_stays_awake(gpu: None) -> None:
-    asked = device.arguments(tiny_config(engine__sleep="false"))
-    assert asked["enforce_eager"] and not asked["enable_sleep_mode"]
-    assert not {"compilation_config", "max_num_batched_tokens", "quantization"} & asked.keys()
+def test_arguments_of_an_eager_engine_without_sleep(gpu: None) -> None:
+    arguments = device.arguments(tiny_config(engine__sleep="false"))
+    assert arguments["enforce_eager"] and not arguments["enable_sleep_mode"]
+    assert not {"compilation_config", "max_num_batched_tokens", "quantization"} & arguments.keys()
 
 
 def test_on_a_gpu_logits_of_a_bfloat16_model_are_float32(gpu: None) -> None:
-    asked = device.arguments(tiny_config(policy__precision="bfloat16"))
-    assert asked["hf_overrides"] == {"head_dtype": "float32"}
+    arguments = device.arguments(tiny_config(policy__precision="bfloat16"))
+    assert arguments["hf_overrides"] == {"head_dtype": "float32"}
 
 
-@pytest.mark.parametrize("chosen", [None, "true", "false"])
-def test_scheduling_is_vllms_choice_unless_the_config_names_it(chosen: str | None) -> None:
-    keys = {} if chosen is None else {"engine__async_scheduling": chosen}
-    asked = device.arguments(tiny_config(**keys)).get("async_scheduling")
-    assert asked == {None: None, "true": True, "false": False}[chosen]
+@pytest.mark.parametrize("setting", [None, "true", "false"])
+def test_async_scheduling_is_set_only_if_the_config_sets_it(setting: str | None) -> None:
+    keys = {} if setting is None else {"engine__async_scheduling": setting}
+    arguments = device.arguments(tiny_config(**keys)).get("async_scheduling")
+    assert arguments == {None: None, "true": True, "false": False}[setting]
 
 
-@pytest.mark.parametrize(("chosen", "variable"), [("auto", None), ("v1", "0"), ("v2", "1")])
-def test_the_model_runner(
-    chosen: str, variable: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("setting", "variable"), [("auto", None), ("v1", "0"), ("v2", "1")])
+def test_the_model_runner_is_chosen_by_an_environment_variable(
+    setting: str, variable: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "")
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
-    device.choose_model_runner(tiny_config(engine__model_runner=chosen).engine)
+    device.choose_model_runner(tiny_config(engine__model_runner=setting).engine)
     assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == variable
 
 
-def test_v2_is_refused_without_a_gpu() -> None:
+def test_model_runner_v2_is_rejected_without_a_gpu() -> None:
     assert refusal(HF, engine__model_runner="v2").startswith("engine.model_runner: v2 needs")
 
 
 @pytest.mark.parametrize("is_gpu", [True, False])
-def test_kernels_that_would_be_compiled_at_run_time_are_off(
+def test_kernels_compiled_at_run_time_are_off_by_default(
     is_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = sorted(device._CUDA_ENVIRONMENT)
     for name in (*names, *device._ENVIRONMENT, "RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")  # the user's own choice stays
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")  # the user's setting is kept
     monkeypatch.setattr(device, "has_cuda", lambda: is_gpu)
     monkeypatch.setattr(device, "disable_compiler", lambda: None)
     device.prepare_environment(0, 0)
     assert os.environ["VLLM_USE_DEEP_GEMM"] == "1"
-    others = [os.environ.get(name) for name in names if name != "VLLM_USE_DEEP_GEMM"]
-    assert others == (["0"] * 3 if is_gpu else [None] * 3)
+    values = [os.environ.get(name) for name in names if name != "VLLM_USE_DEEP_GEMM"]
+    assert values == (["0"] * 3 if is_gpu else [None] * 3)
 
 
 @given(st.integers(1, 4096))
@@ -124,28 +124,28 @@ def test_a_graph_is_captured_for_the_largest_batch(max_sequences: int) -> None:
     assert size == min(batch for batch in captured if batch >= max_sequences)
 
 
-# ------------------------------------------------------------------ refusals
+# ------------------------------------------------------------------ rejections
 
 
 def refusal(hf: dict[str, Any], **keys: Any) -> str:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as raised:
         device.check_config(tiny_config(**keys), architecture(hf))
-    return str(refused.value)
+    return str(raised.value)
 
 
 FP8 = {"engine__quantization": "fp8", "policy__precision": "bfloat16"}
 
 
-def test_experts_are_not_quantized_on_cpu() -> None:
+def test_quantized_experts_are_rejected_on_cpu() -> None:
     assert "no FP8 experts for this CPU" in refusal({**HF, **EXPERTS}, **FP8)
 
 
-def test_experts_are_not_quantized_in_an_engine_that_sleeps(gpu: None) -> None:
+def test_quantized_experts_are_rejected_with_engine_sleep(gpu: None) -> None:
     assert "not for experts in an engine that sleeps" in refusal({**HF, **EXPERTS}, **FP8)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "what"),
+    ("wrong", "dimension"),
     [
         ({"intermediate_size": 640}, "intermediate_size = 640"),
         ({"head_dim": 32}, "attention heads x head size = 128"),
@@ -153,17 +153,19 @@ def test_experts_are_not_quantized_in_an_engine_that_sleeps(gpu: None) -> None:
         ({"hidden_size": 320}, "hidden_size = 320"),
     ],
 )
-def test_on_a_gpu_ranks_must_hold_whole_blocks(gpu: None, wrong: dict[str, Any], what: str) -> None:
-    two = {**FP8, "policy__tensor_parallel": 2, "engine__sleep": "false"}
-    said = refusal({**HF, **wrong}, **two)
-    assert what in said and "engine.tensor_parallel = 2" in said
-    device.check_config(tiny_config(**two), architecture(HF))
+def test_quantization_blocks_that_ranks_would_split_are_rejected(
+    gpu: None, wrong: dict[str, Any], dimension: str
+) -> None:
+    two_ranks = {**FP8, "policy__tensor_parallel": 2, "engine__sleep": "false"}
+    message = refusal({**HF, **wrong}, **two_ranks)
+    assert dimension in message and "engine.tensor_parallel = 2" in message
+    device.check_config(tiny_config(**two_ranks), architecture(HF))
 
 
-def test_on_cpu_a_step_takes_a_whole_prompt() -> None:
-    said = refusal(HF, engine__max_batched_tokens=8)
-    assert said.startswith("engine.max_batched_tokens: 8 is less than")
+def test_on_cpu_max_batched_tokens_must_hold_a_whole_prompt() -> None:
+    message = refusal(HF, engine__max_batched_tokens=8)
+    assert message.startswith("engine.max_batched_tokens: 8 is less than")
 
 
-def test_on_a_gpu_a_step_may_take_less_than_a_prompt(gpu: None) -> None:
+def test_on_a_gpu_max_batched_tokens_may_be_less_than_a_prompt(gpu: None) -> None:
     device.check_config(tiny_config(engine__max_batched_tokens=8), architecture(HF))

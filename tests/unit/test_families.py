@@ -1,14 +1,14 @@
-"""The bridge's table: each family's parameters, as Megatron names and cuts them, and as vLLM does,
-are its HF checkpoint, whatever the layout; and what is not understood is refused by name.
+"""Model families: the parameters of all ranks, of Megatron and of vLLM, equal the HF checkpoint in
+every layout. Unsupported fields of config.json are rejected by name.
 
-Parameters are plain tensors here; tests/parity/test_families.py has Megatron's own.
+Parameters are plain tensors here. tests/parity/test_families.py uses Megatron's own.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -35,6 +35,7 @@ from dapo_megatron.model import (
     hf_tensors,
     layout_of,
 )
+from dapo_megatron.model.families.llama import LLAMA
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.types import ConfigError, Region, TensorSlice
 from tests.helpers.configs import tiny_config
@@ -52,8 +53,8 @@ VOCABULARIES = ("model.embed_tokens.weight", "lm_head.weight")
 
 @dataclass(frozen=True)
 class Layout:
-    """`first_layers` on the first of two pipeline stages, or None for one stage; expert parallelism
-    splits the ranks of a stage anew."""
+    """Parallel sizes. `first_layers` is the number of layers on the first of two pipeline stages,
+    None with one stage. Expert parallelism divides the ranks of a stage independently."""
 
     tp: int = 1
     dp: int = 1
@@ -62,7 +63,7 @@ class Layout:
     fused: bool = False  # Transformer Engine's names
 
     def places(self, arch: Architecture) -> Iterator[ChunkPlace]:
-        """Each rank's chunk, in Megatron's order of ranks."""
+        """Yield each rank's chunk, in Megatron's order of ranks."""
         cuts = sorted({0, self.first_layers or 0, arch.num_layers})
         for first, last in pairwise(cuts):
             for rank in range(self.tp * self.dp):
@@ -80,7 +81,8 @@ class Layout:
 
 @st.composite
 def models(draw: st.DrawFn, family: str, tied: bool, tp: int) -> Architecture:
-    """A model of odd sizes that `tp` ranks can share: also fewer key-value heads than ranks."""
+    """Draw a model of odd sizes that `tp` ranks can divide, also with fewer key-value heads than
+    ranks."""
     groups = draw(st.sampled_from([1, 2, 3, 4, 6]).filter(lambda n: n % tp == 0 or tp % n == 0))
     per_group = draw(st.integers(1, 4).filter(lambda n: n * groups % tp == 0))
     fields = {
@@ -120,7 +122,7 @@ def checkpoint_of(arch: Architecture) -> dict[str, Tensor]:
 def filled(
     arch: Architecture, place: ChunkPlace, fused: bool, checkpoint: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """A chunk's parameters, NaN where the table puts nothing."""
+    """Return a chunk's parameters, with NaN where the checkpoint has no value."""
     local_parameters = layout_of(arch, place, fused=fused)
     params = {
         name: torch.full(local_parameter.shape, torch.nan)
@@ -135,7 +137,7 @@ def filled(
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
-def test_names_and_shapes_are_those_of_a_saved_checkpoint(
+def test_hf_names_and_shapes_equal_those_of_a_saved_checkpoint(
     family: str, tied: bool, tmp_path: Path
 ) -> None:
     odd = {"vocab_size": 101, "num_hidden_layers": 3, "tie_word_embeddings": tied}
@@ -146,7 +148,7 @@ def test_names_and_shapes_are_those_of_a_saved_checkpoint(
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_checkpoints_have_as_many_parameters(name: str) -> None:
+def test_published_models_have_their_published_number_of_parameters(name: str) -> None:
     num_parameters, published = PUBLISHED[name]
     arch = architecture(published)
     assert sum(map(prod, hf_tensors(arch).values())) == num_parameters
@@ -154,46 +156,46 @@ def test_published_checkpoints_have_as_many_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize(("family", "tied"), CASES)
-@settings(max_examples=8, deadline=None)  # cores are shared
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_all_ranks_together_are_the_checkpoint(
+def test_all_ranks_together_hold_exactly_the_checkpoint(
     family: str, tied: bool, tp: int, data: st.DataObject
 ) -> None:
     arch = data.draw(models(family, tied, tp))
     layout = data.draw(layouts(arch, tp))
     checkpoint = checkpoint_of(arch)
-    again = {name: torch.full_like(tensor, torch.nan) for name, tensor in checkpoint.items()}
+    rebuilt = {name: torch.full_like(tensor, torch.nan) for name, tensor in checkpoint.items()}
     copies = {name: torch.zeros_like(tensor) for name, tensor in checkpoint.items()}
     for place in layout.places(arch):
         params = filled(arch, place, layout.fused, checkpoint)
         shards = shards_of(params, arch, place)
         for shard in shards:
-            again[shard.tensor_slice.name][shard.tensor_slice.region.slices] = shard.read()
+            rebuilt[shard.tensor_slice.name][shard.tensor_slice.region.slices] = shard.read()
             copies[shard.tensor_slice.name][shard.tensor_slice.region.slices] += 1
         for name, param in params.items():
             assert "embedding" in name or "output" in name or not param.isnan().any(), name
-        # No element twice on a rank, none of a parameter unused but for padding.
+        # Each rank has each element once, and every parameter element is used except padding.
         padding = sum(int(param.isnan().sum()) for param in params.values())
-        held = sum(shard.tensor_slice.region.numel for shard in shards)
-        assert held == sum(param.numel() for param in params.values()) - padding
+        num_elements = sum(shard.tensor_slice.region.numel for shard in shards)
+        assert num_elements == sum(param.numel() for param in params.values()) - padding
     for name, tensor in checkpoint.items():
-        assert torch.equal(again[name], tensor), name
+        assert torch.equal(rebuilt[name], tensor), name
         assert copies[name].unique().tolist() == [expected_copies(name, arch, layout)], name
 
 
-def is_whole(name: str) -> bool:
-    """Whether every rank has all of it."""
+def is_replicated(name: str) -> bool:
+    """Return whether every rank holds the whole tensor."""
     return "norm" in name or name.endswith(
         ("gate.weight", "gate.e_score_correction_bias", "q_a_proj.weight", "a_proj_with_mqa.weight")
     )
 
 
 def expected_copies(name: str, arch: Architecture, layout: Layout) -> int:
-    """How many ranks hold each element."""
+    """Return how many ranks hold each element."""
     ranks = layout.tp * layout.dp
     if ".experts." in name:
         return ranks // layout.ep
-    if is_whole(name):
+    if is_replicated(name):
         return ranks
     has_second = name == VOCABULARIES[0] and arch.tie_word_embeddings and layout.first_layers
     return layout.dp * (2 if has_second else 1)
@@ -202,7 +204,7 @@ def expected_copies(name: str, arch: Architecture, layout: Layout) -> int:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_rows_lie_as_megatron_wants_them(tp: int, data: st.DataObject) -> None:
+def test_fused_rows_have_the_order_that_megatron_expects(tp: int, data: st.DataObject) -> None:
     arch = data.draw(models("qwen2", False, tp))
     checkpoint = checkpoint_of(arch)
     prefix = "model.layers.1."
@@ -230,7 +232,7 @@ def test_rows_lie_as_megatron_wants_them(tp: int, data: st.DataObject) -> None:
         assert torch.equal(params[layer + "self_attention.linear_proj.weight"], out[rank])
 
 
-def test_a_rank_between_key_value_heads_has_the_end_of_one_and_the_start_of_the_next() -> None:
+def test_fused_heads_may_be_split_within_a_key_value_group() -> None:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 2}
     arch = architecture(config("llama", **heads))
     # Fused heads: q0 q1 q2 q3 k0 v0 | q4 q5 q6 q7 k1 v1; three on each of four ranks.
@@ -249,12 +251,12 @@ def test_a_rank_between_key_value_heads_has_the_end_of_one_and_the_start_of_the_
     assert fourth == [("q_proj", 14, 2, 0), ("k_proj", 2, 2, 2), ("v_proj", 2, 2, 4)]
 
 
-def test_experts_are_numbered_from_zero_on_each_rank_and_copied_by_data_parallel_ranks() -> None:
+def test_experts_have_local_numbers_and_are_replicated_over_data_parallel_ranks() -> None:
     arch = architecture(config())
     checkpoint = checkpoint_of(arch)
-    wanted = "model.layers.3.mlp.experts.6.{}_proj.weight"
+    hf_name = "model.layers.3.mlp.experts.6.{}_proj.weight"
     fused_fc1 = "decoder.layers.1.mlp.experts.linear_fc1.weight2"
-    expected = torch.cat([checkpoint[wanted.format(part)] for part in ("gate", "up")])
+    expected = torch.cat([checkpoint[hf_name.format(part)] for part in ("gate", "up")])
     holders = []
     for place in Layout(tp=2, dp=2, ep=2, first_layers=2, fused=True).places(arch):
         params = filled(arch, place, True, checkpoint)
@@ -263,7 +265,7 @@ def test_experts_are_numbered_from_zero_on_each_rank_and_copied_by_data_parallel
     assert holders == [(1, 1), (1, 1)]
 
 
-def test_transformer_engine_keeps_norms_in_the_linear_layers_behind_them() -> None:
+def test_transformer_engine_fuses_norms_into_the_following_linear_layers() -> None:
     place = ChunkPlace(0, 1, 0, 1, False, False)
     names = {
         (family, fused): {
@@ -279,12 +281,12 @@ def test_transformer_engine_keeps_norms_in_the_linear_layers_behind_them() -> No
     qk = {f"{attention}q_layernorm.weight", f"{attention}k_layernorm.weight"}
     assert names["llama", False] == {"input_layernorm.weight", "pre_mlp_layernorm.weight"}
     assert names["llama", True] == {in_qkv, "mlp.linear_fc1.layer_norm_weight"}
-    # Before experts the norm stays: the router reads its output too.
+    # The norm before experts is not fused, because the router also reads its output.
     experts = {f"mlp.experts.linear_fc{n}.weight{e}" for n in (1, 2) for e in range(8)}
     assert names["qwen3_moe", True] == {in_qkv, "pre_mlp_layernorm.weight", *qk, *experts}
 
 
-def test_the_committed_model_with_experts_is_small_and_what_its_script_makes() -> None:
+def test_the_committed_moe_model_is_small_and_matches_its_script() -> None:
     assert sum(file.stat().st_size for file in TINY_MOE.iterdir()) < 1.5 * 1000**2
     made = make_config("qwen3_moe").to_dict()
     committed = read_json(TINY_MOE / "config.json")
@@ -303,13 +305,13 @@ def test_the_committed_model_with_experts_is_small_and_what_its_script_makes() -
 @pytest.mark.parametrize(
     "name",
     [
-        "mlp.experts.weight1",  # Megatron's own grouped experts: all in one tensor
+        "mlp.experts.weight1",  # Megatron's grouped experts in one tensor
         "mlp.experts.local_experts.0.linear_fc1.bias",
         "mlp.shared_experts.linear_fc1.weight",
         "mlp.router.bias",
     ],
 )
-def test_a_parameter_without_a_rule_is_named(name: str) -> None:
+def test_a_parameter_without_a_rule_is_rejected_with_its_name(name: str) -> None:
     arch = architecture(config())
     [place] = Layout().places(arch)
     params = filled(arch, place, False, checkpoint_of(arch))
@@ -318,7 +320,7 @@ def test_a_parameter_without_a_rule_is_named(name: str) -> None:
         shards_of({**params, extra: torch.zeros(4, 4)}, arch, place)
 
 
-def test_a_missing_or_misshapen_parameter_is_named() -> None:
+def test_a_missing_or_misshapen_parameter_is_rejected_with_its_name() -> None:
     arch = architecture(config())
     [place] = Layout().places(arch)
     params = filled(arch, place, False, checkpoint_of(arch))
@@ -330,7 +332,7 @@ def test_a_missing_or_misshapen_parameter_is_named() -> None:
         shards_of(params, arch, place)
 
 
-def test_what_ranks_cannot_share_is_refused() -> None:
+def test_dimensions_that_ranks_cannot_divide_are_rejected() -> None:
     arch = architecture(config("llama", num_attention_heads=9, num_key_value_heads=3))
     with pytest.raises(ConfigError, match=r"query-key-value.*by 4"):
         layout_of(arch, ChunkPlace(0, 4, 0, 4, True, True))
@@ -343,8 +345,10 @@ def test_what_ranks_cannot_share_is_refused() -> None:
 # -------------------------------------------------------------------------------- the engine
 
 
-def held(arch: Architecture, tp: int, expert_parallel: bool = False) -> list[dict[str, Region]]:
-    """Per rank, the box of each tensor; a tensor twice on a rank fails."""
+def engine_regions(
+    arch: Architecture, tp: int, expert_parallel: bool = False
+) -> list[dict[str, Region]]:
+    """Return the region of each tensor, per rank. No rank may list a tensor twice."""
     ranks = []
     for rank in range(tp):
         tensor_slices: list[TensorSlice] = engine_slices(
@@ -364,17 +368,17 @@ def held(arch: Architecture, tp: int, expert_parallel: bool = False) -> list[dic
 @pytest.mark.parametrize(("family", "tied"), CASES)
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_the_ranks_of_an_engine_hold_every_element(
+def test_the_ranks_of_an_engine_hold_every_element_with_the_expected_copies(
     family: str, tied: bool, tp: int, data: st.DataObject
 ) -> None:
     arch = data.draw(models(family, tied, tp))
     expert_parallel = data.draw(st.booleans())
     copies = {name: torch.zeros(shape) for name, shape in hf_tensors(arch).items()}
-    for tensor_slices in held(arch, tp, expert_parallel):
+    for tensor_slices in engine_regions(arch, tp, expert_parallel):
         for name, region in tensor_slices.items():
             copies[name][region.slices] += 1
     for name, count in copies.items():
-        if is_whole(name):
+        if is_replicated(name):
             expected = tp
         elif ".k_proj." in name or ".v_proj." in name:
             expected = max(tp // arch.num_kv_heads, 1)
@@ -383,11 +387,11 @@ def test_the_ranks_of_an_engine_hold_every_element(
         assert count.unique().tolist() == [expected], name
 
 
-def test_an_engine_cuts_by_heads_and_copies_key_value_heads() -> None:
+def test_an_engine_splits_heads_and_replicates_key_value_heads() -> None:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 2}
     arch = architecture(config("qwen2", intermediate_size=12, **heads))
     layer = "model.layers.0."
-    ranks = held(arch, 4)
+    ranks = engine_regions(arch, 4)
     assert [rank[layer + "self_attn.q_proj.weight"].start for rank in ranks] == [
         (0, 0),
         (4, 0),
@@ -419,17 +423,17 @@ def test_an_engine_pads_the_vocabulary_to_a_multiple_of_64(
 ) -> None:
     arch = architecture(config("qwen3", vocab_size=vocab))
     for name in VOCABULARIES:
-        regions = [rank.get(name) for rank in held(arch, tp)]
+        regions = [rank.get(name) for rank in engine_regions(arch, tp)]
         assert [region and (region.start[0], region.shape[0]) for region in regions] == rows
 
 
-def test_an_engine_cuts_experts_or_deals_them_out() -> None:
+def test_an_engine_splits_each_expert_or_distributes_whole_experts() -> None:
     arch = architecture(config())
     name = "model.layers.1.mlp.experts.4.{}_proj.weight"
-    cut = held(arch, 2)[1]
+    cut = engine_regions(arch, 2)[1]
     assert cut[name.format("gate")] == cut[name.format("up")] == Region((2, 0), (2, 6))
     assert cut[name.format("down")] == Region((0, 2), (6, 2))
-    first, second = held(arch, 2, expert_parallel=True)
+    first, second = engine_regions(arch, 2, expert_parallel=True)
     assert name.format("gate") not in first
     assert second[name.format("gate")] == Region((0, 0), (4, 6))
     assert second[name.format("down")] == Region((0, 0), (6, 4))
@@ -439,7 +443,7 @@ def test_an_engine_cuts_experts_or_deals_them_out() -> None:
 
 
 def config(family: str = "qwen3_moe", **changes: Any) -> dict[str, Any]:
-    """A published config.json of the family, at small sizes."""
+    """Return a published config.json of the family, with small sizes."""
     published = next(fields for _, fields in PUBLISHED.values() if fields["model_type"] == family)
     sizes = {
         "hidden_size": 6,
@@ -479,17 +483,17 @@ LATENT = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_writes_is_understood(family: str) -> None:
+def test_configs_written_by_transformers_are_understood(family: str) -> None:
     needed = {
         "mistral": {"sliding_window": None},
-        # No fields of transformers', but of vLLM's.
+        # Fields that vLLM reads and transformers does not write.
         "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     }
     written = FAMILIES[family][0](**needed.get(family, {}))
     assert architecture(written.to_dict()).num_layers == written.num_hidden_layers
 
 
-def test_experts_are_read_from_both_spellings() -> None:
+def test_the_number_of_experts_is_read_under_both_names() -> None:
     arch = architecture(config())
     assert (arch.num_experts, arch.experts_per_token, arch.moe_intermediate_size) == (8, 2, 4)
     assert arch.normalize_topk
@@ -498,40 +502,40 @@ def test_experts_are_read_from_both_spellings() -> None:
     del renamed["num_experts"]
     assert architecture(renamed) == arch
     assert not architecture(config(norm_topk_prob=False)).normalize_topk
-    # HF's own training settings are no part of the model.
+    # HF's training settings are not part of the model.
     assert architecture(config(router_aux_loss_coef=0.5, output_router_logits=True)) == arch
     with pytest.raises(ConfigError, match=r"num_experts = 8 and num_local_experts = 4"):
         architecture(config(num_local_experts=4))
 
 
-def test_what_a_family_has_follows_from_its_table() -> None:
+def test_bias_and_norm_features_follow_from_the_family() -> None:
     assert architecture(config("qwen2")).qkv_bias
     assert not architecture(config("qwen2")).qk_norm
     assert not architecture(config("qwen3")).qkv_bias
     assert not architecture(config("llama")).num_experts
 
 
-def test_absent_fields_are_what_transformers_takes_them_for() -> None:
+def test_missing_fields_get_the_defaults_of_transformers() -> None:
     for family, key, value in [
         ("llama", "num_key_value_heads", 4),
         ("qwen3", "head_dim", 128),
         ("llama", "tie_word_embeddings", False),
         ("llama", "rope_theta", 10_000.0),
     ]:
-        without = config(family)
-        without.pop(key, None)
-        assert architecture(without) == architecture({**without, key: value}), key
-    without = config("llama")
-    del without["head_dim"]
-    assert architecture({**without, "hidden_size": 12}).head_dim == 3
+        incomplete = config(family)
+        incomplete.pop(key, None)
+        assert architecture(incomplete) == architecture({**incomplete, key: value}), key
+    incomplete = config("llama")
+    del incomplete["head_dim"]
+    assert architecture({**incomplete, "hidden_size": 12}).head_dim == 3
 
 
-def test_an_engine_is_refused_by_the_heads_that_the_model_has() -> None:
+def test_the_cpu_engine_checks_the_effective_head_dim() -> None:
     if has_cuda():
-        pytest.skip("only vLLM on CPU takes a few sizes")
+        pytest.skip("only vLLM on CPU restricts head_dim")
     absent = config("qwen3", hidden_size=64)
     del absent["head_dim"]
-    check_config(tiny_config(), architecture(absent))  # 128
+    check_config(tiny_config(), architecture(absent))  # head_dim is 128 by default
     with pytest.raises(ConfigError, match="head_dim = 16"):
         check_config(tiny_config(), architecture({**absent, "head_dim": None}))
 
@@ -544,9 +548,9 @@ LLAMA3 = {
 }
 
 
-def test_rope_is_read_in_all_spellings() -> None:
+def test_rope_is_read_from_all_of_its_fields() -> None:
     new = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}
-    wanted = Rope(5e5, "llama3", 32.0, 1.5, 3.0, 4096)
+    expected = Rope(5e5, "llama3", 32.0, 1.5, 3.0, 4096)
     bare = config("llama")
     bare.pop("rope_theta", None)
     old = {"type": "llama3", **LLAMA3}
@@ -556,7 +560,7 @@ def test_rope_is_read_in_all_spellings() -> None:
         {"rope_theta": 5e5, "rope_scaling": old},
         {"rope_theta": 5e5, "rope_scaling": None, "rope_parameters": new},
     ):
-        assert architecture({**bare, **fields}).rope == wanted
+        assert architecture({**bare, **fields}).rope == expected
     linear = {"type": "linear", "factor": 4}
     assert architecture(config("llama", rope_scaling=linear)).rope == Rope(1e4, "linear", 4.0)
     assert architecture(config("qwen3")).rope == Rope(1e6)
@@ -588,9 +592,7 @@ def test_rope_is_read_in_all_spellings() -> None:
         ),
     ],
 )
-def test_rope_that_is_not_supported_is_refused_by_name(
-    fields: dict[str, Any], message: str
-) -> None:
+def test_unsupported_rope_is_rejected_with_its_field(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         architecture(config("llama", **fields))
 
@@ -616,7 +618,7 @@ def test_rope_that_is_not_supported_is_refused_by_name(
         ("llama", "mlp_bias", True),
         ("llama", "pretraining_tp", 2),
         ("llama", "attention_dropout", 0.1),
-        ("llama", "sliding_window", 4096),  # HF's Llama has none; vLLM reads it
+        ("llama", "sliding_window", 4096),  # transformers ignores it for Llama, but vLLM reads it
         ("llama", "rope_interleaved", True),
         ("llama", "is_causal", False),
         ("qwen2", "is_causal", False),
@@ -640,16 +642,18 @@ def test_rope_that_is_not_supported_is_refused_by_name(
         ("deepseek_v3", "scoring_func", None),
         ("deepseek_v3", "topk_method", "greedy"),
         ("deepseek_v3", "n_group", 3),
-        ("deepseek_v3", "n_group", 8),  # of one expert each
+        ("deepseek_v3", "n_group", 8),  # groups of one expert
         ("deepseek_v3", "topk_group", 5),
-        ("deepseek_v3", "num_experts_per_tok", 5),  # two groups of two
+        ("deepseek_v3", "num_experts_per_tok", 5),  # only two groups of two experts are used
         ("deepseek_v3", "n_shared_experts", None),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(family: str, field: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=field) as caught:
+def test_unsupported_values_are_rejected_with_their_field(
+    family: str, field: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError, match=field) as raised:
         architecture(config(family, **{field: value}), ignore=["other"])
-    assert str(value).strip("[]") in str(caught.value) or field == "quantization_config"
+    assert str(value).strip("[]") in str(raised.value) or field == "quantization_config"
 
 
 @pytest.mark.parametrize("value", [None, "x", True, [2], -1, float("nan"), float("inf")])
@@ -664,7 +668,7 @@ def test_what_is_not_supported_is_refused_by_name(family: str, field: str, value
         *("rope_scaling.original_max_position_embeddings", "rope_scaling.mscale_all_dim"),
     ],
 )
-def test_what_is_no_number_is_refused_by_name(key: str, value: Any) -> None:
+def test_invalid_numbers_are_rejected_with_their_field(key: str, value: Any) -> None:
     fields = config("deepseek_v3")
     if key.startswith("rope_scaling."):
         changed = {key.removeprefix("rope_scaling."): value}
@@ -699,7 +703,9 @@ def test_what_is_no_number_is_refused_by_name(key: str, value: Any) -> None:
         ({"model_type": ["mistral"]}, "model_type"),
     ],
 )
-def test_a_value_of_another_type_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_values_of_a_wrong_type_are_rejected_with_their_field(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         architecture(config("mistral", **fields))
 
@@ -709,7 +715,7 @@ STRANGE += ["x", "\ud800", [], [1], ["x"], [[[]]], {}, {"a": 1}, {"rope_type": "
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_strange_value_of_any_field_is_read_or_refused_by_name(family: str) -> None:
+def test_any_strange_value_is_accepted_or_rejected_with_a_config_error(family: str) -> None:
     fields = config(family)
     changes = [{key: value} for key in fields for value in STRANGE]
     changes += [
@@ -727,7 +733,7 @@ def test_a_strange_value_of_any_field_is_read_or_refused_by_name(family: str) ->
             assert len(str(error)) < 1000
 
 
-def test_latent_attention_is_read() -> None:
+def test_multi_latent_attention_is_read() -> None:
     arch = architecture(config("deepseek_v3"))
     assert arch.latent == Latent(5, 7, 3, 2, 5)
     assert (arch.head_dim, arch.num_dense_layers, arch.shared_intermediate_size) == (2, 1, 8)
@@ -750,7 +756,7 @@ def test_latent_attention_is_read() -> None:
         ({"attention_factor": 2.0}, "attention_factor"),
     ],
 )
-def test_rope_of_latent_attention_that_is_not_supported_is_refused(
+def test_unsupported_rope_of_multi_latent_attention_is_rejected(
     rope: dict[str, Any], message: str
 ) -> None:
     fields = config("deepseek_v3")
@@ -759,16 +765,16 @@ def test_rope_of_latent_attention_that_is_not_supported_is_refused(
         architecture(fields)
 
 
-def test_a_window_as_long_as_the_model_is_none() -> None:
-    wanted = architecture(config("mistral"))
-    assert architecture(config("mistral", sliding_window=256)) == wanted
-    without = config("mistral", max_position_embeddings=8192)
-    del without["sliding_window"]  # transformers then takes 4096
+def test_a_sliding_window_as_long_as_the_model_is_ignored() -> None:
+    expected = architecture(config("mistral"))
+    assert architecture(config("mistral", sliding_window=256)) == expected
+    incomplete = config("mistral", max_position_embeddings=8192)
+    del incomplete["sliding_window"]  # transformers defaults to 4096
     with pytest.raises(ConfigError, match="sliding_window = 4096"):
-        architecture(without)
+        architecture(incomplete)
 
 
-def test_a_field_that_is_not_known_may_be_ignored_by_name() -> None:
+def test_unknown_fields_may_be_ignored_by_name() -> None:
     fields = config("llama", attn_scale=0.5, residual_scale=2.0)
     with pytest.raises(ConfigError, match=r"attn_scale = 0.5.*model.ignore_fields"):
         architecture(fields)
@@ -778,21 +784,21 @@ def test_a_field_that_is_not_known_may_be_ignored_by_name() -> None:
     assert architecture(fields, ignore=both) == architecture(config("llama"))
 
 
-def test_a_field_that_is_known_to_matter_cannot_be_ignored() -> None:
+def test_fields_known_to_matter_cannot_be_ignored() -> None:
     for field in ("attention_bias", "quantization_config", "hidden_act"):
         with pytest.raises(ConfigError, match=field):
             architecture(config("llama", **{field: "yes"}), ignore=[field])
 
 
-def test_a_field_that_says_none_is_no_reason_to_refuse() -> None:
+def test_empty_values_of_unsupported_fields_are_accepted() -> None:
     for field in ("n_shared_experts", "mlp_only_layers", "no_such_field"):
         for value in (None, [], {}, ""):
             assert architecture(config(**{field: value})) == architecture(config())
 
 
 @pytest.mark.parametrize("value", [False, 0, 0.0])
-def test_false_and_zero_of_an_unknown_field_are_refused(value: Any) -> None:
-    # What is absent may stand for true, as vLLM's is_causal does.
+def test_false_and_zero_of_an_unknown_field_are_rejected(value: Any) -> None:
+    # A missing field may mean true, like is_causal in vLLM.
     with pytest.raises(ConfigError, match=f"no_such_field = {value}.*model.ignore_fields"):
         architecture(config("llama", no_such_field=value))
     rope = {"rope_type": "default", "no_such_field": value}
@@ -801,8 +807,8 @@ def test_false_and_zero_of_an_unknown_field_are_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_leaves_out_when_it_is_the_default_is_understood(family: str) -> None:
-    # Older versions wrote all of these.
+def test_defaults_written_by_older_versions_of_transformers_are_accepted(family: str) -> None:
+    # Older versions wrote all of these fields.
     old = {
         "add_cross_attention": False,
         "chunk_size_feed_forward": 0,
@@ -820,7 +826,7 @@ def test_what_transformers_leaves_out_when_it_is_the_default_is_understood(famil
     assert architecture(config(family, is_causal=True, **old)) == architecture(config(family))
 
 
-def test_what_qwen3_coder_is_published_with_is_understood() -> None:
+def test_extra_fields_of_qwen3_coder_are_accepted() -> None:
     extra = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
     assert architecture(config(**extra)) == architecture(config())
 
@@ -836,8 +842,13 @@ def test_what_qwen3_coder_is_published_with_is_understood() -> None:
         "num_key_value_heads",
     ],
 )
-def test_a_missing_size_is_named(field: str) -> None:
+def test_a_missing_size_is_rejected_with_its_name(field: str) -> None:
     incomplete = config()
     del incomplete[field]
     with pytest.raises(ConfigError, match=f"{field} is missing"):
         architecture(incomplete)
+
+
+def test_a_family_cannot_require_a_rotation_that_the_policy_ignores() -> None:
+    with pytest.raises(ValueError, match=r"family glm: partial_rotary_factor = 0.5 .* whole heads"):
+        replace(LLAMA, model_type="glm", required={"partial_rotary_factor": 0.5})

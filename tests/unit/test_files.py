@@ -1,5 +1,4 @@
-"""Small files are there whole or not at all; JSON of others is read or refused; lock files are no
-links, and need a file system that has locks."""
+"""Atomic text files, JSON from untrusted files, and lock files."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from dapo_megatron.types import CheckpointError, ConfigError
 
 @contextmanager
 def room_for(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond `num_bytes`, as on a full disk."""
+    """Let no file grow beyond `num_bytes`, to simulate a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
@@ -45,7 +44,7 @@ def room_for(num_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_full_disk_leaves_the_old_text_and_nothing_else(tmp_path: Path, durable: bool) -> None:
+def test_a_full_disk_leaves_only_the_old_file(tmp_path: Path, durable: bool) -> None:
     path = tmp_path / "state.json"
     write_text(path, "old", durable=durable)
     with room_for(1000), pytest.raises(OSError):
@@ -66,26 +65,26 @@ BAD_JSON = {
 
 
 @pytest.mark.parametrize("name", BAD_JSON)
-def test_json_that_cannot_be_read_is_refused_by_file(tmp_path: Path, name: str) -> None:
+def test_unreadable_json_is_rejected_with_its_path(tmp_path: Path, name: str) -> None:
     content, problem = BAD_JSON[name]
     path = tmp_path / "state.json"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as raised:
         read_json(path)
-    assert str(refused.value).startswith(f"{path}: cannot be read ({problem}")
+    assert str(raised.value).startswith(f"{path}: cannot be read ({problem}")
     with pytest.raises(ConfigError):
         read_json(path, error=ConfigError)
 
 
 @pytest.mark.parametrize("content", [b"[]", b"1", b"null", b'"{}"'])
-def test_other_json_than_an_object_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_json_that_is_not_an_object_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "state.json"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"state.json: not a manifest$"):
         read_json(path, "not a manifest")
 
 
-def test_a_file_that_is_not_there_or_has_an_impossible_name_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_a_folder_and_an_invalid_name_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"none: cannot be read \(No such file"):
         read_json(tmp_path / "none")
     with pytest.raises(CheckpointError, match=r"cannot be read \(Is a directory"):
@@ -94,7 +93,7 @@ def test_a_file_that_is_not_there_or_has_an_impossible_name_is_refused(tmp_path:
         read_json(tmp_path / "a\0b")
 
 
-def test_values_may_be_nested_so_deep_and_no_deeper() -> None:
+def test_the_nesting_depth_is_limited() -> None:
     assert parse_json("[" * MAX_DEPTH + "]" * MAX_DEPTH) != []
     with pytest.raises(ValueError, match="nested more than 64 deep"):
         parse_json("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
@@ -104,11 +103,11 @@ def test_values_may_be_nested_so_deep_and_no_deeper() -> None:
         check_depth(cyclic)
     wide: list[Any] = []
     for _ in range(40):
-        wide = [wide, wide, wide]  # 3^40 ways through 41 lists
+        wide = [wide, wide, wide]  # 3^40 paths through 41 lists
     check_depth(wide)
 
 
-def test_a_key_that_is_given_twice_is_refused_if_asked() -> None:
+def test_duplicate_keys_are_rejected_on_request() -> None:
     text = '{"a": {"b": 1, "c": 2, "b": 3}}'
     assert parse_json(text) == {"a": {"b": 3, "c": 2}}
     with pytest.raises(ValueError, match="the key 'b' is given twice; remove one of them"):
@@ -116,14 +115,14 @@ def test_a_key_that_is_given_twice_is_refused_if_asked() -> None:
 
 
 @given(st.binary(max_size=100) | st.text(max_size=100).map(str.encode))
-def test_any_bytes_are_json_or_a_value_error(content: bytes) -> None:
+def test_any_bytes_give_json_or_a_value_error(content: bytes) -> None:
     try:
         parse_json(content, unique_keys=True)
     except ValueError as error:
         assert str(error)
 
 
-def test_a_repeated_key_is_found_quickly_among_many() -> None:
+def test_a_duplicate_key_is_found_quickly_among_many() -> None:
     keys = ",".join(f'"{number}":1' for number in range(200_000))
     started = time.process_time()
     with pytest.raises(ValueError, match="the key '199999' is given twice"):
@@ -131,7 +130,7 @@ def test_a_repeated_key_is_found_quickly_among_many() -> None:
     assert time.process_time() - started < 5.0
 
 
-def test_a_link_in_the_place_of_the_partial_file_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_with_the_name_of_the_partial_file_is_not_followed(tmp_path: Path) -> None:
     target = tmp_path / "bashrc"
     target.write_text("mine")
     (tmp_path / f".state.json.{os.getpid()}.partial").symlink_to(target)
@@ -140,7 +139,7 @@ def test_a_link_in_the_place_of_the_partial_file_is_not_followed(tmp_path: Path)
     assert target.read_text() == "mine"
 
 
-def test_a_lock_file_that_is_a_link_is_refused_and_its_target_stays(tmp_path: Path) -> None:
+def test_a_lock_file_that_is_a_link_is_rejected_and_its_target_unchanged(tmp_path: Path) -> None:
     target, path = tmp_path / "bashrc", tmp_path / ".lock"
     target.write_text("mine")
     path.symlink_to(target)
@@ -149,7 +148,7 @@ def test_a_lock_file_that_is_a_link_is_refused_and_its_target_stays(tmp_path: Pa
     assert target.read_text() == "mine"
 
 
-def test_a_lock_file_keeps_its_content_and_locks_once(tmp_path: Path) -> None:
+def test_a_lock_file_keeps_its_content_and_has_one_holder(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     path.write_text("who holds it")
     with open_lock(path) as first, open_lock(path) as second:
@@ -159,7 +158,7 @@ def test_a_lock_file_keeps_its_content_and_locks_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_a_file_system_without_locks_is_named_with_the_cure(
+def test_a_file_system_without_locks_is_reported_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def flock(*_: object) -> None:

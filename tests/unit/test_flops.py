@@ -1,4 +1,4 @@
-"""Operations of a model against what torch counts in its HF twin, and against 6 x parameters."""
+"""FLOPs of a model, compared with torch's count for the HF model and with 6 x parameters."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SMALL = st.lists(st.integers(1, 500), min_size=1, max_size=6)
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_torch_counts_as_many(tmp_path: Path, family: str, backward: bool) -> None:
+def test_flops_equal_the_count_of_torch(tmp_path: Path, family: str, backward: bool) -> None:
     folder = make_random_model(family, tmp_path, num_hidden_layers=3)
-    # Eager: attention is two products of whole matrices, and each expert products of its own, which
-    # torch counts; it does not count its fused ones.
+    # torch does not count fused kernels. In eager mode, attention is two full matrix products, and
+    # each expert has separate ones.
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", experts_implementation="eager"
     )
@@ -38,13 +38,13 @@ def test_torch_counts_as_many(tmp_path: Path, family: str, backward: bool) -> No
         counted += counter.get_total_flops()
     arch = architecture(model.config.to_dict())
     unseen = sum(length * (length - 1) // 2 for length in LENGTHS)
-    ours = model_flops(arch, LENGTHS, backward=backward)
-    ours += unseen * pair_flops(arch) * (3 if backward else 1)
-    assert counted == pytest.approx(ours, rel=0.01)
+    estimated = model_flops(arch, LENGTHS, backward=backward)
+    estimated += unseen * pair_flops(arch) * (3 if backward else 1)
+    assert counted == pytest.approx(estimated, rel=0.01)
 
 
-def test_six_per_parameter() -> None:
-    """The rule of thumb (arXiv 2001.08361, section 2.1), for a model whose embedding is apart."""
+def test_short_sequences_take_about_six_flops_per_parameter_and_token() -> None:
+    """The rule of thumb of arXiv 2001.08361, section 2.1, without the embedding."""
     count, hf = PUBLISHED["Qwen2.5-32B"]
     arch = architecture(hf)
     embedding = arch.vocab_size * arch.hidden_size
@@ -53,28 +53,28 @@ def test_six_per_parameter() -> None:
 
 
 @given(SMALL, SMALL)
-def test_sequences_add_up(some: list[int], others: list[int]) -> None:
+def test_flops_of_sequences_add_up(first: list[int], second: list[int]) -> None:
     arch = architecture(PUBLISHED["Qwen3-30B-A3B"][1])
-    both = model_flops(arch, some + others, backward=False)
-    assert both == sum(model_flops(arch, part, backward=False) for part in (some, others))
-    assert model_flops(arch, some, backward=True) == 3 * model_flops(arch, some, backward=False)
+    both = model_flops(arch, first + second, backward=False)
+    assert both == sum(model_flops(arch, part, backward=False) for part in (first, second))
+    assert model_flops(arch, first, backward=True) == 3 * model_flops(arch, first, backward=False)
 
 
-def test_only_scored_tokens_meet_the_head() -> None:
+def test_only_scored_tokens_use_the_head() -> None:
     arch = architecture(PUBLISHED["Qwen3-8B"][1])
     whole, none = (model_flops(arch, [7], backward=False, num_scored=n) for n in (None, 0))
     assert whole - none == 7 * head_flops(arch)
     assert none == 7 * token_flops(arch) + 28 * pair_flops(arch)
 
 
-def test_active_experts_alone_count() -> None:
+def test_only_active_experts_count() -> None:
     """Published as 30B-A3B: about 3.3e9 parameters act on a token (model card)."""
     arch = architecture(PUBLISHED["Qwen3-30B-A3B"][1])
     active = (token_flops(arch) + head_flops(arch)) / 2 + arch.vocab_size * arch.hidden_size
     assert active == pytest.approx(3.3e9, rel=0.03)
 
 
-def test_devices_by_name() -> None:
+def test_peak_flops_by_device_name() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA H200") == 989.4e12

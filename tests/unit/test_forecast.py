@@ -1,4 +1,4 @@
-"""The forecast of the keep rate: what it learns, and how sure it makes a step."""
+"""The forecast of the keep rate, and the number of prompts it requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dapo_megatron.rollout.forecast import KeepRate
 
 
-def test_it_starts_from_the_guess_and_follows_what_is_seen() -> None:
+def test_the_keep_rate_starts_at_the_prior_and_follows_observations() -> None:
     rate = KeepRate(prior=0.5, prior_weight=10)
     assert rate.mean == 0.5
     for _ in range(1000):
@@ -19,20 +19,20 @@ def test_it_starts_from_the_guess_and_follows_what_is_seen() -> None:
     assert 0 < rate.mean < 0.01
 
 
-def test_what_is_past_counts_less() -> None:
+def test_older_observations_count_less() -> None:
     rate = KeepRate(prior=0.5, prior_weight=1)
     for kept in (False, True):
         for _ in range(100):
             rate.observe(kept)
         rate.forget()
-    assert rate.mean > 0.6  # the newer half weighs twice
+    assert rate.mean > 0.6  # the newer half has twice the weight
 
 
 @given(
     st.integers(1, 600), st.floats(0.01, 1.0), st.floats(1.0, 600.0), st.integers(0, 5000),
     st.floats(0.0, 1.0),
 )  # fmt: skip
-def test_prompts_are_at_least_the_groups_and_at_most_twice_the_mean(
+def test_prompts_are_between_the_number_of_groups_and_twice_the_mean(
     num_groups: int, prior: float, weight: float, decided: int, share: float
 ) -> None:
     rate = KeepRate(prior, weight, kept=decided * share, decided=decided)
@@ -44,16 +44,16 @@ def test_prompts_are_at_least_the_groups_and_at_most_twice_the_mean(
 
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("num_groups", [8, 512])
-def test_nineteen_times_in_twenty_they_are_enough(keep: float, num_groups: int) -> None:
+def test_prompts_are_enough_in_about_95_percent_of_steps(keep: float, num_groups: int) -> None:
     rng = random.Random(0)
     rate = KeepRate(0.5, 4)
     for _ in range(20_000):
         rate.observe(rng.random() < keep)
     prompts = rate.prompts_for(num_groups)
-    found = [sum(rng.random() < keep for _ in range(prompts)) for _ in range(400)]
-    enough = sum(number >= num_groups for number in found) / len(found)
+    num_kept = [sum(rng.random() < keep for _ in range(prompts)) for _ in range(400)]
+    enough = sum(number >= num_groups for number in num_kept) / len(num_kept)
     assert 0.9 <= enough <= 0.995  # 0.95 by the normal approximation
 
 
-def test_all_kept_needs_no_spare() -> None:
+def test_a_keep_rate_of_one_needs_no_extra_prompts() -> None:
     assert KeepRate(1.0, 32).prompts_for(32) == 32

@@ -1,5 +1,7 @@
-"""FP8 in Megatron's words, and the bridge over parameters that are kept in it. (With Transformer
-Engine itself: tests/gpu_stack/test_te_meta.py.)"""
+"""FP8 settings for Megatron, and sync, checkpoints and offload of FP8 parameters.
+
+tests/gpu_stack/test_te_meta.py tests the same with Transformer Engine.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ def policy(**fp8: Any) -> PolicyConfig:
     return PolicyConfig(precision="bfloat16", fp8=fp8 or None)
 
 
-class Rounded(Tensor):
-    """bfloat16 to look at; 255 steps of one scale inside, and a transposed copy like Transformer
-    Engine's. Nothing but `dequantize` reads it, nothing but `copy_` writes."""
+class FakeQuantized(Tensor):
+    """Stand-in for a Transformer Engine tensor: bfloat16 outside, 255 steps of one scale inside,
+    and a transposed copy. Only `dequantize` reads it and only `copy_` writes it."""
 
     codes: Tensor
     scale: Tensor
@@ -31,8 +33,10 @@ class Rounded(Tensor):
     exact: Tensor | None
 
     @staticmethod
-    def __new__(cls, value: Tensor) -> Rounded:
-        made: Rounded = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=torch.bfloat16)
+    def __new__(cls, value: Tensor) -> FakeQuantized:
+        made: FakeQuantized = torch.Tensor._make_wrapper_subclass(
+            cls, value.shape, dtype=torch.bfloat16
+        )
         made.become(value)
         made.exact = value.bfloat16()
         return made
@@ -60,10 +64,10 @@ class Rounded(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:
-        raise AssertionError(f"{func} reads a quantized tensor as if it were none")
+        raise AssertionError(f"{func} reads a quantized tensor as if it were a plain one")
 
 
-def test_a_quantized_parameter_gives_what_is_computed_with() -> None:
+def test_shards_of_a_quantized_parameter_are_its_dequantized_values() -> None:
     published = next(hf for _, hf in PUBLISHED.values() if hf["model_type"] == "qwen3")
     sizes = {"hidden_size": 32, "head_dim": 4, "vocab_size": 10, "intermediate_size": 12}
     arch = architecture(published | sizes)
@@ -74,49 +78,53 @@ def test_a_quantized_parameter_gives_what_is_computed_with() -> None:
     }
     name = "decoder.layers.1.self_attention.linear_qkv.weight"
     exact = params[name].float()
-    quantized = Rounded(exact)
+    quantized = FakeQuantized(exact)
     plain = {shard.tensor_slice: shard for shard in shards_of(params, arch, PLACE)}
     mixed = shards_of(params | {name: quantized}, arch, PLACE)
     rounded = [shard for shard in mixed if shard.view is quantized]
     assert len(rounded) == 3 * arch.num_kv_heads // PLACE.tp_size
 
-    def worst() -> float:
-        # Read anew each time: the parameter moves on.
+    def largest_difference() -> float:
+        # Shards are read again each time, because the parameter changes.
         assert all(shard.read().shape == shard.tensor_slice.region.shape for shard in rounded)
         assert {shard.read().dtype for shard in rounded} == {torch.bfloat16}
-        gaps = [(shard.read() - plain[shard.tensor_slice].read()).abs().max() for shard in rounded]
-        return float(max(gaps))
+        differences = [
+            (shard.read() - plain[shard.tensor_slice].read()).abs().max() for shard in rounded
+        ]
+        return float(max(differences))
 
-    assert 0.0 < worst() < 0.02
+    assert 0.0 < largest_difference() < 0.02
     params[name].neg_()
-    assert worst() > 1.0
+    assert largest_difference() > 1.0
     quantized.become(-exact)
-    assert worst() < 0.02
+    assert largest_difference() < 0.02
     with pytest.raises(TypeError, match=r"k_proj.*slice by slice"):
         next(shard for shard in rounded if "k_proj" in shard.tensor_slice.name).write(exact)
 
 
 @pytest.fixture
 def fp8(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """policy/fp8.py, with `Rounded` for Transformer Engine's classes."""
+    """policy/fp8.py, with FakeQuantized instead of Transformer Engine's classes."""
     from dapo_megatron.policy import fp8 as module
 
-    monkeypatch.setattr(module, "is_quantized", lambda parameter: isinstance(parameter, Rounded))
+    monkeypatch.setattr(
+        module, "is_quantized", lambda parameter: isinstance(parameter, FakeQuantized)
+    )
     return module
 
 
-def test_values_are_written_where_they_are_not_rounded_and_then_brought_in(fp8: Any) -> None:
-    plain, quantized = torch.randn(4, 3), Rounded(torch.randn(4, 3))
+def test_values_are_written_unrounded_and_then_quantized(fp8: Any) -> None:
+    plain, quantized = torch.randn(4, 3), FakeQuantized(torch.randn(4, 3))
     values = fp8.HighPrecisionValues()
     assert values(plain) is plain
-    # As a checkpoint is read: into what the optimizer will take.
+    # Loading a checkpoint writes into the exact values that the optimizer will start from.
     assert values(quantized) is values(quantized) is quantized.exact
     read = torch.randn(4, 3).bfloat16()
     values(quantized).copy_(read)
     values.round()
     step = float(quantized.scale)
     assert (quantized.dequantize() - read).abs().max() <= 2 * step
-    # Once it has, from what the parameter is.
+    # After the optimizer took them, values start from the dequantized parameter.
     quantized.exact = None
     values = fp8.HighPrecisionValues()
     assert torch.equal(values(quantized), quantized.dequantize())
@@ -127,13 +135,13 @@ def test_values_are_written_where_they_are_not_rounded_and_then_brought_in(fp8: 
     assert (quantized.dequantize() + 3 * before).abs().max() <= 0.02 * 3 * float(before.abs().max())
 
 
-def test_nothing_of_a_quantized_parameter_stays_on_the_device(fp8: Any) -> None:
+def test_offload_frees_all_memory_of_a_quantized_parameter(fp8: Any) -> None:
     from types import SimpleNamespace
 
     from dapo_megatron.policy.offload import Offload
 
     buffer = torch.zeros(20)
-    quantized = Rounded(torch.randn(4, 3))
+    quantized = FakeQuantized(torch.randn(4, 3))
     quantized.codes = buffer[:12].view(4, 3).copy_(quantized.codes)  # Megatron's flat buffer
     plain = torch.nn.Parameter(buffer[12:15])
     fixed = torch.nn.Parameter(torch.randn(2), requires_grad=False)
@@ -144,20 +152,20 @@ def test_nothing_of_a_quantized_parameter_stays_on_the_device(fp8: Any) -> None:
     )
     gradients = SimpleNamespace(param_data=buffer, grad_data=torch.zeros(20))
     chunk = SimpleNamespace(buffers=[gradients], expert_parallel_buffers=[], module=module)
-    held = [buffer, quantized.codes, quantized.scale, fixed.data]
-    before, shown = [one.clone() for one in held], quantized.dequantize()
+    stored = [buffer, quantized.codes, quantized.scale, fixed.data]
+    before, shown_before = [tensor.clone() for tensor in stored], quantized.dequantize()
     memory = Offload(["weights"], [chunk], SimpleNamespace(chained_optimizers=[]))
     fp8.drop_cached_weights([module])
     memory.offload()
     assert not workspaces._fp8_workspaces and quantized.transposed is None
-    assert all(one.untyped_storage().nbytes() == 0 for one in held)
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in stored)
     assert list(map(id, fp8.tensors_of(quantized))) == [id(quantized.codes), id(quantized.scale)]
     memory.reload()
-    assert all(map(torch.equal, held, before))
-    assert torch.equal(quantized.dequantize(), shown)
+    assert all(map(torch.equal, stored, before))
+    assert torch.equal(quantized.dequantize(), shown_before)
 
 
-def test_delayed_scales_are_found_without_gradients_before_the_first_log_probs(
+def test_delayed_scales_are_calibrated_without_gradients_before_the_first_logprobs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from types import SimpleNamespace
@@ -165,25 +173,25 @@ def test_delayed_scales_are_found_without_gradients_before_the_first_log_probs(
     from dapo_megatron.policy import fp8 as module
     from dapo_megatron.policy.step import Runner
 
-    seen: list[str] = []
+    calls_of_pass: list[str] = []
 
-    class Watched(Runner):
+    class RecordingRunner(Runner):
         def _run(self, *_: Any, **keys: Any) -> list[Any]:
             assert keys["forward_only"] and not torch.is_grad_enabled()
-            seen.append("pass")
+            calls_of_pass.append("pass")
             return []
 
-    monkeypatch.setattr(module, "update_scales", lambda: seen.append("scales"))
+    monkeypatch.setattr(module, "update_scales", lambda: calls_of_pass.append("scales"))
 
     def passes(recipe: str | None) -> list[list[str]]:
         settings = SimpleNamespace(num_moe_experts=None, fp8=recipe and "hybrid", fp8_recipe=recipe)
-        runner = Watched([SimpleNamespace(config=settings)], temperature=1.0, vocab=8)
-        told = []
+        runner = RecordingRunner([SimpleNamespace(config=settings)], temperature=1.0, vocab=8)
+        calls = []
         for _ in range(2):
-            seen.clear()
+            calls_of_pass.clear()
             runner.logprobs([])
-            told.append(list(seen))
-        return told
+            calls.append(list(calls_of_pass))
+        return calls
 
     assert passes("delayed") == [["pass", "scales", "pass", "scales", "pass"], ["pass"]]
     assert passes("tensorwise") == passes(None) == [["pass"], ["pass"]]
@@ -197,7 +205,7 @@ RECIPES = [
 
 
 @pytest.mark.parametrize("fp8", RECIPES, ids=lambda fp8: fp8["recipe"])
-def test_megatron_takes_the_settings(fp8: dict[str, Any]) -> None:
+def test_megatron_accepts_the_settings(fp8: dict[str, Any]) -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.fp8_utils import is_first_last_bf16_layer
     from megatron.core.optimizer import OptimizerConfig
@@ -218,7 +226,7 @@ def test_megatron_takes_the_settings(fp8: dict[str, Any]) -> None:
     assert optimizer.fp8_recipe == (model.fp8_recipe if has_parameters else None)
 
 
-def test_no_fp8_says_nothing() -> None:
+def test_without_fp8_there_are_no_settings() -> None:
     from dapo_megatron.policy.fp8 import ddp_settings, model_settings, optimizer_settings
 
     for settings in (ddp_settings, model_settings, optimizer_settings):

@@ -42,24 +42,24 @@ def flat(rows: list[list[float]]) -> torch.Tensor:
 @pytest.mark.parametrize("case", GOLDEN["advantage"]["cases"], ids=lambda case: case["name"])
 def test_advantage(case: dict[str, Any]) -> None:
     rewards = doubles(case["rewards"])
-    ours = group_advantage(rewards, [7] * len(rewards))
-    torch.testing.assert_close(ours, doubles(case["advantages"]), **EXACT)
+    actual = group_advantage(rewards, [7] * len(rewards))
+    torch.testing.assert_close(actual, doubles(case["advantages"]), **EXACT)
 
 
 @pytest.mark.parametrize("row", GOLDEN["advantage"]["G16_table"], ids=lambda r: r["k_correct"])
 def test_advantage_of_a_group_of_16(row: dict[str, Any]) -> None:
     k = row["k_correct"]
-    ours = group_advantage(doubles([1.0] * k + [-1.0] * (16 - k)), [0] * 16)
+    actual = group_advantage(doubles([1.0] * k + [-1.0] * (16 - k)), [0] * 16)
     expected = [row["adv_correct"]] * k + [row["adv_incorrect"]] * (16 - k)
-    torch.testing.assert_close(ours, doubles(expected), **EXACT)
+    torch.testing.assert_close(actual, doubles(expected), **EXACT)
     kept = verdict([True] * k + [False] * (16 - k)) is Verdict.MIXED
     assert kept == row["kept_by_dynamic_sampling"]
 
 
 def test_advantage_of_interleaved_groups() -> None:
     case = GOLDEN["advantage"]["interleaved"]
-    ours = group_advantage(doubles(case["rewards"]), [ord(uid) for uid in case["uid"]])
-    torch.testing.assert_close(ours, doubles(case["advantages"]), **EXACT)
+    actual = group_advantage(doubles(case["rewards"]), [ord(uid) for uid in case["uid"]])
+    torch.testing.assert_close(actual, doubles(case["advantages"]), **EXACT)
 
 
 # ------------------------------------------------------------------------ token loss
@@ -133,7 +133,7 @@ def test_statistics_of_the_aggregation_case() -> None:
     assert float(sums["approx_kl"]) / n == pytest.approx(metrics["ppo_kl"])
 
 
-def test_microbatches_of_any_rank_add_up_to_the_global_token_mean() -> None:
+def test_micro_batches_of_all_ranks_add_up_to_the_global_token_mean() -> None:
     logp, micro = aggregated("token")
     loss = loss_with()
     sequence_of = torch.arange(6).repeat_interleave(torch.tensor(AGGREGATION["lengths"]))
@@ -151,11 +151,11 @@ def test_microbatches_of_any_rank_add_up_to_the_global_token_mean() -> None:
     assert total / AGGREGATION["total_tokens"] == pytest.approx(expected, rel=1e-12)
 
 
-# ------------------------------------------------------------------------ the plain numbers
+# ------------------------------------------------------------------------ other formulas
 
 
 @pytest.mark.parametrize("case", GOLDEN["overlong"]["cases"], ids=str)
-def test_overlong(case: dict[str, Any]) -> None:
+def test_overlong_penalty(case: dict[str, Any]) -> None:
     penalty = overlong_penalty(
         case["length"], max_tokens=case["L_max"], buffer_tokens=case["L_cache"]
     )
@@ -180,15 +180,15 @@ def test_dynamic_sampling_keeps_the_first_mixed_groups_in_order() -> None:
 @pytest.mark.parametrize(
     "case", [c for c in GOLDEN["dynamic_sampling"]["extra"] if "acc" in c], ids=lambda c: c["desc"]
 )
-def test_dynamic_sampling_judges_raw_correctness(case: dict[str, Any]) -> None:
+def test_dynamic_sampling_uses_raw_correctness(case: dict[str, Any]) -> None:
     assert (verdict(case["acc"]) is Verdict.MIXED) == case["keep_by_acc"]
 
 
 @pytest.mark.parametrize("warmup", [10, 20])
 def test_learning_rate(warmup: int) -> None:
     for step, lr in GOLDEN["lr_schedule"][f"warmup{warmup}"]:
-        ours = warmup_lr(step, lr=1e-6, warmup_rollout_steps=warmup)
-        assert ours == pytest.approx(lr, rel=1e-12)
+        actual = warmup_lr(step, lr=1e-6, warmup_rollout_steps=warmup)
+        assert actual == pytest.approx(lr, rel=1e-12)
 
 
 def test_evaluation_metrics() -> None:
@@ -196,29 +196,29 @@ def test_evaluation_metrics() -> None:
     assert avg_at_k(case["correct"]) == pytest.approx(case["avg_at_4"], rel=1e-12)
     assert pass_at_k(case["correct"]) == pytest.approx(case["pass_at_4"], rel=1e-12)
     assert pass_at_k(case["correct"], k=4) == pytest.approx(case["pass_at_4"], rel=1e-12)
-    ours = cons_at_k(case["correct"], case["predictions"])
-    assert ours == pytest.approx(case["cons_at_4"], rel=1e-12)
+    actual = cons_at_k(case["correct"], case["predictions"])
+    assert actual == pytest.approx(case["cons_at_4"], rel=1e-12)
 
 
 @pytest.mark.parametrize("case", GOLDEN["tis_optional"]["cases"], ids=str)
 def test_truncated_importance_weight(case: dict[str, Any]) -> None:
-    ours = tis_weights(
+    actual = tis_weights(
         doubles([case["logp_train_old"]]),
         doubles([case["logp_rollout"]]),
         torch.ones(1),
         cap=GOLDEN["tis_optional"]["C"],
     )
-    torch.testing.assert_close(ours, doubles([case["w"]]), **EXACT)
+    torch.testing.assert_close(actual, doubles([case["w"]]), **EXACT)
 
 
-# ------------------------------------------------------------------------ the policy's arithmetic
+# ------------------------------------------------------------------------ the policy
 
 
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("case", GOLDEN["logprob_entropy"], ids=lambda c: c["temperature"])
 def test_logprob_entropy_and_gradient(case: dict[str, Any], padding: int) -> None:
-    """In float32, as the policy computes them. The hidden state is the logits and the weight the
-    identity; a padded entry is a row whose logit must not count."""
+    """In float32, like the policy. The hidden state is the logits and the weight is the identity. A
+    padding row of the weight must not affect the result."""
     num = len(case["logits"])
     logits = torch.tensor([case["logits"]], requires_grad=True)
     weight = torch.cat([torch.eye(num), torch.full((padding, num), 9.0)]).requires_grad_()
@@ -238,13 +238,15 @@ def test_logprob_entropy_and_gradient(case: dict[str, Any], padding: int) -> Non
     (plain / case["temperature"]).log_softmax(-1)[case["label"]].backward()
     assert logits.grad is not None and weight.grad is not None and plain.grad is not None
     torch.testing.assert_close(logits.grad[0].double(), plain.grad, rtol=1e-5, atol=1e-7)
-    by_weight = plain.grad[:, None] * doubles(case["logits"])
-    torch.testing.assert_close(weight.grad[:num].double(), by_weight, rtol=1e-5, atol=1e-6)
+    expected_weight_gradient = plain.grad[:, None] * doubles(case["logits"])
+    torch.testing.assert_close(
+        weight.grad[:num].double(), expected_weight_gradient, rtol=1e-5, atol=1e-6
+    )
     assert not weight.grad[num:].any()
 
 
-def test_gradient_clip_of_the_parity_chain() -> None:
-    """torch's rule, to which tests/parity/test_policy.py holds Megatron's."""
+def test_torchs_gradient_clipping() -> None:
+    """tests/parity/test_policy.py compares Megatron's clipping with torch's."""
     case = GOLDEN["grad_clip"]
     weight = doubles(case["grad"]).requires_grad_()
     weight.grad = doubles(case["grad"])
@@ -253,7 +255,7 @@ def test_gradient_clip_of_the_parity_chain() -> None:
     torch.testing.assert_close(weight.grad, doubles(case["clipped"]), **EXACT)
 
 
-def test_adamw_of_the_parity_chain() -> None:
+def test_torchs_adamw() -> None:
     case = GOLDEN["adamw"]
     weight = doubles([case["p0"]]).requires_grad_()
     optimizer = torch.optim.AdamW(

@@ -1,5 +1,4 @@
-"""The configs that gpu_check's checks build on a Hopper GPU, built here in their real shapes: each
-is one that a run would start with."""
+"""The configs that gpu_check's checks build on a Hopper GPU, in their real shapes, are valid."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from gpu_checks.rig import Setting
 
 HOPPER = Machine(capability=(9, 0), cuda=(13, 0), packages=frozenset(PACKAGES))
 SUBJECTS = {"training": training, "fp8": fp8, "states": states}
-FOUND = {
+FAKE_RESULTS = {
     "logprobs": torch.zeros(4),
     "after": torch.zeros(4),
     "losses": [4.0, 3.0, 2.0, 1.0],
@@ -37,57 +36,63 @@ FOUND = {
 
 
 class Stopped(Exception):
-    """Where a policy would have been built."""
+    """Raised instead of building a policy."""
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
-    """Configs that were asked for; steps give FOUND, and no model is made."""
+def built_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
+    """Return the configs that checks build. Steps return FAKE_RESULTS; no model is built."""
     configs: list[Any] = []
 
     def folder(self: Setting, name: str) -> Path:
-        made = tmp_path / name
-        made.mkdir(exist_ok=True)
-        (made / "config.json").write_text(json.dumps(shapes.SHAPES[name]))
-        return made
+        path = tmp_path / name
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(json.dumps(shapes.SHAPES[name]))
+        return path
 
     def policy(config: Any, *_: Any) -> Any:
         configs.append(config)
         raise Stopped
 
-    def run(setting: Setting, _: Any, *overrides: str, model: str = steps.DENSE) -> dict[str, Any]:
-        config = rig.make_config(setting, model, *overrides, row_tokens=steps.ROW_TOKENS)
+    def run(setting: Setting, _: Any, *overrides: str, model: str = "") -> dict[str, Any]:
+        model = model or steps.dense_model(setting)
+        config = rig.make_config(setting, model, *overrides, row_tokens=steps.row_tokens(setting))
         configs.append(config)
-        return dict(FOUND)
+        return dict(FAKE_RESULTS)
 
     monkeypatch.setattr(Setting, "model", folder)
-    monkeypatch.setattr(rig, "has_gpu", lambda: True)  # of precision
-    monkeypatch.setattr(states, "make_policy", policy)
+    monkeypatch.setattr(rig, "has_gpu", lambda: True)  # chooses the precision
+    for module in (states, training):
+        monkeypatch.setattr(module, "make_policy", policy)
     for module in SUBJECTS.values():
-        monkeypatch.setattr(module, "one_rank", lambda: None)
+        monkeypatch.setattr(module, "join_ranks", lambda _: None)
         monkeypatch.setattr(module, "run", run, raising=False)
-        monkeypatch.setattr(module, "reference_of", lambda *_: dict(FOUND), raising=False)
+        monkeypatch.setattr(module, "reference_of", lambda *_: dict(FAKE_RESULTS), raising=False)
     monkeypatch.setattr(training, "has_te", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     yield configs
 
 
-@pytest.mark.parametrize("name", [one.name for one in SHOWN if one.where.split(":")[0] in SUBJECTS])
-def test_a_config_of_a_check_is_allowed_on_hopper(
-    name: str, built: list[Any], tmp_path: Path
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
+@pytest.mark.parametrize(
+    "name", [check.name for check in SHOWN if check.where.split(":")[0] in SUBJECTS]
+)
+def test_the_configs_of_a_check_are_allowed_on_hopper(
+    name: str, tensor_parallel: int, built_configs: list[Any], tmp_path: Path
 ) -> None:
-    one = next(check for check in SHOWN if check.name == name)
+    gpu_check = next(entry for entry in SHOWN if entry.name == name)
     try:
-        figures = list(one.run()(Setting(tmp_path)))
+        setting = Setting(tmp_path, tensor_parallel=tensor_parallel)
+        figures = list(gpu_check.run()(setting))
     except Stopped:
         figures = []
-    assert built and all(figure.verdict == "ok" for figure in figures)
-    for config in built:
+    assert built_configs and all(figure.verdict == "ok" for figure in figures)
+    for config in built_configs:
         arch = architecture(shapes.SHAPES[Path(config.model.path).name])
-        check_layout(config, arch, 1)
+        check_layout(config, arch, tensor_parallel)
         check(config, arch, HOPPER)
 
 
-def test_the_shipped_fp8_settings_are_the_config_files() -> None:
+def test_the_shipped_fp8_settings_are_those_of_the_config_file() -> None:
     settings = fp8.shipped_settings()
     assert settings["recipe"] == "blockwise" and settings["bf16_first_layers"]

@@ -1,4 +1,4 @@
-"""config.json: what is written reads as it was, and notes of other programs do not matter."""
+"""config.json: round trips, and metadata fields of other programs, which are ignored."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def config(family: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_what_is_written_reads_as_it_was(name: str) -> None:
+def test_a_written_config_reads_back_as_the_same_architecture(name: str) -> None:
     arch = architecture(PUBLISHED[name][1])
     written = to_hf_config(arch)
     assert architecture(written) == arch
     assert architecture(FAMILIES[arch.family][0](**written).to_dict()) == arch
 
 
-NOTES = {
+METADATA = {
     "_name_or_path": "meta-llama/Llama-3.1-8B",
     "_commit_hash": "0e9e39f249a16976918f6564b8830bc894c89659",
     "_attn_implementation": "flash_attention_2",
@@ -48,12 +48,12 @@ NOTES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_notes_of_a_published_checkpoint_need_no_mention(family: str) -> None:
-    assert architecture(config(family, **NOTES)) == architecture(config(family))
+def test_metadata_fields_of_published_checkpoints_are_ignored(family: str) -> None:
+    assert architecture(config(family, **METADATA)) == architecture(config(family))
 
 
-def test_everything_that_older_versions_of_transformers_wrote_is_understood() -> None:
-    # PretrainedConfig.to_dict() of 4.51, with what fine-tuning scripts change in it.
+def test_all_fields_of_older_versions_of_transformers_are_accepted() -> None:
+    # PretrainedConfig.to_dict() of transformers 4.51, with values that fine-tuning scripts change.
     written = {
         **dict.fromkeys(["return_dict", "output_hidden_states", "do_sample"], True),
         **dict.fromkeys(["output_attentions", "torchscript", "use_bfloat16"], False),
@@ -100,16 +100,16 @@ def test_everything_that_older_versions_of_transformers_wrote_is_understood() ->
         ("transformers_weights", "other.safetensors"),
     ],
 )
-def test_a_note_that_may_change_what_the_model_computes_is_refused(field: str, value: Any) -> None:
+def test_an_unknown_field_that_may_change_the_model_is_rejected(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"the field {field} = .*model.ignore_fields"):
         architecture(config("llama", **{field: value}))
     accepted = architecture(config("llama", **{field: value}), ignore=[field])
     assert accepted == architecture(config("llama"))
 
 
-def test_no_model_reads_a_private_field_of_its_config() -> None:
-    """What `_is_note` relies on, in the installed transformers and vLLM: a private field of
-    config.json becomes a private attribute, and only these two are read."""
+def test_models_read_no_private_config_fields_except_two() -> None:
+    """`_is_note` relies on this in the installed transformers and vLLM: a private field of
+    config.json becomes a private attribute, and models read only these two."""
     packages = {
         "transformers": ["modeling_rope_utils.py", "masking_utils.py"]
         + [f"models/{family}/*_{family}.py" for family in FAMILIES],
@@ -136,7 +136,7 @@ def test_no_model_reads_a_private_field_of_its_config() -> None:
 
 
 @pytest.mark.parametrize("field", ["max_sequence_length", "model_max_length"])
-def test_the_lowest_limit_of_positions_counts(field: str) -> None:
+def test_the_lowest_limit_of_positions_is_used(field: str) -> None:
     assert architecture(config("llama", **{field: 64})).max_positions == 64
     assert architecture(config("llama", **{field: 10**7})) == architecture(config("llama"))
     with pytest.raises(ConfigError, match=f"{field} = 'x'"):

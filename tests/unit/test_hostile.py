@@ -1,7 +1,7 @@
-"""Completions that mean harm, through the real pool: they cost their time limits and no more.
+"""Hostile completions through the real grading pool: each costs at most its time limit.
 
-The submitter is never held up, and when the pool is closed no process and no file is left. `make
-test` takes a sample; all 2,000 are in `make test-long`.
+The submitting thread is never blocked, and a closed pool leaves no process and no file. `make test`
+runs a sample; `make test-long` runs all 2,000.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ import pytest
 from dapo_megatron.rewards import GradingPool
 from dapo_megatron.rewards.code import SHARE_OF_LIMIT
 from dapo_megatron.types import Grade
+from tests.helpers.cores import own_seconds
 from tests.helpers.graders import processes_with
 from tests.helpers.sandboxes import needs_sandbox
 
 WORKERS = 2
 TIMEOUT_SECONDS = 1.5
 SLACK = 2.0
-"""The bound of the whole is this many times the sum of its parts, as measured just before."""
+"""Factor between the allowed total seconds and the sum of the parts, which are measured first."""
 
 PLACES = ["/tmp", "/dev/shm", "/var/tmp", str(Path.home()), str(Path.cwd())]
-"""Where programs try to leave a file."""
+"""Folders in which hostile programs try to leave a file."""
 
 MATH = [
     r"\boxed{{9**9**9**{n}}}",
@@ -132,7 +133,7 @@ PROGRAMS = [
 
 @dataclass(frozen=True)
 class Attack:
-    """A completion, and whether it is a program that never ends."""
+    """A hostile completion. `is_endless` marks a program that never ends."""
 
     source: str
     response: str
@@ -147,7 +148,7 @@ HARMLESS = Attack(
 
 
 def attacks(count: int, token: str) -> list[Attack]:
-    """`count` of them, every kind in turn, in an order that mixes them."""
+    """Return `count` attacks with every kind in turn, shuffled."""
     choice = random.Random(5)
     long, math, expressions, endless, programs = map(
         cycle, (LONG, MATH, EXPRESSIONS, ENDLESS_PROGRAMS, PROGRAMS)
@@ -155,7 +156,7 @@ def attacks(count: int, token: str) -> list[Attack]:
     header = f"PLACES, TOKEN = {[*PLACES, '.']!r}, {'/' + token!r}\n"
     tests = json.dumps({"inputs": ["1\n"], "outputs": ["never written"]})
 
-    def one(kind: int) -> Attack:
+    def make_attack(kind: int) -> Attack:
         n = choice.randint(2, 9)
         if kind < 4:
             grader = ("dapo_math", "math_verify")[choice.randint(0, 1)]
@@ -171,20 +172,20 @@ def attacks(count: int, token: str) -> list[Attack]:
         program = next(endless if is_endless else programs)
         return Attack("code", f"```python\n{header}{program}\n```", tests, {}, is_endless)
 
-    made = [one(number % 20) for number in range(count)]
-    choice.shuffle(made)
-    return made
+    mixed = [make_attack(number % 20) for number in range(count)]
+    choice.shuffle(mixed)
+    return mixed
 
 
 def unix_sockets() -> set[str]:
-    """Paths and abstract names that somebody listens on."""
+    """Return paths and abstract names of open Unix sockets."""
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return {line[7] for line in lines if len(line) > 7}
 
 
 @dataclass
 class Calls:
-    """How long the calls of the submitter took; seconds."""
+    """Seconds of each call of the submitter, without those that it waited for a core."""
 
     submit: list[float]
     collect: list[float]
@@ -201,27 +202,25 @@ class Calls:
 
 
 def grade_all(
-    pool: GradingPool, made: list[Attack]
+    pool: GradingPool, attacks_to_grade: list[Attack]
 ) -> tuple[dict[int, Grade | None], dict[str, Counter[str]], Calls]:
-    """Grade as a coordinator does: never waiting, with other things to do in between. Return the
-    grades, the outcomes by source, and how long the calls took."""
+    """Grade like a coordinator, which never waits. Return the grades, the outcomes by source, and
+    the seconds of each call."""
     grades: dict[int, Grade | None] = {}
-    outcomes: dict[str, Counter[str]] = {attack.source: Counter() for attack in made}
+    outcomes: dict[str, Counter[str]] = {attack.source: Counter() for attack in attacks_to_grade}
     calls = Calls([], [])
 
     def collect() -> None:
-        started = time.perf_counter()
-        results = pool.collect(wait=False)
-        calls.collect.append(time.perf_counter() - started)
+        with own_seconds(calls.collect):
+            results = pool.collect(wait=False)
         for key, grade, outcome in results:
             assert key not in grades
             grades[key] = grade
-            outcomes[made[key].source][outcome] += 1
+            outcomes[attacks_to_grade[key].source][outcome] += 1
 
-    for key, attack in enumerate(made):
-        started = time.perf_counter()
-        pool.submit(key, attack.source, attack.response, attack.truth, attack.extra)
-        calls.submit.append(time.perf_counter() - started)
+    for key, attack in enumerate(attacks_to_grade):
+        with own_seconds(calls.submit):
+            pool.submit(key, attack.source, attack.response, attack.truth, attack.extra)
         collect()
     while pool.pending:
         collect()
@@ -237,38 +236,42 @@ def test_hostile_completions_cost_their_limit_and_leave_nothing(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     token = f"hostile-{os.getpid()}-{tmp_path.name}"
-    made = attacks(count, token)
+    attacks_to_grade = attacks(count, token)
     shared_memory = set(os.listdir("/dev/shm"))
     graders = {name: name for name in ("dapo_math", "math_verify", "reasoning_gym", "code")}
-    started = time.monotonic()
+    start = time.monotonic()
     with GradingPool(graders, WORKERS, TIMEOUT_SECONDS) as pool:
         grade_all(pool, [HARMLESS])
-        start_seconds, started = time.monotonic() - started, time.monotonic()
+        start_seconds, start = time.monotonic() - start, time.monotonic()
         grade_all(pool, [HARMLESS] * 20 * WORKERS)
-        cost_seconds, started = (time.monotonic() - started) / 20, time.monotonic()
-        grades, counts, calls = grade_all(pool, made)
-        seconds = time.monotonic() - started
+        cost_seconds, start = (time.monotonic() - start) / 20, time.monotonic()
+        grades, counts, calls = grade_all(pool, attacks_to_grade)
+        seconds = time.monotonic() - start
     abstained = sum(counts.values(), Counter[str]())
-    lost = abstained["timeout"] + abstained["crash"] + abstained["memory"]
-    endless = sum(attack.is_endless for attack in made)
-    hung = abstained["timeout"] * TIMEOUT_SECONDS + endless * SHARE_OF_LIMIT * TIMEOUT_SECONDS
-    bound = (hung + start_seconds * (WORKERS + lost) + cost_seconds * count) / WORKERS
-    figures = {
+    lost_workers = abstained["timeout"] + abstained["crash"] + abstained["memory"]
+    endless = sum(attack.is_endless for attack in attacks_to_grade)
+    hung_seconds = (
+        abstained["timeout"] * TIMEOUT_SECONDS + endless * SHARE_OF_LIMIT * TIMEOUT_SECONDS
+    )
+    bound = (
+        hung_seconds + start_seconds * (WORKERS + lost_workers) + cost_seconds * count
+    ) / WORKERS
+    summary = {
         "seconds": round(seconds, 1),
         "bound": round(bound, 1),
-        "hung seconds": round(hung, 1),
+        "hung seconds": round(hung_seconds, 1),
         "endless programs": endless,
         "worker start": round(start_seconds, 2),
         "sandbox": round(cost_seconds, 3),
     }
     with capsys.disabled():
-        print(f"\n{count} hostile completions: {figures | calls.worst()}\n{counts}")
+        print(f"\n{count} hostile completions: {summary | calls.worst()}\n{counts}")
 
     assert sorted(grades) == list(range(count))
-    programs = sum(attack.source == "code" for attack in made)
-    # The reference grader reads 300 characters. A program cannot make its group abstain, but for a
-    # machine so busy that a sandbox does not start in time.
-    assert counts["dapo_math"]["graded"] == sum(a.source == "dapo_math" for a in made)
+    programs = sum(attack.source == "code" for attack in attacks_to_grade)
+    # The reference grader reads only 300 characters. A program cannot make its group abstain,
+    # except on a machine so busy that a sandbox does not start in time.
+    assert counts["dapo_math"]["graded"] == sum(a.source == "dapo_math" for a in attacks_to_grade)
     assert counts["code"]["graded"] + counts["code"]["timeout"] == programs
     assert counts["code"]["timeout"] < 0.2 * programs
     assert abstained["timeout"] > 0
@@ -277,14 +280,19 @@ def test_hostile_completions_cost_their_limit_and_leave_nothing(
     assert worst["submit 99%"] < 20
     assert worst["collect 99%"] < 20
 
-    # Nothing hostile is right, but for answers that are no lie: seven written seven times over.
+    # No attack is graded as correct, except texts that contain the right answer, 7, many times.
     wrong = {key for key, grade in grades.items() if grade is None or not grade.correct}
-    assert {made[key].source for key in set(grades) - wrong} <= {"math_verify", "dapo_math"}
-    assert counts["reasoning_gym"]["graded"] == sum(a.source == "reasoning_gym" for a in made)
-    # Engines of tests that run at the same time have theirs.
-    left = {name for name in os.listdir("/dev/shm") if not name.startswith("dapo-")}
-    assert left <= shared_memory
+    assert {attacks_to_grade[key].source for key in set(grades) - wrong} <= {
+        "math_verify",
+        "dapo_math",
+    }
+    assert counts["reasoning_gym"]["graded"] == sum(
+        a.source == "reasoning_gym" for a in attacks_to_grade
+    )
+    # Engines of tests that run at the same time have files named dapo-*.
+    left_over = {name for name in os.listdir("/dev/shm") if not name.startswith("dapo-")}
+    assert left_over <= shared_memory
     assert not [path for path in unix_sockets() if token in path]
     assert processes_with(str(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
-    assert not [place for place in PLACES if Path(place, token).exists()]
+    assert not [folder for folder in PLACES if Path(folder, token).exists()]

@@ -1,5 +1,5 @@
-"""The job scripts without Slurm: what they write and for whom, and files that they read back.
-Commands of Slurm are stand-ins of a line or two; tests/slurm has the real ones."""
+"""The job scripts with fake Slurm commands: files that they write and read back, and permissions.
+tests/slurm uses the real commands."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMANDS = {
-    # Of a requeue, the script would wait for the end.
+    # A successful requeue would make the script wait for the end of the job.
     "scontrol": "[[ $1 == show ]] && echo node1 || { [[ $1 != requeue ]]; }",
     "squeue": "true",
     "scancel": "true",
     "srun": 'env >"$DAPO_HOME/task"; umask >"$DAPO_HOME/task_umask"; eval "${FAKE:-exit 1}"',
 }
 ATTACK = "a[$(touch owned)]"
-"""What Bash runs when it is taken for a number."""
+"""Text that Bash executes when it is evaluated as a number."""
 
 
 @dataclass(frozen=True)
 class Checkout:
-    """A folder with slurm/ and an environment, and stand-ins on PATH."""
+    """A folder with slurm/ and .venv, and a PATH with fake Slurm commands."""
 
     folder: Path
     path: str
@@ -68,20 +68,20 @@ class Checkout:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     shutil.copytree(REPOSITORY / "slurm", tmp_path / "slurm")
-    stand_ins = tmp_path / "bin"
-    for path in (stand_ins, tmp_path / ".venv" / "bin"):
+    fake_commands = tmp_path / "bin"
+    for path in (fake_commands, tmp_path / ".venv" / "bin"):
         path.mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
     for name, body in COMMANDS.items():
-        (stand_ins / name).write_text(f"#!/bin/bash\n{body}\n")
-        (stand_ins / name).chmod(0o755)
-    return Checkout(tmp_path, f"{stand_ins}:{os.environ['PATH']}")
+        (fake_commands / name).write_text(f"#!/bin/bash\n{body}\n")
+        (fake_commands / name).chmod(0o755)
+    return Checkout(tmp_path, f"{fake_commands}:{os.environ['PATH']}")
 
 
-# ------------------------------------------------------------------ who may read it
+# ------------------------------------------------------------------ files that a job writes
 
 
-def test_env_txt_has_no_secrets(checkout: Checkout) -> None:
+def test_env_txt_contains_no_secrets(checkout: Checkout) -> None:
     secrets = {
         "SLURM_JWT", "VLLM_API_KEY", "DAPO_X_TOKEN", "DAPO_token", "NCCL_PASSWORD", "UCX_PASSWD",
         "DAPO_SECRETS", "VLLM_CREDENTIALS", "DAPO_MYAPIKEY",
@@ -92,9 +92,9 @@ def test_env_txt_has_no_secrets(checkout: Checkout) -> None:
         "DAPO_NOTE": "two\nlines",
         "VLLM_PROXY": "https://me:hunter2@proxy:3128",
     }
-    ran = checkout.train(**dict.fromkeys(secrets, "hunter2"), **harmless)
+    completed = checkout.train(**dict.fromkeys(secrets, "hunter2"), **harmless)
     text = (checkout.logs / "7.0" / "env.txt").read_text()
-    assert "hunter2" not in text, ran.stdout
+    assert "hunter2" not in text, completed.stdout
     assert not any(f"{name}=" in text for name in secrets)
     for line in (
         "NCCL_DEBUG=INFO", "VLLM_TOKENIZER_MODE=slow", "SLURM_JOB_ID=7", "DAPO_NOTE=two",
@@ -104,24 +104,27 @@ def test_env_txt_has_no_secrets(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "of_file", "of_folder"), [("", 0o600, 0o700), ("027", 0o640, 0o750)]
+    ("umask", "file_mode", "folder_mode"), [("", 0o600, 0o700), ("027", 0o640, 0o750)]
 )
-def test_what_a_job_writes_is_its_users_alone_unless_told(
-    checkout: Checkout, mask: str, of_file: int, of_folder: int
+def test_files_of_a_job_are_private_unless_dapo_umask_says_otherwise(
+    checkout: Checkout, umask: str, file_mode: int, folder_mode: int
 ) -> None:
-    environ = {"DAPO_UMASK": mask, "SLURM_UMASK": "0022"}
+    environ = {"DAPO_UMASK": umask, "SLURM_UMASK": "0022"}
     checkout.train(**{name: value for name, value in environ.items() if value})
     attempt = checkout.logs / "7.0"
-    assert stat.S_IMODE(attempt.stat().st_mode) == of_folder
-    assert stat.S_IMODE((attempt / "env.txt").stat().st_mode) == of_file
-    expected = mask or "077"
+    assert stat.S_IMODE(attempt.stat().st_mode) == folder_mode
+    assert stat.S_IMODE((attempt / "env.txt").stat().st_mode) == file_mode
+    expected = umask or "077"
     assert (checkout.folder / "task_umask").read_text().strip() == f"0{expected}"
     task = (checkout.folder / "task").read_text().splitlines()
-    assert f"SLURM_UMASK={expected}" in task, "srun would give the tasks that of sbatch"
+    assert f"SLURM_UMASK={expected}" in task, (
+        "otherwise srun would give the tasks the umask of sbatch"
+    )
 
 
-def test_no_cache_has_a_name_that_another_user_could_prepare(checkout: Checkout) -> None:
-    """Each rank chooses a folder and checks it, on its own node: cluster/scratch.py."""
+def test_cache_folders_are_not_set_to_predictable_names(checkout: Checkout) -> None:
+    """Each rank chooses and checks its own folder (cluster/scratch.py). Another user could prepare
+    a folder with a predictable name."""
     checkout.train()
     task = (checkout.folder / "task").read_text()
     assert "NCCL_DEBUG=WARN" in task
@@ -132,40 +135,40 @@ def test_no_cache_has_a_name_that_another_user_could_prepare(checkout: Checkout)
 # ------------------------------------------------------------------ files that are read back
 
 
-def test_a_count_of_crashes_that_is_no_number_is_not_run(checkout: Checkout) -> None:
+def test_a_hostile_crash_count_is_not_executed(checkout: Checkout) -> None:
     checkout.logs.mkdir(parents=True)
     count = checkout.logs / "7.quick_crashes"
     count.write_text(f"{ATTACK}\n")
-    ran = checkout.train(DAPO_MAX_QUICK_CRASHES="1")
+    completed = checkout.train(DAPO_MAX_QUICK_CRASHES="1")
     assert not (checkout.folder / "owned").exists()
-    assert f"{count}: no number in it; counted from 0" in ran.stdout
-    assert "crashed 1 times in a row" in ran.stdout
+    assert f"{count}: no number in it; counted from 0" in completed.stdout
+    assert "crashed 1 times in a row" in completed.stdout
     assert count.read_text() == "1\n"
 
 
 def test_quick_crashes_are_counted(checkout: Checkout) -> None:
     for times in (1, 2, 3):
-        ran = checkout.train()
-        assert ("crashed 3 times in a row" in ran.stdout) == (times == 3), ran.stdout
+        completed = checkout.train()
+        assert ("crashed 3 times in a row" in completed.stdout) == (times == 3), completed.stdout
         assert (checkout.logs / "7.quick_crashes").read_text() == f"{times}\n"
 
 
 @pytest.mark.parametrize("verdict", [ATTACK, "STOPPED", "256", "-1", "0x4b", "1; id", "08"])
-def test_a_verdict_that_is_no_exit_code_is_not_run(checkout: Checkout, verdict: str) -> None:
+def test_a_hostile_exit_reason_file_is_not_executed(checkout: Checkout, verdict: str) -> None:
     (checkout.folder / "verdict").write_text(f"{verdict} reason\n")
     fake = 'cp "$DAPO_HOME/verdict" "$DAPO_MEGATRON_VERDICT"; exit 3'
-    ran = checkout.train(FAKE=fake, DAPO_REQUEUE="0")
+    completed = checkout.train(FAKE=fake, DAPO_REQUEUE="0")
     assert not (checkout.folder / "owned").exists()
-    assert ran.returncode == 3, ran.stdout
-    assert "no exit code in it" in ran.stdout
-    assert "this start ended with exit code 3" in ran.stdout
+    assert completed.returncode == 3, completed.stdout
+    assert "no exit code in it" in completed.stdout
+    assert "this start ended with exit code 3" in completed.stdout
 
 
-def test_a_verdict_counts_more_than_the_code_of_srun(checkout: Checkout) -> None:
+def test_the_exit_reason_file_overrides_the_exit_code_of_srun(checkout: Checkout) -> None:
     fake = 'echo "98 rank 1 hung" >"$DAPO_MEGATRON_VERDICT"; exit 1'
-    ran = checkout.train(FAKE=fake, DAPO_REQUEUE="0")
-    assert ran.returncode == 98
-    assert "exit code 98: rank 1 hung" in ran.stdout
+    completed = checkout.train(FAKE=fake, DAPO_REQUEUE="0")
+    assert completed.returncode == 98
+    assert "exit code 98: rank 1 hung" in completed.stdout
 
 
 @pytest.mark.parametrize(
@@ -180,30 +183,32 @@ def test_a_verdict_counts_more_than_the_code_of_srun(checkout: Checkout) -> None
         ("DAPO_UMASK", "999"),
     ],
 )
-def test_a_variable_that_is_no_number_is_refused(checkout: Checkout, name: str, value: str) -> None:
-    ran = checkout.train(**{name: value})
+def test_a_variable_that_is_not_a_number_is_rejected(
+    checkout: Checkout, name: str, value: str
+) -> None:
+    completed = checkout.train(**{name: value})
     assert not (checkout.folder / "owned").exists()
-    assert ran.returncode == 2, ran.stdout
-    assert f": {value}" in ran.stdout
+    assert completed.returncode == 2, completed.stdout
+    assert f": {value}" in completed.stdout
 
 
-LEAVE_OUT = "source slurm/lib.sh; LOGS=$PWD; leave_out node9"
+EXCLUDE_NODE = "source slurm/lib.sh; LOGS=$PWD; leave_out node9"
 
 
-def test_lines_that_name_no_node_are_not_handed_to_slurm(checkout: Checkout) -> None:
+def test_invalid_node_names_are_not_passed_to_slurm(checkout: Checkout) -> None:
     (checkout.folder / "bad_nodes").write_text(f"node2\n--begin=now\nnode3 node4\n{ATTACK}\n")
-    ran = checkout.run(LEAVE_OUT, {})
-    assert "sbatch --exclude=node2,node9 ..." in ran.stdout
+    completed = checkout.run(EXCLUDE_NODE, {})
+    assert "sbatch --exclude=node2,node9 ..." in completed.stdout
     for line in ("--begin=now", "node3 node4", ATTACK):
-        assert f"bad_nodes: {line} is no node's name" in ran.stdout
+        assert f"bad_nodes: {line} is no node's name" in completed.stdout
     assert not (checkout.folder / "owned").exists()
 
 
-def test_submit_refuses_lines_that_name_no_node(tmp_path: Path) -> None:
+def test_submit_rejects_invalid_node_names(tmp_path: Path) -> None:
     (tmp_path / "bad_nodes").write_text("node2\n--begin=now\n")
     command = [sys.executable, str(REPOSITORY / "slurm" / "submit.py")]
     arguments = ["model_configs/tiny_cpu.yaml", "--exclude-bad", "--dry-run"]
-    ran = subprocess.run(
+    completed = subprocess.run(
         [*command, *arguments, "--gpus-per-node", "0", "--tasks-per-node", "2"],
         cwd=REPOSITORY,
         env={**os.environ, "DAPO_LOGS": str(tmp_path), "PYTHONPATH": str(REPOSITORY)},
@@ -211,5 +216,5 @@ def test_submit_refuses_lines_that_name_no_node(tmp_path: Path) -> None:
         capture_output=True,
         check=False,
     )
-    assert ran.returncode == 2
-    assert f"error: {tmp_path}/bad_nodes: '--begin=now' is no node's name" in ran.stderr
+    assert completed.returncode == 2
+    assert f"error: {tmp_path}/bad_nodes: '--begin=now' is no node's name" in completed.stderr

@@ -1,4 +1,4 @@
-"""Whose layers are chosen, and what is said of it."""
+"""The choice between Megatron's local layers and Transformer Engine, and how it is logged."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.helpers.published import PUBLISHED
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that makes this machine have a GPU or Transformer Engine."""
+    """Return a function that sets whether this machine has a GPU and Transformer Engine."""
 
-    def has(gpu: bool, installed: bool) -> None:
+    def set_machine(gpu: bool, installed: bool) -> None:
         monkeypatch.setattr(module, "has_cuda", lambda: gpu)
         monkeypatch.setattr(module, "find_spec", lambda _: object() if installed else None)
 
-    return has
+    return set_machine
 
 
 def model(family: str = "qwen3") -> Architecture:
@@ -39,7 +39,9 @@ def policy(**keys: Any) -> PolicyConfig:
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("installed", [False, True])
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-def test_auto(machine: Any, gpu: bool, installed: bool, precision: str) -> None:
+def test_auto_uses_transformer_engine_in_bfloat16_on_a_gpu_if_installed(
+    machine: Any, gpu: bool, installed: bool, precision: str
+) -> None:
     machine(gpu, installed)
     fused = gpu and installed and precision == "bfloat16"
     assert kernels(policy(precision=precision), model()) == (
@@ -50,27 +52,29 @@ def test_auto(machine: Any, gpu: bool, installed: bool, precision: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 @pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("asked", ["auto", "local"])
+@pytest.mark.parametrize("setting", ["auto", "local"])
 def test_policy_plan_and_compatibility_agree(
-    machine: Any, gpu: bool, family: str, asked: str
+    machine: Any, gpu: bool, family: str, setting: str
 ) -> None:
     machine(gpu, True)
-    config = load_config(TINY, ["policy.precision=bfloat16", f"policy.kernels={asked}"])
+    config = load_config(TINY, ["policy.precision=bfloat16", f"policy.kernels={setting}"])
     arch = model(family)
     chosen = kernels(config.policy, arch)
     assert kernels_of(config, arch, has_gpu=gpu) == chosen
     here = Machine((9, 0) if gpu else None, (13, 0), frozenset({"transformer_engine"}))
     assert RunFacts(config, arch, here).fused == (chosen == "transformer_engine")
-    assert (chosen == "transformer_engine") == (gpu and asked == "auto" and family == "qwen3")
+    assert (chosen == "transformer_engine") == (gpu and setting == "auto" and family == "qwen3")
 
 
-def test_what_is_logged(machine: Any) -> None:
+def test_the_chosen_kernels_are_logged(machine: Any) -> None:
     machine(True, True)
-    said = kernels_chosen(policy(fp8={"recipe": "blockwise", "bf16_last_layers": 2}), model())
-    assert said["kernels"].startswith("transformer_engine ")
-    assert said["rope"] == "plain"
-    assert said["fp8"] == ("blockwise, 0 first and 2 last layers in bfloat16, weights in bfloat16")
+    logged = kernels_chosen(policy(fp8={"recipe": "blockwise", "bf16_last_layers": 2}), model())
+    assert logged["kernels"].startswith("transformer_engine ")
+    assert logged["rope"] == "plain"
+    assert logged["fp8"] == (
+        "blockwise, 0 first and 2 last layers in bfloat16, weights in bfloat16"
+    )
     machine(False, True)
-    said = kernels_chosen(policy(fused_rope=True), model())
-    assert said["kernels"].startswith("local (Megatron-core 0.")
-    assert (said["rope"], said["fp8"]) == ("plain", "none")
+    logged = kernels_chosen(policy(fused_rope=True), model())
+    assert logged["kernels"].startswith("local (Megatron-core 0.")
+    assert (logged["rope"], logged["fp8"]) == ("plain", "none")

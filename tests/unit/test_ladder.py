@@ -1,4 +1,4 @@
-"""The paper's ladder: what each rung changes; and tools/lab/ladder.py on made-up runs."""
+"""The ablation ladder of the DAPO paper: overlays of each rung, and tools/lab/ladder.py."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PAPER_CLIP = (0.2, 0.28)
 # ------------------------------------------------------------------------ overlays
 
 
-def devices(config: Config) -> dict[str, Any]:
-    """What the ladder is about."""
+def techniques(config: Config) -> dict[str, Any]:
+    """Return the settings that the ladder varies."""
     return {
         "dynamic sampling": config.rollout.dynamic_sampling,
         "filter": config.overlong.filter,
@@ -36,10 +36,10 @@ def devices(config: Config) -> dict[str, Any]:
     }
 
 
-def test_each_rung_adds_what_the_paper_adds() -> None:
-    """Table 1; soft punishment takes the place of filtering."""
-    climbed = [devices(load_config(ladder.CONFIG, overlays=[rung])) for rung in RUNGS]
-    naive = {
+def test_each_rung_changes_what_the_paper_changes() -> None:
+    """The steps are those of Table 1. Soft punishment replaces filtering."""
+    rung_settings = [techniques(load_config(ladder.CONFIG, overlays=[rung])) for rung in RUNGS]
+    current = {
         "dynamic sampling": False,
         "filter": False,
         "penalty": False,
@@ -56,41 +56,41 @@ def test_each_rung_adds_what_the_paper_adds() -> None:
     ]
     expected = []
     for step in steps:
-        naive = naive | step
-        expected.append(naive)
-    assert climbed == expected
+        current = current | step
+        expected.append(current)
+    assert rung_settings == expected
     assert [rung.stem for rung in RUNGS] == list(ladder.PAPER)
 
 
-def test_every_rung_states_the_same_keys() -> None:
+def test_every_rung_sets_the_same_keys() -> None:
     def keys(tree: dict[str, Any]) -> set[str]:
         return {f"{section}.{key}" for section, below in tree.items() for key in below}
 
     stated = [keys(yaml.safe_load(rung.read_text())) for rung in RUNGS]
-    assert all(one == stated[0] for one in stated)
+    assert all(keys == stated[0] for keys in stated)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda path: path.stem)
-def test_a_rung_lies_over_any_config_whatever_lay_there(config: Path, rung: Path) -> None:
+def test_a_rung_gives_the_same_result_on_any_config_and_overlay(config: Path, rung: Path) -> None:
     first, last = RUNGS[0], RUNGS[-1]
-    wanted = devices(load_config(ladder.CONFIG, overlays=[rung]))
+    expected = techniques(load_config(ladder.CONFIG, overlays=[rung]))
     for below in ([], [first], [last]):
-        assert devices(load_config(config, overlays=[*below, rung])) == wanted
+        assert techniques(load_config(config, overlays=[*below, rung])) == expected
 
 
-def test_the_last_rung_is_what_the_config_says() -> None:
+def test_the_last_rung_equals_the_config() -> None:
     assert load_config(ladder.CONFIG, overlays=[RUNGS[-1]]) == load_config(ladder.CONFIG)
 
 
 # ------------------------------------------------------------------------ runs
 
 
-def finished(run: ladder.Run, directory: Path, *, accuracy: float = 0.5) -> Path:
-    """What a run leaves, with two steps."""
-    folder = directory / run.name
+def write_finished_run(ladder_run: ladder.Run, directory: Path, *, accuracy: float = 0.5) -> Path:
+    """Write the files that a run with two steps leaves. Return its folder."""
+    folder = directory / ladder_run.name
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(dump_config(run.config(directory)))
+    (folder / "config.yaml").write_text(dump_config(ladder_run.config(directory)))
     evaluation = {
         f"eval/held_out/{figure}@4{part}": accuracy
         for figure in ("avg", "pass", "cons")
@@ -101,81 +101,85 @@ def finished(run: ladder.Run, directory: Path, *, accuracy: float = 0.5) -> Path
         "evaluation_before": {name: value / 2 for name, value in evaluation.items()},
         "evaluation_after": evaluation,
         "steps": 2,
-        "seed": run.seed,
-        "seconds": 10.4 + run.seed,
+        "seed": ladder_run.seed,
+        "seconds": 10.4 + ladder_run.seed,
         "commit": "0123456789abcdef-dirty",
     }
     (folder / "summary.json").write_text(json.dumps(summary))
     rows: list[dict[str, Any]] = [{"step": 0, **evaluation}]
     for step in (1, 2):
         rows.append({"step": step, **dict.fromkeys(ladder.COLUMNS, accuracy * step)})
-    rows[1]["accuracy/raw"] = None  # nothing was decided in this step
+    rows[1]["accuracy/raw"] = None  # no group was decided in this step
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def run(rung: int = 0, seed: int = 0, *overrides: str) -> ladder.Run:
+def ladder_run(rung: int = 0, seed: int = 0, *overrides: str) -> ladder.Run:
     return ladder.Run(RUNGS[rung], seed, ladder.CONFIG, overrides)
 
 
-def test_a_run_is_done_once(tmp_path: Path) -> None:
-    assert not ladder.is_done(run(), tmp_path)
-    folder = finished(run(), tmp_path)
-    assert ladder.is_done(run(), tmp_path)
-    assert ladder.do(run(), tmp_path, 2) == "1_naive_grpo_seed0: done before"
-    # Another seed, rung or setting is another run.
-    assert not ladder.is_done(run(0, 1), tmp_path)
-    assert not ladder.is_done(run(1), tmp_path)
-    assert not ladder.is_done(run(0, 0, "optimizer.lr=1e-3"), tmp_path)
+def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
+    assert not ladder.is_done(ladder_run(), tmp_path)
+    folder = write_finished_run(ladder_run(), tmp_path)
+    assert ladder.is_done(ladder_run(), tmp_path)
+    assert ladder.do(ladder_run(), tmp_path, 2) == "1_naive_grpo_seed0: done before"
+    # Another seed, rung or setting makes another run.
+    assert not ladder.is_done(ladder_run(0, 1), tmp_path)
+    assert not ladder.is_done(ladder_run(1), tmp_path)
+    assert not ladder.is_done(ladder_run(0, 0, "optimizer.lr=1e-3"), tmp_path)
     (folder / "config.yaml").write_text("seed: 0\n")
-    assert not ladder.is_done(run(), tmp_path), "of another version of the program"
+    assert not ladder.is_done(ladder_run(), tmp_path), (
+        "the config is of another version of the program"
+    )
     (folder / "summary.json").unlink()
-    assert not ladder.is_done(run(), tmp_path)
+    assert not ladder.is_done(ladder_run(), tmp_path)
 
 
-def test_the_command_of_a_run_is_its_configuration(tmp_path: Path) -> None:
-    command = run(3, 2, "optimizer.lr=1e-3").command(tmp_path)
+def test_the_command_of_a_run_gives_its_config(tmp_path: Path) -> None:
+    command = ladder_run(3, 2, "optimizer.lr=1e-3").command(tmp_path)
     assert command[1:4] == ["-m", "dapo_megatron", "train"]
     assert command[5:7] == ["--overlay", str(RUNGS[3])]
     config = load_config(command[4], command[7:], [command[6]])
-    assert config == run(3, 2, "optimizer.lr=1e-3").config(tmp_path)
+    assert config == ladder_run(3, 2, "optimizer.lr=1e-3").config(tmp_path)
     assert (config.seed, config.folder) == (2, tmp_path / "4_soft_overlong_punishment_seed2")
     assert config.optimizer.lr == 1e-3
 
 
-def test_a_failing_run_is_named_with_its_last_words(tmp_path: Path) -> None:
+def test_a_failing_run_is_reported_with_its_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"1_naive_grpo_seed0 failed; see .*\n.*policy.tensor"):
-        ladder.do(run(0, 0, "policy.tensor_parallel=3"), tmp_path, 2)
+        ladder.do(ladder_run(0, 0, "policy.tensor_parallel=3"), tmp_path, 2)
 
 
-# ------------------------------------------------------------------------ what it writes
+# ------------------------------------------------------------------------ tables and plots
 
 
-def outcomes(directory: Path) -> dict[str, list[ladder.RungRun]]:
-    """Two rungs with two seeds."""
-    found: dict[str, list[ladder.RungRun]] = {}
+def write_outcomes(directory: Path) -> dict[str, list[ladder.RungRun]]:
+    """Write runs of two rungs with two seeds. Return their outcomes by rung."""
+    outcomes_by_rung: dict[str, list[ladder.RungRun]] = {}
     for rung in (0, 5):
         for seed in (0, 1):
-            one = run(rung, seed)
-            finished(one, directory, accuracy=0.25 + 0.5 * seed)
-            found.setdefault(one.rung.stem, []).append(ladder.read(one, directory))
-    return found
+            seed_run = ladder_run(rung, seed)
+            write_finished_run(seed_run, directory, accuracy=0.25 + 0.5 * seed)
+            outcomes_by_rung.setdefault(seed_run.rung.stem, []).append(
+                ladder.read(seed_run, directory)
+            )
+    return outcomes_by_rung
 
 
-def test_table_and_curves_are_of_all_seeds(tmp_path: Path) -> None:
-    found = outcomes(tmp_path)
-    lines = ladder.table(found)
+def test_table_and_curves_combine_all_seeds(tmp_path: Path) -> None:
+    outcomes_by_rung = write_outcomes(tmp_path)
+    lines = ladder.table(outcomes_by_rung)
     assert "held out: avg@4" in lines[0]
     assert "0.250 (0.125 to 0.375)" in lines[2]  # before training
     assert lines[3].startswith("| 1 naive grpo | 0.500 (0.250 to 0.750) |")
     assert lines[4].startswith("| 6 + dynamic sampling |")
     assert lines[4].endswith("| 50 |")
     assert {line.count("|") for line in lines} == {lines[0].count("|")}
-    runs = found["1_naive_grpo"]
+    runs = outcomes_by_rung["1_naive_grpo"]
     assert ladder.curve(runs, "policy/entropy") == [(1, 0.25, 0.5, 0.75), (2, 0.5, 1.0, 1.5)]
-    assert ladder.curve(runs, "accuracy/raw") == [(2, 0.5, 1.0, 1.5)]  # unmeasured in step 1
-    assert ladder.figures(found)["1_naive_grpo"]["avg@4_after"] == [0.25, 0.75]
-    facts = ladder.about(one for runs in found.values() for one in runs)
+    assert ladder.curve(runs, "accuracy/raw") == [(2, 0.5, 1.0, 1.5)]  # not measured in step 1
+    assert ladder.figures(outcomes_by_rung)["1_naive_grpo"]["avg@4_after"] == [0.25, 0.75]
+    facts = ladder.about(outcome for runs in outcomes_by_rung.values() for outcome in runs)
     assert facts == {
         "seeds": 2,
         "steps": 2,
@@ -184,21 +188,21 @@ def test_table_and_curves_are_of_all_seeds(tmp_path: Path) -> None:
     }
 
 
-def test_what_people_wrote_stays(tmp_path: Path) -> None:
+def test_handwritten_text_of_the_page_is_kept(tmp_path: Path) -> None:
     page = tmp_path / "ladder.md"
     page.write_text(f"# The ladder\n\nOur words.\n\n{ladder.MARK}\n\nold figures\n")
-    ladder.write(tmp_path, outcomes(tmp_path / "runs"), {"seeds": 2})
+    ladder.write(tmp_path, write_outcomes(tmp_path / "runs"), {"seeds": 2})
     text = page.read_text()
     assert text.startswith(f"# The ladder\n\nOur words.\n\n{ladder.MARK}\n\nMade by `make ladder`")
     assert "old figures" not in text
     assert "(ladder.svg)" in text
     ET.fromstring((tmp_path / "ladder.svg").read_text())
     before = page.read_text()
-    ladder.write(tmp_path, outcomes(tmp_path / "again"), {"seeds": 2})
+    ladder.write(tmp_path, write_outcomes(tmp_path / "again"), {"seeds": 2})
     assert page.read_text() == before
 
 
-def test_the_page_of_the_repository_has_the_mark() -> None:
+def test_the_page_of_the_repository_has_the_marker() -> None:
     assert (ladder.DOCS / "ladder.md").read_text(encoding="utf-8").count(ladder.MARK) == 1
 
 
@@ -213,14 +217,14 @@ VALUE = st.floats(-1e6, 1e6)
     )
 )
 def test_a_plot_is_well_formed_and_stays_in_its_panel(
-    found: list[tuple[int, float, float, float]],
+    points: list[tuple[int, float, float, float]],
 ) -> None:
-    curve = [(step, low, low + up, low + up + more) for step, low, up, more in sorted(found)]
+    curve = [(step, low, low + up, low + up + more) for step, low, up, more in sorted(points)]
     text = svg([Panel("a < b", {"one & two": curve})], ["one & two", "three"], "step")
     root = ET.fromstring(text)
     assert root.tag.endswith("svg")
-    for points in re.findall(r'points="([^"]*)"', text):
-        for place in points.split():
-            x, y = map(float, place.split(","))
+    for polyline in re.findall(r'points="([^"]*)"', text):
+        for point in polyline.split():
+            x, y = map(float, point.split(","))
             assert LEFT <= x <= WIDTH
             assert TOP <= y <= HEIGHT

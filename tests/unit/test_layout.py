@@ -1,4 +1,4 @@
-"""Layouts: which are refused, with what words, and which are proposed instead."""
+"""Layouts: which are rejected, with which message, and which are proposed instead."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from dapo_megatron.plan.layout import (
     data_parallel,
     describe,
     nearest_layouts,
-    row_multiple,
-    sequence_multiple,
     stage_layers,
 )
+from dapo_megatron.plan.rows import preferred_multiple, row_multiple, sequence_multiple
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import TINY
 
@@ -40,7 +39,7 @@ DENSE = {
     "intermediate_size": 96,
     "max_position_embeddings": 112,
 }
-# Nobody cuts intermediate_size: all layers of such a model have experts.
+# intermediate_size need not be divisible: all layers of this model have experts.
 EXPERTS = {
     **DENSE,
     "model_type": "qwen3_moe",
@@ -71,7 +70,7 @@ DEEPSEEK = {
     "topk_method": "noaux_tc",
 }
 
-# What the cases below reckon with, whatever the file says.
+# Values that the cases below assume, whatever the file says.
 NUMBERS = (
     "rollout.max_prompt_tokens=96",
     "rollout.max_response_tokens=16",
@@ -99,7 +98,7 @@ SHORT = {
 
 
 def config_of(text: str) -> Config:
-    """`tp=2 sp=true` and the like, in the short names above or full ones."""
+    """Return the config for text like `tp=2 sp=true`, with keys of SHORT or full keys."""
     pairs = [pair.partition("=") for pair in text.split()]
     overrides = [f"{SHORT.get(key, key)}={value}" for key, _, value in pairs]
     return load_config(TINY, [*NUMBERS, *overrides])
@@ -119,19 +118,19 @@ def policy(**keys: Any) -> PolicyConfig:
     return PolicyConfig(precision="float32", **keys)
 
 
-# ---------------------------------------------------------------------------- refusing
+# ---------------------------------------------------------------------------- rejections
 
 BEYOND_FOUR = "policy.tensor_parallel: 8 does not divide the model's 12 attention heads"
 
 
 @pytest.mark.parametrize(
-    ("world", "text", "said"),
+    ("world", "text", "message"),
     [
         (1, "tp=1", None),
         (8, "tp=2 sp=true pp=2 vpp=3 cp=2", None),
         (12, "tp=2 pp=3 first=1 last=1", None),
-        (12, "tp=4 engine=12", None),  # the engine copies key-value heads
-        (12, "tp=12", None),  # and Megatron gathers the rows of those that two ranks share
+        (12, "tp=4 engine=12", None),  # the engine replicates key-value heads
+        (12, "tp=12", None),  # Megatron gathers the rows of heads that ranks share
         (3, "tp=2", "policy.tensor_parallel x pipeline_parallel x context_parallel = 2 does not"),
         (2, "tp=2 cp=2", "policy.tensor_parallel x pipeline_parallel x context_parallel = 4 does"),
         (8, "tp=8", BEYOND_FOUR),
@@ -155,19 +154,21 @@ BEYOND_FOUR = "policy.tensor_parallel: 8 does not divide the model's 12 attentio
         (2, "ep=2", "policy.expert_parallel: 2, but the model has no experts; use 1"),
     ],
 )  # fmt: skip
-def test_a_layout_is_refused_once_with_the_nearest(world: int, text: str, said: str | None) -> None:
-    found = layout_problems(world, text)
-    if said is None:
-        assert found == []
+def test_an_invalid_layout_is_rejected_with_the_nearest_valid_ones(
+    world: int, text: str, message: str | None
+) -> None:
+    problems = layout_problems(world, text)
+    if message is None:
+        assert problems == []
         return
-    assert found[0].startswith(said)
-    assert found[1] == f"layouts that fit {world} processes:"
-    assert 1 <= len(found[2:]) <= 3
-    assert all(line.startswith("  policy.") for line in found[2:])
+    assert problems[0].startswith(message)
+    assert problems[1] == f"layouts that fit {world} processes:"
+    assert 1 <= len(problems[2:]) <= 3
+    assert all(line.startswith("  policy.") for line in problems[2:])
 
 
 @pytest.mark.parametrize(
-    ("world", "text", "said"),
+    ("world", "text", "message"),
     [
         (8, "tp=2 sp=true ep=8 engine=1 aux=0.01", None),
         (8, "tp=2 sp=true pp=2 ep=4 cp=2", None),
@@ -177,19 +178,23 @@ def test_a_layout_is_refused_once_with_the_nearest(world: int, text: str, said: 
     ],
 )
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
-def test_a_model_with_experts(world: int, text: str, said: str | None, key: str) -> None:
+def test_layouts_of_a_model_with_experts(
+    world: int, text: str, message: str | None, key: str
+) -> None:
     model = {**EXPERTS, key: 8}
-    found = layout_problems(world, text, model)
-    assert [line for line in found if not line.startswith(("layouts", " "))] == found[: bool(said)]
-    assert said is None or found[0].startswith(said)
+    problems = layout_problems(world, text, model)
+    assert [line for line in problems if not line.startswith(("layouts", " "))] == problems[
+        : bool(message)
+    ]
+    assert message is None or problems[0].startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("tokens=112", None),
         ("tokens=111", "train.max_tokens_per_microbatch: 111 cannot hold one sequence of 112 t"),
-        ("cp=2 tokens=56", None),  # the longest sequence is 112, 28 chunks of 4
+        ("cp=2 tokens=56", None),  # the longest sequence has 112 tokens, 28 chunks of 4
         ("cp=2 tokens=55", "on 2 context-parallel ranks (rows of 108, a multiple of 4) cannot"),
         ("cp=2 tokens=55", "tokens (max_prompt_tokens + max_response_tokens); use at least 56"),
         ("tp=4 sp=true tokens=111 prompt=95", "(rows of 108, a multiple of 4) cannot hold one seq"),
@@ -202,22 +207,26 @@ def test_a_model_with_experts(world: int, text: str, said: str | None, key: str)
         ("engine=8", "engine.tensor_parallel: 8 does not divide the model's 12 attention heads,"),
     ],
 )  # fmt: skip
-def test_what_another_layout_would_not_mend_names_none(text: str, said: str | None) -> None:
-    found = layout_problems(8, text)
-    assert len(found) == (said is not None)
-    assert said is None or said in found[0]
+def test_no_layouts_are_proposed_for_problems_they_cannot_fix(
+    text: str, message: str | None
+) -> None:
+    problems = layout_problems(8, text)
+    assert len(problems) == (message is not None)
+    assert message is None or message in problems[0]
 
 
-def test_positions_that_only_the_padding_passes() -> None:
+def test_padding_beyond_the_models_positions_is_rejected() -> None:
     model = {**DENSE, "max_position_embeddings": 114}
-    [said] = layout_problems(8, "cp=8 prompt=97", model)
-    assert said.startswith("policy.context_parallel: 8 pads sequences to multiples of 16, the long")
-    assert said.endswith("to 128 tokens, beyond the model's 114 positions; "
+    [message] = layout_problems(8, "cp=8 prompt=97", model)
+    assert message.startswith(
+        "policy.context_parallel: 8 pads sequences to multiples of 16, the long"
+    )
+    assert message.endswith("to 128 tokens, beyond the model's 114 positions; "
                          "lower rollout.max_response_tokens by 1")  # fmt: skip
     assert layout_problems(8, "cp=8 prompt=96", model) == []
 
 
-def test_without_an_engine_its_size_does_not_matter() -> None:
+def test_without_an_engine_its_layout_is_not_checked() -> None:
     text = "engine=12"
     assert len(layout_problems(8, text)) == 1
     assert layout_problems(8, text, has_engine=False) == []
@@ -225,7 +234,7 @@ def test_without_an_engine_its_size_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("tp=2", []),
         ("tp=4", ["policy.tensor_parallel: 4 does not divide the intermediate_size 98"]),
@@ -233,23 +242,23 @@ def test_without_an_engine_its_size_does_not_matter() -> None:
                       "4 processes use 1 or 2"]),
     ],
 )  # fmt: skip
-def test_the_mlp_must_be_divisible(text: str, said: list[str]) -> None:
-    found = layout_problems(4, text, {**DENSE, "intermediate_size": 98})
-    assert found[:1] == said
+def test_tensor_parallel_must_divide_the_mlp(text: str, message: list[str]) -> None:
+    problems = layout_problems(4, text, {**DENSE, "intermediate_size": 98})
+    assert problems[:1] == message
 
 
-def test_an_engine_cut_as_the_policy_may_not_fit_where_the_policy_does() -> None:
-    # The policy never cuts an expert; the engine does.
+def test_the_policys_tensor_parallel_size_may_not_fit_the_engine() -> None:
+    # The policy does not split an expert; the engine does.
     text = "tp=4 sp=true"
-    [said] = layout_problems(4, text, EXPERTS)
-    assert said == (
+    [message] = layout_problems(4, text, EXPERTS)
+    assert message == (
         "engine.tensor_parallel: 4 (null: as policy.tensor_parallel) does not divide the "
         "moe_intermediate_size 50; with 4 processes use 1 or 2"
     )
     assert layout_problems(4, f"{text} engine=2", EXPERTS) == []
 
 
-def test_an_engine_with_whole_experts_needs_some_for_every_rank() -> None:
+def test_engine_expert_parallel_needs_experts_divisible_by_its_ranks() -> None:
     whole = "engine.expert_parallel=true"
     assert layout_problems(4, f"engine=4 {whole}", EXPERTS) == []
     assert layout_problems(4, f"engine=4 {whole}", {**EXPERTS, "num_experts": 6}) == [
@@ -260,13 +269,13 @@ def test_an_engine_with_whole_experts_needs_some_for_every_rank() -> None:
     ]
 
 
-def test_a_model_without_grouped_heads_has_as_many_key_value_heads() -> None:
+def test_missing_key_value_heads_mean_as_many_as_attention_heads() -> None:
     model = {**DENSE, "num_attention_heads": 4, "num_key_value_heads": None}
     assert layout_problems(4, "tp=4", model) == []
 
 
 @pytest.mark.parametrize(
-    ("fields", "text", "said"),
+    ("fields", "text", "message"),
     [
         ({}, "tp=4 sp=true", []),
         ({"num_hidden_layers": 1, "first_k_dense_replace": 1}, "tp=4 sp=true", []),
@@ -294,32 +303,32 @@ def test_a_model_without_grouped_heads_has_as_many_key_value_heads() -> None:
         ),
     ],
 )
-def test_dense_layers_and_shared_experts_must_be_divisible(
-    fields: dict[str, Any], text: str, said: list[str]
+def test_tensor_parallel_must_divide_dense_layers_and_shared_experts(
+    fields: dict[str, Any], text: str, message: list[str]
 ) -> None:
-    assert layout_problems(4, text, DEEPSEEK | fields)[:1] == said
+    assert layout_problems(4, text, DEEPSEEK | fields)[:1] == message
 
 
-def test_every_problem_is_told_at_once() -> None:
-    found = layout_problems(6, "tp=8 sp=true pp=5 ep=2 tokens=1 prompt=97 engine=5")
-    assert [line.partition(":")[0].partition(" ")[0] for line in found] == [
+def test_all_problems_are_reported_at_once() -> None:
+    problems = layout_problems(6, "tp=8 sp=true pp=5 ep=2 tokens=1 prompt=97 engine=5")
+    assert [line.partition(":")[0].partition(" ")[0] for line in problems] == [
         *("policy.tensor_parallel", "policy.tensor_parallel", "policy.pipeline_parallel"),
         *("policy.expert_parallel", "train.max_tokens_per_microbatch"),
         *("rollout.max_prompt_tokens", "engine.tensor_parallel", "engine.tensor_parallel"),
         *("engine.tensor_parallel", "no"),
     ]
-    assert found[-1] == (
+    assert problems[-1] == (
         "no layout of 6 processes fits this model and train.max_tokens_per_microbatch = 1"
     )
 
 
-# ---------------------------------------------------------------------------- the nearest
+# ---------------------------------------------------------------------------- nearest layouts
 
 
 @pytest.mark.parametrize(
-    ("world", "text", "model", "near"),
+    ("world", "text", "model", "expected_layouts"),
     [
-        (8, "tp=8", DENSE, [  # of two at the same distance, the one that changes less
+        (8, "tp=8", DENSE, [  # of two at the same distance, the smaller change comes first
             "policy.tensor_parallel=4",
             "policy.tensor_parallel=2",
             "policy.tensor_parallel=4 policy.context_parallel=2",
@@ -329,7 +338,7 @@ def test_every_problem_is_told_at_once() -> None:
             "policy.context_parallel=4",
             "policy.context_parallel=2",
         ]),
-        (4, "tp=4", EXPERTS, [  # its engines, cut alike, would not divide the experts by 4
+        (4, "tp=4", EXPERTS, [  # with 4, the engine could not divide the experts
             "policy.tensor_parallel=2 policy.sequence_parallel=true",
             "policy.tensor_parallel=1",
             "policy.tensor_parallel=2 policy.sequence_parallel=true policy.expert_parallel=2",
@@ -357,15 +366,17 @@ def test_every_problem_is_told_at_once() -> None:
             "policy.last_stage_layers=null",
             "policy.virtual_pipeline_parallel=null",
         ]),
-        (8, "ep=16 cp=2 tokens=60", EXPERTS, [  # without context parallelism rows are too short
+        (8, "ep=16 cp=2 tokens=60", EXPERTS, [  # without context parallelism, rows are too short
             "policy.expert_parallel=8",
             "policy.expert_parallel=4",
             "policy.context_parallel=4 policy.expert_parallel=8",
         ]),
     ],
 )  # fmt: skip
-def test_the_nearest_layouts(world: int, text: str, model: dict[str, Any], near: list[str]) -> None:
-    assert nearest_layouts(config_of(text), world, architecture(model)) == near
+def test_the_nearest_layouts(
+    world: int, text: str, model: dict[str, Any], expected_layouts: list[str]
+) -> None:
+    assert nearest_layouts(config_of(text), world, architecture(model)) == expected_layouts
 
 
 def dense(model: dict[str, Any]) -> dict[str, Any]:
@@ -373,9 +384,9 @@ def dense(model: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in model.items() if name not in experts}
 
 
-sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
-maybe = st.one_of(st.none(), st.integers(2, 6))
-models = st.fixed_dictionaries(
+SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
+OPTIONAL_SIZES = st.one_of(st.none(), st.integers(2, 6))
+MODELS = st.fixed_dictionaries(
     {
         **{name: st.just(value) for name, value in COMMON.items()},
         "num_attention_heads": st.sampled_from([4, 8, 12]),
@@ -388,16 +399,16 @@ models = st.fixed_dictionaries(
         "max_position_embeddings": st.integers(112, 130),
     }
 ).map(lambda model: model | {"model_type": "qwen3_moe"} if model["num_experts"] else dense(model))
-layouts = st.fixed_dictionaries(
+LAYOUTS = st.fixed_dictionaries(
     {
-        "tp": sizes,
+        "tp": SIZES,
         "sp": st.sampled_from(["true", "false"]),
-        "pp": sizes,
-        "vpp": maybe,
-        "first": maybe,
-        "last": maybe,
-        "cp": sizes,
-        "ep": sizes,
+        "pp": SIZES,
+        "vpp": OPTIONAL_SIZES,
+        "first": OPTIONAL_SIZES,
+        "last": OPTIONAL_SIZES,
+        "cp": SIZES,
+        "ep": SIZES,
         "engine": st.sampled_from([None, 1]),
         "tokens": st.sampled_from([20, 60, 112, 200]),
     }
@@ -408,23 +419,23 @@ def _yaml(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-@settings(deadline=None)  # cores are shared
-@given(world=st.integers(1, 24), text=layouts, model=models)
-def test_what_is_proposed_fits(world: int, text: str, model: dict[str, Any]) -> None:
-    near = nearest_layouts(config_of(text), world, architecture(model))
-    assert len(set(near)) == len(near) <= 3
-    for changes in near:
+@settings(deadline=None)
+@given(world=st.integers(1, 24), text=LAYOUTS, model=MODELS)
+def test_proposed_layouts_are_valid(world: int, text: str, model: dict[str, Any]) -> None:
+    proposals = nearest_layouts(config_of(text), world, architecture(model))
+    assert len(set(proposals)) == len(proposals) <= 3
+    for changes in proposals:
         assert layout_problems(world, f"{text} {changes}", model) == []
-    # A layout that fits is its own nearest: what is proposed changes nothing.
-    found = layout_problems(world, text, model)
-    if not found:
-        assert near[0] == ""
-    # One process per copy of the model always fits, if its rows are long enough.
+    # The nearest layout of a valid one is itself, so the proposal changes nothing.
+    problems = layout_problems(world, text, model)
+    if not problems:
+        assert proposals[0] == ""
+    # Pure data parallelism always fits if rows are long enough.
     if "tokens=112" in text or "tokens=200" in text:
-        assert near
+        assert proposals
 
 
-# ---------------------------------------------------------------------------- what follows
+# ---------------------------------------------------------------------------- stages and multiples
 
 
 @settings(deadline=None)  # the first call imports Megatron
@@ -435,24 +446,24 @@ def test_what_is_proposed_fits(world: int, text: str, model: dict[str, Any]) -> 
     first=st.one_of(st.none(), st.integers(1, 8)),
     last=st.one_of(st.none(), st.integers(1, 8)),
 )
-def test_layers_go_where_megatron_puts_them(
+def test_stage_layers_equal_those_of_megatron(
     num_layers: int, stages: int, chunks: int | None, first: int | None, last: int | None
 ) -> None:
-    asked = policy(
+    policy_config = policy(
         pipeline_parallel=stages,
         virtual_pipeline_parallel=chunks,
         first_stage_layers=first,
         last_stage_layers=last,
     )
     try:
-        expected = megatron_layers(asked, num_layers)
-        # A stage that is left less than nothing passes Megatron's checks.
+        expected = megatron_layers(policy_config, num_layers)
+        # Megatron does not check for a stage with a negative number of layers.
         assert all(chunk for stage in expected for chunk in stage)
     except (ValueError, AssertionError, ZeroDivisionError):
         with pytest.raises(ConfigError):
-            stage_layers(asked, num_layers)
+            stage_layers(policy_config, num_layers)
         return
-    assert stage_layers(asked, num_layers) == expected
+    assert stage_layers(policy_config, num_layers) == expected
     numbers = [number for stage in expected for chunk in stage for number in chunk]
     assert sorted(numbers) == list(range(num_layers))
 
@@ -465,25 +476,26 @@ def test_layers_go_where_megatron_puts_them(
     middle=st.integers(1, 3),
     last=st.one_of(st.none(), st.integers(1, 3)),
 )
-def test_splits_that_come_out_even(
+def test_stage_layers_equal_those_of_megatron_for_divisible_sizes(
     stages: int, chunks: int, first: int | None, middle: int, last: int | None
 ) -> None:
-    """As above, with sizes made to fit, which chance seldom does."""
-    ends = [size for size in (first, last) if size]
-    num_middle = stages - len(ends)
+    """Like the test above, with sizes that fit, which random sizes seldom do."""
+    end_sizes = [size for size in (first, last) if size]
+    num_middle = stages - len(end_sizes)
     assume(num_middle > 0)
-    asked = policy(
+    policy_config = policy(
         pipeline_parallel=stages,
         virtual_pipeline_parallel=chunks if chunks > 1 else None,
         first_stage_layers=first and first * chunks,
         last_stage_layers=last and last * chunks,
     )
-    num_layers = (num_middle * middle + sum(ends)) * chunks
-    assert stage_layers(asked, num_layers) == megatron_layers(asked, num_layers)
+    num_layers = (num_middle * middle + sum(end_sizes)) * chunks
+    assert stage_layers(policy_config, num_layers) == megatron_layers(policy_config, num_layers)
 
 
-def megatron_layers(asked: PolicyConfig, num_layers: int) -> list[list[range]]:
-    """What Megatron-core itself says. Raises what it raises."""
+def megatron_layers(policy_config: PolicyConfig, num_layers: int) -> list[list[range]]:
+    """Return the layers of each chunk of each stage as Megatron-core computes them, or raise its
+    error."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -492,15 +504,15 @@ def megatron_layers(asked: PolicyConfig, num_layers: int) -> list[list[range]]:
         num_layers=num_layers,
         hidden_size=8,
         num_attention_heads=1,
-        pipeline_model_parallel_size=asked.pipeline_parallel,
-        virtual_pipeline_model_parallel_size=asked.virtual_pipeline_parallel,
-        num_layers_in_first_pipeline_stage=asked.first_stage_layers,
-        num_layers_in_last_pipeline_stage=asked.last_stage_layers,
+        pipeline_model_parallel_size=policy_config.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=policy_config.virtual_pipeline_parallel,
+        num_layers_in_first_pipeline_stage=policy_config.first_stage_layers,
+        num_layers_in_last_pipeline_stage=policy_config.last_stage_layers,
         pipeline_dtype=torch.float32,
     )
-    chunks = asked.virtual_pipeline_parallel
+    chunks = policy_config.virtual_pipeline_parallel
     stages: list[list[range]] = []
-    for stage in range(asked.pipeline_parallel):
+    for stage in range(policy_config.pipeline_parallel):
         stages.append([])
         for chunk in range(chunks) if chunks else [None]:
             size = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
@@ -509,7 +521,7 @@ def megatron_layers(asked: PolicyConfig, num_layers: int) -> list[list[range]]:
     return stages
 
 
-def test_one_stage_holds_every_layer() -> None:
+def test_one_stage_has_all_layers() -> None:
     assert stage_layers(policy(), 5) == [[range(5)]]
 
 
@@ -530,19 +542,30 @@ def test_one_stage_holds_every_layer() -> None:
         ({"context_parallel": 2, "tensor_parallel": 3, "sequence_parallel": True}, 4, 12),
     ],
 )
-def test_multiples_of_sequences_and_rows(keys: dict[str, Any], sequence: int, row: int) -> None:
+def test_padding_multiples_of_sequences_and_rows(
+    keys: dict[str, Any], sequence: int, row: int
+) -> None:
     assert sequence_multiple(policy(**keys)) == sequence
     assert row_multiple(policy(**keys)) == row
 
 
-def test_data_parallel_is_what_remains() -> None:
+def test_gpus_prefer_rows_of_few_lengths() -> None:
+    """512 tokens for each context-parallel rank, and a multiple that the layout accepts."""
+    assert preferred_multiple(policy(), on_gpu=False) == 1
+    assert preferred_multiple(policy(), on_gpu=True) == 512
+    shared = policy(context_parallel=3, tensor_parallel=4, sequence_parallel=True)
+    assert preferred_multiple(shared, on_gpu=False) == row_multiple(shared) == 12
+    assert preferred_multiple(shared, on_gpu=True) == 1536
+
+
+def test_data_parallel_size_is_what_remains() -> None:
     assert data_parallel(policy(), 8) == 8
     keys = {"tensor_parallel": 2, "pipeline_parallel": 3, "context_parallel": 2}
     assert data_parallel(policy(**keys, expert_parallel=2), 24) == 2
 
 
 @pytest.mark.parametrize(
-    ("keys", "world", "said"),
+    ("keys", "world", "message"),
     [
         ({}, 1, "data 1, float32"),
         ({"tensor_parallel": 2}, 2, "tensor 2 x data 1, float32"),
@@ -566,5 +589,5 @@ def test_data_parallel_is_what_remains() -> None:
         ),
     ],
 )
-def test_a_layout_in_words(keys: dict[str, Any], world: int, said: str) -> None:
-    assert describe(policy(**keys), world) == said
+def test_the_description_of_a_layout(keys: dict[str, Any], world: int, message: str) -> None:
+    assert describe(policy(**keys), world) == message

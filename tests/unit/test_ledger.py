@@ -1,5 +1,4 @@
-"""The ledger: whatever happens, in whatever order, the sums match; and no outcome is
-entered twice."""
+"""The ledger of tickets: totals match after any sequence of moves, and no ticket ends twice."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ from dapo_megatron.rollout.ledger import _NEXT, Ledger, TicketState
 from dapo_megatron.types import DapoError, Outcome
 
 
-def held(ledger: Ledger) -> dict[int, bool]:
-    """What an honest coordinator would hold."""
+def groups_of(ledger: Ledger) -> dict[int, bool]:
+    """Return the groups that a consistent coordinator has: ticket -> is_ready."""
     return {ticket: state is TicketState.READY for ticket, state in ledger.open.items()}
 
 
 @given(st.data())
-def test_sums_match_after_every_move_and_across_a_resume(data: st.DataObject) -> None:
+def test_totals_match_after_every_move_and_after_a_resume(data: st.DataObject) -> None:
     ledger = Ledger()
-    ever: Counter[str] = Counter()
+    ended: Counter[str] = Counter()
     for _ in range(data.draw(st.integers(1, 40), label="moves")):
         if data.draw(st.booleans(), label="killed and resumed"):
             ledger = Ledger.from_state(json.loads(json.dumps(ledger.state())))
@@ -32,67 +31,71 @@ def test_sums_match_after_every_move_and_across_a_resume(data: st.DataObject) ->
             assert list(ledger.issue(number)) == list(range(before, before + number))
             continue
         ticket = data.draw(st.sampled_from(sorted(ledger.open)), label="ticket")
-        to = data.draw(st.sampled_from(sorted(_NEXT[ledger.open[ticket]], key=str)), label="to")
-        if isinstance(to, TicketState):
-            ledger.move(ticket, to)
-            assert ledger.open[ticket] is to
+        target = data.draw(st.sampled_from(sorted(_NEXT[ledger.open[ticket]], key=str)), label="to")
+        if isinstance(target, TicketState):
+            ledger.move(ticket, target)
+            assert ledger.open[ticket] is target
         else:
-            ledger.close_ticket(ticket, to)
-            ever[to.value] += 1
+            ledger.close_ticket(ticket, target)
+            ended[target.value] += 1
             assert ticket not in ledger.open
-        ledger.audit(held(ledger))
-    assert ledger.totals == ever
+        ledger.audit(groups_of(ledger))
+    assert ledger.totals == ended
     for ticket, state in list(ledger.open.items()):
         if state is TicketState.RUNNING:
             ledger.move(ticket, TicketState.ISSUED)
-    counts = ledger.close_step(held(ledger))
+    counts = ledger.close_step(groups_of(ledger))
     assert counts["issued"] == ledger.next_ticket
     assert counts["issued"] == counts["carried"] + sum(counts[outcome.value] for outcome in Outcome)
-    assert ledger.close_step(held(ledger))["issued"] == 0
+    assert ledger.close_step(groups_of(ledger))["issued"] == 0
 
 
 @pytest.mark.parametrize("state", TicketState)
-@pytest.mark.parametrize("to", [*TicketState, *Outcome])
-def test_what_cannot_follow_is_refused(state: TicketState, to: TicketState | Outcome) -> None:
+@pytest.mark.parametrize("target", [*TicketState, *Outcome])
+def test_an_invalid_transition_is_rejected(
+    state: TicketState, target: TicketState | Outcome
+) -> None:
     ledger = Ledger(next_ticket=1, open={0: state})
-    act = ledger.move if isinstance(to, TicketState) else ledger.close_ticket
-    if to in _NEXT[state]:
-        act(0, to)  # type: ignore[arg-type]
+    move = ledger.move if isinstance(target, TicketState) else ledger.close_ticket
+    if target in _NEXT[state]:
+        move(0, target)  # type: ignore[arg-type]
     else:
         with pytest.raises(DapoError, match=f"ticket 0 is {state.value}, it cannot become"):
-            act(0, to)  # type: ignore[arg-type]
+            move(0, target)  # type: ignore[arg-type]
 
 
-def test_a_group_still_running_cannot_be_trained_on_or_filtered() -> None:
+def test_an_unfinished_group_can_only_expire() -> None:
     unfinished = {TicketState.ISSUED, TicketState.RUNNING}
     for state in unfinished:
-        assert {to for to in _NEXT[state] if isinstance(to, Outcome)} == {Outcome.EXPIRED}
+        assert {target for target in _NEXT[state] if isinstance(target, Outcome)} == {
+            Outcome.EXPIRED
+        }
     assert _NEXT[TicketState.READY] == {Outcome.TRAINED, Outcome.EXPIRED}
 
 
-def test_a_ticket_ends_once() -> None:
+def test_a_ticket_cannot_end_twice() -> None:
     ledger = Ledger(next_ticket=1, open={0: TicketState.READY})
     ledger.close_ticket(0, Outcome.TRAINED)
     with pytest.raises(DapoError, match="ticket 0 is not open, it cannot become trained"):
         ledger.close_ticket(0, Outcome.TRAINED)
 
 
-def test_a_step_cannot_end_while_an_engine_is_at_a_ticket() -> None:
+def test_a_step_cannot_end_while_a_ticket_is_running() -> None:
     ledger = Ledger(next_ticket=2, open={0: TicketState.ISSUED, 1: TicketState.RUNNING})
     with pytest.raises(DapoError, match="ticket 1 is still running"):
-        ledger.close_step(held(ledger))
+        ledger.close_step(groups_of(ledger))
 
 
-def test_books_that_do_not_balance_stop_the_run() -> None:
+def test_a_ledger_whose_totals_do_not_match_stops_the_run() -> None:
     ledger = Ledger(next_ticket=3, open={0: TicketState.ISSUED}, totals=Counter(trained=1))
     with pytest.raises(DapoError, match=r"3 tickets issued, but \{'trained': 1\} and 1 open"):
-        ledger.close_step(held(ledger))
+        ledger.close_step(groups_of(ledger))
     with pytest.raises(DapoError, match="3 tickets issued"):
-        Ledger.from_state(ledger.state()).audit(held(ledger))
+        Ledger.from_state(ledger.state()).audit(groups_of(ledger))
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("coordinator_groups", "message"),
     [
         ({0: False}, "ticket 1 is ready, but the coordinator does not have it"),
         (
@@ -102,15 +105,15 @@ def test_books_that_do_not_balance_stop_the_run() -> None:
         ({0: True, 1: True}, "ticket 0 is grading, but the coordinator has it as ready"),
     ],
 )
-def test_the_books_are_held_against_what_the_coordinator_holds(
-    found: dict[int, bool], message: str
+def test_the_ledger_is_compared_with_the_coordinators_groups(
+    coordinator_groups: dict[int, bool], message: str
 ) -> None:
     ledger = Ledger(next_ticket=2, open={0: TicketState.GRADING, 1: TicketState.READY})
     ledger.audit({0: False, 1: True})
     with pytest.raises(DapoError, match=message):
-        ledger.audit(found)
+        ledger.audit(coordinator_groups)
 
 
-def test_what_ran_when_it_was_saved_is_not_running_when_resumed() -> None:
+def test_a_running_ticket_is_issued_again_after_a_resume() -> None:
     ledger = Ledger(next_ticket=2, open={0: TicketState.RUNNING, 1: TicketState.GRADING})
     assert Ledger.from_state(ledger.state()).open == {0: TicketState.ISSUED, 1: TicketState.GRADING}

@@ -1,4 +1,4 @@
-"""The order of things in the loop that a crash, or memory, depends on."""
+"""The order of calls in the training loop, which crash safety and memory depend on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.configs import tiny_config
 
 
 class Journal:
-    """Recorder, checkpoints, evaluator, sync and coordinator in one: notes who was called."""
+    """Recorder, checkpoints, evaluator, sync and coordinator in one. Records the calls."""
 
     def __init__(self, due: set[int]) -> None:
         self.entries: list[str] = []
@@ -72,7 +72,7 @@ class Journal:
         self.entries.append("switch to policy")
 
 
-def run(
+def train(
     monkeypatch: pytest.MonkeyPatch,
     *,
     done: int,
@@ -107,7 +107,7 @@ def run(
 def test_a_checkpoint_is_published_after_its_metrics_and_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    journal = run(monkeypatch, done=2, due={3})
+    journal = train(monkeypatch, done=2, due={3})
     assert journal.entries == [
         "sync 2",  # the engine has the resumed weights before it samples
         "step 3", "samples 3", "copy", "sync 3", "save 3", "log 3", "publish 3",
@@ -120,19 +120,21 @@ def test_a_checkpoint_is_published_after_its_metrics_and_samples(
     assert state["open_step"] is None
 
 
-def test_a_finished_run_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, done=4, due=set()).entries == ["sync 4", "wait"]
+def test_a_finished_run_only_syncs_and_waits_for_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert train(monkeypatch, done=4, due=set()).entries == ["sync 4", "wait"]
 
 
 @pytest.mark.parametrize(
     "error", [StarvedError("0 of 4 mixed groups"), Stopped("stopped by SIGUSR1")]
 )
-def test_a_step_that_cannot_be_ended_is_saved_before_the_run_ends(
+def test_a_step_that_cannot_finish_is_saved_before_the_run_ends(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    journal = run(monkeypatch, done=2, due=set(), error=error, error_at=4)
+    journal = train(monkeypatch, done=2, due=set(), error=error, error_at=4)
     assert journal.entries[-6:] == [
-        "switch to policy", "copy",  # the accelerator is the policy's again
+        "switch to policy", "copy",  # the policy has the accelerator again
         "save 3 open", "publish 3", "wait",
         f"{error}. Saved after step 3; to continue, start with resume=auto",
     ]  # fmt: skip
@@ -140,7 +142,7 @@ def test_a_step_that_cannot_be_ended_is_saved_before_the_run_ends(
 
 
 @pytest.mark.parametrize(
-    ("bounds", "said"),
+    ("bounds", "message"),
     [
         ({"max_gap": 1.0}, None),
         ({"max_gap": 0.5}, "disagree by 0.8 on 7/1, token 1"),
@@ -149,8 +151,8 @@ def test_a_step_that_cannot_be_ended_is_saved_before_the_run_ends(
         ({"max_gap": 0.5, "max_mean_gap": 0.2}, "sync.max_mean_gap is 0.2"),
     ],
 )
-def test_engine_and_policy_may_be_apart_by_so_much(
-    bounds: dict[str, float], said: str | None
+def test_the_gap_between_engine_and_policy_is_bounded(
+    bounds: dict[str, float], message: str | None
 ) -> None:
     policy = torch.tensor([-1.0, -2.0, -3.0, -4.0])
     batch: Any = SimpleNamespace(
@@ -161,8 +163,8 @@ def test_engine_and_policy_may_be_apart_by_so_much(
         tokens=torch.tensor([5, 6, 7, 8]),
     )
     mask, bounds = torch.ones(4, dtype=torch.bool), {"max_mean_gap": None, **bounds}
-    if said is None:
+    if message is None:
         assert check_gap(batch, mask, version=3, **bounds).mean == pytest.approx(0.25)
     else:
-        with pytest.raises(SyncError, match=re.escape(said)):
+        with pytest.raises(SyncError, match=re.escape(message)):
             check_gap(batch, mask, version=3, **bounds)

@@ -1,4 +1,4 @@
-"""`loss.function`: a loss of the user's own."""
+"""`loss.function`: a user-defined loss."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> st
     return name
 
 
-def test_numbers_of_the_config_reach_the_default_loss() -> None:
+def test_the_default_loss_uses_the_numbers_of_the_config() -> None:
     logprobs = torch.tensor([-0.5, -2.0, 0.0])  # ratios e^0.5 and 1
 
     def total(**numbers: float) -> float:
@@ -53,7 +53,7 @@ def test_numbers_of_the_config_reach_the_default_loss() -> None:
     assert total(clip_high=0.9, log_ratio_limit=0.25) == pytest.approx(1 - math.exp(0.25))
 
 
-def test_the_example_of_the_docs_is_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_in_docs_loss_md_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [code] = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
     name = write_module(tmp_path, monkeypatch, code)
     logprobs = torch.tensor([-0.5, -2.0, float("nan")], requires_grad=True)
@@ -64,8 +64,8 @@ def test_the_example_of_the_docs_is_a_loss(tmp_path: Path, monkeypatch: pytest.M
     assert output.sums["mean_logprob"].item() == -2.5
 
 
-def returned(arguments: str) -> str:
-    """Return the code of a loss that returns LossOutput(`arguments`)."""
+def code_returning(arguments: str) -> str:
+    """Return the code of a loss function that returns LossOutput(`arguments`)."""
     return (
         "from dapo_megatron.types import LossOutput\n"
         f"def loss(logprobs, tokens, **numbers): return LossOutput({arguments})"
@@ -73,50 +73,58 @@ def returned(arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("def loss(logprobs): ...", "raised TypeError"),
         (
             "def loss(logprobs, tokens, **numbers): return logprobs.sum()",
             "it must return a dapo_megatron.types.LossOutput",
         ),
-        (returned("logprobs.detach().sum(), {}"), "must require a gradient"),
-        (returned("logprobs, {}"), "total is"),
-        (returned("logprobs.sum().reshape(1), {}"), "total is"),
-        (returned("1.0, {}"), "total is 1.0, not a finite scalar tensor"),
-        (returned("logprobs.sum() * float('nan'), {}"), "total is"),
-        (returned("logprobs.sum(), None"), "it must return a dapo_megatron.types.LossOutput"),
-        (returned("logprobs.sum(), {'x': 1.0}"), "x is 1.0"),
-        (returned("logprobs.sum(), {'x': logprobs.detach()}"), "x is"),
-        (returned("logprobs.sum(), {'x': logprobs.sum()}"), "its x: total must require"),
-        (returned("logprobs.sum(), {'loss': logprobs.detach().sum()}"), "sums: loss would hide"),
-        (returned("logprobs.sum(), {'total': logprobs.detach().sum()}"), "sums: total would hide"),
+        (code_returning("logprobs.detach().sum(), {}"), "must require a gradient"),
+        (code_returning("logprobs, {}"), "total is"),
+        (code_returning("logprobs.sum().reshape(1), {}"), "total is"),
+        (code_returning("1.0, {}"), "total is 1.0, not a finite scalar tensor"),
+        (code_returning("logprobs.sum() * float('nan'), {}"), "total is"),
+        (code_returning("logprobs.sum(), None"), "it must return a dapo_megatron.types.LossOutput"),
+        (code_returning("logprobs.sum(), {'x': 1.0}"), "x is 1.0"),
+        (code_returning("logprobs.sum(), {'x': logprobs.detach()}"), "x is"),
+        (code_returning("logprobs.sum(), {'x': logprobs.sum()}"), "its x: total must require"),
+        (
+            code_returning("logprobs.sum(), {'loss': logprobs.detach().sum()}"),
+            "sums: loss would hide",
+        ),
+        (
+            code_returning("logprobs.sum(), {'total': logprobs.detach().sum()}"),
+            "sums: total would hide",
+        ),
         ("loss = 1", "has no function 'loss'"),
         ("def other(): ...", "has no function 'loss'"),
     ],
 )
-def test_a_function_that_is_no_loss_is_refused_by_its_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str
+def test_an_invalid_loss_function_is_rejected_with_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
 ) -> None:
     name = write_module(tmp_path, monkeypatch, code)
-    with pytest.raises(ConfigError, match=re.escape(said)) as refused:
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
         loss_function(loss_config(f"{name}:loss"))
-    assert str(refused.value).startswith(f"loss.function: {name}:loss: ")
+    assert str(raised.value).startswith(f"loss.function: {name}:loss: ")
 
 
 @pytest.mark.parametrize("name", ["my_losses", ":loss", "my losses:loss", "a:b:c"])
-def test_a_name_that_is_no_function_is_refused_with_the_form(name: str) -> None:
+def test_a_malformed_loss_name_is_rejected_with_the_expected_form(name: str) -> None:
     with pytest.raises(ConfigError, match=r"loss\.function: must be module:function"):
         tiny_config(loss__function=name)
 
 
 @pytest.mark.parametrize("pipeline_parallel", [1, 2])
-def test_a_stop_abandons_the_mini_batch_but_not_in_a_pipeline(pipeline_parallel: int) -> None:
-    def stop() -> float:
+def test_a_stop_abandons_the_mini_batch_except_with_pipeline_parallelism(
+    pipeline_parallel: int,
+) -> None:
+    def raise_stopped() -> float:
         raise Stopped("stopped by SIGUSR1")
 
     policy = tiny_config(policy__pipeline_parallel=pipeline_parallel).policy
-    loss = stoppable(loss_function(loss_config(None)), policy, stop)
+    loss = stoppable(loss_function(loss_config(None)), policy, raise_stopped)
     if pipeline_parallel == 1:
         with pytest.raises(Stopped):
             loss(torch.zeros(3), TOKENS)
@@ -124,14 +132,14 @@ def test_a_stop_abandons_the_mini_batch_but_not_in_a_pipeline(pipeline_parallel:
         assert loss(torch.zeros(3), TOKENS).total.isfinite()
 
 
-def test_a_stop_is_looked_for_about_every_ten_seconds() -> None:
-    """Micro-batches of 0.5 s: at first each, then at every 20th. Of 30 s: each."""
+def test_a_stop_is_checked_about_every_ten_seconds() -> None:
+    """With micro-batches of 0.5 s, the check comes at each one first, later at every 20th. With
+    micro-batches of 30 s, it comes at each one."""
     clock, checked_at = [0.0], [0.0]
 
     def check() -> float:
-        seconds = clock[0] - checked_at[-1]
         checked_at.append(clock[0])
-        return seconds
+        return clock[0]
 
     loss = stoppable(lambda *_: None, tiny_config(policy__tensor_parallel=1).policy, check)
     for seconds, num_calls, longest in ((0.5, 400, 10.0), (30.0, 60, 600.0), (30.0, 20, 30.0)):

@@ -1,4 +1,4 @@
-"""Each phase is given the memory it took, and not that of another."""
+"""Peak memory per phase: each phase reports its own, not that of another phase."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ LARGE = 200 * MIB
 BYTES = st.integers(0, 100)
 
 
-def take(num_bytes: int) -> None:
-    """Memory that is used, and given back to the system."""
+def use_memory(num_bytes: int) -> None:
+    """Use this much memory, then return it to the system."""
     with mmap.mmap(-1, num_bytes) as pages:
-        for place in range(0, num_bytes, mmap.PAGESIZE):
-            pages[place] = 1
+        for offset in range(0, num_bytes, mmap.PAGESIZE):
+            pages[offset] = 1
 
 
-def test_a_phase_shows_what_it_took_and_the_next_does_not() -> None:
+def test_a_phase_reports_its_own_peak_memory_only() -> None:
     meter = MemoryMeter(Ranks(0, 1, 0))
     with meter.phase("before"):
-        take(MIB)
+        use_memory(MIB)
     with meter.phase("large"):
-        take(LARGE)
-        take(MIB)
+        use_memory(LARGE)
+        use_memory(MIB)
     with meter.phase("after"):
-        take(MIB)
-    with meter.phase("large"):  # the larger of both counts
-        take(MIB)
-    seen = {name: gib * GIB for name, gib in meter.metrics().items()}
-    assert seen.keys() == {"memory/before_gib", "memory/large_gib", "memory/after_gib"}
-    assert seen["memory/large_gib"] - seen["memory/before_gib"] > LARGE - 20 * MIB
-    assert seen["memory/large_gib"] - seen["memory/after_gib"] > LARGE - 20 * MIB
-    assert meter.metrics() == {}  # of the next step
+        use_memory(MIB)
+    with meter.phase("large"):  # the larger of both peaks counts
+        use_memory(MIB)
+    peaks_bytes = {name: gib * GIB for name, gib in meter.metrics().items()}
+    assert peaks_bytes.keys() == {"memory/before_gib", "memory/large_gib", "memory/after_gib"}
+    assert peaks_bytes["memory/large_gib"] - peaks_bytes["memory/before_gib"] > LARGE - 20 * MIB
+    assert peaks_bytes["memory/large_gib"] - peaks_bytes["memory/after_gib"] > LARGE - 20 * MIB
+    assert meter.metrics() == {}  # the next step starts empty
 
 
-def test_the_most_of_a_run_outlives_the_phases() -> None:
-    """Linux forgets it with each phase, for getrusage too."""
+def test_the_peak_of_the_run_is_kept_when_phases_reset_the_counter() -> None:
+    """Each phase resets the peak in Linux, also that of getrusage."""
     meter = MemoryMeter(Ranks(0, 1, 0))
-    take(LARGE)
+    use_memory(LARGE)
     highest = meter.highest_gib()
     with meter.phase("small"):
         pass
@@ -57,16 +57,16 @@ def test_the_most_of_a_run_outlives_the_phases() -> None:
     assert usage < highest * GIB - LARGE / 2
 
 
-class Two(Ranks):
-    """The other rank took twice as much of one phase, and less of the other."""
+class FakeTwoRanks(Ranks):
+    """Two ranks, of which the other used twice as much in one phase and half in the other."""
 
     def all_gather(self, value: Any, of: object) -> list[Any]:
         factors = {"memory/update_gib": 2.0, "memory/sync_gib": 0.5}
         return [value, {name: factors[name] * gib for name, gib in value.items()}]
 
 
-def test_the_rank_that_takes_most_counts() -> None:
-    meter = MemoryMeter(Two(0, 2, 0))
+def test_the_rank_with_the_highest_peak_counts() -> None:
+    meter = MemoryMeter(FakeTwoRanks(0, 2, 0))
     for phase in ("update", "sync"):
         with meter.phase(phase):
             pass
@@ -77,7 +77,7 @@ def test_the_rank_that_takes_most_counts() -> None:
     }
 
 
-def test_without_linuxs_maximum_it_is_the_processs_own(
+def test_without_the_resettable_peak_of_linux_the_process_peak_is_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(processes, "_PROCESS", tmp_path / "nowhere")
@@ -87,24 +87,27 @@ def test_without_linuxs_maximum_it_is_the_processs_own(
     assert gauge.peaks()[""] == pytest.approx(usage, rel=0.1)
 
 
-@given(before=BYTES, context=BYTES, grown=BYTES, peak=BYTES, after=BYTES, asleep=BYTES)
-def test_a_devices_use_is_never_overstated_and_exact_while_an_engine_stays_as_it_is(
-    before: int, context: int, grown: int, peak: int, after: int, asleep: int
+@given(before=BYTES, context=BYTES, grown=BYTES, peak=BYTES, after=BYTES, offloaded=BYTES)
+def test_the_estimated_peak_of_a_device_has_tight_bounds(
+    before: int, context: int, grown: int, peak: int, after: int, offloaded: int
 ) -> None:
-    """torch reserves `before`, at most `peak` and in the end `after` bytes, and counts `asleep`
-    bytes of an engine that are gone; the context grows somewhere in between."""
+    """torch reserves `before`, at most `peak` and in the end `after` bytes. It also counts the
+    `offloaded` bytes of an engine. The CUDA context grows by `grown` at an unknown time. The
+    estimate never exceeds the possible peak, and is exact if the context does not grow."""
     peak = max(before, peak, after)
     used = (context + before, context + grown + after)
-    unknown = (context - asleep, context + grown - asleep)
-    found = highest_use(used, unknown, peak + asleep)
-    assert context + peak <= found <= context + grown + peak
+    unknown = (context - offloaded, context + grown - offloaded)
+    estimate = highest_use(used, unknown, peak + offloaded)
+    assert context + peak <= estimate <= context + grown + peak
     if not grown:
-        assert found == context + peak
-    # The engine's memory comes back at the end: torch always counted it.
-    woken = (used[0], used[1] + asleep)
-    found = highest_use(woken, (unknown[0], unknown[1] + asleep), peak + asleep)
-    assert found <= context + grown + max(peak, after + asleep)
+        assert estimate == context + peak
+    # The engine's memory is reloaded at the end. torch counted it all the time.
+    used_after_wake_up = (used[0], used[1] + offloaded)
+    estimate = highest_use(
+        used_after_wake_up, (unknown[0], unknown[1] + offloaded), peak + offloaded
+    )
+    assert estimate <= context + grown + max(peak, after + offloaded)
 
 
-def test_peak_memory_is_of_this_process() -> None:
+def test_resident_bytes_of_this_process_are_plausible() -> None:
     assert 10 * 2**20 < processes.resident_bytes() < 2**40

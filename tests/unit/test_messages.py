@@ -1,4 +1,4 @@
-"""Values between ranks: what arrives equals what was sent, and nothing else can arrive."""
+"""Messages between ranks: values are received exactly as sent, and other data is rejected."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ errors = st.none() | st.builds(ErrorRecord, texts, texts)
 paths = st.text("abc./", min_size=1).map(Path)
 
 
-def typed(strategy: Any, of: Any) -> Any:
-    return st.tuples(strategy, st.just(of))
+def typed(strategy: Any, expected_type: Any) -> Any:
+    return st.tuples(strategy, st.just(expected_type))
 
 
 MESSAGES = st.one_of(
@@ -89,40 +89,42 @@ MESSAGES = st.one_of(
 )  # fmt: skip
 
 
-def exactly(value: Any) -> Any:
-    """A form in which floats are equal only if their bits are, and types count."""
+def exact_form(value: Any) -> Any:
+    """Return a form that compares floats by their bits and values with their types."""
     if isinstance(value, float):
         return ("nan",) if math.isnan(value) else struct.pack("<d", value)
     if isinstance(value, list | tuple):
-        return type(value), [exactly(item) for item in value]
+        return type(value), [exact_form(item) for item in value]
     if isinstance(value, dict):
-        return [(exactly(key), exactly(item)) for key, item in value.items()]
+        return [(exact_form(key), exact_form(item)) for key, item in value.items()]
     if hasattr(value, "__dataclass_fields__"):
-        return type(value), [exactly(getattr(value, one.name)) for one in fields(value)]
+        return type(value), [exact_form(getattr(value, field.name)) for field in fields(value)]
     return type(value), value
 
 
 @given(MESSAGES)
-def test_a_value_arrives_as_it_was_sent(message: tuple[Any, Any]) -> None:
-    value, of = message
-    assert exactly(decode(encode(value), of, 0)) == exactly(value)
+def test_a_message_is_received_exactly_as_sent(message: tuple[Any, Any]) -> None:
+    value, expected_type = message
+    assert exact_form(decode(encode(value), expected_type, 0)) == exact_form(value)
 
 
 @given(
     st.binary(max_size=200),
     st.sampled_from([RankReport, list[TensorSlice], str | None, bool, Path]),
 )
-def test_bytes_of_any_kind_become_the_type_or_an_error_with_the_rank(junk: bytes, of: Any) -> None:
+def test_any_bytes_give_a_valid_value_or_an_error_with_the_rank(
+    data: bytes, expected_type: Any
+) -> None:
     try:
-        value = decode(junk, of, 3)
+        value = decode(data, expected_type, 3)
     except RankError as error:
         assert "rank 3" in str(error)
     else:
-        assert exactly(decode(encode(value), of, 3)) == exactly(value)
+        assert exact_form(decode(encode(value), expected_type, 3)) == exact_form(value)
 
 
 @pytest.mark.parametrize(
-    ("sent", "of"),
+    ("sent", "expected_type"),
     [
         (1, str),
         ("1", int),
@@ -130,17 +132,17 @@ def test_bytes_of_any_kind_become_the_type_or_an_error_with_the_rank(junk: bytes
         ([1, "2"], list[int]),
         ({"kind": "ConfigError"}, ErrorRecord),
         ("float33", torch.dtype),
-        ("load", torch.dtype),  # a function of torch
+        ("load", torch.dtype),  # a function in torch, not a dtype
         (7, Path),
     ],
 )
-def test_another_type_is_refused(sent: Any, of: Any) -> None:
+def test_a_value_of_another_type_is_rejected(sent: Any, expected_type: Any) -> None:
     with pytest.raises(RankError, match="rank 5: sent a message that cannot be read"):
-        decode(encode(sent), of, 5)
+        decode(encode(sent), expected_type, 5)
 
 
 class Payload:
-    """Runs code where it is unpickled."""
+    """Object that runs code when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -149,7 +151,7 @@ class Payload:
         return Path.touch, (self.file,)
 
 
-def test_a_pickle_is_not_read(tmp_path: Path) -> None:
+def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         with pytest.raises(RankError, match="rank 1"):
             decode(pickle.dumps(Payload(tmp_path / "ran"), protocol), RankReport, 1)
@@ -158,8 +160,8 @@ def test_a_pickle_is_not_read(tmp_path: Path) -> None:
         encode(Payload(tmp_path / "ran"))
 
 
-def test_half_a_character_does_not_end_a_run() -> None:
-    """A grader's text may hold one, as an error of the system about a file name does."""
+def test_a_lone_surrogate_is_replaced_and_does_not_end_the_run() -> None:
+    """The text of a grader, or an OSError about a file name, may contain one."""
     grade = Grade(1.0, True, "a\ud800b")
     assert decode(encode((grade, b"\xff")), tuple[Grade, bytes], 0) == (
         Grade(1.0, True, "a\ufffdb"),
@@ -167,9 +169,9 @@ def test_half_a_character_does_not_end_a_run() -> None:
     )
 
 
-def test_errors_keep_their_kind() -> None:
+def test_errors_keep_their_type_or_its_known_base_type() -> None:
     class Unknown(ConfigError):
-        """Of a file that other ranks may not have imported."""
+        """Error of a module that other ranks may not have imported."""
 
     for error, kind in ((Fenced("x"), Fenced), (Unknown("x"), ConfigError)):
         record = ErrorRecord.of(error)
@@ -182,14 +184,14 @@ def test_errors_keep_their_kind() -> None:
 
 def exchange(rank: int) -> dict[str, Any]:
     ranks = Ranks(rank, 3, rank)
-    refused = ""
+    error_message = ""
     gathered = ranks.all_gather([0.1] * (1000 * rank), list[float])
     sent = ranks.broadcast((rank, Path("/a")), tuple[int, Path])
     try:
         ranks.all_gather("text" if rank == 1 else rank, int)  # type: ignore[type-var]
     except RankError as error:
-        refused = str(error)
-    return {"gathered": gathered, "sent": sent, "refused": refused}
+        error_message = str(error)
+    return {"gathered": gathered, "sent": sent, "refused": error_message}
 
 
 def test_ranks_exchange_values_of_different_lengths() -> None:

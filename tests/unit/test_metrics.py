@@ -1,4 +1,4 @@
-"""The metrics of a step, from a step made by hand."""
+"""The metrics of a hand-made step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def collected() -> Collected:
     )
 
 
-def test_metrics_are_over_every_decided_group_before_filtering() -> None:
+def test_metrics_cover_every_decided_group_before_filtering() -> None:
     metrics = rollout_metrics(collected(), overlong())
     assert metrics["accuracy/raw"] == pytest.approx(3 / 5)
     assert metrics["accuracy/perfect_fraction"] == pytest.approx(1 / 3)
@@ -86,15 +86,16 @@ def test_metrics_are_over_every_decided_group_before_filtering() -> None:
         "groups/carried": 1.0,
         "groups/keep_rate": 0.25,
         "groups/interrupted_completions": 7.0,
-        "groups/age_mean": 2.0,  # begun by version 3, trained on at 5
+        "groups/age_mean": 2.0,  # started by version 3, trained at version 5
         "groups/age_max": 2.0,
         "groups/fresh_token_fraction": pytest.approx(3 / 5),
     }
 
 
-def test_overlong_metrics_say_what_was_punished_and_what_filtered() -> None:
+def test_overlong_metrics_count_penalties_and_filtered_completions() -> None:
     soft = rollout_metrics(collected(), overlong())
-    assert soft["overlong/penalised_fraction"] == pytest.approx(1 / 5)  # the ungraded has no reward
+    # The ungraded completion has no reward.
+    assert soft["overlong/penalised_fraction"] == pytest.approx(1 / 5)
     assert soft["overlong/penalty_mean"] == pytest.approx(-1 / 5)
     assert soft["overlong/filtered_fraction"] == 0.0
     assert soft["reward/mean"] == pytest.approx((1 - 1 + 1 + 1 - 1 - 1) / 5)
@@ -104,7 +105,7 @@ def test_overlong_metrics_say_what_was_punished_and_what_filtered() -> None:
     assert filtered["reward/mean"] == pytest.approx((1 - 1 + 1 + 1 - 1) / 5)
 
 
-def test_gradings_without_an_answer_are_counted_by_cause_and_by_data_set() -> None:
+def test_failed_gradings_are_counted_by_cause_and_by_data_set() -> None:
     metrics = rollout_metrics(collected(), overlong())
     assert {name: value for name, value in metrics.items() if name.startswith("grading/")} == {
         "grading/unparsed": 1.0,
@@ -117,14 +118,14 @@ def test_gradings_without_an_answer_are_counted_by_cause_and_by_data_set() -> No
     }
 
 
-def test_gradings_are_added_up_over_data_sets() -> None:
+def test_failed_gradings_are_added_up_over_data_sets() -> None:
     gradings = Counter({("sums", "timeout"): 2, ("code", "timeout"): 3})
     metrics = rollout_metrics(replace(collected(), gradings=gradings), overlong())
     assert metrics["grading/timeout"] == 5.0
     assert (metrics["grading/sums/timeout"], metrics["grading/code/timeout"]) == (2.0, 3.0)
 
 
-def test_a_step_that_decided_nothing_has_no_accuracy() -> None:
+def test_a_step_without_decided_groups_has_no_accuracy() -> None:
     metrics = rollout_metrics(replace(collected(), decided=[]), overlong())
     assert "accuracy/raw" not in metrics
     assert "response_tokens/mean" not in metrics
@@ -147,7 +148,7 @@ def test_update_metrics_are_means_over_tokens() -> None:
     assert update_metrics(stats[:1])["policy/entropy"] == 1.0
 
 
-def test_metrics_of_the_gap_and_of_a_sync() -> None:
+def test_metrics_of_the_mismatch_and_of_a_sync() -> None:
     gap = GapStatistics(mean=0.1, max=0.3, kl=0.2, worst_token=5, num_tokens=9)
     assert mismatch_metrics(gap) == {
         "mismatch/gap_mean": 0.1,

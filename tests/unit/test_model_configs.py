@@ -1,4 +1,4 @@
-"""Every config in model_configs: complete, understood, fits its machines; numbers of the paper."""
+"""Every config in model_configs: valid, fits its machines, and uses the numbers of the paper."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.configs import REPOSITORY
 from tests.helpers.published import PUBLISHED
 
 CONFIGS = REPOSITORY / "model_configs"
-# (model, [(nodes, GPUs per node)]) that the header of each file names.
+# name: (model, [(nodes, GPUs per node)]) from the header of each file.
 MACHINES: dict[str, tuple[str, list[tuple[int, int]]]] = {
     "qwen2.5_32b_dapo": ("Qwen2.5-32B", [(16, 8)]),
     "qwen2.5_math_7b": ("Qwen2.5-Math-7B", [(1, 8), (2, 8), (4, 8)]),
@@ -35,19 +35,19 @@ TINY = {path.stem for path in CONFIGS.glob("tiny_*.yaml")}
 
 
 def load(name: str, folder: Path, *overrides: str) -> Config:
-    hf: dict[str, Any] = dict(PUBLISHED[MACHINES[name][0]][1])
+    hf_config: dict[str, Any] = dict(PUBLISHED[MACHINES[name][0]][1])
     if name == "qwen2.5_math_7b":
-        hf["max_position_embeddings"] = 32768  # as the file says
-    (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
+        hf_config["max_position_embeddings"] = 32768  # as the file says
+    (folder / "config.json").write_text(json.dumps(hf_config), encoding="utf-8")
     return load_config(CONFIGS / f"{name}.yaml", [f"model.path={folder}", *overrides])
 
 
-def test_none_is_forgotten() -> None:
+def test_every_config_is_tested() -> None:
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(MACHINES) | TINY
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_fits_the_machines_it_names(name: str, tmp_path: Path) -> None:
+def test_a_config_fits_the_machines_in_its_header(name: str, tmp_path: Path) -> None:
     config = load(name, tmp_path)
     assert config.run.name == name
     arch = read_architecture(config)
@@ -57,12 +57,12 @@ def test_fits_the_machines_it_names(name: str, tmp_path: Path) -> None:
         plan = estimate_memory(config, nodes * gpus, NodeSpec(gpus_per_node=gpus))
         assert not list(problems(plan))
         assert 80.0 - max(map(plan.num_bytes, PHASES)) / GIB > 5.0  # docs/plan.md
-    most = MACHINES[name][1][-1] if name != "qwen3_30b_a3b" else (2, 8)
-    assert config.run.processes == most[0] * most[1]
+    largest = MACHINES[name][1][-1] if name != "qwen3_30b_a3b" else (2, 8)
+    assert config.run.processes == largest[0] * largest[1]
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_is_of_the_prepared_data_and_a_local_model(name: str) -> None:
+def test_a_config_uses_the_prepared_data_and_a_local_model(name: str) -> None:
     config = load_config(CONFIGS / f"{name}.yaml")
     assert config.model.path == f"models/{MACHINES[name][0]}"
     paths = [
@@ -74,8 +74,8 @@ def test_is_of_the_prepared_data_and_a_local_model(name: str) -> None:
     assert config.overlong.max_tokens == config.rollout.max_response_tokens
 
 
-def test_small_gpus_of_the_small_model(tmp_path: Path) -> None:
-    """What the file's header says."""
+def test_the_small_model_fits_the_gpus_in_its_header(tmp_path: Path) -> None:
+    """The header of the file states which GPUs are large enough."""
     config = load("qwen3_0.6b_one_gpu", tmp_path)
     assert estimate_memory(config, 1, NodeSpec(gpus_per_node=1, gpu_memory_gib=39.5)).fits()
     assert not estimate_memory(config, 1, NodeSpec(gpus_per_node=1, gpu_memory_gib=20.0)).fits()
@@ -84,18 +84,18 @@ def test_small_gpus_of_the_small_model(tmp_path: Path) -> None:
     assert estimate_memory(config, 1, NodeSpec(gpus_per_node=1, gpu_memory_gib=23.5)).fits()
 
 
-def test_math_7b_needs_its_config_edited(tmp_path: Path) -> None:
+def test_qwen2_5_math_7b_needs_an_edited_config_json(tmp_path: Path) -> None:
     from dapo_megatron.types import ConfigError
 
     config = load("qwen2.5_math_7b", tmp_path)
-    hf = PUBLISHED["Qwen2.5-Math-7B"][1]
-    (tmp_path / "config.json").write_text(json.dumps(hf), encoding="utf-8")
+    hf_config = PUBLISHED["Qwen2.5-Math-7B"][1]
+    (tmp_path / "config.json").write_text(json.dumps(hf_config), encoding="utf-8")
     with pytest.raises(ConfigError, match="max_position_embeddings"):
         check_layout(config, read_architecture(config), 32)
 
 
 PAPER: dict[str, Any] = {
-    # arXiv 2503.14476, section 4.1, and where it is silent the authors' scripts.
+    # arXiv 2503.14476, section 4.1. Values that it does not state are from the authors' scripts.
     "rollout.prompts_per_step": 512,
     "rollout.samples_per_prompt": 16,
     "rollout.temperature": 1.0,
@@ -138,20 +138,20 @@ PAPER: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", PAPER)
-def test_numbers_of_the_paper(key: str) -> None:
-    found: Any = load_config(CONFIGS / "qwen2.5_32b_dapo.yaml")
+def test_the_32b_config_has_the_numbers_of_the_paper(key: str) -> None:
+    value: Any = load_config(CONFIGS / "qwen2.5_32b_dapo.yaml")
     for part in key.split("."):
-        found = getattr(found, part)
-    assert found == PAPER[key]
+        value = getattr(value, part)
+    assert value == PAPER[key]
 
 
-def test_mini_batches_of_the_paper_are_512_sequences() -> None:
+def test_mini_batches_have_512_sequences_as_in_the_paper() -> None:
     config = load_config(CONFIGS / "qwen2.5_32b_dapo.yaml")
     sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     assert sequences / config.train.updates_per_step == 512
 
 
-def test_seconds_of_the_papers_run(tmp_path: Path) -> None:
+def test_the_estimated_step_time_is_near_that_of_the_papers_run(tmp_path: Path) -> None:
     """230 rollout steps in 5 days on 128 A800 (verl issue 795): 31 minutes each, evaluations
     included. Responses of its first 230 steps have 2,400 tokens on the mean (figure 7a)."""
     config = load("qwen2.5_32b_dapo", tmp_path, "policy.recompute=full")

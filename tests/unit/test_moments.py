@@ -1,5 +1,5 @@
-"""Optimizer state out of files of any layout: every field by HF name is what was put in, and what
-is damaged is named."""
+"""Optimizer state read from checkpoints of any layout: every field, by HF name, equals what was
+saved, and damage is reported."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ MODELS = ("llama_tied", "qwen2", "qwen3_moe", "deepseek_v3")
 
 @dataclass(frozen=True)
 class Layout:
-    """`stages` lists the layers of each chunk of each pipeline stage; `expert` divides tensor x
-    data."""
+    """Parallel sizes. `stages` lists the layers of each chunk of each pipeline stage. `expert`
+    divides tensor x data."""
 
     tensor: int
     data: int
@@ -44,7 +44,7 @@ class Layout:
     expert: int = 1
 
     def places(self, num_layers: int) -> list[list[ChunkPlace]]:
-        """The chunks of each rank: tensor first, then data, then stages."""
+        """Return the chunks of each rank. Ranks are ordered by tensor, then data, then stage."""
         return [
             [
                 ChunkPlace(
@@ -74,7 +74,7 @@ class Layout:
         )
 
 
-PLAIN = Layout(3, 2, ((range(2),),))
+PLAIN_LAYOUT = Layout(3, 2, ((range(2),),))
 
 
 @st.composite
@@ -85,7 +85,7 @@ def layouts(draw: st.DrawFn, has_experts: bool) -> Layout:
             [
                 ((range(2),),),
                 ((range(1),), (range(1, 2),)),
-                ((range(1), range(1, 2)),),  # two chunks of one rank
+                ((range(1), range(1, 2)),),  # two chunks on one rank
             ]
         )
     )
@@ -94,8 +94,8 @@ def layouts(draw: st.DrawFn, has_experts: bool) -> Layout:
 
 
 @pytest.fixture(scope="module")
-def truths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Store]]:
-    """Of each model, a store for each field, all of other numbers."""
+def stores_by_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Store]]:
+    """Return a store with different numbers for each field of each model."""
     root = tmp_path_factory.mktemp("truths")
     return {
         name: {
@@ -108,48 +108,48 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Stor
     }
 
 
-def local(truth: Store, place: ChunkPlace) -> dict[str, Tensor]:
-    """A field of the parameters of one chunk."""
-    local_parameters = layout_of(truth.arch, place)
+def local_tensors(store: Store, place: ChunkPlace) -> dict[str, Tensor]:
+    """Return the parameters of one chunk, read from the store of one field."""
+    local_parameters = layout_of(store.arch, place)
     params = {
         name: torch.zeros(local_parameter.shape)
         for name, local_parameter in local_parameters.items()
     }
-    read_into(truth, shards_of(params, truth.arch, place))
+    read_into(store, shards_of(params, store.arch, place))
     return params
 
 
 def write(
     folder: Path,
-    truth: Mapping[str, Store],
+    stores: Mapping[str, Store],
     layout: Layout,
-    cut: Callable[[int, int], list[int]],
+    split: Callable[[int, int], list[int]],
 ) -> Path:
-    """A training checkpoint. `cut(elements, ranks)` says where it is cut among ranks."""
-    arch = truth["model"].arch
+    """Write a training checkpoint. `split(elements, ranks)` returns the ranks' boundaries."""
+    arch = stores["model"].arch
     folder.mkdir()
-    copy_companions(truth["model"].folder, folder)
+    copy_companions(stores["model"].folder, folder)
     ranks = layout.places(arch.num_layers)
     files: list[dict[str, Tensor]] = [{} for _ in ranks]
-    cuts: dict[Any, tuple[list[int], itertools.count[int]]] = {}
+    splits: dict[Any, tuple[list[int], itertools.count[int]]] = {}
     for rank, (places, tensors) in enumerate(zip(ranks, files, strict=True)):
         for number, place in enumerate(places):
             prefix = f"chunk_{number}." if len(places) > 1 else ""
-            fields = {field: local(truth[field], place) for field in truth}
+            fields = {field: local_tensors(stores[field], place) for field in stores}
             for name, weight in fields["model"].items():
                 tensors[f"model/{prefix}{name}"] = weight
                 if name.endswith("expert_bias"):
                     continue  # not trained
                 is_expert = ".mlp.experts." in name
-                which = place.ep_rank if is_expert else place.tp_rank
+                group_rank = place.ep_rank if is_expert else place.tp_rank
                 size = layout.expert if is_expert else layout.tensor
                 sharing = layout.tensor * layout.data // size
-                home = (rank // (layout.tensor * layout.data), number, name, which)
-                ends, turn = cuts.setdefault(
-                    home, (cut(weight.numel(), sharing), itertools.count())
+                sharing_group = (rank // (layout.tensor * layout.data), number, name, group_rank)
+                ends, turn = splits.setdefault(
+                    sharing_group, (split(weight.numel(), sharing), itertools.count())
                 )
-                mine = next(turn)
-                start, stop = ends[mine], ends[mine + 1]
+                share = next(turn)
+                start, stop = ends[share], ends[share + 1]
                 if start == stop:
                     continue
                 key = f"optimizer/{prefix}{name}[{start}:{stop}]"
@@ -175,8 +175,8 @@ def evenly(elements: int, ranks: int) -> list[int]:
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_every_field_is_found_whatever_the_layout(
-    truths: dict[str, dict[str, Store]],
+def test_every_field_is_read_from_checkpoints_of_any_layout(
+    stores_by_model: dict[str, dict[str, Store]],
     tmp_path_factory: pytest.TempPathFactory,
     data: st.DataObject,
 ) -> None:
@@ -185,29 +185,29 @@ def test_every_field_is_found_whatever_the_layout(
     layout = data.draw(layouts(has_experts))
     random = data.draw(st.randoms(use_true_random=False))
 
-    def cut(elements: int, ranks: int) -> list[int]:
+    def split(elements: int, ranks: int) -> list[int]:
         return [0, *sorted(random.randint(0, elements) for _ in range(ranks - 1)), elements]
 
     root = tmp_path_factory.mktemp("checkpoint")
-    truth = truths[name]
-    state = open_state(write(root / "step", truth, layout, cut))
+    stores = stores_by_model[name]
+    state = open_state(write(root / "step", stores, layout, split))
     assert state.step == 5.0
-    assert not differences(state.weights, truth["model"])
+    assert not differences(state.weights, stores["model"])
     for field in FIELDS[1:]:
         store = state.fields[field]
-        missing = truth[field].tensors.keys() - store.tensors.keys()
-        assert all(one.endswith("e_score_correction_bias") for one in missing)
-        for one in store.tensors:
-            assert torch.equal(store.read(one), truth[field].read(one))
-    # And back: any range of any parameter of any layout.
+        missing = stores[field].tensors.keys() - store.tensors.keys()
+        assert all(tensor.endswith("e_score_correction_bias") for tensor in missing)
+        for tensor in store.tensors:
+            assert torch.equal(store.read(tensor), stores[field].read(tensor))
+    # The reverse: any range of any parameter in any layout.
     place = random.choice(random.choice(data.draw(layouts(has_experts)).places(2)))
-    for parameter, value in local(truth["exp_avg"], place).items():
+    for parameter, value in local_tensors(stores["exp_avg"], place).items():
         if parameter.endswith("expert_bias"):
             continue
         start, stop = sorted(random.randint(0, value.numel()) for _ in range(2))
         local_parameter = layout_of(state.weights.arch, place)[parameter]
-        found = read_range(state.fields["exp_avg"], local_parameter, start, stop)
-        assert torch.equal(found, value.reshape(-1)[start:stop]), parameter
+        flat_range = read_range(state.fields["exp_avg"], local_parameter, start, stop)
+        assert torch.equal(flat_range, value.reshape(-1)[start:stop]), parameter
     shutil.rmtree(root)
 
 
@@ -222,8 +222,8 @@ def edit(path: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     save_file(tensors, path, metadata=metadata)
 
 
-def moved(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
-    """Another range for a key, its tensor cut or lengthened to fit."""
+def move_range(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
+    """Return a change that moves a key to another range and resizes its tensor."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         for key in [key for key in tensors if old in key]:
@@ -235,7 +235,7 @@ def moved(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
     return change
 
 
-def dropped(word: str) -> Callable[[dict[str, Tensor]], None]:
+def drop_keys(word: str) -> Callable[[dict[str, Tensor]], None]:
     def change(tensors: dict[str, Tensor]) -> None:
         for key in [key for key in tensors if word in key]:
             del tensors[key]
@@ -244,25 +244,25 @@ def dropped(word: str) -> Callable[[dict[str, Tensor]], None]:
 
 
 NORM = "decoder.final_layernorm.weight"
-DAMAGE: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
+DAMAGES: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "overlap": (
         "rank_00003",
-        moved(f"{NORM}[18:36]", f"{NORM}[17:36]"),
+        move_range(f"{NORM}[18:36]", f"{NORM}[17:36]"),
         rf"rank_00003.*optimizer/{NORM}\[17:36\]/exp_avg overlaps its range in .*rank_00000",
     ),
     "gap": (
         "rank_00003",
-        moved(f"{NORM}[18:36]", f"{NORM}[19:36]"),
+        move_range(f"{NORM}[18:36]", f"{NORM}[19:36]"),
         rf"rank_00000.*optimizer/{NORM}/exp_avg: elements from 18 of 36 are in no file",
     ),
     "end": (
         "rank_00003",
-        dropped(f"{NORM}[18:36]/exp_avg_sq"),
+        drop_keys(f"{NORM}[18:36]/exp_avg_sq"),
         rf"rank_00000.*optimizer/{NORM}/exp_avg_sq: elements from 18 of 36 are in no file",
     ),
     "start": (
         "rank_00000",
-        dropped(f"{NORM}[0:18]/exp_avg_sq"),
+        drop_keys(f"{NORM}[0:18]/exp_avg_sq"),
         rf"optimizer/{NORM}/exp_avg_sq: elements from 0 of 36 are in no file",
     ),
     "shape": (
@@ -293,20 +293,20 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
 
 
 @pytest.fixture
-def checkpoint(truths: dict[str, dict[str, Store]], tmp_path: Path) -> Path:
-    return write(tmp_path / "step", truths["llama_tied"], PLAIN, evenly)
+def checkpoint(stores_by_model: dict[str, dict[str, Store]], tmp_path: Path) -> Path:
+    return write(tmp_path / "step", stores_by_model["llama_tied"], PLAIN_LAYOUT, evenly)
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_named(kind: str, checkpoint: Path) -> None:
-    file, change, said = DAMAGE[kind]
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_is_reported_with_file_and_tensor(kind: str, checkpoint: Path) -> None:
+    file, change, message = DAMAGES[kind]
     edit(checkpoint / f"{file}.safetensors", change)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         open_state(checkpoint)
 
 
 @pytest.mark.parametrize("rank", [0, 4, 5])
-def test_a_missing_rank_is_named(rank: int, checkpoint: Path) -> None:
+def test_a_missing_rank_file_is_reported(rank: int, checkpoint: Path) -> None:
     name = f"rank_{rank:05d}.safetensors"
     (checkpoint / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name}: missing; 6 ranks saved"):
@@ -317,7 +317,7 @@ def test_a_missing_rank_is_named(rank: int, checkpoint: Path) -> None:
 
 
 def targets(dtype: torch.dtype, moments: torch.dtype) -> dict[str, Tensor]:
-    """What a rank of two stages wants of a norm."""
+    """Return the tensors of a norm that a rank with two pipeline stages loads."""
     return {
         f"model/{NORM}": torch.zeros(36, dtype=dtype),
         f"optimizer/{NORM}[0:20]/exp_avg": torch.zeros(20, dtype=moments),
@@ -328,49 +328,58 @@ def targets(dtype: torch.dtype, moments: torch.dtype) -> dict[str, Tensor]:
 LAST = ChunkPlace(0, 1, 1, 1, has_embedding=False, has_head=True)
 
 
-def test_a_rank_gets_what_it_wants(checkpoint: Path, truths: dict[str, dict[str, Store]]) -> None:
-    wanted, truth = targets(torch.float32, torch.float32), truths["llama_tied"]
-    wanted["model/output_layer.weight"] = torch.full((37, 36), torch.nan)
-    reshard(checkpoint, wanted, [LAST], truth["model"].arch, ())
-    norm, moment, step, head = wanted.values()
-    assert torch.equal(norm, truth["model"].read("model.norm.weight"))
-    assert torch.equal(moment, truth["exp_avg"].read("model.norm.weight")[:20])
+def test_a_rank_gets_its_share_of_a_checkpoint_of_another_layout(
+    checkpoint: Path, stores_by_model: dict[str, dict[str, Store]]
+) -> None:
+    targets_of_rank, stores = targets(torch.float32, torch.float32), stores_by_model["llama_tied"]
+    targets_of_rank["model/output_layer.weight"] = torch.full((37, 36), torch.nan)
+    reshard(checkpoint, targets_of_rank, [LAST], stores["model"].arch, ())
+    norm, moment, step, head = targets_of_rank.values()
+    assert torch.equal(norm, stores["model"].read("model.norm.weight"))
+    assert torch.equal(moment, stores["exp_avg"].read("model.norm.weight")[:20])
     assert step == 5.0
-    assert torch.equal(head, truth["model"].read("model.embed_tokens.weight"))
+    assert torch.equal(head, stores["model"].read("model.embed_tokens.weight"))
 
 
-def test_padding_is_zero(checkpoint: Path, truths: dict[str, dict[str, Store]]) -> None:
-    arch = truths["llama_tied"]["model"].arch
+def test_vocabulary_padding_is_zero(
+    checkpoint: Path, stores_by_model: dict[str, dict[str, Store]]
+) -> None:
+    arch = stores_by_model["llama_tied"]["model"].arch
     last = ChunkPlace(2, 3, 0, 2, has_embedding=True, has_head=True)  # rows 26 to 38 of 37
-    wanted = {"model/embedding.word_embeddings.weight": torch.full((13, 36), torch.nan)}
-    reshard(checkpoint, wanted, [last], arch, ())
-    [value] = wanted.values()
+    targets_of_rank = {"model/embedding.word_embeddings.weight": torch.full((13, 36), torch.nan)}
+    reshard(checkpoint, targets_of_rank, [last], arch, ())
+    [value] = targets_of_rank.values()
     assert torch.equal(value[11:], torch.zeros(2, 36))
     assert value[:11].all()
 
 
-def test_what_would_be_rounded_is_refused(
-    checkpoint: Path, truths: dict[str, dict[str, Store]]
+def test_loading_into_a_lower_precision_is_rejected(
+    checkpoint: Path, stores_by_model: dict[str, dict[str, Store]]
 ) -> None:
-    arch = truths["llama_tied"]["model"].arch
-    wanted = targets(torch.bfloat16, torch.bfloat16)
-    said = r"model.norm.weight \(exp_avg\) was saved in float32 .* bfloat16\. .*optimizer.moments"
-    with pytest.raises(CheckpointError, match=said):
-        reshard(checkpoint, wanted, [LAST], arch, ())
-    assert not any(value.any() for value in wanted.values())  # nothing was read by halves
+    arch = stores_by_model["llama_tied"]["model"].arch
+    targets_of_rank = targets(torch.bfloat16, torch.bfloat16)
+    message = (
+        r"model.norm.weight \(exp_avg\) was saved in float32 .* bfloat16\. .*optimizer.moments"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        reshard(checkpoint, targets_of_rank, [LAST], arch, ())
+    # Nothing was loaded.
+    assert not any(value.any() for value in targets_of_rank.values())
 
 
-def test_another_model_is_refused(checkpoint: Path, truths: dict[str, dict[str, Store]]) -> None:
-    arch = truths["qwen2"]["model"].arch
+def test_a_checkpoint_of_another_model_is_rejected(
+    checkpoint: Path, stores_by_model: dict[str, dict[str, Store]]
+) -> None:
+    arch = stores_by_model["qwen2"]["model"].arch
     with pytest.raises(CheckpointError, match=r"of another model than model.path: family llama"):
         reshard(checkpoint, {}, [LAST], arch, ())
 
 
-def test_a_checkpoint_without_state_of_a_tensor_is_refused(
-    checkpoint: Path, truths: dict[str, dict[str, Store]]
+def test_a_checkpoint_without_optimizer_state_of_a_tensor_is_rejected(
+    checkpoint: Path, stores_by_model: dict[str, dict[str, Store]]
 ) -> None:
     for path in checkpoint.glob("rank_*"):
-        edit(path, dropped(f"optimizer/{NORM}"))
-    arch = truths["llama_tied"]["model"].arch
+        edit(path, drop_keys(f"optimizer/{NORM}"))
+    arch = stores_by_model["llama_tied"]["model"].arch
     with pytest.raises(CheckpointError, match=r"optimizer state \(exp_avg\) of model.norm.weight"):
         reshard(checkpoint, targets(torch.float32, torch.float32), [LAST], arch, ())

@@ -1,4 +1,5 @@
-"""Micro-batch plans: nothing lost, the token bound held, ranks in step and evenly loaded."""
+"""Micro-batch plans: every sequence is placed, micro-batches respect the token bound, and ranks get
+equally many micro-batches and about the same work."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from dapo_megatron.data.packing import (
     plan_microbatches,
     work,
 )
-from tools.bench.packing import Setting, draw_lengths, greedy_tokens, main, measure, naive, ours
+from tools.bench.packing import Setting, draw_lengths, greedy_tokens, main, measure, naive
+from tools.bench.packing import balanced as trainer_plan
 
 LENGTHS = st.lists(st.integers(1, 500), max_size=60)
 RANKS = st.integers(1, 9)
@@ -34,9 +36,11 @@ MULTIPLES = st.sampled_from([1, 4, 8])
     row_multiple=MULTIPLES,
     num_multiple=st.integers(1, 4),
 )
-@example([200] * 5, 1, 504, True, 1, 1, 1)  # their tokens fill two, but three in one are too many
+@example(
+    [200] * 5, 1, 504, True, 1, 1, 1
+)  # two would hold all tokens, but no three sequences fit into one
 @example([500, 1, 1, 1], 3, 504, False, 8, 8, 2)
-def test_every_sequence_once_within_the_bound_and_ranks_in_step(
+def test_each_sequence_is_placed_once_and_ranks_get_equally_many_micro_batches(
     lengths: list[int],
     num_ranks: int,
     max_tokens: int,
@@ -64,9 +68,13 @@ def test_every_sequence_once_within_the_bound_and_ranks_in_step(
         assert all(padded_tokens(micro, **rows) <= max_tokens for micro in inside)
         works = [microbatch_work(micro, packed=packed) for micro in inside]
         assert works == sorted(works, reverse=True)
-        assert all(micros[: len(micros) - micros.count([])]), "an empty one before a full one"
+        assert all(micros[: len(micros) - micros.count([])]), (
+            "an empty micro-batch comes before a full one"
+        )
         if packed and [] in micros:
-            assert max(map(len, micros)) <= 1, "an empty one beside one that could be halved"
+            assert max(map(len, micros)) <= 1, (
+                "an empty micro-batch next to one that could be split"
+            )
 
 
 @given(lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=60), num_ranks=RANKS)
@@ -77,21 +85,25 @@ def test_ranks_differ_by_at_most_one_sequence_of_work(lengths: list[int], num_ra
 
 
 @given(weights=st.lists(st.integers(0, 30), min_size=1, max_size=7), num_parts=st.integers(1, 3))
-@example([3, 3, 2, 2, 2], 2)  # 7/6 of the best, the worst there is for two parts
-def test_partition_keeps_to_its_published_bound(weights: list[int], num_parts: int) -> None:
+@example([3, 3, 2, 2, 2], 2)  # 7/6 of the optimum, the worst case for two parts
+def test_partition_stays_within_its_published_bound(weights: list[int], num_parts: int) -> None:
     parts = partition(weights, num_parts)
     assert len(parts) == num_parts
     assert sorted(itertools.chain(*parts)) == list(range(len(weights)))
     largest = max(sum(weights[index] for index in part) for part in parts)
     best = min(
-        max(sum(w for w, place in zip(weights, places) if place == part) for part in range(3))
-        for places in itertools.product(range(num_parts), repeat=len(weights))
+        max(
+            sum(weight for weight, assigned in zip(weights, assignment) if assigned == part)
+            for part in range(3)
+        )
+        for assignment in itertools.product(range(num_parts), repeat=len(weights))
     )
     assert 3 * num_parts * largest <= (4 * num_parts - 1) * best
 
 
-def test_partition_takes_differences() -> None:
-    # Differences 1 and 1, then 3, then 2. Longest first to the least loaded ends at 17 and 13.
+def test_partition_uses_the_differencing_method() -> None:
+    # Differences 1 and 1, then 3, then 2. The greedy method (largest first, to the part with the
+    # least) ends at 17 and 13.
     weights = [8, 7, 6, 5, 4]
     sums = sorted(sum(weights[index] for index in part) for part in partition(weights, 2))
     assert sums == [14, 16]
@@ -99,9 +111,9 @@ def test_partition_takes_differences() -> None:
 
 @pytest.mark.parametrize("num", [8192, 512])
 @pytest.mark.parametrize("seed", range(3))
-def test_lengths_like_those_of_a_run_meet_the_targets(num: int, seed: int) -> None:
+def test_realistic_lengths_meet_the_padding_and_balance_targets(num: int, seed: int) -> None:
     lengths, setting = draw_lengths(num, seed), Setting()
-    figures = measure(ours(lengths, setting, True), lengths, setting, packed=True)
+    figures = measure(trainer_plan(lengths, setting, True), lengths, setting, packed=True)
     assert figures.padding <= 0.01
     assert figures.slowest_rank <= 1.001
     assert figures.largest_tokens <= setting.max_tokens
@@ -109,9 +121,9 @@ def test_lengths_like_those_of_a_run_meet_the_targets(num: int, seed: int) -> No
     assert figures.microbatches <= max(1.15 * fewest, fewest + 2)
 
 
-def test_padded_rows_of_a_run_are_mostly_tokens() -> None:
+def test_without_packing_realistic_lengths_need_little_padding() -> None:
     lengths, setting = draw_lengths(512, 0), Setting()
-    figures = measure(ours(lengths, setting, False), lengths, setting, packed=False)
+    figures = measure(trainer_plan(lengths, setting, False), lengths, setting, packed=False)
     assert figures.padding <= 0.05
     assert figures.slowest_rank <= 1.1
     assert figures.largest_tokens <= setting.max_tokens
@@ -120,36 +132,41 @@ def test_padded_rows_of_a_run_are_mostly_tokens() -> None:
 @pytest.mark.parametrize(
     ("lengths", "num_ranks"),
     [
-        ([20_000] + [200] * 2_000, 4),  # one huge, many tiny: the mean rank is above it
-        ([20_000] + [200] * 50, 4),  # and below it: the huge one alone
+        (
+            [20_000] + [200] * 2_000,
+            4,
+        ),  # the mean work of a rank is above that of the longest sequence
+        ([20_000] + [200] * 50, 4),  # and below it: the longest sequence gets a rank of its own
         ([200, 20_000] * 64, 8),
         ([20_000] * 3 + [200] * 300, 3),
     ],
 )
 @pytest.mark.parametrize(("packed", "bound"), [(True, 1.001), (False, 1.15)])
-def test_skewed_lengths(lengths: list[int], num_ranks: int, packed: bool, bound: float) -> None:
+def test_skewed_lengths_stay_balanced(
+    lengths: list[int], num_ranks: int, packed: bool, bound: float
+) -> None:
     setting = Setting(ranks=num_ranks, max_tokens=20_480)
-    figures = measure(ours(lengths, setting, packed), lengths, setting, packed=packed)
+    figures = measure(trainer_plan(lengths, setting, packed), lengths, setting, packed=packed)
     assert figures.slowest_rank <= bound * figures.lower_bound
     assert figures.padding <= 0.01
     assert figures.largest_tokens <= 20_480
 
 
-def test_micro_batches_of_a_rank_cost_alike() -> None:
+def test_micro_batches_of_a_rank_cost_about_the_same() -> None:
     lengths = [1_000 + 37 * index % 1_000 for index in range(400)]
     (micros,) = plan_microbatches(lengths, 1, max_tokens=20_000)
     works = [sum(work(lengths[index]) for index in micro) for micro in micros]
     assert max(works) <= 1.05 * min(works)
 
 
-def test_padded_neighbors_in_length_share_a_micro_batch() -> None:
+def test_without_packing_sequences_of_similar_length_share_a_micro_batch() -> None:
     plan = plan_microbatches([10, 100, 10, 100, 10, 100], 1, max_tokens=300, packed=False)
     assert plan == [[[1, 3, 5], [0, 2, 4]]]
 
 
-def test_padded_micro_batches_are_cut_evenly() -> None:
+def test_without_packing_micro_batches_are_equally_large() -> None:
     assert plan_microbatches([4] * 4, 1, max_tokens=12, packed=False) == [[[0, 1], [2, 3]]]
-    # Two are needed; four may be asked for.
+    # Two micro-batches are needed, but the number must be a multiple of four.
     plan = plan_microbatches([4] * 4, 1, max_tokens=12, packed=False, num_multiple=4)
     assert plan == [[[0], [1], [2], [3]]]
 
@@ -157,61 +174,63 @@ def test_padded_micro_batches_are_cut_evenly() -> None:
 @pytest.mark.parametrize(
     ("lengths", "num_ranks", "max_tokens", "expected"),
     [
-        ([60, 20], 1, 200, [[[0, 1]]]),  # one is enough
+        ([60, 20], 1, 200, [[[0, 1]]]),  # one micro-batch is enough
         ([100, 70, 10], 2, 150, [[[1, 2]], [[0]]]),  # two rows of 70 cost more than one of 100
-        # Loads before the last are 90 + 70 and 80 + 80. Attention makes the first one larger.
+        # Before the last, the ranks have 90 + 70 and 80 + 80; attention makes the first larger.
         ([90, 80, 80, 70, 40], 2, 100, [[[0], [3], []], [[1], [2], [4]]]),
     ],
 )
-def test_padded_micro_batches_go_costliest_first_to_the_least_load(
+def test_without_packing_the_costliest_micro_batch_goes_first_to_the_least_loaded_rank(
     lengths: list[int], num_ranks: int, max_tokens: int, expected: list[list[list[int]]]
 ) -> None:
     assert plan_microbatches(lengths, num_ranks, max_tokens=max_tokens, packed=False) == expected
 
 
-def test_a_rank_that_had_much_gets_less() -> None:
+def test_a_rank_with_much_work_gets_less_of_the_rest() -> None:
     plan = plan_microbatches([100, 90, 80, 70], 2, max_tokens=100, packed=False)
     assert plan == [[[0], [3]], [[1], [2]]]
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_no_sequences_still_run_as_empty_micro_batches(packed: bool) -> None:
+def test_without_sequences_all_micro_batches_are_empty(packed: bool) -> None:
     plan = plan_microbatches([], 2, max_tokens=10, packed=packed, num_multiple=3)
     assert plan == [[[], [], []], [[], [], []]]
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_fewer_sequences_than_ranks(packed: bool) -> None:
+def test_with_fewer_sequences_than_ranks_some_ranks_get_empty_micro_batches(packed: bool) -> None:
     plan = plan_microbatches([5], 3, max_tokens=10, packed=packed, num_multiple=2)
     assert sorted(plan) == [[[], []], [[], []], [[0], []]]
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_sequence_that_fits_nowhere_is_named(packed: bool) -> None:
+def test_a_sequence_too_long_for_any_micro_batch_is_reported(packed: bool) -> None:
     with pytest.raises(ValueError, match=r"sequence 1 has 101 tokens.*max_tokens_per_microbatch"):
         plan_microbatches([5, 101], 2, max_tokens=100, packed=packed)
     with pytest.raises(ValueError, match="sequence 1 has 98 tokens, 104 with padding"):
         plan_microbatches([5, 98], 2, max_tokens=100, packed=packed, row_multiple=8)
 
 
-def test_the_bound_is_exact() -> None:
+def test_the_token_bound_is_exact() -> None:
     for packed in (True, False):
         plan = plan_microbatches([3, 3, 3], 1, max_tokens=6, packed=packed)
         assert plan == [[[0, 1], [2]]], packed
         plan = plan_microbatches([3, 3, 3], 1, max_tokens=5, packed=packed)
         assert plan == [[[0], [1], [2]]], packed
     options = {"max_tokens": 15, "sequence_multiple": 4, "row_multiple": 8}
-    assert plan_microbatches([3, 3, 3], 1, **options) == [[[0, 1], [2]]]  # 12 become 16
+    assert plan_microbatches([3, 3, 3], 1, **options) == [
+        [[0, 1], [2]]
+    ]  # 12 tokens are padded to 16
     plan = plan_microbatches([3, 3, 3], 1, max_tokens=11, sequence_multiple=4)
-    assert plan == [[[0, 1], [2]]]  # 4 + 4 + 4 are more than 11
+    assert plan == [[[0, 1], [2]]]  # 4 + 4 + 4 is more than 11
 
 
-def test_full_micro_batches_are_no_more_than_their_tokens_need() -> None:
+def test_there_are_no_more_micro_batches_than_the_tokens_need() -> None:
     (micros,) = plan_microbatches([5] * 34, 1, max_tokens=10)
     assert len(micros) == 17
 
 
-def test_padding_is_counted_as_the_rows_are_made() -> None:
+def test_padding_is_counted_as_rows_are_padded() -> None:
     assert padded_tokens([3, 5], sequence_multiple=4, row_multiple=8) == 16
     assert padded_tokens([3, 5, 1], sequence_multiple=4, row_multiple=8) == 16
     assert padded_tokens([3, 5, 1], packed=False, sequence_multiple=4, row_multiple=8) == 24
@@ -219,7 +238,7 @@ def test_padding_is_counted_as_the_rows_are_made() -> None:
     assert padded_tokens([3]) == padded_tokens([3], packed=False) == 3
 
 
-def test_a_long_sequence_weighs_more_than_its_tokens() -> None:
+def test_work_grows_faster_than_the_number_of_tokens() -> None:
     assert work(LINEAR_TOKENS) == 2 * LINEAR_TOKENS**2
     # Attention is quadratic: one of 9,000 tokens is more work than two of 5,000.
     plan = plan_microbatches([9_000, 5_000, 5_000, 5_000], 2, max_tokens=20_000)
@@ -242,7 +261,7 @@ def test_the_benchmark_measures_padding_and_waiting() -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=60), ranks=RANKS)
-def test_the_benchmark_compares_whole_plans(lengths: list[int], ranks: int) -> None:
+def test_plans_of_the_benchmark_place_every_sequence_once(lengths: list[int], ranks: int) -> None:
     setting = Setting(ranks=ranks, max_tokens=1_000)
     for make in (greedy_tokens, naive):
         plan = make(lengths, setting, True)
@@ -252,7 +271,7 @@ def test_the_benchmark_compares_whole_plans(lengths: list[int], ranks: int) -> N
         assert placed == list(range(len(lengths)))
 
 
-def test_the_benchmark_ends_in_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_prints_json_on_its_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     main(sequences=[64], ranks=2, seeds=1)
     printed = capsys.readouterr().out
     assert printed.count("target met") == 4
@@ -261,7 +280,9 @@ def test_the_benchmark_ends_in_one_line_of_json(capsys: pytest.CaptureFixture[st
     assert [result["row_multiple"] for result in figures["results"]] == [4, 1]
 
 
-def test_the_benchmark_says_where_no_plan_can_do_better(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_marks_targets_that_no_plan_can_meet(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     main(sequences=[4], ranks=4, seeds=1)
     missed = [line for line in capsys.readouterr().out.splitlines() if "missed" in line]
     assert missed

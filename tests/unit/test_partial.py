@@ -1,4 +1,4 @@
-"""Completions put together of what several weight versions sampled."""
+"""Completions whose parts were sampled by several weight versions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ PARTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, ma
 
 
 @given(PARTS)
-def test_parts_add_up(parts: list[tuple[int, int]]) -> None:
-    """Any (version, tokens sampled by it) in a row, none of them among them."""
+def test_parts_join_into_one_completion_with_a_segment_per_version(
+    parts: list[tuple[int, int]],
+) -> None:
+    """A sequence of (version, number of tokens it sampled), which may be 0."""
     request, history = REQUEST, []
     for version, num_tokens in sorted(parts):
         first = len(history)
@@ -51,7 +53,7 @@ def test_parts_add_up(parts: list[tuple[int, int]]) -> None:
     assert tokens_left(request) == 40 - len(history)
 
 
-def test_the_last_part_says_how_it_ended() -> None:
+def test_the_last_part_sets_the_finish_reason() -> None:
     so_far = Completion(3, (7,), (-1.0,), "", Finish.UNFINISHED, (Segment(4, 1),))
     whole = append_tokens(replace(REQUEST, so_far=so_far), [8, 9], [-2.0, -3.0], 5, Finish.STOP)
     assert whole == Completion(
@@ -60,12 +62,12 @@ def test_the_last_part_says_how_it_ended() -> None:
     assert whole.oldest_version == 4
 
 
-def test_logprobs_that_do_not_fit_the_tokens_are_refused() -> None:
+def test_a_wrong_number_of_logprobs_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ticket 12, sample 3: 1 log-probs for 2 new tokens"):
         append_tokens(REQUEST, [7, 8], [-1.0], 0)
 
 
-def test_nothing_left_to_sample_is_refused() -> None:
+def test_a_request_without_tokens_left_is_refused() -> None:
     so_far = Completion(3, (7,), (-1.0,), "", Finish.UNFINISHED, (Segment(4, 1),))
     request = replace(REQUEST, so_far=so_far, max_tokens=1)
     with pytest.raises(DapoError, match=r"ticket 12, sample 3: .*max_response_tokens is 1"):

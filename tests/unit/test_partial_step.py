@@ -1,4 +1,4 @@
-"""A rollout step under way, in a checkpoint and back: to the last bit, and cut as it was begun."""
+"""An unfinished step in a checkpoint: restored bit for bit, and only with the same batching."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ STATS = StepStats(loss=0.5, grad_norm=2.0, lr=1e-6, num_tokens=6, means={"entrop
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_under_way_survives_a_checkpoint_to_the_last_bit(dtype: torch.dtype) -> None:
+def test_an_unfinished_step_survives_a_checkpoint_bit_for_bit(dtype: torch.dtype) -> None:
     step = PartialStep()
     assert step.state(tiny_config()) is None
     step.begin([group(3, completion(0, 4, None), completion(1, 2, None))], {"accuracy/raw": 0.25})
-    # Every second one of a longer tensor that has a gradient: not contiguous, not plain.
+    # A view that is not contiguous and requires a gradient.
     step.old_logprobs = torch.randn(14, dtype=dtype, requires_grad=True)[::2]
     step.updates = [STATS]
     config = tiny_config()
     state = json.loads(json.dumps(step.state(config)))
-    again = PartialStep.from_state(state, config)
-    assert again.train == step.train
-    assert again.metrics == {"accuracy/raw": 0.25}
-    assert again.updates == [STATS]
-    assert again.old_logprobs is not None
-    assert torch.equal(again.old_logprobs, step.old_logprobs)
-    assert again.old_logprobs.dtype == dtype
+    restored = PartialStep.from_state(state, config)
+    assert restored.train == step.train
+    assert restored.metrics == {"accuracy/raw": 0.25}
+    assert restored.updates == [STATS]
+    assert restored.old_logprobs is not None
+    assert torch.equal(restored.old_logprobs, step.old_logprobs)
+    assert restored.old_logprobs.dtype == dtype
     step.close()
     assert step == PartialStep()
 
 
-def test_a_step_without_old_logprobs_survives_and_none_is_none() -> None:
+def test_an_unfinished_step_without_old_logprobs_survives_a_checkpoint() -> None:
     step, config = PartialStep(), tiny_config()
     metrics = {"accuracy/raw": 0.25}
     step.begin([], metrics)
     metrics["accuracy/raw"] = 1.0
-    again = PartialStep.from_state(json.loads(json.dumps(step.state(config))), config)
-    assert again == step == PartialStep(train=[], metrics={"accuracy/raw": 0.25})
+    restored = PartialStep.from_state(json.loads(json.dumps(step.state(config))), config)
+    assert restored == step == PartialStep(train=[], metrics={"accuracy/raw": 0.25})
     assert PartialStep.from_state(None, config) == PartialStep()
 
 
@@ -55,13 +55,17 @@ def test_a_step_without_old_logprobs_survives_and_none_is_none() -> None:
         ("overlong.penalty", False),
     ],
 )
-def test_a_step_cut_otherwise_is_refused_by_key(key: str, value: object) -> None:
-    """Some of its sequences would be trained on twice."""
+def test_an_unfinished_step_with_another_batching_is_refused_by_key(
+    key: str, value: object
+) -> None:
+    """With another batching, some sequences would be trained on twice."""
     step, config = PartialStep(), tiny_config()
     step.begin([], {})
     state = json.loads(json.dumps(step.state(config)))
     section, name = key.split(".")
-    begun = getattr(getattr(config, section), name)
-    message = f"^{key}: the checkpoint is from the middle of a step that started with {begun!r};"
+    saved_value = getattr(getattr(config, section), name)
+    message = (
+        f"^{key}: the checkpoint is from the middle of a step that started with {saved_value!r};"
+    )
     with pytest.raises(ConfigError, match=message):
         PartialStep.from_state(state, tiny_config(**{f"{section}__{name}": value}))

@@ -1,4 +1,5 @@
-"""The plan: everything wanted once, nothing more, in bounded rounds; failures by name."""
+"""Transfer plans: each wanted element is sent exactly once, in rounds of bounded size, and errors
+name the tensor and the rank."""
 
 from __future__ import annotations
 
@@ -33,23 +34,23 @@ def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
 
 @st.composite
 def slabs(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
-    """The tensor cut along one dimension; disjoint."""
+    """Disjoint slices of the tensor along one dimension."""
     if not shape:
         return [whole(shape)]
     dim = draw(st.integers(0, len(shape) - 1))
     inner = draw(st.lists(st.integers(0, shape[dim]), max_size=3))
-    found = []
+    tensor_slices = []
     for first, last in pairwise([0, *sorted(inner), shape[dim]]):
         start = [0] * len(shape)
         start[dim] = first
-        found.append(Region(tuple(start), (*shape[:dim], last - first, *shape[dim + 1 :])))
-    return found
+        tensor_slices.append(Region(tuple(start), (*shape[:dim], last - first, *shape[dim + 1 :])))
+    return tensor_slices
 
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[Slices, Slices]:
-    """What up to six ranks hold (boxes that may overlap, and slabs that cover the tensor) and want
-    (disjoint slabs) of a few tensors."""
+    """Pieces of a few tensors that up to six ranks hold (boxes that may overlap, and slabs that
+    cover the tensor) and want (disjoint slabs)."""
     num_ranks = draw(st.integers(1, 6))
     held: Slices = [[] for _ in range(num_ranks)]
     wanted: Slices = [[] for _ in range(num_ranks)]
@@ -75,16 +76,18 @@ def boxes_of(tensors: Sequence[TensorTransfer]) -> Iterator[tuple[BoxTransfer, i
         yield from tensor.with_sources()
 
 
-def mask(shape: Sequence[int], found: Sequence[Region]) -> numpy.ndarray:
-    """How many of the boxes each element lies in."""
+def mask(shape: Sequence[int], boxes: Sequence[Region]) -> numpy.ndarray:
+    """Number of boxes that contain each element."""
     count = numpy.zeros(shape, dtype=int)
-    for region in found:
+    for region in boxes:
         count[region.slices] += 1
     return count
 
 
 @given(situations())
-def test_every_wanted_element_arrives_once_from_a_holder(situation: tuple[Slices, Slices]) -> None:
+def test_every_wanted_element_arrives_once_from_a_rank_that_holds_it(
+    situation: tuple[Slices, Slices],
+) -> None:
     held, wanted = situation
     plan = make_plan(held, wanted, bucket_bytes=64, ranks_per_node=2)
     arriving: dict[tuple[int, str, Region], list[Region]] = defaultdict(list)
@@ -107,7 +110,7 @@ def test_every_wanted_element_arrives_once_from_a_holder(situation: tuple[Slices
 
 
 @given(situations())
-def test_only_what_is_missing_moves(situation: tuple[Slices, Slices]) -> None:
+def test_only_missing_elements_are_sent(situation: tuple[Slices, Slices]) -> None:
     held, wanted = situation
     plan = make_plan(held, wanted, bucket_bytes=64, ranks_per_node=2)
     received, sent = Counter[int](), Counter[int]()
@@ -119,7 +122,11 @@ def test_only_what_is_missing_moves(situation: tuple[Slices, Slices]) -> None:
     for rank, tensor_slices in enumerate(wanted):
         missing = 0
         for tensor_slice in tensor_slices:
-            own = [one.region for one in held[rank] if one.name == tensor_slice.name]
+            own = [
+                held_piece.region
+                for held_piece in held[rank]
+                if held_piece.name == tensor_slice.name
+            ]
             wants = mask(tensor_slice.global_shape, [tensor_slice.region]) > 0
             missing += int((wants & (mask(tensor_slice.global_shape, own) == 0)).sum()) * (
                 tensor_slice.dtype.itemsize
@@ -129,110 +136,125 @@ def test_only_what_is_missing_moves(situation: tuple[Slices, Slices]) -> None:
 
 
 @given(situations(), st.integers(1, 200))
-def test_rounds_are_bounded(situation: tuple[Slices, Slices], bucket_bytes: int) -> None:
+def test_the_bytes_of_a_round_are_bounded(
+    situation: tuple[Slices, Slices], bucket_bytes: int
+) -> None:
     held, wanted = situation
     plan = make_plan(held, wanted, bucket_bytes=bucket_bytes)
-    for one in plan.rounds:
+    for tensors in plan.rounds:
         for by_source, limit in ((False, bucket_bytes), (True, SENT_BUCKETS * bucket_bytes)):
             nbytes: dict[int, Counter[tuple[str, int]]] = defaultdict(Counter)
-            for tensor in one:
+            for tensor in tensors:
                 for move, source in tensor.with_sources():
                     if source != move.target:
                         rank = source if by_source else move.target
                         nbytes[rank][tensor.name, move.target] += move.nbytes
             for wishes in nbytes.values():
                 assert wishes.total() <= limit or len(wishes) == 1
-    found = [
-        {(tensor.name, move.target) for tensor in one for move, _ in tensor.with_sources()}
-        for one in plan.rounds
+    wishes_by_round = [
+        {(tensor.name, move.target) for tensor in tensors for move, _ in tensor.with_sources()}
+        for tensors in plan.rounds
     ]
-    assert sum(map(len, found)) == len(set().union(*found))  # what one rank wants is in one round
+    # What one rank wants of a tensor is sent in one round.
+    assert sum(map(len, wishes_by_round)) == len(set().union(*wishes_by_round))
     wanted_names = {tensor_slice.name for tensor_slices in wanted for tensor_slice in tensor_slices}
     assert plan.num_tensors == len(wanted_names)
 
 
-def test_one_tensor_for_many_is_sent_bucket_by_bucket() -> None:
+def test_a_tensor_wanted_by_many_ranks_is_sent_bucket_by_bucket() -> None:
     plan = make_plan([[tensor_slice("t")], *[[]] * 9], [[tensor_slice("t")]] * 10, bucket_bytes=128)
-    sent = [Counter(source for move, source in boxes_of(one) if move.target) for one in plan.rounds]
+    sent = [
+        Counter(source for move, source in boxes_of(tensors) if move.target)
+        for tensors in plan.rounds
+    ]
     assert sent == [{0: 2}, {0: 2}, {0: 2}, {0: 2}, {0: 1}]
     assert plan.num_tensors == 1
 
 
 @given(situations())
-def test_equal_lists_give_equal_plans(situation: tuple[Slices, Slices]) -> None:
+def test_equal_inputs_give_equal_plans(situation: tuple[Slices, Slices]) -> None:
     held, wanted = situation
-    again = [[[*tensor_slices] for tensor_slices in ranks] for ranks in (held, wanted)]
-    assert make_plan(held, wanted) == make_plan(*again)
+    copies = [[[*tensor_slices] for tensor_slices in ranks] for ranks in (held, wanted)]
+    assert make_plan(held, wanted) == make_plan(*copies)
 
 
 def tensor_slice(name: str, first: int = 0, num: int = 8, **other: object) -> TensorSlice:
-    """Rows of a tensor of eight rows and four columns."""
+    """Rows of a tensor of shape [8, 4]."""
     values: dict = {"global_shape": (8, 4), "dtype": torch.float32, **other}
     return TensorSlice(name, region=Region((first, 0), (num, 4)), **values)
 
 
 def sources(plan: TransferPlan) -> list[list[int]]:
     """The sources of each tensor's boxes, in the order of the plan."""
-    return [list(tensor.sources) for one in plan.rounds for tensor in one]
+    return [list(tensor.sources) for tensors in plan.rounds for tensor in tensors]
 
 
-def test_sources_are_near_and_take_turns() -> None:
+def test_sources_on_the_same_node_are_preferred_and_equal_ones_alternate() -> None:
     names = [f"t{number}" for number in range(4)]
-    every = [tensor_slice(name) for name in names]
-    plan = make_plan([every, every, [], every], [[], [], every, []], ranks_per_node=2)
-    assert sources(plan) == [[3], [3], [3], [3]]  # rank 3 is on the node of rank 2
-    plan = make_plan([every, every, [], every], [[], [], every, []], ranks_per_node=1)
+    all_pieces = [tensor_slice(name) for name in names]
+    plan = make_plan(
+        [all_pieces, all_pieces, [], all_pieces], [[], [], all_pieces, []], ranks_per_node=2
+    )
+    assert sources(plan) == [[3], [3], [3], [3]]  # rank 3 is on the same node as rank 2
+    plan = make_plan(
+        [all_pieces, all_pieces, [], all_pieces], [[], [], all_pieces, []], ranks_per_node=1
+    )
     assert sources(plan) == [[0], [1], [3], [0]]
-    plan = make_plan([every, every, []], [every, [], []], ranks_per_node=1)
+    plan = make_plan([all_pieces, all_pieces, []], [all_pieces, [], []], ranks_per_node=1)
     assert sources(plan) == [[0]] * 4
     assert plan.sent[0] == plan.missing[0] == 0
 
 
-def test_what_the_rank_has_of_a_piece_stays() -> None:
+def test_the_part_that_a_rank_holds_itself_is_not_sent() -> None:
     plan = make_plan(
         [[tensor_slice("t", 0, 5)], [tensor_slice("t", 2, 6)]], [[], [tensor_slice("t")]]
     )
-    moves = [pair for one in plan.rounds for pair in boxes_of(one)]
-    assert {(source, m.box.start[0], m.box.shape[0]) for m, source in moves} == {
+    moves = [pair for tensors in plan.rounds for pair in boxes_of(tensors)]
+    assert {(source, move.box.start[0], move.box.shape[0]) for move, source in moves} == {
         (1, 2, 6),
         (0, 0, 2),
     }
 
 
 def stage(layers: range, experts: int = 0) -> list[TensorSlice]:
-    """The tensors of some layers."""
+    """The tensors of `layers`, each with `experts` experts."""
     parts = ["a", "b", *(f"experts.{number}" for number in range(experts))]
     return [tensor_slice(f"model.layers.{layer}.{part}") for layer in layers for part in parts]
 
 
-def test_stages_send_side_by_side_and_layers_stay_together() -> None:
+def test_pipeline_stages_send_in_the_same_rounds_and_layers_stay_together() -> None:
     first = [tensor_slice("model.embed_tokens.weight"), *stage(range(3))]
     second = [*stage(range(3, 6)), tensor_slice("lm_head.weight")]
     held = [first, second]
-    every = [*first, *second]
-    plan = make_plan(held, [every, every], bucket_bytes=4 * 128)
-    for one in plan.rounds:
-        senders = Counter(source for move, source in boxes_of(one) if source != move.target)
-        assert senders == {0: 4, 1: 4} or one is plan.rounds[-1]
-        layers = [route.name.split(".")[2] for route in one if "layers" in route.name]
-        runs = [layers[0], *(b for a, b in pairwise(layers) if a != b)]
+    all_pieces = [*first, *second]
+    plan = make_plan(held, [all_pieces, all_pieces], bucket_bytes=4 * 128)
+    for tensors in plan.rounds:
+        senders = Counter(source for move, source in boxes_of(tensors) if source != move.target)
+        assert senders == {0: 4, 1: 4} or tensors is plan.rounds[-1]
+        layers = [tensor.name.split(".")[2] for tensor in tensors if "layers" in tensor.name]
+        runs = [layers[0], *(layer for previous, layer in pairwise(layers) if previous != layer)]
         assert len(runs) == len(set(runs))
-    order = [int(r.name.split(".")[2]) for one in plan.rounds for r in one if "layers" in r.name]
+    order = [
+        int(tensor.name.split(".")[2])
+        for tensors in plan.rounds
+        for tensor in tensors
+        if "layers" in tensor.name
+    ]
     assert [layer for layer in order if layer < 3] == sorted([0, 1, 2] * 2)
     assert [layer for layer in order if layer >= 3] == sorted([3, 4, 5] * 2)
 
 
-def test_expert_ranks_send_side_by_side() -> None:
+def test_expert_ranks_send_in_the_same_rounds() -> None:
     experts = stage(range(1), experts=8)[2:]
     plan = make_plan([experts[:4], experts[4:], []], [[], [], experts], bucket_bytes=4 * 128)
-    for one in plan.rounds:
-        assert Counter(source for _, source in boxes_of(one)) == {0: 2, 1: 2}
+    for tensors in plan.rounds:
+        assert Counter(source for _, source in boxes_of(tensors)) == {0: 2, 1: 2}
 
 
-def test_tensors_alike_share_their_boxes() -> None:
-    every = stage(range(50))
-    plan = make_plan([every, []], [[], every])
-    assert len({id(route.boxes) for one in plan.rounds for route in one}) == 1
+def test_tensors_of_the_same_layout_share_their_boxes() -> None:
+    tensor_slices = stage(range(50))
+    plan = make_plan([tensor_slices, []], [[], tensor_slices])
+    assert len({id(tensor.boxes) for tensors in plan.rounds for tensor in tensors}) == 1
 
 
 @pytest.mark.parametrize(
@@ -265,12 +287,12 @@ def test_tensors_alike_share_their_boxes() -> None:
         ),
     ],
 )
-def test_failures_name_tensor_and_rank(held: Slices, wanted: Slices, message: str) -> None:
+def test_errors_name_the_tensor_and_the_rank(held: Slices, wanted: Slices, message: str) -> None:
     with pytest.raises(SyncError, match=message):
         make_plan(held, wanted)
 
 
-def test_what_nobody_wants_is_left_out() -> None:
+def test_tensors_that_no_rank_wants_are_not_sent() -> None:
     plan = make_plan([[tensor_slice("t"), tensor_slice("u")]], [[tensor_slice("u", 0, 2)]])
-    assert [route.name for one in plan.rounds for route in one] == ["u"]
+    assert [tensor.name for tensors in plan.rounds for tensor in tensors] == ["u"]
     assert make_plan([[tensor_slice("t")]], [[]]).num_rounds == 0

@@ -1,4 +1,4 @@
-"""The plan against published parameter counts and figures worked out by hand."""
+"""Memory estimates against published parameter counts and values worked out by hand."""
 
 from __future__ import annotations
 
@@ -44,65 +44,67 @@ def config_of(folder: Path, hf: dict[str, Any] = DENSE_HF, **overrides: Any) -> 
     return tiny_config(**settings | overrides)
 
 
-def part(of: MemoryEstimate, phase: str, name: str) -> MemoryItem:
-    [found] = [one for one in of.fullest(phase)[1].parts if one.name == name]
-    return found
+def part(estimate: MemoryEstimate, phase: str, name: str) -> MemoryItem:
+    [match] = [item for item in estimate.fullest(phase)[1].parts if item.name == name]
+    return match
 
 
-def names(of: MemoryEstimate, phase: str) -> set[str]:
-    return {one.name for one in of.fullest(phase)[1].parts}
+def names(estimate: MemoryEstimate, phase: str) -> set[str]:
+    return {item.name for item in estimate.fullest(phase)[1].parts}
 
 
-def test_one_gpu_holds_every_parameter(tmp_path: Path) -> None:
+def test_weights_gradients_and_optimizer_of_one_gpu_match_the_parameter_count(
+    tmp_path: Path,
+) -> None:
     for count, hf in PUBLISHED["Qwen3-8B"], PUBLISHED["Qwen3-30B-A3B"]:
-        found = estimate_memory(config_of(tmp_path, hf), 1)
-        assert part(found, "update", "policy weights").num_bytes == 2 * count
-        assert part(found, "update", "gradients").num_bytes == 4 * count
+        estimate = estimate_memory(config_of(tmp_path, hf), 1)
+        assert part(estimate, "update", "policy weights").num_bytes == 2 * count
+        assert part(estimate, "update", "gradients").num_bytes == 4 * count
         # Main weight and two moments.
-        assert part(found, "update", "optimizer").num_bytes == 12 * count
-        assert part(found, "generate", "engine weights").num_bytes == 2 * count
-        assert [one.num_bytes for one in found.disk] == [14 * count] * 2
+        assert part(estimate, "update", "optimizer").num_bytes == 12 * count
+        assert part(estimate, "generate", "engine weights").num_bytes == 2 * count
+        assert [item.num_bytes for item in estimate.disk] == [14 * count] * 2
 
 
-def test_data_parallel_ranks_share_the_optimizer_alone(tmp_path: Path) -> None:
-    found = estimate_memory(config_of(tmp_path, policy__context_parallel=2), 8)
-    assert part(found, "update", "policy weights").num_bytes == 2 * DENSE
-    assert part(found, "update", "optimizer").num_bytes == 12 * DENSE // 8
-    assert found.disk[1].num_bytes == (8 * 2 + 12) * DENSE
+def test_data_parallel_ranks_shard_only_the_optimizer(tmp_path: Path) -> None:
+    estimate = estimate_memory(config_of(tmp_path, policy__context_parallel=2), 8)
+    assert part(estimate, "update", "policy weights").num_bytes == 2 * DENSE
+    assert part(estimate, "update", "optimizer").num_bytes == 12 * DENSE // 8
+    assert estimate.disk[1].num_bytes == (8 * 2 + 12) * DENSE
 
 
-def test_experts_are_shared_out_over_their_own_ranks(tmp_path: Path) -> None:
+def test_experts_are_sharded_over_expert_parallel_ranks(tmp_path: Path) -> None:
     layout = {"tensor_parallel": 4, "sequence_parallel": True, "expert_parallel": 8}
     keys = {f"policy__{key}": value for key, value in layout.items()}
-    found = estimate_memory(config_of(tmp_path, EXPERTS_HF, **keys), 16)
+    estimate = estimate_memory(config_of(tmp_path, EXPERTS_HF, **keys), 16)
     experts = 48 * 128 * 3 * 2048 * 768
-    # Norms and routers are whole on every rank; what the ranks cut is at least a quarter.
-    dense = part(found, "update", "policy weights").num_bytes // 2 - experts // 8
+    # Norms and routers are replicated; the sharded rest is a quarter.
+    dense = part(estimate, "update", "policy weights").num_bytes // 2 - experts // 8
     assert (EXPERTS - experts) / 4 < dense < (EXPERTS - experts) / 3.9
-    # 4 copies of the rest, 2 of each expert.
-    wanted = 12 * dense // 4 + 12 * experts // 8 // 2
-    assert part(found, "update", "optimizer").num_bytes == wanted
+    # 4 data-parallel copies of the dense weights, 2 of each expert.
+    expected = 12 * dense // 4 + 12 * experts // 8 // 2
+    assert part(estimate, "update", "optimizer").num_bytes == expected
 
 
 @pytest.mark.parametrize(
     ("keys", "device", "host"),
     [
         ({"optimizer__moments": "bfloat16"}, 8, 0),
-        ({"optimizer__cpu_offload": 1.0}, 0, 16),  # and the gradients it is updated by
+        ({"optimizer__cpu_offload": 1.0}, 0, 16),  # on the host, together with its gradients
         ({"optimizer__cpu_offload": 0.25}, 9, 4),
     ],
 )
-def test_optimizer_in_other_places(
+def test_optimizer_state_in_bfloat16_or_on_the_host(
     tmp_path: Path, keys: dict[str, Any], device: int, host: int
 ) -> None:
-    found = estimate_memory(config_of(tmp_path, **keys), 1)
-    assert part(found, "update", "optimizer").num_bytes == device * DENSE
-    on_host = [one.num_bytes for one in found.host if one.name == "optimizer for good"]
+    estimate = estimate_memory(config_of(tmp_path, **keys), 1)
+    assert part(estimate, "update", "optimizer").num_bytes == device * DENSE
+    on_host = [item.num_bytes for item in estimate.host if item.name == "optimizer for good"]
     assert on_host == ([host * DENSE] if host else [])
 
 
-def test_fp8_parameters_are_half(tmp_path: Path) -> None:
-    """All but embedding, head and norms."""
+def test_fp8_parameters_take_half_the_memory(tmp_path: Path) -> None:
+    """Except embedding, output head and norms."""
     whole, half = (
         estimate_memory(
             config_of(tmp_path, policy__fp8=f"{{recipe: current, parameters: {kept}}}"), 1
@@ -121,21 +123,21 @@ def test_fp8_parameters_are_half(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------- phases
 
 
-def test_who_is_there_when(tmp_path: Path) -> None:
+def test_each_phase_counts_the_model_parts_that_are_loaded(tmp_path: Path) -> None:
     trained = {"policy weights", "gradients", "optimizer"}
     engine = {"engine weights", "engine workspace", "KV cache"}
-    found = estimate_memory(config_of(tmp_path, policy__offload=ALL_PARTS), 8)
-    assert names(found, "generate") == engine | {"CUDA and NCCL"}
+    estimate = estimate_memory(config_of(tmp_path, policy__offload=ALL_PARTS), 8)
+    assert names(estimate, "generate") == engine | {"CUDA and NCCL"}
     moments = {
-        moment.name: {one.name for one in moment.parts}
-        for moment in found.kinds["every rank"]["sync"]
+        moment.name: {item.name for item in moment.parts}
+        for moment in estimate.kinds["every rank"]["sync"]
     }
     both = trained | {"engine weights", "CUDA and NCCL"}
     assert moments["weights move"] == both | {"sync buckets"}
     assert moments["check"] - both <= {"logits, at the head", "a layer at work"}
     assert moments["engine awake"] == engine | {"CUDA and NCCL"}
-    assert names(found, "logprobs") & (trained | engine) == trained
-    assert names(found, "update") & (trained | engine) == trained
+    assert names(estimate, "logprobs") & (trained | engine) == trained
+    assert names(estimate, "update") & (trained | engine) == trained
     stays = estimate_memory(config_of(tmp_path, policy__offload="[gradients]"), 8)
     assert names(stays, "generate") & trained == {"policy weights", "optimizer"}
     awake = estimate_memory(config_of(tmp_path, engine__sleep=False), 8)
@@ -148,12 +150,12 @@ def test_who_is_there_when(tmp_path: Path) -> None:
     [("{recipe: current}", 2), ("{recipe: current, parameters: true}", 1)],
 )
 @pytest.mark.parametrize("offload", ["[]", "[gradients]"])
-def test_copies_in_fp8_are_there_until_something_leaves(
+def test_fp8_copies_stay_until_the_policy_is_offloaded(
     tmp_path: Path, fp8: str, copies: int, offload: str
 ) -> None:
     config = config_of(tmp_path, policy__fp8=fp8, policy__offload=offload)
     phases = estimate_memory(config, 1).kinds["every rank"]
-    found = {
+    fp8_bytes = {
         (phase, moment.name): sum(
             part.num_bytes for part in moment.parts if part.name == "FP8 copies of weights"
         )
@@ -162,100 +164,100 @@ def test_copies_in_fp8_are_there_until_something_leaves(
     }
     whole = copies * (DENSE - 2 * 151936 * 4096)
     for when in [("update", "layer"), ("sync", "weights move"), ("sync", "check")]:
-        assert found[when] == pytest.approx(whole, rel=0.001)
+        assert fp8_bytes[when] == pytest.approx(whole, rel=0.001)
     stays = whole if offload == "[]" else 0
     for when in [("sync", "engine awake"), ("generate", "engine awake")]:
-        assert found[when] == pytest.approx(stays, rel=0.001)
-    # Bfloat16 weights are quantized by the first pass.
-    assert (found["start", "policy made"] > 0) == ("parameters" in fp8)
+        assert fp8_bytes[when] == pytest.approx(stays, rel=0.001)
+    # Bfloat16 weights are quantized later, in the first forward pass.
+    assert (fp8_bytes["start", "policy made"] > 0) == ("parameters" in fp8)
 
 
-def test_a_sync_takes_what_its_fullest_moment_takes(tmp_path: Path) -> None:
-    """As it is measured: from both models' weights to the engine's cache."""
+def test_a_sync_needs_the_memory_of_its_fullest_moment(tmp_path: Path) -> None:
+    """A sync has several moments, from both models' weights to the engine's KV cache."""
     keys = {"policy__tensor_parallel": 4, "engine__memory_fraction": 0.9}
-    found = estimate_memory(config_of(tmp_path, policy__offload=ALL_PARTS, **keys), 8)
-    assert found.fullest("sync")[1].name == "engine awake"
-    assert found.num_bytes("sync") == found.num_bytes("generate")
+    estimate = estimate_memory(config_of(tmp_path, policy__offload=ALL_PARTS, **keys), 8)
+    assert estimate.fullest("sync")[1].name == "engine awake"
+    assert estimate.num_bytes("sync") == estimate.num_bytes("generate")
     small = estimate_memory(
         config_of(tmp_path, policy__offload=ALL_PARTS), 1, NodeSpec(gpu_memory_gib=40.0)
     )
-    moments = {one.name: one.num_bytes for one in small.kinds["every rank"]["sync"]}
+    moments = {moment.name: moment.num_bytes for moment in small.kinds["every rank"]["sync"]}
     assert small.num_bytes("sync") == max(moments.values()) == moments["weights move"]
-    # Of few tokens.
+    # The check runs on few tokens.
     assert moments["check"] < small.num_bytes("logprobs") + small.engine.weights.num_bytes
 
 
-def test_layer_and_head_are_not_there_at_once(tmp_path: Path) -> None:
-    found = estimate_memory(
+def test_layer_and_head_do_not_use_memory_at_the_same_time(tmp_path: Path) -> None:
+    estimate = estimate_memory(
         config_of(tmp_path, policy__pipeline_parallel=2, engine__tensor_parallel=1), 2
     )
-    first, last = found.kinds.values()
+    first, last = estimate.kinds.values()
     for phase in ("logprobs", "update"):
         assert [moment.name for moment in first[phase]] == ["layer"]
         assert [moment.name for moment in last[phase]] == ["layer", "head"]
         for moment in last[phase]:
-            here = {part.name for part in moment.parts}
-            assert len(here & {"a layer at work", "logits, at the head"}) == 1
+            part_names = {part.name for part in moment.parts}
+            assert len(part_names & {"a layer at work", "logits, at the head"}) == 1
 
 
-def test_cache_holds_what_the_weights_leave(tmp_path: Path) -> None:
+def test_the_kv_cache_gets_the_memory_that_the_weights_leave(tmp_path: Path) -> None:
     config = config_of(tmp_path, engine__tensor_parallel=2, engine__memory_fraction=0.5)
-    found = estimate_memory(config, 2, NodeSpec(gpu_memory_gib=80.0))
+    estimate = estimate_memory(config, 2, NodeSpec(gpu_memory_gib=80.0))
     cache, *rest = (
-        part(found, "generate", name).num_bytes
+        part(estimate, "generate", name).num_bytes
         for name in ("KV cache", "engine weights", "engine workspace")
     )
     assert cache == 40 * GIB - sum(rest)
-    assert found.sequences == cache // (36 * 2 * 4 * 128 * 2 * 22528)
+    assert estimate.sequences == cache // (36 * 2 * 4 * 128 * 2 * 22528)
 
 
-def test_quantized_engine_is_half(tmp_path: Path) -> None:
+def test_a_quantized_engine_takes_half_the_memory(tmp_path: Path) -> None:
     config = config_of(tmp_path, engine__quantization="fp8")
     weights = part(estimate_memory(config, 1), "generate", "engine weights").num_bytes
     rest = 2 * 151936 * 4096
     assert weights == pytest.approx(DENSE - rest + 2 * rest, rel=0.001)
 
 
-def test_offloaded_memory_is_on_the_host(tmp_path: Path) -> None:
-    found = estimate_memory(config_of(tmp_path, policy__offload=ALL_PARTS), 8)
-    sizes = {one.name: one.num_bytes for one in found.host}
+def test_offloaded_memory_is_counted_on_the_host(tmp_path: Path) -> None:
+    estimate = estimate_memory(config_of(tmp_path, policy__offload=ALL_PARTS), 8)
+    sizes = {item.name: item.num_bytes for item in estimate.host}
     assert sizes["offloaded while generating"] == (8 * 2 + 12) * DENSE
     assert sizes["a checkpoint's copy"] == (8 * 2 + 12) * DENSE
 
 
 def test_the_fullest_stage_is_named(tmp_path: Path) -> None:
     parts = {"policy__pipeline_parallel": 2, "engine__tensor_parallel": 1}
-    found = estimate_memory(config_of(tmp_path, **parts), 2)
-    # Both have 18 layers and 151936 rows; the first holds two micro-batches.
-    assert found.fullest("update")[0] == "pipeline stage 1 of 2 (embedding)"
-    assert found.fullest("logprobs")[0] == "pipeline stage 2 of 2 (output head)"
-    assert found.disk[1].num_bytes == 14 * DENSE
+    estimate = estimate_memory(config_of(tmp_path, **parts), 2)
+    # Both stages have 18 layers and 151936 vocabulary rows; the first holds two micro-batches.
+    assert estimate.fullest("update")[0] == "pipeline stage 1 of 2 (embedding)"
+    assert estimate.fullest("logprobs")[0] == "pipeline stage 2 of 2 (output head)"
+    assert estimate.disk[1].num_bytes == 14 * DENSE
 
 
 # ---------------------------------------------------------------------------- activations
 
 
-def test_layers_of_transformer_engine(tmp_path: Path) -> None:
-    """By hand, bytes per token of a layer of Qwen3-8B in bfloat16 (H 4096, Q 4096, G 1024, F
-    12288): norms 2 (2H + 2H) + 8; projected 2 (Q + 2G); norms of heads, the queries' copy 2Q and
-    4 x 40 of rows; queries, outputs, keys 2 (2Q + G); scores' sums 4 x 32; cosines and sines 8 x
-    128; MLP 2 x 3F."""
-    by_hand = 32776 + 12288 + 8192 + 160 + 18432 + 128 + 1024 + 73728
+def test_activations_of_a_transformer_engine_layer_match_a_count_by_hand(tmp_path: Path) -> None:
+    """Bytes per token of a layer of Qwen3-8B in bfloat16, worked out by hand (H 4096, Q 4096,
+    G 1024, F 12288): norms 2 (2H + 2H) + 8; QKV projection 2 (Q + 2G); norms of heads: a copy of
+    the queries 2Q, and 4 x 40 of rows; queries, outputs and keys 2 (2Q + G); log-sum-exp of the
+    scores 4 x 32; MLP 2 x 3F."""
+    by_hand = 32776 + 12288 + 8192 + 160 + 18432 + 128 + 73728
     config = config_of(tmp_path)
     micro = activations.micro_of(config, architecture(DENSE_HF), "transformer_engine", on_gpu=True)
     assert activations.kept_by_layer(micro, 0) == by_hand
 
 
-def test_recomputing_leaves_the_inputs(tmp_path: Path) -> None:
+def test_full_recompute_keeps_only_the_inputs_of_layers(tmp_path: Path) -> None:
     config = config_of(tmp_path, policy__recompute="full")
     kept = part(estimate_memory(config, 1), "update", "activations").num_bytes
-    # Korthikanti et al. (arXiv 2205.05198), section 5: 2sbh per layer; then the last norm's, and
-    # what is scored.
-    assert kept == 32768 * (4096 * (36 * 2 + 2 + 2) + 4)
+    # Korthikanti et al. (arXiv 2205.05198), section 5: 2sbh per layer; then the last norm's, the
+    # log-prob head's, and the RoPE cosines and sines.
+    assert kept == 32768 * (4096 * (36 * 2 + 2 + 2) + 4 + 2 * 2 * 128)
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from(["none", "selective", "full"]))
-def test_more_tensor_parallel_never_takes_more(
+def test_more_tensor_parallelism_never_needs_more_memory(
     tmp_path_factory: pytest.TempPathFactory, size: int, recompute: str
 ) -> None:
     folder = tmp_path_factory.mktemp("model")
@@ -271,16 +273,16 @@ def test_more_tensor_parallel_never_takes_more(
 @pytest.mark.parametrize(
     "name", ["TILE_BYTES", "MIN_TILE_ENTRIES", "WIDE_TILE_ENTRIES", "ERROR_BYTES"]
 )
-def test_tiles_are_those_of_the_policy(name: str) -> None:
+def test_tile_sizes_equal_those_of_the_policy(name: str) -> None:
     assert getattr(activations, name) == getattr(vocab_parallel, name)
 
 
 # ---------------------------------------------------------------------------- refusing
 
 
-def test_what_does_not_fit_is_said_with_what_frees_it(tmp_path: Path) -> None:
-    found = estimate_memory(config_of(tmp_path), 8)
-    text = "\n".join(problems(found))
+def test_a_plan_that_does_not_fit_names_settings_that_free_memory(tmp_path: Path) -> None:
+    estimate = estimate_memory(config_of(tmp_path), 8)
+    text = "\n".join(problems(estimate))
     assert "update: every rank takes" in text and "more than there is" in text
     assert "policy.recompute=full" in text and "policy.offload" in text
     fits = estimate_memory(
@@ -296,13 +298,13 @@ def test_what_does_not_fit_is_said_with_what_frees_it(tmp_path: Path) -> None:
     assert not list(problems(fits)) and fits.fits()
 
 
-def test_a_host_too_small_is_said(tmp_path: Path) -> None:
+def test_too_little_host_memory_is_reported(tmp_path: Path) -> None:
     keys = {"policy__offload": ALL_PARTS, "policy__recompute": "full"}
     keys |= {"policy__tensor_parallel": 2}
     config = config_of(tmp_path, **keys)
-    found = estimate_memory(config, 8, NodeSpec(host_memory_gib=1024.0))
-    taken = found.host_bytes / GIB
-    assert found.fits() and not list(found.warnings())
+    estimate = estimate_memory(config, 8, NodeSpec(host_memory_gib=1024.0))
+    taken = estimate.host_bytes / GIB
+    assert estimate.fits() and not list(estimate.warnings())
     [warning] = estimate_memory(config, 8, NodeSpec(host_memory_gib=taken / 0.95)).warnings()
     assert "the ranks of a node need" in warning
     short = estimate_memory(config, 8, NodeSpec(host_memory_gib=taken - 10.0))
@@ -317,8 +319,10 @@ def test_a_host_too_small_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("left_gib", "warned"), [(3.9, True), (4.1, False)])
-def test_little_room_is_warned_of(tmp_path: Path, left_gib: float, warned: bool) -> None:
-    """5% of 80 GiB; the cache does not matter, it is a share."""
+def test_a_plan_with_little_memory_left_warns(
+    tmp_path: Path, left_gib: float, warned: bool
+) -> None:
+    """The limit is 5% of 80 GiB. The KV cache, a share of the memory, does not matter."""
     config = config_of(tmp_path, policy__offload=ALL_PARTS, policy__recompute="full")
     roomy = estimate_memory(config, 8, NodeSpec(gpu_memory_gib=80.0))
     update = roomy.num_bytes("update") / GIB
@@ -327,11 +331,11 @@ def test_little_room_is_warned_of(tmp_path: Path, left_gib: float, warned: bool)
     assert any(text.startswith("update leaves") for text in warnings) == warned
 
 
-def test_suggestions_free_what_they_say(tmp_path: Path) -> None:
-    """Each is an override: applied, the plan is smaller by just that."""
-    found = estimate_memory(config_of(tmp_path), 8)
+def test_suggestions_free_as_much_as_they_promise(tmp_path: Path) -> None:
+    """Applying the override of a suggestion reduces the estimate by exactly its `freed_gib`."""
+    estimate = estimate_memory(config_of(tmp_path), 8)
     for phase in ("generate", "update", "host"):
-        freed = suggest(found, phase)
+        freed = suggest(estimate, phase)
         assert freed == sorted(freed, key=lambda item: (-item.freed_gib, item.change))
         for item in freed:
             if item.change.startswith("twice"):
@@ -339,26 +343,26 @@ def test_suggestions_free_what_they_say(tmp_path: Path) -> None:
             keys = dict(text.split("=") for text in item.change.split(" "))
             overrides = {key.replace(".", "__"): value for key, value in keys.items()}
             other = estimate_memory(config_of(tmp_path, **overrides), 8)
-            difference = (found.num_bytes(phase) - other.num_bytes(phase)) / GIB
+            difference = (estimate.num_bytes(phase) - other.num_bytes(phase)) / GIB
             assert item.freed_gib == pytest.approx(difference)
             assert item.suffices == other.fits()
     assert "policy.offload=[weights,gradients,optimizer]" in {
-        item.change for item in suggest(found, "generate")
+        item.change for item in suggest(estimate, "generate")
     }
 
 
-def test_a_cache_too_small_for_one_sequence(tmp_path: Path) -> None:
-    found = estimate_memory(config_of(tmp_path, engine__memory_fraction=0.24), 8)
-    assert found.sequences == 0
-    [problem] = [text for text in problems(found) if "cannot hold one sequence" in text]
+def test_a_kv_cache_too_small_for_one_sequence_is_a_problem(tmp_path: Path) -> None:
+    estimate = estimate_memory(config_of(tmp_path, engine__memory_fraction=0.24), 8)
+    assert estimate.sequences == 0
+    [problem] = [text for text in problems(estimate) if "cannot hold one sequence" in text]
     assert "engine.memory_fraction=0.34" in problem
 
 
-def test_without_gpus_nothing_is_refused() -> None:
-    found = estimate_memory(tiny_config(), 2, NodeSpec(gpus_per_node=0))
-    assert found.num_bytes("update") < 1.5 * GIB
-    assert not list(problems(found))
-    assert found.gpu_memory_bytes is None
+def test_without_gpus_no_plan_is_refused() -> None:
+    estimate = estimate_memory(tiny_config(), 2, NodeSpec(gpus_per_node=0))
+    assert estimate.num_bytes("update") < 1.5 * GIB
+    assert not list(problems(estimate))
+    assert estimate.gpu_memory_bytes is None
 
 
 def printed(plan: MemoryEstimate, speed: Speed | None = None) -> str:
@@ -367,13 +371,13 @@ def printed(plan: MemoryEstimate, speed: Speed | None = None) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_whose_head_is_counted_is_said(tmp_path: Path) -> None:
-    plans = [estimate_memory(config_of(tmp_path, policy__logprob_head=one), 1) for one in HEADS]
+def test_the_printed_plan_names_the_logprob_head_if_it_is_torchs(tmp_path: Path) -> None:
+    plans = [estimate_memory(config_of(tmp_path, policy__logprob_head=head), 1) for head in HEADS]
     assert ["counted as torch's" in printed(plan) for plan in plans] == [False, True]
 
 
-def test_a_table_for_each_kind_of_rank(tmp_path: Path) -> None:
-    """Four stages: the two in the middle differ by nothing but their activations."""
+def test_each_kind_of_rank_has_a_table(tmp_path: Path) -> None:
+    """The two stages in the middle of four differ only in their activations."""
     keys = {"policy__pipeline_parallel": 4, "policy__recompute": "full"}
     text = printed(estimate_memory(config_of(tmp_path, engine__tensor_parallel=1, **keys), 8))
     titles = [line.strip() for line in text.splitlines() if line.strip().startswith("memory of")]
@@ -382,24 +386,25 @@ def test_a_table_for_each_kind_of_rank(tmp_path: Path) -> None:
         "memory of pipeline stage 2 of 4, and 1 more like it, with fewer activations",
         "memory of pipeline stage 4 of 4 (output head)",
     ]
-    # Layer and head, of the last stage alone; one of them in brackets.
+    # Only the last stage has a head. Of layer and head, one is in brackets, because they do not
+    # use memory at the same time.
     rows = {
         name: [line.split("│") for line in text.splitlines() if name in line]
         for name in ("a layer at work", "logits, at the head")
     }
-    assert [len(found) for found in rows.values()] == [3, 1]
+    assert [len(lines) for lines in rows.values()] == [3, 1]
     for column in (5, 6):
-        cells = [found[-1][column].strip() for found in rows.values()]
+        cells = [lines[-1][column].strip() for lines in rows.values()]
         assert sum(cell.startswith("(") for cell in cells) == 1
 
 
-def test_figures_for_people_and_programs(tmp_path: Path) -> None:
-    found = estimate_memory(config_of(tmp_path), 8)
-    speed = estimate_speed(found)
-    text = printed(found, speed)
+def test_a_plan_is_rendered_as_text_and_as_json(tmp_path: Path) -> None:
+    estimate = estimate_memory(config_of(tmp_path), 8)
+    speed = estimate_speed(estimate)
+    text = printed(estimate, speed)
     assert all(word in text for word in (*PHASES, "KV cache", "host memory", "mfu", "free"))
-    told = json.loads(json.dumps(to_json(found, speed, list(problems(found)))))
-    assert told["phases"]["update"]["bytes"] == found.num_bytes("update")
-    assert told["seconds"]["step"] == pytest.approx(speed.step_seconds)
-    assert told["phases"]["update"]["moment"] in told["kinds"]["every rank"]["update"]
-    assert told["fits"] is False and told["problems"]
+    report = json.loads(json.dumps(to_json(estimate, speed, list(problems(estimate)))))
+    assert report["phases"]["update"]["bytes"] == estimate.num_bytes("update")
+    assert report["seconds"]["step"] == pytest.approx(speed.step_seconds)
+    assert report["phases"]["update"]["moment"] in report["kinds"]["every rank"]["update"]
+    assert report["fits"] is False and report["problems"]

@@ -1,9 +1,10 @@
-"""The grading pool: whatever a grader does costs one grading, and no process is left."""
+"""The grading pool: a failing grader loses only its own grading, and no process is left."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dapo_megatron.rewards import GradingPool
@@ -24,7 +26,11 @@ from dapo_megatron.rewards.worker_messages import MAX_MESSAGE_BYTES
 from dapo_megatron.types import ConfigError, DapoError, Grade
 from tests.helpers.sandboxes import needs_sandbox
 
-# The response says how the grader behaves; every call notes its process id.
+HANG_SECONDS = 3.0
+"""Limit of one grading in tests of graders that hang. Far above what a sound grading takes, so that
+none is late on a loaded machine."""
+
+# The response selects the grader's behavior; every call appends its process id to a file.
 GRADER = """
 import gc, os, re, signal, socket, subprocess, sys, tempfile, time
 from dapo_megatron.types import Grade
@@ -34,14 +40,14 @@ def act(response, truth, extra):
         file.write(f"{os.getpid()}\\n")
     if response == "hang":
         time.sleep(1000)
-    if response == "hang_in_c":  # holds the interpreter lock, so no Python signal or thread runs
+    if response == "hang_in_c":  # holds the GIL, so no Python signal handler or thread runs
         re.match(r"(a|a)*$", "a" * 60 + "b")
     if response == "hang_with_child":
         child = subprocess.Popen(["sleep", "1000"])
         with open(extra["pids"], "a") as file:
             file.write(f"{child.pid}\\n")
         child.wait()
-    if response == "hang_with_daemon":  # in a session of its own, and its parent has ended
+    if response == "hang_with_daemon":  # in its own session, and its parent has exited
         code = "import os, sys, time; os.setsid(); os.fork() and os._exit(0)\\n"
         code += "open(sys.argv[1], 'a').write(f'{os.getpid()}\\\\n'); time.sleep(1000)"
         subprocess.run([sys.executable, "-c", code, extra["pids"]])
@@ -71,6 +77,9 @@ def act(response, truth, extra):
         return Grade(1.0, True, "y" * 5_000_000)
     if response == "slow":
         time.sleep(0.3)
+    if response.startswith("wait for "):
+        while not os.path.exists(response.removeprefix("wait for ")):
+            time.sleep(0.01)
     if response == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
     if response == "environment":
@@ -81,7 +90,7 @@ def act(response, truth, extra):
         return Grade(1.0, True, repr({"torch", "pydantic"} & set(sys.modules)))
     if response == "extra":
         return Grade(1.0, True, repr(extra["value"]))
-    if response.startswith("send "):  # what a worker that was taken over could write
+    if response.startswith("send "):  # as a compromised worker could
         (connection,) = (o for o in gc.get_objects() if isinstance(o, socket.socket))
         os.write(connection.fileno(), bytes.fromhex(response[5:]))
         time.sleep(1000)
@@ -100,13 +109,13 @@ def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "dies_at_import.py").write_text(
         "import os, sys\nif 'worker' in sys.argv[0]: os._exit(3)\ndef grade(r, t, e): return True\n"
     )
-    (tmp_path / "tells_of_import.py").write_text(
+    (tmp_path / "logs_its_import.py").write_text(
         "import sys, time\nfrom pool_grader import act\n"
         "if 'worker' in sys.argv[0]:\n"
         f"    with open({str(tmp_path / 'imports')!r}, 'a') as file:\n"
         "        print(time.monotonic(), file=file)"
     )
-    (tmp_path / "eats_at_import.py").write_text(
+    (tmp_path / "needs_memory_at_import.py").write_text(
         "import sys\nif 'worker' in sys.argv[0]: bytearray(10**12)\n"
         "def grade(r, t, e): return True\n"
     )
@@ -120,7 +129,7 @@ def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def make(pids: Path) -> Callable[..., GradingPool]:
-    def make(workers: int = 1, timeout_seconds: float = 20.0) -> GradingPool:
+    def make(workers: int = 1, timeout_seconds: float = 60.0) -> GradingPool:
         return GradingPool({"task": "pool_grader:act"}, workers, timeout_seconds, memory_mib=512)
 
     return make
@@ -144,23 +153,23 @@ def alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # A killed orphan waits as a zombie where nobody reaps (a container without an init).
+    # In a container without an init, a killed orphan stays as a zombie.
     status = Path(f"/proc/{pid}/stat")
     return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def noted(pids: Path) -> set[int]:
+def noted_pids(pids: Path) -> set[int]:
     return {int(line) for line in pids.read_text().split()}
 
 
-def wait_until_dead(processes: set[int], seconds: float = 10.0) -> None:
+def wait_until_dead(processes: set[int], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while any(map(alive, processes)):
         assert time.monotonic() < deadline, f"still alive: {[p for p in processes if alive(p)]}"
         time.sleep(0.02)
 
 
-# ------------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------------ failures
 
 BAD = {
     "hang": "timeout",
@@ -178,13 +187,12 @@ BAD = {
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("behavior", BAD)
-def test_a_bad_grading_costs_exactly_itself(
+def test_a_failing_grading_loses_only_itself(
     make: Callable[..., GradingPool], pids: Path, behavior: str, workers: int
 ) -> None:
     responses = [f"ok {i}" for i in range(40)]
     responses[5] = responses[39] = behavior
-    # The good ones are far below this limit even on a busy machine.
-    with make(workers, 1.5 if BAD[behavior] == "timeout" else 20.0) as pool:
+    with make(workers, HANG_SECONDS if BAD[behavior] == "timeout" else 60.0) as pool:
         results = grade_all(pool, responses, pids)
     for key, response in enumerate(responses):
         expected = (None, BAD[behavior]) if response == behavior else (
@@ -192,29 +200,29 @@ def test_a_bad_grading_costs_exactly_itself(
             "graded",
         )  # fmt: skip
         assert results[key] == expected
-    wait_until_dead(noted(pids))
+    wait_until_dead(noted_pids(pids))
 
 
 @pytest.mark.parametrize("behavior", ["print", "big", "slow", "interrupt"])
-def test_an_odd_grading_is_still_graded(
+def test_unusual_but_valid_gradings_are_graded(
     make: Callable[..., GradingPool], pids: Path, behavior: str
 ) -> None:
     with make() as pool:
         results = grade_all(pool, ["ok", behavior, "ok"], pids)
     assert [why for _, why in results.values()] == ["graded"] * 3
-    assert len(noted(pids)) == 1
+    assert len(noted_pids(pids)) == 1
 
 
-def test_a_worker_that_dies_idle_costs_nothing(
+def test_a_worker_that_dies_while_idle_loses_no_grading(
     make: Callable[..., GradingPool], pids: Path
 ) -> None:
     with make() as pool:
         grade_all(pool, ["ok"], pids)
-        (worker,) = noted(pids)
+        (worker,) = noted_pids(pids)
         os.kill(worker, signal.SIGKILL)
         wait_until_dead({worker})
         assert grade_all(pool, ["ok"], pids)[0][1] == "graded"
-    assert len(noted(pids)) == 2
+    assert len(noted_pids(pids)) == 2
 
 
 def test_the_first_abstention_is_logged_with_its_cause(
@@ -226,27 +234,29 @@ def test_the_first_abstention_is_logged_with_its_cause(
     assert "RuntimeError: on purpose" in caplog.text
 
 
-LAST_WORDS = {
-    "hang": "no grade within 1.5 s",
+LAST_ERRORS = {
+    # The time left after sending the task, which takes longer on a busy machine.
+    "hang": r"no grade within (2\.\d+|3) s",
     "exit": "its process exited with 3",
     "segfault": "its process was killed by signal 11",
-    "memory": "MemoryError: more than rewards.memory_mib",
+    "memory": r"MemoryError: more than rewards\.memory_mib",
     "raise": "RuntimeError: on purpose",
 }
 
 
-@pytest.mark.parametrize("behavior", LAST_WORDS)
-def test_the_last_words_of_a_grader_are_kept(
+@pytest.mark.parametrize("behavior", LAST_ERRORS)
+def test_the_last_error_of_each_source_is_kept(
     make: Callable[..., GradingPool], pids: Path, behavior: str
 ) -> None:
-    with make(timeout_seconds=1.5) as pool:
+    with make(timeout_seconds=HANG_SECONDS) as pool:
         grade_all(pool, ["ok"], pids)
         assert pool.last_errors == {}
         grade_all(pool, [behavior, "ok"], pids)
-        assert pool.last_errors == {"task": LAST_WORDS[behavior]}
+        assert list(pool.last_errors) == ["task"]
+        assert re.fullmatch(LAST_ERRORS[behavior], pool.last_errors["task"])
 
 
-def test_memory_that_a_grading_keeps_is_not_missing_in_the_next(
+def test_memory_kept_by_a_grading_is_available_to_the_next(
     make: Callable[..., GradingPool], pids: Path
 ) -> None:
     with make() as pool:
@@ -254,7 +264,7 @@ def test_memory_that_a_grading_keeps_is_not_missing_in_the_next(
     assert [why for _, why in results.values()] == ["graded", "memory", "graded"]
 
 
-def test_files_of_a_grader_end_with_its_worker(
+def test_temporary_files_of_a_grader_are_removed_with_its_worker(
     make: Callable[..., GradingPool], pids: Path
 ) -> None:
     with make() as pool:
@@ -264,8 +274,8 @@ def test_files_of_a_grader_end_with_its_worker(
     assert not Path(grade.pred).parent.exists()
 
 
-def test_a_coroutine_may_grade_and_hang_like_any_other(pids: Path) -> None:
-    with GradingPool({"task": "pool_grader:act_async"}, 1, timeout_seconds=1.5) as pool:
+def test_a_grader_may_be_a_coroutine(pids: Path) -> None:
+    with GradingPool({"task": "pool_grader:act_async"}, 1, timeout_seconds=HANG_SECONDS) as pool:
         results = grade_all(pool, ["a", "hang", "b", "raise"], pids)
     assert [why for _, why in results.values()] == ["graded", "timeout", "graded", "error"]
     assert results[2][0] == Grade(1.0, True, "b")
@@ -273,7 +283,7 @@ def test_a_coroutine_may_grade_and_hang_like_any_other(pids: Path) -> None:
 
 def test_the_data_source_of_a_row_chooses_its_grader(pids: Path) -> None:
     graders = {"task": "pool_grader:act", "mixed": {"x": "dapo_math", "y": "pool_grader:act"}}
-    with GradingPool(graders, workers=2, timeout_seconds=20.0) as pool:
+    with GradingPool(graders, workers=2, timeout_seconds=60.0) as pool:
         for kind in ("x", "y"):
             pool.submit(kind, "mixed", "7", "7", {"data_source": kind, "pids": str(pids)})
         with pytest.raises(ValueError, match=r"'mixed'.* data_source 'z'; known: \['x', 'y'\]"):
@@ -304,18 +314,18 @@ def test_bad_names_are_refused_before_any_process_starts() -> None:
         ("raises_at_import", ConfigError, "refused to start: 'only there'"),
     ],
 )
-def test_workers_that_cannot_start_stop_the_run(
+def test_workers_that_cannot_start_raise_an_error(
     pids: Path, module: str, error: type[Exception], message: str
 ) -> None:
     with GradingPool({"a": f"{module}:grade"}, workers=1, timeout_seconds=5.0) as pool:
         pool.submit(0, "a", "", "", {})
-        for _ in range(2):  # whoever asks again hears it again
+        for _ in range(2):  # every later call raises it again
             with pytest.raises(error, match=message):
                 pool.collect(wait=True)
 
 
-def test_graders_that_do_not_fit_into_memory_say_so(pids: Path) -> None:
-    with GradingPool({"a": "eats_at_import:grade"}, 1, timeout_seconds=5.0) as pool:
+def test_graders_that_do_not_fit_into_memory_are_reported(pids: Path) -> None:
+    with GradingPool({"a": "needs_memory_at_import:grade"}, 1, timeout_seconds=5.0) as pool:
         pool.submit(0, "a", "", "", {})
         with pytest.raises(ConfigError, match=r"do not fit into rewards\.memory_mib"):
             pool.collect(wait=True)
@@ -331,7 +341,7 @@ def test_the_libraries_of_the_graders_fit_into_the_default_memory() -> None:
         assert grade.correct
 
 
-def test_a_worker_is_light_and_the_first_to_go_when_memory_runs_out(
+def test_a_worker_imports_no_torch_and_is_the_first_victim_of_the_oom_killer(
     make: Callable[..., GradingPool], pids: Path
 ) -> None:
     with make() as pool:
@@ -339,11 +349,13 @@ def test_a_worker_is_light_and_the_first_to_go_when_memory_runs_out(
     assert [grade and grade.pred for grade, _ in results.values()] == ["set()", "1000"]
 
 
-def test_a_worker_gets_a_short_environment(pids: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_gets_only_listed_environment_variables(
+    pids: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     secrets = ("HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "SLURM_JWT", "DAPO_MEGATRON_SECRET")
     for name in (*secrets, "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "NAMED", "LANG"):
         monkeypatch.setenv(name, "1")
-    with GradingPool({"task": "pool_grader:act"}, 1, 20.0, environment=["NAMED", "ABSENT"]) as pool:
+    with GradingPool({"task": "pool_grader:act"}, 1, 60.0, environment=["NAMED", "ABSENT"]) as pool:
         grade, _ = grade_all(pool, ["environment"], pids)[0]
     assert grade is not None
     expected = {"LANG", "NAMED", "TMPDIR", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}
@@ -351,7 +363,7 @@ def test_a_worker_gets_a_short_environment(pids: Path, monkeypatch: pytest.Monke
     assert set(grade.pred.split(",")) - {"LC_CTYPE"} == expected - {"LC_CTYPE"}  # Python may set it
 
 
-def test_what_a_grader_needs_of_a_row_arrives_as_it_was(
+def test_extra_values_of_a_row_arrive_unchanged(
     make: Callable[..., GradingPool], pids: Path
 ) -> None:
     value = {
@@ -367,46 +379,46 @@ def test_what_a_grader_needs_of_a_row_arrives_as_it_was(
     assert grade.pred == repr(value)
 
 
-# ------------------------------------------------------------------------ a worker that lies
+# ------------------------------------------------------------------------ malformed messages
 
 GRADED = b'{"score": 1.0, "correct": true, "pred": "", "parsed": true}\n'
 PICKLE = b"c__builtin__\neval\n(S\"open('pwned', 'w')\"\ntR."
-LIES = {
+MALFORMED = {
     "a pickle": PICKLE + b"\n",
     "a framed pickle": struct.pack("!i", len(PICKLE)) + PICKLE + b"\n",
-    "a grade that is none": b'{"score": NaN, "correct": true, "pred": "", "parsed": true}\n',
-    "a score that is a text": GRADED.replace(b"1.0", b'"1.0"'),
-    "a field too many": GRADED.replace(b"{", b'{"key": 1, '),
-    "a field too few": GRADED.replace(b', "parsed": true', b""),
-    "another cause": b'{"cause": "graded", "detail": ""}\n',
-    "nothing": b"\n",
+    "NaN as the score": b'{"score": NaN, "correct": true, "pred": "", "parsed": true}\n',
+    "text as the score": GRADED.replace(b"1.0", b'"1.0"'),
+    "an extra field": GRADED.replace(b"{", b'{"key": 1, '),
+    "a missing field": GRADED.replace(b', "parsed": true', b""),
+    "an unknown cause": b'{"cause": "graded", "detail": ""}\n',
+    "an empty line": b"\n",
     "null": b"null\n",
-    "deep": b"[" * 10_000 + b"\n",
-    "no text": b"\xff\xfe\n",
+    "deeply nested": b"[" * 10_000 + b"\n",
+    "invalid UTF-8": b"\xff\xfe\n",
 }
 
 
-@pytest.mark.parametrize("name", LIES)
+@pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_message_is_a_crash_of_its_worker(
     make: Callable[..., GradingPool], pids: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(pids.parent)
     with make() as pool:
-        results = grade_all(pool, ["ok", f"send {LIES[name].hex()}", "ok"], pids)
+        results = grade_all(pool, ["ok", f"send {MALFORMED[name].hex()}", "ok"], pids)
     assert [why for _, why in results.values()] == ["graded", "crash", "graded"]
     assert not Path("pwned").exists()
     assert "it sent an invalid message" in pool.last_errors["task"]
 
 
 @pytest.mark.parametrize("message", ["", "7b22", "78" * 300_000])
-def test_half_a_message_ends_at_the_limit(
+def test_an_incomplete_message_ends_at_the_time_limit(
     make: Callable[..., GradingPool], pids: Path, message: str
 ) -> None:
-    with make(timeout_seconds=1.5) as pool:
+    with make(timeout_seconds=HANG_SECONDS) as pool:
         grade_all(pool, ["ok"], pids)
         started = time.monotonic()
         assert grade_all(pool, [f"send {message}"], pids)[0] == (None, "timeout")
-        assert time.monotonic() - started < 1.5 + 1.0
+        assert time.monotonic() - started < 60.0, "the worker sleeps for 1000 s"
 
 
 def test_a_message_without_an_end_is_a_crash(make: Callable[..., GradingPool], pids: Path) -> None:
@@ -417,28 +429,28 @@ def test_a_message_without_an_end_is_a_crash(make: Callable[..., GradingPool], p
 
 
 @pytest.mark.parametrize("size", [1_000, 3_000_000])
-def test_a_stopped_worker_costs_its_limit_whatever_it_is_sent(
+def test_a_stopped_worker_times_out_for_any_message_size(
     make: Callable[..., GradingPool], pids: Path, size: int
 ) -> None:
-    """More than a socket holds cannot be sent to a process that does not read."""
-    with make(timeout_seconds=1.5) as pool:
+    """A message larger than the socket buffer cannot be sent to a process that does not read."""
+    with make(timeout_seconds=HANG_SECONDS) as pool:
         grade_all(pool, ["ok"], pids)
-        (worker,) = noted(pids)
+        (worker,) = noted_pids(pids)
         os.kill(worker, signal.SIGSTOP)
         started = time.monotonic()
         assert grade_all(pool, ["x" * size], pids)[0] == (None, "timeout")
-        assert time.monotonic() - started < 1.5 + 1.0
+        assert time.monotonic() - started < 60.0, "the worker stays stopped"
         assert grade_all(pool, ["x" * size], pids)[0][1] == "graded"
     wait_until_dead({worker})
 
 
 @pytest.mark.parametrize("behavior", ["stopped", "full", "half a message"])
-def test_close_does_not_wait_for_a_worker_that_does_nothing(
+def test_close_does_not_wait_for_a_blocked_worker(
     make: Callable[..., GradingPool], pids: Path, behavior: str
 ) -> None:
     pool = make(timeout_seconds=1000.0)
     grade_all(pool, ["ok"], pids)
-    (worker,) = noted(pids)
+    (worker,) = noted_pids(pids)
     if behavior != "half a message":
         os.kill(worker, signal.SIGSTOP)
     response = {"stopped": "x", "full": "x" * 3_000_000}.get(behavior, "send 7b22")
@@ -446,7 +458,7 @@ def test_close_does_not_wait_for_a_worker_that_does_nothing(
     time.sleep(0.3)
     started = time.monotonic()
     pool.close()
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 60.0, "the limit of the grading is 1000 s"
     wait_until_dead({worker})
 
 
@@ -465,15 +477,15 @@ def test_close_is_prompt_and_leaves_no_process(
     started = time.monotonic()
     pool.close()
     pool.close()
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 60.0, "the limit of a grading is 1000 s"
     assert pool.collect(wait=True) == []
     with pytest.raises(ValueError, match="closed"):
         pool.submit(0, "task", "", "", {})
-    wait_until_dead(noted(pids))
+    wait_until_dead(noted_pids(pids))
 
 
 @pytest.mark.parametrize("behavior", ["ok", "hang_in_c"])
-def test_workers_die_with_a_parent_that_was_killed(pids: Path, behavior: str) -> None:
+def test_workers_die_with_a_killed_parent(pids: Path, behavior: str) -> None:
     code = f"""
         import os, signal, sys, time
         sys.path.insert(0, {str(pids.parent)!r})
@@ -488,21 +500,21 @@ def test_workers_die_with_a_parent_that_was_killed(pids: Path, behavior: str) ->
     """
     parent = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env=os.environ | {"TMPDIR": str(pids.parent)},  # nobody is left to remove its folders
-        timeout=60,
+        env=os.environ | {"TMPDIR": str(pids.parent)},  # no process is left to remove its folders
+        timeout=300,
     )
     assert parent.returncode == -signal.SIGKILL
-    wait_until_dead(noted(pids))
+    wait_until_dead(noted_pids(pids))
 
 
 # ------------------------------------------------------------------------ flow
 
 
-def test_collect_without_waiting_returns_at_once(
+def test_collect_without_waiting_does_not_block(
     make: Callable[..., GradingPool], pids: Path
 ) -> None:
     with make() as pool:
-        assert pool.collect(wait=True) == []  # nothing pending: nothing to wait for
+        assert pool.collect(wait=True) == []  # does not block, because nothing is pending
         pool.submit("key", "task", "slow", "", {"pids": str(pids)})
         assert pool.collect(wait=False) == []
         assert pool.pending == 1
@@ -510,26 +522,40 @@ def test_collect_without_waiting_returns_at_once(
         assert pool.pending == 0
 
 
-def test_a_slow_grading_holds_up_no_more_than_its_batch(
-    make: Callable[..., GradingPool], pids: Path
-) -> None:
+def test_a_slow_grading_delays_only_its_batch(make: Callable[..., GradingPool], pids: Path) -> None:
     with make(workers=2) as pool:
-        while not pids.exists() or len(noted(pids)) < 2:  # both have started
+        while not pids.exists() or len(noted_pids(pids)) < 2:  # both workers have started
             grade_all(pool, ["slow"] * 2, pids)
-        results = grade_all(pool, ["slow", *["ok"] * 50], pids)
-    assert list(results).index(0) >= 51 - MAX_BATCH
+        release = pids.parent / "release"
+        for key, response in enumerate([f"wait for {release}", *["ok"] * 50]):
+            pool.submit(key, "task", response, "truth", {"pids": str(pids)})
+        graded: set[int] = set()
+        while len(graded) < 51 - MAX_BATCH:
+            graded |= {key for key, _, _ in pool.collect(wait=True)}
+        assert 0 not in graded
+        release.touch()
+        while pool.pending:
+            graded |= {key for key, _, why in pool.collect(wait=True) if why == "graded"}
+    assert graded == set(range(51))
 
 
-def test_a_worker_that_seems_to_hang_has_its_successor_ready(pids: Path) -> None:
-    with GradingPool({"task": "tells_of_import:act"}, 1, timeout_seconds=3.0) as pool:
-        grade_all(pool, ["hang"], pids)
-        killed = time.monotonic()
-        grade_all(pool, ["ok"], pids)
-    first, second = map(float, (pids.parent / "imports").read_text().split())
+def test_the_successor_of_a_hanging_worker_starts_before_the_timeout(pids: Path) -> None:
+    imports = pids.parent / "imports"
+    for timeout_seconds in (3.0, 60.0):  # half of it may be too short to start a worker under load
+        imports.unlink(missing_ok=True)
+        with GradingPool({"task": "logs_its_import:act"}, 1, timeout_seconds) as pool:
+            grade_all(pool, ["hang"], pids)
+            killed = time.monotonic()
+            grade_all(pool, ["ok"], pids)
+        first, second = map(float, imports.read_text().split())
+        if first < second < killed:
+            break
     assert first < second < killed
 
 
-def test_submit_refuses_what_cannot_be_graded(make: Callable[..., GradingPool], pids: Path) -> None:
+def test_submit_refuses_unknown_sources_and_values_that_json_lacks(
+    make: Callable[..., GradingPool], pids: Path
+) -> None:
     with make() as pool:
         with pytest.raises(ValueError, match=r"'other'; known: \['task'\]"):
             pool.submit(0, "other", "", "", {})
@@ -539,17 +565,28 @@ def test_submit_refuses_what_cannot_be_graded(make: Callable[..., GradingPool], 
 
 
 def test_thousands_of_small_gradings_per_second() -> None:
-    def seconds(pool: GradingPool, count: int) -> float:
-        started = time.monotonic()
+    """Measured in CPU time of this process and the worker, which hardly depends on the load."""
+
+    def cpu_seconds() -> float:
+        times = [
+            psutil.Process().cpu_times(),
+            *(child.cpu_times() for child in psutil.Process().children()),
+        ]
+        return sum(process.user + process.system for process in times)
+
+    def grade(pool: GradingPool, count: int) -> float:
+        before = cpu_seconds()
         for key in range(count):
             pool.submit(key, "math", "Answer: 42", "42", {})
         while pool.pending:
             results: list[tuple[Any, Grade | None, str]] = pool.collect(wait=True)
             assert all(grade is not None and grade.correct for _, grade, _ in results)
-        return time.monotonic() - started
+        return cpu_seconds() - before
 
-    with GradingPool({"math": "dapo_math"}, workers=1, timeout_seconds=30.0) as pool:
-        seconds(pool, 1)
-        best = min(seconds(pool, 2000) for _ in range(3))
-    # About 10,000 per second on one idle core; the bound leaves room for a busy machine.
+    with GradingPool({"math": "dapo_math"}, workers=1, timeout_seconds=60.0) as pool:
+        grade(pool, 1)
+        started = time.monotonic()
+        best = min(grade(pool, 2000) for _ in range(3))
+        assert time.monotonic() - started < 60.0
+    # About 10,000 on an idle core; less if other processes use its caches.
     assert 2000 / best > 1000

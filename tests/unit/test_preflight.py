@@ -1,4 +1,4 @@
-"""`doctor nodes` between real ranks, each a node: sound ones pass, each bad one is named."""
+"""`doctor nodes` between real ranks, each acting as a node: good nodes pass, bad ones are named."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,14 @@ NUM_NODES = 3
 FACTS = {"torch": "2.13.0", "commit": "abc", "config": "0123"}
 SLOW_GBPS = 0.002
 
-# What is wrong in each case -> the bad nodes, and what must be said of them (a regular expression).
+# Fault -> (bad nodes, regular expression of a failed check).
 CASES: dict[str, tuple[list[str], str]] = {
     "sound": ([], ""),
     "ecc": (["n0"], "2 uncorrected ECC errors"),
     "hung gpu": (["n1"], "nvidia-smi: no answer in"),
     "other driver": (["n2"], "driver 535.1 here"),
-    "clock": (["n2"], r"-(29|30)\.\d"),  # a busy machine takes its time to ask
-    "first clock": (["n0"], r"\+(29|30)\.\d"),
+    "clock": (["n2"], r"-(2\d|30)\.\d"),  # less by the time that asking takes
+    "first clock": (["n0"], r"\+(2\d|30)\.\d"),
     "version": (["n1"], "2.12.0 here, 2.13.0 on 2 of 3 nodes"),
     "other disk": (["n2"], "sees the files of n2"),
     "full disk": (["n0", "n1", "n2"], "GiB are required"),
@@ -59,7 +60,7 @@ def slowly(swap: Any) -> Any:
 
 
 def as_node(rank: int) -> None:
-    """Make this process the only rank of the node n<rank>, in the group there is."""
+    """Make this process the only rank of node n<rank>, in the existing process group."""
     vars(nodes).update(join=lambda _: Ranks(rank, NUM_NODES, 0), leave=lambda: None)
     os.environ.update(
         LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", SLURMD_NODENAME=f"n{rank}", PATH="/nowhere"
@@ -67,16 +68,18 @@ def as_node(rank: int) -> None:
 
 
 def run_case(rank: int, case: str, root: Path) -> bool:
-    """One node's part: this rank's fault first, then the command as it is."""
+    """Inject the fault of `case` on this rank if it is bad, then run the command."""
     folder = root / case
-    keys: dict[str, Any] = {"run__directory": folder / "runs", "preflight__check_seconds": 6}
+    keys: dict[str, Any] = {"run__directory": folder / "runs", "preflight__check_seconds": 60}
+    if case == "hung gpu":
+        keys["preflight__check_seconds"] = 10
     facts, clock, bad = dict(FACTS), time.time, f"n{rank}" in CASES[case][0]
     sound_gpu: dict[str, str] = {}
     if case == "ecc" and bad:
         sound_gpu = {"ecc.errors.uncorrected.volatile.total": "2"}
     if case == "other driver" and bad:
         sound_gpu = {"driver_version": "535.1"}
-    hangs = 60.0 if case == "hung gpu" and bad else 0.0
+    hangs = 1000.0 if case == "hung gpu" and bad else 0.0
     os.environ["PATH"] = str(install(folder / f"bin{rank}", [sound_gpu], sleeps_seconds=hangs))
     if "clock" in case and bad:
         shift = 30.0 if rank == 0 else -30.0
@@ -84,7 +87,7 @@ def run_case(rank: int, case: str, root: Path) -> bool:
     if case == "version" and bad:
         facts["torch"] = "2.12.0"
     if (case == "other disk" and bad) or case == "no shared disk":
-        keys |= {"run__directory": folder / f"runs{rank}", "preflight__check_seconds": 2}
+        keys |= {"run__directory": folder / f"runs{rank}", "preflight__check_seconds": 5}
     if case == "full disk":
         keys["preflight__min_free_disk_gib"] = 1e9
     if case == "slow":
@@ -119,7 +122,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_bad_node_is_named_and_no_other(
+def test_exactly_the_bad_nodes_are_named(
     case: str, reports: tuple[Path, list[dict[str, bool]]]
 ) -> None:
     root, is_good = reports
@@ -127,22 +130,25 @@ def test_the_bad_node_is_named_and_no_other(
     everything = json.loads((root / case / "all.json").read_text())
     assert everything["bad"] == bad
     for rank in range(NUM_NODES):
-        said = json.loads((root / case / "report" / f"n{rank}.json").read_text())
-        assert (said["status"] == "fail") is (f"n{rank}" in bad)
-        assert said["checks"] == everything["nodes"][f"n{rank}"]["checks"]
+        node_report = json.loads((root / case / "report" / f"n{rank}.json").read_text())
+        assert (node_report["status"] == "fail") is (f"n{rank}" in bad)
+        assert node_report["checks"] == everything["nodes"][f"n{rank}"]["checks"]
     failed = [
         check
-        for checks in (everything["whole"], *(of["checks"] for of in everything["nodes"].values()))
+        for checks in (
+            everything["whole"],
+            *(node["checks"] for node in everything["nodes"].values()),
+        )
         for check in checks
         if check["status"] == "fail"
     ]
     assert (case == "sound") is (not failed)
     assert case == "sound" or any(re.search(words, check["finding"]) for check in failed)
     assert all(check["remedy"] for check in failed)
-    assert {of_rank[case] for of_rank in is_good} == {case == "sound"}
+    assert {results[case] for results in is_good} == {case == "sound"}
 
 
-def test_a_sound_check_leaves_nothing_behind(
+def test_a_passed_check_leaves_no_files_in_the_run_directory(
     reports: tuple[Path, list[dict[str, bool]]],
 ) -> None:
     root, _ = reports
@@ -152,8 +158,8 @@ def test_a_sound_check_leaves_nothing_behind(
     ]
 
 
-def test_a_table_names_the_bad(reports: tuple[Path, list[dict[str, bool]]]) -> None:
-    found = Findings(
+def test_the_table_names_the_bad_nodes(reports: tuple[Path, list[dict[str, bool]]]) -> None:
+    findings = Findings(
         {
             "n0": [Check("clock", Status.OK, "fine")],
             "n1": [Check("GPU 3", Status.FAIL, "hot", "x")],
@@ -162,7 +168,7 @@ def test_a_table_names_the_bad(reports: tuple[Path, list[dict[str, bool]]]) -> N
         Bandwidth(all_reduce_gbps=3.25, pairs=(Pair(("n0", "n1"), 12.5),)),
     )
     console = Console(file=io.StringIO(), width=120)
-    found.render(console)
+    findings.render(console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "GPU 3: hot" in text and "12.50" in text and "3.25" in text and "bad: n1" in text
 
@@ -174,24 +180,24 @@ def hang(rank: int, root: Path) -> None:
     as_node(rank)
     if rank == 1:
         NodeFile(root, "n1", is_leader=True)
-        time.sleep(60.0)
-    config = tiny_config(run__directory=root / "runs", preflight__max_seconds=5)
+        time.sleep(1000.0)
+    config = tiny_config(run__directory=root / "runs", preflight__max_seconds=15)
     check_nodes(config, root, backend="gloo", claim=lambda _: None, facts=FACTS)
 
 
-def test_a_node_that_hangs_is_bad_and_who_waits_for_it_is_not(tmp_path: Path) -> None:
+def test_a_hanging_node_is_bad_and_a_node_that_waits_for_it_is_not(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 0 died"):
         run_ranks(hang, 2, tmp_path)
     waits, hangs = (json.loads((tmp_path / f"n{rank}.json").read_text()) for rank in range(2))
     assert waits["status"] == "warn"
     assert "joining the other nodes" in waits["checks"][-1]["finding"]
-    assert "5 s" in waits["checks"][-1]["finding"]
+    assert "15 s" in waits["checks"][-1]["finding"]
     assert hangs["status"] == "running"
-    # slurm/train.sbatch looks for this.
+    # slurm/train.sbatch reads this.
     assert any(check["status"] == "fail" for check in hangs["checks"])
 
 
-def test_a_rank_stuck_with_one_other_node_is_a_suspect(tmp_path: Path) -> None:
+def test_a_rank_stuck_in_a_pair_of_nodes_is_a_suspect(tmp_path: Path) -> None:
     first = NodeFile(tmp_path, "n0", is_leader=True)
     first.checks = [Check("GPUs", Status.WARN, "few", "more")]
     second = NodeFile(tmp_path, "n0", is_leader=False)
@@ -200,39 +206,42 @@ def test_a_rank_stuck_with_one_other_node_is_a_suspect(tmp_path: Path) -> None:
     first.expire(5.0)
     assert json.loads(first.path.read_text())["status"] == "warn"
     second.expire(5.0)
-    said = json.loads(first.path.read_text())
-    assert said["status"] == "fail"
-    assert said["checks"][0]["name"] == "GPUs"
-    assert "pair n0 n1" in said["checks"][-1]["finding"]
+    expired = json.loads(first.path.read_text())
+    assert expired["status"] == "fail"
+    assert expired["checks"][0]["name"] == "GPUs"
+    assert "pair n0 n1" in expired["checks"][-1]["finding"]
 
 
 # ------------------------------------------------------------------------------- one node
 
 
-def test_a_look_that_hangs_or_fails_is_a_finding() -> None:
+def test_a_check_that_hangs_or_raises_fails() -> None:
+    is_over = threading.Event()
+
     def hangs() -> list[Check]:
-        time.sleep(30.0)
+        is_over.wait()
         return []
 
     def broken() -> list[Check]:
         raise OSError("stale file handle")
 
-    start = time.monotonic()
     [hung] = check_with_timeout(0.2, "disk", hangs)
-    assert time.monotonic() - start < 2.0
-    [stale] = check_with_timeout(5.0, "disk", broken)
+    is_over.set()
+    [stale] = check_with_timeout(60.0, "disk", broken)
     assert hung.status is stale.status is Status.FAIL
     assert "no answer in 0.2 s" in hung.finding and "stale file handle" in stale.finding
 
 
-def test_this_machine_is_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_passes_as_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     state = check_node(tiny_config(run__directory=tmp_path / "runs"), 2, is_used=False)
     assert worst(state.checks) is not Status.FAIL
-    assert {"GPUs", "run.directory", "/dev/shm", "host name"} <= {one.name for one in state.checks}
+    assert {"GPUs", "run.directory", "/dev/shm", "host name"} <= {
+        check.name for check in state.checks
+    }
 
 
-def test_a_node_that_cannot_write_is_not_shared() -> None:
+def test_a_node_that_sees_no_shared_files_fails() -> None:
     checks: dict[str, list[Check]] = {"n0": []}
     assert not nodes._judge_views({"n0": ()}, checks)
     assert worst(checks["n0"]) is Status.FAIL
@@ -241,7 +250,7 @@ def test_a_node_that_cannot_write_is_not_shared() -> None:
 PORTS = [Port(f"mlx5_{number}:1", "ACTIVE", "400 Gb/sec (4X NDR)") for number in range(8)]
 
 
-def test_infiniband_ports() -> None:
+def test_slow_and_inactive_infiniband_ports_are_reported() -> None:
     facts: dict[str, str] = {}
     assert [check.name for check in check_infiniband([], facts)] == ["InfiniBand"]
     checks = list(check_infiniband(PORTS, facts))
@@ -249,12 +258,12 @@ def test_infiniband_ports() -> None:
     assert all(check.name == "pinned memory" for check in checks if check.status != "ok")
     narrow = Port("mlx5_3:1", "ACTIVE", "100 Gb/sec (1X NDR)")
     down = Port("mlx5_4:1", "DOWN", "400 Gb/sec (4X NDR)")
-    found = {check.name: check for check in check_infiniband([*PORTS[:3], narrow, down], facts)}
-    assert found["InfiniBand mlx5_3:1"].status is Status.FAIL
-    assert found["InfiniBand mlx5_4:1"].status is Status.WARN
+    by_name = {check.name: check for check in check_infiniband([*PORTS[:3], narrow, down], facts)}
+    assert by_name["InfiniBand mlx5_3:1"].status is Status.FAIL
+    assert by_name["InfiniBand mlx5_4:1"].status is Status.WARN
 
 
-def test_infiniband_is_read_as_the_kernel_writes_it(tmp_path: Path) -> None:
+def test_infiniband_ports_are_read_from_sysfs(tmp_path: Path) -> None:
     port = tmp_path / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n")
@@ -262,9 +271,9 @@ def test_infiniband_is_read_as_the_kernel_writes_it(tmp_path: Path) -> None:
     assert node.read_ports(tmp_path) == [Port("mlx5_0:1", "ACTIVE", "400 Gb/sec (4X NDR)")]
 
 
-def test_a_missing_fact_is_odd_too() -> None:
+def test_a_fact_missing_on_one_node_is_reported() -> None:
     ports = {"InfiniBand": "8 x 400 Gb/sec (4X NDR)"}
-    found = compare_facts({"a": ports, "b": {}, "c": ports})
-    assert not found["a"] and not found["c"]
-    [check] = found["b"]
+    checks = compare_facts({"a": ports, "b": {}, "c": ports})
+    assert not checks["a"] and not checks["c"]
+    [check] = checks["b"]
     assert check.finding == "none here, 8 x 400 Gb/sec (4X NDR) on 2 of 3 nodes"

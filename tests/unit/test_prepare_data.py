@@ -1,4 +1,4 @@
-"""Preparing published data: every row has one fate, and the file that is left is whole."""
+"""Preparing published data: every row has exactly one outcome, and no incomplete file is left."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def run(*arguments: object) -> str:
-    """What the program says; it must end well."""
+    """Return the output of the program, which must exit with 0."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     return result.output
 
 
 def refused(*arguments: object) -> str:
-    """What the program says when it must not."""
+    """Return the output of the program, which must exit with 2, as one line."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 2, result.output
     return " ".join(result.output.split())
@@ -72,8 +72,8 @@ def refused(*arguments: object) -> str:
 def report(output: Path) -> dict[str, Any]:
     path = report_of(output)
     assert path is not None
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
 
 
 def contents(path: Path) -> list[str]:
@@ -81,7 +81,7 @@ def contents(path: Path) -> list[str]:
 
 
 def dropped(output: Path) -> dict[str, int]:
-    """Reasons that took a row."""
+    """Return the reasons for which rows were dropped, with their counts."""
     return {reason: n for reason, n in report(output)["rows"]["dropped"].items() if n}
 
 
@@ -97,29 +97,29 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made.write_published(tmp_path_factory.mktemp("made") / "small.parquet", made.SMALL)
 
 
-def test_a_made_file_has_the_published_counts(small: Path, tmp_path: Path) -> None:
+def test_a_generated_file_gives_the_published_counts(small: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.parquet"
     run(small, "--output", output)
-    found = report(output)
+    summary = report(output)
     counts = made.SMALL
-    assert found["prompts"] == {
+    assert summary["prompts"] == {
         "distinct": counts.distinct,
         "distinct_folded": counts.distinct_folded,
         "conflicting": counts.conflicting,
         "clean": counts.clean,
     }
-    rows = found["rows"]
+    rows = summary["rows"]
     assert (rows["in"], rows["out"]) == (counts.rows, counts.clean)
     assert sum(rows["dropped"].values()) == counts.rows - counts.clean
-    # Each conflicting prompt is two rows of a block, all copies of which go.
+    # Each conflicting prompt has two rows in a block; all copies of both are dropped.
     assert rows["dropped"]["conflicting"] == 2 * counts.conflicting * counts.copies
     near = rows["kept"]["near_duplicate"]
     assert near == counts.near
-    assert len(found["examples"]["conflicting"]) == counts.conflicting
-    assert all(len(one["truths"]) == 2 for one in found["examples"]["conflicting"])
+    assert len(summary["examples"]["conflicting"]) == counts.conflicting
+    assert all(len(example["truths"]) == 2 for example in summary["examples"]["conflicting"])
 
 
-def test_near_duplicates_are_dropped_if_asked_and_the_first_stays(
+def test_near_duplicates_are_dropped_on_request_except_the_first(
     small: Path, tmp_path: Path
 ) -> None:
     kept, without = tmp_path / "kept.parquet", tmp_path / "without.parquet"
@@ -134,8 +134,8 @@ def test_near_duplicates_are_dropped_if_asked_and_the_first_stays(
         assert number == sorted(number)
 
 
-def test_reporting_counts_what_dropping_drops(tmp_path: Path) -> None:
-    # The second is like the first, the third like the second alone: one is dropped, two are left.
+def test_report_mode_counts_as_many_near_duplicates_as_drop_mode_drops(tmp_path: Path) -> None:
+    # The second is similar to the first; the third is similar only to the second, which is dropped.
     text = long_problem()
     chain = [made.row(text[cut : cut + 200], "1", str(cut)) for cut in (0, 15, 30)]
     _, reported = prepared(tmp_path, chain, "reported", near_duplicates="report")
@@ -144,7 +144,7 @@ def test_reporting_counts_what_dropping_drops(tmp_path: Path) -> None:
     assert reported["rows"]["kept"] == {"near_duplicate": 1}
 
 
-def test_types_and_order_stay(small: Path, tmp_path: Path) -> None:
+def test_column_types_and_row_order_are_kept(small: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.parquet"
     run(small, "--output", output, *OFF)
     before, after = parquet.read_table(small), parquet.read_table(output)
@@ -167,7 +167,7 @@ def test_the_960_rows_of_aime_become_30_and_a_run_loads_them(tmp_path: Path) -> 
 
 
 def run_measured(arguments: Sequence[object]) -> tuple[float, float, int]:
-    """(wall seconds, CPU seconds, peak bytes) of the program in a process of its own."""
+    """Run the program in a separate process; return (wall seconds, CPU seconds, peak bytes)."""
     started = time.monotonic()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(
@@ -180,7 +180,7 @@ def run_measured(arguments: Sequence[object]) -> tuple[float, float, int]:
 
 
 @pytest.mark.long
-def test_the_published_size_takes_three_minutes_and_two_gib_at_most(tmp_path: Path) -> None:
+def test_the_published_data_set_takes_at_most_three_cpu_minutes_and_two_gib(tmp_path: Path) -> None:
     counts = made.PUBLISHED
     assert counts.rows == 1_791_700
     raw = made.write_published(tmp_path / "raw.parquet", counts)
@@ -188,21 +188,21 @@ def test_the_published_size_takes_three_minutes_and_two_gib_at_most(tmp_path: Pa
     held_out = made.write_aime(tmp_path / "aime.parquet")
     wall, cpu, peak = run_measured([raw, "--output", output, "--evaluation", held_out])
     print(f"{counts.rows:,} rows: {wall:.1f} s, CPU {cpu:.1f} s, {peak / 2**20:.0f} MiB")
-    found = report(output)
-    assert found["prompts"] == {
+    summary = report(output)
+    assert summary["prompts"] == {
         "distinct": 17_398,
         "distinct_folded": 17_188,
         "conflicting": 12,
         "clean": 17_176,
     }
-    assert (found["rows"]["in"], found["rows"]["out"]) == (counts.rows, 17_176)
-    assert found["rows"]["kept"] == {"near_duplicate": counts.near}
+    assert (summary["rows"]["in"], summary["rows"]["out"]) == (counts.rows, 17_176)
+    assert summary["rows"]["kept"] == {"near_duplicate": counts.near}
     assert peak <= 2 * 2**30
-    # A busy machine is no failure: what counts is the time on one core.
+    # The CPU time is checked, because the wall time depends on the load of the machine.
     assert cpu <= 180
 
 
-# ---------------------------------------------------------------------------- every row one fate
+# ---------------------------------------------------------------------------- every row once
 
 
 WORDS = st.lists(st.sampled_from("abc 积"), min_size=1, max_size=3).map("".join)
@@ -211,7 +211,7 @@ SPACES = st.sampled_from([" ", "  ", "\n", " \t"])
 
 @st.composite
 def many_rows(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Rows that repeat each other in every way."""
+    """Rows with exact and folded duplicates and with conflicting truths."""
     pool = draw(st.lists(WORDS.filter(str.strip), min_size=1, max_size=6))
     return [
         made.row(
@@ -229,12 +229,12 @@ def prepared(
     source = file_source(write_rows(folder / f"{name}-in.parquet", rows))
     output = folder / f"{name}.parquet"
     evaluation = changes.pop("evaluation", [])
-    chosen = Settings(similarity=MinHashSimilarity(0.8), **changes)
-    return output, prepare([source], evaluation, chosen, output)
+    options = Settings(similarity=MinHashSimilarity(0.8), **changes)
+    return output, prepare([source], evaluation, options, output)
 
 
 def expected(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The account by another way: groups of rows, without passes and digests."""
+    """Count outcomes in another way: by grouping rows, without passes and digests."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for row in rows:
         text = row["prompt"][0]["content"]
@@ -257,24 +257,26 @@ SLOW = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 @SLOW
 @given(rows=many_rows())
-def test_every_row_has_one_fate(tmp_path_factory: pytest.TempPathFactory, rows: Any) -> None:
-    want = expected(rows)
+def test_every_row_has_exactly_one_outcome(
+    tmp_path_factory: pytest.TempPathFactory, rows: Any
+) -> None:
+    outcomes = expected(rows)
     folder = tmp_path_factory.mktemp("rows")
-    if not want.get("out"):
+    if not outcomes.get("out"):
         with pytest.raises(DataError, match="nothing is left"):
             prepared(folder, rows, near_duplicates="off")
         return
-    output, found = prepared(folder, rows, near_duplicates="off")
-    account = found["rows"]
+    output, summary = prepared(folder, rows, near_duplicates="off")
+    account = summary["rows"]
     for reason in LABELS:
-        assert account["dropped"][reason] == want.get(reason, 0), reason
-    assert account["out"] == want["out"] == len(contents(output))
+        assert account["dropped"][reason] == outcomes.get(reason, 0), reason
+    assert account["out"] == outcomes["out"] == len(contents(output))
     assert account["in"] == len(rows) == account["out"] + sum(account["dropped"].values())
 
 
 @SLOW
 @given(rows=many_rows(), near=st.sampled_from(["drop", "report", "off"]))
-def test_preparing_what_is_prepared_drops_nothing(
+def test_preparing_a_prepared_file_drops_nothing(
     tmp_path_factory: pytest.TempPathFactory, rows: Any, near: Any
 ) -> None:
     folder = tmp_path_factory.mktemp("twice")
@@ -282,13 +284,14 @@ def test_preparing_what_is_prepared_drops_nothing(
         return
     once, _ = prepared(folder, rows, "once", near_duplicates=near)
     kept = parquet.read_table(once).to_pylist()
-    again, found = prepared(folder, kept, "again", near_duplicates=near)
-    assert sum(found["rows"]["dropped"].values()) == 0
+    again, summary = prepared(folder, kept, "again", near_duplicates=near)
+    assert sum(summary["rows"]["dropped"].values()) == 0
     assert parquet.read_table(again) == parquet.read_table(once)
 
 
-def test_a_prepared_file_remembers_its_frame(tmp_path: Path) -> None:
-    # Ten prompts show a frame, nine do not: with it their short problems would look alike.
+def test_a_prepared_file_records_its_frame(tmp_path: Path) -> None:
+    # A frame is detected in ten prompts, but not in the nine that are left. Unless it is removed,
+    # their short problems look similar.
     opening = "Think it over with great care, then write down what you have found as a number."
     tasks = ["6 + 7", "x = 2", "2 of 9", "max 3", "7!", "gcd 8", "5^2", "ln e", "pi"]
     rows = [made.row("", "0", task) for task in [*tasks, "6 + 7  ?"]]
@@ -307,20 +310,22 @@ def test_a_prepared_file_remembers_its_frame(tmp_path: Path) -> None:
 
 @SLOW
 @given(rows=many_rows(), batch_rows=st.integers(1, 50))
-def test_batches_change_nothing(
+def test_the_batch_size_does_not_change_the_result(
     tmp_path_factory: pytest.TempPathFactory, rows: Any, batch_rows: int
 ) -> None:
     folder = tmp_path_factory.mktemp("batches")
     if not expected(rows).get("out"):
         return
-    whole, found = prepared(folder, rows, "whole", near_duplicates="drop")
-    parts, same = prepared(folder, rows, "parts", near_duplicates="drop", batch_rows=batch_rows)
+    whole, summary = prepared(folder, rows, "whole", near_duplicates="drop")
+    parts, batched_summary = prepared(
+        folder, rows, "parts", near_duplicates="drop", batch_rows=batch_rows
+    )
     assert parts.read_bytes() == whole.read_bytes()
-    text = json.dumps(same).replace("parts-in", "whole-in")
-    assert text == json.dumps(found)
+    text = json.dumps(batched_summary).replace("parts-in", "whole-in")
+    assert text == json.dumps(summary)
 
 
-def test_the_same_command_makes_the_same_bytes(small: Path, tmp_path: Path) -> None:
+def test_the_same_command_writes_the_same_bytes(small: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.parquet"
     run(small, "--output", output)
     files = [output, *tmp_path.glob("*.report.*")]
@@ -330,43 +335,47 @@ def test_the_same_command_makes_the_same_bytes(small: Path, tmp_path: Path) -> N
     assert [file.read_bytes() for file in files] == first
 
 
-def test_roles_and_borders_are_part_of_a_prompt(tmp_path: Path) -> None:
-    talks = [
+def test_roles_and_message_boundaries_distinguish_prompts(tmp_path: Path) -> None:
+    conversations = [
         [("user", "ab"), ("user", "c")],
         [("user", "a"), ("user", "bc")],
         [("system", "ab"), ("user", "c")],
         [("user", "abc")],
     ]
     rows = [
-        {**made.row("", "1", "x"), "prompt": [{"content": c, "role": r} for r, c in talk]}
-        for talk in talks
+        {
+            **made.row("", "1", "x"),
+            "prompt": [{"content": content, "role": role} for role, content in conversation],
+        }
+        for conversation in conversations
     ]
-    output, found = prepared(tmp_path, [*rows, *rows], near_duplicates="off")
-    assert found["prompts"]["distinct"] == 4 == len(parquet.read_table(output))
+    output, summary = prepared(tmp_path, [*rows, *rows], near_duplicates="off")
+    assert summary["prompts"]["distinct"] == 4 == len(parquet.read_table(output))
 
 
-def test_several_inputs_are_one_set(tmp_path: Path) -> None:
-    one = write_rows(tmp_path / "one.parquet", [made.row("a b", "1", "x")])
-    two = write_rows(tmp_path / "two.jsonl", [made.row("a  b", "1", "y"), made.row("c", "1", "z")])
+def test_duplicates_are_found_across_input_files(tmp_path: Path) -> None:
+    first = write_rows(tmp_path / "one.parquet", [made.row("a b", "1", "x")])
+    rows = [made.row("a  b", "1", "y"), made.row("c", "1", "z")]
+    second = write_rows(tmp_path / "two.jsonl", rows)
     output = tmp_path / "out.parquet"
-    run(one, two, one, "--output", output)
+    run(first, second, first, "--output", output)
     assert dropped(output) == {"exact_duplicate": 1, "folded_duplicate": 1}
     assert [file["rows"] for file in report(output)["inputs"]] == [1, 2, 1]
 
 
-def test_columns_that_come_later_are_added_and_types_that_differ_are_refused(
+def test_columns_of_later_files_are_added_and_conflicting_types_are_refused(
     tmp_path: Path,
 ) -> None:
-    one = made.row("a", "1", "x")
-    more = made.row("b", "1", "y") | {"extra_info": {"index": "y", "split": "train"}}
+    row = made.row("a", "1", "x")
+    wider_row = made.row("b", "1", "y") | {"extra_info": {"index": "y", "split": "train"}}
     output = tmp_path / "out.parquet"
-    run(write_rows(tmp_path / "one.parquet", [one]),
-        write_rows(tmp_path / "two.parquet", [more]), "--output", output)  # fmt: skip
+    run(write_rows(tmp_path / "one.parquet", [row]),
+        write_rows(tmp_path / "two.parquet", [wider_row]), "--output", output)  # fmt: skip
     infos = [row["extra_info"] for row in parquet.read_table(output).to_pylist()]
     assert infos == [{"index": "x", "split": None}, {"index": "y", "split": "train"}]
     three = write_rows(tmp_path / "three.parquet", [made.row("c", "1", 3)])
     message = refused(tmp_path / "one.parquet", three, "--output", tmp_path / "no.parquet")
-    assert "three.parquet: its columns do not go with those before it" in message
+    assert "three.parquet: its columns do not fit those of the inputs before it" in message
 
 
 # ---------------------------------------------------------------------------- too long, overlap
@@ -383,7 +392,7 @@ def test_too_long_counts_what_the_chat_template_adds(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
     rows = [made.row("x" * number, "1", str(number)) for number in range(1, 700)]
-    limit = len(made.wrapped("")) + 500 + 1  # a token is a character; <answer> is one more
+    limit = len(made.wrapped("")) + 500 + 1  # one token per character, and one for <answer>
     output = tmp_path / "out.parquet"
     run(write_rows(tmp_path / "in.parquet", rows), "--output", output,
         "--tokenizer", tokenizer_folder, "--max-prompt-tokens", limit, *OFF)  # fmt: skip
@@ -393,7 +402,7 @@ def test_too_long_counts_what_the_chat_template_adds(
 
 
 def overlapping(tmp_path: Path) -> tuple[Path, Path]:
-    """Rows of which three are in the evaluation set, in the three ways."""
+    """Write rows and an evaluation set that share three problems: exact, folded and near."""
     exact, spaced, near, other = (long_problem(seed) for seed in range(4))
     held_out = made.write_aime(tmp_path / "aime.parquet", [exact, spaced, near])
     rows = [
@@ -403,7 +412,7 @@ def overlapping(tmp_path: Path) -> tuple[Path, Path]:
     return write_rows(tmp_path / "in.parquet", rows), held_out
 
 
-def test_overlap_is_dropped_exact_folded_and_near(tmp_path: Path) -> None:
+def test_exact_folded_and_near_overlap_with_the_evaluation_set_is_dropped(tmp_path: Path) -> None:
     raw, held_out = overlapping(tmp_path)
     output = tmp_path / "out.parquet"
     run(raw, "--output", output, "--evaluation", held_out)
@@ -414,17 +423,17 @@ def test_overlap_is_dropped_exact_folded_and_near(tmp_path: Path) -> None:
     assert example["where"].endswith("in.parquet, row 3")
 
 
-def test_overlap_is_only_told_if_asked(tmp_path: Path) -> None:
+def test_overlap_can_be_reported_instead_of_dropped(tmp_path: Path) -> None:
     raw, held_out = overlapping(tmp_path)
     output = tmp_path / "out.parquet"
-    said = run(raw, "--output", output, "--evaluation", held_out, "--overlap", "report")
+    printed = run(raw, "--output", output, "--evaluation", held_out, "--overlap", "report")
     assert report(output)["rows"]["kept"] == {
         "overlap_exact": 1,
         "overlap_folded": 1,
         "overlap_near": 1,
     }
     assert len(contents(output)) == 4
-    assert "1 of them in an evaluation set, nearly (kept)" in said
+    assert "1 of them in an evaluation set, nearly (kept)" in printed
 
 
 def test_an_evaluation_set_in_another_frame_is_still_found(tmp_path: Path) -> None:
@@ -440,17 +449,17 @@ def test_an_evaluation_set_in_another_frame_is_still_found(tmp_path: Path) -> No
 # ---------------------------------------------------------------------------- similarity
 
 
-def test_the_frame_is_no_part_of_the_problem(tmp_path: Path) -> None:
-    # With the frame these are alike: 42 shared words against 3 that differ.
+def test_similarity_ignores_the_frame_of_the_prompts(tmp_path: Path) -> None:
+    # With the frame these are similar: 42 words are shared, 3 differ.
     short = [made.row(text, "1", text) for text in ("Find 6 + 7.", "Solve x = 2.", "Is 7 prime?")]
-    _, found = prepared(tmp_path, short, near_duplicates="drop")
-    assert found["rows"]["out"] == 3
+    _, summary = prepared(tmp_path, short, near_duplicates="drop")
+    assert summary["rows"]["out"] == 3
     sketch = MinHashSimilarity(0.8).sketch
     framed = [sketch(row["prompt"][0]["content"])[1] for row in short]
-    assert min(jaccard(one, other) for one, other in combinations(framed, 2)) >= 0.8
+    assert min(jaccard(first, second) for first, second in combinations(framed, 2)) >= 0.8
 
 
-def test_another_frame_is_found_from_the_prompts() -> None:
+def test_the_frame_is_detected_from_the_prompts() -> None:
     texts = [f"Think hard. The task: {n} apples, {n} pears? Put it in a box." for n in range(12)]
     frame = frame_of(texts)
     assert " ".join(frame.opening) == "Think hard. The task:"
@@ -474,7 +483,7 @@ def test_a_frame_leaves_a_word_of_every_prompt(texts: list[str]) -> None:
         assert len(frame.strip(text).split()) == num_left >= 1
 
 
-def test_row_groups_of_the_output_do_not_follow_the_pieces_that_come_in(tmp_path: Path) -> None:
+def test_row_groups_of_the_output_do_not_depend_on_the_input_batches(tmp_path: Path) -> None:
     table = pyarrow.table({"a": range(ROW_GROUP + 900)})
     for name, size in (("one", len(table)), ("many", 700)):
         cuts = (table.slice(first, size) for first in range(0, len(table), size))
@@ -484,7 +493,7 @@ def test_row_groups_of_the_output_do_not_follow_the_pieces_that_come_in(tmp_path
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.5, 0.8, 0.9, 0.99])
-def test_bands_find_what_is_as_similar_as_the_threshold(threshold: float) -> None:
+def test_bands_find_pairs_at_the_threshold_with_the_promised_recall(threshold: float) -> None:
     bands, rows = bands_of(threshold)
     assert bands * rows <= 128
     assert rows == 1 or 1 - (1 - threshold**rows) ** bands >= RECALL
@@ -497,13 +506,13 @@ def test_all_pairs_above_the_threshold_are_found_and_none_below() -> None:
     for base in made.make_problems(60, rng):
         for cut in range(0, 120, 12):
             index = similarity.index()
-            one, other = similarity.sketch(base), similarity.sketch(base[cut:] + "?")
-            index.add(7, one)
-            pieces, others = (
+            sketch, other = similarity.sketch(base), similarity.sketch(base[cut:] + "?")
+            index.add(7, sketch)
+            shingles, others = (
                 {text[n : n + 5] for n in range(len(text) - 4)} for text in (base, base[cut:] + "?")
             )
-            truth = len(pieces & others) / len(pieces | others)
-            assert truth == jaccard(one[1], other[1])
+            truth = len(shingles & others) / len(shingles | others)
+            assert truth == jaccard(sketch[1], other[1])
             if truth >= 0.8:
                 near += 1
                 assert index.nearest(other) == (7, truth)
@@ -514,7 +523,7 @@ def test_all_pairs_above_the_threshold_are_found_and_none_below() -> None:
     assert far > 50
 
 
-def test_the_likest_is_named_and_the_first_of_equals() -> None:
+def test_the_most_similar_row_is_named_and_the_first_of_equal_ones() -> None:
     similarity = MinHashSimilarity(0.5)
     index = similarity.index()
     text = long_problem()
@@ -526,7 +535,7 @@ def test_the_likest_is_named_and_the_first_of_equals() -> None:
 # ---------------------------------------------------------------------------- bad input
 
 
-def test_nothing_left_names_what_took_it_and_leaves_nothing(
+def test_if_no_row_is_left_the_reasons_are_named_and_no_file_is_written(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
     rows = [made.row("a", "1", "x"), made.row("a", "2", "y"), made.row("bb", "2", "z")] * 2
@@ -556,13 +565,13 @@ def test_an_empty_evaluation_set_is_refused(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "in.parquet", [made.row("a", "1", "x")])
     empty = tmp_path / "aime.jsonl"
     empty.write_text("")
-    said = refused(data, "--output", tmp_path / "o.parquet", "--evaluation", empty)
-    assert f"--evaluation {empty}: no rows" in said
+    message = refused(data, "--output", tmp_path / "o.parquet", "--evaluation", empty)
+    assert f"--evaluation {empty}: no rows" in message
     assert not (tmp_path / "o.parquet").exists()
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.parquet"])
-def test_a_bad_row_is_named_and_nothing_is_left(tmp_path: Path, name: str) -> None:
+def test_a_bad_row_is_named_and_no_file_is_written(tmp_path: Path, name: str) -> None:
     rows = [made.row(f"problem {n}", "1", "x") for n in range(5000)]
     rows.append(made.row("last", "", "x"))
     path = write_rows(tmp_path / name, rows)
@@ -597,8 +606,8 @@ def test_json_columns_of_two_types_are_refused(tmp_path: Path) -> None:
         (["none.parquet", "--output", "o.parquet"], "none.parquet: no such file"),
         (["some/name", "--output", "o.parquet"], "from the hub: hub:some/name"),
         (["in.csv", "--output", "o.parquet"], "in.csv: must end in .parquet or .jsonl"),
-        (["in.parquet", "--output", "o.parquet", "--tokenizer", "t"], "give both, or neither"),
-        (["in.parquet", "--output", "o.parquet", "--max-prompt-tokens", "9"], "give both"),
+        (["in.parquet", "--output", "o.parquet", "--tokenizer", "t"], "set both, or neither"),
+        (["in.parquet", "--output", "o.parquet", "--max-prompt-tokens", "9"], "set both"),
         (
             ["in.parquet", "--output", "o.parquet", "--tokenizer", "t", "--max-prompt-tokens", "9"],
             "--tokenizer t: no tokenizer can be read",
@@ -607,7 +616,7 @@ def test_json_columns_of_two_types_are_refused(tmp_path: Path) -> None:
         (["in.parquet", "--output", "in.csv/o.parquet"], "cannot be written"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+def test_bad_arguments_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -621,31 +630,31 @@ def test_what_cannot_be_is_refused_by_name(
 def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     raw = write_rows(tmp_path / "in.parquet", [made.row("a", "1", "x")])
     output = tmp_path / "o.parquet"
-    (tmp_path / "o.report.md").write_text("mine")
+    (tmp_path / "o.report.md").write_text("my notes")
     assert "o.report.md: exists; --force replaces it" in refused(raw, "--output", output)
     run(raw, "--output", output, "--force")
     assert "o.parquet: exists" not in (tmp_path / "o.report.md").read_text()
     assert "--force replaces it" in refused(raw, "--output", output)
 
 
-def test_an_interrupt_leaves_nothing_and_the_next_call_clears_what_a_kill_left(
+def test_an_interrupt_leaves_no_file_and_the_next_run_removes_those_of_a_killed_one(
     tmp_path: Path, small: Path
 ) -> None:
     output = tmp_path / "o.parquet"
     fifo = tmp_path / "slow.jsonl"  # never ends: the program waits for its rows
     os.mkfifo(fifo)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    for number, left in ((signal.SIGTERM, False), (signal.SIGKILL, True)):
+    for number, is_left in ((signal.SIGTERM, False), (signal.SIGKILL, True)):
         process = subprocess.Popen(
             [sys.executable, str(PROGRAM), str(fifo), "--output", str(output)], env=environment
         )
-        with fifo.open("w") as writer:  # opens once the program reads
+        with fifo.open("w") as writer:  # returns once the program reads
             writer.write(json.dumps(made.row("a", "1", "x")) + "\n")
             writer.flush()
             process.send_signal(number)
-            code = process.wait(60)
-        assert code == (-signal.SIGKILL if left else 130)
-        assert (tmp_path / "o.parquet.partial").exists() == left
+            code = process.wait(300)
+        assert code == (-signal.SIGKILL if is_left else 130)
+        assert (tmp_path / "o.parquet.partial").exists() == is_left
     run(small, "--output", output, *OFF)
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         "o.parquet", "o.report.json", "o.report.md", "slow.jsonl",
@@ -655,8 +664,8 @@ def test_an_interrupt_leaves_nothing_and_the_next_call_clears_what_a_kill_left(
 # ---------------------------------------------------------------------------- hub, report
 
 
-def test_a_data_set_of_datasets_is_an_input(tmp_path: Path) -> None:
-    # A folder is to `datasets` what a name of the hub is.
+def test_a_hub_data_set_is_an_input(tmp_path: Path) -> None:
+    # `datasets` loads a local folder in the same way as a data set of the hub.
     folder = tmp_path / "set"
     folder.mkdir()
     rows = [made.row(f"p {n % 7}", "1", str(n)) for n in range(20)]
@@ -682,18 +691,18 @@ def test_the_hub_without_a_network_is_refused_clearly(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_report_names_files_by_hash_and_is_found_from_the_data(tmp_path: Path) -> None:
+def test_the_report_records_checksums_and_is_found_only_for_the_same_data(tmp_path: Path) -> None:
     raw = write_rows(tmp_path / "in.parquet", [made.row("a | b", "1", "x")])
     output = tmp_path / "some.v2.parquet"
     assert report_of(output) is None
     run(raw, "--output", output)
     assert report_of(output) == tmp_path / "some.v2.report.json"
-    found = report(output)
-    assert found["inputs"] == [{"name": str(raw), "rows": 1, "sha256": sha256_of(raw)}]
-    assert found["output"]["sha256"] == sha256_of(output)
-    assert found["output"]["bytes"] == output.stat().st_size
+    summary = report(output)
+    assert summary["inputs"] == [{"name": str(raw), "rows": 1, "sha256": sha256_of(raw)}]
+    assert summary["output"]["sha256"] == sha256_of(output)
+    assert summary["output"]["bytes"] == output.stat().st_size
     assert "1 prompts" in (tmp_path / "some.v2.report.md").read_text()
     output.write_bytes(output.read_bytes() + b"more")
-    assert report_of(output) is None, "the file is not what the report tells of"
+    assert report_of(output) is None, "the report describes another file"
     (tmp_path / "some.v2.report.json").write_text("[]")
     assert report_of(output) is None

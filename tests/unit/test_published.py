@@ -1,4 +1,4 @@
-"""Published dimensions stand for a model folder that is not there, and only then."""
+"""Published dimensions of a model are used only if its folder does not exist."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def test_the_last_component_of_a_path_names_the_model(path: str) -> None:
     assert planned_architecture(config(path)) == architecture(model.hf)
 
 
-def test_every_model_of_model_configs_is_known() -> None:
+def test_the_models_of_all_model_configs_are_known() -> None:
     for path in CONFIGS.glob("qwen*.yaml"):
         assert find_published(load_config(path).model.path) is not None, path.name
 
 
-def test_a_folder_counts_before_published_dimensions(tmp_path: Path) -> None:
+def test_a_model_folder_takes_precedence_over_published_dimensions(tmp_path: Path) -> None:
     folder = tmp_path / "Qwen3-8B"
     folder.mkdir()
     with pytest.raises(ConfigError, match=r"Qwen3-8B/config.json: cannot be read"):
-        planned_architecture(config(folder))  # a download that was cut off
+        planned_architecture(config(folder))  # an interrupted download
     own = dict(published_models()["Qwen3-8B"].hf) | {"num_hidden_layers": 2}
     (folder / "config.json").write_text(json.dumps(own), encoding="utf-8")
     assert planned_architecture(config(folder)).num_layers == 2
     assert list(published_notes(config(folder))) == []
 
 
-def test_a_run_of_more_positions_is_planned_with_a_note() -> None:
+def test_a_run_with_longer_sequences_than_published_is_planned_with_a_note() -> None:
     math = load_config(CONFIGS / "qwen2.5_math_7b.yaml", ["model.path=nowhere/Qwen2.5-Math-7B"])
     model = published_models()["Qwen2.5-Math-7B"]
     planned = planned_architecture(math)

@@ -1,4 +1,4 @@
-"""The grader `reasoning_gym`: what its scorers say is kept, and no scorer runs text as code."""
+"""The grader `reasoning_gym`: it scores as the package does, and no scorer runs text as code."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from dapo_megatron.rewards.expressions import (
 )
 from dapo_megatron.rewards.reasoning_gym import REPLACEMENTS, grade
 
-NAMES = sorted(set(DATASETS) - {"composite"})  # made of others, which it names
+NAMES = sorted(set(DATASETS) - {"composite"})  # combines other data sets
 
 NOT_SOLVED = {
-    # They give no answer, or one that their own scorer does not take.
+    # Their entries have no answer, or one that their own scorer rejects.
     *("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"),
 }
 
 
 @cache
 def entry(dataset: str) -> dict[str, Any]:
-    made: dict[str, Any] = reasoning_gym.create_dataset(dataset, size=1, seed=1)[0]
-    return made
+    first_entry: dict[str, Any] = reasoning_gym.create_dataset(dataset, size=1, seed=1)[0]
+    return first_entry
 
 
 def score(dataset: str, answer: str) -> bool:
     return grade(answer, "", {"dataset": dataset, "entry": entry(dataset)}).correct
 
 
-def test_every_data_set_takes_its_own_answer_as_before() -> None:
+def test_every_data_set_accepts_its_own_answer_except_those_listed() -> None:
     solved = {name for name in NAMES if score(name, entry(name)["answer"] or "")}
     assert set(NAMES) - solved == NOT_SOLVED
 
@@ -54,16 +54,16 @@ SYMBOLIC = ("simple_integration", "intermediate_integration", "polynomial_multip
 
 
 @pytest.mark.parametrize("name", [*SYMBOLIC, "countdown", "puzzle24", "bitwise_arithmetic"])
-def test_answers_to_replaced_scorers_score_as_in_the_package(name: str) -> None:
-    """Many entries: sympy compiles texts of its own where two forms are not equal at sight."""
+def test_own_answers_are_correct_with_the_replaced_scorers(name: str) -> None:
+    """Uses many entries, because sympy evaluates text itself if two forms differ syntactically."""
     entries = list(reasoning_gym.create_dataset(name, size=50, seed=7))
-    wrong = [
+    wrong_answers = [
         item["answer"]
         for item in entries
         if not grade(item["answer"], "", {"dataset": name, "entry": item}).correct
     ]
-    # A generator gives up on some integrals; the unsolved integral is no answer here.
-    assert [answer for answer in wrong if "Integral" not in answer] == []
+    # The generator cannot solve some integrals; an unsolved integral does not count as an answer.
+    assert [answer for answer in wrong_answers if "Integral" not in answer] == []
 
 
 EQUIVALENT = [
@@ -81,7 +81,7 @@ EQUIVALENT = [
 
 
 @pytest.mark.parametrize(("integrand", "answer"), EQUIVALENT)
-def test_equivalent_antiderivatives_are_right(integrand: str, answer: str) -> None:
+def test_equivalent_antiderivatives_are_correct(integrand: str, answer: str) -> None:
     problem = {"metadata": {"variable": "x", "integrand": integrand}}
     for dataset in SYMBOLIC[:2]:
         extra = {"dataset": dataset, "entry": problem}
@@ -93,14 +93,14 @@ GAME = {"dataset": "countdown", "entry": {"metadata": {"numbers": [10, 3, 2], "t
 
 
 @pytest.mark.parametrize("answer", ["10 // 2 + 3", "(10 + 2*3) / 2", "10 % 3 + 7", "2**3"])
-def test_arithmetic_of_every_kind_is_read(answer: str) -> None:
+def test_all_arithmetic_operators_are_parsed(answer: str) -> None:
     used = [int(number) for number in re.findall(r"\d+", answer)]
     entry = {"metadata": {"numbers": used, "target": 8}}
     assert grade(answer, "", {"dataset": "countdown", "entry": entry}).correct
 
 
 HIDDEN = [
-    "0x8 + 0x0*(10+3+2)",  # numbers that the scorer does not see
+    "0x8 + 0x0*(10+3+2)",  # numbers that the scorer's regular expression does not match
     "0b1000 + 0x0*(10+3+2)",
     "8e0 + 0e0*(10+3+2)",
     "1_0 - 0_2 + 0_0*(10+3+2)",
@@ -134,17 +134,17 @@ def canaries(path: Path) -> list[str]:
     ]
 
 
-def test_no_data_set_runs_an_answer(tmp_path: Path) -> None:
+def test_no_data_set_executes_an_answer(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     for name in NAMES:
         for answer in canaries(canary):
-            with suppress(Exception):  # whatever a scorer raises is an "error" of the grading
+            with suppress(Exception):  # an exception of a scorer is graded as "error"
                 score(name, answer)
             assert not canary.exists(), (name, answer)
 
 
 def poisoned(value: Any, text: str) -> Any:
-    """The value with every text in it replaced."""
+    """Return `value` with every string in it replaced by `text`."""
     if isinstance(value, dict):
         return {key: poisoned(item, text) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -152,7 +152,7 @@ def poisoned(value: Any, text: str) -> Any:
     return text if isinstance(value, str) else value
 
 
-def test_no_data_set_runs_an_entry_of_a_data_file(tmp_path: Path) -> None:
+def test_no_data_set_executes_text_of_an_entry(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     for name in NAMES:
         for text in canaries(canary)[:2]:
@@ -202,8 +202,8 @@ for answer in {canaries(canary)[:2]!r}:
     assert not canary.exists()
 
 
-def test_an_answer_reaches_neither_the_target_nor_the_next_grading() -> None:
-    """Answers that looked at the caller's variables, or changed the worker, were right."""
+def test_an_answer_can_neither_read_the_target_nor_change_the_next_grading() -> None:
+    """In the package, answers that read the caller's variables or change the process score 1."""
     numbers = entry("countdown")["metadata"]["numbers"]
     frame = "__import__('sys')._getframe(3).f_locals['entry']['metadata']['target']"
     hack = f"{frame}+len('')*({'+'.join(map(str, numbers))})"
@@ -212,7 +212,7 @@ def test_an_answer_reaches_neither_the_target_nor_the_next_grading() -> None:
         "__import__('dapo_megatron.types', fromlist=['x']).Grade(1.0, True, 'hacked'))]"
     )
     tasks = [("countdown", hack), ("spiral_matrix", poison), ("spiral_matrix", "0 0 0")]
-    with GradingPool({"gym": "reasoning_gym"}, workers=1, timeout_seconds=30.0) as pool:
+    with GradingPool({"gym": "reasoning_gym"}, workers=1, timeout_seconds=60.0) as pool:
         for number, (name, answer) in enumerate(tasks):
             pool.submit(number, "gym", answer, "", {"dataset": name, "entry": entry(name)})
         grades = []
@@ -221,7 +221,7 @@ def test_an_answer_reaches_neither_the_target_nor_the_next_grading() -> None:
     assert [(grade.correct if grade else None) for _, grade, _ in grades] == [False] * 3
 
 
-def test_what_is_replaced_exists_in_the_package() -> None:
+def test_all_replaced_functions_exist_in_the_package() -> None:
     for name, replacements in REPLACEMENTS.items():
         source = Path(sys.modules[f"reasoning_gym.{name}"].__file__ or "").read_text()
         for replaced in replacements:
@@ -247,11 +247,11 @@ expressions = st.recursive(
 
 
 @given(expressions)
-def test_an_expression_means_what_it_means_to_sympy(text: str) -> None:
+def test_expressions_are_parsed_as_by_sympy(text: str) -> None:
     assert sympy.srepr(parse_expression(text)) == sympy.srepr(sympy.parse_expr(text))
 
 
-def test_names_may_be_given_a_meaning() -> None:
+def test_names_can_be_mapped_to_symbols() -> None:
     symbol = sympy.Symbol("x", real=True)
     assert parse_expression("E*x + C", {"x": symbol, "E": sympy.Symbol("E")}).free_symbols == {
         symbol,
@@ -269,19 +269,19 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("text", REFUSED, ids=lambda text: text[:20])
-def test_anything_else_is_refused_at_once(text: str) -> None:
+def test_other_syntax_is_refused(text: str) -> None:
     with pytest.raises((ValueError, SyntaxError, MemoryError, RecursionError)):
         parse_expression(text)
 
 
 @given(st.text("0123456789abcxyz()+-*/.,'\"[]{}_ =!<>&|^~:@#$\\\n", max_size=40))
-def test_any_text_is_an_expression_or_refused(text: str) -> None:
+def test_any_text_is_parsed_or_refused(text: str) -> None:
     with suppress(ValueError, SyntaxError, MemoryError, TypeError, OverflowError):
         parse_expression(text)
 
 
 @given(st.integers(-(10**6), 10**6), st.integers(0, 9), st.integers(0, 10**6))
-def test_integer_arithmetic_is_python_s(left: int, distance: int, right: int) -> None:
+def test_integer_arithmetic_equals_python(left: int, distance: int, right: int) -> None:
     for text in (f"({left} << {distance}) - {right}", f"~({left} & {right}) | 3 ^ {right}"):
         assert integer_value(text) == eval(text)
     for text in ("1 << 10**9", "1 << 99999", "1 << -1", "x", "1.5", "2 ** 3", "True", "f(1)"):
@@ -289,7 +289,7 @@ def test_integer_arithmetic_is_python_s(left: int, distance: int, right: int) ->
             integer_value(text)
 
 
-def test_the_guard_lets_go_after_an_error() -> None:
+def test_the_guard_is_released_after_an_error() -> None:
     with pytest.raises(KeyError):
         grade("", "", {})
     assert grader._is_scoring is False

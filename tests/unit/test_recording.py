@@ -1,4 +1,4 @@
-"""What a run's folder is told of the run at its start and its end, beside its steps."""
+"""Files of a run folder that are written at the start and the end of a run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import errno
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,11 +47,11 @@ def recorder(out: io.StringIO, report: RunReport | None = None) -> RunRecorder:
 # ---------------------------------------------------------------------------- at the start
 
 
-def test_the_kept_tokenizer_is_the_models(tmp_path: Path) -> None:
-    here = session(tmp_path)
-    record.keep_tokenizer(here.config, here.folder, recorder(io.StringIO()))
-    kept = Tokenizer.from_file(str(here.folder.path / "tokenizer.json"))
-    model = AutoTokenizer.from_pretrained(here.config.model.path)
+def test_the_tokenizer_in_the_run_folder_equals_that_of_the_model(tmp_path: Path) -> None:
+    this_session = session(tmp_path)
+    record.keep_tokenizer(this_session.config, this_session.folder, recorder(io.StringIO()))
+    kept = Tokenizer.from_file(str(this_session.folder.path / "tokenizer.json"))
+    model = AutoTokenizer.from_pretrained(this_session.config.model.path)
     assert kept.get_vocab() == model.get_vocab()
     for text in TEXTS:
         ids = kept.encode(text).ids
@@ -58,48 +59,52 @@ def test_the_kept_tokenizer_is_the_models(tmp_path: Path) -> None:
         assert kept.decode(ids, skip_special_tokens=False) == model.decode(ids)
 
 
-def test_a_model_without_a_tokenizer_is_left_to_those_who_need_it(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_only_a_warning(tmp_path: Path) -> None:
     out = io.StringIO()
     (tmp_path / "empty").mkdir()
-    here = session(tmp_path)
-    here.config = here.config.model_copy(
-        update={"model": here.config.model.model_copy(update={"path": str(tmp_path / "empty")})}
+    this_session = session(tmp_path)
+    this_session.config = this_session.config.model_copy(
+        update={
+            "model": this_session.config.model.model_copy(update={"path": str(tmp_path / "empty")})
+        }
     )
-    record.keep_tokenizer(here.config, here.folder, recorder(out))
-    assert not here.folder.tokenizer.exists()
+    record.keep_tokenizer(this_session.config, this_session.folder, recorder(out))
+    assert not this_session.folder.tokenizer.exists()
     assert "no tokenizer.json: " in out.getvalue()
 
 
-def test_provenance_is_written_whole_and_a_full_disk_costs_no_start(
+def test_provenance_is_written_atomically_and_a_full_disk_is_only_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.StringIO()
-    here, console = session(tmp_path), RunConsole(num_steps=3, file=out)
-    record.keep_provenance(here.folder.provenance, console, {"model": "m"}, {"git.commit": "c"}, 2)
-    found = json.loads(here.folder.provenance.read_text())
-    assert found.pop("devices")
-    assert found == {"facts": {"model": "m"}, "tags": {"git.commit": "c"}, "num_processes": 2}
+    this_session, console = session(tmp_path), RunConsole(num_steps=3, file=out)
+    record.keep_provenance(
+        this_session.folder.provenance, console, {"model": "m"}, {"git.commit": "c"}, 2
+    )
+    provenance = json.loads(this_session.folder.provenance.read_text())
+    assert provenance.pop("devices")
+    assert provenance == {"facts": {"model": "m"}, "tags": {"git.commit": "c"}, "num_processes": 2}
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    record.keep_provenance(here.folder.provenance, console, {}, {}, 2)
-    assert json.loads(here.folder.provenance.read_text())["facts"] == {"model": "m"}
+    record.keep_provenance(this_session.folder.provenance, console, {}, {}, 2)
+    assert json.loads(this_session.folder.provenance.read_text())["facts"] == {"model": "m"}
     assert "WARNING: no provenance.json: [Errno 28]" in out.getvalue()
 
 
-def test_the_report_of_a_data_set_of_owner_and_name_is_kept(tmp_path: Path) -> None:
+def test_the_report_of_a_data_set_named_owner_slash_name_is_kept(tmp_path: Path) -> None:
     data = tmp_path / "dapo.jsonl"
     data.touch()
     report = {"output": {"name": data.name, "bytes": 0}}
     report_path(data).write_text(json.dumps(report))
     source = {"kind": "jsonl", "path": str(data), "grader": "dapo_math"}
-    here = session(
+    this_session = session(
         tmp_path, data__train=json.dumps([{**source, "name": "BytedTsinghua-SIA/DAPO-Math-17k"}])
     )
-    record.keep_reports(here.config, here.folder)
-    [kept] = here.folder.data.iterdir()
+    record.keep_reports(this_session.config, this_session.folder)
+    [kept] = this_session.folder.data.iterdir()
     assert kept.name == "BytedTsinghua-SIA--DAPO-Math-17k.report.json"
     assert json.loads(kept.read_text()) == report
 
@@ -109,13 +114,13 @@ def test_the_report_of_a_data_set_of_owner_and_name_is_kept(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder, as a run leaves it."""
+    """The folder of a finished run."""
     small = MadeRun(num_steps=3, groups_per_step=2, samples_per_group=2)
     return small.write(tmp_path_factory.mktemp("runs") / "made")
 
 
-class Keeps(CompositeTracker):
-    """Notes what it is handed, and whether the report is there by then."""
+class KeepingTracker(CompositeTracker):
+    """Records calls of `finish`, and whether the report exists by then."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -126,8 +131,8 @@ class Keeps(CompositeTracker):
         self.calls.append(f"finish {status}{', with a report' * self._report.is_file()}")
 
 
-def test_a_run_ends_with_its_report_and_names_it(made: Path) -> None:
-    out, tracker = io.StringIO(), Keeps(made)
+def test_a_run_writes_its_report_at_the_end_and_names_it(made: Path) -> None:
+    out, tracker = io.StringIO(), KeepingTracker(made)
     console = RunConsole(num_steps=3, file=out)
     report = RunReport(made, console.warn)
     ending = RunRecorder(tracker, console, None, num_devices=1, report=report)
@@ -142,7 +147,7 @@ def test_a_run_ends_with_its_report_and_names_it(made: Path) -> None:
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "report.html").mkdir()
-    out, tracker = io.StringIO(), Keeps(tmp_path)
+    out, tracker = io.StringIO(), KeepingTracker(tmp_path)
     console = RunConsole(num_steps=3, file=out)
     report = RunReport(tmp_path, console.warn)
     RunRecorder(tracker, console, None, num_devices=1, report=report).finish("FINISHED")
@@ -152,86 +157,109 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     assert "error: " in (tmp_path / "logs" / "report.log").read_text()
 
 
-def test_a_run_that_came_to_nothing_has_no_report(tmp_path: Path) -> None:
+def test_a_run_without_metrics_gets_no_report(tmp_path: Path) -> None:
     assert not RunReport(tmp_path, pytest.fail).write("FAILED")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_finished_run_gives_a_slow_report_up(made: Path) -> None:
+@pytest.fixture
+def slow_writers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that write a report. Each is stopped when it starts, until SIGCONT."""
+    start = subprocess.Popen
+    writers: list[subprocess.Popen[bytes]] = []
+
+    def start_stopped(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        writers.append(start(*arguments, **options))
+        writers[-1].send_signal(signal.SIGSTOP)
+        return writers[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start_stopped)
+    yield writers
+    for writer in writers:
+        writer.kill()
+        writer.wait()
+
+
+Writers = list[subprocess.Popen[bytes]]
+
+
+def finish_report(writers: Writers, path: Path) -> None:
+    """Let the writer of the report continue, and wait for it."""
+    assert not path.exists()
+    [writer] = writers
+    writer.send_signal(signal.SIGCONT)
+    assert writer.wait(300) == 0
+    assert path.exists()
+
+
+def test_a_finished_run_kills_a_report_that_takes_too_long(
+    made: Path, slow_writers: Writers
+) -> None:
     (made / "report.html").unlink(missing_ok=True)
-    said: list[str] = []
-    assert not RunReport(made, said.append, wait_seconds=0.01).write("FINISHED")
-    [line] = said
+    warnings: list[str] = []
+    assert not RunReport(made, warnings.append, wait_seconds=0.01).write("FINISHED")
+    [line] = warnings
     assert line == (
         f"report.html was abandoned after 0.01 s; `python -m dapo_megatron report {made}` writes it"
     )
-    time.sleep(5)
+    [writer] = slow_writers
+    assert writer.wait(60) == -signal.SIGKILL
     assert not (made / "report.html").exists()
 
 
-def appears(path: Path) -> None:
-    """Wait until it is there."""
-    began = time.monotonic()
-    while not path.exists():
-        assert time.monotonic() - began < 60
-        time.sleep(0.1)
-
-
-def test_a_stopped_run_leaves_a_slow_report_to_itself(
-    made: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_stopped_run_leaves_a_slow_report_running(
+    made: Path, monkeypatch: pytest.MonkeyPatch, slow_writers: Writers
 ) -> None:
     monkeypatch.setattr(run_report, "SHORT_WAIT_SECONDS", 0.01)
     (made / "report.html").unlink(missing_ok=True)
-    said: list[str] = []
-    began = time.monotonic()
-    assert not RunReport(made, said.append).write("KILLED")
-    assert time.monotonic() - began < 1.0
-    assert "is not ready after 0.01 s" in said[0]
-    appears(made / "report.html")
+    warnings: list[str] = []
+    assert not RunReport(made, warnings.append).write("KILLED")
+    assert "is not ready after 0.01 s" in warnings[0]
+    finish_report(slow_writers, made / "report.html")
 
 
-def test_a_finished_run_that_is_asked_to_stop_waits_no_longer(
-    made: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_finished_run_that_gets_a_signal_stops_waiting_for_its_report(
+    made: Path, monkeypatch: pytest.MonkeyPatch, slow_writers: Writers
 ) -> None:
     monkeypatch.setattr(run_report, "SHORT_WAIT_SECONDS", 0.01)
     (made / "report.html").unlink(missing_ok=True)
-    said: list[str] = []
-    looks = iter((False, True))  # the signal comes while it waits
-    assert not RunReport(made, said.append, is_asked=lambda: next(looks)).write("FINISHED")
-    assert "is not ready after 0.01 s" in said[0]
-    appears(made / "report.html")
+    warnings: list[str] = []
+    answers = iter((False, True))  # the signal arrives during the wait
+    assert not RunReport(made, warnings.append, is_asked=lambda: next(answers)).write("FINISHED")
+    assert "is not ready after 0.01 s" in warnings[0]
+    finish_report(slow_writers, made / "report.html")
 
 
-def test_other_ranks_never_wait_so_long_that_the_watchdog_ends_them(tmp_path: Path) -> None:
-    here = session(tmp_path, watchdog__start=60)
+def test_the_wait_for_a_report_is_half_the_limit_of_the_watchdog(tmp_path: Path) -> None:
+    this_session = session(tmp_path, watchdog__start=60)
     stop = SimpleNamespace(signal=None)
     console = RunConsole(num_steps=3, file=io.StringIO())
-    report = record.run_report(here.config, here.folder, console, lambda: stop.signal is not None)
+    report = record.run_report(
+        this_session.config, this_session.folder, console, lambda: stop.signal is not None
+    )
     assert report is not None
     assert report._wait_seconds == 30.0
-    assert report._attempt == here.folder.attempt
+    assert report._attempt == this_session.folder.attempt
     assert not report._is_asked()
     stop.signal = "SIGTERM"
     assert report._is_asked()
 
 
-def test_a_folder_that_is_away_hides_no_error_of_the_run(
-    made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stale_run_folder_is_only_a_warning(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stale(_: Path) -> bool:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(Path, "exists", stale)
-    said: list[str] = []
-    assert not RunReport(made, said.append).write("FAILED")
-    assert "no report.html: " in said[0] and "Stale file handle" in said[0]
+    warnings: list[str] = []
+    assert not RunReport(made, warnings.append).write("FAILED")
+    assert "no report.html: " in warnings[0] and "Stale file handle" in warnings[0]
 
 
-def test_a_report_that_does_not_die_holds_no_run_up(
+def test_a_report_process_that_cannot_be_killed_does_not_block_the_run(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Unkillable:
-        """A process that the kernel lets wait for a dead file system."""
+        """A process that is blocked in the kernel by a dead file system."""
 
         def __init__(self, *_: object, **__: object) -> None:
             pass
@@ -247,53 +275,64 @@ def test_a_report_that_does_not_die_holds_no_run_up(
             raise subprocess.TimeoutExpired("report", timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Unkillable)
-    said: list[str] = []
-    assert not RunReport(made, said.append, wait_seconds=0.01).write("FINISHED")
-    assert "was abandoned" in said[0]
+    warnings: list[str] = []
+    assert not RunReport(made, warnings.append, wait_seconds=0.01).write("FINISHED")
+    assert "was abandoned" in warnings[0]
 
 
 @pytest.mark.parametrize("owner", ["1.0", "1.1"])
-def test_a_report_goes_into_the_folder_of_its_own_start_alone(made: Path, owner: str) -> None:
-    page, said = made / "report.html", list[str]()
-    page.write_text("of another start")
+def test_a_report_is_written_only_if_its_start_still_owns_the_folder(
+    made: Path, owner: str
+) -> None:
+    page, warnings = made / "report.html", list[str]()
+    page.write_text("written by another start")
     (made / ".owner").write_text(json.dumps({"attempt": owner}))
     try:
-        is_written = RunReport(made, said.append, attempt="1.0").write("FINISHED")
+        is_written = RunReport(made, warnings.append, attempt="1.0").write("FINISHED")
     finally:
         (made / ".owner").unlink()
     assert is_written == (owner == "1.0")
-    assert (page.read_text() == "of another start") == (not is_written)
+    assert (page.read_text() == "written by another start") == (not is_written)
     if not is_written:
-        assert said[0].startswith("no report.html: see ")
+        assert warnings[0].startswith("no report.html: see ")
         assert "was taken by attempt 1.1" in (made / "logs" / "report.log").read_text()
 
 
-def test_a_report_left_to_itself_ends_itself(tmp_path: Path) -> None:
+def test_a_report_process_left_running_ends_at_its_own_limit(tmp_path: Path) -> None:
     code = (
         "import time; from pathlib import Path; from dapo_megatron.report import command\n"
-        "command.LIMIT_SECONDS, command.read_run = 0.2, lambda _: time.sleep(60)\n"
+        "command.LIMIT_SECONDS, command.read_run = 0.2, lambda _: time.sleep(1000)\n"
         f"command.report_of_ending(Path({str(tmp_path)!r}), '')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert done.stderr.startswith("Timeout (0:00:00.2")
     assert "in report_of_ending" in done.stderr
 
 
-def test_the_report_is_made_by_no_rank(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_a_rank = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
-    of_a_rank |= {"ROLE_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SLURM_JOB_ID"}
-    of_a_rank |= {"PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"}
-    for name in of_a_rank:
+def test_the_report_process_gets_no_variables_of_a_rank(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank_variables = {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "GROUP_RANK",
+    }
+    rank_variables |= {"ROLE_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SLURM_JOB_ID"}
+    rank_variables |= {"PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"}
+    for name in rank_variables:
         monkeypatch.setenv(name, "1")
-    given: list[dict[str, str]] = []
+    environments: list[dict[str, str]] = []
     start = subprocess.Popen
 
     def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        given.append(options["env"])
+        environments.append(options["env"])
         return start(*arguments, **options)
 
     monkeypatch.setattr(subprocess, "Popen", popen)
     assert RunReport(made, pytest.fail).write("FINISHED")
-    assert not of_a_rank & set(given[0])
-    assert {"PATH", "PYTHONPATH"} <= set(given[0])
+    assert not rank_variables & set(environments[0])
+    assert {"PATH", "PYTHONPATH"} <= set(environments[0])

@@ -1,4 +1,4 @@
-"""Replay reads back what a run recorded, and says what is missing."""
+"""Replay trains on the groups that a run recorded, and reports missing or damaged records."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ OVERLONG = OverlongConfig(
 
 
 def group(ticket: int, *, step: int = 1, logprob: float = -0.1) -> Group:
-    """A mixed group of two, sampled by the weights that `step` starts from."""
+    """A mixed group of two, sampled with the weights that `step` starts with and older ones."""
     prompt = Prompt("chain_sum", ticket, (12, 9, 3), "4 + 3 =", "7", {"entry": {"a": [1.5]}})
     older, newer = Segment(step - 1, 1), Segment(step, 1)
-    right = Completion(
+    correct = Completion(
         0, (9, 2), (logprob, -0.7), "7", Finish.STOP, (newer, older), Grade(1.0, True, "7")
     )
-    wrong = Completion(1, (8,), (-2.5,), "8", Finish.LENGTH, (older,), Grade(-1.0, False, "8"))
-    return Group(ticket, prompt, (right, wrong))
+    incorrect = Completion(1, (8,), (-2.5,), "8", Finish.LENGTH, (older,), Grade(-1.0, False, "8"))
+    return Group(ticket, prompt, (correct, incorrect))
 
 
 def record(folder: Path, *steps: list[tuple[Group, Outcome]]) -> Replay:
-    """A run's folder in which these groups ended in steps 1, 2, ..."""
+    """Write a run folder in which the groups of `steps` ended in steps 1, 2, ..."""
     for step, ended in enumerate(steps, start=1):
         write_samples(folder / "samples", step, ended)
     return Replay(folder)
 
 
-def test_a_step_trains_on_what_was_trained_in_it(tmp_path: Path) -> None:
+def test_a_step_trains_on_the_groups_recorded_as_trained(tmp_path: Path) -> None:
     first = [
         (group(0), Outcome.ALL_WRONG),
         (group(1), Outcome.TRAINED),
@@ -60,33 +60,36 @@ def test_a_step_trains_on_what_was_trained_in_it(tmp_path: Path) -> None:
     ]
     second = [(group(3, step=2), Outcome.TRAINED)]
     replay = record(tmp_path, first, second)
-    seen: list[int] = []
-    one = replay.collect(0, seen.append)
-    assert one.train == [group(1), group(4)]
-    assert one.ended == first
-    assert [each.ticket for each in one.decided] == [0, 1, 2, 4]
-    assert (one.version, one.counts["trained"], one.counts["expired"]) == (0, 2, 1)
-    assert (one.counts["issued"], one.interrupted, one.grade_seconds) == (0, 0, 0.0)
-    assert one.keep_rate == 2 / 4
-    assert seen == [2]
-    assert replay.collect(1, seen.append).train == [group(3, step=2)]
-    assert rollout_metrics(one, OVERLONG)["groups/trained"] == 2.0
+    progress: list[int] = []
+    step = replay.collect(0, progress.append)
+    assert step.train == [group(1), group(4)]
+    assert step.ended == first
+    assert [ended.ticket for ended in step.decided] == [0, 1, 2, 4]
+    assert (step.version, step.counts["trained"], step.counts["expired"]) == (0, 2, 1)
+    assert (step.counts["issued"], step.interrupted, step.grade_seconds) == (0, 0, 0.0)
+    assert step.keep_rate == 2 / 4
+    assert progress == [2]
+    assert replay.collect(1, progress.append).train == [group(3, step=2)]
+    assert rollout_metrics(step, OVERLONG)["groups/trained"] == 2.0
 
 
 @given(st.lists(st.floats(max_value=0.0, allow_infinity=False), min_size=1, max_size=6))
-def test_the_batch_is_the_recorded_one_to_the_last_bit(
+def test_the_replayed_batch_equals_the_recorded_one_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory, logprobs: list[float]
 ) -> None:
     trained = [group(ticket, logprob=value) for ticket, value in enumerate(logprobs)]
     folder = tmp_path_factory.mktemp("run")
-    again = record(folder, [(one, Outcome.TRAINED) for one in trained]).collect(0, lambda _: None)
-    assert repr(again.train) == repr(trained)
-    batches = [assemble(groups, overlong=OVERLONG, eps=1e-6) for groups in (again.train, trained)]
+    recorded = [(trained_group, Outcome.TRAINED) for trained_group in trained]
+    replayed = record(folder, recorded).collect(0, lambda _: None)
+    assert repr(replayed.train) == repr(trained)
+    batches = [
+        assemble(groups, overlong=OVERLONG, eps=1e-6) for groups in (replayed.train, trained)
+    ]
     for name in ("tokens", "lengths", "loss_mask", "advantages", "engine_logprobs", "group_ids"):
         assert getattr(batches[0], name).equal(getattr(batches[1], name)), name
 
 
-def test_a_step_that_was_not_recorded_is_named(tmp_path: Path) -> None:
+def test_a_step_that_was_not_recorded_is_reported(tmp_path: Path) -> None:
     replay = record(tmp_path, [(group(0), Outcome.TRAINED)], [(group(1), Outcome.TRAINED)])
     with pytest.raises(DataError) as caught:
         replay.collect(2, lambda _: None)
@@ -94,47 +97,49 @@ def test_a_step_that_was_not_recorded_is_named(tmp_path: Path) -> None:
     assert "Recorded files: step_000001.jsonl to step_000002.jsonl. " in str(caught.value)
 
 
-def test_a_run_that_recorded_nothing_says_so(tmp_path: Path) -> None:
+def test_a_run_without_records_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Recorded files: none"):
         Replay(tmp_path).collect(0, lambda _: None)
 
 
-def test_a_step_without_trained_groups_is_named(tmp_path: Path) -> None:
+def test_a_step_without_trained_groups_is_reported(tmp_path: Path) -> None:
     replay = record(tmp_path, [(group(0), Outcome.ALL_WRONG)])
     with pytest.raises(DataError, match=r"step_000001.jsonl: no group was trained on"):
         replay.collect(0, lambda _: None)
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "damage",
     [
         lambda line: line[: len(line) // 2],
         lambda line: "[]",
-        lambda line: line.replace('"trained"', '"verloren"'),
+        lambda line: line.replace('"trained"', '"lost"'),
         lambda line: line.replace('"logprobs"', '"lps"'),
         lambda line: line.replace('"segments": [[', '"segments": [[7, '),
     ],
-    ids=["half", "no mapping", "fate", "key", "segment"],
+    ids=["truncated", "not a mapping", "unknown fate", "unknown key", "bad segment"],
 )
-def test_a_line_that_is_no_group_is_named(tmp_path: Path, spoil: object) -> None:
-    assert callable(spoil)
+def test_a_line_that_is_not_a_group_is_reported_with_its_number(
+    tmp_path: Path, damage: object
+) -> None:
+    assert callable(damage)
     replay = record(tmp_path, [(group(0), Outcome.TRAINED), (group(1), Outcome.TRAINED)])
     path = tmp_path / "samples" / "step_000001.jsonl"
     first, second = path.read_text().splitlines()
-    path.write_text(f"{first}\n{spoil(second)}\n")
+    path.write_text(f"{first}\n{damage(second)}\n")
     with pytest.raises(DataError, match=r"step_000001.jsonl, line 2: not a recorded group"):
         replay.collect(0, lambda _: None)
 
 
 def test_unfinished_and_ungraded_completions_are_read(tmp_path: Path) -> None:
-    whole = group(0)
-    torn = replace(
-        whole,
+    finished = group(0)
+    unfinished = replace(
+        finished,
         ticket=1,
-        completions=(replace(whole.completions[0], finish=Finish.UNFINISHED, grade=None),),
+        completions=(replace(finished.completions[0], finish=Finish.UNFINISHED, grade=None),),
     )
-    replay = record(tmp_path, [(whole, Outcome.TRAINED), (torn, Outcome.EXPIRED)])
-    assert replay.collect(0, lambda _: None).ended[1] == (torn, Outcome.EXPIRED)
+    replay = record(tmp_path, [(finished, Outcome.TRAINED), (unfinished, Outcome.EXPIRED)])
+    assert replay.collect(0, lambda _: None).ended[1] == (unfinished, Outcome.EXPIRED)
 
 
 def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:
@@ -154,7 +159,7 @@ def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:
     assert NoEvaluation().run() == {}
 
 
-def test_a_folder_without_rollouts_and_the_own_folder_are_refused(tmp_path: Path) -> None:
+def test_a_folder_without_rollouts_and_the_folder_of_this_run_are_refused(tmp_path: Path) -> None:
     recorded, own = tmp_path / "recorded", tmp_path / "own"
     record(recorded, [(group(0), Outcome.TRAINED)])
     check_recorded(recorded, own)

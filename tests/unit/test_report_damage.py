@@ -1,5 +1,5 @@
-"""Whatever is wrong with a run's files, its report is written: what cannot be read is left out and
-told of. The base is a run that was really made (tests/browser/recorded_run)."""
+"""The report is written for any damaged run folder: unreadable parts are left out and reported.
+The folder is that of a real run, tests/browser/recorded_run."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tests.helpers.configs import REPOSITORY
 RECORDED = REPOSITORY / "tests" / "browser" / "recorded_run"
 NUM_DAMAGES = 20
 ALL_DAMAGES = 200
-"""With those marked long."""
-NUM_HURT = 4
-"""Places in each."""
+"""Including those marked as long."""
+NUM_PLACES = 4
+"""Damaged places per folder."""
 
-DEEP: Any = []
+NESTED: Any = []
 for _ in range(300):
-    DEEP = [DEEP]
+    NESTED = [NESTED]
 ODD: tuple[Any, ...] = (
     *(None, True, "", "x", "1e-5", "\ud800", "\u202e", "a\0b", -1, 0, 5, 0.5, 2**40, 10**400),
-    *(1e308, -1e308, float("nan"), float("inf"), [], {}, [None], [1, "x"], {"a": 1}, DEEP),
+    *(1e308, -1e308, float("nan"), float("inf"), [], {}, [None], [1, "x"], {"a": 1}, NESTED),
 )
-"""What stands in a place where it should not."""
+"""Values that damage puts in place of others."""
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(RECORDED, tmp_path / "run"))
 
 
-def written(folder: Path, options: Options | None = None) -> Payload:
-    """The report, as far as it may depend on what is in the folder."""
+def report_of(folder: Path, options: Options | None = None) -> Payload:
+    """Make the report up to the parts that do not depend on the folder's content."""
     payload = make_payload([read_run(folder)], options or Options(tickets=(0,)))
     packed(payload.data)
     for blob in payload.blobs.values():
@@ -51,19 +51,19 @@ def written(folder: Path, options: Options | None = None) -> Payload:
 
 
 def rollouts_of(payload: Payload) -> Rollouts:
-    kept = payload.views[0].rollouts
-    assert kept is not None
-    return kept
+    rollouts = payload.views[0].rollouts
+    assert rollouts is not None
+    return rollouts
 
 
 @pytest.fixture(scope="module")
-def whole() -> Payload:
+def undamaged() -> Payload:
     """The report of the undamaged run."""
-    return written(RECORDED)
+    return report_of(RECORDED)
 
 
-def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """A file with its object changed, or that of its last line: then no other one moves."""
+def change_object(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Apply `change` to the object of a file, or of its last line, so that no other line moves."""
     if path.suffix == ".yaml":
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
         change(value)
@@ -90,10 +90,12 @@ CONFIGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", CONFIGS)
-def test_a_config_value_of_another_type_is_as_if_it_were_not_there(folder: Path, key: str) -> None:
+def test_a_config_value_of_a_wrong_type_is_ignored(folder: Path, key: str) -> None:
     section, name = key.split(".")
-    changed(folder / "config.yaml", lambda config: config[section].update({name: CONFIGS[key]}))
-    assert rollouts_of(written(folder)).rows
+    change_object(
+        folder / "config.yaml", lambda config: config[section].update({name: CONFIGS[key]})
+    )
+    assert rollouts_of(report_of(folder)).rows
 
 
 # Each field is missing once, and has each wrong type once.
@@ -106,10 +108,10 @@ WRONG_FIELDS = [
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG_FIELDS)
-def test_a_group_that_cannot_be_shown_is_reported_and_the_others_are_shown(
-    folder: Path, name: str, value: Any, whole: Payload
+def test_an_unreadable_group_is_reported_and_the_others_are_shown(
+    folder: Path, name: str, value: Any, undamaged: Payload
 ) -> None:
-    def hurt(group: dict[str, Any]) -> None:
+    def damage(group: dict[str, Any]) -> None:
         completion = group["completions"][3]
         completion.pop(name, None)
         if value != "gone":
@@ -117,22 +119,24 @@ def test_a_group_that_cannot_be_shown_is_reported_and_the_others_are_shown(
 
     path = folder / "samples" / "step_000001.jsonl"
     ticket = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["ticket"]
-    changed(path, hurt)
-    payload = written(folder)
+    change_object(path, damage)
+    payload = report_of(folder)
     assert f"samples: 1 groups cannot be read (ticket {ticket})" in payload.views[0].warnings
-    shown, before = rollouts_of(payload), rollouts_of(whole)
+    shown, before = rollouts_of(payload), rollouts_of(undamaged)
     rows = [row for row in before.rows if row["ticket"] != ticket]
     assert len(rows) < len(before.rows)
     key = ("ticket", "sample")
-    assert [[row[k] for k in key] for row in shown.rows] == [[row[k] for k in key] for row in rows]
+    assert [[row[column] for column in key] for row in shown.rows] == [
+        [row[column] for column in key] for row in rows
+    ]
     assert shown.blobs.keys() == {row["ticket"] for row in rows}
 
 
 @pytest.mark.parametrize("name", ["advantage", "gap_max", "logprobs", "entropy"])
 def test_damaged_policy_values_of_a_sequence_are_left_out(folder: Path, name: str) -> None:
     path = folder / "samples" / "policy" / "step_000001.jsonl"
-    changed(path, lambda line: line.update({name: "x"}))
-    payload = written(folder)
+    change_object(path, lambda line: line.update({name: "x"}))
+    payload = report_of(folder)
     assert payload.views[0].warnings == []
     last = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
     key = (last["ticket"], last["sample"])
@@ -149,46 +153,47 @@ WRONG_COLUMNS = [
 
 
 @pytest.mark.parametrize(("column", "value"), WRONG_COLUMNS)
-def test_an_index_with_a_value_of_another_type_is_left_out(
+def test_an_index_with_a_wrong_value_is_left_out_and_reported(
     folder: Path, column: str, value: Any
 ) -> None:
     path = folder / "samples" / "index" / "step_000001.json"
 
-    def hurt(index: dict[str, Any]) -> None:
+    def damage(index: dict[str, Any]) -> None:
         part = "groups" if column in index["groups"] else "completions"
         index[part][column][0] = value
 
-    changed(path, hurt)
-    assert "samples: 1 steps cannot be read (step 1)" in written(folder).views[0].warnings
+    change_object(path, damage)
+    assert "samples: 1 steps cannot be read (step 1)" in report_of(folder).views[0].warnings
 
 
-def test_what_is_nested_without_end_is_no_file_of_a_run(folder: Path) -> None:
+def test_deeply_nested_files_are_left_out_and_reported(folder: Path) -> None:
     deep = "[" * 2000
     (folder / "config.yaml").write_text(deep, encoding="utf-8")
     for path in (folder / ".pulse").iterdir():
         path.write_text('{"rank": ' + deep, encoding="utf-8")
     (folder / "summary.json").write_text(deep, encoding="utf-8")
-    warnings = written(folder).views[0].warnings
-    assert [one.partition(":")[0] for one in warnings] == ["config.yaml", "summary.json"]
+    warnings = report_of(folder).views[0].warnings
+    assert [warning.partition(":")[0] for warning in warnings] == ["config.yaml", "summary.json"]
     (folder / "config.yaml").write_text("a: &a [*a]\n", encoding="utf-8")
-    assert any("nested more than 64 deep" in one for one in written(folder).views[0].warnings)
+    warnings = report_of(folder).views[0].warnings
+    assert any("nested more than 64 deep" in warning for warning in warnings)
 
 
 @pytest.mark.parametrize(
     "text", ["a: 2001-99-99", "a: !!int ''", "{1: a, b: c}", "a: " + "9" * 5000]
 )
-def test_yaml_that_makes_no_value_is_no_config(folder: Path, text: str) -> None:
+def test_a_config_with_invalid_yaml_values_is_ignored(folder: Path, text: str) -> None:
     (folder / "config.yaml").write_text(text, encoding="utf-8")
-    assert written(folder).data["runs"]
+    assert report_of(folder).data["runs"]
 
 
-def test_a_step_or_a_time_beyond_all_bounds(folder: Path) -> None:
+def test_absurd_steps_times_and_world_sizes_do_not_stop_the_report(folder: Path) -> None:
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 1000000000000000, "policy/loss": 1}\n')
-    changed(folder / "attempts.jsonl", lambda attempt: attempt.update(time=1e30, end=["x"]))
+    change_object(folder / "attempts.jsonl", lambda attempt: attempt.update(time=1e30, end=["x"]))
     for path in (folder / ".pulse").iterdir():
-        changed(path, lambda heartbeat: heartbeat.update(world_size=10**12))
-    [accuracy] = written(folder).data["charts"]["accuracy"]
+        change_object(path, lambda heartbeat: heartbeat.update(world_size=10**12))
+    [accuracy] = report_of(folder).data["charts"]["accuracy"]
     assert accuracy["data"][0]["x"][-1] == 40
 
 
@@ -196,7 +201,7 @@ def test_a_step_or_a_time_beyond_all_bounds(folder: Path) -> None:
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """(dict or list, key or position) of everything in a value."""
+    """Yield (dict or list, key or index) for every item inside a value."""
     keys = value if isinstance(value, dict) else range(len(value))
     for key in list(keys):
         yield value, key
@@ -204,31 +209,31 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from places(value[key])
 
 
-def hurt_value(value: Any, chance: random.Random) -> Any:
-    """With something gone, or something else in its place."""
+def damage_value(value: Any, rng: random.Random) -> Any:
+    """Remove or replace one item of a value, chosen at random."""
     everywhere = list(places(value)) if isinstance(value, dict | list) else []
     if not everywhere:
-        return chance.choice(ODD)
-    # Few kinds of places are as many as tokens: first the name, then one of that name.
+        return rng.choice(ODD)
+    # Choose a name first, then a place of that name: most places are tokens.
     names = sorted({str(key) for inside, key in everywhere if isinstance(inside, dict)})
-    name = chance.choice(names) if names else None
-    inside, key = chance.choice(
+    name = rng.choice(names) if names else None
+    inside, key = rng.choice(
         [(inside, key) for inside, key in everywhere if isinstance(inside, list) or key == name]
-        if chance.random() < 0.2
-        else [one for one in everywhere if str(one[1]) == name] or everywhere
+        if rng.random() < 0.2
+        else [place for place in everywhere if str(place[1]) == name] or everywhere
     )
-    if chance.random() < 0.3:
+    if rng.random() < 0.3:
         del inside[key]
     else:
-        inside[key] = chance.choice(ODD)
+        inside[key] = rng.choice(ODD)
     return value
 
 
-def hurt_text(text: str, chance: random.Random) -> str:
-    """Cut, or with characters of it gone, doubled or turned around."""
-    first, last = sorted(chance.randrange(len(text) + 1) for _ in range(2))
+def damage_text(text: str, rng: random.Random) -> str:
+    """Truncate a text, or remove, repeat, reverse or insert characters."""
+    first, last = sorted(rng.randrange(len(text) + 1) for _ in range(2))
     middle = text[first:last][:40]
-    return chance.choice(
+    return rng.choice(
         (
             text[:first],
             text[first:],
@@ -240,26 +245,26 @@ def hurt_text(text: str, chance: random.Random) -> str:
     )
 
 
-def hurt_lines(text: str, chance: random.Random) -> str:
+def damage_lines(text: str, rng: random.Random) -> str:
     lines = text.splitlines()
-    at = chance.randrange(len(lines))
-    lines[at] = json.dumps(hurt_value(json.loads(lines[at]), chance))
+    at = rng.randrange(len(lines))
+    lines[at] = json.dumps(damage_value(json.loads(lines[at]), rng))
     return "\n".join(lines) + "\n"
 
 
-def hurt_file(path: Path, chance: random.Random) -> None:
+def damage_file(path: Path, rng: random.Random) -> None:
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        if chance.random() < 0.1 or not text:
-            text = hurt_text(text, chance)
+        if rng.random() < 0.1 or not text:
+            text = damage_text(text, rng)
         elif path.suffix == ".jsonl":
-            text = hurt_lines(text, chance)
+            text = damage_lines(text, rng)
         elif path.suffix == ".json":
-            text = json.dumps(hurt_value(json.loads(text), chance))
+            text = json.dumps(damage_value(json.loads(text), rng))
         else:
-            text = yaml.safe_dump(hurt_value(yaml.safe_load(text), chance))
-    except (ValueError, yaml.YAMLError, RecursionError, AttributeError):  # hurt before
-        text = hurt_text(text, chance)
+            text = yaml.safe_dump(damage_value(yaml.safe_load(text), rng))
+    except (ValueError, yaml.YAMLError, RecursionError, AttributeError):  # damaged already
+        text = damage_text(text, rng)
     path.write_text(text, encoding="utf-8", errors="replace")
 
 
@@ -271,17 +276,17 @@ def hurt_file(path: Path, chance: random.Random) -> None:
     ],
 )
 def test_no_damage_stops_a_report(folder: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    if chance.random() < 0.5:  # with an index, groups that have moved are not looked at
+    rng = random.Random(seed)
+    if rng.random() < 0.5:  # with an index, groups that have moved are not read
         shutil.rmtree(folder / "samples" / "index")
     by_kind: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             by_kind.setdefault(path.parent.name + path.suffix, []).append(path)
             by_kind.setdefault(path.name if path.parent == folder else "", []).append(path)
-    for _ in range(NUM_HURT):
-        hurt_file(chance.choice(by_kind[chance.choice(sorted(by_kind))]), chance)
+    for _ in range(NUM_PLACES):
+        damage_file(rng.choice(by_kind[rng.choice(sorted(by_kind))]), rng)
     try:
-        written(folder)
+        report_of(folder)
     except ConfigError as error:
-        pytest.fail(f"a run's folder is not known as one: {error}")
+        pytest.fail(f"the folder is not recognized as a run: {error}")

@@ -1,4 +1,4 @@
-"""docs/report.md reads every chart, state and option that there is."""
+"""docs/report.md explains every chart, state and option."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ def test_every_option_is_explained() -> None:
     options = {f"--{name}" for name in re.findall(r"^    (\w+): Annotated", command, re.MULTILINE)}
     arguments = {"--run_folders"}
     assert {"--output", "--watch"} <= options - arguments
-    assert not [one for one in options - arguments if f"`{one}" not in PAGE]
+    assert not [option for option in options - arguments if f"`{option}" not in PAGE]

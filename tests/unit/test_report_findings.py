@@ -1,4 +1,4 @@
-"""Each finding on a series that has it and on one that has not; no finding on noise."""
+"""Findings: each one on a series that shows it and on one that does not, and none on noise."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ Series = float | Sequence[float | None]
 
 
 def run_of(num_steps: int = 40, **changes: Any) -> RunData:
-    """A healthy run of constant series but for `series`; settings by dotted key in `settings`."""
+    """A healthy run of constant series, changed by `series`. `settings`: config values by key."""
     series: dict[str, Series] = {**HEALTHY, **changes.pop("series", {})}
     config = {section: dict(values) for section, values in KNOBS.items()}
     for key, value in changes.pop("settings", {}).items():
@@ -123,12 +123,12 @@ def run_of(num_steps: int = 40, **changes: Any) -> RunData:
 
 def titles(run: RunData, *levels: str) -> list[str]:
     wanted = levels or ("bad", "warn", "note")
-    return [one.title for one in findings(run) if one.level in wanted]
+    return [item.title for item in findings(run) if item.level in wanted]
 
 
 def noisy(values: Sequence[float], share: float = 0.05, seed: int = 0) -> list[float]:
-    chance = random.Random(seed)
-    return [value * (1 + chance.gauss(0, share)) for value in values]
+    rng = random.Random(seed)
+    return [value * (1 + rng.gauss(0, share)) for value in values]
 
 
 def ramp(begin: float, end: float, num_steps: int = 40) -> list[float]:
@@ -136,7 +136,7 @@ def ramp(begin: float, end: float, num_steps: int = 40) -> list[float]:
 
 
 def peaks(at: dict[int, float], base: float = 0.3, num_steps: int = 40) -> list[float]:
-    """Noise around `base`, but for what is `at` some places."""
+    """Noise around `base`, with the values of `at` at its indices."""
     values = noisy([base] * num_steps, 0.1)
     for place, value in at.items():
         values[place] = value
@@ -144,11 +144,11 @@ def peaks(at: dict[int, float], base: float = 0.3, num_steps: int = 40) -> list[
 
 
 def fall(begin: float, share: float, num_steps: int = 40) -> list[float]:
-    """Exponential, to a share (or a multiple) of its begin."""
+    """An exponential from `begin` to `begin * share`."""
     return [begin * share ** (at / (num_steps - 1)) for at in range(num_steps)]
 
 
-# name: (what is different, the title (a pattern), the level, the metric)
+# name: (changed series, pattern of the title, level, metric)
 FIRES: dict[str, tuple[dict[str, Any], str, str, str | None]] = {
     "learning": (
         {"accuracy/raw": noisy(ramp(0.3, 0.7))},
@@ -259,7 +259,7 @@ FIRES: dict[str, tuple[dict[str, Any], str, str, str | None]] = {
         "derived/keep_rate",
     ),
     "keep fell": (
-        {"groups/all_correct": [round(one) for one in ramp(0, 60)]},
+        {"groups/all_correct": [round(count) for count in ramp(0, 60)]},
         "Only",
         "note",
         "derived/keep_rate",
@@ -345,92 +345,92 @@ FIRES: dict[str, tuple[dict[str, Any], str, str, str | None]] = {
 
 
 def is_key(key: str) -> bool:
-    """Whether a config has it, itself or as an optional section's."""
+    """Whether a config has this dotted key, possibly in an optional section."""
     models: list[Any] = [Config]
     for name in key.split("."):
         fields = [model.model_fields[name] for model in models if name in model.model_fields]
         if not fields:
             return False
         inside = {
-            one for field in fields for one in (field.annotation, *get_args(field.annotation))
+            type_ for field in fields for type_ in (field.annotation, *get_args(field.annotation))
         }
-        models = [one for one in inside if hasattr(one, "model_fields")]
+        models = [type_ for type_ in inside if hasattr(type_, "model_fields")]
     return True
 
 
-def test_every_knob_in_the_sources_is_a_key() -> None:
-    """Those that no series above brings, too."""
+def test_every_setting_named_by_a_finding_is_a_config_key() -> None:
+    """Including the keys of findings that no series above triggers."""
     named = set(re.findall(r'["; ]([a-z]+\.[a-z_]+)(?:: |; |")', sources()))
     sections = set(Config.model_fields)
-    settings = {one for one in named if one.split(".")[0] in sections}
+    settings = {name for name in named if name.split(".")[0] in sections}
     assert len(settings) > 20
-    assert [one for one in sorted(settings) if not is_key(one)] == []
+    assert [setting for setting in sorted(settings) if not is_key(setting)] == []
 
 
 @pytest.mark.parametrize("name", FIRES)
-def test_it_is_found(name: str) -> None:
+def test_a_finding_is_reported_on_a_series_that_shows_it(name: str) -> None:
     series, title, level, metric = FIRES[name]
-    found = [one for one in findings(run_of(series=series)) if re.search(title, one.title)]
-    assert [(one.level, one.metric) for one in found] == [(level, metric)]
-    assert found[0].text.endswith((".", "?"))
-    for key, way in found[0].settings:
+    matches = [item for item in findings(run_of(series=series)) if re.search(title, item.title)]
+    assert [(item.level, item.metric) for item in matches] == [(level, metric)]
+    assert matches[0].text.endswith((".", "?"))
+    for key, way in matches[0].settings:
         assert is_key(key), key
         assert not way.startswith(("or ", "and "))
 
 
 @pytest.mark.parametrize("name", [name for name, row in FIRES.items() if row[2] != "good"])
-def test_nothing_else_is_found(name: str) -> None:
-    """What a series brings besides is known: a step cannot starve without the books noticing."""
+def test_a_series_with_one_finding_gives_no_others(name: str) -> None:
+    """Side effects are listed: a starved step also has groups that are unaccounted for."""
     series, title, *_ = FIRES[name]
-    beside = {
+    side_effects = {
         "starved": {"Starved", "unaccounted"},
         "starving": {"Starved", "unaccounted"},
         "keep fell": {"unaccounted"},
         "phase grew": set[str](),
     }.get(name, set())
-    other = [
-        one
-        for one in titles(run_of(series=series))
-        if not re.search(title, one)
-        and not one.startswith("No trend")
-        and not any(word in one for word in beside)
+    other_titles = [
+        other_title
+        for other_title in titles(run_of(series=series))
+        if not re.search(title, other_title)
+        and not other_title.startswith("No trend")
+        and not any(word in other_title for word in side_effects)
     ]
-    assert not other
+    assert not other_titles
 
 
-def test_a_healthy_run_of_constants_is_flat_and_nothing_else() -> None:
-    assert [one[:8] for one in titles(run_of())] == ["No trend"]
+def test_a_healthy_constant_run_has_only_the_finding_no_trend() -> None:
+    assert [title[:8] for title in titles(run_of())] == ["No trend"]
     assert titles(run_of(200), "warn") == titles(run_of(200))  # flat for so long is a warning
 
 
 def noise(num_steps: int, seed: int, accuracy: float) -> RunData:
-    """Every series of a clock or a policy off by a tenth, accuracy by `accuracy`."""
-    chance = random.Random(seed)
+    """A run with 10% noise on all series except counts, and noise of `accuracy` on the accuracy."""
+    rng = random.Random(seed)
     kept = ("groups/", "sync/", "grading/")
     series: dict[str, Any] = {
-        name: [value * (1 + chance.gauss(0, 0.1)) for _ in range(num_steps)]
+        name: [value * (1 + rng.gauss(0, 0.1)) for _ in range(num_steps)]
         for name, value in HEALTHY.items()
         if not name.startswith(kept)
     }
-    series["accuracy/raw"] = [0.5 + chance.gauss(0, accuracy) for _ in range(num_steps)]
+    series["accuracy/raw"] = [0.5 + rng.gauss(0, accuracy) for _ in range(num_steps)]
     return run_of(num_steps, series=series)
 
 
 @pytest.mark.parametrize("num_steps", [8, 9, 20, 40])
 @pytest.mark.parametrize("accuracy", [0.03, 0.15])
-def test_noise_is_no_finding(num_steps: int, accuracy: float) -> None:
+def test_noise_gives_no_findings(num_steps: int, accuracy: float) -> None:
     alarms = [
-        (one.title, seed)
+        (item.title, seed)
         for seed in range(60)
-        for one in findings(noise(num_steps, seed, accuracy))
-        if not one.title.startswith(("No trend", "Sync", "Every"))
+        for item in findings(noise(num_steps, seed, accuracy))
+        if not item.title.startswith(("No trend", "Sync", "Every"))
     ]
-    # Of some 40 series in each of 60 runs.
+    # Out of about 40 series in each of 60 runs.
     assert len(alarms) <= 1, alarms
 
 
 NUMBERS = st.none() | st.floats(-1e100, 1e100)
-"""What read_metrics lets through."""
+"""Values that read_metrics accepts."""
 
 
 @given(
@@ -445,33 +445,41 @@ NUMBERS = st.none() | st.floats(-1e100, 1e100)
     st.sampled_from([0, 1, 32, None, "x", 1e-300]),
 )
 @settings(max_examples=150, deadline=None)
-def test_no_series_of_numbers_stops_a_report(made: tuple[int, dict[str, Any]], odd: Any) -> None:
-    num_steps, series = made
-    settings = {"sync.max_gap": odd, "optimizer.clip_grad": odd, "rollout.prompts_per_step": odd}
+def test_no_series_of_numbers_stops_a_report(
+    num_steps_and_series: tuple[int, dict[str, Any]], knob_value: Any
+) -> None:
+    num_steps, series = num_steps_and_series
+    settings = {
+        "sync.max_gap": knob_value,
+        "optimizer.clip_grad": knob_value,
+        "rollout.prompts_per_step": knob_value,
+    }
     plan = {"phases": {"update": 1e-300, "generate": "much"}}
-    for one in findings(run_of(num_steps, series=series, settings=settings, plan=plan)):
-        assert one.title
-        assert one.level in ("good", "note", "warn", "bad")
+    for item in findings(run_of(num_steps, series=series, settings=settings, plan=plan)):
+        assert item.title
+        assert item.level in ("good", "note", "warn", "bad")
 
 
-def test_figures_too_large_to_add_are_as_good_as_missing() -> None:
+def test_values_too_large_to_add_count_as_missing() -> None:
     lines = [{"step": step, "grading/timeout": 1e308} for step in (1, 2)]
     broken = read_metrics(lines)[0].frame
     assert "Every completion was graded" in titles(run_of(2, series=dict(broken.items())), "good")
 
 
-def test_the_worst_is_first() -> None:
-    found = findings(run_of(series={"accuracy/raw": ramp(0.7, 0.3), "policy/approx_kl": 0.5}))
+def test_findings_are_sorted_from_the_worst_level() -> None:
+    sorted_findings = findings(
+        run_of(series={"accuracy/raw": ramp(0.7, 0.3), "policy/approx_kl": 0.5})
+    )
     order = ["bad", "warn", "note", "good"]
-    places = [order.index(one.level) for one in found]
+    places = [order.index(item.level) for item in sorted_findings]
     assert places == sorted(places)
-    assert found[0].level == "bad"
+    assert sorted_findings[0].level == "bad"
 
 
-def test_whether_it_learns_comes_before_the_notes_and_after_the_trouble() -> None:
+def test_the_finding_on_learning_comes_after_warnings_and_before_notes() -> None:
     series = {"accuracy/raw": ramp(0.3, 0.7), "policy/grad_norm": 9.0, "policy/approx_kl": 0.5}
-    levels = [one.level for one in findings(run_of(series=series))]
-    learning = [one.title.startswith("Learning") for one in findings(run_of(series=series))]
+    levels = [item.level for item in findings(run_of(series=series))]
+    learning = [item.title.startswith("Learning") for item in findings(run_of(series=series))]
     at = learning.index(True)
     assert set(levels[:at]) <= {"bad", "warn"} and levels[:at]
     assert not {"bad", "warn"} & set(levels[at:])
@@ -482,26 +490,26 @@ def test_whether_it_learns_comes_before_the_notes_and_after_the_trouble() -> Non
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 7])
-def test_a_short_run_is_told_of_facts_alone(num_steps: int) -> None:
+def test_a_short_run_gets_no_findings_about_trends(num_steps: int) -> None:
     wild: dict[str, Any] = {
         "accuracy/raw": ramp(0.9, 0.1, 7)[:num_steps],
         "policy/entropy": fall(1, 0.001, 7)[:num_steps],
         "time/update": ramp(1, 100, 7)[:num_steps],
     }
-    [one] = titles(run_of(num_steps, series=wild))
-    assert one.startswith(f"{num_steps} step")
+    [title] = titles(run_of(num_steps, series=wild))
+    assert title.startswith(f"{num_steps} step")
 
 
-def test_a_short_run_is_told_that_it_starves() -> None:
-    found = findings(run_of(1, series={"groups/trained": [5.0]}))
-    assert any(one.title.startswith("Starved") and one.level == "warn" for one in found)
+def test_a_short_run_gets_the_finding_that_it_starves() -> None:
+    items = findings(run_of(1, series={"groups/trained": [5.0]}))
+    assert any(item.title.startswith("Starved") and item.level == "warn" for item in items)
 
 
-def test_a_run_that_recorded_next_to_nothing() -> None:
+def test_a_run_with_only_one_metric_gives_one_finding() -> None:
     run = run_of(20, series={})
     bare = Metrics(frame_of(run.metrics.steps, {"accuracy/raw": noisy(ramp(0.1, 0.5, 20))}))
-    [one] = findings(run_of(20, metrics=bare, config={}))
-    assert one.level == "good"
+    [item] = findings(run_of(20, metrics=bare, config={}))
+    assert item.level == "good"
 
 
 # ---------------------------------------------------------------------------- the run itself
@@ -511,97 +519,103 @@ def test_a_run_that_recorded_next_to_nothing() -> None:
     ("word", "level"),
     [("crashed", "bad"), ("hung", "bad"), ("stopped", "note"), ("unknown", "note")],
 )
-def test_how_it_ended(word: str, level: str) -> None:
+def test_the_end_of_a_run_is_a_finding(word: str, level: str) -> None:
     run = run_of(state=RunState(StateWord(word), "said so"))
-    [one] = [one for one in findings(run) if "Said so." in one.text]
-    assert one.level == level
-    assert "after step 40" in one.title
+    [item] = [item for item in findings(run) if "Said so." in item.text]
+    assert item.level == level
+    assert "after step 40" in item.title
 
 
-def test_starts() -> None:
+def test_restarts_are_a_finding_with_their_reasons() -> None:
     def starts(*ends: str | None) -> list[Attempt]:
         return [Attempt(str(i), step=5 * i, end=end) for i, end in enumerate(ends)]
 
-    assert not [one for one in titles(run_of(attempts=starts(None))) if "Started" in one]
+    assert not [title for title in titles(run_of(attempts=starts(None))) if "Started" in title]
     [stopped] = [
-        one
-        for one in findings(run_of(attempts=starts("stopped", "stopped", None)))
-        if "Started" in one.title
+        item
+        for item in findings(run_of(attempts=starts("stopped", "stopped", None)))
+        if "Started" in item.title
     ]
     assert (stopped.level, stopped.setting) == ("note", None)
     assert "2 stopped" in stopped.text
     [crashed] = [
-        one
-        for one in findings(run_of(attempts=starts("crashed", None, "hung", None)))
-        if "Started" in one.title
+        item
+        for item in findings(run_of(attempts=starts("crashed", None, "hung", None)))
+        if "Started" in item.title
     ]
     assert crashed.level == "warn"
     assert "1 crashed, 1 cut short, 1 hung" in crashed.text
 
 
-def test_steps_without_a_line() -> None:
-    lacking = Metrics(run_of(4).metrics.frame.set_axis([3, 4, 7, 8]))
-    found = [one for one in findings(run_of(4, metrics=lacking)) if "without metrics" in one.title]
-    assert [one.title for one in found] == ["2 steps without metrics"]
-    assert "no line for steps 5, 6" in found[0].text
+def test_steps_without_metrics_are_a_finding() -> None:
+    incomplete = Metrics(run_of(4).metrics.frame.set_axis([3, 4, 7, 8]))
+    [item] = [
+        item for item in findings(run_of(4, metrics=incomplete)) if "without metrics" in item.title
+    ]
+    assert item.title == "2 steps without metrics"
+    assert "no line for steps 5, 6" in item.text
 
 
-def test_on_policy_expects_groups_to_expire() -> None:
+def test_expired_groups_are_no_finding_on_policy() -> None:
     series = {"groups/expired": 8.0, "groups/issued": 48.0}
-    assert any("expired" in one for one in titles(run_of(series=series)))
+    assert any("expired" in title for title in titles(run_of(series=series)))
     calm = titles(run_of(series=series, settings={"rollout.on_policy": True}))
-    assert not any("expired" in one for one in calm)
+    assert not any("expired" in title for title in calm)
 
 
-def test_growth_that_tokens_explain_is_none() -> None:
+def test_a_slower_update_explained_by_more_tokens_is_no_finding() -> None:
     series = {
         "time/update": ramp(20, 60),
         "time/step": ramp(80, 120),
-        # Tokens trained on grow as the seconds do.
+        # The number of trained tokens grows in proportion to the seconds.
         "throughput/tokens_per_second": [
             1000 * a / b for a, b in zip(ramp(20, 60), ramp(80, 120), strict=True)
         ],
     }
-    assert not [one for one in titles(run_of(series=series)) if "times as long" in one]
+    assert not [title for title in titles(run_of(series=series)) if "times as long" in title]
     assert [
-        one for one in titles(run_of(series={"time/update": ramp(20, 60)})) if "times as" in one
+        title
+        for title in titles(run_of(series={"time/update": ramp(20, 60)}))
+        if "times as" in title
     ]
 
 
-def test_entropy_that_recovers_is_none() -> None:
+def test_entropy_that_recovers_is_no_finding() -> None:
     fallen = [*fall(0.7, 0.3, 20), *ramp(0.21, 0.225, 20)]
-    assert not [one for one in titles(run_of(series={"policy/entropy": fallen})) if "Entr" in one]
+    assert not [
+        title for title in titles(run_of(series={"policy/entropy": fallen})) if "Entr" in title
+    ]
     falls = [*fall(0.7, 0.3, 20), *ramp(0.21, 0.18, 20)]
-    assert [one for one in titles(run_of(series={"policy/entropy": falls})) if "Entr" in one]
+    assert [title for title in titles(run_of(series={"policy/entropy": falls})) if "Entr" in title]
 
 
-def test_a_phase_that_jumps_to_and_fro_has_not_grown() -> None:
+def test_an_alternating_phase_duration_has_not_grown() -> None:
     slow = ramp(10, 17, 88)
     series = {"time/update": [40.0 if at % 2 else slow[at] for at in range(88)]}
     assert track(run_of(88, series=series), "time/update").growth > 3
-    assert not [one for one in titles(run_of(88, series=series)) if "times as long" in one]
+    assert not [title for title in titles(run_of(88, series=series)) if "times as long" in title]
 
 
 def test_memory_that_stops_growing_is_no_leak() -> None:
     grown = {"memory/update_gib": [*ramp(40, 60, 30), *[60.0] * 10]}
-    assert not [one for one in titles(run_of(series=grown)) if "Memory" in one]
+    assert not [title for title in titles(run_of(series=grown)) if "Memory" in title]
     grows = {"memory/update_gib": [*ramp(40, 60, 30), *ramp(60, 66, 10)]}
-    assert [one for one in titles(run_of(series=grows)) if "Memory" in one]
+    assert [title for title in titles(run_of(series=grows)) if "Memory" in title]
 
 
-def test_growth_with_accuracy_is_no_running_away() -> None:
+def test_longer_responses_with_rising_accuracy_are_no_finding() -> None:
     series: dict[str, Any] = {"response_tokens/mean": noisy(fall(200, 5))}
     series["accuracy/raw"] = noisy(ramp(0.2, 0.8))
-    assert not [one for one in titles(run_of(series=series)) if "longer" in one]
+    assert not [title for title in titles(run_of(series=series)) if "longer" in title]
 
 
-def test_memory_against_the_plan() -> None:
+def test_memory_above_the_plan_is_a_finding() -> None:
     plan = {"device": "gpu", "phases": {"update": 60.0, "generate": 59.0}, "note": ""}
-    [one] = [one for one in findings(run_of(plan=plan)) if "planned" in one.title]
-    assert one.title == "update takes more memory than planned"
-    assert "update 70 GiB (planned 60)" in one.text
+    [item] = [item for item in findings(run_of(plan=plan)) if "planned" in item.title]
+    assert item.title == "update takes more memory than planned"
+    assert "update 70 GiB (planned 60)" in item.text
     plan["phases"] = {"update": 69.0, "generate": 59.0}
-    assert not [one for one in titles(run_of(plan=plan)) if "planned" in one]
+    assert not [title for title in titles(run_of(plan=plan)) if "planned" in title]
 
 
 @pytest.mark.parametrize(
@@ -619,63 +633,65 @@ def test_memory_against_the_plan() -> None:
         ([(0, 0.2, None, None), (40, 0.23, None, None)], "note", "no change beyond"),
     ],
 )
-def test_evaluations_by_their_intervals(points: Any, level: str, title: str) -> None:
+def test_evaluations_are_compared_by_their_intervals(points: Any, level: str, title: str) -> None:
     evaluations = [Evaluation("held", "avg@4", *point) for point in points]
     evaluations += [Evaluation("held", "pass@4", 0, 0.9), Evaluation("other", "avg@4", 0, 0.9)]
-    found = [one for one in findings(run_of(evaluations=evaluations)) if "valuation" in one.title]
-    assert [(one.level, one.metric) for one in found] == [(level, "eval/held/avg@4")]
-    assert title in found[0].title
+    [item] = [
+        item for item in findings(run_of(evaluations=evaluations)) if "valuation" in item.title
+    ]
+    assert (item.level, item.metric) == (level, "eval/held/avg@4")
+    assert title in item.title
 
 
-def test_the_papers_own_curves_are_judged_as_the_paper_does() -> None:
+def test_curves_of_the_dapo_paper_are_judged_as_in_the_paper() -> None:
     def judged(key: str) -> list[Finding]:
         values = [value for _, value in ghost(key)[1]]
         run = run_of(len(values), series={"policy/entropy": values})
-        return [one for one in findings(run) if one.metric == "policy/entropy"]
+        return [item for item in findings(run) if item.metric == "policy/entropy"]
 
     assert judged("entropy") == []
-    assert [one.level for one in judged("entropy_collapse")] == ["bad"]
+    assert [item.level for item in judged("entropy_collapse")] == ["bad"]
 
 
-def test_each_finding_has_a_chart_to_jump_to() -> None:
+def test_each_finding_links_to_a_chart() -> None:
     ids = {chart.id for chart in CHARTS}
     without = set()
     for series, *_ in FIRES.values():
-        for one in findings(run_of(series=series)):
-            if (one.chart or chart_of(one.metric, CHARTS)) not in ids:
-                without.add(one.metric)
-    assert without == {"sync/unread_tensors"}  # a count that is drawn nowhere
+        for item in findings(run_of(series=series)):
+            if (item.chart or chart_of(item.metric, CHARTS)) not in ids:
+                without.add(item.metric)
+    assert without == {"sync/unread_tensors"}  # a count that no chart shows
 
 
 # ---------------------------------------------------------------------------- trends
 
 
 def test_mann_kendall_by_hand() -> None:
-    # 1 2 4 3: of 6 pairs 5 rise and 1 falls, S = 4; variance 4 * 3 * 13 / 18.
+    # 1 2 4 3: 5 of 6 pairs rise and 1 falls, S = 4; variance 4 * 3 * 13 / 18.
     statistic = finding.mann_kendall(np.array([1, 2, 4, 3]))
     assert statistic == pytest.approx(3 / math.sqrt(4 * 3 * 13 / 18))
-    # A tie of two takes 2 * 1 * 9 / 18 off the variance.
+    # A tie of two reduces the variance by 2 * 1 * 9 / 18.
     statistic = finding.mann_kendall(np.array([1, 2, 2, 3]))
     assert statistic == pytest.approx(4 / math.sqrt((156 - 18) / 18))
     assert finding.mann_kendall(np.array([5, 5, 5, 5])) == 0
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=8, max_size=30))
-def test_a_series_upside_down_has_the_opposite_trend(values: list[float]) -> None:
+def test_a_negated_or_reversed_series_has_the_opposite_trend(values: list[float]) -> None:
     series = pd.Series(values)
     assert Track(series).score == -Track(-series).score == -Track(series[::-1]).score
 
 
-def test_a_long_series_has_its_trend() -> None:
-    chance = random.Random(1)
-    rising = pd.Series([at / 3000 + chance.gauss(0, 1) for at in range(3000)])
+def test_the_trend_of_a_long_noisy_series_is_detected() -> None:
+    rng = random.Random(1)
+    rising = pd.Series([at / 3000 + rng.gauss(0, 1) for at in range(3000)])
     assert Track(rising).rises
     assert Track(-rising).falls
-    assert not Track(pd.Series([chance.gauss(0, 1) for _ in range(3000)])).rises
+    assert not Track(pd.Series([rng.gauss(0, 1) for _ in range(3000)])).rises
     assert not Track(pd.Series([5.0] * 20)).rises
 
 
-def test_a_spike_is_outside_of_what_is_usual() -> None:
+def test_a_spike_is_an_outlier_from_the_usual_spread() -> None:
     def spikes(*values: float) -> list[int]:
         return Track(pd.Series(values, range(1, 22))).spikes(5.0)
 
@@ -687,7 +703,7 @@ def test_a_spike_is_outside_of_what_is_usual() -> None:
     assert spikes(*narrow, 5.2) == [21]
 
 
-def test_gaps_are_left_out() -> None:
+def test_missing_values_are_left_out_of_a_track() -> None:
     run = run_of(4, series={"x": [None, 5.0, None, 7.0]})
     assert track(run, "x").series.to_dict() == {2: 5.0, 4: 7.0}
 

@@ -1,4 +1,4 @@
-"""A run's folder as the report reads it: whole, half-written, damaged, done again, or no run."""
+"""The report reads run folders that are complete, half-written, damaged or with repeated steps."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     assert run.metrics.column("y") == [None, 2.5]
     assert run.metrics.column("never") == [None, None]
     assert run.metrics.last("x") == 1.0
-    (one,) = run.evaluations
-    assert (one.set, one.metric, one.step) == ("a/b", "avg@4", 0)
-    assert (one.value, one.low, one.high) == (0.4, 0.3, 0.5)
+    (evaluation,) = run.evaluations
+    assert (evaluation.set, evaluation.figure, evaluation.step) == ("a/b", "avg@4", 0)
+    assert (evaluation.value, evaluation.low, evaluation.high) == (0.4, 0.3, 0.5)
     assert run.setting("train.rollout_steps") == 40
     assert run.setting("train.x.y") is run.setting("train.rollout_steps.y") is None
 
 
-def test_a_line_that_is_being_written_is_no_damage(tmp_path: Path) -> None:
+def test_a_half_written_last_line_is_not_reported_as_damage(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r")
     (folder / "attempts.jsonl").write_text("")
     with (folder / "metrics.jsonl").open("a") as file:
@@ -80,7 +80,7 @@ def test_a_line_that_is_being_written_is_no_damage(tmp_path: Path) -> None:
     assert run.warnings == []
 
 
-def test_what_is_damaged_is_left_out_and_told(tmp_path: Path) -> None:
+def test_damaged_files_and_lines_are_left_out_and_reported(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r")
     lines = b'\xff\xfe\n[1]\n{"step": "two"}\n{"step": 3, "accuracy/raw": "high"}\n{"step": 4}\n'
     with (folder / "metrics.jsonl").open("ab") as file:
@@ -94,9 +94,9 @@ def test_what_is_damaged_is_left_out_and_told(tmp_path: Path) -> None:
     assert run.metrics.column("accuracy/raw") == [0.5, None, None]
     assert (run.config, run.summary, run.plan, run.provenance) == ({}, None, None, None)
     assert run.name == "r"
-    told = " ".join(run.warnings)
+    warnings = " ".join(run.warnings)
     for name in ("config.yaml", "metrics.jsonl: 2", "line 2, 3", "summary", "plan", "provenance"):
-        assert name in told
+        assert name in warnings
 
 
 @given(
@@ -114,16 +114,16 @@ def test_what_is_damaged_is_left_out_and_told(tmp_path: Path) -> None:
         )
     )
 )
-def test_any_lines_make_columns_of_one_length(lines: list[dict[str, Any]]) -> None:
+def test_any_lines_give_finite_columns_and_sorted_steps(lines: list[dict[str, Any]]) -> None:
     metrics, evaluations = read_metrics(lines)
     assert metrics.steps == sorted(set(metrics.steps))
     assert all(step >= 1 for step in metrics.steps)
     for name in metrics.frame:
         assert all(value is None or math.isfinite(value) for value in metrics.column(name))
-    assert all(math.isfinite(one.value) and one.step >= 0 for one in evaluations)
+    assert all(math.isfinite(point.value) and point.step >= 0 for point in evaluations)
 
 
-def test_steps_done_again_replace_what_was_after_them() -> None:
+def test_a_repeated_step_replaces_all_later_ones() -> None:
     lines = [{"step": step, "x": float(step)} for step in (0, 1, 2, 3, 4)]
     metrics, _ = read_metrics([*lines, {"step": 2, "x": 20.0}, {"step": 3, "x": 30.0}])
     assert metrics.steps == [1, 2, 3]
@@ -131,7 +131,7 @@ def test_steps_done_again_replace_what_was_after_them() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["none", "empty", "runs", "file"])
-def test_a_wrong_folder_is_refused_with_the_way_out(tmp_path: Path, wrong: str) -> None:
+def test_a_wrong_folder_is_refused_with_a_suggestion(tmp_path: Path, wrong: str) -> None:
     (tmp_path / "runs").mkdir()
     good = write_run(tmp_path / "runs" / "good")
     (tmp_path / "empty").mkdir()
@@ -148,31 +148,35 @@ def test_a_wrong_folder_is_refused_with_the_way_out(tmp_path: Path, wrong: str) 
         assert f"such as {good}" in str(raised.value)
 
 
-# ------------------------------------------------------------------ how it stands
+# ------------------------------------------------------------------ state of the run
 
 
 def state(folder: Path) -> StateWord:
     return read_run(folder).state.word
 
 
-def test_without_any_sign_it_is_not_known(tmp_path: Path) -> None:
+def test_without_heartbeats_or_attempts_the_state_is_unknown(tmp_path: Path) -> None:
     assert state(write_run(tmp_path / "r")) is StateWord.UNKNOWN
 
 
-def test_a_run_from_its_start_to_its_end(tmp_path: Path) -> None:
+def test_the_state_of_a_run_from_its_start_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
     folder = write_run(tmp_path / "r")
-    book = folder / "attempts.jsonl"
-    start_attempt(book, 0, SLURM)
-    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time()))
+    attempts = folder / "attempts.jsonl"
+    start_attempt(attempts, 0, SLURM)
+    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=now))
     running = read_run(folder).state
     assert running.word is StateWord.RUNNING
     assert not running.has_ended
-    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time() - 100))
+    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=now - 100))
     cut = read_run(folder).state
     assert cut.word is StateWord.CRASHED
     assert "100 s ago" in cut.text or "2 min ago" in cut.text
     for end in ("stopped", "crashed", "hung"):
-        end_attempt(book, end, SLURM)
+        end_attempt(attempts, end, SLURM)
         assert state(folder) == end
     hang_file(folder, "7.0").write_text(json.dumps({"text": "rank 3 is missing\nmore"}))
     assert "rank 3 is missing" in read_run(folder).state.text
@@ -181,10 +185,10 @@ def test_a_run_from_its_start_to_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["stopped", "crashed"])
-def test_a_run_that_said_how_it_ended_has_ended_though_its_ranks_still_live(
+def test_a_run_that_recorded_its_end_has_ended_although_its_ranks_still_run(
     tmp_path: Path, end: str
 ) -> None:
-    """It writes its report before it lets go."""
+    """A run records its end, then writes its report, and only then exits."""
     folder = write_run(tmp_path / "r")
     heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time()))
     start_attempt(folder / "attempts.jsonl", 0, SLURM)
@@ -196,7 +200,7 @@ def test_a_run_that_said_how_it_ended_has_ended_though_its_ranks_still_live(
     assert state(folder) is StateWord.FINISHED
 
 
-def test_the_summary_of_a_shorter_run_is_not_the_end(tmp_path: Path) -> None:
+def test_a_summary_of_fewer_steps_is_not_the_end(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r", steps=80)
     (folder / "summary.json").write_text(json.dumps({"steps": 40}))
     assert state(folder) is StateWord.UNKNOWN
@@ -204,7 +208,7 @@ def test_the_summary_of_a_shorter_run_is_not_the_end(tmp_path: Path) -> None:
     assert state(folder) is StateWord.RUNNING
 
 
-def test_heartbeats_of_another_version_are_no_heartbeats(tmp_path: Path) -> None:
+def test_heartbeats_of_another_version_are_ignored(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r")
     heartbeat.write_heartbeat(folder, A_HEARTBEAT)
     heartbeat.heartbeat_file(folder, 1).write_text('{"rank": 1}')
@@ -212,7 +216,7 @@ def test_heartbeats_of_another_version_are_no_heartbeats(tmp_path: Path) -> None
     assert state(folder) is StateWord.UNKNOWN
 
 
-def test_a_folder_that_is_written_to_meanwhile(tmp_path: Path) -> None:
+def test_a_folder_can_be_read_while_the_run_writes(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r")
     with (folder / "metrics.jsonl").open("ab", buffering=0) as file:
         for step in range(2, 60):
@@ -228,7 +232,9 @@ def test_a_folder_that_is_written_to_meanwhile(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.none() | st.floats(-1e6, 1e6), max_size=50), st.integers(7, 50))
-def test_thinned_curves(column: list[float | None], most: int) -> None:
+def test_thinned_curves_keep_the_last_step_and_extremes(
+    column: list[float | None], most: int
+) -> None:
     frame = frame_of(range(1, len(column) + 1), {"a/mean": column, "a/gap_max": column})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(curves, "MAX_POINTS", most)
@@ -247,7 +253,7 @@ def test_short_runs_are_not_thinned() -> None:
     assert [stride_of(n) for n in (0, 1, 2000, 2001, 5000)] == [1, 1, 1, 2, 3]
 
 
-def test_of_a_figure_the_one_of_most_samples_is_drawn() -> None:
+def test_of_several_pass_metrics_the_one_with_most_samples_is_drawn() -> None:
     line = {"step": 0, "eval/a/pass@1": 0.1, "eval/a/pass@4": 0.4, "eval/a/ungraded": 2.0}
     _, evaluations = read_metrics([line, {**line, "step": 5, "eval/a/pass@4_low": 0.3}])
     [(key, points)] = evaluation_curves(evaluations).items()

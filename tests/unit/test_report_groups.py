@@ -1,4 +1,4 @@
-"""The books of groups, over a run: the keep rate that came is what the coordinator saw."""
+"""Counts of groups over a run: the derived keep rate equals the one that the coordinator saw."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from dapo_megatron.types import Outcome
 
 NAMES = ("issued", *OUTCOMES, "carried", "carried_ready")
 
-# Of a real run: model_configs/tiny_cpu.yaml, seed 0, 40 steps. By step: NAMES, and its own
-# accuracy/perfect_fraction, of the groups decided in the step, which nothing here is made of.
+# Counts of a real run: model_configs/tiny_cpu.yaml, seed 0, 40 steps. Columns: NAMES, and
+# accuracy/perfect_fraction over the groups decided in the step, as an independent check.
 REAL = """
 32 32 0 0 0 0 0 0 0 0.000000
 32 32 0 0 0 0 0 0 0 0.000000
@@ -108,22 +108,22 @@ def series_of(run: RunData) -> dict[str, list[float | None]]:
     return {name: metrics.column(name) for name in columns}
 
 
-def test_the_real_runs_books_balance() -> None:
-    found = totals(real()[0])
-    assert found["issued"] == 1472
-    assert found["trained"] == 40 * 32
-    assert found["unaccounted"] == 0
-    assert found["issued"] == sum(found[outcome] for outcome in OUTCOMES) + found["open"]
+def test_the_groups_of_the_real_run_are_all_accounted_for() -> None:
+    counts = totals(real()[0])
+    assert counts["issued"] == 1472
+    assert counts["trained"] == 40 * 32
+    assert counts["unaccounted"] == 0
+    assert counts["issued"] == sum(counts[outcome] for outcome in OUTCOMES) + counts["open"]
 
 
-def test_the_totals_in_words_are_all_of_the_issued() -> None:
-    (what, issued, _), *ends = totals_table(real()[0])
-    assert (what, issued) == ("issued", 1472)
-    assert sum(count for _, count, _ in ends) == issued
-    assert sum(share for *_, share in ends if share is not None) == pytest.approx(1)
+def test_the_table_of_totals_covers_all_issued_groups() -> None:
+    (name, issued, _), *outcomes = totals_table(real()[0])
+    assert (name, issued) == ("issued", 1472)
+    assert sum(count for _, count, _ in outcomes) == issued
+    assert sum(share for *_, share in outcomes if share is not None) == pytest.approx(1)
 
 
-def test_the_real_runs_own_fraction_says_how_many_were_decided() -> None:
+def test_decided_groups_agree_with_the_recorded_perfect_fraction() -> None:
     run, perfect = real()
     decided = series_of(run)[DECIDED]
     assert len(decided) == 40
@@ -134,12 +134,12 @@ def test_the_real_runs_own_fraction_says_how_many_were_decided() -> None:
 
 @st.composite
 def steps_of_a_ledger(draw: st.DrawFn) -> tuple[list[dict[str, float]], list[tuple[int, int]]]:
-    """(counts by step, (newly mixed, decided) by step) of a ledger that is used at random."""
+    """Use a ledger at random; return its counts by step and (newly mixed, decided) by step."""
     ledger = Ledger()
     counts, truth = [], []
     for _ in range(draw(st.integers(1, 6))):
         for ticket in [t for t, state in ledger.open.items() if state is TicketState.READY]:
-            if draw(st.integers(0, 5)) == 0:  # at the begin of a step, for age
+            if draw(st.integers(0, 5)) == 0:  # at the start of a step, because of its age
                 ledger.close_ticket(ticket, Outcome.EXPIRED)
         ledger.issue(draw(st.integers(0, 8)))
         mixed = decided = 0
@@ -166,23 +166,23 @@ def steps_of_a_ledger(draw: st.DrawFn) -> tuple[list[dict[str, float]], list[tup
 
 @given(steps_of_a_ledger())
 @settings(deadline=None)
-def test_the_keep_rate_that_came_is_what_the_ledger_saw(
-    made: tuple[list[dict[str, float]], list[tuple[int, int]]],
+def test_the_derived_keep_rate_equals_that_of_the_ledger(
+    counts_and_truth: tuple[list[dict[str, float]], list[tuple[int, int]]],
 ) -> None:
-    counts, truth = made
-    found = series_of(run_of(counts))
-    assert found[DECIDED] == [decided for _, decided in truth]
-    assert found[KEPT] == [mixed / decided if decided else None for mixed, decided in truth]
+    counts, truth = counts_and_truth
+    series = series_of(run_of(counts))
+    assert series[DECIDED] == [decided for _, decided in truth]
+    assert series[KEPT] == [mixed / decided if decided else None for mixed, decided in truth]
     sums = totals(run_of(counts))
     assert sums["unaccounted"] == 0
     assert sums["open"] == counts[-1]["carried"]
 
 
-def test_on_policy_leaves_out_what_expired() -> None:
+def test_on_policy_the_keep_rate_ignores_expired_groups() -> None:
     row = {"issued": 20.0, "trained": 8.0, "all_wrong": 2.0, "expired": 10.0, "carried_ready": 0.0}
     row |= {"all_correct": 0.0, "overlong": 0.0, "abstained": 0.0, "carried": 0.0}
-    found = series_of(run_of([row, row], on_policy=True))
-    assert found[KEPT] == [0.8, 0.8]
+    series = series_of(run_of([row, row], on_policy=True))
+    assert series[KEPT] == [0.8, 0.8]
     assert series_of(run_of([row, row], on_policy=False))[KEPT] == [0.9, 0.9]
 
 
@@ -197,19 +197,19 @@ def test_without_dynamic_sampling_there_is_no_keep_rate() -> None:
         assert note(run) is None
 
 
-def test_a_step_after_a_gap_is_not_known() -> None:
+def test_after_a_missing_step_the_keep_rate_is_unknown() -> None:
     row = {**dict.fromkeys(NAMES, 0.0), "issued": 4.0, "trained": 4.0}
-    found = series_of(run_of([row, row, row], steps=[2, 3, 5]))
-    assert found[KEPT] == [None, 1.0, None]
+    series = series_of(run_of([row, row, row], steps=[2, 3, 5]))
+    assert series[KEPT] == [None, 1.0, None]
 
 
-def test_a_run_that_did_not_record_them() -> None:
+def test_a_run_without_group_counts_has_no_keep_rate() -> None:
     run = run_of([{}, {}])
     assert series_of(run) == {KEPT: [None, None], DECIDED: [None, None]}
     assert totals(run) == {}
 
 
-def test_a_lost_line_shows_in_the_totals() -> None:
+def test_a_lost_line_shows_as_unaccounted_groups() -> None:
     run, _ = real()
     frame = run.metrics.frame.copy()
     frame.loc[1, "groups/issued"] += 3
@@ -217,7 +217,7 @@ def test_a_lost_line_shows_in_the_totals() -> None:
     assert totals(replace(run, metrics=Metrics(frame)))["unaccounted"] == 3
 
 
-def test_charts_name_what_the_coordinator_counts() -> None:
+def test_the_chart_of_fates_shows_everything_the_coordinator_counts() -> None:
     stacked = next(chart for chart in CHARTS if chart.id == "groups_fates")
     drawn = set(stacked.series)
     assert drawn == {f"groups/{outcome}" for outcome in Outcome} | {"groups/carried"}

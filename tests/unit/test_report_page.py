@@ -1,5 +1,5 @@
-"""The report as a file: what is in it, that nothing in it is taken for markup, that it loads
-nothing, and when it is written."""
+"""The report as a file: its content, escaping of a run's texts, that it loads nothing, and when it
+is written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HOSTILE = "</script><script>bad()</script><img src=x onerror=bad()>{{ 7*7 }}"
 
 
 class Elements(HTMLParser):
-    """The start tags of a page, and the text of each element of a kind."""
+    """The start tags of a page, with their attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -54,15 +54,15 @@ class Elements(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def written(folders: list[Path], target: Path, **options: Any) -> str:
+def html_of(folders: list[Path], target: Path, **options: Any) -> str:
     report(folders, target, Options(**options))
     return target.read_text(encoding="utf-8")
 
 
 def data_of(text: str) -> Any:
-    found = re.search(r'id="data">([^<]*)<', text)
-    assert found is not None
-    return json.loads(gzip.decompress(base64.b64decode(found[1])))
+    match = re.search(r'id="data">([^<]*)<', text)
+    assert match is not None
+    return json.loads(gzip.decompress(base64.b64decode(match[1])))
 
 
 @pytest.fixture(scope="module")
@@ -70,60 +70,62 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return MadeRun(num_steps=6).write(tmp_path_factory.mktemp("runs") / "made")
 
 
-def test_the_page_is_whole(made: Path, tmp_path: Path) -> None:
-    text = written([made], tmp_path / "r.html")
+def test_the_page_has_all_sections_and_charts_and_no_dangling_links(
+    made: Path, tmp_path: Path
+) -> None:
+    text = html_of([made], tmp_path / "r.html")
     elements = Elements(text)
-    ids = [one["id"] for _, one in elements.tags if "id" in one]
+    ids = [attributes["id"] for _, attributes in elements.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     for name in ("health", "training", "groups", "time", "rollouts", "provenance", "timeline"):
         assert name in ids
     data = data_of(text)
-    drawn = [one["data-chart"] for one in elements.of("div") if "data-chart" in one]
+    drawn = [div["data-chart"] for div in elements.of("div") if "data-chart" in div]
     assert set(drawn) == {*data["charts"], *data["timelines"]} and len(drawn) == len(set(drawn))
     for name, [figure] in data["charts"].items():
         for trace in figure["data"]:
             is_paper = "paper" in trace["meta"]
             assert trace["x"] == [1, 2, 3, 4, 5, 6] or is_paper or name.startswith("evaluation")
             assert len(trace["y"]) == len(trace["x"])
-    led_to = {one["href"] for one in elements.of("a") if one.get("class") == "see"}
-    assert led_to and led_to <= {f"#chart-{name}" for name in data["charts"]}
+    targets = {link["href"] for link in elements.of("a") if link.get("class") == "see"}
+    assert targets and targets <= {f"#chart-{name}" for name in data["charts"]}
     assert "<noscript>" in text
     assert len(text) < 8e6
 
 
-def test_the_health_is_there_before_any_script(made: Path, tmp_path: Path) -> None:
-    text = written([made], tmp_path / "r.html")
+def test_findings_and_provenance_are_readable_without_scripts(made: Path, tmp_path: Path) -> None:
+    text = html_of([made], tmp_path / "r.html")
     run = read_run(made)
     before = unescape(text[: text.index("<script")])
-    for said in (run.name, run.state.word, headline(run), "Findings", "Provenance"):
-        assert said in before
+    for words in (run.name, run.state.word, headline(run), "Findings", "Provenance"):
+        assert words in before
     assert re.search(r"Written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d, up to step 6;", before)
 
 
-def test_nothing_is_loaded_and_only_our_scripts_run(made: Path, tmp_path: Path) -> None:
-    text = written([made], tmp_path / "r.html")
+def test_the_page_loads_nothing_and_runs_only_its_own_scripts(made: Path, tmp_path: Path) -> None:
+    text = html_of([made], tmp_path / "r.html")
     elements = Elements(text)
     (policy,) = [
-        str(one["content"])
-        for one in elements.of("meta")
-        if one.get("http-equiv") == "Content-Security-Policy"
+        str(meta["content"])
+        for meta in elements.of("meta")
+        if meta.get("http-equiv") == "Content-Security-Policy"
     ]
     assert policy.startswith("default-src 'none'; script-src 'nonce-")
     assert "unsafe-eval" not in policy and "http" not in policy
     nonce = re.search(r"nonce-([\w-]+)", policy)
     assert nonce is not None
-    for one in elements.of("script"):
-        assert one.get("nonce") == nonce[1] or one.get("type") == "application/octet-stream"
+    for script in elements.of("script"):
+        assert script.get("nonce") == nonce[1] or script.get("type") == "application/octet-stream"
     for tag, attributes in elements.tags:
         assert "src" not in attributes, tag
         for name in ("href", "action", "data", "poster", "srcset"):
             assert str(attributes.get(name) or "#").startswith(("#", "data:,")), tag
     assert "@import" not in text[: text.index("<script")]
     assert "url(" not in text[: text.index("<script")]
-    assert nonce[1] not in written([made], tmp_path / "again.html")
+    assert nonce[1] not in html_of([made], tmp_path / "again.html")
 
 
-def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
+def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
     folder = write_run(
         tmp_path / "r", [{"step": 0, f"eval/{HOSTILE}/avg@4": 0.5}, {"step": 1, HOSTILE: 1}]
     )
@@ -135,44 +137,44 @@ def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
     (folder / "attempts.jsonl").write_text(json.dumps(attempt))
     (folder / "data").mkdir()
     (folder / "data" / "<b>.report.json").write_text(json.dumps({"output": {HOSTILE: [HOSTILE]}}))
-    plain = Elements(written([write_run(tmp_path / "plain")], tmp_path / "plain.html"))
-    text = written([folder], tmp_path / "r.html")
+    plain = Elements(html_of([write_run(tmp_path / "plain")], tmp_path / "plain.html"))
+    text = html_of([folder], tmp_path / "r.html")
     elements = Elements(text)
     assert "<img" not in text and "<script>bad" not in text
     assert len(elements.of("script")) == len(plain.of("script"))
-    assert not any(name.startswith("on") for _, one in elements.tags for name in one)
-    assert HOSTILE in unescape(text)  # its braces too
+    assert not any(name.startswith("on") for _, attributes in elements.tags for name in attributes)
+    assert HOSTILE in unescape(text)  # with its braces
     assert data_of(text)["runs"][0]["name"] == HOSTILE
 
 
-def test_a_script_may_not_end_itself() -> None:
+def test_a_script_that_contains_its_own_end_tag_is_refused() -> None:
     with pytest.raises(ValueError, match="its own element"):
         page._script("const a = '</SCRIPT>';")
 
 
-def test_several_runs(made: Path, tmp_path: Path) -> None:
-    other = write_run(tmp_path / "b")
-    same = write_run(tmp_path / "c")
-    text = written([made, other, same], tmp_path / "r.html", completions=30)
+def test_a_report_of_several_runs_shows_one_at_a_time(made: Path, tmp_path: Path) -> None:
+    second = write_run(tmp_path / "b")
+    third = write_run(tmp_path / "c")
+    text = html_of([made, second, third], tmp_path / "r.html", completions=30)
     data = data_of(text)
     names = [run["name"] for run in data["runs"]]
-    assert names == ["made", f"mine ({other})", f"mine ({same})"]
+    assert names == ["made", f"mine ({second})", f"mine ({third})"]
     elements = Elements(text)
-    assert [one["value"] for one in elements.of("option")[:3]] == ["0", "1", "2"]
-    of_runs = [one for one in elements.of("div") if one.get("data-run") is not None]
-    assert {one["data-run"] for one in of_runs} == {"0", "1", "2"}
-    assert all(("hidden" in one) == (one["data-run"] != "0") for one in of_runs)
-    assert len([one for one in elements.of("input") if "data-chip" in one]) == 3
+    assert [option["value"] for option in elements.of("option")[:3]] == ["0", "1", "2"]
+    of_runs = [div for div in elements.of("div") if div.get("data-run") is not None]
+    assert {div["data-run"] for div in of_runs} == {"0", "1", "2"}
+    assert all(("hidden" in div) == (div["data-run"] != "0") for div in of_runs)
+    assert len([chip for chip in elements.of("input") if "data-chip" in chip]) == 3
 
 
-def test_what_would_not_be_seen_of_a_name_or_a_text_is(tmp_path: Path) -> None:
+def test_invisible_characters_are_shown_as_code_points(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [{"step": 1, "eval/a\u200bb/avg@4": 0.5}])
     (run / "config.yaml").write_text(
         'run: {name: "a\\u202Egpj.exe"}\nx: "\\u2067"\n# \u202e\tend\n', encoding="utf-8"
     )
     provenance = {"facts": {"model": "tiny\u2066"}, "tags": {}}
     (run / "provenance.json").write_text(json.dumps(provenance), encoding="utf-8")
-    text = written([run], tmp_path / "out.html")
+    text = html_of([run], tmp_path / "out.html")
     assert "<title>a⟨U+202E⟩gpj.exe · run report</title>" in text
     assert "<h1>a⟨U+202E⟩gpj.exe</h1>" in text
     assert "tiny⟨U+2066⟩" in text
@@ -183,13 +185,13 @@ def test_what_would_not_be_seen_of_a_name_or_a_text_is(tmp_path: Path) -> None:
     assert data["charts"]["evaluation"][0]["data"][0]["name"] == "a⟨U+200B⟩b avg@4"
 
 
-def test_tabs_and_line_ends_are_visible_as_they_are() -> None:
+def test_tabs_line_ends_and_joiners_are_not_replaced() -> None:
     assert visible("a\tb\nc é\u200d") == "a\tb\nc é\u200d"
 
 
-def test_a_finding_shows_the_keys_to_look_at_apart_from_the_words(tmp_path: Path) -> None:
+def test_a_finding_shows_config_keys_as_code(tmp_path: Path) -> None:
     lines = [{"step": step, "response_tokens/clipped_fraction": 0.5} for step in range(1, 11)]
-    text = written([write_run(tmp_path / "run", lines)], tmp_path / "out.html")
+    text = html_of([write_run(tmp_path / "run", lines)], tmp_path / "out.html")
     assert (
         "Look at <code>rollout.max_response_tokens</code>: higher; "
         "<code>overlong.penalty</code>: on; <code>overlong.filter</code>: on</p>"
@@ -200,7 +202,7 @@ def test_each_run_has_its_own_notes(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name) for name in ("on", "off")]
     (runs[1] / "config.yaml").write_text("rollout: {dynamic_sampling: false}\n", encoding="utf-8")
     (runs[0] / "plan.json").write_text('{"phases": {}, "note": "Not on CPU."}', encoding="utf-8")
-    text = written(runs, tmp_path / "out.html")
+    text = html_of(runs, tmp_path / "out.html")
     assert '<p class="muted" data-run="0" >Memory plan: Not on CPU.</p>' in text
     assert '<p class="muted" data-run="1" hidden>rollout.dynamic_sampling is off' in text
     assert text.count("rollout.dynamic_sampling is off") == 1
@@ -212,16 +214,17 @@ def test_the_memory_chart_of_several_runs_has_the_plan_of_each(tmp_path: Path) -
     for run, phase in zip(runs, ("update", "generate"), strict=False):
         (run / "plan.json").write_text(json.dumps({"phases": {phase: 7}}), encoding="utf-8")
     payload = make_payload([read_run(run) for run in runs], Options())
-    drawn = [{one["name"] for one in each["data"]} for each in payload.data["charts"]["memory"]]
-    has = [{name for name in names if "planned" in name} for names in drawn]
-    assert has == [{"update, planned"}, {"generate, planned"}, set()]
+    figures = payload.data["charts"]["memory"]
+    drawn = [{trace["name"] for trace in figure["data"]} for figure in figures]
+    planned = [{name for name in names if "planned" in name} for names in drawn]
+    assert planned == [{"update, planned"}, {"generate, planned"}, set()]
 
 
-def test_a_bare_run_has_a_page_too(tmp_path: Path) -> None:
+def test_an_empty_run_has_a_page(tmp_path: Path) -> None:
     folder = tmp_path / "r"
     folder.mkdir()
     (folder / "config.yaml").write_text("{}")
-    text = written([folder], tmp_path / "r.html")
+    text = html_of([folder], tmp_path / "r.html")
     assert data_of(text)["charts"] == {}
     assert "Not recorded:" in text
     assert "None recorded" in text
@@ -231,7 +234,7 @@ def test_a_bare_run_has_a_page_too(tmp_path: Path) -> None:
 
 
 def test_charts_are_well_formed() -> None:
-    assert len({one.id for one in CHARTS}) == len(CHARTS)
+    assert len({chart.id for chart in CHARTS}) == len(CHARTS)
     for chart in CHARTS:
         assert re.fullmatch(r"[a-z_]+", chart.id)
         assert chart.help.endswith(".")
@@ -242,17 +245,17 @@ def test_charts_are_well_formed() -> None:
 
 
 @pytest.mark.parametrize("num_runs", [1, 3, 12])
-def test_figures_are_what_plotly_takes(made: Path, num_runs: int) -> None:
+def test_plotly_accepts_all_figures(made: Path, num_runs: int) -> None:
     data = make_payload([read_run(made)] * num_runs, Options(completions=0)).data
     for template in data["templates"].values():
         graph_objects.layout.Template(template)
-    figures = [one for each in (data["charts"], data["timelines"]) for one in each.values()]
+    figures = [*data["charts"].values(), *data["timelines"].values()]
     assert len(figures) > 25
     for figure in chain.from_iterable(figures):
         graph_objects.Figure(figure["data"], figure["layout"])
 
 
-def test_names_of_runs_and_sets_are_no_markup_in_figures(tmp_path: Path) -> None:
+def test_names_of_runs_and_sets_are_escaped_in_figures(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "r", [{"step": 1, f"eval/{HOSTILE}/avg@4": 0.5}]))
     runs = [replace(run, name="<b>a</b>"), replace(run, name="<a href='x'>b</a>")]
     figures = make_payload(runs, Options()).data["charts"]["evaluation"]
@@ -262,7 +265,7 @@ def test_names_of_runs_and_sets_are_no_markup_in_figures(tmp_path: Path) -> None
     assert all(unescape(name).endswith(f"{HOSTILE} avg@4") for name in names)
 
 
-def test_a_timeline_s_hosts_are_no_markup(tmp_path: Path) -> None:
+def test_host_names_are_escaped_in_timelines(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r")
     spans = [["<b>", 0, 1]]
     ranks = [{"rank": rank, "host": HOSTILE, "spans": spans} for rank in range(90)]
@@ -274,16 +277,16 @@ def test_a_timeline_s_hosts_are_no_markup(tmp_path: Path) -> None:
     assert "&lt;script&gt;" in text and "<" not in text
 
 
-def test_what_never_occurs_is_left_out() -> None:
+def test_charts_and_series_without_values_are_left_out() -> None:
     shown = charts_with_data(CHARTS, {"policy/clip_fraction_low"}, {"pass@4"})
-    assert [one.id for one in shown] == ["evaluation_best_and_vote", "clipping"]
+    assert [chart.id for chart in shown] == ["evaluation_best_and_vote", "clipping"]
     assert list(shown[1].series.values()) == ["down"]
     assert chart_of("policy/clip_fraction_low", shown) == "clipping"
     assert chart_of("eval/some/set/pass@4", shown) == "evaluation_best_and_vote"
     assert chart_of("policy/entropy", shown) is chart_of(None, shown) is None
 
 
-def test_the_papers_curves_are_in_rollout_steps_and_shares() -> None:
+def test_curves_of_the_paper_are_in_rollout_steps_and_fractions() -> None:
     curves = {key: ghost(key)[1] for key in GHOSTS}
     accuracy = curves["aime_avg"]
     assert accuracy[0] == (0.0, 0.01042) and accuracy[-1] == (330.0, 0.49583)
@@ -294,14 +297,14 @@ def test_the_papers_curves_are_in_rollout_steps_and_shares() -> None:
         assert steps == sorted(steps)
 
 
-def test_the_sentence_at_the_top(made: Path, tmp_path: Path) -> None:
+def test_the_headline_states_accuracy_and_progress(made: Path, tmp_path: Path) -> None:
     lines = [
         {"step": 0, "eval/a/avg@4": 0.25, "eval/b/avg@4": 0.5},
         {"step": 1, "time/step": 100.0, "accuracy/raw": 0.5},
     ]
     folder = write_run(tmp_path / "r", lines)
-    said = headline(read_run(folder))
-    assert said == "accuracy 0.250 at step 0 on a and 1 more (1 of 40 steps, 2 min)"
+    sentence = headline(read_run(folder))
+    assert sentence == "accuracy 0.250 at step 0 on a and 1 more (1 of 40 steps, 2 min)"
     write_run(folder, [*lines, {"step": 2, "eval/a/avg@4": 0.75}])
     assert "accuracy 0.250 → 0.750 on a" in headline(read_run(folder))
     write_run(folder, lines[1:])
@@ -311,35 +314,35 @@ def test_the_sentence_at_the_top(made: Path, tmp_path: Path) -> None:
     assert [span(n) for n in (12, 240, 7200, 200_000)] == ["12 s", "4 min", "2.0 h", "2.3 d"]
 
 
-def test_a_password_of_the_server_is_not_passed_on(tmp_path: Path) -> None:
+def test_the_password_of_the_mlflow_server_is_removed(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r")
     server = {"server": "https://me:secret@host:5000/x", "run_id": "17"}
     (folder / "mlflow_run.json").write_text(json.dumps(server))
-    text = written([folder], tmp_path / "r.html")
+    text = html_of([folder], tmp_path / "r.html")
     assert "https://host:5000/x" in text
     assert "secret" not in text[: text.index("<script")]
 
 
 @pytest.mark.parametrize("server", ["https://ml.example.com/x/", "http://me:secret@host:5000"])
-def test_a_server_s_page_of_the_run_is_linked(tmp_path: Path, server: str) -> None:
+def test_the_mlflow_page_of_the_run_is_linked(tmp_path: Path, server: str) -> None:
     links = _links(tmp_path, server, "3/..")
-    assert [one["rel"] for one in links] == ["noreferrer"] * 2
+    assert [link["rel"] for link in links] == ["noreferrer"] * 2
     plain = server.replace("me:secret@", "")
     page_of_run = plain.rstrip("/") + "/#/experiments/3%2F../runs/17"
-    assert [one["href"] for one in links] == [page_of_run, plain]
+    assert [link["href"] for link in links] == [page_of_run, plain]
 
 
 @pytest.mark.parametrize("server", ["javascript:alert(1)//x", "sqlite:////m.db", "https:", "//["])
-def test_no_other_address_is_linked(tmp_path: Path, server: str) -> None:
+def test_addresses_other_than_http_are_not_linked(tmp_path: Path, server: str) -> None:
     assert _links(tmp_path, server, "3") == []
 
 
-def _links(room: Path, server: str, experiment: str) -> list[dict[str, str | None]]:
-    folder = write_run(room / "r")
+def _links(parent: Path, server: str, experiment: str) -> list[dict[str, str | None]]:
+    folder = write_run(parent / "r")
     known = {"server": server, "run_id": "17", "experiment_id": experiment}
     (folder / "mlflow_run.json").write_text(json.dumps(known))
-    anchors = Elements(written([folder], room / "r.html")).of("a")
-    return [one for one in anchors if not str(one["href"]).startswith("#")]
+    anchors = Elements(html_of([folder], parent / "r.html")).of("a")
+    return [anchor for anchor in anchors if not str(anchor["href"]).startswith("#")]
 
 
 def test_ten_thousand_steps_make_a_page_of_bounded_size(tmp_path: Path) -> None:
@@ -350,7 +353,7 @@ def test_ten_thousand_steps_make_a_page_of_bounded_size(tmp_path: Path) -> None:
     ]
     run = read_run(write_run(tmp_path / "long", lines))
     data = make_payload([run], Options()).data
-    lengths = {len(one["y"]) for each in data["charts"].values() for one in each[0]["data"]}
+    lengths = {len(trace["y"]) for [figure] in data["charts"].values() for trace in figure["data"]}
     assert max(lengths) == 2000
     assert len(page.packed(data)) < 1e6
 
@@ -358,41 +361,41 @@ def test_ten_thousand_steps_make_a_page_of_bounded_size(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ several runs
 
 
-def _run_styles(room: Path, *names: str, **config: Any) -> list[tuple[str, list[int]]]:
+def _run_styles(parent: Path, *names: str, **config: Any) -> list[tuple[str, list[int]]]:
     runs = [
-        replace(read_run(write_run(room / str(at))), name=name, config=config)
+        replace(read_run(write_run(parent / str(at))), name=name, config=config)
         for at, name in enumerate(names)
     ]
-    return [(one.label, one.runs) for one in run_styles(runs)]
+    return [(look.label, look.runs) for look in run_styles(runs)]
 
 
-def test_repeats_are_runs_that_differ_in_their_seed(tmp_path: Path) -> None:
-    found = _run_styles(tmp_path, "1_a_seed0", "2_b_seed0", "1_a_seed1", "2_b.1", "c")
-    assert found == [("1_a, 2 runs", [0, 2]), ("2_b, 2 runs", [1, 3]), ("c", [4])]
+def test_runs_that_differ_only_in_their_seed_share_a_color(tmp_path: Path) -> None:
+    curves = _run_styles(tmp_path, "1_a_seed0", "2_b_seed0", "1_a_seed1", "2_b.1", "c")
+    assert curves == [("1_a, 2 runs", [0, 2]), ("2_b, 2 runs", [1, 3]), ("c", [4])]
     assert _run_styles(tmp_path, "a_seed0", "a_seed1") == [("a_seed0", [0]), ("a_seed1", [1])]
     assert _run_styles(tmp_path, "a", "b") == [("a", [0]), ("b", [1])]
 
 
-def test_numbers_that_are_settings_make_no_repeats(tmp_path: Path) -> None:
+def test_runs_that_differ_in_a_setting_do_not_share_a_color(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "r"))
     runs = [
         replace(run, name=f"batch_{size}", config={"seed": at, "run": {"name": at}, "batch": size})
         for at, size in enumerate((8, 8, 16))
     ]
-    assert [one.runs for one in run_styles(runs)] == [[0, 1], [2]]
+    assert [look.runs for look in run_styles(runs)] == [[0, 1], [2]]
 
 
-def test_no_two_of_many_runs_look_alike(tmp_path: Path) -> None:
+def test_many_runs_all_look_different(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "r"))
-    found = run_styles([replace(run, name=chr(97 + at)) for at in range(24)])
-    assert len({(one.color, one.width) for one in found}) == 24
-    assert {one.color for one in found} == set(PALETTE)
+    run_looks = run_styles([replace(run, name=chr(97 + at)) for at in range(24)])
+    assert len({(look.color, look.width) for look in run_looks}) == 24
+    assert {look.color for look in run_looks} == set(PALETTE)
 
 
 # ------------------------------------------------------------------ writing
 
 
-def test_the_output_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_previous_report(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r")
     report([folder], None, Options())
     kept = (folder / "report.html").read_bytes()
@@ -402,12 +405,12 @@ def test_the_output_is_whole_or_not_there(tmp_path: Path) -> None:
     assert not list(folder.glob(".*partial"))
 
 
-def test_what_a_killed_report_left_is_removed(tmp_path: Path) -> None:
+def test_partial_files_of_killed_reports_are_removed(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r")
-    left, written_now = folder / ".report.html.7.partial", folder / ".report.html.8.partial"
-    left.touch()
+    abandoned, written_now = folder / ".report.html.7.partial", folder / ".report.html.8.partial"
+    abandoned.touch()
     written_now.touch()
-    os.utime(left, (0, time.time() - command.LIMIT_SECONDS - 5))
+    os.utime(abandoned, (0, time.time() - command.LIMIT_SECONDS - 5))
     report([folder], None, Options())
     assert list(folder.glob(".*partial")) == [written_now]
 
@@ -420,17 +423,17 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["5", "a:b", ":", "9:3", ""])
-def test_steps_that_are_refused(text: str) -> None:
+def test_bad_step_ranges_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--steps"):
         parse_steps(text)
 
 
-def test_steps() -> None:
+def test_step_ranges_are_parsed() -> None:
     assert parse_steps(None) is None
     assert [parse_steps(text) for text in ("3:9", "3:", ":9")] == [(3, 9), (3, None), (None, 9)]
 
 
-def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_the_command_writes_a_report_and_names_its_errors(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r")
     arguments = [sys.executable, "-m", "dapo_megatron", "report", str(folder), "--completions", "5"]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
@@ -441,7 +444,7 @@ def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert str(folder) in wrong.stderr
 
 
-def test_nothing_heavy_is_imported() -> None:
+def test_the_report_imports_neither_torch_nor_transformers_nor_mlflow() -> None:
     code = (
         "import sys, dapo_megatron.report.command; "
         "sys.exit(str(sorted({'torch', 'transformers', 'mlflow'} & set(sys.modules))))"
@@ -453,35 +456,35 @@ def test_nothing_heavy_is_imported() -> None:
 # ------------------------------------------------------------------ --watch
 
 
-def test_watch_writes_what_changes_and_ends_with_the_run(
+def test_watch_writes_on_changes_and_ends_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_run(tmp_path / "r")
     heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time()))
-    num_looks = 0
-    seen: list[tuple[int, float | None]] = []
+    num_sleeps = 0
+    pages: list[tuple[int, float | None]] = []
 
     def sleep(seconds: float) -> None:
-        nonlocal num_looks
-        num_looks += 1
+        nonlocal num_sleeps
+        num_sleeps += 1
         text = (folder / "report.html").read_text()
         last = int(re.findall(r"up to step (\d+);", text)[0])
-        seen.append((last, data_of(text)["refresh_seconds"]))
-        assert num_looks < 9
-        if num_looks < 4:
+        pages.append((last, data_of(text)["refresh_seconds"]))
+        assert num_sleeps < 9
+        if num_sleeps < 4:
             heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time()))
-        if num_looks == 2:
+        if num_sleeps == 2:
             write_run(folder, [{"step": 1}, {"step": 2}])
-        if num_looks == 4:
+        if num_sleeps == 4:
             (folder / "summary.json").write_text('{"steps": 40}')
             heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, state=heartbeat.RankState.ENDED))
 
     monkeypatch.setattr(command.time, "sleep", sleep)
     watch([folder], None, Options(), every=7.0)
-    assert seen[:4] == [(1, 7.0), (1, 7.0), (2, 7.0), (2, 7.0)]
-    assert num_looks == 5
+    assert pages[:4] == [(1, 7.0), (1, 7.0), (2, 7.0), (2, 7.0)]
+    assert num_sleeps == 5
     assert data_of((folder / "report.html").read_text())["refresh_seconds"] is None
-    assert capsys.readouterr().out.count("report  ") == 4  # first, step 2, the end twice
+    assert capsys.readouterr().out.count("report  ") == 4  # the first, step 2, and the end twice
 
 
 def test_watch_of_an_ended_run_writes_once(
@@ -490,7 +493,7 @@ def test_watch_of_an_ended_run_writes_once(
     folder = write_run(tmp_path / "r")
     thread = threading.Thread(target=watch, args=([folder], None, Options(), 30.0), daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive()
     assert capsys.readouterr().out.count("report  ") == 1
 
@@ -499,6 +502,11 @@ def test_payload_keeps_rollouts_of_each_run_apart(made: Path) -> None:
     run = read_run(made)
     payload = make_payload([run, run], Options(completions=40))
     kept = [view.rollouts for view in payload.views]
-    assert all(one is not None and one.blobs for one in kept)
-    ids = {f"{place}-{ticket}" for place, one in enumerate(kept) if one for ticket in one.blobs}
+    assert all(rollouts is not None and rollouts.blobs for rollouts in kept)
+    ids = {
+        f"{number}-{ticket}"
+        for number, rollouts in enumerate(kept)
+        if rollouts
+        for ticket in rollouts.blobs
+    }
     assert payload.blobs.keys() == ids

@@ -1,9 +1,10 @@
-"""Which rollouts a report shows, the text of their tokens, and what the page gets of them."""
+"""Rollouts in a report: which ones are chosen, the texts of their tokens, and the viewer's data."""
 
 from __future__ import annotations
 
 import json
 import random
+import time
 import zlib
 from collections.abc import Collection
 from pathlib import Path
@@ -34,29 +35,29 @@ OUTCOMES = ("trained", "all_correct", "abstained")
 
 @st.composite
 def runs(draw: st.DrawFn) -> list[StepIndex]:
-    """The indexes of a small run, with every kind of completion."""
-    chance = random.Random(draw(st.integers(0, 2**32)))
+    """Indexes of a small run with every kind of completion."""
+    rng = random.Random(draw(st.integers(0, 2**32)))
     size = draw(st.integers(1, 5))
     ticket = 0
     made = []
     for _ in range(draw(st.integers(1, 12))):
         groups, completions = [], []
-        for place in range(chance.randint(0, 6)):
-            groups.append((100 * place, ticket, chance.choice("ab"), chance.choice(OUTCOMES), None))
+        for place in range(rng.randint(0, 6)):
+            groups.append((100 * place, ticket, rng.choice("ab"), rng.choice(OUTCOMES), None))
             ticket += 1
-            completions += [completion(chance, place, sample) for sample in range(size)]
+            completions += [completion(rng, place, sample) for sample in range(size)]
         made.append(index_of(groups, completions))
     return made
 
 
-def completion(chance: random.Random, place: int, sample: int) -> tuple[Any, ...]:
-    score = chance.choice((None, 1.0, -1.0))
-    parsed = None if score is None else chance.random() < 0.8
-    num_tokens = chance.randint(0, 50)
-    logprob = -chance.random() if num_tokens else None
+def completion(rng: random.Random, place: int, sample: int) -> tuple[Any, ...]:
+    score = rng.choice((None, 1.0, -1.0))
+    parsed = None if score is None else rng.random() < 0.8
+    num_tokens = rng.randint(0, 50)
+    logprob = -rng.random() if num_tokens else None
     return (
         *(place, sample, score, None if score is None else score > 0, parsed, num_tokens),
-        *(chance.choice(("stop", "length")), chance.choice((None, 0, 3)), logprob, logprob),
+        *(rng.choice(("stop", "length")), rng.choice((None, 0, 3)), logprob, logprob),
     )
 
 
@@ -79,7 +80,7 @@ def chosen(indexes: list[StepIndex], num: int, tickets: Collection[int] = ()) ->
 
 @settings(max_examples=15)
 @given(indexes=runs(), most=st.integers(0, 80), asked=st.sets(st.integers(0, 80), max_size=3))
-def test_whole_groups_within_the_budget_and_those_asked_for(
+def test_whole_groups_are_chosen_within_the_budget_plus_requested_ones(
     indexes: list[StepIndex], most: int, asked: set[int]
 ) -> None:
     picks = chosen(indexes, most, asked)
@@ -98,12 +99,12 @@ def test_whole_groups_within_the_budget_and_those_asked_for(
     for pick in picks:
         groups = indexes[pick.step - 1]["groups"]
         assert groups["offset"][groups["ticket"].index(pick.ticket)] == pick.offset
-    assert chosen(indexes, most, asked) == picks, "a second look chooses the same"
+    assert chosen(indexes, most, asked) == picks, "the choice is deterministic"
 
 
 @settings(max_examples=15)
 @given(indexes=runs())
-def test_with_room_for_all_each_extreme_of_the_run_is_named(indexes: list[StepIndex]) -> None:
+def test_extreme_completions_are_chosen_with_their_reason(indexes: list[StepIndex]) -> None:
     picks = {pick.ticket: pick for pick in chosen(indexes, 10**6)}
     rows = [
         (index["groups"]["ticket"][place], *(index["completions"][name][row] for name in names))
@@ -113,20 +114,20 @@ def test_with_room_for_all_each_extreme_of_the_run_is_named(indexes: list[StepIn
     ]
     if not rows:
         return
-    assert len(picks) == len({row[0] for row in rows}), "all groups are there"
-    said = {(row[0], row[1]): picks[row[0]].why(row[1]) for row in rows}
+    assert len(picks) == len({row[0] for row in rows}), "all groups are chosen"
+    reasons = {(row[0], row[1]): picks[row[0]].why(row[1]) for row in rows}
     longest = max(row[2] for row in rows)
-    assert any("longest" in said[row[0], row[1]] for row in rows if row[2] == longest)
+    assert any("longest" in reasons[row[0], row[1]] for row in rows if row[2] == longest)
     known = [row[3] for row in rows if row[3] is not None]
     assert not known or any(
-        "lowest log-prob" in said[row[0], row[1]] for row in rows if row[3] == min(known)
+        "lowest log-prob" in reasons[row[0], row[1]] for row in rows if row[3] == min(known)
     )
     for reason, place, value in (("no grade", 4, None), ("truncated", 5, "length")):
         kind = [row for row in rows if row[place] == value]
-        assert not kind or any(reason in said[row[0], row[1]] for row in kind)
+        assert not kind or any(reason in reasons[row[0], row[1]] for row in kind)
 
 
-def test_a_single_wrong_one_among_right_ones_is_found_among_many() -> None:
+def test_the_only_wrong_completion_of_a_correct_group_is_chosen_among_many_groups() -> None:
     groups = [(0, ticket, "a", "trained", "mixed") for ticket in range(200)]
     rows = [
         (place, sample, *((-1.0, False) if lone else (1.0, True)), True, 9, "stop", 0, -0.1, -0.2)
@@ -139,7 +140,7 @@ def test_a_single_wrong_one_among_right_ones_is_found_among_many() -> None:
     assert pick.why(4).startswith("sibling of sample 5")
 
 
-def test_a_spread_of_few_groups_lies_evenly_over_many_steps() -> None:
+def test_random_groups_are_spread_evenly_over_the_steps() -> None:
     rows = [(0, 0, 1.0, True, True, 9, "stop", 0, -0.1, -0.2)]
     indexes = [index_of([(0, step, "a", "trained", None)], rows) for step in range(1, 301)]
     steps = sorted(pick.step for pick in chosen(indexes, 50) if RANDOM in pick.why(0))
@@ -147,7 +148,7 @@ def test_a_spread_of_few_groups_lies_evenly_over_many_steps() -> None:
     assert max(after - before for before, after in zip([0, *steps], [*steps, 300])) < 30
 
 
-def test_groups_with_policy_values_are_in_the_spread() -> None:
+def test_groups_with_policy_values_are_among_the_random_ones() -> None:
     groups = [(0, ticket, "a", "trained", None) for ticket in range(500)]
     rows = [
         (place, 0, 1.0, True, True, min(place, 9), "stop", 0, -0.1 * place, -0.2 * place)
@@ -180,7 +181,7 @@ TINY_TOKENIZER = Tokenizer.from_file(str(TINY))
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, TINY_TOKENIZER], ids=["byte level", "tiny"])
 @given(text=st.text(max_size=60))
-def test_pieces_of_a_text_add_up_to_it(tokenizer: Tokenizer, text: str) -> None:
+def test_pieces_of_an_encoded_text_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
     tokens = tokenizer.encode(text).ids
     pieces = TokenPieces(tokenizer).split(tokens)
     assert len(pieces) == len(tokens)
@@ -190,7 +191,7 @@ def test_pieces_of_a_text_add_up_to_it(tokenizer: Tokenizer, text: str) -> None:
 
 
 @given(st.data())
-def test_pieces_of_any_tokens_add_up_to_what_the_tokenizer_makes_of_them(
+def test_pieces_of_any_tokens_join_to_the_decoded_text(
     data: st.DataObject,
 ) -> None:
     tokenizer = data.draw(st.sampled_from([BYTE_LEVEL, TINY_TOKENIZER]))
@@ -200,7 +201,7 @@ def test_pieces_of_any_tokens_add_up_to_what_the_tokenizer_makes_of_them(
     assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-def test_a_character_of_several_tokens_stands_in_the_last_of_them() -> None:
+def test_a_character_of_several_tokens_is_in_the_last_piece() -> None:
     tokens = BYTE_LEVEL.encode("é").ids
     assert TokenPieces(BYTE_LEVEL).split(tokens)[-1] == "é"
     letters = [BYTE_LEVEL.token_to_id(letter) for letter in ("Ã", "©", "h")]
@@ -208,17 +209,18 @@ def test_a_character_of_several_tokens_stands_in_the_last_of_them() -> None:
     assert TokenPieces(BYTE_LEVEL).split(letters[:1]) == ["\N{REPLACEMENT CHARACTER}"]
 
 
-@pytest.mark.timeout(20)
-def test_bytes_that_are_no_text_cost_no_more_than_others() -> None:
+def test_invalid_bytes_are_split_in_linear_time() -> None:
     broken = Tokenizer(models.WordLevel({"<0x80>": 0, "a": 1, "<unk>": 2}, unk_token="<unk>"))
     broken.decoder = decoders.ByteFallback()
+    started = time.process_time()
     pieces = TokenPieces(broken).split([0] * 20_000)
+    assert time.process_time() - started < 20.0, "linear in the number of tokens"
     assert len(pieces) == 20_000
     assert set("".join(pieces)) == {"\N{REPLACEMENT CHARACTER}"}
     assert TokenPieces(broken).split([1, 0]) == ["a", "\N{REPLACEMENT CHARACTER}"]
 
 
-def test_special_tokens_are_told_apart() -> None:
+def test_special_tokens_are_listed() -> None:
     assert {TINY_TOKENIZER.id_to_token(token) for token in TokenPieces(TINY_TOKENIZER).special} == {
         "<pad>",
         "<eos>",
@@ -227,7 +229,7 @@ def test_special_tokens_are_told_apart() -> None:
     }
 
 
-# ---------------------------------------------------------------------------- a run's folder
+# ---------------------------------------------------------------------------- a run folder
 
 
 @pytest.fixture(scope="module")
@@ -246,19 +248,19 @@ def copied(folder: Path, target: Path) -> Path:
 
 
 def reported(folder: Path, **options: Any) -> Rollouts:
-    kept = rollouts(read_run(folder), **options)
-    assert kept is not None
-    return kept
+    result = rollouts(read_run(folder), **options)
+    assert result is not None
+    return result
 
 
-def steps_of(kept: Rollouts) -> set[int]:
-    return {row["step"] for row in kept.rows}
+def steps_of(result: Rollouts) -> set[int]:
+    return {row["step"] for row in result.rows}
 
 
-def opened(kept: Rollouts, row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The blob of a row of the table, and its completion in it."""
-    blob = json.loads(kept.blobs[row["ticket"]])
-    return blob, next(one for one in blob["completions"] if one["sample"] == row["sample"])
+def opened(result: Rollouts, row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the blob of a row of the table, and the row's completion in it."""
+    blob = json.loads(result.blobs[row["ticket"]])
+    return blob, next(item for item in blob["completions"] if item["sample"] == row["sample"])
 
 
 def recorded_completion(folder: Path, row: Row) -> dict[str, Any]:
@@ -269,61 +271,61 @@ def recorded_completion(folder: Path, row: Row) -> dict[str, Any]:
     return completion
 
 
-def test_what_the_page_gets_is_what_was_recorded(folder: Path) -> None:
-    kept = reported(folder)
-    assert len(kept.rows) == kept.total == 3 * 6 * 4 + 3 * 4
-    assert kept.warnings == []
-    for row in kept.rows:
-        blob, one = opened(kept, row)
+def test_the_viewer_data_equal_the_recorded_samples(folder: Path) -> None:
+    result = reported(folder)
+    assert len(result.rows) == result.total == 3 * 6 * 4 + 3 * 4
+    assert result.warnings == []
+    for row in result.rows:
+        blob, shown = opened(result, row)
         truth = recorded_completion(folder, row)
-        assert [blob["ids"][place] for place in one["tokens"]] == truth["tokens"]
+        assert [blob["ids"][place] for place in shown["tokens"]] == truth["tokens"]
         text = "".join(
-            blob["pieces"][place] for place in one["tokens"] if place not in blob["special"]
+            blob["pieces"][place] for place in shown["tokens"] if place not in blob["special"]
         )
         assert text == truth["text"]
-        assert one["logprob"] == [round(value, 3) for value in truth["logprobs"]]
-        assert one["version"] == [v for v, num in truth["segments"] for _ in range(num)]
-        assert row["num_tokens"] == len(truth["tokens"]) == len(one["version"])
+        assert shown["logprob"] == [round(value, 3) for value in truth["logprobs"]]
+        assert shown["version"] == [v for v, num in truth["segments"] for _ in range(num)]
+        assert row["num_tokens"] == len(truth["tokens"]) == len(shown["version"])
         assert row["reward"] == truth["reward"]
-        assert (one["gap"] is None) == (row["fate"] != "trained")
+        assert (shown["gap"] is None) == (row["fate"] != "trained")
 
 
-def test_policy_values_and_advantages_are_those_recorded(folder: Path, tmp_path: Path) -> None:
+def test_policy_values_and_advantages_equal_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
     run = copied(folder, tmp_path / "run")
     for path in (run / "samples" / "policy").iterdir():
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         for line in lines:
             line["logprobs"] = [round(value - 0.25, 4) for value in line["logprobs"]]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    kept = reported(run)
-    row = next(row for row in kept.rows if row["fate"] == "trained")
-    blob, one = opened(kept, row)
+    result = reported(run)
+    row = next(row for row in result.rows if row["fate"] == "trained")
+    blob, shown = opened(result, row)
     path = run / "samples" / "policy" / f"step_{row['step']:06d}.jsonl"
-    policy = sample_files.policy_of(path, row["ticket"])[one["sample"]]
+    policy = sample_files.policy_of(path, row["ticket"])[shown["sample"]]
     assert row["advantage"] == pytest.approx(policy["advantage"], abs=1e-4)
     assert row["gap_max"] == pytest.approx(policy["gap_max"], rel=1e-3)
-    assert one["entropy"] == [round(value, 3) for value in policy["entropy"]]
-    ours = recorded_completion(run, row)["logprobs"]
-    gaps = [own - other for own, other in zip(ours, policy["logprobs"])]
-    assert one["gap"] == pytest.approx(gaps, rel=5e-3)
-    assert min(one["gap"]) > 0.2, "engine less policy"
-    assert blob["largest_gap"] == max(gap for one in blob["completions"] for gap in one["gap"])
+    assert shown["entropy"] == [round(value, 3) for value in policy["entropy"]]
+    engine_logprobs = recorded_completion(run, row)["logprobs"]
+    gaps = [engine - other for engine, other in zip(engine_logprobs, policy["logprobs"])]
+    assert shown["gap"] == pytest.approx(gaps, rel=5e-3)
+    assert min(shown["gap"]) > 0.2, "engine minus policy"
+    assert blob["largest_gap"] == max(gap for item in blob["completions"] for gap in item["gap"])
 
 
-def test_small_gaps_keep_their_digits(folder: Path, tmp_path: Path) -> None:
+def test_small_gaps_keep_their_precision(folder: Path, tmp_path: Path) -> None:
     run = copied(folder, tmp_path / "run")
     path = run / "samples" / "policy" / "step_000001.jsonl"
     line = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
-    ours = recorded_completion(run, line | {"step": 1})["logprobs"]
-    line["logprobs"] = [own - 2e-6 for own in ours]
+    engine_logprobs = recorded_completion(run, line | {"step": 1})["logprobs"]
+    line["logprobs"] = [value - 2e-6 for value in engine_logprobs]
     path.write_text(json.dumps(line) + "\n", encoding="utf-8")
-    kept = reported(run, steps=(1, 1))
+    result = reported(run, steps=(1, 1))
     key = line["ticket"], line["sample"]
-    row = next(row for row in kept.rows if (row["ticket"], row["sample"]) == key)
-    assert opened(kept, row)[1]["gap"] == pytest.approx([2e-6] * len(ours), rel=0.01)
+    row = next(row for row in result.rows if (row["ticket"], row["sample"]) == key)
+    assert opened(result, row)[1]["gap"] == pytest.approx([2e-6] * len(engine_logprobs), rel=0.01)
 
 
-def test_the_largest_gaps_are_looked_for_where_the_metrics_show_them(
+def test_largest_gaps_are_read_from_the_steps_with_the_largest_metric(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dapo_megatron.report.rollouts.MAX_POLICY_BYTES", 1)
@@ -333,38 +335,38 @@ def test_the_largest_gaps_are_looked_for_where_the_metrics_show_them(
     assert steps == {max(gaps, key=lambda step: gaps[step] or 0.0)}
 
 
-def test_a_ticket_asked_for_is_there_and_one_that_is_not_is_told_of(folder: Path) -> None:
-    kept = reported(folder, completions=4, tickets=(9, 4711))
-    assert {row["why"] for row in kept.rows if row["ticket"] == 9} == {ASKED}
-    assert "ticket 4711" in kept.note
+def test_a_requested_ticket_is_shown_and_a_missing_one_is_reported(folder: Path) -> None:
+    result = reported(folder, completions=4, tickets=(9, 4711))
+    assert {row["why"] for row in result.rows if row["ticket"] == 9} == {ASKED}
+    assert "ticket 4711" in result.note
 
 
-def test_steps_outside_the_range_stay_out(folder: Path) -> None:
+def test_steps_outside_the_range_are_left_out(folder: Path) -> None:
     assert steps_of(reported(folder, steps=(2, 3))) == {2, 3}
     assert steps_of(reported(folder, steps=(None, 2))) == {1, 2}
 
 
-def test_steps_that_were_not_recorded_are_told_of(folder: Path) -> None:
-    found = reported(folder, steps=(500, None))
-    assert (found.rows, found.total, found.blobs) == ([], 0, {})
-    assert "None was recorded of step 500 or later" in found.note
-    assert "this run's completions are of steps 1 to 6" in found.note
+def test_a_range_without_recorded_steps_is_reported(folder: Path) -> None:
+    result = reported(folder, steps=(500, None))
+    assert (result.rows, result.total, result.blobs) == ([], 0, {})
+    assert "None was recorded of step 500 or later" in result.note
+    assert "this run's completions are of steps 1 to 6" in result.note
     assert "None was recorded" not in reported(folder, steps=(6, None)).note
 
 
 @pytest.mark.parametrize("steps", [(500, None), (6, 6)])
-def test_a_ticket_is_there_whatever_the_steps(
+def test_a_requested_ticket_is_shown_for_any_range_of_steps(
     folder: Path, tmp_path: Path, steps: tuple[int, int | None]
 ) -> None:
     bare = copied(folder, tmp_path / "bare")
     for path in (bare / "samples" / "index").iterdir():
         path.unlink()
     for run in (folder, bare):
-        found = reported(run, steps=steps, tickets=(0, 4711))
-        outside = {(row["ticket"], row["step"]) for row in found.rows if row["step"] != 6}
+        result = reported(run, steps=steps, tickets=(0, 4711))
+        outside = {(row["ticket"], row["step"]) for row in result.rows if row["step"] != 6}
         assert outside == {(0, 1)}
-        assert len(found.rows) == found.total
-        assert "ticket 4711" in found.note
+        assert len(result.rows) == result.total
+        assert "ticket 4711" in result.note
 
 
 def test_a_run_without_an_index_or_policy_values_shows_the_same_completions(
@@ -376,24 +378,25 @@ def test_a_run_without_an_index_or_policy_values_shows_the_same_completions(
             path.unlink()
     (old / "tokenizer.json").unlink()
     key = ("step", "ticket", "sample", "graded", "num_tokens", "logprob_min", "age")
-    found = reported(old)
+    result = reported(old)
     new_rows, old_rows = (
-        [[row[name] for name in key] for row in kept.rows] for kept in (reported(folder), found)
+        [[row[name] for name in key] for row in shown_run.rows]
+        for shown_run in (reported(folder), result)
     )
     assert new_rows == old_rows
-    _, one = opened(found, found.rows[0])
-    assert one["gap"] is None
-    assert "tokens" in one, "the tokenizer of model.path serves"
+    _, shown = opened(result, result.rows[0])
+    assert shown["gap"] is None
+    assert "tokens" in shown, "the tokenizer of model.path is used"
 
 
-def test_the_index_made_of_samples_is_the_one_that_a_run_records(folder: Path) -> None:
+def test_an_index_made_from_samples_equals_the_recorded_one(folder: Path) -> None:
     samples = folder / "samples"
     for step, path in sample_files.step_files(samples, ".jsonl").items():
         index = sample_files.read_index(samples / "index" / f"step_{step:06d}.json")
         assert index is not None and index == sample_files.index_of_samples(path, step)
 
 
-def test_of_too_many_samples_without_an_index_some_steps_are_read(
+def test_without_an_index_only_some_steps_of_a_large_run_are_read(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = copied(folder, tmp_path / "old")
@@ -401,35 +404,35 @@ def test_of_too_many_samples_without_an_index_some_steps_are_read(
         path.unlink()
     num_bytes = sum(path.stat().st_size for path in (old / "samples").glob("*.jsonl"))
     monkeypatch.setattr("dapo_megatron.report.rollouts.MAX_READ_BYTES", num_bytes // 2 + 1)
-    found = reported(old)
-    assert steps_of(found) == {1, 3, 5}
-    assert "3 of 6 steps were not read" in found.note
+    result = reported(old)
+    assert steps_of(result) == {1, 3, 5}
+    assert "3 of 6 steps were not read" in result.note
 
 
-def test_without_a_tokenizer_texts_are_whole(folder: Path, tmp_path: Path) -> None:
+def test_without_a_tokenizer_texts_are_shown_unsplit(folder: Path, tmp_path: Path) -> None:
     bare = copied(folder, tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
     config = (bare / "config.yaml").read_text(encoding="utf-8")
     (bare / "config.yaml").write_text(config.replace("tiny_qwen3", "gone"), encoding="utf-8")
-    found = reported(bare)
-    _, one = opened(found, found.rows[0])
-    assert "tokens" not in one
-    assert "No tokenizer was found" in found.note
-    assert one["text"] == recorded_completion(bare, found.rows[0])["text"]
+    result = reported(bare)
+    _, shown = opened(result, result.rows[0])
+    assert "tokens" not in shown
+    assert "No tokenizer was found" in result.note
+    assert shown["text"] == recorded_completion(bare, result.rows[0])["text"]
 
 
-def test_damaged_files_are_told_of_and_the_rest_is_shown(folder: Path, tmp_path: Path) -> None:
-    hurt = copied(folder, tmp_path / "hurt")
-    samples = hurt / "samples"
+def test_damaged_files_are_reported_and_the_rest_is_shown(folder: Path, tmp_path: Path) -> None:
+    damaged = copied(folder, tmp_path / "hurt")
+    samples = damaged / "samples"
     (samples / "index" / "step_000002.json").write_text('{"step": 2, "groups"', encoding="utf-8")
     (samples / "step_000003.jsonl").write_text("{\n", encoding="utf-8")
     (samples / "policy" / "step_000004.jsonl").write_text("{\n", encoding="utf-8")
-    replaced = samples / "step_000005.jsonl"  # after the index was read
+    replaced = samples / "step_000005.jsonl"  # changed after its index was written
     replaced.write_bytes(b"".join(reversed(replaced.read_bytes().splitlines(keepends=True))))
-    found = reported(hurt)
-    assert steps_of(found) == {1, 4, 6}
-    assert any("step 2" in one for one in found.warnings)
-    assert any("groups cannot be read" in one for one in found.warnings)
+    result = reported(damaged)
+    assert steps_of(result) == {1, 4, 6}
+    assert any("step 2" in warning for warning in result.warnings)
+    assert any("groups cannot be read" in warning for warning in result.warnings)
 
 
 def test_a_run_without_samples_has_no_rollouts(folder: Path, tmp_path: Path) -> None:
@@ -439,30 +442,32 @@ def test_a_run_without_samples_has_no_rollouts(folder: Path, tmp_path: Path) -> 
     assert rollouts(read_run(bare)) is None
 
 
-def test_of_a_very_long_completion_the_middle_is_left_out_with_a_mark(
+def test_the_middle_of_a_very_long_completion_is_cut_and_marked(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(viewer_data, "MAX_TOKENS", 20)
-    found = reported(folder)
-    blob, one = opened(found, found.rows[0])
-    tokens = recorded_completion(folder, found.rows[0])["tokens"]
-    assert one["cut"] == [10, len(tokens) - 20]
-    assert [blob["ids"][place] for place in one["tokens"]] == tokens[:10] + tokens[-10:]
-    assert len(one["logprob"]) == len(one["gap"]) == len(one["version"]) == 20
+    result = reported(folder)
+    blob, shown = opened(result, result.rows[0])
+    tokens = recorded_completion(folder, result.rows[0])["tokens"]
+    assert shown["cut"] == [10, len(tokens) - 20]
+    assert [blob["ids"][place] for place in shown["tokens"]] == tokens[:10] + tokens[-10:]
+    assert len(shown["logprob"]) == len(shown["gap"]) == len(shown["version"]) == 20
 
 
-def test_a_page_that_is_full_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollouts_beyond_the_size_limit_are_left_out_and_reported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dapo_megatron.report.rollouts.MAX_BLOB_BYTES", 20_000)
-    found = reported(folder)
-    assert 0 < len(found.rows) < found.total
-    sizes = [len(zlib.compress(blob, 1)) for blob in found.blobs.values()]
+    result = reported(folder)
+    assert 0 < len(result.rows) < result.total
+    sizes = [len(zlib.compress(blob, 1)) for blob in result.blobs.values()]
     assert sum(sizes[:-1]) < 20_000 <= sum(sizes)
-    assert "no room for more" in found.note
+    assert "no room for more" in result.note
 
 
 @settings(max_examples=20)
 @given(junk=st.binary(max_size=200))
-def test_no_bytes_in_place_of_an_index_stop_a_report(
+def test_any_bytes_as_an_index_are_ignored(
     junk: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("junk") / "step_000001.json"

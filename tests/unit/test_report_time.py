@@ -1,4 +1,4 @@
-"""Phases, memory and timelines of a run, from made series and made files."""
+"""Phases, memory and timelines of a report, from generated series and files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def derived(run: RunData) -> dict[str, list[float | None]]:
 # ---------------------------------------------------------------------------- phases
 
 
-def test_the_parts_of_a_step_add_up_to_it() -> None:
+def test_phases_of_a_step_add_up_to_its_duration() -> None:
     columns: dict[str, list[float | None]] = {
         "time/step": [20.0, 9.0],
         "time/generate": [10.0, 4.0],
@@ -62,16 +62,16 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
         "time/evaluate": [1.5, None],
     }
     run = run_of(columns=columns)
-    found = derived(run)
-    [chart] = [one for one in charts.CHARTS if one.id == "time_phases"]
+    chart_columns = derived(run)
+    [chart] = [chart for chart in charts.CHARTS if chart.id == "time_phases"]
     for at in range(2):
-        drawn = (found.get(metric, [0.0, 0.0])[at] for metric in chart.series)
-        assert sum(value or 0.0 for value in drawn) == columns["time/step"][at]
-    assert found[phases.REST] == [1.5, 1.0]
-    assert found[phases.MOVED] == [1.25, 0.75]
+        parts = (chart_columns.get(metric, [0.0, 0.0])[at] for metric in chart.series)
+        assert sum(value or 0.0 for value in parts) == columns["time/step"][at]
+    assert chart_columns[phases.REST] == [1.5, 1.0]
+    assert chart_columns[phases.MOVED] == [1.25, 0.75]
 
 
-def test_the_idle_share_of_engines() -> None:
+def test_the_idle_fraction_of_engines_is_relative_to_generation() -> None:
     columns: dict[str, list[float | None]] = {
         "time/generate": [10.0, 0.0, None, 4.0],
         "time/engine_idle": [2.5, 0.0, 1.0, 5.0],
@@ -79,23 +79,23 @@ def test_the_idle_share_of_engines() -> None:
     assert derived(run_of(columns=columns))[phases.IDLE] == [0.25, None, None, 1.0]
 
 
-def test_figures_too_large_to_add_are_missing() -> None:
+def test_values_too_large_to_add_are_missing() -> None:
     columns: dict[str, list[float | None]] = {"time/step": [-1e308], "time/update": [1e308]}
     columns |= {"time/sync": [1e308], "time/generate": [1e308], "time/grade": [-1e308]}
-    found = derived(run_of(columns=columns))
-    assert found[phases.REST] == [None]
-    assert found[phases.GENERATE] == [None]
+    chart_columns = derived(run_of(columns=columns))
+    assert chart_columns[phases.REST] == [None]
+    assert chart_columns[phases.GENERATE] == [None]
 
 
-def test_a_run_that_recorded_no_times() -> None:
-    found = derived(run_of(columns={"accuracy/raw": [0.5]}))
-    assert [name for name, column in found.items() if column != [None]] == ["accuracy/raw"]
+def test_a_run_without_times_has_no_derived_columns() -> None:
+    chart_columns = derived(run_of(columns={"accuracy/raw": [0.5]}))
+    assert [name for name, column in chart_columns.items() if column != [None]] == ["accuracy/raw"]
 
 
 # ---------------------------------------------------------------------------- memory
 
 
-def test_the_plan_lies_over_what_was_measured() -> None:
+def test_planned_memory_is_drawn_with_the_measured_memory() -> None:
     columns: dict[str, list[float | None]] = {
         "memory/update_gib": [60.0, 61.0],
         "memory/sync_gib": [50.0, None],
@@ -110,7 +110,7 @@ def test_the_plan_lies_over_what_was_measured() -> None:
     assert chart.colors["derived/plan_update_gib"] == chart.colors["memory/update_gib"]
 
 
-def test_no_plan_no_level() -> None:
+def test_without_a_plan_no_planned_memory_is_drawn() -> None:
     run = run_of(columns={"memory/update_gib": [60.0]})
     assert phases.memory_plan(run) == {}
     assert not [name for name in derived(run) if "plan" in name]
@@ -118,7 +118,7 @@ def test_no_plan_no_level() -> None:
 
 
 @pytest.mark.parametrize("plan", [{}, {"phases": []}, {"phases": {"update": "much"}}])
-def test_a_plan_that_is_none(plan: dict[str, Any]) -> None:
+def test_a_malformed_plan_is_ignored(plan: dict[str, Any]) -> None:
     assert phases.memory_plan(run_of(plan=plan)) == {}
 
 
@@ -143,22 +143,22 @@ def write(folder: Path, step: int, **changes: Any) -> None:
     (folder / "timeline" / f"step_{step:06d}.json").write_text(text, encoding="utf-8")
 
 
-def test_a_timeline_as_it_is_drawn(tmp_path: Path) -> None:
+def test_a_timeline_is_drawn_with_spans_and_running_sequences(tmp_path: Path) -> None:
     write(tmp_path, 3)
-    [found] = timeline.timelines(run_of(tmp_path))
-    assert (found.step, found.seconds) == (3, 19)
-    assert [one["label"] for one in found.phases] == ["generate", "update"]
+    [drawn] = timeline.timelines(run_of(tmp_path))
+    assert (drawn.step, drawn.seconds) == (3, 19)
+    assert [phase["label"] for phase in drawn.phases] == ["generate", "update"]
     update = {"label": "update", "color": PALETTE[phases.COLORS["update"]]}
-    assert found.phases[1] == {**update, "mean": 6.5, "least": 4, "most": 9, "slowest": 1}
-    generate, update, each = found.figure["data"]
+    assert drawn.phases[1] == {**update, "mean": 6.5, "least": 4, "most": 9, "slowest": 1}
+    generate, update, replicas = drawn.figure["data"]
     ranks = ["rank 0", "rank 1"]
     assert (generate["base"], generate["x"], generate["y"]) == ([0, 0], [10, 10], ranks)
     assert (update["base"], update["x"], update["y"]) == ([10, 10], [4, 9], ranks)
     assert update["hovertext"][1] == "rank 1 on n2: update, 9 s (10 to 19)"
-    assert each["y"] == ["replica 0", "replica 1"]
-    assert [len(row) for row in each["z"]] == [timeline.CELLS] * 2
-    assert each["x0"] == pytest.approx(5 / timeline.CELLS, abs=1e-4)
-    assert each["z"][0][0] == 8 and each["z"][0][-1] == 0
+    assert replicas["y"] == ["replica 0", "replica 1"]
+    assert [len(row) for row in replicas["z"]] == [timeline.CELLS] * 2
+    assert replicas["x0"] == pytest.approx(5 / timeline.CELLS, abs=1e-4)
+    assert replicas["z"][0][0] == 8 and replicas["z"][0][-1] == 0
     assert timeline.note(run_of(tmp_path)) is None
 
 
@@ -168,26 +168,26 @@ POINTS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 50)), min_size=1
 
 
 @given(POINTS)
-def test_cells_hold_the_integral(points: list[tuple[float, float]]) -> None:
+def test_cells_of_the_heat_map_preserve_the_integral(points: list[tuple[float, float]]) -> None:
     cells = timeline.cells(points, 0, 100, count=50)
-    whole = sum(count * (until - at) for (at, count), (until, _) in pairwise(points))
-    assert sum(cells) * 2 == pytest.approx(whole, abs=0.1 * 50 * 2)
+    integral = sum(count * (until - at) for (at, count), (until, _) in pairwise(points))
+    assert sum(cells) * 2 == pytest.approx(integral, abs=0.1 * 50 * 2)
     assert max(cells) <= max(count for _, count in points)
 
 
-def test_runs_without_timelines_say_why(tmp_path: Path) -> None:
+def test_a_report_without_timelines_explains_why(tmp_path: Path) -> None:
     assert timeline.timelines(run_of(tmp_path)) == []
     assert "recorded none (tracking.timeline_every" in (timeline.note(run_of(tmp_path)) or "")
 
 
-def test_what_is_damaged_is_left_out_and_named(tmp_path: Path) -> None:
+def test_damaged_timelines_are_left_out_and_named(tmp_path: Path) -> None:
     write(tmp_path, 1)
     write(tmp_path, 2, ranks=[{"rank": 0, "spans": [["update", 3, 1], ["sync", 0, 1], 5]}, 7])
     (tmp_path / "timeline" / "step_000003.json").write_text('{"step": 3, "ra', encoding="utf-8")
     (tmp_path / "timeline" / "step_000004.json").write_text("[1]", encoding="utf-8")
-    found = timeline.timelines(run_of(tmp_path))
-    assert [one.step for one in found] == [1, 2]
-    assert found[1].figure["data"][0]["hovertext"] == ["rank 0 on : sync, 1 s (0 to 1)"]
+    drawn = timeline.timelines(run_of(tmp_path))
+    assert [item.step for item in drawn] == [1, 2]
+    assert drawn[1].figure["data"][0]["hovertext"] == ["rank 0 on : sync, 1 s (0 to 1)"]
     assert "step_000003.json, step_000004.json" in (timeline.note(run_of(tmp_path)) or "")
 
 
@@ -204,7 +204,7 @@ JSON = st.recursive(
 
 
 @given(JSON, JSON)
-def test_nothing_in_a_file_stops_a_report(
+def test_any_json_in_a_timeline_file_is_tolerated(
     tmp_path_factory: pytest.TempPathFactory, ranks: Any, replicas: Any
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
@@ -212,13 +212,13 @@ def test_nothing_in_a_file_stops_a_report(
     timeline.timelines(run_of(folder))
 
 
-def test_of_many_the_slowest_first_and_last_are_kept(tmp_path: Path) -> None:
+def test_of_many_timelines_the_first_last_and_slowest_are_kept(tmp_path: Path) -> None:
     for step in range(1, 101):
         write(tmp_path, step)
     seconds: list[float | None] = [10.0] * 100
     seconds[42] = 900.0
     run = run_of(tmp_path, {"time/step": seconds})
-    steps = [one.step for one in timeline.timelines(run)]
+    steps = [item.step for item in timeline.timelines(run)]
     assert {1, 43, 100} <= set(steps)
     assert len(steps) == timeline.MAX_TIMELINES
     assert steps == sorted(steps)

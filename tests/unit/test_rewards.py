@@ -1,4 +1,4 @@
-"""The graders: the reference one exactly, the others in what the project relies on."""
+"""Graders: dapo_math equals the reference grader; the others behave as the project relies on."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ CASES = [json.loads(line) for line in LINES.splitlines()]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
-def test_dapo_math_is_the_reference_grader(case: dict[str, Any]) -> None:
+def test_dapo_math_equals_the_reference_grader(case: dict[str, Any]) -> None:
     pred = case["expected_pred"]
     expected = Grade(case["expected_score"], case["expected_correct"], pred, pred != INVALID)
     assert grade(case["output"], case["ground_truth"]) == expected
 
 
-# What the golden cases do not reach: (answer, what the written rules make of it).
+# Rules that the golden cases do not cover: (answer, prediction by the written rules).
 RULES = [
     (r"x,\text{and} y", "x,y"),
     ("x^2 = y = 7", "7"),
@@ -58,12 +58,12 @@ RULES = [
 
 
 @pytest.mark.parametrize(("answer", "pred"), RULES)
-def test_dapo_math_rule(answer: str, pred: str) -> None:
+def test_dapo_math_follows_the_written_rules(answer: str, pred: str) -> None:
     assert grade(f"Answer: {answer}", "?").pred == pred
     assert grade(f"Answer: {answer}", answer).correct
 
 
-def test_dapo_math_reads_300_characters() -> None:
+def test_dapo_math_reads_only_the_last_300_characters() -> None:
     answer = "\nAnswer: 7\n"
     assert grade(answer + "x" * (301 - len(answer)), "7").correct
     assert grade(answer + "x" * (302 - len(answer)), "7").correct is False
@@ -108,22 +108,22 @@ def test_dapo_math_never_raises(response: str, truth: str) -> None:
 
 def test_math_verify_agrees_with_the_library_as_recorded() -> None:
     grader = resolve("math_verify")
-    wrong = [
+    differing = [
         case["id"]
         for case in CASES
         if grader(case["output"], case["ground_truth"], {}).correct != case["math_verify_0_9_0"]
     ]
-    assert wrong == []
+    assert differing == []
 
 
-def test_math_verify_is_lenient_and_says_what_it_read() -> None:
+def test_math_verify_is_lenient_and_returns_what_it_parsed() -> None:
     grader = resolve("math_verify")
     result = grader(r"so it is $\frac{2}{4}$", "0.5", {})
     assert (result.score, result.correct) == (1.0, True)
     assert "2" in result.pred
     assert grader("no number", "0.5", {}) == Grade(-1.0, False, "", parsed=False)
     assert grader("42", r"\frac{84}{2}", {}).correct  # LaTeX truth without dollars
-    # The truth goes first: an interval answers an inequality, not the other way round.
+    # The truth is the first argument: an interval answers an inequality, but not vice versa.
     assert grader(r"\boxed{(1,\infty)}", "x>1", {}).correct
     assert not grader(r"\boxed{x>1}", r"(1,\infty)", {}).correct
     with pytest.raises(ValueError, match="no expression in the truth"):
@@ -143,7 +143,7 @@ def test_reasoning_gym_uses_the_scorer_of_the_data_set() -> None:
         assert grader(f" {entry['answer']}\n", "", extra) == Grade(1.0, True, entry["answer"])
         assert grader("nonsense", "", extra) == Grade(-1.0, False, "nonsense")
     chain = {"dataset": "chain_sum", "entry": {"question": "1+1", "answer": "2", "metadata": {}}}
-    assert grader("2.0", "", chain).correct  # the scorer's leniency, not string equality
+    assert grader("2.0", "", chain).correct  # the scorer is lenient: not string equality
     with pytest.raises(ValueError, match="no_such_set"):
         grader("2", "", {**chain, "dataset": "no_such_set"})
 
@@ -157,7 +157,7 @@ def test_reasoning_gym_gives_no_reward_for_partial_credit() -> None:
     assert grader("it is 2", "", {"dataset": "chain_sum", "entry": entry}).score == -1.0
 
 
-def test_reasoning_gym_hands_options_to_the_scorer() -> None:
+def test_reasoning_gym_passes_options_to_the_scorer() -> None:
     entry = {"question": "", "answer": "0.33", "metadata": {}}
     extra = {"dataset": "chain_sum", "entry": entry, "options": {"min_terms": 9, "max_terms": 2}}
     with pytest.raises(AssertionError, match="max_terms"):
@@ -193,7 +193,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ],
 )
 @pytest.mark.parametrize("function", ["returns", "returns_later"])
-def test_what_a_user_may_return(
+def test_valid_results_of_a_user_grader_become_grades(
     user_module: str, function: str, value: Any, expected: Grade
 ) -> None:
     assert resolve(f"{user_module}:{function}")("r", "t", {"value": value}) == expected
@@ -215,7 +215,9 @@ def test_what_a_user_may_return(
         (Grade("x", True, ""), "could not convert string to float"),  # type: ignore[arg-type]
     ],
 )
-def test_what_a_user_may_not_return(user_module: str, value: Any, problem: str) -> None:
+def test_invalid_results_of_a_user_grader_are_refused(
+    user_module: str, value: Any, problem: str
+) -> None:
     with pytest.raises(ValueError) as refused:
         resolve(f"{user_module}:returns")("r", "t", {"value": value})
     assert str(refused.value).startswith(f"grader 'my_graders:returns': {problem}")
@@ -228,7 +230,7 @@ def test_the_largest_scores_give_finite_advantages(user_module: str) -> None:
     assert group_advantage(rewards, [0] * 4).isfinite().all()
 
 
-def test_an_endless_answer_stays_with_its_worker(user_module: str) -> None:
+def test_a_very_long_prediction_is_truncated(user_module: str) -> None:
     value = Grade(1.0, True, "7" * 300_000_000)
     grade = resolve(f"{user_module}:returns")("r", "t", {"value": value})
     assert grade == Grade(1.0, True, "7" * 4096)
@@ -258,20 +260,20 @@ def test_a_bad_grader_name_is_refused(user_module: str, name: str, message: str)
 
 
 ACCEPTED = {
-    "two": "response, truth",
+    "two arguments": "response, truth",
     "other names": "text, gold",
     "positional only": "response, truth, /",
     "keywords besides": "response, truth, *, seconds=1, **more",
     "extra with a default": "response, truth, extra=None",
-    "three of other names": "a, b, c",
+    "three with other names": "a, b, c",
     "four, one with a default": "response, truth, extra, seconds=1",
 }
 REFUSED = {
-    "one": ("response", "takes 1 argument;"),
-    "none": ("", "takes 0 arguments"),
-    "four": ("data, response, truth, extra", "takes 4 arguments"),
+    "one argument": ("response", "takes 1 argument;"),
+    "no arguments": ("", "takes 0 arguments"),
+    "four arguments": ("data, response, truth, extra", "takes 4 arguments"),
     "any number": ("*arguments", "takes any number"),
-    "a keyword that is required": ("response, truth, *, seconds", "keyword argument seconds"),
+    "a required keyword": ("response, truth, *, seconds", "keyword argument seconds"),
     "a third with a default": ("response, truth, seconds=1", "third argument .* seconds"),
     "the truth first": ("truth, response", "takes truth first"),
     "the order of another library": ("data_source, solution, truth", "takes data_source first"),
@@ -279,7 +281,7 @@ REFUSED = {
 
 
 def with_signature(folder: Path, parameters: str, body: str) -> str:
-    """A grader in a module of its own, and its name."""
+    """Write a grader into a new module; return its name."""
     name = f"grader_{len(list(folder.iterdir()))}_{abs(hash(parameters))}"
     (folder / f"{name}.py").write_text(f"def grade({parameters}):\n    {body}\n")
     return f"{name}:grade"
@@ -295,14 +297,14 @@ def test_a_function_gets_as_many_arguments_as_it_takes(
     grader = resolve(name)
     assert grader("7", "7", {}).correct
     assert not grader("7", "8", {}).correct
-    takes_extra = case in ("extra with a default", "three of other names")
+    takes_extra = case in ("extra with a default", "three with other names")
     if takes_extra:
         name = with_signature(tmp_path, ACCEPTED[case], f"return {values}[2]['score']")
         assert resolve(name)("", "", {"score": 0.25}).score == 0.25
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_signature_that_is_not_plain_is_refused_before_the_run(
+def test_unsupported_signatures_are_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -347,7 +349,7 @@ def test_a_row_without_a_grader_is_refused_when_the_data_is_loaded(tmp_path: Pat
     )
 
 
-def test_importing_rewards_is_light() -> None:
+def test_importing_rewards_imports_no_heavy_library() -> None:
     code = (
         "import sys, dapo_megatron.rewards, dapo_megatron.rewards.dapo_math; "
         "assert not {'torch', 'pydantic', 'math_verify', 'sympy', 'reasoning_gym'} "

@@ -1,4 +1,4 @@
-"""A run's folder: fresh starts and resuming, one process at a time, checkpoints whole or absent."""
+"""A run folder: fresh starts, resuming, one process at a time, and complete checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_checkpoint(folder: Path, step: int) -> Path:
 
 
 def old_run(path: Path) -> RunFolder:
-    """What a run that ended has left: its folder is not locked any more."""
+    """Make the folder of a run that has ended; it is no longer locked."""
     folder = RunFolder(path)
     enter(folder, "never")
     folder.metrics.write_text("old metrics", encoding="utf-8")
@@ -45,7 +45,7 @@ def old_run(path: Path) -> RunFolder:
 
 
 def enter(folder: RunFolder, resume: str) -> Path | None:
-    """As run/context.py does."""
+    """Enter the folder in the same way as run/context.py."""
     folder.acquire(lock_seconds=0.0)
     source = folder.find_checkpoint(resume, ALONE)
     folder.prepare(resume, source)
@@ -67,7 +67,7 @@ def test_a_new_run_gets_an_empty_folder(tmp_path: Path, resume: str) -> None:
     assert names(tmp_path / "deep") == ["x"]
 
 
-def test_never_keeps_older_runs_beside_it(tmp_path: Path) -> None:
+def test_resume_never_keeps_older_runs_under_numbered_names(tmp_path: Path) -> None:
     path = tmp_path / "x"
     for number in (1, 2, 3):
         old_run(path).metrics.write_text(f"run {number}", encoding="utf-8")
@@ -83,15 +83,15 @@ def test_never_keeps_older_runs_beside_it(tmp_path: Path) -> None:
     assert names(folder.samples) == []
 
 
-def test_never_does_not_take_a_name_that_is_taken(tmp_path: Path) -> None:
+def test_resume_never_skips_names_that_exist(tmp_path: Path) -> None:
     old_run(tmp_path / "x")
-    (tmp_path / "x.1").write_text("somebody's file", encoding="utf-8")
+    (tmp_path / "x.1").write_text("a user's file", encoding="utf-8")
     enter(RunFolder(tmp_path / "x"), "never")
     assert names(tmp_path) == ["x", "x.1", "x.2"]
-    assert (tmp_path / "x.1").read_text(encoding="utf-8") == "somebody's file"
+    assert (tmp_path / "x.1").read_text(encoding="utf-8") == "a user's file"
 
 
-def test_auto_goes_on_in_the_same_folder(tmp_path: Path) -> None:
+def test_resume_auto_continues_in_the_same_folder(tmp_path: Path) -> None:
     path = tmp_path / "x"
     old_run(path)
     add_checkpoint(path, 2)
@@ -104,7 +104,7 @@ def test_auto_goes_on_in_the_same_folder(tmp_path: Path) -> None:
     assert names(folder.checkpoints) == ["step_000002", "step_000010"]
 
 
-def test_auto_without_a_checkpoint_starts_again_in_the_same_folder(tmp_path: Path) -> None:
+def test_resume_auto_without_a_checkpoint_starts_again_in_the_same_folder(tmp_path: Path) -> None:
     old_run(tmp_path / "x")
     folder = RunFolder(tmp_path / "x")
     assert enter(folder, "auto") is None
@@ -112,15 +112,15 @@ def test_auto_without_a_checkpoint_starts_again_in_the_same_folder(tmp_path: Pat
     assert names(tmp_path) == ["x"]
 
 
-def test_a_checkpoint_of_its_own_continues_the_run_and_sets_later_ones_aside(
+def test_resuming_from_an_own_checkpoint_sets_later_ones_aside(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "x"
     old_run(path)
     steps = {step: add_checkpoint(path, step) for step in (2, 4, 6)}
-    (path / "checkpoints" / "step_000006.1").mkdir()  # set aside before
+    (path / "checkpoints" / "step_000006.1").mkdir()  # set aside earlier
     folder = RunFolder(path)
-    # However it is written.
+    # A relative path is accepted, too.
     assert enter(folder, os.path.relpath(steps[4])) == Path(os.path.relpath(steps[4]))
     assert folder.is_continued
     assert names(folder.checkpoints) == [
@@ -133,26 +133,26 @@ def test_a_checkpoint_of_its_own_continues_the_run_and_sets_later_ones_aside(
 
 
 @pytest.mark.parametrize(
-    ("source", "left"),
+    ("source", "remaining"),
     [
         ("step_000002", ["step_000002", "step_000002_open.1", "step_000004.1"]),
         ("step_000002_open", ["step_000002", "step_000002_open", "step_000004.1"]),
         ("step_000001_open.1", ["step_000002.1", "step_000002_open.1", "step_000004.1"]),
     ],
 )
-def test_what_is_set_aside_goes_by_the_place_within_a_step_too(
-    tmp_path: Path, source: str, left: list[str]
+def test_checkpoints_within_a_step_are_ordered_when_set_aside(
+    tmp_path: Path, source: str, remaining: list[str]
 ) -> None:
     path = tmp_path / "x"
     old_run(path)
     for name in {source, "step_000002", "step_000002_open", "step_000004"}:
         add_checkpoint(path, 2).rename(path / "checkpoints" / f"{name}.tmp")
-    for made in (path / "checkpoints").iterdir():
-        made.rename(made.with_suffix(""))
+    for temporary in (path / "checkpoints").iterdir():
+        temporary.rename(temporary.with_suffix(""))
     folder = RunFolder(path)
     enter(folder, str(path / "checkpoints" / source))
     assert [name for name in names(folder.checkpoints) if name != source] == [
-        name for name in left if name != source
+        name for name in remaining if name != source
     ]
 
 
@@ -180,14 +180,14 @@ def test_a_checkpoint_of_another_run_starts_a_new_one(tmp_path: Path) -> None:
     assert source.exists()
 
 
-def test_a_path_that_is_no_checkpoint_is_refused_before_anything_moves(tmp_path: Path) -> None:
+def test_a_path_that_is_no_checkpoint_is_refused_before_anything_is_renamed(tmp_path: Path) -> None:
     old_run(tmp_path / "x")
     with pytest.raises(CheckpointError, match="resume: nowhere is not a checkpoint"):
         enter(RunFolder(tmp_path / "x"), "nowhere")
     assert names(tmp_path) == ["x"]
 
 
-def test_a_folder_that_cannot_be_made_is_a_message(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"run.directory: .*file/x: Not a directory"):
         enter(RunFolder(tmp_path / "file" / "x"), "never")
@@ -208,7 +208,7 @@ time.sleep(float(sys.argv[2]))
 
 @contextmanager
 def holder(path: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has taken the folder."""
+    """Start another process that holds the lock of the folder."""
     command = [sys.executable, "-c", HOLDER, str(path), str(seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
         try:
@@ -219,38 +219,38 @@ def holder(path: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
             process.send_signal(signal.SIGKILL)
 
 
-def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     path = tmp_path / "x"
     with holder(path, seconds=1000):
-        (path / "metrics.jsonl").write_text("of the first", encoding="utf-8")
+        (path / "metrics.jsonl").write_text("of the first run", encoding="utf-8")
         for resume in ("never", "auto"):
             with pytest.raises(ConfigError, match=r"run\.name: another process is running in"):
                 enter(RunFolder(path), resume)
         assert names(tmp_path) == ["x"]
-        assert (path / "metrics.jsonl").read_text(encoding="utf-8") == "of the first"
-    # However it ended, its lock went with it.
+        assert (path / "metrics.jsonl").read_text(encoding="utf-8") == "of the first run"
+    # Its lock is released however it ends.
     folder = RunFolder(path)
     enter(folder, "auto")
     assert folder.is_continued
 
 
-def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path: Path) -> None:
+def test_a_lock_that_is_a_link_is_refused_and_its_target_unchanged(tmp_path: Path) -> None:
     target, path = tmp_path / "bashrc", tmp_path / "x"
-    target.write_text("mine", encoding="utf-8")
+    target.write_text("my settings", encoding="utf-8")
     path.mkdir()
     (path / ".lock").symlink_to(target)
     with pytest.raises(ConfigError, match=rf"^{path}/\.lock: a link to {target}"):
         RunFolder(path).acquire(lock_seconds=0.0)
-    assert target.read_text(encoding="utf-8") == "mine"
+    assert target.read_text(encoding="utf-8") == "my settings"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a link of another user")
 def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
     target, path = tmp_path / "bashrc", tmp_path / "x"
-    target.write_text("mine", encoding="utf-8")
+    target.write_text("my settings", encoding="utf-8")
     path.mkdir()
     (path / "metrics.jsonl").symlink_to(target)
-    (path / "checkpoints").symlink_to(tmp_path)  # on another disk, by the user
+    (path / "checkpoints").symlink_to(tmp_path)  # the user's own link to another disk
     os.lchown(path / "metrics.jsonl", 65534, 65534)
     with pytest.raises(ConfigError, match=r"^run\.name: .*metrics\.jsonl is a link .*user 65534"):
         RunFolder(path).acquire(lock_seconds=0.0)
@@ -258,7 +258,7 @@ def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
     RunFolder(path).acquire(lock_seconds=0.0)
 
 
-def test_a_file_system_without_locks_is_a_mistake_that_no_restart_mends(
+def test_a_file_system_without_locks_is_a_config_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flock(*_: object) -> None:
@@ -269,14 +269,24 @@ def test_a_file_system_without_locks_is_a_mistake_that_no_restart_mends(
         RunFolder(tmp_path / "x").acquire(lock_seconds=0.0)
 
 
-def test_ranks_just_killed_are_given_a_moment_to_go(tmp_path: Path) -> None:
-    with holder(tmp_path / "x", seconds=1.0):
-        started = time.monotonic()
-        RunFolder(tmp_path / "x").acquire(lock_seconds=20.0)
-        assert 0.2 < time.monotonic() - started < 15.0
+def test_acquire_waits_for_the_lock_of_a_process_that_is_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    with holder(tmp_path / "x", seconds=1000) as process:
+
+        def sleep(seconds: float) -> None:
+            waits.append(seconds)
+            if len(waits) == 3:
+                process.kill()
+                process.wait()
+
+        monkeypatch.setattr("dapo_megatron.run.folder.time.sleep", sleep)
+        RunFolder(tmp_path / "x").acquire(lock_seconds=300.0)
+    assert len(waits) == 3
 
 
-def test_who_was_cut_off_from_its_lock_finds_the_new_owner(
+def test_an_attempt_that_lost_its_lock_sees_the_new_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = []
@@ -286,7 +296,7 @@ def test_who_was_cut_off_from_its_lock_finds_the_new_owner(
         enter(folders[-1], "auto")
         folders[-1].check_owner()
         assert folders[-1]._lock is not None
-        folders[-1]._lock.close()  # as a file system does that was cut off
+        folders[-1]._lock.close()  # as if the file system had been cut off
     with pytest.raises(Fenced, match=r"taken by attempt 7\.1, so this attempt \(7\.0\)"):
         folders[0].check_owner()
     folders[1].check_owner()
@@ -297,27 +307,27 @@ def unreadable(owner: Path) -> None:
     owner.mkdir()
 
 
-NO_PROOFS: dict[str, Callable[[Path], object]] = {
+DAMAGED_OWNERS: dict[str, Callable[[Path], object]] = {
     "missing": Path.unlink,
-    "no folder": lambda owner: owner.parent.rename(owner.parent.with_name("moved")),
+    "folder moved": lambda owner: owner.parent.rename(owner.parent.with_name("moved")),
     "empty": lambda owner: owner.write_bytes(b""),
     "half written": lambda owner: owner.write_bytes(b'{"attem'),
     "garbage": lambda owner: owner.write_bytes(b"\xff\x00"),
-    "another thing": lambda owner: owner.write_bytes(b"[]"),
-    "nobody": lambda owner: owner.write_bytes(b"{}"),
-    "cannot be read": unreadable,
+    "a list": lambda owner: owner.write_bytes(b"[]"),
+    "no attempt": lambda owner: owner.write_bytes(b"{}"),
+    "unreadable": unreadable,
 }
 
 
-@pytest.mark.parametrize("what", NO_PROOFS)
-def test_only_another_owner_is_proof(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("damage", DAMAGED_OWNERS)
+def test_a_damaged_owner_file_does_not_end_a_run(tmp_path: Path, damage: str) -> None:
     folder = RunFolder(tmp_path / "x")
     enter(folder, "auto")
-    NO_PROOFS[what](folder.owner)
+    DAMAGED_OWNERS[damage](folder.owner)
     folder.check_owner()
 
 
-def test_a_file_handle_that_is_stale_is_no_proof(
+def test_a_stale_file_handle_does_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path / "x")
@@ -332,10 +342,10 @@ def test_a_file_handle_that_is_stale_is_no_proof(
         folder.check_owner()
 
 
-def test_to_ask_for_the_owner_costs_next_to_nothing(tmp_path: Path) -> None:
+def test_checking_the_owner_is_cheap(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "x")
     enter(folder, "auto")
-    started = time.perf_counter()
+    started = time.thread_time()  # CPU time hardly depends on the load of the machine
     for _ in range(100):
         folder.check_owner()
-    assert time.perf_counter() - started < 1.0
+    assert time.thread_time() - started < 1.0

@@ -1,5 +1,5 @@
-"""The rollouts of a step on disk: every group exactly, an index that says where it is, and what the
-policy said of those it is trained on."""
+"""Rollouts of a step on disk: the groups, bit for bit, an index of their places, and the policy's
+values on the trained ones."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def group() -> Group:
     )
 
 
-def test_samples_hold_everything_of_a_group(tmp_path: Path) -> None:
+def test_samples_contain_all_fields_of_a_group(tmp_path: Path) -> None:
     path, _ = write_samples(tmp_path / "samples", 12, [(group(), "trained"), (group(), "expired")])
     assert list((tmp_path / "samples").iterdir()) == [path]
     assert path.name == "step_000012.jsonl"
@@ -106,7 +106,7 @@ def test_samples_hold_everything_of_a_group(tmp_path: Path) -> None:
     assert group_from_json(first) == group()
 
 
-def test_half_a_character_survives(tmp_path: Path) -> None:
+def test_lone_surrogates_survive(tmp_path: Path) -> None:
     broken = group()
     broken = replace(
         broken, prompt=replace(broken.prompt, text="a \ud800 b \udcff", truth="\udc80")
@@ -124,17 +124,17 @@ def test_half_a_character_survives(tmp_path: Path) -> None:
         ((None, None), None),
     ],
 )
-def test_the_verdict_is_readable(
+def test_the_verdict_of_a_group_is_recorded(
     tmp_path: Path, correct: tuple[bool | None, ...], verdict: str | None
 ) -> None:
-    one = group().completions[0]
-    grades = [None if it is None else Grade(1.0, it, "7") for it in correct]
-    judged = replace(group(), completions=tuple(replace(one, grade=grade) for grade in grades))
+    first = group().completions[0]
+    grades = [None if is_correct is None else Grade(1.0, is_correct, "7") for is_correct in correct]
+    judged = replace(group(), completions=tuple(replace(first, grade=grade) for grade in grades))
     path, _ = write_samples(tmp_path, 1, [(judged, "abstained")])
     assert json.loads(path.read_text())["verdict"] == verdict
 
 
-def test_samples_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_samples_are_written_atomically(tmp_path: Path) -> None:
     old = write_samples(tmp_path, 1, [(group(), "mixed")])[0].read_bytes()
 
     def failing() -> Any:
@@ -147,7 +147,7 @@ def test_samples_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert (tmp_path / "step_000001.jsonl").read_bytes() == old
 
 
-def test_each_completion_has_the_reward_that_the_run_gave_it(tmp_path: Path) -> None:
+def test_the_reward_of_each_completion_is_recorded(tmp_path: Path) -> None:
     overlong = OverlongConfig(
         penalty=True, max_tokens=4, buffer_tokens=3, filter=False, filtered_in_mean=False
     )
@@ -167,13 +167,13 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def full_disk(after: int) -> Callable[[int], None]:
-    """In the place of os.fsync: there is room for so many files more."""
-    left = after
+    """Return a replacement of os.fsync that fails after `after` files."""
+    num_left = after
 
     def fsync(_: int) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     return fsync
@@ -183,14 +183,14 @@ def full_disk(after: int) -> Callable[[int], None]:
     ("room", "kept", "left_out"),
     [(0, [], "samples"), (1, [Path("step_000001.jsonl")], "index entries")],
 )
-def test_what_the_disk_does_not_take_costs_no_step(
+def test_a_full_disk_is_a_warning_and_the_next_step_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, kept: list[Path], left_out: str
 ) -> None:
     out = io.StringIO()
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk(room))
         recorder(tmp_path, out).samples(1, [(group(), "mixed")])
-    assert files_in(tmp_path) == kept, "the part that was written takes the room of others"
+    assert files_in(tmp_path) == kept, "partly written files are removed"
     assert out.getvalue().startswith(f"WARNING: {left_out} of step 1 were not written: ")
     recorder(tmp_path, out).samples(2, [(group(), "mixed")])
     assert set(files_in(tmp_path)) - set(kept) == {
@@ -203,9 +203,9 @@ def test_what_the_disk_does_not_take_costs_no_step(
 
 
 def read_index(folder: Path, step: int) -> dict[str, Any]:
-    found = json.loads(index_path(folder, step).read_text(), parse_constant=pytest.fail)
-    assert isinstance(found, dict)
-    return found
+    index = json.loads(index_path(folder, step).read_text(), parse_constant=pytest.fail)
+    assert isinstance(index, dict)
+    return index
 
 
 def test_the_index_has_a_row_per_completion(tmp_path: Path) -> None:
@@ -239,27 +239,36 @@ def test_the_index_has_a_row_per_completion(tmp_path: Path) -> None:
 @given(
     st.lists(st.tuples(GROUPS, st.sampled_from(["trained", "all_wrong", "expired"])), max_size=4)
 )
-def test_the_index_says_where_each_group_is_and_what_of_it(groups: list[tuple[Group, str]]) -> None:
+def test_the_index_gives_offsets_and_columns_of_all_groups(groups: list[tuple[Group, str]]) -> None:
     with TemporaryDirectory() as folder:
         path, index = write_samples(Path(folder), 3, groups)
         index.write(Path(folder))
-        found = read_index(Path(folder), 3)
+        columns = read_index(Path(folder), 3)
         with path.open("rb") as file:
-            lines = [(file.seek(at) and b"") or file.readline() for at in found["groups"]["offset"]]
-    back = [group_from_json(json.loads(line)) for line in lines]
-    assert back == [one for one, _ in groups]
-    assert found["groups"]["fate"] == [fate for _, fate in groups]
-    assert found["groups"]["ticket"] == [one.ticket for one in back]
-    flat = [(place, one) for place, of in enumerate(back) for one in of.completions]
-    rows = found["completions"]
-    assert rows["group"] == [place for place, _ in flat]
-    assert rows["num_tokens"] == [len(one.tokens) for _, one in flat]
-    assert rows["correct"] == [one.grade and one.grade.correct for _, one in flat]
-    assert rows["age"] == [2 - one.segments[0].version if one.segments else None for _, one in flat]
-    assert {len(column) for column in rows.values()} == {len(flat)}
+            lines = [
+                (file.seek(at) and b"") or file.readline() for at in columns["groups"]["offset"]
+            ]
+    read = [group_from_json(json.loads(line)) for line in lines]
+    assert read == [written for written, _ in groups]
+    assert columns["groups"]["fate"] == [fate for _, fate in groups]
+    assert columns["groups"]["ticket"] == [group.ticket for group in read]
+    completions = [
+        (place, completion) for place, group in enumerate(read) for completion in group.completions
+    ]
+    rows = columns["completions"]
+    assert rows["group"] == [place for place, _ in completions]
+    assert rows["num_tokens"] == [len(completion.tokens) for _, completion in completions]
+    assert rows["correct"] == [
+        completion.grade and completion.grade.correct for _, completion in completions
+    ]
+    assert rows["age"] == [
+        2 - completion.segments[0].version if completion.segments else None
+        for _, completion in completions
+    ]
+    assert {len(column) for column in rows.values()} == {len(completions)}
 
 
-def test_a_step_done_again_leaves_nothing_of_the_first_attempt_beside_it(tmp_path: Path) -> None:
+def test_a_repeated_step_removes_the_files_of_the_first_attempt(tmp_path: Path) -> None:
     write_samples(tmp_path, 1, [(group(), "mixed")])[1].write(tmp_path)
     policy_path(tmp_path, 1).parent.mkdir()
     policy_path(tmp_path, 1).write_text("{}")
@@ -272,8 +281,10 @@ def test_a_step_done_again_leaves_nothing_of_the_first_attempt_beside_it(tmp_pat
 
 def inspected(ticket: int, sample: int, **changes: Any) -> SequenceDiagnostics:
     values = torch.tensor([-0.12345678, -2.0])
-    one = SequenceDiagnostics(ticket, sample, 0.70710678, 1.23456e-7, 0.0004567891, values, -values)
-    return replace(one, **changes)
+    sequence = SequenceDiagnostics(
+        ticket, sample, 0.70710678, 1.23456e-7, 0.0004567891, values, -values
+    )
+    return replace(sequence, **changes)
 
 
 def read_policy(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -281,11 +292,11 @@ def read_policy(folder: Path, step: int) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
 
-def test_the_policy_file_keeps_every_token_of_the_first_groups_alone(tmp_path: Path) -> None:
+def test_the_policy_file_has_token_values_only_of_the_first_groups(tmp_path: Path) -> None:
     sequences = [inspected(7, 0), inspected(7, 3), inspected(4, 1), inspected(9, 0)]
     assert write_policy(tmp_path, 2, sequences, 2) == tmp_path / "policy" / "step_000002.jsonl"
     lines = read_policy(tmp_path, 2)
-    assert [(one["ticket"], one["sample"]) for one in lines] == [(7, 0), (7, 3), (4, 1), (9, 0)]
+    assert [(line["ticket"], line["sample"]) for line in lines] == [(7, 0), (7, 3), (4, 1), (9, 0)]
     assert lines[2] == {
         "ticket": 4,
         "sample": 1,
@@ -298,25 +309,25 @@ def test_the_policy_file_keeps_every_token_of_the_first_groups_alone(tmp_path: P
     assert lines[3] == {**lines[2], "ticket": 9, "sample": 0, "logprobs": None, "entropy": None}
 
 
-def test_what_is_no_number_is_null_in_the_policy_file(tmp_path: Path) -> None:
-    odd = inspected(1, 0, gap_max=math.inf, logprobs=torch.tensor([math.nan, -1.0]))
-    write_policy(tmp_path, 2, [odd], 1)
+def test_non_finite_values_are_null_in_the_policy_file(tmp_path: Path) -> None:
+    sequence = inspected(1, 0, gap_max=math.inf, logprobs=torch.tensor([math.nan, -1.0]))
+    write_policy(tmp_path, 2, [sequence], 1)
     [line] = read_policy(tmp_path, 2)
     assert line["gap_max"] is None
     assert line["logprobs"] == [None, -1.0]
 
 
-def test_a_recorder_keeps_what_the_policy_said_of_so_many_groups(
+def test_a_recorder_keeps_token_values_of_a_limited_number_of_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.StringIO()
-    keeps = replace(recorder(tmp_path, out), inspected_groups=1)
+    limited_recorder = replace(recorder(tmp_path, out), inspected_groups=1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk(0))
-        keeps.sequence_diagnostics(1, [inspected(7, 0)])
+        limited_recorder.inspected(1, [inspected(7, 0)])
     assert files_in(tmp_path) == []
     assert "WARNING: policy log-probs of step 1 were not written: " in out.getvalue()
-    keeps.sequence_diagnostics(2, [inspected(7, 0), inspected(8, 0)])
-    assert [one["logprobs"] is None for one in read_policy(tmp_path, 2)] == [False, True]
-    replace(keeps, samples_folder=None).sequence_diagnostics(3, [inspected(7, 0)])
+    limited_recorder.inspected(2, [inspected(7, 0), inspected(8, 0)])
+    assert [line["logprobs"] is None for line in read_policy(tmp_path, 2)] == [False, True]
+    replace(limited_recorder, samples_folder=None).inspected(3, [inspected(7, 0)])
     assert files_in(tmp_path) == [policy_path(Path(), 2)]

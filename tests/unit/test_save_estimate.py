@@ -12,7 +12,7 @@ from dapo_megatron.plan.estimate import NodeSpec, estimate_memory, save_estimate
 from tests.helpers.configs import tiny_config
 
 
-def test_the_plan_of_the_phases_that_are_measured(tmp_path: Path) -> None:
+def test_plan_json_has_the_phases_whose_memory_is_measured(tmp_path: Path) -> None:
     config, notes = tiny_config(), list[str]()
     save_estimate(config, tmp_path / "plan.json", notes.append, 2, int(79.25 * GIB))
     kept = json.loads((tmp_path / "plan.json").read_text())
@@ -24,7 +24,7 @@ def test_the_plan_of_the_phases_that_are_measured(tmp_path: Path) -> None:
     }
 
 
-def test_a_plan_that_cannot_be_made_or_kept_is_told_and_ends_nothing(
+def test_a_plan_that_cannot_be_made_or_written_is_only_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
@@ -40,13 +40,13 @@ def test_a_plan_that_cannot_be_made_or_kept_is_told_and_ends_nothing(
 
 
 @pytest.mark.parametrize("error", [KeyError("head_dim"), ZeroDivisionError("by zero"), TypeError()])
-def test_an_odd_model_that_trains_all_the_same_is_only_told(
+def test_an_error_of_the_estimate_is_only_a_note(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def odd(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     notes: list[str] = []
-    monkeypatch.setattr(estimate, "estimate_memory", odd)
+    monkeypatch.setattr(estimate, "estimate_memory", fail)
     save_estimate(tiny_config(), tmp_path / "plan.json", notes.append, 2, int(79.25 * GIB))
     assert notes == [f"  no plan.json: {type(error).__name__}: {error}"]

@@ -1,4 +1,5 @@
-"""Folders on a node: another user can prepare none of them, and what a killed process left goes."""
+"""Scratch folders on a node: those prepared by another user are not used, and those of killed
+processes are removed."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ time.sleep(float(sys.argv[1]))
 
 @contextmanager
 def rank(parent: Path, **environ: str) -> Iterator[tuple[subprocess.Popen[str], list[Path]]]:
-    """A process with scratch folders in `parent`, and the folders."""
+    """Start a process with scratch folders in `parent`; yield it and the folders."""
     kept = {name: value for name, value in os.environ.items() if name not in (*CACHES, SOCKETS)}
     kept.pop("SLURM_JOB_ID", None)
     environ = {**kept, "TMPDIR": str(parent), "PYTHONPATH": str(REPOSITORY), **environ}
@@ -53,7 +54,7 @@ def rank(parent: Path, **environ: str) -> Iterator[tuple[subprocess.Popen[str], 
 
 @pytest.fixture
 def parent() -> Iterator[Path]:
-    """Short, as /tmp is: names of sockets are."""
+    """A short path such as /tmp, because paths of sockets are limited."""
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         yield Path(folder)
 
@@ -63,9 +64,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("job", "name"), [("", f"dapo-{UID}"), ("4711", f"dapo-{UID}-4711")])
-def test_ranks_of_a_node_share_caches_that_are_the_users_alone(
-    parent: Path, job: str, name: str
-) -> None:
+def test_ranks_of_a_node_share_private_caches(parent: Path, job: str, name: str) -> None:
     environ = {"SLURM_JOB_ID": job} if job else {}
     with rank(parent, **environ) as (_, first), rank(parent, **environ) as (_, second):
         assert first[:3] == second[:3] == [parent / name / folder for folder in CACHES.values()]
@@ -75,7 +74,7 @@ def test_ranks_of_a_node_share_caches_that_are_the_users_alone(
             assert folder.stat().st_uid == UID
 
 
-def test_what_the_user_has_set_stays(parent: Path) -> None:
+def test_folders_set_by_the_user_are_kept(parent: Path) -> None:
     given = {name: f"/my/{name}" for name in (*CACHES, SOCKETS)}
     with rank(parent, **given) as (_, folders):
         assert folders == [Path(value) for value in given.values()]
@@ -97,7 +96,7 @@ PREPARED = {
 
 
 @pytest.mark.parametrize("kind", PREPARED)
-def test_a_folder_that_another_user_can_have_prepared_is_not_used(parent: Path, kind: str) -> None:
+def test_a_folder_that_another_user_may_have_prepared_is_not_used(parent: Path, kind: str) -> None:
     if UID != 0 and kind == "of another user":
         pytest.skip("needs root, to make a folder of another user")
     folder = parent / f"dapo-{UID}-7"
@@ -111,12 +110,12 @@ def test_a_folder_that_another_user_can_have_prepared_is_not_used(parent: Path, 
         assert f"warning: {folder}: it " in process.stderr.read()
 
 
-def test_a_killed_job_leaves_nothing_after_the_next_start(parent: Path) -> None:
+def test_the_next_start_removes_folders_of_a_killed_job(parent: Path) -> None:
     with rank(parent, SLURM_JOB_ID="1") as (killed, folders):
         (folders[0] / "deep").mkdir(parents=True)
         (folders[3] / "socket").touch()
         with rank(parent, SLURM_JOB_ID="2") as (_, others):
-            assert (folders[0] / "deep").exists(), "of a job that runs"
+            assert (folders[0] / "deep").exists(), "the folder of a running job is kept"
             killed.send_signal(signal.SIGKILL)
             killed.wait()
             with rank(parent, SLURM_JOB_ID="3") as (_, third):
@@ -139,26 +138,26 @@ def test_a_rank_that_ends_deletes_its_sockets(parent: Path) -> None:
         assert names(parent) == [f"dapo-{UID}"]
 
 
-def test_a_long_tmpdir_leaves_the_sockets_where_they_were(tmp_path: Path) -> None:
+def test_a_long_tmpdir_is_not_used_for_sockets(tmp_path: Path) -> None:
     parent = tmp_path / ("x" * 60)
     parent.mkdir()
     with rank(parent) as (_, folders):
         assert str(folders[3]) == "None"
 
 
-def test_shared_memory_goes_with_the_last_rank_that_holds_it(tmp_path: Path) -> None:
+def test_shared_memory_is_removed_after_the_last_rank_that_holds_it(tmp_path: Path) -> None:
     folder = tmp_path / f"dapo-{UID}-29500"
-    mine, other = tmp_path / f"{folder.name}-tp", tmp_path / f"dapo-{UID}-295000-tp"
+    segment, other = tmp_path / f"{folder.name}-tp", tmp_path / f"dapo-{UID}-295000-tp"
     with locked(folder):
         with locked(folder):
-            mine.touch()
+            segment.touch()
             other.touch()
         clear_abandoned(tmp_path)
-        assert mine.exists(), "a rank still holds it"
+        assert segment.exists(), "a rank still holds it"
     assert names(tmp_path) == [other.name]
 
 
-def test_what_is_not_this_users_stays(tmp_path: Path) -> None:
+def test_files_of_other_users_are_not_removed(tmp_path: Path) -> None:
     if UID != 0:
         pytest.skip("needs root, to make files of another user")
     of_another_user(tmp_path / f"dapo-{UID}-1")
@@ -168,9 +167,9 @@ def test_what_is_not_this_users_stays(tmp_path: Path) -> None:
     (tmp_path / f"dapo-{UID}-3").symlink_to(REPOSITORY)
     (tmp_path / "dapo-29500-older").touch()
     clear_abandoned(tmp_path)
-    left = [f"dapo-{UID}-1", f"dapo-{UID}-2-segment", f"dapo-{UID}-3", "dapo-29500-older"]
-    assert names(tmp_path) == sorted(left)
-    with locked(tmp_path / f"dapo-{UID}-1"):  # no lock, and no error
+    remaining = [f"dapo-{UID}-1", f"dapo-{UID}-2-segment", f"dapo-{UID}-3", "dapo-29500-older"]
+    assert names(tmp_path) == sorted(remaining)
+    with locked(tmp_path / f"dapo-{UID}-1"):  # another user's folder cannot be locked; no error
         pass
 
 
@@ -186,14 +185,14 @@ def port_of_rank_in(parent: Path) -> str | None:
 
 
 @pytest.mark.long
-def test_a_run_killed_while_its_engine_is_built_leaves_nothing_after_the_next_start(
+def test_the_next_start_removes_everything_of_a_run_killed_while_building_its_engine(
     parent: Path,
 ) -> None:
     command = [sys.executable, "-m", "dapo_megatron", "train", "model_configs/tiny_cpu.yaml"]
     options = [f"run.directory={parent}/runs", "tracking.mlflow=false"]
     environ = {**os.environ, "TMPDIR": str(parent)}
 
-    def left() -> list[str]:
+    def remaining() -> list[str]:
         shared = names(Path("/dev/shm"))
         return [name for name in shared if f"dapo-{UID}-{port_of_run}" in name]
 
@@ -201,15 +200,17 @@ def test_a_run_killed_while_its_engine_is_built_leaves_nothing_after_the_next_st
         deadline = time.monotonic() + 240
         while (port_of_run := port_of_rank_in(parent)) is None:
             assert time.monotonic() < deadline
-        while not any("cpushm" in name for name in left()):
+        while not any("cpushm" in name for name in remaining()):
             assert time.monotonic() < deadline and run.poll() is None
             time.sleep(0.01)
         run.kill()
-    while port_of_rank_in(parent) is not None:  # the ranks go with it
+    while port_of_rank_in(parent) is not None:  # the ranks end with it
         assert time.monotonic() < deadline
-    assert len(left()) >= 3  # a lock, and what two ranks share
-    assert len(names(parent)) == 5, "runs, caches, where ranks meet, and sockets of two ranks"
+    assert len(remaining()) >= 3  # a lock, and the segments that two ranks share
+    assert len(names(parent)) == 5, (
+        "runs, caches, rendezvous folder, and socket folders of two ranks"
+    )
     with rank(parent) as (_, [*_, sockets]):
         clear_abandoned(Path("/dev/shm"))
-        assert left() == []
+        assert remaining() == []
         assert names(parent) == sorted([f"dapo-{UID}", sockets.name, "runs"])

@@ -1,4 +1,4 @@
-"""Only ranks that know the run's secret join, and nobody else gets to know it."""
+"""Only ranks that know the run's secret can join, and it is never exposed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXT = "0123456789abcdef" * 4
 SECRET = bytes.fromhex(TEXT)
 OTHER = bytes(32)
 
-# ------------------------------------------------------------------- where it comes from
+# ------------------------------------------------------------------- sources of the secret
 
 
 def test_a_secret_is_new_each_time_and_taken_out_of_the_environment() -> None:
@@ -36,7 +36,7 @@ def test_a_secret_is_new_each_time_and_taken_out_of_the_environment() -> None:
     assert take_secret(environ) is None
 
 
-def test_a_private_file_holds_it(tmp_path: Path) -> None:
+def test_the_secret_is_read_from_a_private_file(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(f"{TEXT}\n")
     file.chmod(0o600)
@@ -46,7 +46,7 @@ def test_a_private_file_holds_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("damage", "message"),
     [
         (lambda file: file.chmod(0o640), "can be read or written by others (mode 640;"),
         (lambda file: file.chmod(0o602), "can be read or written by others (mode 602;"),
@@ -62,16 +62,16 @@ def test_a_private_file_holds_it(tmp_path: Path) -> None:
         (lambda file: file.write_text(""), "not 64 hexadecimal digits"),
     ],
 )
-def test_any_other_file_is_refused(
-    tmp_path: Path, spoil: Callable[[Path], object], said: str
+def test_a_file_that_is_not_private_or_malformed_is_refused(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     file = tmp_path / "secret"
     file.write_text(TEXT)
     file.chmod(0o600)
-    spoil(file)
+    damage(file)
     with pytest.raises(ConfigError) as refused:
         take_secret({secrets.SECRET_FILE: str(file)})
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert str(refused.value).startswith("DAPO_MEGATRON_SECRET_FILE")
     assert TEXT[:-1] not in str(refused.value)
 
@@ -86,7 +86,7 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
         take_secret({secrets.SECRET_FILE: str(file)})
 
 
-def test_a_secret_of_another_form_is_refused_and_not_shown() -> None:
+def test_a_malformed_secret_is_refused_and_not_shown() -> None:
     with pytest.raises(ConfigError) as refused:
         take_secret({secrets.SECRET: "hunter2"})
     assert "hunter2" not in str(refused.value)
@@ -96,7 +96,7 @@ def test_a_secret_of_another_form_is_refused_and_not_shown() -> None:
 
 
 class Table:
-    """An all-gather between threads. `forge(round, values)` is what rank 1 sends instead."""
+    """An all-gather between threads. Rank 1 sends `forge(round, values)` instead of its value."""
 
     def __init__(self, size: int, forge: Callable[[int, list[bytes]], bytes] | None = None) -> None:
         self.values = [[b""] * size for _ in range(2)]
@@ -109,17 +109,17 @@ class Table:
         def gather(value: bytes) -> list[bytes]:
             number = next(rounds)
             self.values[number][rank] = value
-            self.barrier.wait(10)
+            self.barrier.wait(60)
             if rank == 1 and self.forge is not None:
                 self.values[number][1] = self.forge(number, self.values[number])
-            self.barrier.wait(10)
+            self.barrier.wait(60)
             return list(self.values[number])
 
         return gather
 
 
 def outcomes(table: Table, known: list[bytes]) -> list[str]:
-    """What the proof of each rank ended with: "", or an error."""
+    """Run the proof on all ranks; return the error of each rank, or ""."""
     ends = [""] * len(known)
 
     def run(rank: int) -> None:
@@ -132,45 +132,45 @@ def outcomes(table: Table, known: list[bytes]) -> list[str]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     return ends
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_who_knows_the_secret_passes(size: int) -> None:
+def test_ranks_that_know_the_secret_pass(size: int) -> None:
     assert outcomes(Table(size), [SECRET] * size) == [""] * size
 
 
-def test_another_secret_is_named_by_all_others() -> None:
+def test_a_rank_with_another_secret_is_named_by_all_others() -> None:
     ends = outcomes(Table(4), [SECRET, SECRET, OTHER, SECRET])
     assert all(ends[rank].startswith("rank 2 did not prove") for rank in (0, 1, 3))
     assert ends[2].startswith("rank 0, 1, 3 did not prove")
 
 
-def test_the_answer_of_another_rank_is_no_proof() -> None:
+def test_a_copied_answer_is_no_proof() -> None:
     """The impostor sends the nonce and the answer of rank 0 as its own."""
     table = Table(3, forge=lambda number, values: values[0])
     ends = outcomes(table, [SECRET, OTHER, SECRET])
     assert ends[0].startswith("rank 1 did not prove") and ends[2].startswith("rank 1 did not prove")
 
 
-def test_an_answer_from_an_earlier_start_is_no_proof() -> None:
-    """The impostor repeats what it saw of rank 1 when that was the true one."""
+def test_an_answer_replayed_from_an_earlier_start_is_no_proof() -> None:
+    """The impostor replays the messages of the true rank 1 from an earlier start."""
     earlier = Table(2)
     assert outcomes(earlier, [SECRET, SECRET]) == ["", ""]
-    seen = [values[1] for values in earlier.values]
-    ends = outcomes(Table(2, forge=lambda number, values: seen[number]), [SECRET, OTHER])
+    recorded = [values[1] for values in earlier.values]
+    ends = outcomes(Table(2, forge=lambda number, values: recorded[number]), [SECRET, OTHER])
     assert ends[0].startswith("rank 1 did not prove")
 
 
-def test_an_answer_tells_rank_world_and_nonces_apart() -> None:
+def test_an_answer_depends_on_rank_world_size_and_nonces() -> None:
     nonces = [bytes([number]) * 32 for number in range(3)]
     answers = {
         answer(SECRET, 0, nonces), answer(SECRET, 1, nonces), answer(SECRET, 1, nonces[:2]),
         answer(SECRET, 1, nonces[::-1]), answer(OTHER, 1, nonces),
     }  # fmt: skip
     assert len(answers) == 5
-    assert {len(one) for one in answers} == {32}
+    assert {len(value) for value in answers} == {32}
 
 
 # ------------------------------------------------------------------------ real processes
@@ -202,7 +202,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def start_rank(rank: int, port: int, **more: str) -> subprocess.Popen[str]:
-    """One of two ranks, each on a node of its own as far as it is told."""
+    """Start one of two ranks that believe they are on different nodes."""
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     return subprocess.Popen(
         [sys.executable, "-c", HONEST], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -210,8 +210,8 @@ def start_rank(rank: int, port: int, **more: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def said_by(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=90)
+def output_of(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=300)
     return out or err
 
 
@@ -222,27 +222,29 @@ def test_an_impostor_cannot_join(attack: str, port: int, tmp_path: Path) -> None
     honest = start_rank(0, port, DAPO_MEGATRON_SECRET=TEXT)
     impostor = subprocess.run(
         [sys.executable, "-m", "tests.helpers.impostor", str(port), attack, str(file)],
-        env=environment(), cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=90,
+        env=environment(), cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
-    said = said_by(honest)
+    output = output_of(honest)
     assert "joined" in impostor.stdout, impostor.stderr
-    assert said.startswith("RankError"), said
-    assert "rank 1" in said and "secret" in said
-    assert "exchanged" not in said and TEXT not in said
-    assert not file.exists(), "what the impostor sent was unpickled"
+    assert output.startswith("RankError"), output
+    assert "rank 1" in output and "secret" in output
+    assert "exchanged" not in output and TEXT not in output
+    assert not file.exists(), "the message of the impostor was unpickled"
 
 
-def test_two_secrets_do_not_go_together(port: int) -> None:
+def test_ranks_with_different_secrets_refuse_each_other(port: int) -> None:
     ranks = [
         start_rank(0, port, DAPO_MEGATRON_SECRET=TEXT),
         start_rank(1, port, DAPO_MEGATRON_SECRET=OTHER.hex()),
     ]
     for other, process in zip((1, 0), ranks):
-        said = said_by(process)
-        assert said.startswith("RankError") and f"rank {other}" in said
+        output = output_of(process)
+        assert output.startswith("RankError") and f"rank {other}" in output
 
 
-def test_one_secret_in_the_environment_and_in_a_file_do(port: int, tmp_path: Path) -> None:
+def test_the_same_secret_may_come_from_the_environment_and_from_a_file(
+    port: int, tmp_path: Path
+) -> None:
     file = tmp_path / "secret"
     file.write_text(TEXT)
     file.chmod(0o600)
@@ -250,29 +252,31 @@ def test_one_secret_in_the_environment_and_in_a_file_do(port: int, tmp_path: Pat
         start_rank(0, port, DAPO_MEGATRON_SECRET=TEXT),
         start_rank(1, port, DAPO_MEGATRON_SECRET_FILE=str(file)),
     ]
-    assert [said_by(process) for process in ranks] == [
+    assert [output_of(process) for process in ranks] == [
         "exchanged ['plain value', 'plain value']\n"
     ] * 2
 
 
-def test_without_a_secret_nobody_is_contacted(port: int) -> None:
-    """The port belongs to nobody: a rank that tried to reach rank 0 would wait."""
-    said = said_by(start_rank(1, port))
-    assert said.startswith("ConfigError DAPO_MEGATRON_SECRET: not set, and this is one of 2 ranks")
-    assert "export DAPO_MEGATRON_SECRET=$(openssl rand -hex 32)" in said
+def test_without_a_secret_no_connection_is_made(port: int) -> None:
+    """Nothing listens on the port: a rank that tried to reach rank 0 would wait."""
+    output = output_of(start_rank(1, port))
+    assert output.startswith(
+        "ConfigError DAPO_MEGATRON_SECRET: not set, and this is one of 2 ranks"
+    )
+    assert "export DAPO_MEGATRON_SECRET=$(openssl rand -hex 32)" in output
 
 
 def test_the_command_line_refuses_ranks_without_a_secret() -> None:
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "dapo_megatron", "train", "model_configs/tiny_cpu.yaml"],
         env=environment(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2"),
-        cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=90,
+        cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
-    assert ran.returncode == 2, ran.stdout + ran.stderr
-    assert "error: DAPO_MEGATRON_SECRET: not set" in ran.stderr
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "error: DAPO_MEGATRON_SECRET: not set" in result.stderr
 
 
-def test_one_rank_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_rank_needs_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "_process_secret", lambda: None)
     assert run_secret(1) is None
     with pytest.raises(ConfigError, match="one of 2 ranks"):
@@ -281,58 +285,63 @@ def test_one_rank_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --------------------------------------------------------------------- ranks on one machine
 
-TWO = """
+LAUNCHED = """
 import json, os, subprocess, sys
 from pathlib import Path
 from dapo_megatron.cluster.launch import is_launched, launch
 if not is_launched():
     sys.exit(launch([sys.executable, *sys.argv], int(sys.argv[2])))
 folder = Path(os.environ["DAPO_MEGATRON_STORE"]).parent
-found = {"folder": str(folder), "mode": folder.stat().st_mode & 0o777}
-found["environ"] = os.environ["DAPO_MEGATRON_SECRET"]
+facts = {"folder": str(folder), "mode": folder.stat().st_mode & 0o777}
+facts["environ"] = os.environ["DAPO_MEGATRON_SECRET"]
 from dapo_megatron.cluster.ranks import join
 ranks = join("gloo")
 second = ranks.second()
 from tests.helpers.sockets import listening
-found["listening"] = sorted(listening([os.getpid()]))
-found["cmdline"] = Path("/proc/self/cmdline").read_text()
-found["inherited"] = subprocess.run(["env"], capture_output=True, text=True).stdout
-found["exchanged"] = [ranks.all_gather(7, int), second.all_gather(8, int)]
+facts["listening"] = sorted(listening([os.getpid()]))
+facts["cmdline"] = Path("/proc/self/cmdline").read_text()
+facts["inherited"] = subprocess.run(["env"], capture_output=True, text=True).stdout
+facts["exchanged"] = [ranks.all_gather(7, int), second.all_gather(8, int)]
 if ranks.rank == 0:
-    Path(sys.argv[1]).write_text(json.dumps(found))
+    Path(sys.argv[1]).write_text(json.dumps(facts))
 ranks.barrier()
 os._exit(0)
 """
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_ranks_of_a_launcher_can_be_reached_by_nobody(num_ranks: int, tmp_path: Path) -> None:
-    script, result = tmp_path / "two.py", tmp_path / "result.json"
-    script.write_text(TWO)
+def test_launched_ranks_listen_only_on_loopback_and_hide_their_secret(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    script, result_file = tmp_path / "two.py", tmp_path / "result.json"
+    script.write_text(LAUNCHED)
     left_out = {"GLOO_SOCKET_IFNAME"}
-    ran = subprocess.run(
-        [sys.executable, str(script), str(result), str(num_ranks)],
-        env={k: v for k, v in environment().items() if k not in left_out},
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=90,
+    launcher = subprocess.run(
+        [sys.executable, str(script), str(result_file), str(num_ranks)],
+        env={name: value for name, value in environment().items() if name not in left_out},
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    found = json.loads(result.read_text())
-    assert found["exchanged"] == [[7] * num_ranks, [8] * num_ranks]
-    assert found["listening"], "gloo has sockets"
-    assert {address.rpartition(":")[0] for address in found["listening"]} == {"127.0.0.1"}
-    assert found["mode"] == 0o700
-    assert not Path(found["folder"]).exists(), "the launcher removes it"
-    assert len(found["environ"]) == 64
-    assert found["environ"] not in found["cmdline"] + found["inherited"] + ran.stdout + ran.stderr
-    assert "DAPO_MEGATRON_SECRET" not in found["inherited"]
+    assert launcher.returncode == 0, launcher.stdout + launcher.stderr
+    facts = json.loads(result_file.read_text())
+    assert facts["exchanged"] == [[7] * num_ranks, [8] * num_ranks]
+    assert facts["listening"], "gloo has sockets"
+    assert {address.rpartition(":")[0] for address in facts["listening"]} == {"127.0.0.1"}
+    assert facts["mode"] == 0o700
+    assert not Path(facts["folder"]).exists(), "the launcher removes it"
+    assert len(facts["environ"]) == 64
+    assert (
+        facts["environ"]
+        not in facts["cmdline"] + facts["inherited"] + launcher.stdout + launcher.stderr
+    )
+    assert "DAPO_MEGATRON_SECRET" not in facts["inherited"]
 
 
 def test_ranks_of_srun_on_one_node_meet_on_loopback(port: int) -> None:
-    """Nobody has made a folder for their store."""
+    """srun, unlike the launcher, makes no folder for their store."""
     ranks = [
         start_rank(rank, port, LOCAL_WORLD_SIZE="2", DAPO_MEGATRON_SECRET=TEXT) for rank in range(2)
     ]
-    assert [said_by(process) for process in ranks] == [
+    assert [output_of(process) for process in ranks] == [
         "exchanged ['plain value', 'plain value']\n"
     ] * 2
 
@@ -343,6 +352,6 @@ def sockets(rank: int) -> Any:
     return listening([os.getpid()])
 
 
-def test_worlds_of_tests_are_as_closed() -> None:
+def test_ranks_of_tests_listen_only_on_loopback() -> None:
     for addresses in run_ranks(sockets, 2):
         assert {address.rpartition(":")[0] for address in addresses} == {"127.0.0.1"}

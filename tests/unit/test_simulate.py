@@ -1,4 +1,4 @@
-"""Virtual engines keep to their speed; on them the coordinator is as fast as promised."""
+"""Simulated engines run at the speed of their model; the coordinator meets its targets on them."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def request(
 @pytest.mark.parametrize(
     ("num", "slots", "seconds"),
     [
-        (1, 256, 600 / 60),  # as fast as one sequence can be
-        (150, 256, 600 / 60),  # the knee
-        (300, 512, 300 * 600 / 9_000),  # the engine is full
-        (30, 10, 3 * 600 / 60),  # three waves
+        (1, 256, 600 / 60),  # one sequence at its maximum speed
+        (150, 256, 600 / 60),  # the most sequences at full speed
+        (300, 512, 300 * 600 / 9_000),  # limited by the engine's capacity
+        (30, 10, 3 * 600 / 60),  # three waves of 10 slots
     ],
 )
-def test_an_engine_is_as_fast_as_its_model(num: int, slots: int, seconds: float) -> None:
+def test_an_engine_runs_at_the_speed_of_its_model(num: int, slots: int, seconds: float) -> None:
     engine = VirtualEngine(EngineModel(max_sequences=slots))
     for ticket in range(num):
         engine.submit(request(ticket, max_tokens=1_000), 600)
@@ -69,11 +69,11 @@ def test_a_long_sequence_speeds_up_when_short_ones_have_ended() -> None:
     engine.submit(request(0), 100)
     engine.submit(request(1), 400)
     # 30 tokens/s each until 100 are done, then 60.
-    assert [asked.ticket for asked, _ in engine.run_until(200 / 60 + 0.01)] == [0]
+    assert [ended.ticket for ended, _ in engine.run_until(200 / 60 + 0.01)] == [0]
     assert engine.next_end() == pytest.approx((200 + 300) / 60)
 
 
-def test_an_interrupted_sequence_has_the_tokens_of_its_time() -> None:
+def test_an_interrupted_sequence_has_the_tokens_sampled_so_far() -> None:
     engine = VirtualEngine(EngineModel(max_sequences=1))
     engine.submit(request(0), 100)
     engine.submit(request(1), 100)
@@ -82,7 +82,7 @@ def test_an_interrupted_sequence_has_the_tokens_of_its_time() -> None:
     assert engine.next_end() == math.inf
 
 
-def test_reading_what_is_continued_takes_its_time() -> None:
+def test_the_prefill_of_a_continued_sequence_takes_time() -> None:
     before = Completion(0, tuple(range(97)), (0.0,) * 97, "", Finish.UNFINISHED, (Segment(0, 97),))
     engine = VirtualEngine(EngineModel(prefill=50))
     engine.submit(request(0, before), 157)
@@ -95,7 +95,7 @@ def test_reading_what_is_continued_takes_its_time() -> None:
     seconds=st.lists(st.floats(0.05, 5.0), min_size=1, max_size=6),
     prefill=st.sampled_from([None, 100.0]),
 )
-def test_no_token_is_lost_or_made_up_however_often_engines_are_interrupted(
+def test_interrupts_neither_lose_nor_add_tokens(
     lengths: list[int], slots: int, seconds: list[float], prefill: float | None
 ) -> None:
     model = EngineModel(max_sequences=slots, capacity=300, per_sequence=60, prefill=prefill)
@@ -137,7 +137,7 @@ def test_no_token_is_lost_or_made_up_however_often_engines_are_interrupted(
 
 
 @pytest.mark.parametrize(("mean", "keep_rate"), [(1_500, 0.3), (4_500, 0.7)])
-def test_drawn_answers_have_the_mean_and_the_keep_rate_asked_for(
+def test_drawn_answers_have_the_requested_mean_length_and_keep_rate(
     mean: float, keep_rate: float
 ) -> None:
     workload = LogNormal(mean, keep_rate, between=0.5)
@@ -149,7 +149,7 @@ def test_drawn_answers_have_the_mean_and_the_keep_rate_asked_for(
     assert [again.group(ticket) for ticket in (4_999, 0)] == [groups[4_999], groups[0]]
 
 
-def test_answers_that_cannot_be_are_refused() -> None:
+def test_impossible_workloads_are_refused() -> None:
     with pytest.raises(ValueError, match="between 1 and the cap, 100"):
         location(100, 1.0, 100)
     with pytest.raises(ValueError, match=r"between 0 and 0\.875"):
@@ -165,9 +165,11 @@ def recorded_group(correct: list[bool | None]) -> Group:
             text="",
             finish=Finish.STOP,
             segments=(Segment(0, sample + 1),),
-            grade=None if right is None else Grade(1.0 if right else -1.0, right, ""),
+            grade=None
+            if is_correct is None
+            else Grade(1.0 if is_correct else -1.0, is_correct, ""),
         )
-        for sample, right in enumerate(correct)
+        for sample, is_correct in enumerate(correct)
     )
     return Group(0, PROMPT, tuple(completions))
 
@@ -177,7 +179,9 @@ def test_groups_of_a_recorded_run_are_drawn(tmp_path: Path) -> None:
     lines = [json.dumps({**group_to_json(group), "fate": "trained"}) for group in groups]
     (tmp_path / "step_000001.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     drawn = Recorded(read_recorded(tmp_path))
-    assert drawn.groups == [Answers((1, 2), (True, False))]  # the other has no verdict
+    assert drawn.groups == [
+        Answers((1, 2), (True, False))
+    ]  # the other group has no verdict, because a grade is missing
     assert (drawn.mean, drawn.keep_rate, drawn.group(9)) == (1.5, 1.0, drawn.groups[0])
     with pytest.raises(ValueError, match="no step_"):
         read_recorded(tmp_path / "elsewhere")
@@ -185,7 +189,7 @@ def test_groups_of_a_recorded_run_are_drawn(tmp_path: Path) -> None:
 
 @settings(max_examples=20)
 @given(st.integers(0, 10_000), st.floats(0.0, 0.6), st.integers(60, 300), st.integers(60, 300))
-def test_two_samples_are_compared_as_by_scipy(
+def test_the_kolmogorov_smirnov_test_agrees_with_scipy(
     seed: int, shift: float, num_first: int, num_second: int
 ) -> None:
     shifted, other = LogNormal(1_500, 0.5, seed=seed), LogNormal(1_500, 0.5, seed=seed + 1)
@@ -197,50 +201,50 @@ def test_two_samples_are_compared_as_by_scipy(
     assert p == pytest.approx(scipy.pvalue, abs=0.06)
 
 
-# ---------------------------------------------------------------------------- what is compared
+# ---------------------------------------------------------------------------- policies
 
 
 SMALL = PRESETS[Preset.small]
 
 
 @pytest.fixture(scope="module", params=[(1_500.0, 0.5), (4_500.0, 0.7)], ids=str)
-def found(request: pytest.FixtureRequest) -> dict[str, Figures]:
-    """The figures of each policy on a small cluster."""
+def figures(request: pytest.FixtureRequest) -> dict[str, Figures]:
+    """Results of each policy on a small cluster."""
     mean, keep_rate = request.param
     workload = LogNormal(mean, keep_rate, samples=SMALL.samples)
     return {name: run(policy, SMALL, workload) for name, policy in POLICIES.items()}
 
 
-def test_carrying_keeps_engines_busy_and_loses_nothing(found: dict[str, Figures]) -> None:
-    ours, whole = found[CARRYING], found[WHOLE_BATCHES]
-    assert ours.busy >= MIN_BUSY
-    assert ours.seconds_per_step <= 0.5 * whole.seconds_per_step
-    assert ours.lost_groups == 0
-    assert ours.wasted_tokens == 0.0
-    assert ours.age_mean <= MAX_AGE_MEAN
-    assert ours.age_max <= SMALL.max_age
+def test_carrying_keeps_engines_busy_and_loses_nothing(figures: dict[str, Figures]) -> None:
+    carrying, whole = figures[CARRYING], figures[WHOLE_BATCHES]
+    assert carrying.busy >= MIN_BUSY
+    assert carrying.seconds_per_step <= 0.5 * whole.seconds_per_step
+    assert carrying.lost_groups == 0
+    assert carrying.wasted_tokens == 0.0
+    assert carrying.age_mean <= MAX_AGE_MEAN
+    assert carrying.age_max <= SMALL.max_age
 
 
-def test_trained_lengths_are_those_of_mixed_groups(found: dict[str, Figures]) -> None:
+def test_trained_lengths_are_those_of_mixed_groups(figures: dict[str, Figures]) -> None:
     for name in (WHOLE_BATCHES, CARRYING, ON_POLICY):
-        assert found[name].length_p >= MIN_P, name
+        assert figures[name].length_p >= MIN_P, name
 
 
-def test_finish_order_with_dropping_prefers_short_answers(found: dict[str, Figures]) -> None:
-    dropping = found[FIRST_FINISHED]
+def test_finish_order_with_dropping_prefers_short_answers(figures: dict[str, Figures]) -> None:
+    dropping = figures[FIRST_FINISHED]
     assert dropping.length_ratio < 0.95
     assert dropping.length_p < MIN_P
     assert dropping.lost_groups > 0
 
 
-def test_on_policy_is_faster_than_whole_batches_and_fresh(found: dict[str, Figures]) -> None:
-    ours, whole = found[ON_POLICY], found[WHOLE_BATCHES]
-    assert ours.seconds_per_step <= 0.95 * whole.seconds_per_step
-    assert ours.age_max == 0
-    assert ours.prompts_per_step < whole.prompts_per_step
+def test_on_policy_is_faster_than_whole_batches_and_has_age_0(figures: dict[str, Figures]) -> None:
+    on_policy, whole = figures[ON_POLICY], figures[WHOLE_BATCHES]
+    assert on_policy.seconds_per_step <= 0.95 * whole.seconds_per_step
+    assert on_policy.age_max == 0
+    assert on_policy.prompts_per_step < whole.prompts_per_step
 
 
-def test_strict_order_is_what_makes_data_old() -> None:
+def test_strict_order_makes_data_older() -> None:
     workload = LogNormal(1_500, 0.5, samples=SMALL.samples)
     bound = replace(SMALL, steps=16, max_age=1_000, lookahead=4.0)
     strict = run(POLICIES[CARRYING], replace(bound, max_overtake=0), workload)
@@ -248,19 +252,19 @@ def test_strict_order_is_what_makes_data_old() -> None:
     assert strict.lost_groups == 0
 
 
-def test_the_program_ends_in_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_prints_json_on_its_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     main(preset=Preset.small, mean=[1_500.0], keep_rate=[0.5], steps=9, jobs=1)
     lines = capsys.readouterr().out.splitlines()
-    found = json.loads(lines[-1])
-    assert {"commit", "machine", "python", "sigma", "seconds"} <= found.keys()
-    assert [one["policy"] for one in found["results"]] == list(POLICIES)
+    summary = json.loads(lines[-1])
+    assert {"commit", "machine", "python", "sigma", "seconds"} <= summary.keys()
+    assert [result["policy"] for result in summary["results"]] == list(POLICIES)
     assert any("ours, carrying: 0 mixed groups lost, none: target met" in line for line in lines)
 
 
-def test_the_plot_is_a_picture() -> None:
+def test_the_plot_is_valid_svg() -> None:
     point = Point(1_500, 0.5, "lookahead", 1.0, 1.0, 8, 256, 200.0, 0.8, 1.0, 4)
     points = [point, replace(point, value=2.0, age_mean=2.0, seconds_per_step=145.0)]
-    points += [replace(one, mean=4_500.0) for one in points]
+    points += [replace(point, mean=4_500.0) for point in points]
     picture = ElementTree.fromstring(draw(points))
     assert picture.tag.endswith("svg")
     texts = [element.text for element in picture.iter() if element.tag.endswith("text")]

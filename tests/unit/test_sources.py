@@ -1,4 +1,4 @@
-"""Prompt sources: what is read, what is left out, and what is refused, by name."""
+"""Prompt sources: rows that are read, left out, or refused with their place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = ("jsonl", "parquet")
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable character; <answer> opens the answer."""
+    """One token per printable character; <answer> starts the answer."""
     names = ["<eos>", "<unk>", "<answer>", *(chr(code) for code in range(32, 127)), "\n"]
     vocab = {name: number for number, name in enumerate(names)}
     return PreTrainedTokenizerFast(
@@ -49,7 +49,7 @@ def row(question: str = "1 + 2 =", index: Any = "b1f3", **columns: Any) -> dict[
     } | columns
 
 
-def written(folder: Path, kind: str, rows: list[Any], **options: Any) -> FileSource:
+def write_source(folder: Path, kind: str, rows: list[Any], **options: Any) -> FileSource:
     path = folder / f"rows.{kind}"
     if kind == "parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
@@ -75,7 +75,7 @@ def gym(**changes: Any) -> ReasoningGymSource:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("index", ["b1f3", 29], ids=["string", "int64"])
 def test_rows_become_prompts(tmp_path: Path, tokenizer: Any, kind: str, index: Any) -> None:
-    source = written(tmp_path, kind, [row(index=index), row("4 - 1 =", index=index)])
+    source = write_source(tmp_path, kind, [row(index=index), row("4 - 1 =", index=index)])
     first, second = load_source(source, tokenizer, 100).prompts
     assert (first.source, first.index, first.truth) == ("file", 0, "3")
     assert first.text == "u:1 + 2 =<answer>"
@@ -93,33 +93,35 @@ def test_rows_become_prompts(tmp_path: Path, tokenizer: Any, kind: str, index: A
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_truths_keep_every_digit(tmp_path: Path, tokenizer: Any, kind: str) -> None:
+def test_ground_truths_keep_every_digit(tmp_path: Path, tokenizer: Any, kind: str) -> None:
     truth = "-98765432109876543210987"
-    source = written(tmp_path, kind, [row(reward_model={"ground_truth": truth, "style": "rule"})])
+    source = write_source(
+        tmp_path, kind, [row(reward_model={"ground_truth": truth, "style": "rule"})]
+    )
     assert load_source(source, tokenizer, 100).prompts[0].truth == truth
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_prompts_are_dropped_and_counted(tmp_path: Path, tokenizer: Any, kind: str) -> None:
     rows = [row("x" * 7), row("x" * 8), row("x" * 6)]
-    loaded = load_source(written(tmp_path, kind, rows), tokenizer, 10)  # "u:" + 7 + <answer>
+    loaded = load_source(write_source(tmp_path, kind, rows), tokenizer, 10)  # "u:" + 7 + <answer>
     assert [prompt.index for prompt in loaded.prompts] == [0, 2]
     assert loaded.num_dropped_long == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_limit_and_order_over_chunks(tmp_path: Path, tokenizer: Any, kind: str) -> None:
+def test_order_and_limit_hold_across_chunks(tmp_path: Path, tokenizer: Any, kind: str) -> None:
     rows = [row(str(number)) for number in range(CHUNK_ROWS + 7)]
-    everything = load_source(written(tmp_path, kind, rows), tokenizer, 100).prompts
+    everything = load_source(write_source(tmp_path, kind, rows), tokenizer, 100).prompts
     assert [prompt.text for prompt in everything] == [f"u:{n}<answer>" for n in range(len(rows))]
-    limited = load_source(written(tmp_path, kind, rows, limit=5), tokenizer, 100).prompts
+    limited = load_source(write_source(tmp_path, kind, rows, limit=5), tokenizer, 100).prompts
     assert limited == everything[:5]
 
 
-def test_parquet_rows_are_read_in_batches_and_only_the_columns_of_a_run(
+def test_only_used_columns_of_parquet_are_read_in_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = written(tmp_path, "parquet", [row(other=number) for number in range(5)]).path
+    path = write_source(tmp_path, "parquet", [row(other=number) for number in range(5)]).path
     monkeypatch.setattr("dapo_megatron.data.rows.CHUNK_ROWS", 2)
     assert list(read_parquet(path)) == [(n, f"{path}, row {n}", row()) for n in range(5)]
     batches = list(parquet_batches(path, 3))
@@ -128,25 +130,25 @@ def test_parquet_rows_are_read_in_batches_and_only_the_columns_of_a_run(
 
 
 def test_a_limit_stops_before_a_bad_row(tmp_path: Path, tokenizer: Any) -> None:
-    source = written(tmp_path, "jsonl", [row(), "bad"], limit=1)
+    source = write_source(tmp_path, "jsonl", [row(), "bad"], limit=1)
     assert len(load_source(source, tokenizer, 100).prompts) == 1
 
 
-def test_rows_of_a_file_are_never_merged(tmp_path: Path, tokenizer: Any) -> None:
-    # AIME-2024 comes as 32 copies of 30 problems: avg@32 is made of those.
-    loaded = load_source(written(tmp_path, "parquet", [row(), row()]), tokenizer, 100)
+def test_duplicate_rows_of_a_file_are_kept(tmp_path: Path, tokenizer: Any) -> None:
+    # AIME-2024 has 32 copies of 30 problems, for avg@32.
+    loaded = load_source(write_source(tmp_path, "parquet", [row(), row()]), tokenizer, 100)
     assert len(loaded.prompts) == 2
 
 
 def test_excluded_texts_are_left_out_and_counted(tmp_path: Path, tokenizer: Any) -> None:
-    source = written(tmp_path, "jsonl", [row(), row("4 - 1 =")])
+    source = write_source(tmp_path, "jsonl", [row(), row("4 - 1 =")])
     loaded = load_source(source, tokenizer, 100, exclude={"u:1 + 2 =<answer>"})
     assert [prompt.index for prompt in loaded.prompts] == [1]
     assert loaded.num_held_out == 1
 
 
 def bad(path: str, value: Any) -> dict[str, Any]:
-    """A row with `value` at a dotted place; DELETE removes it."""
+    """A row with `value` at a dotted path; DELETE removes the entry."""
     changed: Any = deepcopy(row())
     *parents, last = (int(part) if part.isdigit() else part for part in path.split("."))
     node = changed
@@ -212,7 +214,7 @@ def test_bad_jsonl_rows_are_refused_by_line_and_column(
 ) -> None:
     broken = bad(place, value)
     with pytest.raises(DataError, match=rf"rows.jsonl, line 3, {message}"):
-        load_source(written(tmp_path, "jsonl", [row(), row(), broken]), tokenizer, 100)
+        load_source(write_source(tmp_path, "jsonl", [row(), row(), broken]), tokenizer, 100)
 
 
 @pytest.mark.parametrize(
@@ -232,29 +234,29 @@ def test_bad_parquet_rows_are_refused_by_row_and_column(
     tmp_path: Path, tokenizer: Any, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=f"rows.parquet, {message}"):
-        load_source(written(tmp_path, "parquet", [row(**changes)]), tokenizer, 100)
+        load_source(write_source(tmp_path, "parquet", [row(**changes)]), tokenizer, 100)
 
 
 def test_a_later_parquet_row_is_named_by_its_index(tmp_path: Path, tokenizer: Any) -> None:
     rows = [row() for _ in range(5)] + [row(ability="")]
     with pytest.raises(DataError, match=r"rows.parquet, row 5, column ability"):
-        load_source(written(tmp_path, "parquet", rows), tokenizer, 100)
+        load_source(write_source(tmp_path, "parquet", rows), tokenizer, 100)
 
 
 def test_a_missing_parquet_column_is_named(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{key: value for key, value in row().items() if key != "prompt"}]
     with pytest.raises(DataError, match=r"rows.parquet, column prompt is missing"):
-        load_source(written(tmp_path, "parquet", rows), tokenizer, 100)
+        load_source(write_source(tmp_path, "parquet", rows), tokenizer, 100)
 
 
-def test_an_extra_info_needs_no_index(tmp_path: Path, tokenizer: Any) -> None:
-    source = written(tmp_path, "jsonl", [row(extra_info={"difficulty": 3})])
+def test_extra_info_may_lack_an_index(tmp_path: Path, tokenizer: Any) -> None:
+    source = write_source(tmp_path, "jsonl", [row(extra_info={"difficulty": 3})])
     (prompt,) = load_source(source, tokenizer, 100).prompts
     assert prompt.extra["extra_info"] == {"difficulty": 3}
 
 
 def test_other_columns_are_ignored(tmp_path: Path, tokenizer: Any) -> None:
-    source = written(tmp_path, "parquet", [row(__index_level_0__=4)])
+    source = write_source(tmp_path, "parquet", [row(__index_level_0__=4)])
     assert "__index_level_0__" not in load_source(source, tokenizer, 100).prompts[0].extra
 
 
@@ -267,17 +269,17 @@ def test_other_columns_are_ignored(tmp_path: Path, tokenizer: Any) -> None:
         (b"", "is empty; use other data"),
     ],
 )
-def test_files_that_are_not_jsonl(
+def test_a_file_that_is_not_jsonl_is_refused(
     tmp_path: Path, tokenizer: Any, content: bytes, message: str
 ) -> None:
-    source = written(tmp_path, "jsonl", [])
+    source = write_source(tmp_path, "jsonl", [])
     Path(source.path).write_bytes(content)
     with pytest.raises(DataError, match=message):
         load_source(source, tokenizer, 100)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_is_not_there_is_named(tmp_path: Path, tokenizer: Any, kind: str) -> None:
+def test_a_missing_file_is_named(tmp_path: Path, tokenizer: Any, kind: str) -> None:
     path = str(tmp_path / "none")
     source = FileSource(kind=kind, name="file", path=path, grader="dapo_math")  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"none: cannot be read \(.*No such file"):
@@ -285,16 +287,18 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path, tokenizer: Any, kind:
 
 
 def test_a_file_that_is_not_parquet_is_named(tmp_path: Path, tokenizer: Any) -> None:
-    source = written(tmp_path, "parquet", [row()])
+    source = write_source(tmp_path, "parquet", [row()])
     Path(source.path).write_text("not parquet at all")
     with pytest.raises(DataError, match=r"rows.parquet: not a readable Parquet file"):
         load_source(source, tokenizer, 100)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_left_says_what_to_change(tmp_path: Path, tokenizer: Any, kind: str) -> None:
+def test_if_no_prompt_is_left_the_setting_to_change_is_named(
+    tmp_path: Path, tokenizer: Any, kind: str
+) -> None:
     with pytest.raises(DataError, match=r"'file': no prompt left \(2 longer than .* = 3.*raise"):
-        load_source(written(tmp_path, kind, [row(), row()]), tokenizer, 3)
+        load_source(write_source(tmp_path, kind, [row(), row()]), tokenizer, 3)
 
 
 # ---------------------------------------------------------------------------- chat template
@@ -307,11 +311,11 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path, tokenize
         load_source(gym(), plain, 100)
 
 
-def test_what_the_chat_template_refuses_is_named_by_row(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_row_that_the_chat_template_refuses_is_named(tmp_path: Path, tokenizer: Any) -> None:
     picky = deepcopy(tokenizer)
     picky.chat_template = "{{- raise_exception('no system message') -}}"
     with pytest.raises(DataError, match=r"line 1, column prompt: .*no system message"):
-        load_source(written(tmp_path, "jsonl", [row()]), picky, 100)
+        load_source(write_source(tmp_path, "jsonl", [row()]), picky, 100)
 
 
 # ---------------------------------------------------------------------------- reasoning-gym
@@ -328,26 +332,26 @@ def test_reasoning_gym_problems_become_prompts(tokenizer: Any) -> None:
 
 
 def test_the_same_seed_gives_the_same_prompts_and_another_seed_others(tokenizer: Any) -> None:
-    first, again = (load_source(gym(), tokenizer, 200).prompts for _ in range(2))
+    first, second = (load_source(gym(), tokenizer, 200).prompts for _ in range(2))
     other = load_source(gym(seed=500), tokenizer, 200).prompts
-    assert first == again
+    assert first == second
     assert first != other
 
 
-def test_no_question_comes_twice(tokenizer: Any) -> None:
-    loaded = load_source(gym(size=400), tokenizer, 200)  # one-digit sums: few distinct ones
+def test_duplicate_questions_are_dropped(tokenizer: Any) -> None:
+    loaded = load_source(gym(size=400), tokenizer, 200)  # sums of two digits: few are distinct
     texts = [prompt.text for prompt in loaded.prompts]
     assert len(set(texts)) == len(texts)
     assert loaded.num_duplicates == DRAWS * 400 - len(texts) > 0
 
 
-def test_what_is_left_out_is_made_up_for(tokenizer: Any) -> None:
+def test_dropped_questions_are_replaced_by_new_ones(tokenizer: Any) -> None:
     loaded = load_source(gym(size=60), tokenizer, 200)
     assert loaded.num_duplicates > 0, "the test needs questions that repeat"
     assert len(loaded.prompts) == 60
 
 
-def test_train_and_held_out_share_nothing(tokenizer: Any) -> None:
+def test_train_and_held_out_prompts_do_not_overlap(tokenizer: Any) -> None:
     held_out = load_source(gym(seed=900), tokenizer, 200)
     overlapping = load_source(gym(size=30), tokenizer, 200)
     texts = {prompt.text for prompt in held_out.prompts}
@@ -359,7 +363,7 @@ def test_train_and_held_out_share_nothing(tokenizer: Any) -> None:
     assert len(train.prompts) == 30
 
 
-def test_a_data_set_without_one_right_answer_has_an_empty_truth(tokenizer: Any) -> None:
+def test_a_data_set_without_a_unique_answer_has_an_empty_truth(tokenizer: Any) -> None:
     source = gym(dataset="graph_color", options={}, size=2)
     assert {prompt.truth for prompt in load_source(source, tokenizer, 5000).prompts} == {""}
 
@@ -368,7 +372,7 @@ def test_a_data_set_without_one_right_answer_has_an_empty_truth(tokenizer: Any) 
     ("changes", "message"),
     [
         ({"dataset": "chain_summ"}, "'gym': dataset: 'chain_summ'.* did you mean 'chain_sum'"),
-        # Five names are close to this one.
+        # Five names are similar to this one.
         ({"dataset": "basic_arithmetics"}, "did you mean '[a-z_]+' or '[a-z_]+' or '[a-z_]+'[?]$"),
         ({"dataset": "qqqqq"}, "'gym': dataset: 'qqqqq' .*known: .*chain_sum"),
         ({"options": {"min_termz": 3}}, r"options.min_termz: .* did you mean 'min_terms'"),

@@ -1,4 +1,4 @@
-"""Weights on disk: any format and layout gives back the same bits, and damage is named."""
+"""Weights on disk: every format and layout returns the same bits, and differences are named."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Q, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
 
 
 def split(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Stages of any sizes, the first the largest."""
+    """Return layers per stage: 1 each, and the rest in the first."""
     return (num_layers - num_stages + 1, *[1] * (num_stages - 1))
 
 
@@ -58,21 +58,21 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Region]:
 
 
 @given(st.lists(boxes(), min_size=1, max_size=4), st.sampled_from([torch.int8, torch.float32]))
-def test_boxes_of_a_file(
+def test_boxes_written_to_a_file_are_read_back(
     tmp_path_factory: pytest.TempPathFactory,
     drawn: list[tuple[tuple[int, ...], Region]],
     dtype: torch.dtype,
 ) -> None:
     path = tmp_path_factory.mktemp("file") / "a.safetensors"
-    # Of two dtypes, so that the widest come first in the file.
-    wanted = {
+    # Two dtypes: the wider tensors come first in the file.
+    values = {
         f"t{number}": torch.randint(-100, 100, shape).to(dtype if number % 2 else torch.int64)
         for number, (shape, _) in enumerate(drawn)
     }
-    infos = {key: TensorInfo(tuple(value.shape), value.dtype) for key, value in wanted.items()}
+    infos = {key: TensorInfo(tuple(value.shape), value.dtype) for key, value in values.items()}
     writer = TensorFileWriter(path, infos, {"note": "x"})
     writer.create()
-    for (key, value), (_, box) in zip(wanted.items(), drawn, strict=True):
+    for (key, value), (_, box) in zip(values.items(), drawn, strict=True):
         writer.write(key, torch.full_like(value, 7))
         writer.write(key, value[box.slices], box)
     writer.finish()
@@ -85,24 +85,24 @@ def test_boxes_of_a_file(
             assert (8 + header_bytes + entry["data_offsets"][0]) % itemsize == 0
     read = TensorFile(path)
     assert read.metadata == {"note": "x"} and read.tensors == infos
-    for (key, value), (_, box) in zip(wanted.items(), drawn, strict=True):
-        written = torch.full_like(value, 7)
-        written[box.slices] = value[box.slices]
-        assert torch.equal(read.read(key), written)
+    for (key, value), (_, box) in zip(values.items(), drawn, strict=True):
+        expected = torch.full_like(value, 7)
+        expected[box.slices] = value[box.slices]
+        assert torch.equal(read.read(key), expected)
         assert torch.equal(read.read(key, box), value[box.slices])
-        assert torch.equal(load_file(path)[key], written)  # the library agrees
+        assert torch.equal(load_file(path)[key], expected)  # as read by the safetensors library
 
 
 @pytest.mark.parametrize("max_bytes", [1, 40, 10_000])
 def test_blocks_cover_a_box_once(max_bytes: int) -> None:
     region = Region((3, 1), (7, 5))
-    seen = torch.zeros(12, 8, dtype=torch.int64)
+    count = torch.zeros(12, 8, dtype=torch.int64)
     for box in blocks(region, 2, max_bytes):
         assert box.numel * 2 <= max(max_bytes, 10)
-        seen[box.slices] += 1
-    expected = torch.zeros_like(seen)
+        count[box.slices] += 1
+    expected = torch.zeros_like(count)
     expected[region.slices] = 1
-    assert torch.equal(seen, expected)
+    assert torch.equal(count, expected)
 
 
 # ------------------------------------------------------------------------------- round trips
@@ -127,13 +127,13 @@ def test_round_trip_of_odd_sizes(
     layout = MegatronLayout(tensor, split(source.arch.num_layers, stages), expert)
     megatron = to_megatron(source, tmp_path / "megatron", layout)
     assert not differences(source, megatron)
-    again = to_hf(megatron, tmp_path / "hf", 2**22)
-    assert not differences(source, again)
+    restored = to_hf(megatron, tmp_path / "hf", 2**22)
+    assert not differences(source, restored)
     assert not list(compare_replicas(megatron, lambda _: None))
     for file in ("config.json", "generation_config.json", "chat_template.jinja"):
-        assert (again.folder / file).read_bytes() == (source.folder / file).read_bytes()
+        assert (restored.folder / file).read_bytes() == (source.folder / file).read_bytes()
     for file in sorted(path.name for path in source.folder.glob("model*")):
-        assert (again.folder / file).read_bytes() == (source.folder / file).read_bytes()
+        assert (restored.folder / file).read_bytes() == (source.folder / file).read_bytes()
 
 
 @settings(max_examples=15)
@@ -141,9 +141,9 @@ def test_round_trip_of_odd_sizes(
 def test_round_trip_of_any_sizes(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Any family, sizes and layout, resharded once on the way."""
+    """Any family, sizes and layout, with one resharding in between."""
     number = st.integers(1, 4)
-    # Latent attention has sizes of its own, and is in the round trips above.
+    # Latent attention has other sizes, and is covered by the round trips above.
     name = data.draw(st.sampled_from(sorted(MODELS.keys() - {"deepseek_v3"})))
     sizes = st.sampled_from([1, 2, 4])
     groups, layers = data.draw(number) * 4, data.draw(st.integers(2, 5))
@@ -174,8 +174,8 @@ def test_round_trip_of_any_sizes(
 
     first = to_megatron(source, folder / "first", layout())
     second = to_megatron(first, folder / "second", layout())
-    again = to_hf(second, folder / "again", data.draw(st.integers(1, 20_000)))
-    assert not differences(source, again)
+    restored = to_hf(second, folder / "again", data.draw(st.integers(1, 20_000)))
+    assert not differences(source, restored)
     shutil.rmtree(folder)
 
 
@@ -197,7 +197,9 @@ def test_padding_of_the_vocabulary_is_zero(sources: Mapping[str, Path], tmp_path
         assert not last[key][-2:].any() and last[key][-3].any()
 
 
-def test_a_file_says_what_it_holds(sources: Mapping[str, Path], tmp_path: Path) -> None:
+def test_a_megatron_file_records_its_layout_and_its_experts(
+    sources: Mapping[str, Path], tmp_path: Path
+) -> None:
     layout = MegatronLayout(3, (2, 1), 2)
     to_megatron(open_store(sources["qwen3_moe"]), tmp_path / "megatron", layout)
     path = tmp_path / "megatron" / "stage_01_tensor_02.safetensors"
@@ -214,7 +216,9 @@ def test_a_file_says_what_it_holds(sources: Mapping[str, Path], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
-def test_shards_are_filled(sources: Mapping[str, Path], tmp_path: Path, name: str) -> None:
+def test_all_shards_of_a_place_are_read_from_either_format(
+    sources: Mapping[str, Path], tmp_path: Path, name: str
+) -> None:
     source = open_store(sources[name])
     megatron = to_megatron(
         source, tmp_path / "m", MegatronLayout(1, (1, source.arch.num_layers - 1))
@@ -252,7 +256,7 @@ def test_several_processes_write_one_folder(tmp_path: Path) -> None:
     for rank in ranks:
         rank.join()
     with pytest.raises(CheckpointError, match="half written"):
-        TensorFile(next((tmp_path / "out").glob("model-00001*")))  # not before `finish`
+        TensorFile(next((tmp_path / "out").glob("model-00001*")))  # incomplete until `finish`
     writer.finish(source.folder)
     assert not differences(source, open_store(tmp_path / "out"))
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
@@ -262,7 +266,7 @@ def test_several_processes_write_one_folder(tmp_path: Path) -> None:
 
 
 def replicated() -> dict[int, list[ChunkPlace]]:
-    """TP 3 x PP 2 x DP 2, experts over all six ranks of a stage's replicas but two ways."""
+    """TP 3 x PP 2 x DP 2, with experts sharded two ways over the six ranks of a stage."""
     return {
         rank: [
             ChunkPlace(
@@ -273,7 +277,9 @@ def replicated() -> dict[int, list[ChunkPlace]]:
     }
 
 
-def test_training_checkpoint(sources: Mapping[str, Path], tmp_path: Path) -> None:
+def test_a_training_checkpoint_holds_the_same_weights(
+    sources: Mapping[str, Path], tmp_path: Path
+) -> None:
     source = open_store(write_random(tmp_path / "hf", MODELS["qwen3_moe"], torch.float32))
     for fused in (False, True):
         folder = training_checkpoint(source, tmp_path / f"{fused}", replicated(), fused=fused)
@@ -284,7 +290,7 @@ def test_training_checkpoint(sources: Mapping[str, Path], tmp_path: Path) -> Non
         assert not differences(source, to_hf(store, tmp_path / "again"))
 
 
-def test_interleaved_training_checkpoint(tmp_path: Path) -> None:
+def test_an_interleaved_training_checkpoint_holds_the_same_weights(tmp_path: Path) -> None:
     config = config_of("qwen2_tied", num_hidden_layers=4)
     source = open_store(write_random(tmp_path / "hf", config, torch.float32))
     places = {
@@ -299,15 +305,19 @@ def test_interleaved_training_checkpoint(tmp_path: Path) -> None:
     )
 
 
-def test_replicas_that_differ_are_found(tmp_path: Path) -> None:
+def test_differing_replicas_are_reported(tmp_path: Path) -> None:
     source = open_store(write_random(tmp_path / "hf", config_of("llama"), torch.float32))
     places = {rank: [ChunkPlace(0, 1, 0, 2, True, True)] for rank in range(2)}
     folder = training_checkpoint(source, tmp_path / "step", places)
     key = "model/decoder.layers.1.mlp.linear_fc2.weight"
     flip_bit(folder / "rank_00001.safetensors", key)
-    [found] = compare_replicas(open_store(folder), lambda _: None)
-    assert found.name == "model.layers.1.mlp.down_proj.weight"
-    assert "rank_00000" in found.text and "rank_00001" in found.text and "1 elements" in found.text
+    [difference] = compare_replicas(open_store(folder), lambda _: None)
+    assert difference.name == "model.layers.1.mlp.down_proj.weight"
+    assert (
+        "rank_00000" in difference.text
+        and "rank_00001" in difference.text
+        and "1 elements" in difference.text
+    )
 
 
 def test_ranks_of_two_layouts_are_refused(tmp_path: Path) -> None:
@@ -331,23 +341,23 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- comparing
 
 
-def test_every_kind_of_difference_is_told(tmp_path: Path) -> None:
+def test_every_kind_of_difference_is_reported(tmp_path: Path) -> None:
     config = config_of("llama")
     left = open_store(write_random(tmp_path / "a", config))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     flip_bit(tmp_path / "b" / "model.safetensors", Q)
     edit_tensors(tmp_path / "b" / "model.safetensors", lambda t: t.update({NORM: t[NORM].float()}))
     edit_json(tmp_path / "b" / "config.json", lambda config: config.update(rms_norm_eps=1e-5))
-    found = differences(left, open_store(tmp_path / "b"))
-    assert found[0] == "config.rms_norm_eps: config: 1e-06 and 1e-05"
-    assert found[1].startswith(f"{Q}: value: 1 elements, first at [35, 35]: ")
-    assert found[2] == f"{NORM}: dtype: bfloat16 and float32" and len(found) == 3
+    texts = differences(left, open_store(tmp_path / "b"))
+    assert texts[0] == "config.rms_norm_eps: config: 1e-06 and 1e-05"
+    assert texts[1].startswith(f"{Q}: value: 1 elements, first at [35, 35]: ")
+    assert texts[2] == f"{NORM}: dtype: bfloat16 and float32" and len(texts) == 3
     other = open_store(write_random(tmp_path / "c", config_of("qwen2", vocab_size=38)))
-    kinds = {one.kind for one in compare(left, other, lambda _: None)}
+    kinds = {difference.kind for difference in compare(left, other, lambda _: None)}
     assert kinds == {"config", "name", "shape", "value"}
 
 
-def test_nan_equals_itself_and_zeros_have_a_sign(tmp_path: Path) -> None:
+def test_comparison_is_by_bits_so_nan_equals_itself_and_zeros_have_a_sign(tmp_path: Path) -> None:
     write_random(tmp_path / "a", config_of("llama"), torch.float32)
     edit_tensors(tmp_path / "a" / "model.safetensors", lambda t: t[NORM].copy_(odd_numbers()))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -356,11 +366,11 @@ def test_nan_equals_itself_and_zeros_have_a_sign(tmp_path: Path) -> None:
     megatron = to_megatron(left, tmp_path / "m", MegatronLayout(3, (2,)))
     assert not differences(left, megatron)
     edit_tensors(tmp_path / "b" / "model.safetensors", lambda t: t[NORM].copy_(-odd_numbers()))
-    [found] = differences(left, open_store(tmp_path / "b"))
-    assert found.startswith(f"{NORM}: value: 36 elements")
+    [text] = differences(left, open_store(tmp_path / "b"))
+    assert text.startswith(f"{NORM}: value: 36 elements")
 
 
 def odd_numbers() -> torch.Tensor:
-    """NaN of two payloads, zero and infinity; each differs from its negative in a bit."""
+    """NaN with two payloads, zero and infinity. Each differs from its negative in the sign bit."""
     values = torch.tensor([0x7FC00000, 0x7FC01234, 0, 0x7F800000], dtype=torch.int32)
     return values.view(torch.float32).repeat(9)

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, foreign or half written, and full disks, are refused by name."""
+"""Damaged, foreign and half-written checkpoints, and full disks, are reported with a file name."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ HEADERS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("fault", HEADERS)
 def test_a_wrong_header_is_refused(tmp_path: Path, fault: str) -> None:
-    """Wherever the library refuses, so must we."""
+    """All are refused by the safetensors library, too."""
     header, message = HEADERS[fault]
     path = tmp_path / "a.safetensors"
     text = json.dumps(header).encode()
@@ -209,7 +209,7 @@ def test_wrong_tensors_are_refused(tmp_path: Path, fault: str) -> None:
         open_store(folder)
 
 
-def test_a_tied_head_saved_too_is_no_tensor_of_its_own(tmp_path: Path) -> None:
+def test_a_tied_head_that_was_saved_is_not_listed_as_a_tensor(tmp_path: Path) -> None:
     folder = write_random(tmp_path / "hf", config_of("llama_tied"))
     before = open_store(folder).tensors
     edit_tensors(
@@ -221,7 +221,7 @@ def test_a_tied_head_saved_too_is_no_tensor_of_its_own(tmp_path: Path) -> None:
     assert open_store(folder).tensors == before
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_folders_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
     folder = write_random(tmp_path / "hf", config_of("llama"))
     with pytest.raises(CheckpointError, match="no such folder"):
         open_store(tmp_path / "nothing")
@@ -325,7 +325,7 @@ def test_wrong_places_are_refused(
         open_store(tmp_path / "megatron")
 
 
-def test_read_into_names_the_tensor(tmp_path: Path) -> None:
+def test_read_into_names_a_missing_or_misshapen_tensor(tmp_path: Path) -> None:
     store = open_store(write_random(tmp_path / "hf", config_of("llama")))
     for name, shape, message in (
         ("model.norm.bias", (36,), "the tensor model.norm.bias is missing"),
@@ -336,7 +336,7 @@ def test_read_into_names_the_tensor(tmp_path: Path) -> None:
             read_into(store, [shard])
 
 
-def test_mixed_dtypes(tmp_path: Path) -> None:
+def test_mixed_dtypes_are_kept_and_refused_where_tensors_are_merged(tmp_path: Path) -> None:
     folder = write_random(tmp_path / "hf", config_of("llama"))
     path = folder / "model.safetensors"
     edit_tensors(path, lambda tensors: tensors.update({NORM: tensors[NORM].float()}))
@@ -353,7 +353,7 @@ def test_mixed_dtypes(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- a full disk
 
 
-def test_a_full_disk_is_told_before_writing(
+def test_a_full_disk_is_reported_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_store(write_random(tmp_path / "hf", config_of("llama")))
@@ -365,7 +365,7 @@ def test_a_full_disk_is_told_before_writing(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_disk_that_fills_up_is_told(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_while_writing_is_reported(tmp_path: Path) -> None:
     writer = TensorFileWriter(
         tmp_path / "a.safetensors", {"x": TensorInfo((3,), torch.float32)}, {}
     )

@@ -1,4 +1,4 @@
-"""Who did what when: thinning, how busy engines were, and two ranks whose clocks differ."""
+"""Timelines: thinning, how busy engines are, and ranks whose clocks differ."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def points(draw: st.DrawFn) -> list[Point]:
 
 
 def at(where: list[Point], seconds: float) -> int:
-    """The count at a time."""
+    """Return the count at a time."""
     return [count for when, count in where if when <= seconds][-1]
 
 
@@ -47,19 +47,19 @@ def test_thinning_keeps_both_ends_the_maximum_and_the_order(made: list[Point], l
     assert (kept[0], kept[-1]) == (made[0], made[-1])
     assert max(count for _, count in kept) == max(count for _, count in made)
     rest = iter(made)
-    assert all(point in rest for point in kept), "in the order in which they came"
+    assert all(point in rest for point in kept), "the order is kept"
 
 
-def test_thinning_is_true_at_the_end_of_every_part() -> None:
+def test_thinning_is_exact_at_the_end_of_every_part() -> None:
     made = [(index / 10, index * 7 % 31) for index in range(1001)]
     kept = thinned(made, 103)
-    for part in range(99):  # the last one ends with the last point
+    for part in range(99):  # the last part ends with the last point
         just_before = part + 1 - 1e-9
         assert at(kept, just_before) == at(made, just_before)
 
 
-def test_a_lonely_tail_is_kept_point_by_point() -> None:
-    """Hundreds finish at once, then the last ones, far apart."""
+def test_a_sparse_tail_is_kept_point_by_point() -> None:
+    """Hundreds of sequences finish together, and a few last ones far apart."""
     crowd = [(index / 1000, 900 - index) for index in range(895)]
     tail = [(10.0 * index, 6 - index) for index in range(1, 7)]
     assert thinned([*crowd, *tail])[-6:] == tail
@@ -67,7 +67,7 @@ def test_a_lonely_tail_is_kept_point_by_point() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 5)), max_size=50))
 def test_idle_seconds_and_the_mean_are_exact(changes: list[tuple[int, int]]) -> None:
-    """In whole seconds, against counting them one by one."""
+    """Whole seconds, compared with counting second by second."""
     watched, now, counts = Running(), 0, {0: 0}
     watched.begin(0.0)
     for gap, count in changes:
@@ -87,31 +87,31 @@ def test_idle_seconds_and_the_mean_are_exact(changes: list[tuple[int, int]]) -> 
 
 
 class Clock:
-    """A clock that goes on when told."""
+    """A clock that only the test advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(instruments.time, "perf_counter", lambda: self.now)
 
 
-def test_what_evaluation_runs_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_of_evaluation_do_not_count_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, kept = Clock(monkeypatch), {}
-    one = TimelineRecorder(Ranks(0, 1, 0), 2, kept.__setitem__)
-    tell = one.follow(replica=0, max_sequences=8)
-    tell(7)
-    one.begin(1)
+    timeline = TimelineRecorder(Ranks(0, 1, 0), 2, kept.__setitem__)
+    report_running = timeline.follow(replica=0, max_sequences=8)
+    report_running(7)
+    timeline.begin(1)
     clock.now += 1.0
-    with one.phase("generate"):
+    with timeline.phase("generate"):
         clock.now += 0.5
-        tell(4)
+        report_running(4)
         clock.now += 2.0
-        tell(0)
+        report_running(0)
         clock.now += 1.5
-    with one.phase("evaluate"):
-        tell(8)
+    with timeline.phase("evaluate"):
+        report_running(8)
         clock.now += 50.0
-        tell(0)
-    metrics = one.metrics()
+        report_running(0)
+    metrics = timeline.metrics()
     assert metrics == {
         "time/engine_idle": pytest.approx(2.0),
         "throughput/running_mean": pytest.approx(4 * 2.0 / 4.0 / 8),
@@ -125,43 +125,47 @@ def test_what_evaluation_runs_does_not_count(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("every", "expected"), [(0, []), (1, [5, 6, 7, 8, 9]), (2, [5, 6, 8]), (10, [5])]
 )
-def test_the_first_step_of_a_start_and_every_so_many(every: int, expected: list[int]) -> None:
+def test_timelines_are_kept_for_the_first_step_and_every_nth(
+    every: int, expected: list[int]
+) -> None:
     kept: dict[int, Any] = {}
-    one = TimelineRecorder(Ranks(0, 1, 0), every, kept.__setitem__)
+    timeline = TimelineRecorder(Ranks(0, 1, 0), every, kept.__setitem__)
     for step in range(5, 10):
-        one.begin(step)
-        assert one.metrics() == {}, "without an engine there is nothing to say"
+        timeline.begin(step)
+        assert timeline.metrics() == {}, "no metrics without an engine"
     assert list(kept) == expected
     assert all(record["step"] == step for step, record in kept.items())
 
 
 def watch(rank: int) -> Any:
     """Two ranks, one replica each; the clock of rank 1 is an hour ahead."""
-    true = time.perf_counter
-    instruments.time.perf_counter = lambda: true() + 3600.0 * rank  # type: ignore[assignment]
+    true, now = time.perf_counter, 100.0
+    instruments.time.perf_counter = lambda: now + 3600.0 * rank  # type: ignore[assignment]
     kept: dict[int, Any] = {}
     exchange = Ranks(rank, 2, rank)
-    one = TimelineRecorder(exchange, 1, kept.__setitem__)
-    tell = one.follow(replica=rank, max_sequences=4)
+    timeline = TimelineRecorder(exchange, 1, kept.__setitem__)
+    report_running = timeline.follow(replica=rank, max_sequences=4)
     exchange.barrier()
-    one.begin(1)
-    with one.phase("generate"):
-        tell(2)
-        time.sleep(0.1 + 0.2 * rank)
+    timeline.begin(1)
+    with timeline.phase("generate"):
+        report_running(2)
+        now += 0.1 + 0.2 * rank
         for count in range(2 * MAX_POINTS):
-            tell(count)
-        tell(0)
+            now += 1e-6
+            report_running(count)
+        report_running(0)
         exchange.barrier()
-    metrics = one.metrics()
+        now = 100.31  # rank 0 waited for rank 1
+    metrics = timeline.metrics()
     instruments.time.perf_counter = true
     return metrics, kept
 
 
-def test_clocks_of_ranks_are_laid_side_by_side() -> None:
+def test_clocks_of_ranks_are_aligned() -> None:
     (metrics, kept), (other, nothing) = run_ranks(watch, 2)
     assert metrics == other
     assert not nothing
-    # One replica waits for the other, half of the two.
+    # One of two replicas is idle for 0.2 s: 0.1 s on average.
     assert metrics["time/engine_idle"] == pytest.approx(0.1, abs=0.05)
     record = kept[1]
     assert abs(record["begin"] - time.time()) < 60
@@ -176,7 +180,7 @@ def test_clocks_of_ranks_are_laid_side_by_side() -> None:
     assert [replica["replica"] for replica in record["replicas"]] == [0, 1]
 
 
-def test_a_timeline_that_the_disk_does_not_take_costs_no_step(
+def test_a_timeline_that_cannot_be_written_is_only_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""The committed tiny model is what its script makes; the random models are random everywhere."""
+"""The committed tiny model equals the output of its script; random models are reproducible."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUESTION = "State the final answer to the following arithmetic problem: 12 + 34 
 
 @pytest.fixture(scope="module")
 def remade(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the script publishes, without the training."""
+    """Publish an untrained model as the script does."""
     folder = tmp_path_factory.mktemp("remade") / "tiny"
     publish(Qwen3ForCausalLM(make_config()), folder)
     return folder
@@ -54,7 +54,7 @@ def shapes(folder: Path) -> dict[str, tuple[str, list[int]]]:
         return {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
 
 
-def test_committed_folder_is_what_the_script_makes(remade: Path) -> None:
+def test_the_committed_folder_equals_the_output_of_the_script(remade: Path) -> None:
     assert {f.name for f in COMMITTED.iterdir()} == {f.name for f in remade.iterdir()}
     for name in sorted(f.name for f in remade.glob("*.json")):
         assert read(COMMITTED, name) == read(remade, name), name
@@ -63,14 +63,14 @@ def test_committed_folder_is_what_the_script_makes(remade: Path) -> None:
     assert shapes(COMMITTED) == shapes(remade)
 
 
-def test_committed_folder_is_small_and_of_finite_float32() -> None:
+def test_the_committed_folder_is_small_and_its_weights_are_finite_float32() -> None:
     assert sum(f.stat().st_size for f in COMMITTED.iterdir()) <= 3 * 1000**2
     assert {dtype for dtype, _ in shapes(COMMITTED).values()} == {"F32"}
     model = AutoModelForCausalLM.from_pretrained(COMMITTED)
     assert all(bool(weight.isfinite().all()) for weight in model.parameters())
 
 
-def test_architecture_divides_by_two() -> None:
+def test_dimensions_are_divisible_by_two() -> None:
     config = make_config()
     for name in (
         "num_attention_heads",
@@ -95,7 +95,7 @@ def test_tokenizer_round_trip() -> None:
     assert tokenizer("é").input_ids == [tokenizer.unk_token_id]
 
 
-def test_chat_template() -> None:
+def test_the_chat_template_adds_only_the_answer_token() -> None:
     tokenizer = AutoTokenizer.from_pretrained(COMMITTED)
     user = {"role": "user", "content": QUESTION}
     ids = tokenizer.apply_chat_template([user], add_generation_prompt=True)["input_ids"]
@@ -107,7 +107,7 @@ def test_chat_template() -> None:
     assert whole == QUESTION + "<answer>46<eos>"
 
 
-def test_end_of_text_is_one_token_everywhere() -> None:
+def test_the_eos_token_is_the_same_in_all_files() -> None:
     tokenizer = AutoTokenizer.from_pretrained(COMMITTED)
     for name in ("config.json", "generation_config.json"):
         assert read(COMMITTED, name)["eos_token_id"] == tokenizer.eos_token_id
@@ -115,8 +115,8 @@ def test_end_of_text_is_one_token_everywhere() -> None:
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
 
 
-def test_committed_model_is_half_right_and_knows_better() -> None:
-    """Coarse bounds, on fewer samples than the script takes; the script's figures are exact."""
+def test_the_committed_model_samples_moderately_and_is_mostly_correct_greedily() -> None:
+    """Bounds are coarse, because the script measures on more samples."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM.from_pretrained(COMMITTED)
     problems = held_out_problems(Recipe())[:100]
@@ -124,18 +124,18 @@ def test_committed_model_is_half_right_and_knows_better() -> None:
     assert accuracy(model, Recipe(), problems, samples=0) > 0.85
 
 
-def test_the_quickstart_asks_what_pretraining_has_never_seen() -> None:
+def test_the_quickstart_evaluates_on_prompts_not_seen_in_pretraining() -> None:
     config = tiny_config()
     (held_out,) = config.evaluation.sets
     tokenizer = AutoTokenizer.from_pretrained(COMMITTED)
-    asked = load_source(held_out, tokenizer, config.rollout.max_prompt_tokens).prompts
-    assert len(asked) == 200
-    assert [p.text for p in asked] == [p.prompt for p in held_out_problems(Recipe())]
+    prompts = load_source(held_out, tokenizer, config.rollout.max_prompt_tokens).prompts
+    assert len(prompts) == 200
+    assert [p.text for p in prompts] == [p.prompt for p in held_out_problems(Recipe())]
     (train,) = config.data.train
     assert (train.dataset, train.options) == (Recipe().task, Recipe().options)
 
 
-def test_problems_are_distinct_and_follow_the_seed() -> None:
+def test_problems_are_distinct_and_depend_on_the_seed() -> None:
     problems = make_problems(Recipe(), 1, 500)
     assert len({problem.prompt for problem in problems}) == len(problems)
     assert problems == make_problems(Recipe(), 1, 500)
@@ -143,7 +143,7 @@ def test_problems_are_distinct_and_follow_the_seed() -> None:
 
 
 @pytest.mark.parametrize("answer", ["0", "7", "-12", "100", "-9", "x y", "True", "3/4"])
-def test_corrupt_never_right(answer: str) -> None:
+def test_a_corrupted_answer_is_never_correct(answer: str) -> None:
     rng = random.Random(0)
     wrong = {corrupt(answer, rng) for _ in range(300)}
     assert answer not in wrong
@@ -152,7 +152,7 @@ def test_corrupt_never_right(answer: str) -> None:
         assert all(int(text) != int(answer) for text in wrong)
 
 
-def test_answer_loss_with_shared_beginning_is_the_plain_loss() -> None:
+def test_the_answer_loss_with_a_shared_prefix_equals_the_plain_loss() -> None:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(make_config())
     tokenizer = make_tokenizer()
@@ -176,16 +176,18 @@ def test_answer_loss_with_shared_beginning_is_the_plain_loss() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_random_models(family: str, tied: bool, tmp_path: Path) -> None:
+def test_random_models_are_reproducible_and_random_in_every_weight(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
     state = torch.get_rng_state()
     make_random_model(family, tmp_path / "a", 3, tie_word_embeddings=tied)
     torch.set_rng_state(state)
     make_random_model(family, tmp_path / "b", 3, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype=torch.float32)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype=torch.float32)
+    second = AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype=torch.float32)
     weights = dict(model.named_parameters())
     assert ("lm_head.weight" in weights) == (not tied)
     assert any(name.endswith("q_proj.bias") for name in weights) == (family == "qwen2")
-    for name, weight in again.named_parameters():
+    for name, weight in second.named_parameters():
         assert torch.equal(weight, weights[name])
         assert weight.std() > 0.05, name

@@ -1,4 +1,4 @@
-"""Properties of the loss and its aggregation that single vectors do not show."""
+"""Properties of the token loss and its aggregation, in addition to the golden vectors."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def select(micro: MicroTokens, index: torch.Tensor) -> MicroTokens:
 POISON = st.sampled_from([math.nan, math.inf, -math.inf, 1e30])
 
 
-@settings(deadline=None)  # torch's first call is slow, the others are not
+@settings(deadline=None)  # only torch's first call is slow
 @given(seed=st.integers(0, 10**6), poison=st.lists(POISON, min_size=5, max_size=5))
-def test_nothing_outside_the_mask_reaches_the_loss_or_its_gradient(
+def test_tokens_outside_the_mask_affect_neither_loss_nor_gradient(
     seed: int, poison: list[float]
 ) -> None:
     logp, micro = random_micro(12, seed)
@@ -97,7 +97,7 @@ def test_token_loss_ignores_each_argument_outside_the_mask(argument: int, bad: f
     assert values[0].grad.tolist() == [0.5, 0.0]
 
 
-def test_a_nan_under_the_mask_is_not_hidden() -> None:
+def test_a_nan_inside_the_mask_is_not_hidden() -> None:
     for argument in range(3):
         values = [torch.tensor([math.nan if i == argument else -0.5]) for i in range(3)]
         result = dapo_token_loss(*values, torch.ones(1), **CLIP)
@@ -106,14 +106,17 @@ def test_a_nan_under_the_mask_is_not_hidden() -> None:
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 10**6), cuts=st.lists(st.integers(0, 30), max_size=5))
-def test_any_split_into_microbatches_adds_up(seed: int, cuts: list[int]) -> None:
+def test_micro_batches_add_up_to_the_loss_of_the_batch(seed: int, cuts: list[int]) -> None:
     logp, micro = random_micro(30, seed)
     loss = loss_with(**CLIP, tis_cap=2.0)
     whole = loss(logp, micro)
     (gradient,) = torch.autograd.grad(whole.total, logp)
 
     edges = sorted([0, *cuts, 30])
-    parts = [loss(logp[a:b], select(micro, torch.arange(a, b))) for a, b in pairwise(edges)]
+    parts = [
+        loss(logp[start:stop], select(micro, torch.arange(start, stop)))
+        for start, stop in pairwise(edges)
+    ]
     total = sum(part.total for part in parts)
     (split_gradient,) = torch.autograd.grad(total, logp)
     torch.testing.assert_close(total, whole.total)
@@ -133,7 +136,7 @@ def test_an_empty_microbatch_still_has_a_backward() -> None:
         assert logp.grad is not None and not logp.grad.any()
 
 
-def test_clip_fractions_name_the_bound_that_gave_the_loss() -> None:
+def test_clip_fractions_count_the_bound_that_determined_the_loss() -> None:
     ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 5.0, 1.0])
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0])
     result = dapo_token_loss(ratio.log(), torch.zeros(6), advantage, torch.ones(6), **CLIP)
@@ -149,15 +152,15 @@ def test_clip_fractions_name_the_bound_that_gave_the_loss() -> None:
     assert float(without.dual_clip_fraction) == 0.0
 
 
-def test_of_one_token_all_or_nothing_is_clipped() -> None:
-    one = torch.ones(1)
-    result = dapo_token_loss(torch.tensor([1.5]).log(), torch.zeros(1), one / 2, one, **CLIP)
+def test_clip_fractions_of_one_token_and_of_none() -> None:
+    ones = torch.ones(1)
+    result = dapo_token_loss(torch.tensor([1.5]).log(), torch.zeros(1), ones / 2, ones, **CLIP)
     assert (result.clip_fraction_high, result.clip_fraction_low) == (1.0, 0.0)
-    empty = dapo_token_loss(one, one, one, torch.zeros(1), **CLIP)
+    empty = dapo_token_loss(ones, ones, ones, torch.zeros(1), **CLIP)
     assert empty.clip_fraction_high == empty.clip_fraction_low == empty.dual_clip_fraction == 0.0
 
 
-def test_a_loss_at_the_dual_clip_is_not_held_by_it() -> None:
+def test_a_loss_exactly_at_the_dual_clip_does_not_count_as_clipped() -> None:
     ones = torch.ones(2)
     result = dapo_token_loss(
         torch.zeros(2), torch.zeros(2), -ones, ones, clip_low=0.2, clip_high=0.28, dual_clip=1.0
@@ -198,11 +201,12 @@ def test_tis_weight_multiplies_the_token_loss_and_carries_no_gradient() -> None:
     torch.testing.assert_close(corrected(logp, micro).total, expected.total)
 
 
-def test_tis_of_a_completion_that_two_versions_sampled() -> None:
-    """Each token against the version that sampled it; the ratio is against the old policy alone.
+def test_tis_weights_of_a_completion_sampled_by_two_versions() -> None:
+    """The TIS weight of a token uses the version that sampled it; the ratio uses the old policy.
 
-    Old policy 0.25 each. Version 1 sampled the first two tokens, at 0.5 and 0.0625: policy / engine
-    is 0.5 and 4, capped at 2. Version 2, the policy's own, the others, at 0.25 and 0.2: 1, 1.25.
+    The old policy gives 0.25 to each token. Version 1 sampled the first two tokens at 0.5 and
+    0.0625: policy / engine is 0.5 and 4, capped at 2. Version 2, that of the policy, sampled the
+    others at 0.25 and 0.2: 1 and 1.25.
     """
     engine = (0.5, 0.0625, 0.25, 0.2)
     prompt = Prompt("s", 0, (10,), "4 + 3 =", "7")
@@ -217,7 +221,7 @@ def test_tis_of_a_completion_that_two_versions_sampled() -> None:
     assert fresh_mask([Group(0, prompt, (mixed,))], version=2, overlong=overlong).tolist() == [
         False, False, False, True, True
     ]  # fmt: skip
-    response = slice(1, 5)  # of `mixed`, whose advantage is 2 ** -0.5
+    response = slice(1, 5)  # the tokens of `mixed`, whose advantage is 2 ** -0.5
     old = torch.full((4,), math.log(0.25))
     micro = MicroTokens(
         old_logprobs=old,
@@ -226,7 +230,7 @@ def test_tis_of_a_completion_that_two_versions_sampled() -> None:
         engine_logprobs=batch.engine_logprobs[response],
         mask=batch.loss_mask[response],
     )
-    # The policy has moved to 0.275, a ratio of 1.1 for every token, within the clip.
+    # The policy now gives 0.275, a ratio of 1.1 for every token, within the clip range.
     out = loss_with(**CLIP, tis_cap=2.0)(torch.full((4,), math.log(0.275)), micro)
     assert float(out.total) == pytest.approx(-(2**-0.5) * 1.1 * (0.5 + 2 + 1 + 1.25), rel=1e-5)
     assert float(out.sums["tis_weight"]) == pytest.approx(0.5 + 2 + 1 + 1.25)
@@ -236,13 +240,13 @@ def test_tis_of_a_completion_that_two_versions_sampled() -> None:
     assert not [name for name in plain.sums if name.startswith("tis")]
 
 
-def test_sums_are_over_masked_tokens_in_the_dtype_of_the_log_probs() -> None:
+def test_sums_are_over_masked_tokens_in_the_dtype_of_the_logprobs() -> None:
     logp, micro = random_micro(20, 2)
     mask = micro.mask
     out = loss_with(**CLIP, tis_cap=1.1)(logp, micro)
     assert {value.dtype for value in out.sums.values()} == {torch.float64}
-    apart = (micro.old_logprobs - logp.detach())[mask].sum()
-    torch.testing.assert_close(out.sums["approx_kl"], apart)
+    expected_kl = (micro.old_logprobs - logp.detach())[mask].sum()
+    torch.testing.assert_close(out.sums["approx_kl"], expected_kl)
     tis = tis_weights(micro.old_logprobs, micro.engine_logprobs, mask, cap=1.1)
     assert not tis[~mask].any()
     torch.testing.assert_close(out.sums["tis_weight"], tis.sum())
@@ -255,7 +259,7 @@ def test_the_limit_of_the_log_ratio_reaches_the_loss() -> None:
     assert float(loss_with(**limits)(5 * ones, micro).total) == pytest.approx(math.exp(2))
 
 
-def test_a_weight_at_the_cap_is_not_capped() -> None:
+def test_a_tis_weight_exactly_at_the_cap_does_not_count_as_capped() -> None:
     like, ones = torch.zeros(2), torch.ones(2)
     out = loss_with(**CLIP, tis_cap=1.0)(like, MicroTokens(like, ones, ones, like, ones))
     assert float(out.sums["tis_weight"]) == 2.0
@@ -271,7 +275,7 @@ def test_a_weight_at_the_cap_is_not_capped() -> None:
     kind=st.sampled_from(["token", "prompt", "sequence"]),
     seed=st.integers(0, 10**6),
 )
-def test_weights_add_up_to_the_number_of_tokens_and_weigh_units_the_same(
+def test_aggregation_weights_sum_to_the_tokens_and_are_equal_per_unit(
     lengths: list[int], kind: str, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -295,13 +299,13 @@ def test_weights_add_up_to_the_number_of_tokens_and_weigh_units_the_same(
 
 
 @pytest.mark.parametrize("kind", ["token", "prompt", "sequence"])
-def test_weights_are_float32_unless_asked_otherwise(kind: Aggregation) -> None:
+def test_aggregation_weights_are_float32_by_default(kind: Aggregation) -> None:
     two = torch.tensor([2, 3])
     weights = aggregation_weights(kind, mask=torch.ones(5), lengths=two, group_ids=two)
     assert weights.dtype == torch.float32
 
 
-def test_aggregation_refuses_what_does_not_fit() -> None:
+def test_aggregation_refuses_wrong_lengths_and_unknown_kinds() -> None:
     mask, two = torch.ones(5), torch.tensor([2, 3])
     with pytest.raises(ValueError, match="summing to 4"):
         aggregation_weights("token", mask=mask, lengths=torch.tensor([2, 2]), group_ids=two)

@@ -1,4 +1,4 @@
-"""Tracking: metrics.jsonl, and what the console writes. Rollouts: test_samples.py; MLflow:
+"""Tracking: metrics.jsonl, provenance and console. Samples are in test_samples.py, MLflow in
 test_mirror.py."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def steps_in(path: Path) -> list[int]:
 
 @pytest.fixture
 def metrics_file(tmp_path: Path) -> Path:
-    """A file with the steps 1 to 5."""
+    """A metrics file with steps 1 to 5."""
     path = tmp_path / "run" / "metrics.jsonl"
     tracker = JsonlTracker(path)
     for step in range(1, 6):
@@ -57,11 +57,11 @@ def metrics_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_one_object_per_step_readable_at_once(tmp_path: Path) -> None:
+def test_each_step_is_flushed_as_one_json_object(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tracker = JsonlTracker(path)
     tracker.log(1, METRICS)
-    assert json.loads(path.read_text()) == {"step": 1, **METRICS}, "not flushed"
+    assert json.loads(path.read_text()) == {"step": 1, **METRICS}, "the line must be flushed"
 
 
 def test_non_finite_values_stay_json(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_non_finite_values_stay_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 3, 5, 9])
-def test_resume_cuts_back_to_the_checkpoint(metrics_file: Path, step: int) -> None:
+def test_resuming_truncates_metrics_to_the_checkpoint(metrics_file: Path, step: int) -> None:
     tracker = JsonlTracker(metrics_file, step)
     assert steps_in(metrics_file) == list(range(1, min(step, 5) + 1))
     tracker.log(step + 1, {})
@@ -93,7 +93,7 @@ def test_a_half_written_last_line_is_dropped(metrics_file: Path, tail: bytes) ->
     assert steps_in(metrics_file) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_broken_line_in_the_middle_is_refused_and_left_alone(metrics_file: Path) -> None:
+def test_a_broken_line_in_the_middle_is_refused_and_the_file_kept(metrics_file: Path) -> None:
     content = metrics_file.read_bytes() + b"nonsense\n" + b'{"step": 7}\n'
     metrics_file.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"metrics.jsonl, line 6"):
@@ -103,7 +103,7 @@ def test_a_broken_line_in_the_middle_is_refused_and_left_alone(metrics_file: Pat
 
 @contextmanager
 def disk_with_room(num_bytes: int) -> Iterator[None]:
-    """Files of this process end at `num_bytes`: a write is cut short there, then fails."""
+    """Limit files of this process to `num_bytes`: a write is cut short there, then fails."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -117,34 +117,33 @@ def disk_with_room(num_bytes: int) -> Iterator[None]:
     room=st.integers(0, 120),
     full_for=st.integers(0, 10),
 )
-def test_a_full_disk_costs_no_line_and_never_leaves_half_a_one(
+def test_a_full_disk_loses_no_line_and_leaves_no_partial_line(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], room: int, full_for: int
 ) -> None:
     path = tmp_path_factory.mktemp("disk") / "lines"
-    said: list[str] = []
-    lines = Lines(path, said.append)
+    messages: list[str] = []
+    lines = Lines(path, messages.append)
     whole = [text.encode() + b"\n" for text in texts]
     with disk_with_room(room):
         for text in texts[:full_for]:
             lines.append(text.encode())
-    found = path.read_bytes() if path.exists() else b""
-    assert found in [b"".join(whole[:number]) for number in range(len(whole) + 1)]
+    content = path.read_bytes() if path.exists() else b""
+    assert content in [b"".join(whole[:number]) for number in range(len(whole) + 1)]
     for text in texts[full_for:]:
         lines.append(text.encode())
     lines.close()
     assert path.read_bytes() == b"".join(whole)
-    assert len(said) <= 2, "one loud line, and one when it is over"
+    assert len(messages) <= 2, "one warning, and one message when writing works again"
 
 
 # ---------------------------------------------------------------------------- speed
 
 
-def test_speed_is_of_the_updates_of_a_step(tmp_path: Path) -> None:
-    """Operations over seconds of the update phase and devices; of a step alone, whatever else it
-    did."""
+def test_throughput_is_measured_over_the_update_phase_of_each_step(tmp_path: Path) -> None:
+    """FLOPs of a step per second of its update phase and per device."""
     logged: list[dict[str, float]] = []
 
-    class Keeps(CompositeTracker):
+    class KeepingTracker(CompositeTracker):
         def log(self, step: int, metrics: Mapping[str, float]) -> None:
             logged.append(dict(metrics))
 
@@ -152,7 +151,7 @@ def test_speed_is_of_the_updates_of_a_step(tmp_path: Path) -> None:
         4, lambda lengths, scored: 1e12 * (sum(lengths) + scored), peak_flops=20e12
     )
     console = RunConsole(num_steps=3, file=io.StringIO())
-    recorder = RunRecorder(Keeps(), console, None, num_devices=4, speedometer=speedometer)
+    recorder = RunRecorder(KeepingTracker(), console, None, num_devices=4, speedometer=speedometer)
     recorder.trained([30, 40], 50)
     recorder.trained([80], 40)
     recorder.log(1, {"time/update": 6.0, "time/step": 60.0})
@@ -171,7 +170,7 @@ def test_speed_is_of_the_updates_of_a_step(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------- provenance
 
 
-def test_commit_is_of_the_checkout_of_this_package_alone(
+def test_the_recorded_commit_is_only_that_of_this_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def git(*arguments: str) -> str:
@@ -187,7 +186,7 @@ def test_commit_is_of_the_checkout_of_this_package_alone(
     assert commit() is None, "no repository"
     git("init")
     git("commit", "--allow-empty", "-m", "of another project")
-    assert commit() is None, "inside a repository that does not hold the package"
+    assert commit() is None, "inside a repository that does not contain the package"
     git("add", ".")
     git("commit", "-m", "m")
     assert commit() == git("rev-parse", "HEAD")
@@ -195,9 +194,9 @@ def test_commit_is_of_the_checkout_of_this_package_alone(
     assert commit() == git("rev-parse", "HEAD") + "-dirty"
 
 
-def test_versions_name_the_parts_that_are_installed() -> None:
-    found = versions()
-    assert {"dapo_megatron", "torch", "vllm", "megatron-core", "transformers"} <= set(found)
+def test_versions_include_the_main_packages() -> None:
+    installed = versions()
+    assert {"dapo_megatron", "torch", "vllm", "megatron-core", "transformers"} <= set(installed)
 
 
 # ---------------------------------------------------------------------------- composite
@@ -207,8 +206,8 @@ class Recorder:
     def __init__(self, name: str, calls: list[str], broken: bool = False) -> None:
         self.name, self.calls, self.broken = name, calls, broken
 
-    def _call(self, what: str) -> None:
-        self.calls.append(f"{self.name} {what}")
+    def _call(self, call: str) -> None:
+        self.calls.append(f"{self.name} {call}")
         if self.broken:
             raise DapoError(self.name)
 
@@ -219,7 +218,7 @@ class Recorder:
         self._call(f"finish {status}")
 
 
-def test_a_composite_reaches_every_tracker_in_order() -> None:
+def test_a_composite_calls_every_tracker_in_order() -> None:
     calls: list[str] = []
     both = CompositeTracker(Recorder("a", calls), Recorder("b", calls))
     both.log(3, {})
@@ -228,7 +227,7 @@ def test_a_composite_reaches_every_tracker_in_order() -> None:
     assert calls == [f"{name} {call}" for call in expected for name in "ab"]
 
 
-def test_a_failing_server_does_not_cost_local_files(tmp_path: Path) -> None:
+def test_a_failing_server_does_not_prevent_local_files(tmp_path: Path) -> None:
     calls: list[str] = []
     local = JsonlTracker(tmp_path / "metrics.jsonl")
     trackers = CompositeTracker(local, Recorder("server", calls, True), Recorder("last", calls))
@@ -249,7 +248,7 @@ def shown(use: Callable[[RunConsole], None], num_steps: int = 20) -> str:
     return out.getvalue()
 
 
-def test_a_step_is_one_plain_line() -> None:
+def test_a_step_is_printed_as_one_line() -> None:
     text = shown(lambda console: console.log(2, METRICS))
     line, evaluation = text.splitlines()
     assert line == (
@@ -280,11 +279,13 @@ def test_an_evaluation_is_shown_with_its_intervals() -> None:
     ]
 
 
-def test_what_was_not_measured_is_a_dash() -> None:
+def test_a_missing_metric_is_shown_as_a_dash() -> None:
     assert "accuracy -  reward -" in shown(lambda console: console.log(1, {"time/step": 3.0}))
 
 
-def test_no_control_characters_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_without_a_terminal_has_no_control_characters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
 
     def everything(console: RunConsole) -> None:
@@ -317,7 +318,7 @@ def test_no_control_characters_where_there_is_no_terminal(monkeypatch: pytest.Mo
         assert needed in text
 
 
-def test_long_rollouts_show_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rollouts_print_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "PLAIN_SECONDS", 0.0)
 
     def roll(console: RunConsole) -> None:
@@ -327,14 +328,14 @@ def test_long_rollouts_show_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> No
     assert shown(roll) == "rollout 34/64 groups  issued 80\n"
 
 
-def test_a_terminal_gets_a_bar() -> None:
+def test_a_terminal_shows_a_progress_bar() -> None:
     reader, writer = os.openpty()
     with os.fdopen(writer, "w") as terminal:
         run_console = RunConsole(num_steps=20, file=terminal)
         with run_console.rollout_progress(64) as progress:
             progress.update(34, issued=80)
     text = ""
-    with suppress(OSError):  # the end of a terminal nobody writes to any more
+    with suppress(OSError):  # EIO at the end of a closed terminal
         while chunk := os.read(reader, 100_000):
             text += chunk.decode()
     os.close(reader)

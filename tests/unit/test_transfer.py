@@ -1,7 +1,7 @@
-"""Weights carried between ranks that are threads of this process: exact to the bit, in few bytes.
+"""Weight transfer between ranks that are threads of this process: bit for bit, without extra bytes.
 
-tests/parity/test_transfer.py does the same over gloo. Here the exchange of a round is a list that
-the threads share, so that one fault in packing shows within a second.
+tests/parity/test_transfer.py does the same over gloo. Here the threads exchange through a shared
+list, which is fast.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tests.parity.test_transfer import (
 
 
 class Threads:
-    """Ranks that are threads: `protocols.Exchange`, and the all-to-all of torch.distributed."""
+    """Ranks as threads: `protocols.Exchange` and the all-to-all of torch.distributed."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.calls = 0
         self._here = threading.local()
-        self._barrier = threading.Barrier(world_size, timeout=20)
+        self._barrier = threading.Barrier(world_size, timeout=60)
         self._values: list[Any] = [None] * world_size
 
     @property
@@ -57,10 +57,10 @@ class Threads:
         assert received.numel() == sum(splits_in) and sent.numel() == sum(splits_out)
         self.calls += self.rank == 0
         parts = self.all_gather(sent.split(splits_out), of=None)
-        mine = [part[self.rank] for part in parts]
-        assert [len(part) for part in mine] == splits_in
-        received.copy_(torch.cat(mine))
-        self.all_gather(None, of=None)  # the sender's buffer is in use until here
+        received_parts = [part[self.rank] for part in parts]
+        assert [len(part) for part in received_parts] == splits_in
+        received.copy_(torch.cat(received_parts))
+        self.all_gather(None, of=None)  # until here, receivers read the sender's buffer
 
     def run(self, work: Callable[[], Any]) -> list[Any]:
         """Return the result of `work` on each rank. A rank that fails breaks the barrier."""
@@ -91,7 +91,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Threads:
     return threads
 
 
-def test_random_cuttings_arrive_to_the_bit_at_every_sync(ranks: Threads) -> None:
+def test_random_layouts_are_transferred_bit_for_bit_at_every_sync(ranks: Threads) -> None:
     layout = random_layout()
     plan = make_plan(layout.held, layout.wanted, bucket_bytes=BUCKET_BYTES, ranks_per_node=2)
 
@@ -110,8 +110,8 @@ def test_random_cuttings_arrive_to_the_bit_at_every_sync(ranks: Threads) -> None
                 tensor_slice.name: tensor_slice for tensor_slice in layout.wanted[ranks.rank]
             }
             for name, region, value in arrived:
-                right = contents(tensor_slices[name], version)[region.slices]
-                assert same_bits(value, right), f"{name}{region}, version {version}"
+                expected = contents(tensor_slices[name], version)[region.slices]
+                assert same_bits(value, expected), f"{name}{region}, version {version}"
         return transfer.nbytes_received
 
     received = ranks.run(carry)
@@ -129,8 +129,8 @@ def test_random_cuttings_arrive_to_the_bit_at_every_sync(ranks: Threads) -> None
         assert 0 < planned <= nbytes <= planned + (ALIGNMENT_BYTES - 1) * num_boxes
 
 
-def test_boxes_are_aligned_and_a_round_that_moves_nothing_has_no_exchange(ranks: Threads) -> None:
-    """Six bytes each: the second box begins at the next multiple of 16."""
+def test_boxes_are_aligned_and_an_empty_round_has_no_exchange(ranks: Threads) -> None:
+    """Boxes of six bytes each: the second one starts at the next multiple of 16."""
 
     def tensor_slice(name: str) -> TensorSlice:
         return TensorSlice(name, (3,), torch.bfloat16, whole((3,)))
@@ -155,7 +155,7 @@ def test_boxes_are_aligned_and_a_round_that_moves_nothing_has_no_exchange(ranks:
     assert ranks.calls == 1
 
 
-def test_a_shard_that_several_ranks_want_is_read_once(
+def test_a_shard_wanted_by_several_ranks_is_read_once(
     ranks: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor_slice = TensorSlice("a", (4,), torch.float32, whole((4,)))
@@ -175,7 +175,7 @@ def test_a_shard_that_several_ranks_want_is_read_once(
     assert len(reads) == 1
 
 
-def test_what_the_plan_lacks_is_refused_by_name() -> None:
+def test_tensors_missing_in_the_plan_are_refused_by_name() -> None:
     tensor_slice = TensorSlice("a", (4,), torch.float32, whole((4,)))
     other = TensorSlice("b", (4,), torch.float32, whole((4,)))
     plan = make_plan([[tensor_slice], []], [[tensor_slice], [tensor_slice]])
@@ -189,7 +189,7 @@ def test_what_the_plan_lacks_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("on", "deal"), [(None, False), ([0], False), ([0, 3], False), ([1, 3], True)]
 )
-def test_whole_tensors_are_gathered_where_they_are_asked_for(
+def test_whole_tensors_are_gathered_on_the_requested_ranks(
     ranks: Threads, on: list[int] | None, deal: bool
 ) -> None:
     layout = random_layout(seed=1)
@@ -209,15 +209,15 @@ def test_whole_tensors_are_gathered_where_they_are_asked_for(
         return names
 
     gathered = ranks.run(gather)
-    asked = range(NUM_RANKS) if on is None else on
-    assert [bool(names) for names in gathered] == [rank in asked for rank in range(NUM_RANKS)]
+    requested = range(NUM_RANKS) if on is None else on
+    assert [bool(names) for names in gathered] == [rank in requested for rank in range(NUM_RANKS)]
     if deal:
         assert sorted(name for names in gathered for name in names) == sorted(tensor_slices)
         nbytes = {
             name: contents(tensor_slice, 1).numel() * tensor_slice.dtype.itemsize
             for name, tensor_slice in tensor_slices.items()
         }
-        shares = [sum(nbytes[name] for name in gathered[rank]) for rank in asked]
+        shares = [sum(nbytes[name] for name in gathered[rank]) for rank in requested]
         assert abs(shares[0] - shares[1]) <= max(nbytes.values())
     else:
-        assert all(sorted(gathered[rank]) == sorted(tensor_slices) for rank in asked)
+        assert all(sorted(gathered[rank]) == sorted(tensor_slices) for rank in requested)

@@ -1,7 +1,7 @@
-"""Policy and engine take turns in the accelerator's memory: who is there when, call by call.
+"""Policy and engine take turns in the accelerator's memory: the order of calls, and who is loaded.
 
-The sync and the loop are the real ones. At the two seams a recorder stands for both giants: it
-refuses what an engine asleep, or a policy that has left, could not do.
+The sync and the loop are the real ones. A fake stands for both policy and engine. It refuses calls
+that a sleeping engine or an offloaded policy could not serve.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ SYNC = ["onload", "wake_weights", "receive", "held", "logprobs", "offload", "wak
 
 
 class Accelerator:
-    """`protocols.Policy` and `protocols.RolloutEngine` of a model with one tensor of 6 numbers."""
+    """`protocols.Policy` and `protocols.RolloutEngine` of a model with one tensor of 6 elements."""
 
     replica, num_replicas, is_leader, max_sequences, version = 0, 1, True, 8, 0
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.there = {"policy", "engine weights", "engine cache"}
+        self.loaded = {"policy", "engine weights", "engine cache"}
         self.weight = torch.arange(6.0)
         self.kept = self.weight.clone()
         self.engine_weight = torch.zeros(6)
         self.damage: Callable[[Tensor], Tensor] = lambda weight: weight
-        self.short_of: str = ""
+        self.wake_error: str = ""
 
-    def does(self, call: str, *needed: str) -> None:
-        assert set(needed) <= self.there, f"{call} while {self.there} alone are there"
+    def record(self, call: str, *needed: str) -> None:
+        assert set(needed) <= self.loaded, f"{call} while only {self.loaded} are loaded"
         self.calls.append(call)
 
     # ---------------------------------------------------------------- the policy
@@ -70,27 +70,27 @@ class Accelerator:
         return [Shard(self.tensor_slice, self.weight)]
 
     def onload(self) -> None:
-        assert "engine cache" not in self.there or "policy" in self.there or self.is_failing
-        self.does("onload")
-        if "policy" not in self.there:
+        assert "engine cache" not in self.loaded or "policy" in self.loaded or self.is_failing
+        self.record("onload")
+        if "policy" not in self.loaded:
             self.weight.untyped_storage().resize_(24)
             self.weight.copy_(self.kept)
-        self.there.add("policy")
+        self.loaded.add("policy")
 
     def offload(self) -> None:
-        self.does("offload", "policy")
+        self.record("offload", "policy")
         self.kept = self.weight.clone()
         self.weight.untyped_storage().resize_(0)
-        self.there.remove("policy")
+        self.loaded.remove("policy")
 
     def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
-        self.does("logprobs", "policy")
+        self.record("logprobs", "policy")
         value = -self.weight.sum().expand(len(batch.tokens)).clone()
         return LogProbs(value, torch.zeros_like(value))
 
     def update(self, mini: TokenBatch, loss: Any, lr: float) -> StepStats:
-        self.does("update", "policy")
-        assert "engine cache" not in self.there
+        self.record("update", "policy")
+        assert "engine cache" not in self.loaded
         self.weight += 1
         return StepStats(0.0, 0.0, lr, 1, {})
 
@@ -100,34 +100,34 @@ class Accelerator:
         return [self.tensor_slice]
 
     def sleep(self) -> None:
-        self.does("sleep")
-        self.there -= {"engine weights", "engine cache"}
+        self.record("sleep")
+        self.loaded -= {"engine weights", "engine cache"}
         self.engine_weight = torch.full((6,), torch.nan)
 
     def wake_weights(self) -> None:
-        self.does("wake_weights", "policy")
-        self.there.add("engine weights")
+        self.record("wake_weights", "policy")
+        self.loaded.add("engine weights")
 
     def receive(self, weights: Iterable[Any], version: int) -> None:
-        self.does("receive", "policy", "engine weights")
+        self.record("receive", "policy", "engine weights")
         for _, [(_, value)] in weights:
             self.engine_weight = self.damage(value.clone())
         self.version = version
 
     def read_back(self) -> Iterator[tuple[TensorSlice, Tensor]]:
-        self.does("held", "policy", "engine weights")
+        self.record("held", "policy", "engine weights")
         yield self.tensor_slice, self.engine_weight
 
     def wake_cache(self) -> None:
-        self.does("wake_cache", "engine weights")
-        assert "policy" not in self.there
-        if self.short_of:
-            raise ConfigError(self.short_of)
-        self.there.add("engine cache")
+        self.record("wake_cache", "engine weights")
+        assert "policy" not in self.loaded
+        if self.wake_error:
+            raise ConfigError(self.wake_error)
+        self.loaded.add("engine cache")
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        self.does("score", "engine weights", "engine cache")
-        return [[-float(self.engine_weight.sum())] * (len(one) - 1) for one in sequences]
+        self.record("score", "engine weights", "engine cache")
+        return [[-float(self.engine_weight.sum())] * (len(tokens) - 1) for tokens in sequences]
 
     is_failing = False
 
@@ -139,7 +139,7 @@ def make_sync(both: Any, **keys: Any) -> WeightSync:
     )  # fmt: skip
 
 
-def test_a_sync_moves_weights_while_both_have_theirs_and_hands_over_the_rest() -> None:
+def test_a_sync_moves_weights_while_both_models_are_loaded_then_offloads_the_policy() -> None:
     both = Accelerator()
     sync = make_sync(both)
     for version in range(3):
@@ -147,14 +147,14 @@ def test_a_sync_moves_weights_while_both_have_theirs_and_hands_over_the_rest() -
         both.sleep()
         report = sync(version)
         assert both.calls == ["sleep", *SYNC]
-        assert both.there == {"engine weights", "engine cache"}
+        assert both.loaded == {"engine weights", "engine cache"}
         assert report.canary_gap == 0 and report.turn_seconds >= 0
         both.sleep()
         both.onload()
         both.weight += 1
 
 
-def test_damage_that_the_canary_alone_sees_is_named_though_the_policy_has_left() -> None:
+def test_damage_seen_only_by_the_canary_is_located_by_reloading_the_policy() -> None:
     both = Accelerator()
     sync = make_sync(both, fingerprint_every=10)
     both.sleep()
@@ -164,15 +164,15 @@ def test_damage_that_the_canary_alone_sees_is_named_though_the_policy_has_left()
     both.damage, both.is_failing = lambda weight: weight + 1, True
     with pytest.raises(SyncError, match=NAME):
         sync(1)
-    seldom = [call for call in SYNC if call != "held"]
-    assert both.calls == [*seldom, "onload", "held"]
+    without_fingerprints = [call for call in SYNC if call != "held"]
+    assert both.calls == [*without_fingerprints, "onload", "held"]
 
 
-def test_an_engine_without_room_to_wake_up_ends_the_run_by_the_key() -> None:
+def test_an_engine_without_memory_to_wake_up_ends_the_run_with_the_config_key() -> None:
     both = Accelerator()
     sync = make_sync(both)
     both.sleep()
-    both.short_of = "engine.memory_fraction: too much"
+    both.wake_error = "engine.memory_fraction: too much"
     with pytest.raises(ConfigError, match=r"engine\.memory_fraction: too much"):
         sync(0)
     assert both.calls[-1] == "wake_cache"
@@ -182,26 +182,26 @@ def test_an_engine_without_room_to_wake_up_ends_the_run_by_the_key() -> None:
 
 
 class World:
-    """All other parts of a run."""
+    """The other parts of a run."""
 
     def __init__(self, both: Accelerator, error: Exception | None = None) -> None:
         self.both, self.error = both, error
 
     def collect(self, version: int, on_progress: Any) -> Collected:
-        self.both.does(f"collect {version}", "engine weights", "engine cache")
+        self.both.record(f"collect {version}", "engine weights", "engine cache")
         if self.error is not None and version == 1:
             raise self.error
         return SimpleNamespace(train=[], ended=[])  # type: ignore[return-value]
 
     def run(self) -> dict[str, float]:
-        self.both.does("evaluate", "engine weights", "engine cache")
+        self.both.record("evaluate", "engine weights", "engine cache")
         return {}
 
     def stage(self) -> None:
-        self.both.does("copy", "policy")
+        self.both.record("copy", "policy")
 
     def commit(self, step: int, state: Any, *, is_open: bool = False) -> Callable[[], None]:
-        self.both.does(f"save {step}")
+        self.both.record(f"save {step}")
         return lambda: None
 
     def wait(self) -> None:
@@ -235,7 +235,7 @@ class World:
 
 
 def train(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> tuple[Any, World]:
-    """Two steps of the real loop; what a step trains on is two made-up mini-batches."""
+    """Run two steps of the real loop, each on two made-up mini-batches."""
     both, ranks = Accelerator(), Ranks(0, 1, 0)
     world = World(both, error)
     sync = make_sync(both)
@@ -261,7 +261,7 @@ def train(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> tu
     return both, world
 
 
-def test_the_loop_lets_each_work_in_its_turn_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_loads_only_one_model_outside_of_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
     both, world = train(monkeypatch)
     step = ["sleep", "onload", "logprobs", "update", "update", "copy", *SYNC, "evaluate"]
     assert both.calls == [
@@ -275,7 +275,7 @@ def test_the_loop_lets_each_work_in_its_turn_alone(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("error", [StarvedError("none"), Stopped("by SIGUSR1")])
-def test_what_is_saved_when_a_run_ends_early_is_the_policys(
+def test_a_run_that_ends_early_saves_the_reloaded_policy(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     both, _ = train(monkeypatch, error)

@@ -1,4 +1,4 @@
-"""Addresses that are shown: no password, whatever characters it has."""
+"""Displayed addresses contain no password, whatever characters it has."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_no_password_is_shown(password: str) -> None:
 
 
 @given(PASSWORDS.filter(lambda text: not set(text) & set("@:&=;?#")))
-def test_an_error_that_quotes_the_address_is_shown_without_the_password(password: str) -> None:
+def test_an_error_that_quotes_the_address_hides_the_password(password: str) -> None:
     for uri in (f"https://me:{password}@host/x", f"https://host/x?token={password}"):
         for quoted in (uri, f"{uri}/api/2.0", password):
             shown = hide_password(f"cannot reach {quoted}", uri)
             assert shown.replace(HIDDEN, "").count(password) == "cannot reach".count(password)
 
 
-def test_an_error_without_secrets_stays_as_it_is() -> None:
+def test_an_error_without_secrets_is_unchanged() -> None:
     assert hide_password("cannot reach http://host", "http://host") == "cannot reach http://host"

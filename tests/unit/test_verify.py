@@ -1,5 +1,5 @@
-"""Fingerprints add up whatever the cuts, and change with every fault; mismatches name the tensor
-and the ranks."""
+"""Fingerprints of shards add up for any sharding and change with every fault; disagreements name
+the tensor and the ranks."""
 
 from __future__ import annotations
 
@@ -23,34 +23,38 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
-    """A tensor cut into a grid of boxes."""
+    """A grid of boxes that covers a tensor."""
     axes = []
     for size in shape:
         ends = sorted(draw(st.sets(st.integers(1, size), max_size=3)) | {0, size})
-        axes.append([(a, b - a) for a, b in pairwise(ends)])
+        axes.append([(start, end - start) for start, end in pairwise(ends)])
     grid = product(*axes)
-    return [Region(tuple(a for a, _ in box), tuple(n for _, n in box)) for box in grid]
+    return [
+        Region(tuple(start for start, _ in box), tuple(size for _, size in box)) for box in grid
+    ]
 
 
 @given(st.data(), shapes, st.sampled_from(DTYPES))
-def test_parts_add_up_to_the_whole_in_any_order(
+def test_fingerprints_of_parts_add_up_to_that_of_the_tensor(
     data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    tensor = drawn(shape, dtype)
+    tensor = random_tensor(shape, dtype)
     boxes = data.draw(cuts(shape).flatmap(st.permutations))
     parts = [fingerprint(tensor[box.slices], box) for box in boxes]
     assert combine_fingerprints(*parts) == fingerprint(tensor, whole(shape))
 
 
 @given(st.data(), shapes.filter(lambda shape: len(shape) > 0))
-def test_any_flipped_bit_shows(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    tensor = drawn(shape, torch.float32)
+def test_any_flipped_bit_changes_the_fingerprint(
+    data: st.DataObject, shape: tuple[int, ...]
+) -> None:
+    tensor = random_tensor(shape, torch.float32)
     flipped = tensor.clone()
     bits = flipped.view(torch.int32).view(-1)
     where = data.draw(st.integers(0, tensor.numel() - 1))
@@ -60,8 +64,8 @@ def test_any_flipped_bit_shows(data: st.DataObject, shape: tuple[int, ...]) -> N
     assert same != changed
 
 
-def test_swapped_and_shifted_contents_show() -> None:
-    tensor = drawn((8, 6), torch.bfloat16)
+def test_swapped_and_shifted_values_change_the_fingerprint() -> None:
+    tensor = random_tensor((8, 6), torch.bfloat16)
     right = fingerprint(tensor, whole((8, 6)))
     for wrong in (tensor[[1, 0, 2, 3, 4, 5, 6, 7]], tensor.roll(1, 1), tensor.flip(0)):
         assert fingerprint(wrong, whole((8, 6))) != right
@@ -71,30 +75,32 @@ def test_swapped_and_shifted_contents_show() -> None:
 
 
 def normal(tensor: Tensor) -> Tensor:
-    """With 0 for zeros of both signs and for what is too small to be normal."""
+    """Replace zeros of both signs and subnormal values by 0."""
     return torch.where(tensor.abs() < torch.finfo(tensor.dtype).tiny, 0.0, tensor)
 
 
-def test_zeros_of_both_signs_and_what_kernels_take_for_zero_are_one() -> None:
+def test_zeros_of_both_signs_and_subnormal_values_have_one_fingerprint() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         zeros = torch.zeros(4, dtype=dtype)
         for same in (-zeros, torch.full((4,), 1e-39, dtype=dtype)):
             assert fingerprint(zeros, whole((4,))) == fingerprint(same, whole((4,)))
 
 
-def test_what_is_not_a_number_is_a_value_as_any_other() -> None:
+def test_nan_counts_as_a_value() -> None:
     zeros, nan = torch.zeros(4), torch.full((4,), torch.nan)
     assert fingerprint(nan, whole((4,))) == fingerprint(nan.clone(), whole((4,)))
     assert fingerprint(nan, whole((4,))) != fingerprint(zeros, whole((4,)))
 
 
-def test_signs_of_all_elements_show() -> None:
-    tensor = drawn((8, 6), torch.float32)
+def test_negating_all_elements_changes_the_fingerprint() -> None:
+    tensor = random_tensor((8, 6), torch.float32)
     assert fingerprint(-tensor, whole((8, 6))) != fingerprint(tensor, whole((8, 6)))
 
 
-def test_big_tensors_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = drawn((100, 7), torch.float32)
+def test_large_tensors_are_summed_in_chunks_with_the_same_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensor = random_tensor((100, 7), torch.float32)
     right = fingerprint(tensor, whole((100, 7)))
     monkeypatch.setattr("dapo_megatron.bridge.verify._CHUNK", 50)
     assert fingerprint(tensor, whole((100, 7))) == right
@@ -115,10 +121,10 @@ QUARTERS = [box((first, first + 3)) for first in range(0, 12, 3)]
 COLUMNS = [box(columns=(0, 4)), box(columns=(4, 8))]
 
 
-def prints(
+def fingerprints(
     regions: list[Region], tensors: list[Tensor], name: str = NAME
 ) -> list[list[tuple[TensorSlice, int]]]:
-    """Rank r has region r of tensor r."""
+    """Return the fingerprints by rank: rank r has region r of tensor r."""
     return [
         [
             (
@@ -143,9 +149,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equal_weights_agree_in_all_layouts(layout: str) -> None:
     held, wanted, ranks = LAYOUTS[layout]
-    tensor = drawn(SHAPE, torch.float32)
-    policy = prints(held, [tensor] * len(held))
-    assert describe_mismatches(policy, prints(wanted, [tensor] * len(wanted)), ranks) == []
+    tensor = random_tensor(SHAPE, torch.float32)
+    policy = fingerprints(held, [tensor] * len(held))
+    assert describe_mismatches(policy, fingerprints(wanted, [tensor] * len(wanted)), ranks) == []
 
 
 @pytest.mark.parametrize(
@@ -161,41 +167,48 @@ def test_equal_weights_agree_in_all_layouts(layout: str) -> None:
 )
 def test_a_stale_engine_rank_is_named(layout: str, stale: int, named: str) -> None:
     held, wanted, ranks = LAYOUTS[layout]
-    new, old = drawn(SHAPE, torch.float32, 1), drawn(SHAPE, torch.float32, 2)
+    new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
     sampled = [old if rank == stale else new for rank in range(len(wanted))]
-    [line] = describe_mismatches(prints(held, [new] * len(held)), prints(wanted, sampled), ranks)
+    [line] = describe_mismatches(
+        fingerprints(held, [new] * len(held)), fingerprints(wanted, sampled), ranks
+    )
     assert line.startswith(NAME) and named in line
 
 
 def test_a_policy_rank_that_drifted_is_named_even_if_its_engine_follows_it() -> None:
-    new, old = drawn(SHAPE, torch.float32, 1), drawn(SHAPE, torch.float32, 2)
+    new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
     state = [new, new, old, new]
-    found = describe_mismatches(prints([box()] * 4, state), prints([box()] * 4, state), 1)
-    assert found == [f"{NAME}[0:12, 0:8]: policy ranks 2 hold other values than ranks 0, 1, 3"]
+    lines = describe_mismatches(
+        fingerprints([box()] * 4, state), fingerprints([box()] * 4, state), 1
+    )
+    assert lines == [f"{NAME}[0:12, 0:8]: policy ranks 2 hold other values than ranks 0, 1, 3"]
 
 
 def test_copies_inside_one_engine_are_compared_with_each_other() -> None:
-    """Key-value heads on more tensor-parallel ranks than there are."""
-    new, old = drawn(SHAPE, torch.float32, 1), drawn(SHAPE, torch.float32, 2)
+    """Tensor-parallel ranks hold copies if there are fewer key-value heads than ranks."""
+    new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
     wanted = [HALVES[0], HALVES[0], HALVES[1], HALVES[1]]
-    found = describe_mismatches(prints([box()], [new]), prints(wanted, [new, old, new, new]), 4)
-    [line] = found
+    [line] = describe_mismatches(
+        fingerprints([box()], [new]), fingerprints(wanted, [new, old, new, new]), 4
+    )
     assert "engine ranks" in line and "1" in line
 
 
 @settings(max_examples=50)
 @given(st.data())
-def test_any_cuts_agree_and_any_fault_shows(data: st.DataObject) -> None:
-    tensor = drawn(SHAPE, torch.float32)
+def test_any_two_shardings_agree_and_any_fault_is_reported(data: st.DataObject) -> None:
+    tensor = random_tensor(SHAPE, torch.float32)
     held, wanted = data.draw(cuts(SHAPE)), data.draw(cuts(SHAPE))
-    policy = prints(held, [tensor] * len(held))
-    assert describe_mismatches(policy, prints(wanted, [tensor] * len(wanted)), len(wanted)) == []
+    policy = fingerprints(held, [tensor] * len(held))
+    assert (
+        describe_mismatches(policy, fingerprints(wanted, [tensor] * len(wanted)), len(wanted)) == []
+    )
     wrong = tensor.clone()
     wrong[data.draw(st.integers(0, 11)), data.draw(st.integers(0, 7))] += 1.0
-    assert describe_mismatches(policy, prints(wanted, [wrong] * len(wanted)), len(wanted))
+    assert describe_mismatches(policy, fingerprints(wanted, [wrong] * len(wanted)), len(wanted))
 
 
-def test_weights_of_places_are_odd() -> None:
-    # An even weight would hide a flipped top bit: 2^63 times it is 0 modulo 2^64.
+def test_fingerprint_weights_are_odd() -> None:
+    # An even weight would hide a flipped top bit: 2^63 times an even number is 0 modulo 2^64.
     for dim in range(3):
         assert (_weights(dim, 5, 1000, torch.device("cpu")) % 2 == 1).all()

@@ -1,4 +1,4 @@
-"""The watchdog, on real processes: who hangs is named, by ranks that end with HUNG."""
+"""The watchdog on real processes: a hanging rank is named, and the ranks exit with HUNG."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import timeit
 from collections.abc import Callable, Iterator
@@ -24,13 +25,14 @@ from dapo_megatron.cluster.heartbeat import (
     read_heartbeat,
     read_heartbeats,
 )
-from dapo_megatron.cluster.watchdog import BACKSTOP_SECONDS, Watchdog, hang_file
+from dapo_megatron.cluster.watchdog import Watchdog, hang_file
 from dapo_megatron.doctor import run
 from dapo_megatron.tracking.console import RunConsole
 from tests.helpers.screen import Screen, Terminal
 
-LIMIT_SECONDS = 2.0
-PROMISE_SECONDS = LIMIT_SECONDS + 5.0
+LIMIT_SECONDS = 3.0
+EVENTUALLY_SECONDS = 300.0
+"""Timeout for events that happen much earlier, except on a heavily loaded machine."""
 
 
 @dataclass
@@ -49,10 +51,10 @@ class Job:
         return exit_reason.read(self.folder / "verdict")
 
 
-def wait_until(true: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = EVENTUALLY_SECONDS) -> None:
     end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
+    while not condition():
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.02)
 
 
@@ -101,30 +103,34 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_a_stopped_rank_is_named_by_the_others(start: Start, stopped: int) -> None:
     job = start()
     job.wait_for_step(3)
-    wait_until(lambda: (seen := read_heartbeat(heartbeat_file(job.folder, stopped))) and seen.step)
+    wait_until(
+        lambda: (
+            (heartbeat := read_heartbeat(heartbeat_file(job.folder, stopped))) and heartbeat.step
+        )
+    )
+    started = time.monotonic()
     job.ranks[stopped].send_signal(signal.SIGSTOP)
-    began = time.monotonic()
     wait_until(lambda: job.verdict)
-    assert LIMIT_SECONDS - 0.2 < time.monotonic() - began < PROMISE_SECONDS
+    assert time.monotonic() - started > LIMIT_SECONDS / 2
     others = [rank for number, rank in enumerate(job.ranks) if number != stopped]
-    assert [rank.wait(10) for rank in others] == [HUNG, HUNG]
+    assert [rank.wait(EVENTUALLY_SECONDS) for rank in others] == [HUNG, HUNG]
     assert job.ranks[stopped].poll() is None
 
     assert job.verdict is not None
     assert job.verdict.code == HUNG
     assert f"rank {stopped} (" in job.verdict.reason
     assert "does not answer" in job.verdict.reason
-    named = job.verdict.text.splitlines()
-    assert len(named) == 1, "nobody else is to blame"
-    assert "phase update" in named[0]
-    # Both others left their stacks and what was told.
+    suspects = job.verdict.text.splitlines()
+    assert len(suspects) == 1, "no other rank is named"
+    assert "phase update" in suspects[0]
+    # Both others logged their stacks and their diagnostics.
     for number in {0, 1, 2} - {stopped}:
         assert "watched_rank.py" in job.log(number)
         assert "in all_gather" in job.log(number)
         assert f"requests in flight: {number + 7} of them" in job.log(number)
     assert len(list(job.folder.glob("noted_*"))) == 1
     report = json.loads(hang_file(job.folder, "17.0").read_text())
-    assert [one["state"] for one in report["pulses"]].count("hung") == 2
+    assert [heartbeat["state"] for heartbeat in report["pulses"]].count("hung") == 2
 
 
 @pytest.mark.parametrize(
@@ -136,27 +142,25 @@ def test_a_stopped_rank_is_named_by_the_others(start: Start, stopped: int) -> No
         ("end", "missing: it had ended already", 0),
     ],
 )
-def test_who_hangs_is_named_and_leaves_its_stacks(
+def test_a_hanging_rank_is_named_and_logs_its_stacks(
     start: Start, fault: str, why: str, code: int
 ) -> None:
     job = start(fault)
     job.wait_for_step(3)
-    began = time.monotonic()
-    assert [rank.wait(PROMISE_SECONDS + 1.0) for rank in job.ranks[:2]] == [HUNG, HUNG]
-    assert time.monotonic() - began < PROMISE_SECONDS + 1.0
+    assert [rank.wait(EVENTUALLY_SECONDS) for rank in job.ranks[:2]] == [HUNG, HUNG]
     assert job.verdict is not None
     assert job.verdict.reason.startswith("hung: rank 2 (")
     assert why in job.verdict.reason
     assert "rank 0 (" not in job.verdict.text
     assert "rank 1 (" not in job.verdict.text
-    # The backstop needs no interpreter; it is slower.
-    assert job.ranks[2].wait(LIMIT_SECONDS + BACKSTOP_SECONDS + 2.0) == code
+    # The backstop needs no GIL, but takes longer.
+    assert job.ranks[2].wait(EVENTUALLY_SECONDS) == code
     assert ("watched_rank.py" in job.log(2)) == (fault != "end")
 
 
-def test_torchs_flight_recorder_tells_who_did_not_come(start: Start) -> None:
+def test_the_flight_recorder_of_torch_names_the_rank_that_did_not_join(start: Start) -> None:
     job = start("torch", world_size=2, limit=3.0)
-    assert [rank.wait(60.0) for rank in job.ranks] == [HUNG, HUNG]
+    assert [rank.wait(EVENTUALLY_SECONDS) for rank in job.ranks] == [HUNG, HUNG]
     assert job.verdict is not None
     assert "rank 1 (" in job.verdict.reason
     assert "behind: collectives 4 of 5 in group 0" in job.verdict.reason
@@ -165,8 +169,8 @@ def test_torchs_flight_recorder_tells_who_did_not_come(start: Start) -> None:
     assert "not finished" not in job.log(1)
 
 
-def test_signs_of_life_keep_it_running(start: Start) -> None:
-    """Three times the limit, with a sign every tenth: the ranks that wait give none, though."""
+def test_beats_keep_a_slow_rank_running(start: Start) -> None:
+    """The step takes three times the limit, with a beat after every tenth of the limit."""
     job = start("slow", world_size=1)
     job.wait_for_step(4)
     assert job.ranks[0].poll() is None
@@ -174,9 +178,13 @@ def test_signs_of_life_keep_it_running(start: Start) -> None:
 
 
 def test_heartbeats_survive_sigkill(start: Start) -> None:
-    job = start(limit=60.0)
-    job.wait_for_step(3)
-    wait_until(lambda: all(one and one.step for one in read_heartbeats(job.folder, 3)))
+    job = start("sleep", limit=600.0)  # all ranks stay in step 3
+    wait_until(
+        lambda: all(
+            heartbeat and (heartbeat.phase, heartbeat.step) == ("update", 3)
+            for heartbeat in read_heartbeats(job.folder, 3)
+        )
+    )
     for rank in job.ranks:
         rank.kill()
         rank.wait()
@@ -194,7 +202,7 @@ def test_heartbeats_survive_sigkill(start: Start) -> None:
 
 
 def full_pipe() -> tuple[int, int]:
-    """Reading and writing end; whoever writes waits until somebody reads."""
+    """Return the reading and the writing end of a full pipe. Writing to it blocks."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     with contextlib.suppress(BlockingIOError):
@@ -206,16 +214,17 @@ def full_pipe() -> tuple[int, int]:
 
 @pytest.mark.parametrize("log", ["writes", "hangs", "full"])
 @pytest.mark.parametrize("fault", ["sleep", pytest.param("disk", marks=pytest.mark.long)])
-def test_a_rank_ends_whatever_its_log_and_its_disk_do(start: Start, fault: str, log: str) -> None:
+def test_a_hanging_rank_exits_even_if_its_log_or_disk_blocks(
+    start: Start, fault: str, log: str
+) -> None:
     reading, writing = full_pipe()
     if log == "full":
         writing = os.open("/dev/full", os.O_WRONLY)
     try:
-        job = start(fault, world_size=1, limit=1.0, stderr=None if log == "writes" else writing)
+        job = start(fault, world_size=1, limit=2.0, stderr=None if log == "writes" else writing)
         job.wait_for_step(2)
-        began = time.monotonic()
-        assert job.ranks[0].wait(20.0) == HUNG, "by itself, not by faulthandler's timer"
-        assert time.monotonic() - began < 1.0 + BACKSTOP_SECONDS
+        code = job.ranks[0].wait(EVENTUALLY_SECONDS)
+        assert code == HUNG, "by itself, not by faulthandler's timer"
     finally:
         os.close(reading)
         os.close(writing)
@@ -224,12 +233,12 @@ def test_a_rank_ends_whatever_its_log_and_its_disk_do(start: Start, fault: str, 
         assert "all 1 are in phase update, step 3" in job.verdict.reason
         assert (job.folder / "noted_0").exists()
     if log == "writes":
-        assert "no sign of life for 1 s, phase update, step 3" in job.log(0)
+        assert "no sign of life for 2 s, phase update, step 3" in job.log(0)
         assert "watched_rank.py" in job.log(0)
         assert ("the disk or a log hangs as well" in job.log(0)) == (fault == "disk")
 
 
-TELLS = """
+HANGING_RANK = """
 import sys, time
 from pathlib import Path
 from dapo_megatron.cluster.watchdog import Watchdog
@@ -237,11 +246,11 @@ watch = Watchdog(Path(sys.argv[1]), 1, 2, {"update": 0.5}, "17.0")
 watch.start()
 watch.terminal_fd = 1
 with watch.phase("update", 3):
-    time.sleep(60)
+    time.sleep(1000)
 """
 
 
-def test_a_hang_is_read_above_the_panel_of_rank_0(
+def test_a_hang_report_is_shown_above_the_live_panel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -251,17 +260,17 @@ def test_a_hang_is_read_above_the_panel_of_rank_0(
         view.groups(1, 2)
         view.log(1, {"time/step": 2.0, "time/update": 1.0}, 30.0)
         rank_1 = subprocess.run(
-            [sys.executable, "-c", TELLS, str(tmp_path)],
-            stdout=terminal.file.fileno(), stderr=log, timeout=60, check=False,
+            [sys.executable, "-c", HANGING_RANK, str(tmp_path)],
+            stdout=terminal.file.fileno(), stderr=log, timeout=300, check=False,
         )  # fmt: skip
         time.sleep(1.0)
     assert rank_1.returncode == HUNG
     screen = Screen()
     screen.feed(terminal.close())
-    told = json.loads(hang_file(tmp_path, "17.0").read_text())["text"].splitlines()
-    assert told[0].startswith("hung: rank 0: missing")
-    first = screen.lines.index(told[0])
-    assert screen.lines[first : first + len(told)] == told
+    lines = json.loads(hang_file(tmp_path, "17.0").read_text())["text"].splitlines()
+    assert lines[0].startswith("hung: rank 0: missing")
+    first = screen.lines.index(lines[0])
+    assert screen.lines[first : first + len(lines)] == lines
 
 
 LIMITS = {"start": 60.0, "update": 50.0, "sync": 40.0, "other": 30.0}
@@ -269,24 +278,24 @@ LIMITS = {"start": 60.0, "update": 50.0, "sync": 40.0, "other": 30.0}
 
 def test_phases_nest(tmp_path: Path) -> None:
     watch = Watchdog(tmp_path, 0, 1, LIMITS)
-    seen = []
+    states = []
 
-    def look() -> None:
+    def note_state() -> None:
         heartbeat = watch.heartbeat()
-        seen.append((heartbeat.phase, heartbeat.step, heartbeat.limit_seconds))
+        states.append((heartbeat.phase, heartbeat.step, heartbeat.limit_seconds))
 
-    look()
+    note_state()
     with watch.phase("other"):
-        look()
+        note_state()
         with watch.phase("update", 3):
-            look()
+            note_state()
             with pytest.raises(RuntimeError), watch.phase("sync"):
-                look()
+                note_state()
                 raise RuntimeError
-            look()
-        look()
-    look()
-    assert seen == [
+            note_state()
+        note_state()
+    note_state()
+    assert states == [
         ("", 0, 60.0),
         ("other", 0, 30.0),
         ("update", 3, 50.0),
@@ -299,7 +308,7 @@ def test_phases_nest(tmp_path: Path) -> None:
         pass
 
 
-def test_a_heartbeat_tells_exchanges_from_other_signs(tmp_path: Path) -> None:
+def test_a_heartbeat_distinguishes_exchanges_from_other_beats(tmp_path: Path) -> None:
     watch = Watchdog(tmp_path, 0, 1, LIMITS)
     watch.record_activity("all_gather 7")
     watch.record_activity("micro-batch 2")
@@ -319,7 +328,11 @@ def test_recording_activity_costs_less_than_5_microseconds(tmp_path: Path) -> No
     watch.start()
     try:
         best = min(
-            timeit.timeit(lambda: watch.record_activity("all_gather 123 done"), number=10_000)
+            timeit.timeit(
+                lambda: watch.record_activity("all_gather 123 done"),
+                number=10_000,
+                timer=time.thread_time,
+            )
             / 10_000
             for _ in range(5)
         )
@@ -334,15 +347,27 @@ def test_recording_activity_costs_less_than_5_microseconds(tmp_path: Path) -> No
 def test_a_stalled_disk_does_not_end_a_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dapo_megatron.cluster.watchdog.BACKSTOP_SECONDS", 1.0)
-    watch = Watchdog(tmp_path, 0, 1, {"update": 1.0})
+    """The clock thread keeps restarting the backstop while the heartbeat cannot be written."""
+    restarts: list[str] = []
+    arm = Watchdog._arm
+
+    def note(watch: Watchdog, seconds: float) -> None:
+        restarts.append(threading.current_thread().name)
+        arm(watch, seconds)
+
+    monkeypatch.setattr(Watchdog, "_arm", note)
+    watch = Watchdog(tmp_path, 0, 1, {"update": 600.0})
     watch.start()
-    monkeypatch.setattr("dapo_megatron.cluster.watchdog.write_heartbeat", lambda *_: time.sleep(10.0))
+    is_stalled, is_back = threading.Event(), threading.Event()
+    monkeypatch.setattr(
+        "dapo_megatron.cluster.watchdog.write_heartbeat",
+        lambda *_: (is_stalled.set(), is_back.wait()),
+    )
     with watch.phase("update", 1):
-        for _ in range(35):
-            watch.record_activity()
-            time.sleep(0.1)
-    monkeypatch.undo()
+        assert is_stalled.wait(EVENTUALLY_SECONDS)
+        before = restarts.count("watch_watch")
+        wait_until(lambda: restarts.count("watch_watch") >= before + 3)
+    is_back.set()
     watch.close()
 
 
@@ -351,7 +376,7 @@ def test_a_stalled_disk_does_not_keep_a_rank_from_closing(
 ) -> None:
     watch = Watchdog(tmp_path, 0, 1, LIMITS)
     watch.start()
-    monkeypatch.setattr("dapo_megatron.cluster.watchdog.write_heartbeat", lambda *_: time.sleep(10.0))
-    began = time.monotonic()
-    watch.close()
-    assert time.monotonic() - began < 6.0
+    is_back = threading.Event()
+    monkeypatch.setattr("dapo_megatron.cluster.watchdog.write_heartbeat", lambda *_: is_back.wait())
+    watch.close()  # returns while the disk is stalled
+    is_back.set()

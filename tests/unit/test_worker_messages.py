@@ -1,4 +1,4 @@
-"""Messages between the pool and its workers: whatever arrives is what was sent, or is refused."""
+"""Messages between the pool and its workers: they arrive as sent, or are refused."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ from dapo_megatron.rewards.worker_messages import (
 )
 from dapo_megatron.types import Grade
 
-texts = st.text(st.characters(codec=None))  # half characters too
+texts = st.text(st.characters(codec=None))  # with lone surrogates
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
-markers = st.sampled_from(
-    ["__tuple__", "__items__", "__float__"]
-)  # a row may have them as keys of its own
+markers = st.sampled_from(["__tuple__", "__items__", "__float__"])  # a row may use them as keys
 keys = texts | markers | st.integers() | st.tuples(st.integers(), st.integers())
 values = st.recursive(
     plain,
@@ -65,7 +63,7 @@ def test_a_failure_arrives_as_it_was_sent(failure: Failure) -> None:
     assert decode_answer(encode_answer(failure)) == failure
 
 
-def test_what_a_worker_says_cannot_steer_a_terminal() -> None:
+def test_control_characters_in_a_workers_message_are_replaced() -> None:
     failure = decode_answer(encode_answer(Failure("error", "\x1b[2J\rline\n\ud800")))
     assert failure == Failure("error", "?[2J?line\n?")
 
@@ -79,7 +77,7 @@ def test_what_a_worker_says_cannot_steer_a_terminal() -> None:
         Failure("error", "x" * (MAX_DETAIL + 1)),
     ],
 )
-def test_a_worker_cannot_send_more_than_a_grader_may_give(answer: Grade | Failure) -> None:
+def test_answers_beyond_the_limits_of_a_grader_are_refused(answer: Grade | Failure) -> None:
     with pytest.raises(ValueError, match="not an answer"):
         decode_answer(encode_answer(answer))
 
@@ -104,7 +102,7 @@ def test_a_grade_with_a_wrong_field_is_refused(message: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_message_or_refused(message: bytes) -> None:
+def test_any_bytes_are_decoded_or_refused(message: bytes) -> None:
     for decode in (decode_answer, decode_refusal):
         try:
             decode(message)

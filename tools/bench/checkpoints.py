@@ -1,13 +1,17 @@
-"""Saving a checkpoint as bytes grow: what a step waits for, and what happens behind its back.
+"""Measure how long saving a checkpoint takes, in the step and in the background, by size.
 
     python tools/bench/checkpoints.py                      # 10 MB, 100 MB and 1 GB of state
     python tools/bench/checkpoints.py --sizes-mb 100 --folder /the/file/system --num-processes 4
 
-A checkpoint of so many bytes in all, dealt out to the processes as model, float32 copy and moments
-are, is saved by the code of a run. *Blocking* is what a step waits for: the copy in memory, and the
-JSON of the state. *Background* is from there until it is published: written, summed, brought to the
-disk. *Pause* is the longest that the background has kept Python code of the same process waiting.
-*Verify* is the reading and summing of a resume. Medians of the slowest process; pause is the worst.
+The code of a run saves a checkpoint of the given size, shared equally by the processes. It
+measures, in seconds:
+
+    blocking     what a step waits for: the copy in memory and the JSON of the state
+    background   from then until the checkpoint is published: write, checksums, fsync
+    pause        the longest time that the background kept Python code of its process from running
+    verify       reading and checksums at a resume
+
+Values are medians of the slowest process. Pause is the maximum.
 """
 
 from __future__ import annotations
@@ -39,18 +43,18 @@ from dapo_megatron.tracking.provenance import facts
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_TENSORS = 100
 MB = 10**6
-FIGURES = ("blocking", "background", "pause", "verify")
+METRICS = ("blocking", "background", "pause", "verify")
 
 
 def make_state(num_bytes: int) -> dict[str, torch.Tensor]:
-    """Tensors that take so many bytes."""
+    """Return tensors that take `num_bytes` bytes in all, rounded down."""
     numel = num_bytes // 4 // NUM_TENSORS
     return {f"optimizer/{number}": torch.randn(numel) for number in range(NUM_TENSORS)}
 
 
 @dataclass
 class PauseMeter:
-    """Longest time that a thread of Python code was kept from running."""
+    """Measure the longest time, in seconds, that a Python thread was kept from running."""
 
     pause: float = 0.0
 
@@ -74,7 +78,7 @@ class PauseMeter:
 
 
 def measure_once(checkpoints: CheckpointSaver, ranks: Ranks, step: int) -> dict[str, float]:
-    """Seconds of one save and its verification, of the slowest process."""
+    """Return the seconds of one save and its verification, of the slowest process."""
     ranks.barrier()
     started = time.perf_counter()
     publish = checkpoints.commit(step, {"coordinator": {}})
@@ -88,12 +92,12 @@ def measure_once(checkpoints: CheckpointSaver, ranks: Ranks, step: int) -> dict[
     fault = fault_of(checkpoints.folder / f"step_{step:06d}", ranks)
     if fault:
         raise AssertionError(fault)
-    found = (blocking, background, meter.pause, time.perf_counter() - started)
-    return dict(zip(FIGURES, map(max, zip(*ranks.all_gather(found, tuple[float, ...])))))
+    seconds = (blocking, background, meter.pause, time.perf_counter() - started)
+    return dict(zip(METRICS, map(max, zip(*ranks.all_gather(seconds, tuple[float, ...])))))
 
 
 def measure(num_bytes: int, ranks: Ranks, folder: Path, repeats: int) -> dict[str, Any]:
-    """`repeats` saves after one that is not counted."""
+    """Measure `repeats` saves, after one that is not counted."""
     state = make_state(num_bytes // ranks.world_size)
     name = f"rank_{ranks.rank:05d}.safetensors"
     config = load_config(REPOSITORY / "model_configs" / "tiny_cpu.yaml", ["checkpoint.keep=1"])
@@ -105,47 +109,49 @@ def measure(num_bytes: int, ranks: Ranks, folder: Path, repeats: int) -> dict[st
         snapshot=lambda: PolicySnapshot(name, state, {}),
     )
     runs = [measure_once(checkpoints, ranks, step) for step in range(repeats + 1)][1:]
-    found = {f"{key}_seconds": statistics.median(run[key] for run in runs) for key in FIGURES}
-    found["pause_seconds"] = max(run["pause"] for run in runs)
-    rate = num_bytes / found["background_seconds"]
-    return {"bytes": num_bytes, **found, "background_bytes_per_second": rate}
+    metrics = {f"{key}_seconds": statistics.median(run[key] for run in runs) for key in METRICS}
+    metrics["pause_seconds"] = max(run["pause"] for run in runs)
+    rate = num_bytes / metrics["background_seconds"]
+    return {"bytes": num_bytes, **metrics, "background_bytes_per_second": rate}
 
 
-def show(found: list[dict[str, Any]], num_processes: int) -> Table:
-    """A row per size."""
-    table = Table("MB", *(f"{key}\nseconds" for key in FIGURES), "background\nMB/s")
+def show(results: list[dict[str, Any]], num_processes: int) -> Table:
+    """Return a table with a row per size."""
+    table = Table("MB", *(f"{key}\nseconds" for key in METRICS), "background\nMB/s")
     table.title = f"Checkpoints of {num_processes} processes"
-    for one in found:
-        seconds = [f"{one[f'{key}_seconds']:.3f}" for key in FIGURES]
-        rate = f"{one['background_bytes_per_second'] / MB:,.0f}"
-        table.add_row(f"{one['bytes'] / MB:,.0f}", *seconds, rate)
+    for result in results:
+        seconds = [f"{result[f'{key}_seconds']:.3f}" for key in METRICS]
+        rate = f"{result['background_bytes_per_second'] / MB:,.0f}"
+        table.add_row(f"{result['bytes'] / MB:,.0f}", *seconds, rate)
     return table
 
 
 def main(
-    sizes_mb: Annotated[str, typer.Option(help="Of the whole checkpoint; with commas.")] = (
-        "10,100,1000"
-    ),
-    folder: Annotated[Path | None, typer.Option(help="On the disk to measure.")] = None,
-    num_processes: Annotated[int, typer.Option(help="That save together.")] = 2,
+    sizes_mb: Annotated[
+        str, typer.Option(help="Sizes of the whole checkpoint, separated by commas.")
+    ] = "10,100,1000",
+    folder: Annotated[Path | None, typer.Option(help="Folder on the disk to measure.")] = None,
+    num_processes: Annotated[int, typer.Option(help="Processes that save together.")] = 2,
     repeats: Annotated[int, typer.Option(help="Saves of each size.")] = 3,
 ) -> None:
-    """Seconds of a save; the last line is JSON."""
+    """Measure the seconds of a save. The last line is JSON."""
     if not is_launched():
         raise SystemExit(launch([sys.executable, *sys.argv], num_processes))
     torch.set_num_threads(1)
     ranks = join("gloo")
-    place = Path(ranks.broadcast(tempfile.mkdtemp(prefix="bench_checkpoints_", dir=folder), str))
+    work_folder = Path(
+        ranks.broadcast(tempfile.mkdtemp(prefix="bench_checkpoints_", dir=folder), str)
+    )
     try:
         sizes = [int(float(size) * MB) for size in sizes_mb.split(",")]
-        found = [measure(size, ranks, place / str(size), repeats) for size in sizes]
+        results = [measure(size, ranks, work_folder / str(size), repeats) for size in sizes]
         ranks.barrier()
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(work_folder, ignore_errors=True)
     dist.destroy_process_group()
     if ranks.rank == 0:
-        Console(soft_wrap=True, width=120).print(show(found, ranks.world_size))
-        about = {"num_processes": ranks.world_size, "repeats": repeats, "measured": found}
+        Console(soft_wrap=True, width=120).print(show(results, ranks.world_size))
+        about = {"num_processes": ranks.world_size, "repeats": repeats, "measured": results}
         print(json.dumps({**facts(), **about}))
 
 

@@ -1,5 +1,7 @@
-"""The bridge as most systems have it, to compare with (weight_sync.py): every HF tensor whole
-on every rank, in buckets of bounded size. All weights are of one dtype."""
+"""Weight sync as most systems do it, for comparison (weight_sync.py).
+
+Every rank gathers every whole HF tensor, in buckets of bounded size. All weights have one dtype.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from dapo_megatron.types import Shard, TensorSlice
 
 
 class FullGather:
-    """Collective: all ranks make one and iterate together.
+    """Iterator over (name, whole tensor). Collective: all ranks create it and iterate together.
 
-    `replicas`: ranks that hold a whole model together; every slice is broadcast among them by the
-    first that holds it. `bucket`: bytes.
+    `replicas` are groups of ranks that together hold a whole model. Within a group, the first rank
+    that holds a slice broadcasts it. `bucket` is in bytes.
     """
 
     def __init__(
@@ -53,29 +55,29 @@ class FullGather:
             yield from self._fetch(bucket).items()
 
     def _fetch(self, bucket: list[dict[TensorSlice, list[int]]]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        whole: dict[str, Tensor] = {}
         by_sender: dict[int, list[TensorSlice]] = {}
         for tensor_slices in bucket:
             for tensor_slice, holders in tensor_slices.items():
-                if tensor_slice.name not in found:
-                    found[tensor_slice.name] = torch.empty(
+                if tensor_slice.name not in whole:
+                    whole[tensor_slice.name] = torch.empty(
                         tensor_slice.global_shape, dtype=tensor_slice.dtype
                     )
                 if len(holders) < len(self._members):
                     by_sender.setdefault(holders[0], []).append(tensor_slice)
                 else:
-                    own = self._shards[tensor_slice.name, tensor_slice.region]
-                    found[tensor_slice.name][tensor_slice.region.slices] = own.read()
+                    shard = self._shards[tensor_slice.name, tensor_slice.region]
+                    whole[tensor_slice.name][tensor_slice.region.slices] = shard.read()
         for sender, sent in by_sender.items():
-            self._broadcast(sender, sent, found)
-        return found
+            self._broadcast(sender, sent, whole)
+        return whole
 
-    def _broadcast(self, sender: int, sent: list[TensorSlice], found: dict[str, Tensor]) -> None:
+    def _broadcast(self, sender: int, sent: list[TensorSlice], whole: dict[str, Tensor]) -> None:
         if sender == self._rank:
-            own = [
+            values = [
                 self._shards[tensor_slice.name, tensor_slice.region].read() for tensor_slice in sent
             ]
-            flat = torch.cat([value.reshape(-1) for value in own])
+            flat = torch.cat([value.reshape(-1) for value in values])
         else:
             flat = torch.empty(
                 sum(tensor_slice.region.numel for tensor_slice in sent), dtype=sent[0].dtype
@@ -85,6 +87,6 @@ class FullGather:
         for tensor_slice, part in zip(
             sent, flat.split([tensor_slice.region.numel for tensor_slice in sent])
         ):
-            found[tensor_slice.name][tensor_slice.region.slices] = part.view(
+            whole[tensor_slice.name][tensor_slice.region.slices] = part.view(
                 tensor_slice.region.shape
             )

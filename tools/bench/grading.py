@@ -1,9 +1,9 @@
-"""Graded completions per second, through the pool.
+"""Measure graded completions per second, through the grading pool.
 
     python tools/bench/grading.py [--against TREE] [--rounds 5] [--workers 1]
 
-With --against, another checkout of this project is measured in turns with this one, in the same
-environment, so that a busy machine slows both. Prints a table and ends in one JSON line.
+With --against, it measures another checkout of this project in turns with this one, in the same
+environment, so that a busy machine slows both. It prints a table and, at the end, one JSON line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[2]
 COMPLETIONS = {"dapo_math": 20000, "math_verify": 400, "code": 60}
 WORDS = "Let us consider the equation once more and simplify each term of it. " * 40
 
@@ -27,8 +27,7 @@ TESTS = json.dumps({"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7
 
 
 def completion(grader: str, number: int) -> tuple[str, str]:
-    """Return a response of some 3,000 characters, as a reasoning model writes them, and the
-    truth."""
+    """Return a response of about 3,000 characters, like a reasoning model's, and the truth."""
     if grader == "dapo_math":
         return f"{WORDS}\nAnswer: {number}", str(number)
     if grader == "math_verify":
@@ -40,7 +39,7 @@ def completion(grader: str, number: int) -> tuple[str, str]:
 
 
 def measure(grader: str, workers: int) -> float:
-    """Return graded completions per second of the package that is imported."""
+    """Return graded completions per second of the imported package."""
     from dapo_megatron.rewards import GradingPool
 
     tasks = [completion(grader, number) for number in range(COMPLETIONS[grader])]
@@ -51,18 +50,18 @@ def measure(grader: str, workers: int) -> float:
             for key, (response, truth) in enumerate(tasks[:number]):
                 pool.submit(key, "bench", response, truth, extra)
             while pool.pending:
-                for _, result, why in pool.collect(wait=True):
-                    assert result is not None, why
+                for _, result, reason in pool.collect(wait=True):
+                    assert result is not None, reason
                     assert result.correct
 
-        grade(2 * workers)  # imports are over
+        grade(2 * workers)  # every worker imports its grader before the measurement
         started = time.perf_counter()
         grade(len(tasks))
         return len(tasks) / (time.perf_counter() - started)
 
 
 def measure_in(tree: Path, grader: str, workers: int) -> float:
-    """Return the same, of the package in another folder."""
+    """Return graded completions per second of the package in `tree`, in a new process."""
     done = subprocess.run(
         [sys.executable, __file__, "--one", grader, "--workers", str(workers)],
         env=os.environ | {"PYTHONPATH": str(tree)},
@@ -83,21 +82,21 @@ def main() -> None:
     if options.one:
         print(measure(options.one, options.workers))
         return
-    trees = {"here": HERE} | ({"against": options.against} if options.against else {})
-    figures: dict[str, Any] = {}
+    trees = {"here": CHECKOUT} | ({"against": options.against} if options.against else {})
+    results: dict[str, Any] = {}
     for grader in COMPLETIONS:
         rates: dict[str, list[float]] = {name: [] for name in trees}
         for _ in range(options.rounds):
             for name, tree in trees.items():
                 rates[name].append(measure_in(tree, grader, options.workers))
         best = {name: max(values) for name, values in rates.items()}
-        figures[grader] = {name: round(value, 1) for name, value in best.items()}
+        results[grader] = {name: round(value, 1) for name, value in best.items()}
         if options.against:
             ratios = [a / b for a, b in zip(rates["here"], rates["against"], strict=True)]
-            figures[grader]["ratio"] = round(statistics.median(ratios), 3)
-        row = "  ".join(f"{name} {value:>9,.1f}" for name, value in figures[grader].items())
+            results[grader]["ratio"] = round(statistics.median(ratios), 3)
+        row = "  ".join(f"{name} {value:>9,.1f}" for name, value in results[grader].items())
         print(f"{grader:12} completions per second: {row}", flush=True)
-    print(json.dumps({"workers": options.workers, "rounds": options.rounds, **figures}))
+    print(json.dumps({"workers": options.workers, "rounds": options.rounds, **results}))
 
 
 if __name__ == "__main__":

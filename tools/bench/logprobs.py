@@ -1,18 +1,23 @@
-"""Time and memory of the log-prob head beside the plain `log_softmax` of whole logits.
+"""Compare time and memory of the log-prob head with plain `log_softmax` of whole logits.
 
     python tools/bench/logprobs.py                      # 8,192 tokens, 151,936 entries: 15 GiB free
     python tools/bench/logprobs.py --tokens 1024 --dtype float32
 
-Each measurement is one forward and backward in a fresh process, so that a peak is its own; rounds
-go through the variants in alternating order, so that ratios hold on a machine that is not quiet.
-Memory is what comes on top of hidden states, weights and targets: gradients count. Both variants
-give log-probs, entropies (without gradient) and both gradients; the third leaves entropies out.
-Processor seconds are given beside the clock's: other processes hardly touch them.
+Each measurement is one forward and backward pass in a new process, so that its memory peak is not
+that of another variant. Rounds go through the variants in alternating order, so that ratios are
+fair on a busy machine. Memory counts what is added to hidden states, weights and targets, so it
+includes gradients. Both variants compute log-probs, entropies (without gradient) and both
+gradients. A third, "plain, no entropy", leaves entropies out. CPU seconds ("processor") are given
+next to wall-clock seconds, because other processes hardly change them.
 
-On a GPU there are three more: the head with Triton kernels, its tiles' matmuls without anything
-else, and the four matmuls that any such head has (logits, logits again, two gradients) on whole
-logits in bfloat16, which is the least time that this computation can take. The first calls are not
-counted there: they load libraries and compile kernels.
+On a GPU there are three more variants:
+
+    fused, triton         the head with Triton kernels
+    its tiles' matmuls    the matmuls of the head's tiles and nothing else
+    matmuls alone         the four matmuls of any such head (logits twice, two gradients) on whole
+                          logits in bfloat16: the least time that this computation can take
+
+On a GPU the first calls are not counted, because they load libraries and compile kernels.
 """
 
 from __future__ import annotations
@@ -44,19 +49,19 @@ from dapo_megatron.tracking.provenance import facts
 
 FUSED, PLAIN, NO_ENTROPY = "fused", "plain", "plain, no entropy"
 TRITON, TILES, MATMULS = "fused, triton", "its tiles' matmuls", "matmuls alone"
-EXACT = "plain, float64"  # for comparison alone, and of a few tokens
+EXACT = "plain, float64"  # only to compare values, of a few tokens
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 GIB = 2**30
 Result = TypeVar("Result")
 WARM_UP_TOKENS = 64
-GPU_WARM_UPS = 3  # of the whole size: a kernel is compiled and chosen for its sizes
+GPU_WARM_UPS = 3  # at full size, because kernels are compiled and chosen by size
 NUM_EXACT_TOKENS = 64
 NUM_COMPARED_ROWS = 4096  # of the weight gradient, which is too large to send around
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: what runs, and the sizes."""
+    """Variant, dtype and sizes of one measurement."""
 
     variant: str
     dtype: str
@@ -66,22 +71,24 @@ class Case:
 
     @property
     def peak_bytes(self) -> int:
-        """What it may take beside the libraries; plain holds log-probs and two gradients."""
+        """Upper bound of the bytes of tensors. Plain holds three [tokens, entries] tensors."""
         weights = (6 if self.variant == EXACT else 3) * self.num_entries * self.hidden_size * 4
-        num_whole = 3 if self.variant in (PLAIN, NO_ENTROPY, MATMULS) else 0
-        whole = num_whole * self.num_tokens * self.num_entries * 4
-        return weights + whole + GIB // 2
+        num_logits = 3 if self.variant in (PLAIN, NO_ENTROPY, MATMULS) else 0
+        logits = num_logits * self.num_tokens * self.num_entries * 4
+        return weights + logits + GIB // 2
 
 
 @dataclass(frozen=True)
 class Measured:
-    """`extra_bytes` at the peak; `values` to compare: log-probs, entropies, gradients."""
+    """Result of one measurement."""
 
     forward_seconds: float
     backward_seconds: float
     processor_seconds: float
     extra_bytes: int
+    """At the peak, in addition to hidden states, weights and targets."""
     values: dict[str, np.ndarray[Any, Any]]
+    """Log-probs, entropies and gradients, to compare variants."""
 
     @property
     def seconds(self) -> float:
@@ -94,7 +101,7 @@ class Measured:
 def plain_logprobs(
     hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropies of whole logits, with as few copies as torch's own functions need."""
+    """Return log-probs and entropies of whole logits, with as few copies as torch allows."""
     wide = torch.promote_types(hidden_TH.dtype, torch.float32)
     logprobs_TV = (hidden_TH @ weight_VH.t()).to(wide).log_softmax(-1)
     entropy_T = None
@@ -105,17 +112,17 @@ def plain_logprobs(
 
 
 class _Nothing:
-    """Reductions of a head that only multiplies."""
+    """Tile kernels that do nothing, so that only the head's matmuls take time."""
 
     def fold(self, *_: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def error(self, *_: Any) -> None:
-        """Nothing: what was in the tile's memory before is multiplied."""
+        """Do nothing. The next matmul reads whatever the tile holds."""
 
 
 class _Matmuls(torch.autograd.Function):
-    """The four of a head that computes its logits twice, on whole logits."""
+    """The four matmuls of a head that computes its logits twice, on whole logits."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
@@ -137,12 +144,12 @@ def run_head(case: Case, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor,
         return _Matmuls.apply(*inputs[:2]), None  # type: ignore[no-untyped-call]
     if case.variant not in HEADS:
         return plain_logprobs(*inputs, entropy=case.variant == PLAIN)
-    whole = {"first_entry": 0, "num_entries": case.num_entries, "group": None}
-    return linear_logprobs(*inputs, temperature=1.0, head=HEADS[case.variant], **whole)  # type: ignore[arg-type]
+    unsharded = {"first_entry": 0, "num_entries": case.num_entries, "group": None}
+    return linear_logprobs(*inputs, temperature=1.0, head=HEADS[case.variant], **unsharded)  # type: ignore[arg-type]
 
 
 def make_inputs(case: Case, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, weights and targets; logits have a standard deviation of 2."""
+    """Return hidden states, weights and targets. Logits have a standard deviation of 2."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
     options: dict[str, Any] = {"generator": generator, "device": device}
@@ -157,7 +164,7 @@ def make_inputs(case: Case, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def measure(case: Case, compare: bool) -> Measured:
-    """Runs in a process of its own."""
+    """Measure a case. Runs in a new process."""
     on_gpu = torch.cuda.is_available()
     for _ in range(GPU_WARM_UPS if on_gpu else 1):
         warm_up = make_inputs(case, case.num_tokens if on_gpu else WARM_UP_TOKENS)
@@ -180,13 +187,16 @@ def measure(case: Case, compare: bool) -> Measured:
 
 
 def exact_values(case: Case) -> dict[str, np.ndarray[Any, Any]]:
-    """The first tokens in float64; the gradient of the weight is of all tokens and left out."""
+    """Return values of the first tokens in float64.
+
+    The weight gradient is left out, because it depends on all tokens.
+    """
     hidden_TH, weight_VH, targets_T = make_inputs(case, case.num_tokens)
-    few = slice(0, NUM_EXACT_TOKENS)
-    doubles = [value.detach().double().requires_grad_() for value in (hidden_TH[few], weight_VH)]
-    logp_T, entropy_T = plain_logprobs(doubles[0], doubles[1], targets_T[few], entropy=True)
+    first = slice(0, NUM_EXACT_TOKENS)
+    doubles = [value.detach().double().requires_grad_() for value in (hidden_TH[first], weight_VH)]
+    logp_T, entropy_T = plain_logprobs(doubles[0], doubles[1], targets_T[first], entropy=True)
     grad_T = torch.linspace(-1.0, 1.0, case.num_tokens, device=hidden_TH.device)
-    logp_T.backward(grad_T[few].double())
+    logp_T.backward(grad_T[first].double())
     values = _values((doubles[0], doubles[1], targets_T), logp_T, entropy_T)
     del values["weight gradient"]
     return values
@@ -211,7 +221,7 @@ def _now() -> float:
 
 
 def _start_peak() -> int:
-    """Forget the peak so far; bytes in use now."""
+    """Reset the memory peak. Return the bytes in use."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -228,15 +238,20 @@ def _peak() -> int:
 # -------------------------------------------------------------------------- in the first process
 
 
-def apart(case: Case, wait_seconds: float, function: Callable[..., Result], *more: Any) -> Result:
-    """`function(case, *more)` in a fresh process, once there is memory for it."""
+def in_new_process(
+    case: Case, wait_seconds: float, function: Callable[..., Result], *more: Any
+) -> Result:
+    """Return `function(case, *more)`, run in a new process as soon as there is memory for it."""
     require_memory(case, wait_seconds)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, case, *more).result()
 
 
 def require_memory(case: Case, wait_seconds: float) -> None:
-    """Wait until the case fits beside what else runs, rather than have the kernel end something."""
+    """Wait until there is memory for the case, so that the kernel kills no process for memory.
+
+    Raises typer.BadParameter after `wait_seconds`.
+    """
     deadline = time.monotonic() + wait_seconds
     while (free := _free_bytes()) < case.peak_bytes:
         if time.monotonic() > deadline:
@@ -255,13 +270,16 @@ def _free_bytes() -> int:
 
 
 def difference(
-    ours: dict[str, np.ndarray[Any, Any]], theirs: dict[str, np.ndarray[Any, Any]]
+    values: dict[str, np.ndarray[Any, Any]], references: dict[str, np.ndarray[Any, Any]]
 ) -> dict[str, float]:
-    """Largest differences: absolute of values, of gradients relative to the largest element."""
+    """Return the largest difference per name.
+
+    Differences of gradients are relative to the largest element of the reference, others absolute.
+    """
     result = {}
-    for name, value in theirs.items():
-        scale = np.abs(value).max() if "gradient" in name else 1.0
-        result[name] = float(np.abs(ours[name][: len(value)] - value).max() / scale)
+    for name, reference in references.items():
+        scale = np.abs(reference).max() if "gradient" in name else 1.0
+        result[name] = float(np.abs(values[name][: len(reference)] - reference).max() / scale)
     return result
 
 
@@ -279,51 +297,54 @@ def summarize(case: Case, runs: list[Measured]) -> dict[str, Any]:
 
 
 def compare(case_of: dict[str, Case], rounds: int, wait_seconds: float) -> dict[str, Any]:
-    """All variants of one size: figures of each, ratios of the fused one to the others."""
+    """Measure all variants of one size, and compute the ratios of the fused one to the others."""
     runs: dict[str, list[Measured]] = {variant: [] for variant in case_of}
     for turn in range(rounds):
         order = list(case_of) if turn % 2 == 0 else list(reversed(case_of))
         for variant in order:
-            runs[variant].append(apart(case_of[variant], wait_seconds, measure, turn == 0))
+            runs[variant].append(in_new_process(case_of[variant], wait_seconds, measure, turn == 0))
     ratios = {}
     for variant in (name for name in runs if name != FUSED):
         pairs = list(zip(runs[FUSED], runs[variant], strict=True))
         ratios[variant] = {
-            "time": statistics.median(ours.seconds / theirs.seconds for ours, theirs in pairs),
+            "time": statistics.median(fused.seconds / other.seconds for fused, other in pairs),
             "processor_time": statistics.median(
-                ours.processor_seconds / theirs.processor_seconds for ours, theirs in pairs
+                fused.processor_seconds / other.processor_seconds for fused, other in pairs
             ),
-            "memory": max(ours.extra_bytes / theirs.extra_bytes for ours, theirs in pairs),
+            "memory": max(fused.extra_bytes / other.extra_bytes for fused, other in pairs),
         }
-    fused, plain = runs[FUSED][0].values, runs[PLAIN][0].values
-    exact = apart(replace(case_of[FUSED], variant=EXACT), wait_seconds, exact_values)
+    fused_values, plain_values = runs[FUSED][0].values, runs[PLAIN][0].values
+    exact = in_new_process(replace(case_of[FUSED], variant=EXACT), wait_seconds, exact_values)
     return {
         "rows": [summarize(case, runs[variant]) for variant, case in case_of.items()],
         "ratios": ratios,
         "differences": {
-            "fused - plain": difference(fused, plain),
-            "fused - exact": difference(fused, exact),
-            "plain - exact": difference(plain, exact),
+            "fused - plain": difference(fused_values, plain_values),
+            "fused - exact": difference(fused_values, exact),
+            "plain - exact": difference(plain_values, exact),
         },
     }
 
 
 def sizes(tokens: int, growth: int) -> Iterator[int]:
-    """`tokens`, and as many halves of it as asked for, the smallest first."""
+    """Yield `tokens` halved `growth` times, then one time less, up to `tokens` itself."""
     for halving in reversed(range(growth + 1)):
         yield tokens >> halving
 
 
 def table(results: list[dict[str, Any]]) -> Table:
-    """`time`, `processor` and `memory` are those of the fused head over those of the row."""
+    """Return the table of results.
+
+    The columns `time`, `processor` and `memory` are ratios: the fused head over the row's variant.
+    """
     names = ("forward_seconds", "backward_seconds", "seconds", "processor_seconds")
-    shown = Table("dtype", "tokens", "variant", "forward s", "backward s", "sum s", "processor s")
+    output = Table("dtype", "tokens", "variant", "forward s", "backward s", "sum s", "processor s")
     for name in ("extra GiB", "time", "processor", "memory"):
-        shown.add_column(name)
+        output.add_column(name)
     for result in results:
         for row in result["rows"]:
             ratio = result["ratios"].get(row["variant"])
-            shown.add_row(
+            output.add_row(
                 row["dtype"],
                 f"{row['tokens']:,}",
                 row["variant"],
@@ -331,8 +352,8 @@ def table(results: list[dict[str, Any]]) -> Table:
                 f"{row['extra_bytes'] / GIB:.2f}",
                 *(ratio_texts(ratio) if ratio else ()),
             )
-        shown.add_section()
-    return shown
+        output.add_section()
+    return output
 
 
 def ratio_texts(ratio: dict[str, float]) -> list[str]:
@@ -341,7 +362,7 @@ def ratio_texts(ratio: dict[str, float]) -> list[str]:
 
 
 def variants() -> list[str]:
-    """What is compared on this machine."""
+    """Return the variants that this machine can run."""
     more = []
     if torch.cuda.is_available():
         has_triton = find_spec("triton") is not None
@@ -358,12 +379,10 @@ def main(
     growth: Annotated[int, typer.Option(help="How often to halve the tokens, one round each.")] = 3,
     wait_seconds: Annotated[float, typer.Option(help="How long to wait for free memory.")] = 600.0,
 ) -> None:
-    """Measure the log-prob head beside plain log_softmax; the last line is all figures as JSON."""
+    """Compare the log-prob head with plain log_softmax. The last line has all results as JSON."""
     if unknown := set(dtype) - set(DTYPES):
-        raise typer.BadParameter(
-            f"--dtype {', '.join(sorted(unknown))}: want {' or '.join(DTYPES)}"
-        )
-    # Read by the children's OpenMP: threads that wait for others must not count as work.
+        raise typer.BadParameter(f"--dtype {', '.join(sorted(unknown))}: use {' or '.join(DTYPES)}")
+    # The children's OpenMP reads it. Without it, waiting threads would count as CPU time.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # In a file or a log the table would be folded to 80 columns.
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 130)
@@ -372,7 +391,7 @@ def main(
     for name, size in track(plan, "measuring", console=console):
         case_of = {variant: Case(variant, name, size, vocabulary, hidden) for variant in variants()}
         results.append(compare(case_of, rounds if size == tokens else 1, wait_seconds))
-        console.print(table(results))  # as far as it is: the largest sizes take minutes
+        console.print(table(results))  # after each size, because the largest take minutes
     for result in results:
         row = result["rows"][0]
         for pair, differences in result["differences"].items():

@@ -1,11 +1,13 @@
-"""How well micro-batches are filled and ranks balanced, on lengths like those of a DAPO run.
+"""Measure how well micro-batches are filled and ranks balanced, on lengths like a DAPO run's.
 
     python tools/bench/packing.py
 
-Lengths are log-normal, cut at the response limit. Padding is its share of all tokens computed.
-Work is that of `data.packing.work`, padding included. Ranks meet at the end of an update, so the
-slowest rank counts, over the mean; with expert parallelism and pipelines they also meet in every
-micro-batch, so there the slowest of each position counts, over the mean of the position.
+Lengths are log-normal, cut at the response limit. Padding is given as a share of all computed
+tokens. Work is `data.packing.work`, padding included.
+
+Ranks wait for each other at the end of an update, so the slowest rank is compared with the mean
+rank. With expert parallelism or pipelines they also wait in every micro-batch, so the slowest
+micro-batch of each position is compared with the mean of that position.
 """
 
 from __future__ import annotations
@@ -38,16 +40,17 @@ MAX_SLOWEST_RANK = 1.03
 
 @dataclass(frozen=True)
 class Setting:
-    """What is planned for."""
+    """Number of ranks, and the limits of a micro-batch."""
 
     ranks: int = 16
     max_tokens: int = 24_576
     sequence_multiple: int = 4
     row_multiple: int = 4
     naive_count: int = 8
+    """Sequences per micro-batch of the naive plan."""
 
     def tokens(self, lengths: Sequence[int], packed: bool) -> int:
-        """Tokens of a micro-batch of such sequences, padding included."""
+        """Return the tokens of a micro-batch of sequences of these lengths, padding included."""
         return padded_tokens(
             lengths,
             packed=packed,
@@ -58,23 +61,31 @@ class Setting:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a plan is worth. Ratios are 1 at best; `lower_bound` is max(longest sequence, mean rank)
-    over the mean rank: no plan has a smaller `slowest_rank`."""
+    """Quality of a plan. Ratios are at least 1, and 1 is best."""
 
     padding: float
+    """Share of padding in all computed tokens."""
     slowest_rank: float
+    """Work of the slowest rank over that of the mean rank."""
     lower_bound: float
+    """max(work of the longest sequence, of the mean rank) over that of the mean rank. No plan has a
+    smaller `slowest_rank`."""
     worst_position: float
+    """Work of the slowest micro-batch over the mean of its position; the worst position."""
     all_positions: float
+    """The same ratio, summed over all positions."""
     microbatches: int
+    """Micro-batches per rank."""
     largest_tokens: int
+    """Tokens of the largest micro-batch, padding included."""
     seconds: float
+    """CPU seconds of the planning."""
 
 
 def draw_lengths(
     num: int, seed: int, *, median: float = 1_500, sigma: float = 1.0, cap: int = 20_480
 ) -> list[int]:
-    """Log-normal lengths in tokens, at least 1, cut at `cap` as a response is at its limit."""
+    """Return log-normal lengths in tokens, between 1 and `cap`, the response limit."""
     rng = random.Random(seed)
     drawn = (rng.lognormvariate(math.log(median), sigma) for _ in range(num))
     return [min(max(round(length), 1), cap) for length in drawn]
@@ -88,7 +99,7 @@ def measure(
     packed: bool,
     seconds: float = 0.0,
 ) -> Figures:
-    """The figures of a plan that took `seconds` to make."""
+    """Return the figures of a plan that took `seconds` CPU seconds to make."""
     micros = [[[lengths[index] for index in micro] for micro in rank] for rank in plan]
     works = [[microbatch_work(micro, packed=packed) for micro in rank] for rank in micros]
     tokens = [setting.tokens(micro, packed) for rank in micros for micro in rank]
@@ -100,7 +111,7 @@ def measure(
         padding=1 - sum(lengths) / sum(tokens),
         slowest_rank=max(ranks) / mean,
         lower_bound=max(work(max(lengths)) / mean, 1.0),
-        worst_position=max(most / mean for most, mean in zip(slowest, means)),
+        worst_position=max(largest / mean for largest, mean in zip(slowest, means)),
         all_positions=sum(slowest) / sum(means),
         microbatches=len(plan[0]),
         largest_tokens=max(tokens),
@@ -108,8 +119,8 @@ def measure(
     )
 
 
-def ours(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
-    """The planner of this project."""
+def balanced(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
+    """Plan as training does: balance the work of micro-batches and ranks."""
     return plan_microbatches(
         lengths,
         setting.ranks,
@@ -121,8 +132,10 @@ def ours(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPl
 
 
 def greedy_tokens(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
-    """Longest first, each to the part with the fewest tokens (LPT): over ranks, then over the
-    fewest micro-batches in which a rank's sequences fit so."""
+    """Give each sequence, longest first, to the part with the fewest tokens (LPT).
+
+    The parts are first the ranks, then a rank's micro-batches: the smallest number that fits.
+    """
 
     def fits(micro: Sequence[int]) -> bool:
         return setting.tokens([lengths[index] for index in micro], packed) <= setting.max_tokens
@@ -147,7 +160,7 @@ def _greedy(lengths: Sequence[int], indices: Sequence[int], num_parts: int) -> l
 
 
 def naive(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
-    """In order: as many sequences to each rank, a fixed count to each micro-batch, no bound."""
+    """Deal sequences in order: equally many per rank, `naive_count` per micro-batch, no limit."""
     size, count = -(-len(lengths) // setting.ranks), setting.naive_count
     shares = [range(len(lengths))[rank * size :][:size] for rank in range(setting.ranks)]
     cuts = (range(0, len(share), count) for share in shares)
@@ -157,8 +170,9 @@ def naive(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchP
 
 
 def _same_number(plan: MicrobatchPlan) -> MicrobatchPlan:
-    most = max(map(len, plan))
-    return [micros + [[] for _ in range(most - len(micros))] for micros in plan]
+    """Add empty micro-batches, so that all ranks have the same number."""
+    number = max(map(len, plan))
+    return [micros + [[] for _ in range(number - len(micros))] for micros in plan]
 
 
 @dataclass(frozen=True)
@@ -168,31 +182,32 @@ class Planner:
     packed: bool
 
 
-OURS = Planner("ours, packed", ours, True)
+BALANCED = Planner("ours, packed", balanced, True)
 PLANNERS = [
-    OURS,
-    Planner("ours, padded", ours, False),
+    BALANCED,
+    Planner("ours, padded", balanced, False),
     Planner("greedy by tokens, packed", greedy_tokens, True),
     Planner("naive, padded", naive, False),
 ]
 
 
 def compare(drawn: Sequence[Sequence[int]], setting: Setting) -> dict[str, list[Figures]]:
-    """Planner -> its figures for each list of lengths."""
-    found: dict[str, list[Figures]] = {planner.name: [] for planner in PLANNERS}
+    """Return, by planner, the figures of each list of lengths."""
+    by_planner: dict[str, list[Figures]] = {planner.name: [] for planner in PLANNERS}
     for lengths in drawn:
         for planner in PLANNERS:
             started = time.process_time()
             plan = planner.make(lengths, setting, planner.packed)
             seconds = time.process_time() - started
             figures = measure(plan, lengths, setting, packed=planner.packed, seconds=seconds)
-            found[planner.name].append(figures)
-    return found
+            by_planner[planner.name].append(figures)
+    return by_planner
 
 
 def summary(figures: Sequence[Figures]) -> dict[str, dict[str, float]]:
-    """Figure -> its worst (largest) and its mean over the seeds."""
-    columns = {name: [asdict(one)[name] for one in figures] for name in asdict(figures[0])}
+    """Return the worst (largest) value and the mean over seeds of each figure."""
+    rows = [asdict(row) for row in figures]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
     return {
         name: {"worst": max(values), "mean": statistics.fmean(values)}
         for name, values in columns.items()
@@ -211,19 +226,19 @@ FORMATS = {
 }
 
 
-def add_rows(table: Table, case: str, found: dict[str, dict[str, dict[str, float]]]) -> None:
-    """A row per planner, each cell worst / mean."""
-    for name, figures in found.items():
+def add_rows(table: Table, case: str, summaries: dict[str, dict[str, dict[str, float]]]) -> None:
+    """Add a row per planner. Each cell is worst / mean."""
+    for name, figures in summaries.items():
         cells = [
             " / ".join(text.format(figures[key][kind]) for kind in ("worst", "mean"))
             for key, (_, text) in FORMATS.items()
         ]
-        table.add_row(case, name, *cells, end_section=name == list(found)[-1])
+        table.add_row(case, name, *cells, end_section=name == list(summaries)[-1])
         case = ""
 
 
 def verdicts(case: str, figures: dict[str, dict[str, float]]) -> list[str]:
-    """One line per target: met or missed, at the worst seed."""
+    """Return a line per target: met or missed at the worst seed."""
     targets = {"padding": MAX_PADDING, "slowest_rank": MAX_SLOWEST_RANK}
     lines = []
     for key, target in targets.items():
@@ -231,7 +246,9 @@ def verdicts(case: str, figures: dict[str, dict[str, float]]) -> list[str]:
         verdict = "met" if worst <= target else "missed"
         bound = figures["lower_bound"]["worst"]
         if key == "slowest_rank" and bound > target:
-            verdict += f" (one sequence is more than a mean rank: no plan is below {bound:.4f})"
+            verdict += (
+                f" (one sequence is more work than the mean rank: no plan is below {bound:.4f})"
+            )
         name = key.replace("_", " ")
         lines.append(f"{case}: {name} {text.format(worst)}, at most {target}: target {verdict}")
     return lines
@@ -239,15 +256,15 @@ def verdicts(case: str, figures: dict[str, dict[str, float]]) -> list[str]:
 
 def main(
     sequences: Annotated[
-        list[int] | None, typer.Option(help="Sequences over all ranks; 8192 and 512 if not given.")
+        list[int] | None, typer.Option(help="Sequences over all ranks. By default 8192 and 512.")
     ] = None,
     ranks: Annotated[int, typer.Option(help="Data-parallel ranks.")] = Setting.ranks,
     max_tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch.")] = Setting.max_tokens,
     sequence_multiple: Annotated[
-        int, typer.Option(help="Tokens a sequence is rounded up to; 1 is measured as well.")
+        int, typer.Option(help="Sequences are padded to multiples of this. 1 is measured too.")
     ] = Setting.sequence_multiple,
     row_multiple: Annotated[
-        int, typer.Option(help="Tokens a row is rounded up to; 1 is measured as well.")
+        int, typer.Option(help="Rows are padded to multiples of this. 1 is measured too.")
     ] = Setting.row_multiple,
     naive_count: Annotated[
         int, typer.Option(help="Sequences per micro-batch of the naive plan.")
@@ -255,9 +272,9 @@ def main(
     median: Annotated[float, typer.Option(help="Median length in tokens.")] = 1_500,
     sigma: Annotated[float, typer.Option(help="Standard deviation of the log of lengths.")] = 1.0,
     cap: Annotated[int, typer.Option(help="Longest length in tokens.")] = 20_480,
-    seeds: Annotated[int, typer.Option(help="Draws, seeds 0, 1, ...")] = 10,
+    seeds: Annotated[int, typer.Option(help="Number of random draws, with seeds 0, 1, ...")] = 10,
 ) -> None:
-    """Compare plans of micro-batches; the last line is JSON."""
+    """Compare plans of micro-batches. The last line is JSON."""
     setting = Setting(ranks, max_tokens, sequence_multiple, row_multiple, naive_count)
     aligned = {(sequence_multiple, row_multiple): setting}
     aligned[1, 1] = replace(setting, sequence_multiple=1, row_multiple=1)
@@ -267,13 +284,14 @@ def main(
     results: list[dict[str, Any]] = []
     for num in sequences or [8192, 512]:
         drawn = [draw_lengths(num, s, median=median, sigma=sigma, cap=cap) for s in range(seeds)]
-        for multiples, one in aligned.items():
+        for multiples, case_setting in aligned.items():
             case = f"{num}, {multiples[0]}/{multiples[1]}"
-            found = {name: summary(figures) for name, figures in compare(drawn, one).items()}
-            add_rows(table, case, found)
-            lines += verdicts(case, found[OURS.name])
-            results.append({"sequences": num, **asdict(one), "plans": found})
-    # As wide as it needs, whatever the terminal: figures cut short are worth nothing.
+            figures_of = compare(drawn, case_setting)
+            summaries = {name: summary(figures) for name, figures in figures_of.items()}
+            add_rows(table, case, summaries)
+            lines += verdicts(case, summaries[BALANCED.name])
+            results.append({"sequences": num, **asdict(case_setting), "plans": summaries})
+    # Wider than many terminals, because truncated figures are useless.
     console = Console(soft_wrap=True, width=200)
     console.print(table)
     print(*lines, sep="\n")

@@ -1,10 +1,10 @@
-"""What a report costs: seconds to write, bytes, and how soon Chromium shows it.
+"""Measure the cost of a report: seconds to write, bytes, and seconds until Chromium shows it.
 
     python tools/bench/report.py
 
-Made runs (tests/helpers/made_run.py): a long one of 2,000 steps, a broad one of 200 steps with more
-completions in each, and a wordy one whose answers have thousands of tokens. Making them is not
-counted. Without a Chromium the figures of the page are left out.
+It uses three generated runs (tests/helpers/made_run.py): a long one of 2,000 steps, a broad one of
+200 steps with more completions each, and a wordy one whose answers have thousands of tokens.
+Generating them is not counted. Without Chromium, it does not measure the page.
 """
 
 from __future__ import annotations
@@ -34,30 +34,33 @@ MAX_WRITE_SECONDS = 20.0
 MAX_BYTES = 30_000_000
 MAX_READY_SECONDS = 2.0
 NUM_LOADS = 5
-"""Of a page, at least: it is soon done, and a neighbor disturbs it more."""
+"""Minimum number of loads of a page. A load is short, so other processes disturb it more."""
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Of one report; None without a browser."""
+class Measurement:
+    """Measurements of one report. Those of the page are None without a browser."""
 
     run: str
     steps: int
     completions: int
-    """Recorded by the run."""
+    """Completions that the run recorded."""
     kept: int
-    """Completions asked for in full."""
+    """Completions that the report shows in full (--completions)."""
     write_seconds: float
-    """Of the whole command, the interpreter's start included."""
+    """Seconds of the whole command, including the start of the interpreter."""
     bytes: int
     first_paint_seconds: float | None = None
     ready_seconds: float | None = None
-    """Until body[data-ready]: from the page's begin to where it can be used."""
+    """Seconds from the start of the load until the page can be used (body[data-ready])."""
     network_requests: int | None = None
 
 
-def measure(made: MadeRun, folder: Path, kept: int, rounds: int) -> Figures:
-    """Make the run, write its report, open it; the best of `rounds`, for machines are busy."""
+def measure(made: MadeRun, folder: Path, kept: int, rounds: int) -> Measurement:
+    """Generate the run, write its report and open it.
+
+    Returns the best of `rounds`, because other processes may slow a round.
+    """
     run = made.write(folder / made.name)
     report = folder / f"{made.name}.html"
     seconds = []
@@ -69,14 +72,14 @@ def measure(made: MadeRun, folder: Path, kept: int, rounds: int) -> Figures:
             cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         seconds.append(time.perf_counter() - started)
-    return Figures(
+    return Measurement(
         made.name,
         made.num_steps,
         _num_completions(run),
         kept,
         min(seconds),
         report.stat().st_size,
-        *_shown(report, max(rounds, NUM_LOADS)),
+        *_measure_page(report, max(rounds, NUM_LOADS)),
     )
 
 
@@ -85,28 +88,29 @@ def _num_completions(run: Path) -> int:
     return sum(len(json.loads(path.read_bytes())["completions"]["group"]) for path in indices)
 
 
-def _shown(report: Path, rounds: int) -> tuple[float | None, float | None, int | None]:
+def _measure_page(report: Path, rounds: int) -> tuple[float | None, float | None, int | None]:
+    """Return the seconds to first paint, the seconds until ready, and the network requests."""
     program = find_chromium()
     if program is None:
         return None, None, None
-    paints, readies, asked = [], [], 0
+    paints, readies, num_requests = [], [], 0
     with sync_playwright() as playwright:
         browser = launch(playwright, program)
         for _ in range(rounds):
             watched = Watched.new(browser)
             page = watched.page
             page.set_default_timeout(60_000)
-            # The time is taken in the page: waiting from here asks at intervals.
+            # The page takes the time itself, because wait_for_function polls at intervals.
             page.add_init_script(READY_SCRIPT)
             page.goto(report.as_uri(), timeout=60_000)
             page.wait_for_function("window.readyAt")
             readies.append(page.evaluate("window.readyAt") / 1000)
             if paint := page.evaluate(PAINT_SCRIPT):
                 paints.append(paint / 1000)
-            asked += len([one for one in watched.problems if "network" in one])
+            num_requests += len([problem for problem in watched.problems if "network" in problem])
             watched.close()
         browser.close()
-    return min(paints, default=None), min(readies), asked
+    return min(paints, default=None), min(readies), num_requests
 
 
 READY_SCRIPT = """
@@ -121,34 +125,34 @@ performance.getEntriesByName("first-contentful-paint")[0]?.startTime
 """
 
 
-def table(found: list[Figures]) -> Table:
-    """A row per report."""
+def table(measurements: list[Measurement]) -> Table:
+    """Return a table with a row per report."""
     head = ("run", "steps", "completions", "in full", "written in, s", "MB", "first paint, s",
             "ready, s")  # fmt: skip
-    made = Table(*head)
-    for one in found:
-        shown = [
+    result = Table(*head)
+    for row in measurements:
+        page_seconds = [
             "-" if value is None else f"{value:.2f}"
-            for value in (one.first_paint_seconds, one.ready_seconds)
+            for value in (row.first_paint_seconds, row.ready_seconds)
         ]
-        made.add_row(
-            one.run, f"{one.steps:,}", f"{one.completions:,}", f"{one.kept:,}",
-            f"{one.write_seconds:.1f}", f"{one.bytes / 1e6:.1f}", *shown,
+        result.add_row(
+            row.run, f"{row.steps:,}", f"{row.completions:,}", f"{row.kept:,}",
+            f"{row.write_seconds:.1f}", f"{row.bytes / 1e6:.1f}", *page_seconds,
         )  # fmt: skip
-    return made
+    return result
 
 
-def verdicts(one: Figures) -> list[str]:
-    """A line per target, met or missed."""
+def verdicts(measured: Measurement) -> list[str]:
+    """Return a line per target: met or missed."""
     targets = [
-        ("written in", one.write_seconds, MAX_WRITE_SECONDS, "s"),
-        ("size", one.bytes / 1e6, MAX_BYTES / 1e6, "MB"),
-        ("ready in", one.ready_seconds, MAX_READY_SECONDS, "s"),
+        ("written in", measured.write_seconds, MAX_WRITE_SECONDS, "s"),
+        ("size", measured.bytes / 1e6, MAX_BYTES / 1e6, "MB"),
+        ("ready in", measured.ready_seconds, MAX_READY_SECONDS, "s"),
     ]
     return [
-        f"{one.run}: {what} {value:.2f} {unit}, at most {most:g}: target "
-        + ("met" if value <= most else "missed")
-        for what, value, most, unit in targets
+        f"{measured.run}: {what} {value:.2f} {unit}, at most {limit:g}: target "
+        + ("met" if value <= limit else "missed")
+        for what, value, limit, unit in targets
         if value is not None
     ]
 
@@ -156,22 +160,23 @@ def verdicts(one: Figures) -> list[str]:
 def main(
     steps: Annotated[int, typer.Option(help="Rollout steps of the long run.")] = 2_000,
     kept: Annotated[int, typer.Option(help="Completions in full (--completions).")] = 2_000,
-    rounds: Annotated[int, typer.Option(help="Each is measured so often; the best counts.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Measurements of each run; the best counts.")] = 2,
 ) -> None:
-    """Measure the reports; the last line is JSON."""
+    """Measure the reports. The last line is JSON."""
     runs = [
         MadeRun(steps, name="long"),
         MadeRun(200, groups_per_step=16, samples_per_group=16, name="broad"),
         MadeRun(40, tokens_per_completion=4_000, name="wordy"),
     ]
     with tempfile.TemporaryDirectory() as folder:
-        found = [measure(made, Path(folder), kept, rounds) for made in runs]
-    Console(soft_wrap=True, width=140).print(table(found))
-    for one in found:
-        print(*verdicts(one), sep="\n")
+        measurements = [measure(made, Path(folder), kept, rounds) for made in runs]
+    Console(soft_wrap=True, width=140).print(table(measurements))
+    for measured in measurements:
+        print(*verdicts(measured), sep="\n")
     if find_chromium() is None:
-        print("no Chromium here: nothing is said of the page (tests/browser/install.sh)")
-    print(json.dumps({**facts(), "results": [asdict(one) for one in found]}, allow_nan=False))
+        print("no Chromium: the page was not measured; tests/browser/install.sh installs it")
+    results = [asdict(measured) for measured in measurements]
+    print(json.dumps({**facts(), "results": results}, allow_nan=False))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Seconds per step with real vLLM and Megatron-core: whole rounds of prompts or the coordinator.
+"""Compare seconds per step, with real vLLM and Megatron-core: rounds of prompts or the coordinator.
 
     python tools/bench/rollouts.py                     # 2 processes, 2 engines, no GPU
 
-The first form sizes a round by the keep rate and waits for all of it, until enough groups are
-mixed; finished groups beyond N are kept, nothing else is. Both forms run by turns in the same
-processes, with the same policy and engines: rollout, log-probs, updates, verified sync. The tiny
-model runs with lengths made uneven: each completion stops at a length drawn log-normally (mean 16,
-at most 144 tokens) by its ticket and sample, whatever it says, and half of the prompts are mixed.
+The first form computes the size of a round from the keep rate and waits for the whole round, until
+N groups are mixed. It keeps finished groups beyond N, and nothing else. Both forms take turns in
+the same processes, with the same policy and engines: rollout, log-probs, updates, verified sync.
+
+The model is the tiny one, with uneven lengths. Each completion stops at a log-normal length (mean
+16, at most 144 tokens) that its ticket and sample decide, whatever its text. Half of the prompts
+give mixed groups.
 """
 
 from __future__ import annotations
@@ -56,21 +58,21 @@ TARGET = 0.8
 FORMS = ("whole rounds", "coordinator")
 
 
-def drawn(*names: object) -> random.Random:
-    """Random numbers that depend on `names` alone."""
+def rng_of(*names: object) -> random.Random:
+    """Return a random generator that depends on `names` only."""
     seed = hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()
     return random.Random(int.from_bytes(seed, "big"))
 
 
 def num_tokens(ticket: int, sample: int) -> int:
-    """Length of a completion."""
+    """Return the length of a completion, in tokens."""
     mu = math.log(MEAN_TOKENS) - SIGMA**2 / 2
-    length = drawn(ticket, sample, "length").lognormvariate(mu, SIGMA)
+    length = rng_of(ticket, sample, "length").lognormvariate(mu, SIGMA)
     return min(max(round(length), 1), MAX_TOKENS)
 
 
 class UnevenEngine(VllmEngine):
-    """Samples as many tokens as `num_tokens` says, end-of-sequence or not."""
+    """Engine that samples `num_tokens` tokens and ignores the end-of-sequence token."""
 
     def _sampling(self, request: SampleRequest) -> Any:
         params = super()._sampling(
@@ -82,7 +84,7 @@ class UnevenEngine(VllmEngine):
 
 
 class ScriptedGrading:
-    """Answers at once; half of the groups are mixed."""
+    """Grading pool that answers at once and makes half of the groups mixed."""
 
     last_errors: Mapping[str, str] = {}
 
@@ -95,8 +97,8 @@ class ScriptedGrading:
 
     def submit(self, key: Any, source: str, response: str, truth: str, extra: Any) -> None:
         _, ticket, sample = key
-        right = sample == 0 and drawn(ticket, "mixed").random() < 0.5
-        self._answers.append((key, Grade(1.0 if right else -1.0, right, ""), "graded"))
+        is_correct = sample == 0 and rng_of(ticket, "mixed").random() < 0.5
+        self._answers.append((key, Grade(1.0 if is_correct else -1.0, is_correct, ""), "graded"))
 
     def collect(self, wait: bool) -> list[tuple[Any, Grade | None, str]]:
         answers = [*self._answers]
@@ -106,7 +108,7 @@ class ScriptedGrading:
 
 @dataclass
 class WholeRounds:
-    """loop.Collector as it first was: rounds of prompts, each awaited, until N groups are mixed."""
+    """Collector that issues rounds of prompts and waits for each, until N groups are mixed."""
 
     config: Config
     stream: PromptStream
@@ -128,8 +130,7 @@ class WholeRounds:
             self.next_ticket, issued = tickets.stop, issued + number
             prompts = list(zip(tickets, self.stream.take(number), strict=True))
             for group in sample_all(self.driver, prompts, sampling):
-                right = any(c.grade is not None and c.grade.correct for c in group.completions)
-                if right:
+                if any(c.grade is not None and c.grade.correct for c in group.completions):
                     mixed.append(group)
                 else:
                     ended.append((group, Outcome.ALL_WRONG))
@@ -150,23 +151,27 @@ class WholeRounds:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Never resumed."""
+        """Do nothing, because the benchmark is never resumed."""
 
 
 @dataclass
-class Figures:
-    """Of one form; seconds per step."""
+class FormMetrics:
+    """Means over the measured steps of one form."""
 
     step: float
+    """Seconds."""
     generate: float
+    """Seconds of the rollout."""
     prompts: float
+    """Prompts issued."""
     response_tokens: float
-    """Trained on, per step."""
+    """Tokens trained on."""
     age: float
+    """Mean age of the trained groups, in weight versions."""
 
 
-def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, Figures]:
-    """Both forms by turns; every rank."""
+def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, FormMetrics]:
+    """Measure both forms in turns. Collective."""
     engine_module.VllmEngine = UnevenEngine  # type: ignore[misc]  # what build takes
     policy, engine, sync = build.build_models(config, ranks)
     driver = EngineDriver(
@@ -186,7 +191,7 @@ def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, 
     }
     watchdog = Watchdog(config.folder, ranks.rank, ranks.world_size, config.watchdog.model_dump())
     instruments = StepInstruments(watchdog, MemoryMeter(ranks), TimelineRecorder(ranks, every=0))
-    seen: dict[str, list[dict[str, float]]] = {form: [] for form in FORMS}
+    steps_of: dict[str, list[dict[str, float]]] = {form: [] for form in FORMS}
     for step in range(1, warmup + steps + 1):
         for form, collector in collectors.items():
             parts = Parts(
@@ -201,7 +206,7 @@ def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, 
                 instruments=instruments,
             )
             sync.switch_to_policy()
-            sync(step - 1)  # each form has versions of its own
+            sync(step - 1)  # both forms sample step N with version N - 1
             ranks.barrier()
             partial_step = PartialStep()
             instruments.begin(step)
@@ -212,15 +217,15 @@ def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, 
             trained = partial_step.train or []
             metrics["tokens"] = sum(len(c.tokens) for g in trained for c in g.completions)
             if step > warmup:
-                seen[form].append(metrics)
-    return {form: _figures(rows) for form, rows in seen.items()}
+                steps_of[form].append(metrics)
+    return {form: _means(rows) for form, rows in steps_of.items()}
 
 
-def _figures(rows: list[dict[str, float]]) -> Figures:
+def _means(rows: list[dict[str, float]]) -> FormMetrics:
     def mean(name: str) -> float:
         return fmean(row[name] for row in rows)
 
-    return Figures(
+    return FormMetrics(
         mean("time/step"),
         mean("time/generate"),
         mean("groups/issued"),
@@ -231,10 +236,10 @@ def _figures(rows: list[dict[str, float]]) -> Figures:
 
 def main(
     steps: Annotated[int, typer.Option(help="Measured steps of each form.")] = 12,
-    warmup: Annotated[int, typer.Option(help="Steps before, not measured.")] = 3,
+    warmup: Annotated[int, typer.Option(help="Steps before the measured ones.")] = 3,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE")] = None,
 ) -> None:
-    """Time per step of both forms; the last line is JSON."""
+    """Measure the time per step of both forms. The last line is JSON."""
     if not is_launched():
         raise SystemExit(launch([sys.executable, *sys.argv], NUM_PROCESSES))
     config = load_config(
@@ -254,24 +259,24 @@ def main(
         ],
     )
     ranks = join("gloo")
-    found = measure(config, ranks, steps, warmup)
+    metrics_of = measure(config, ranks, steps, warmup)
     if ranks.rank:
         return
     table = Table(
         "form", "seconds\nper step", "of which\nrollout", "prompts", "trained\ntokens", "age"
     )
-    for form, one in found.items():
+    for form, metrics in metrics_of.items():
         table.add_row(
-            form, f"{one.step:.2f}", f"{one.generate:.2f}", f"{one.prompts:.1f}",
-            f"{one.response_tokens:,.0f}", f"{one.age:.2f}",
+            form, f"{metrics.step:.2f}", f"{metrics.generate:.2f}", f"{metrics.prompts:.1f}",
+            f"{metrics.response_tokens:,.0f}", f"{metrics.age:.2f}",
         )  # fmt: skip
     Console(soft_wrap=True).print(table)
-    first, ours = (found[form] for form in FORMS)
-    ratio = ours.step / first.step
+    rounds, coordinator = (metrics_of[form] for form in FORMS)
+    ratio = coordinator.step / rounds.step
     print(f"time per step {ratio:.2f} of the first form (at most {TARGET}: "
           f"{'met' if ratio <= TARGET else 'missed'})")  # fmt: skip
-    figures = {form: asdict(one) for form, one in found.items()}
-    print(json.dumps({**facts(), "steps": steps, "ratio": ratio, **figures}))
+    by_form = {form: asdict(metrics) for form, metrics in metrics_of.items()}
+    print(json.dumps({**facts(), "steps": steps, "ratio": ratio, **by_form}))
 
 
 if __name__ == "__main__":

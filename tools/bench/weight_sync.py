@@ -1,14 +1,16 @@
-"""Weights from the policy's layout into the engine's: the plan beside a gather of whole tensors.
+"""Compare the weight sync by a transfer plan with a gather of whole tensors.
 
     python tools/bench/weight_sync.py          # 4 processes, models of about 100 M parameters
-    python tools/bench/weight_sync.py --no-measure             # only what the plan alone says
+    python tools/bench/weight_sync.py --no-measure             # only the bytes, from the plan
 
-Both ways start at the policy's shards and end in the engine's tensors, in the same processes, by
-turns, with buckets of the same size. The gather brings every HF tensor whole to every rank, as most
-systems do: within each replica of the model, every slice is broadcast by one of its holders. What
-all its ranks hold already is not sent. Bytes are those received from other ranks, of the rank with
-the most; the lower bound is what that rank wants and does not hold. Seconds are medians of a whole
-sync; memory is the largest of a rank above its policy's and its engine's weights.
+Both methods start at the policy's shards and end in the engine's tensors. They take turns in the
+same processes, with buckets of the same size. The gather brings every whole HF tensor to every
+rank, as most systems do: within each replica of the model, one of its holders broadcasts each
+slice. It does not send what all ranks of the replica hold already.
+
+Bytes are those received from other ranks, by the rank that receives most. The lower bound is what
+that rank needs and does not hold. Seconds are medians of a whole sync. Memory is the largest
+increase of a rank above the weights of its policy and engine.
 """
 
 from __future__ import annotations
@@ -49,20 +51,23 @@ MAX_RATIO = 1.05
 MIN_GAIN = 2.0
 Engine = dict[tuple[str, Region], Tensor]
 Carry = Callable[[], tuple[int, int]]
-"""One sync; (tensors brought here, bytes received from other ranks)."""
+"""Runs one sync and returns (tensors that arrived here, bytes received from other ranks)."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the policy is cut; what is left of the ranks is data-parallel."""
+    """Parallel sizes of the policy. The remaining factor of the ranks is data-parallel."""
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
 
     def places(self, arch: Architecture, num_ranks: int) -> list[ChunkPlace]:
-        """By rank: tensor fastest, then data, then pipeline. The ranks of a pipeline stage are
-        dealt anew into expert groups."""
+        """Return the place of each rank.
+
+        Tensor-parallel ranks are consecutive, then come data-parallel and pipeline ranks. Expert
+        groups divide the ranks of a pipeline stage independently of that.
+        """
         per_stage, layers = num_ranks // self.pp, arch.num_layers // self.pp
         return [
             ChunkPlace(
@@ -79,7 +84,7 @@ class Layout:
         ]
 
     def replicas(self, num_ranks: int) -> list[list[int]]:
-        """The ranks that hold the model together, each of them once."""
+        """Return groups of ranks that together hold the model. Each rank is in one group."""
         per_stage = num_ranks // self.pp
         size = max(self.tp, self.ep)
         return [
@@ -105,7 +110,7 @@ def config(
     vocab: int,
     **more: Any,
 ) -> dict[str, Any]:
-    """A config.json; `heads` for queries and for keys."""
+    """Return a config.json. `heads` is (query heads, key-value heads)."""
     return {
         "model_type": model_type,
         "hidden_size": hidden,
@@ -121,11 +126,11 @@ def config(
     }
 
 
-def experts(num: int, taken: int, ffn: int) -> dict[str, Any]:
-    """Of a config.json."""
+def experts(num: int, per_token: int, ffn: int) -> dict[str, Any]:
+    """Return the expert fields of a config.json."""
     return {
         "num_experts": num,
-        "num_experts_per_tok": taken,
+        "num_experts_per_tok": per_token,
         "moe_intermediate_size": ffn,
         "norm_topk_prob": True,
     }
@@ -157,7 +162,7 @@ COMPUTED = [
 
 @torch.no_grad()
 def make_shards(arch: Architecture, place: ChunkPlace) -> list[Shard]:
-    """The policy's parameters on one rank; replicas are equal."""
+    """Return the policy's parameters on one rank. Replicas are equal."""
     params = {
         name: torch.zeros(local_parameter.shape, dtype=DTYPE)
         for name, local_parameter in layout_of(arch, place).items()
@@ -171,7 +176,7 @@ def make_shards(arch: Architecture, place: ChunkPlace) -> list[Shard]:
 
 
 def planned(transfer: Transfer, engine: Engine) -> Carry:
-    """A sync by the plan."""
+    """Return a sync by the plan."""
 
     def carry() -> tuple[int, int]:
         num = 0
@@ -185,7 +190,7 @@ def planned(transfer: Transfer, engine: Engine) -> Carry:
 
 
 def gathered(gather: FullGather, engine: Engine) -> Carry:
-    """A sync by whole tensors, of which the engine takes its regions."""
+    """Return a sync that gathers whole tensors and copies the engine's regions of them."""
     regions: dict[str, list[Region]] = {}
     for name, region in engine:
         regions.setdefault(name, []).append(region)
@@ -202,8 +207,9 @@ def gathered(gather: FullGather, engine: Engine) -> Carry:
 
 
 def run_once(carry: Carry, ranks: Ranks) -> dict[str, float]:
-    """Seconds until the last rank is done; of the worst rank, bytes received and memory on top."""
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed is not counted as there before
+    """Run one sync. Return the maximum over ranks of each value."""
+    # Return freed memory to the system, so that `before` does not include it.
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     forget_peak()
     before = resident_bytes("VmRSS")
     ranks.barrier()
@@ -213,14 +219,17 @@ def run_once(carry: Carry, ranks: Ranks) -> dict[str, float]:
     ranks.barrier()
     seconds = time.perf_counter() - started
     peak = resident_bytes() - before
-    mine = (seconds, processor, received, peak, num_tensors)
-    worst = zip(*ranks.all_gather(mine, tuple[float, float, int, int, int]))
+    values = (seconds, processor, received, peak, num_tensors)
+    worst = zip(*ranks.all_gather(values, tuple[float, float, int, int, int]))
     names = ("seconds", "processor_seconds", "received_bytes", "peak_bytes", "num_tensors")
     return dict(zip(names, map(max, worst)))
 
 
 def measure(case: Case, ranks: Ranks, repeats: int, bucket: int) -> dict[str, Any]:
-    """Both ways by turns, `repeats` times each after one that is only checked."""
+    """Run both methods once to check that they agree, then measure `repeats` runs each, in turns.
+
+    Raises AssertionError if the methods differ.
+    """
     arch = architecture(MODELS[case.model])
     places = case.policy.places(arch, ranks.world_size)
     shards = make_shards(arch, places[ranks.rank])
@@ -232,23 +241,23 @@ def measure(case: Case, ranks: Ranks, repeats: int, bucket: int) -> dict[str, An
     planning = time.perf_counter() - started
     transfer = Transfer(plan, shards, wanted, ranks.rank, CPU)
     gather = FullGather(shards, ranks, case.policy.replicas(ranks.world_size), bucket)
-    ways = {"plan": planned(transfer, engine), "gather": gathered(gather, engine)}
+    methods = {"plan": planned(transfer, engine), "gather": gathered(gather, engine)}
     results = []
-    for carry in ways.values():
+    for carry in methods.values():
         for tensor in engine.values():
             tensor.fill_(torch.nan)
         carry()
         results.append({key: tensor.clone() for key, tensor in engine.items()})
     if not all(torch.equal(results[0][key], results[1][key]) for key in engine):
-        raise AssertionError(f"{case.name}: the two ways differ")
+        raise AssertionError(f"{case.name}: the two methods differ")
     del results
-    runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    runs: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
     for _ in range(repeats):
-        for way, carry in ways.items():
-            runs[way].append(run_once(carry, ranks))
-    found = {
-        way: {key: statistics.median(r[key] for r in of) for key in of[0]}
-        for way, of in runs.items()
+        for method, carry in methods.items():
+            runs[method].append(run_once(carry, ranks))
+    medians = {
+        method: {key: statistics.median(run[key] for run in runs_of) for key in runs_of[0]}
+        for method, runs_of in runs.items()
     }
     pairs = zip(runs["plan"], runs["gather"])
     return {
@@ -257,12 +266,12 @@ def measure(case: Case, ranks: Ranks, repeats: int, bucket: int) -> dict[str, An
         "num_rounds": plan.num_rounds,
         "planning_seconds": planning,
         "speedup": statistics.median(b["seconds"] / a["seconds"] for a, b in pairs),
-        **found,
+        **medians,
     }
 
 
 def compute(case: Case, num_ranks: int = 32) -> dict[str, Any]:
-    """Bytes by the plan alone."""
+    """Compute the bytes of both methods from their plans, without running them."""
     arch = architecture(MODELS[case.model])
     held = []
     for place in case.policy.places(arch, num_ranks):
@@ -283,7 +292,7 @@ def compute(case: Case, num_ranks: int = 32) -> dict[str, Any]:
         for tensor_slice in tensor_slices
     }
     everything = [TensorSlice(name, shape, DTYPE, whole(shape)) for name, shape in shapes.items()]
-    ways = {"plan": plan, "gather": make_plan(held, [everything] * num_ranks)}
+    plans = {"plan": plan, "gather": make_plan(held, [everything] * num_ranks)}
     return {
         **asdict(case),
         "num_ranks": num_ranks,
@@ -292,17 +301,17 @@ def compute(case: Case, num_ranks: int = 32) -> dict[str, Any]:
         "num_rounds": plan.num_rounds,
         "planning_seconds": planning,
         "most_sent_bytes": max(plan.sent),
-        **{way: {"received_bytes": max(one.missing)} for way, one in ways.items()},
+        **{method: {"received_bytes": max(plans[method].missing)} for method in plans},
     }
 
 
 def ratio(of: float, to: float) -> float | None:
-    """None where there is nothing to divide by."""
+    """Return of / to; None if `to` is 0."""
     return of / to if to else None
 
 
-def show(found: Sequence[Mapping[str, Any]], unit: int, title: str) -> Table:
-    """Two rows per case."""
+def show(cases: Sequence[Mapping[str, Any]], unit: int, title: str) -> Table:
+    """Return a table with two rows per case. `unit` is the number of bytes in a MiB or GiB."""
     heads = (
         "received",
         "lower\nbound",
@@ -313,33 +322,37 @@ def show(found: Sequence[Mapping[str, Any]], unit: int, title: str) -> Table:
         "tensors/s",
     )
     table = Table("layouts", "model", "way", *heads, title=title)
-    for case in found:
-        for way in ("plan", "gather"):
-            one, bound = case[way], case["lower_bound_bytes"]
-            over = ratio(one["received_bytes"], bound)
-            cells = [f"{one['received_bytes'] / unit:,.2f}", f"{bound / unit:,.2f}"]
-            cells.append("-" if over is None else f"{over:.3f}")
-            if "seconds" in one:
-                rate = one["num_tensors"] / one["seconds"]
-                cells += [f"{one[key]:.3f}" for key in ("seconds", "processor_seconds")]
-                cells += [f"{one['peak_bytes'] / unit:,.1f}", f"{rate:,.0f}"]
-            table.add_row(case["name"], case["model"], way, *cells, end_section=way == "gather")
+    for case in cases:
+        for method in ("plan", "gather"):
+            values, bound = case[method], case["lower_bound_bytes"]
+            over_bound = ratio(values["received_bytes"], bound)
+            cells = [f"{values['received_bytes'] / unit:,.2f}", f"{bound / unit:,.2f}"]
+            cells.append("-" if over_bound is None else f"{over_bound:.3f}")
+            if "seconds" in values:
+                rate = values["num_tensors"] / values["seconds"]
+                cells += [f"{values[key]:.3f}" for key in ("seconds", "processor_seconds")]
+                cells += [f"{values['peak_bytes'] / unit:,.1f}", f"{rate:,.0f}"]
+            is_last = method == "gather"
+            table.add_row(case["name"], case["model"], method, *cells, end_section=is_last)
     return table
 
 
 def verdict(case: Mapping[str, Any]) -> str:
-    """Targets met or missed. The layouts allow as many times fewer bytes as the gather moves beyond
-    the lower bound; below MIN_GAIN that target is not set."""
-    ours, theirs = (case[way]["received_bytes"] for way in ("plan", "gather"))
-    allowed = ratio(theirs, case["lower_bound_bytes"])
+    """Return a line with the targets, met or missed.
+
+    The layouts allow at most (bytes of the gather) / (lower bound) times fewer bytes. If that is
+    below MIN_GAIN, there is no target for the gain.
+    """
+    plan, gather = (case[method]["received_bytes"] for method in ("plan", "gather"))
+    allowed = ratio(gather, case["lower_bound_bytes"])
     parts = [
-        f"{MAX_RATIO} x the lower bound: {_met(ours <= MAX_RATIO * case['lower_bound_bytes'])}"
+        f"{MAX_RATIO} x the lower bound: {_met(plan <= MAX_RATIO * case['lower_bound_bytes'])}"
     ]
     if allowed is None:
         parts.append("no bytes at all")
     else:
-        parts.append(f"{theirs / ours:.2f} x fewer bytes of {allowed:.2f} x that the layouts allow")
-    gains = [theirs / ours if ours else MIN_GAIN]
+        parts.append(f"{gather / plan:.2f} x fewer bytes; the layouts allow {allowed:.2f} x")
+    gains = [gather / plan if plan else MIN_GAIN]
     if "speedup" in case:
         parts.append(f"{case['speedup']:.2f} x less time")
         gains.append(case["speedup"])
@@ -353,32 +366,34 @@ def _met(is_met: bool) -> str:
 
 
 def main(
-    repeats: Annotated[int, typer.Option(help="Measurements of each way.")] = 7,
-    bucket_mib: Annotated[int, typer.Option(help="Most that a rank receives at once.")] = 16,
-    measured: Annotated[bool, typer.Option("--measure/--no-measure", help="Run it.")] = True,
+    repeats: Annotated[int, typer.Option(help="Measurements of each method.")] = 7,
+    bucket_mib: Annotated[int, typer.Option(help="Most MiB that a rank receives at once.")] = 16,
+    measured: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Run syncs, or only compute bytes.")
+    ] = True,
 ) -> None:
-    """Bytes, seconds and memory of a weight sync; the last line is JSON."""
+    """Measure bytes, seconds and memory of a weight sync. The last line is JSON."""
     if measured and not is_launched():
         raise SystemExit(launch([sys.executable, *sys.argv], NUM_PROCESSES))
     torch.set_num_threads(1)
-    found: list[dict[str, Any]] = []
-    # As wide as it needs, whatever the terminal: figures cut short are worth nothing.
+    results: list[dict[str, Any]] = []
+    # Wider than many terminals, because truncated figures are useless.
     console = Console(soft_wrap=True, width=160)
     if measured:
-        joined = join("gloo")
-        found = [measure(case, joined, repeats, bucket_mib * MIB) for case in MEASURED]
-        joined.barrier()
+        ranks = join("gloo")
+        results = [measure(case, ranks, repeats, bucket_mib * MIB) for case in MEASURED]
+        ranks.barrier()
         dist.destroy_process_group()
-        if joined.rank:
+        if ranks.rank:
             return
         console.print(
-            show(found, MIB, f"{NUM_PROCESSES} processes, buckets of {bucket_mib} MiB; MiB")
+            show(results, MIB, f"{NUM_PROCESSES} processes, buckets of {bucket_mib} MiB; MiB")
         )
     computed = [compute(case) for case in COMPUTED]
-    console.print(show(computed, GIB, "32 ranks, by the plan alone; GiB"))
-    print(*map(verdict, [*found, *computed]), sep="\n")
+    console.print(show(computed, GIB, "32 ranks, computed from the plan; GiB"))
+    print(*map(verdict, [*results, *computed]), sep="\n")
     sizes = {"repeats": repeats, "bucket_bytes": bucket_mib * MIB, "num_ranks": NUM_PROCESSES}
-    print(json.dumps({**facts(), **sizes, "measured": found, "computed": computed}))
+    print(json.dumps({**facts(), **sizes, "measured": results, "computed": computed}))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Count the files of the package that a reader meets on three ways through a run.
+"""Count the files of the package that three paths through a run use.
 
     python tools/lab/files_on_the_way.py model_configs/tiny_cpu.yaml
 
 A file counts if one of its functions is called, in the process of a run with one rank:
 
 start   from the command line to the first line of the training loop
-token   in a rollout step, from a prompt to the tokens that the optimizer was given
-weight  in a sync, from the optimizer's parameters to the engine, verified
+token   in a rollout step, from a prompt to the tokens that the optimizer gets
+weight  in a sync, from the optimizer's parameters to the verified engine
 
-Ends in one JSON line with the numbers. docs/architecture.md has them.
+The last line is JSON with the numbers. docs/architecture.md shows them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ START, TOKEN, WEIGHT = "start", "token", "weight"
 
 
 class Tracer:
-    """Files of the package with a function that was called, by way."""
+    """Profiler that collects, by path, the files of the package with a called function."""
 
     def __init__(self, package: Path) -> None:
         self.files: dict[str, set[str]] = {START: set(), TOKEN: set(), WEIGHT: set()}
@@ -45,19 +45,19 @@ class Tracer:
         self._package = f"{package}{os.sep}"
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        """See sys.setprofile."""
+        """Handle an event of sys.setprofile."""
         code = frame.f_code
         if (
             event == "call"
             and self.way
             and code.co_filename.startswith(self._package)
-            and code.co_flags & CO_NEWLOCALS  # the code of a module has it not
+            and code.co_flags & CO_NEWLOCALS  # not set for the code of a module
             and not _is_class_body(frame)
         ):
             self.files[self.way].add(code.co_filename.removeprefix(self._package))
 
     def during(self, way: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function`, whose calls are on this way."""
+        """Return `function`, with its calls counted on this path."""
 
         def traced(*arguments: Any, **options: Any) -> Any:
             outer, self.way = self.way, way
@@ -74,9 +74,9 @@ def _is_class_body(frame: FrameType) -> bool:
 
 
 def main(config: Path, overrides: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Run one step of CONFIG and count."""
+    """Run one step of CONFIG and print the files of each path."""
     sys.path.insert(0, str(Path.cwd()))
-    terminal = os.dup(1)  # a run sends what is printed to its log
+    terminal = os.dup(1)  # a run redirects its output to a log
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
     import dapo_megatron

@@ -1,13 +1,13 @@
-"""Kills a small run with SIGKILL again and again, in every phase, and holds what comes out against
-the same run left in peace.
+"""Kill a small run with SIGKILL in every phase, and compare the result with an undisturbed run.
 
     python tools/lab/kill_runs.py --kills 30
     python tools/lab/kill_runs.py --kills 30 --carrying
 
-Each run is killed a few times at random moments, resumed after each, and then goes to its end. Its
-last checkpoint (weights, optimizer, random numbers), its metrics and its books must be those of the
-undisturbed run: bit for bit with on_policy, and with carrying too, for the runs are deterministic
-(rollout.deterministic). Prints a table and ends in one JSON line; exits with 1 if anything differs.
+Each run is killed several times at random moments, resumed each time, and then runs to its end. Its
+last checkpoint (weights, optimizer, random states), its metrics and its ledger must equal those of
+the undisturbed run bit for bit, with on_policy and with carried groups. That is possible because
+the runs are deterministic (rollout.deterministic). It prints a table and, at the end, one JSON
+line. It exits with 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dapo_megatron.tracking.provenance import commit, versions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PHASES = ("start", "generate", "logprobs", "update", "sync", "checkpoint", "write", "evaluate")
-"""`checkpoint`: copying into memory; `write`: the writing and publishing in the background."""
+"""`checkpoint` is the copy into memory; `write` is the background write and publication."""
 RANKS = 2
 OVERRIDES = (
     f"run.processes={RANKS}",
@@ -57,7 +57,8 @@ OVERRIDES = (
     "resume=auto",
 )
 JOURNAL, AIM = "KILL_RUNS_JOURNAL", "KILL_RUNS_AIM"
-"""Variables: where rank 0 writes down what it is at; "phase occurrences-to-pass seconds"."""
+"""Environment variables: the file in which rank 0 logs its phases, and where to kill the run:
+"PHASE OCCURRENCES_TO_SKIP SECONDS_INTO_THE_PHASE"."""
 
 
 @dataclass
@@ -66,64 +67,64 @@ class Kill:
 
     aimed_at: str
     hit: str
-    """What rank 0 was at, by its journal."""
+    """Phases in which rank 0 was, according to its journal."""
     step: int
     lost_steps: int
-    """Rollout steps whose metrics were there and had to be done again."""
+    """Finished rollout steps that had to be repeated."""
     recovery_seconds: float = 0.0
-    """From starting again to the first prompt of the step that was under way."""
+    """From the next start to the first prompt of the interrupted step."""
 
 
 @dataclass
 class DisturbedRun:
-    """One run at its end, against the undisturbed one."""
+    """Kills of one finished run, and its differences from the undisturbed run."""
 
     kills: list[Kill] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
 
 
 def main(
-    kills: Annotated[int, typer.Option(min=1, help="In all runs together.")] = 30,
-    per_run: Annotated[int, typer.Option(min=1, help="Kills of one run, before its end.")] = 5,
+    kills: Annotated[int, typer.Option(min=1, help="Kills in all runs together.")] = 30,
+    per_run: Annotated[int, typer.Option(min=1, help="Most kills of one run.")] = 5,
     steps: Annotated[int, typer.Option(min=4)] = 20,
-    carrying: Annotated[bool, typer.Option(help="Carry groups; otherwise on_policy.")] = False,
+    carrying: Annotated[bool, typer.Option(help="Carry groups, instead of on_policy.")] = False,
     seed: int = 0,
     config: Path = REPOSITORY / "model_configs" / "tiny_cpu.yaml",
-    directory: Annotated[Path | None, typer.Option(help="For the runs; kept.")] = None,
+    directory: Annotated[Path | None, typer.Option(help="Folder of the runs; it is kept.")] = None,
 ) -> None:
-    """Kill, resume, compare."""
+    """Kill, resume and compare runs."""
     console = Console()
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as temporary:
-        where = directory or Path(temporary)
-        where.mkdir(parents=True, exist_ok=True)
+        folder = directory or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         mode = f"rollout.on_policy={str(not carrying).lower()}"
-        runs = Runs(config, where, (*OVERRIDES, mode, f"train.rollout_steps={steps}"))
-        console.print("the undisturbed run ...")
-        seconds = runs.to_the_end("undisturbed")
+        runs = Runs(config, folder, (*OVERRIDES, mode, f"train.rollout_steps={steps}"))
+        console.print("undisturbed run ...")
+        seconds = runs.run_to_end("undisturbed")
         targets = Targets(rng, steps)
         outcomes: list[DisturbedRun] = []
-        while sum(len(one.kills) for one in outcomes) < kills:
+        while (num_kills := sum(len(outcome.kills) for outcome in outcomes)) < kills:
             name = f"killed_{len(outcomes)}"
-            left = min(per_run, kills - sum(len(one.kills) for one in outcomes))
-            outcomes.append(disturbed(runs, name, left, targets))
-            outcomes[-1].differences = list(runs.differences(name, "undisturbed"))
-            console.print(f"{name}: {len(outcomes[-1].kills)} kills, "
-                          f"differences: {outcomes[-1].differences or 'none'}")  # fmt: skip
+            outcome = disturb(runs, name, min(per_run, kills - num_kills), targets)
+            outcome.differences = list(runs.differences(name, "undisturbed"))
+            outcomes.append(outcome)
+            console.print(f"{name}: {len(outcome.kills)} kills, "
+                          f"differences: {outcome.differences or 'none'}")  # fmt: skip
     report(console, outcomes)
-    figures = {
+    results = {
         "tool": "kill_runs",
         "mode": "carrying" if carrying else "on_policy",
         "steps": steps,
         "undisturbed_seconds": round(seconds, 1),
-        "kills": [asdict(kill) for one in outcomes for kill in one.kills],
-        "differences": [text for one in outcomes for text in one.differences],
+        "kills": [asdict(kill) for outcome in outcomes for kill in outcome.kills],
+        "differences": [text for outcome in outcomes for text in outcome.differences],
         "commit": commit(),
         "machine": {"cores": os.cpu_count()},
         "versions": versions(),
     }
-    print(json.dumps(figures))
-    if figures["differences"]:
+    print(json.dumps(results))
+    if results["differences"]:
         raise typer.Exit(1)
 
 
@@ -131,7 +132,7 @@ def main(
 
 
 class Targets:
-    """What to aim at: each phase in turn, at a random later occurrence, somewhere inside."""
+    """Moments at which to kill: each phase in turn, a random occurrence of it, a random share."""
 
     def __init__(self, rng: random.Random, steps: int) -> None:
         self._rng = rng
@@ -139,62 +140,62 @@ class Targets:
         self._queue: list[str] = []
 
     def next(self) -> tuple[str, int, float]:
-        """(phase, occurrences to let pass, share of its typical length)."""
+        """Return (phase, occurrences to skip, share of its typical duration)."""
         if not self._queue:
             self._queue = list(PHASES)
             self._rng.shuffle(self._queue)
         phase = self._queue.pop()
-        passed = 0 if phase in ("start", "evaluate") else self._rng.randrange(4)
-        return phase, passed, self._rng.random()
+        num_skipped = 0 if phase in ("start", "evaluate") else self._rng.randrange(4)
+        return phase, num_skipped, self._rng.random()
 
 
-def disturbed(runs: Runs, name: str, num_kills: int, targets: Targets) -> DisturbedRun:
-    """A run killed `num_kills` times, or as often as it lasts, and then left to its end."""
+def disturb(runs: Runs, name: str, num_kills: int, targets: Targets) -> DisturbedRun:
+    """Kill a run `num_kills` times, or until it ends before a kill, and let it run to its end."""
     outcome = DisturbedRun()
     while len(outcome.kills) < num_kills:
-        phase, passed, share = targets.next()
-        killed = runs.kill(name, phase, passed, share)
+        phase, num_skipped, share = targets.next()
+        kill = runs.kill(name, phase, num_skipped, share)
         if outcome.kills:
             outcome.kills[-1].recovery_seconds = runs.recovery_seconds
-        if killed is None:
+        if kill is None:
             return outcome
-        outcome.kills.append(killed)
-    runs.to_the_end(name)
+        outcome.kills.append(kill)
+    runs.run_to_end(name)
     outcome.kills[-1].recovery_seconds = runs.recovery_seconds
     return outcome
 
 
 class Runs:
-    """Starting, watching and comparing runs in one directory."""
+    """Runs in one directory: start, watch and compare them."""
 
     def __init__(self, config: Path, directory: Path, overrides: tuple[str, ...]) -> None:
         self._directory = directory
         self._train = ("train", str(config), *overrides, f"run.directory={directory}")
         self._typical: dict[str, float] = {}
         self.recovery_seconds = 0.0
-        """Of the last start."""
+        """Seconds from the last start to the first prompt."""
 
-    def to_the_end(self, name: str) -> float:
-        """Start it and wait; seconds."""
+    def run_to_end(self, name: str) -> float:
+        """Start a run and wait for its end. Return its seconds."""
         with self._started(name) as process:
-            begun = time.monotonic()
+            started = time.monotonic()
             if process.wait() != 0:
                 raise SystemExit(f"{name} failed: see {self._directory / name}")
         journal = self._journal(name)
         self._measure(journal)
-        return time.monotonic() - begun
+        return time.monotonic() - started
 
-    def kill(self, name: str, phase: str, passed: int, share: float) -> Kill | None:
-        """Start it, to be killed in the phase; None if it ended before."""
+    def kill(self, name: str, phase: str, num_skipped: int, share: float) -> Kill | None:
+        """Start a run that is killed in the phase. Return None if it ended before."""
         delay = share * self._typical.get(phase, 0.5)
-        with self._started(name, f"{phase} {passed} {delay}") as process:
+        with self._started(name, f"{phase} {num_skipped} {delay}") as process:
             code = process.wait()
         journal = self._journal(name)
         self._measure(journal)
         if code == 0:
             return None
         if code != -signal.SIGKILL:
-            raise SystemExit(f"{name} failed by itself: see {self._directory / name}")
+            raise SystemExit(f"{name} failed before it was killed: see {self._directory / name}")
         done = _steps_done(self._directory / name)
         saved = _newest_step(self._directory / name)
         return Kill(phase, _now(journal), _step(journal), max(0, done - saved))
@@ -203,7 +204,7 @@ class Runs:
     def _started(self, name: str, aim: str = "") -> Iterator[subprocess.Popen[bytes]]:
         path = self._directory / f"{name}.journal"
         path.write_text("")
-        self._begun = time.time()
+        self._started_at = time.time()
         process = subprocess.Popen(
             [sys.executable, __file__, "launch", *self._train, f"run.name={name}"],
             env={**os.environ, JOURNAL: str(path), AIM: aim, "OMP_NUM_THREADS": "1"},
@@ -219,76 +220,76 @@ class Runs:
                 process.wait()
 
     def _journal(self, name: str) -> list[tuple[float, str, str, int]]:
-        """(time, begin or end, phase, step) of rank 0."""
+        """Return (time, "begin" or "end", phase, step) of rank 0."""
         lines = (self._directory / f"{name}.journal").read_text().splitlines()
-        found = []
+        entries = []
         for line in lines:
             moment, edge, phase, step = line.split()
-            found.append((float(moment), edge, phase, int(step)))
-        return found
+            entries.append((float(moment), edge, phase, int(step)))
+        return entries
 
     def _measure(self, journal: list[tuple[float, str, str, int]]) -> None:
-        """How long phases take, and how long it took to begin."""
-        begun: dict[str, float] = {}
+        """Record how long each phase took, and the seconds from the start to the first prompt."""
+        begin_of: dict[str, float] = {}
         for moment, edge, phase, _ in journal:
             if edge == "begin":
-                begun[phase] = moment
-            elif phase in begun:
-                self._typical[phase] = moment - begun.pop(phase)
+                begin_of[phase] = moment
+            elif phase in begin_of:
+                self._typical[phase] = moment - begin_of.pop(phase)
         first = next((m for m, edge, phase, _ in journal if phase == "generate"), None)
         if first is not None:
-            self.recovery_seconds = self._typical["start"] = first - self._begun
+            self.recovery_seconds = self._typical["start"] = first - self._started_at
 
     # ------------------------------------------------------------------ comparing
 
-    def differences(self, name: str, other: str) -> Iterator[str]:
-        """What differs between two runs that ended."""
-        one, two = self._directory / name, self._directory / other
-        for mine, theirs in zip(_metrics(one), _metrics(two), strict=True):
-            for key in sorted(mine.keys() | theirs.keys()):
-                if mine.get(key) != theirs.get(key):
-                    where = f"{name}: step {mine['step']}: {key}"
-                    yield f"{where} {mine.get(key)}, not {theirs.get(key)}"
-        last = f"step_{_newest_step(two):06d}"
+    def differences(self, name: str, reference_name: str) -> Iterator[str]:
+        """Yield the differences between two finished runs."""
+        folder, reference = self._directory / name, self._directory / reference_name
+        for row, expected in zip(_metrics(folder), _metrics(reference), strict=True):
+            for key in sorted(row.keys() | expected.keys()):
+                if row.get(key) != expected.get(key):
+                    where = f"{name}: step {row['step']}: {key}"
+                    yield f"{where} {row.get(key)}, not {expected.get(key)}"
+        last = f"step_{_newest_step(reference):06d}"
         for rank in range(RANKS):
             file = f"checkpoints/{last}/rank_{rank:05d}.safetensors"
-            yield from _tensor_differences(one / file, two / file)
-        yield from _book_differences(one, two)
+            yield from _tensor_differences(folder / file, reference / file)
+        yield from _ledger_differences(folder, reference)
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    # The last two are of a start's first sync: fingerprints are compared there whatever is due.
-    clocks = ("time/", "memory/", "throughput/", "sync/fingerprinted", "sync/canary_gap")
-    return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
+    # The two sync metrics depend on the start: its first sync always compares fingerprints.
+    ignored = ("time/", "memory/", "throughput/", "sync/fingerprinted", "sync/canary_gap")
+    return [{k: v for k, v in row.items() if not k.startswith(ignored)} for row in rows]
 
 
-def _tensor_differences(one: Path, two: Path) -> Iterator[str]:
-    with safe_open(one, "pt") as mine, safe_open(two, "pt") as theirs:
-        names = set(mine.keys()) ^ set(theirs.keys())
+def _tensor_differences(path: Path, reference_path: Path) -> Iterator[str]:
+    with safe_open(path, "pt") as tensors, safe_open(reference_path, "pt") as references:
+        names = set(tensors.keys()) ^ set(references.keys())
         if names:
-            yield f"{one}: {sorted(names)[0]} is in one of both alone"
+            yield f"{path}: {sorted(names)[0]} is in only one of the two runs"
             return
-        for name in mine.keys():  # noqa: SIM118
-            if not torch.equal(mine.get_tensor(name), theirs.get_tensor(name)):
-                yield f"{one}: {name} differs"
+        for name in tensors.keys():  # noqa: SIM118
+            if not torch.equal(tensors.get_tensor(name), references.get_tensor(name)):
+                yield f"{path}: {name} differs"
 
 
-def _book_differences(one: Path, two: Path) -> Iterator[str]:
-    """Each ticket ends once, none is lost, and every group is the same to the last token."""
-    groups = [_ended(folder) for folder in (one, two)]
-    for folder, ended in zip((one, two), groups, strict=True):
+def _ledger_differences(run: Path, reference: Path) -> Iterator[str]:
+    """Check that each ticket ended once, that none is lost, and that all groups are equal."""
+    groups = [_ended(folder) for folder in (run, reference)]
+    for folder, ended in zip((run, reference), groups, strict=True):
         tickets = Counter(group["ticket"] for group in ended)
-        if twice := [ticket for ticket, count in tickets.items() if count > 1]:
-            yield f"{folder}: ticket {twice[0]} ended twice"
+        if repeated := [ticket for ticket, count in tickets.items() if count > 1]:
+            yield f"{folder}: ticket {repeated[0]} ended twice"
         state = json.loads((newest(folder) / "state.json").read_text())["coordinator"]
         issued = set(range(state["ledger"]["next_ticket"]))
-        held = {int(ticket) for ticket in state["ledger"]["open"]}
-        if lost := issued - set(tickets) - held:
+        open_tickets = {int(ticket) for ticket in state["ledger"]["open"]}
+        if lost := issued - set(tickets) - open_tickets:
             yield f"{folder}: ticket {min(lost)} is lost"
-    for mine, theirs in zip(*groups, strict=False):
-        if mine != theirs:
-            yield f"{one}: ticket {mine['ticket']} is not as in the undisturbed run"
+    for group, expected in zip(*groups, strict=False):
+        if group != expected:
+            yield f"{run}: ticket {group['ticket']} is not as in the undisturbed run"
 
 
 def _ended(folder: Path) -> list[dict[str, Any]]:
@@ -297,13 +298,13 @@ def _ended(folder: Path) -> list[dict[str, Any]]:
 
 
 def newest(folder: Path) -> Path:
-    """The newest checkpoint by name."""
+    """Return the newest checkpoint, by name."""
     return max(path for path in (folder / "checkpoints").glob("step_??????"))
 
 
 def _newest_step(folder: Path) -> int:
-    found = [int(path.name[5:]) for path in (folder / "checkpoints").glob("step_??????")]
-    return max(found, default=0)
+    steps = [int(path.name[5:]) for path in (folder / "checkpoints").glob("step_??????")]
+    return max(steps, default=0)
 
 
 def _steps_done(folder: Path) -> int:
@@ -313,7 +314,7 @@ def _steps_done(folder: Path) -> int:
 
 
 def _now(journal: list[tuple[float, str, str, int]]) -> str:
-    """The phases that were begun and not ended."""
+    """Return the phases that have a begin and no end."""
     open_phases: list[str] = []
     for _, edge, phase, _ in journal:
         if edge == "begin":
@@ -330,10 +331,10 @@ def _step(journal: list[tuple[float, str, str, int]]) -> int:
 
 
 def report(console: Console, outcomes: list[DisturbedRun]) -> None:
-    """The table of what was hit."""
-    table = Table("rank 0 was at", "kills", "steps done again", "seconds to go on")
+    """Print a table of the kills by phase."""
+    table = Table("phase of rank 0", "kills", "steps repeated", "seconds to recover")
     by_phase: dict[str, list[Kill]] = {}
-    for kill in (kill for one in outcomes for kill in one.kills):
+    for kill in (kill for outcome in outcomes for kill in outcome.kills):
         by_phase.setdefault(kill.hit, []).append(kill)
     for phase, kills in sorted(by_phase.items()):
         lost = [kill.lost_steps for kill in kills]
@@ -347,44 +348,44 @@ def report(console: Console, outcomes: list[DisturbedRun]) -> None:
 
 
 def launch_ranks(arguments: list[str]) -> int:
-    """Start the ranks as `python -m dapo_megatron` does, each of them with a journal."""
+    """Start the ranks as `python -m dapo_megatron` does, but through this file (`run_rank`)."""
     from dapo_megatron.cluster.launch import launch
 
     return launch([sys.executable, __file__, "rank", *arguments], RANKS)
 
 
-class Gun:
-    """Kills the whole run (its launcher leads the process group) some time into a phase."""
+class Killer:
+    """Kill the whole run some seconds into a phase. Its launcher leads the process group."""
 
     def __init__(self, aim: str) -> None:
-        self._phase, passed, seconds = aim.split() if aim else ("", "0", "0")
-        self._passed, self._seconds = int(passed), float(seconds)
-        self.enters("start")
+        self._phase, num_skipped, seconds = aim.split() if aim else ("", "0", "0")
+        self._num_skipped, self._seconds = int(num_skipped), float(seconds)
+        self.on_phase("start")
 
-    def enters(self, phase: str) -> None:
-        """Rank 0 has begun this phase."""
+    def on_phase(self, phase: str) -> None:
+        """Handle the start of a phase on rank 0."""
         if phase == self._phase:
-            if self._passed == 0:
+            if self._num_skipped == 0:
                 timer = threading.Timer(self._seconds, os.killpg, (0, signal.SIGKILL))
                 timer.daemon = True
                 timer.start()
-            self._passed -= 1
+            self._num_skipped -= 1
 
 
-def be_rank(arguments: list[str]) -> None:
-    """The program; rank 0 writes down what it is at, and has the gun."""
+def run_rank(arguments: list[str]) -> None:
+    """Run the program as one rank. Rank 0 writes its phases to the journal and kills the run."""
     from dapo_megatron import __main__ as program
     from dapo_megatron.checkpoints.saver import CheckpointSaver
     from dapo_megatron.cluster.watchdog import Watchdog
 
     if os.environ["RANK"] == "0":
-        gun = Gun(os.environ[AIM])
+        killer = Killer(os.environ[AIM])
         handle = os.open(os.environ[JOURNAL], os.O_WRONLY | os.O_APPEND)
 
         @contextmanager
-        def noted(phase: str, step: int) -> Iterator[None]:
+        def journaled(phase: str, step: int) -> Iterator[None]:
             os.write(handle, f"{time.time()} begin {phase} {step}\n".encode())
-            gun.enters(phase)
+            killer.on_phase(phase)
             yield
             os.write(handle, f"{time.time()} end {phase} {step}\n".encode())
 
@@ -392,11 +393,11 @@ def be_rank(arguments: list[str]) -> None:
 
         @contextmanager
         def phase(self: Watchdog, name: str, step: int = 0) -> Iterator[None]:
-            with noted(name, step), watch_phase(self, name, step):
+            with journaled(name, step), watch_phase(self, name, step):
                 yield
 
         def run(self: CheckpointSaver, job: Any) -> None:
-            with noted("write", job.step):
+            with journaled("write", job.step):
                 write(self, job)
 
         Watchdog.phase, CheckpointSaver._run = phase, run  # type: ignore[method-assign]
@@ -409,6 +410,6 @@ if __name__ == "__main__":
         case ["launch"]:
             raise SystemExit(launch_ranks(sys.argv[2:]))
         case ["rank"]:
-            be_rank(sys.argv[2:])
+            run_rank(sys.argv[2:])
         case _:
             typer.run(main)

@@ -2,10 +2,10 @@
 
     python tools/lab/ladder.py
 
-Each rung is an overlay in model_configs/ladder, run with some seeds; two runs go side by side, one
-process each. A run that is done, with the same configuration, is not done again: the tool goes on
-where it was stopped. It writes docs/ladder.svg and the figures of docs/ladder.md; the text above
-the mark in that file is ours and stays.
+Each rung is an overlay in model_configs/ladder and runs with several seeds. Two runs go side by
+side, each in one process. A finished run with the same configuration is not repeated, so that the
+tool continues where it was stopped. It writes docs/ladder.svg and the generated part of
+docs/ladder.md: the text above MARK is written by hand and stays.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RUNGS = REPOSITORY / "model_configs" / "ladder"
 DOCS = REPOSITORY / "docs"
 MARK = "<!-- tools/lab/ladder.py writes what follows -->"
 LAST_STEPS = 5
-"""The end of a run, over which its last figures are averaged."""
+"""Number of steps at the end of a run over which its final metrics are averaged."""
 PAPER = {
     "1_naive_grpo": 30,
     "2_overlong_filtering": 36,
@@ -74,33 +74,33 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of the run, and of its folder."""
+        """Name of the run and of its folder."""
         return f"{self.rung.stem}_seed{self.seed}"
 
     def config(self, directory: Path) -> Config:
-        """What it is to run."""
+        """Return the configuration of the run."""
         return load_config(self.config_file, self._all_overrides(directory), [self.rung])
 
     def command(self, directory: Path) -> list[str]:
-        """What runs it."""
+        """Return the command that runs it."""
         start = [sys.executable, "-m", "dapo_megatron", "train", str(self.config_file)]
         return [*start, "--overlay", str(self.rung), *self._all_overrides(directory)]
 
     def _all_overrides(self, directory: Path) -> tuple[str, ...]:
-        own = (f"seed={self.seed}", f"run.name={self.name}", f"run.directory={directory}")
-        return (*self.overrides, "tracking.mlflow=false", "tracking.samples=false", *own)
+        of_run = (f"seed={self.seed}", f"run.name={self.name}", f"run.directory={directory}")
+        return (*self.overrides, "tracking.mlflow=false", "tracking.samples=false", *of_run)
 
 
 @dataclass(frozen=True)
 class RungRun:
-    """What a finished run left."""
+    """Summary and metrics of a finished run."""
 
     summary: dict[str, Any]
     rows: list[dict[str, Any]]
-    """A row of metrics per step, from step 1."""
+    """Metrics of each step, from step 1."""
 
     def end(self, metric: str) -> float:
-        """Mean of a metric over the last steps."""
+        """Return the mean of a metric over the last steps."""
         values = [row[metric] for row in self.rows if row.get(metric) is not None]
         return fmean(values[-LAST_STEPS:])
 
@@ -108,34 +108,34 @@ class RungRun:
     def k(self) -> int:
         """Samples per problem of the evaluations."""
         names = self.summary["evaluation_after"]
-        return next(int(found[1]) for name in names if (found := re.search(r"/avg@(\d+)$", name)))
+        return next(int(match[1]) for name in names if (match := re.search(r"/avg@(\d+)$", name)))
 
-    def evaluated(self, when: str, figure: str) -> float:
-        """avg, pass or cons at k, `before` or `after`; mean over the sets."""
-        found = self.summary[f"evaluation_{when}"]
-        return fmean(v for name, v in found.items() if name.endswith(f"/{figure}@{self.k}"))
+    def evaluated(self, when: str, metric: str) -> float:
+        """Return avg, pass or cons at k, `before` or `after` training: the mean over the sets."""
+        metrics = self.summary[f"evaluation_{when}"]
+        return fmean(v for name, v in metrics.items() if name.endswith(f"/{metric}@{self.k}"))
 
 
 def is_done(run: Run, directory: Path) -> bool:
-    """Whether the run has ended well before, with the configuration of now."""
+    """Return whether the run has finished before with the current configuration."""
     folder = directory / run.name
     if not (folder / "summary.json").exists():
         return False
     try:
         return load_config(folder / "config.yaml") == run.config(directory)
-    except ConfigError:  # of another version of this program
+    except ConfigError:  # another version of this program wrote it
         return False
 
 
 def do(run: Run, directory: Path, at_once: int) -> str:
-    """Run it, unless it is done; a line for the user. Raises RuntimeError if it fails."""
+    """Run it, unless it is done. Return a line for the user. Raises RuntimeError if it fails."""
     if is_done(run, directory):
         return f"{run.name}: done before"
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / f"{run.name}.log"
     threads = max(1, len(os.sched_getaffinity(0)) // at_once)
     with log.open("w", encoding="utf-8") as file:
-        ended = subprocess.run(
+        done = subprocess.run(
             run.command(directory),
             cwd=REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
@@ -143,7 +143,7 @@ def do(run: Run, directory: Path, at_once: int) -> str:
             stderr=subprocess.STDOUT,
             check=False,
         )
-    if ended.returncode:
+    if done.returncode:
         last = log.read_text(encoding="utf-8").splitlines()[-3:]
         raise RuntimeError("\n".join([f"{run.name} failed; see {log}", *last]))
     outcome = read(run, directory)
@@ -151,7 +151,7 @@ def do(run: Run, directory: Path, at_once: int) -> str:
 
 
 def read(run: Run, directory: Path) -> RungRun:
-    """The figures of a finished run."""
+    """Return the outcome of a finished run."""
     folder = directory / run.name
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
@@ -160,7 +160,7 @@ def read(run: Run, directory: Path) -> RungRun:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Mean, and from where to where the seeds go."""
+    """Format the mean of the seeds, with their lowest and highest value."""
     mean = format(fmean(values), form)
     if len(values) == 1:
         return mean
@@ -168,21 +168,21 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def table(outcomes: dict[str, list[RungRun]]) -> list[str]:
-    """Markdown: a row per rung; means over the seeds."""
+    """Return the lines of a Markdown table: a row per rung, means over the seeds."""
     k = next(iter(outcomes.values()))[0].k
     evaluated = ("avg", "pass", "cons")
     heads = ["rung", *(f"held out: {name}@{k}" for name in evaluated)]
     heads += [head for head, _ in COLUMNS.values()] + ["paper: AIME24 avg@32"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     before = [
-        spread([one.evaluated("before", name) for runs in outcomes.values() for one in runs], ".3f")
+        spread([run.evaluated("before", name) for runs in outcomes.values() for run in runs], ".3f")
         for name in evaluated
     ]
     lines.append(f"| before training | {' | '.join(before)} |" + " |" * (len(COLUMNS) + 1))
     for rung, runs in outcomes.items():
-        cells = [spread([one.evaluated("after", n) for one in runs], ".3f") for n in evaluated]
+        cells = [spread([run.evaluated("after", n) for run in runs], ".3f") for n in evaluated]
         cells += [
-            spread([one.end(metric) for one in runs], form) for metric, (_, form) in COLUMNS.items()
+            spread([run.end(metric) for run in runs], form) for metric, (_, form) in COLUMNS.items()
         ]
         paper = str(PAPER.get(rung, ""))
         lines.append(f"| {title(rung)} | {' | '.join(cells)} | {paper} |")
@@ -190,28 +190,28 @@ def table(outcomes: dict[str, list[RungRun]]) -> list[str]:
 
 
 def figures(outcomes: dict[str, list[RungRun]]) -> dict[str, dict[str, list[float]]]:
-    """Rung -> figure -> its value for each seed."""
+    """Return, by rung and metric, the value of each seed."""
     evaluated = [
-        (figure, when) for figure in ("avg", "pass", "cons") for when in ("before", "after")
+        (metric, when) for metric in ("avg", "pass", "cons") for when in ("before", "after")
     ]
     return {
         rung: {
-            f"{figure}@{runs[0].k}_{when}": [one.evaluated(when, figure) for one in runs]
-            for figure, when in evaluated
+            f"{metric}@{runs[0].k}_{when}": [run.evaluated(when, metric) for run in runs]
+            for metric, when in evaluated
         }
-        | {metric: [one.end(metric) for one in runs] for metric in COLUMNS}
+        | {metric: [run.end(metric) for run in runs] for metric in COLUMNS}
         for rung, runs in outcomes.items()
     }
 
 
 def title(rung: str) -> str:
-    """3_clip_higher becomes "3 + clip higher"."""
+    """Return the title of a rung: 3_clip_higher becomes "3 + clip higher"."""
     number, _, words = rung.partition("_")
     return f"{number} {'' if number == '1' else '+ '}{words.replace('_', ' ')}"
 
 
 def panels(outcomes: dict[str, list[RungRun]]) -> list[Panel]:
-    """The curves of each metric."""
+    """Return a panel with the curves of each metric."""
     return [
         Panel(name, {title(rung): curve(runs, metric) for rung, runs in outcomes.items()})
         for metric, name in PANELS.items()
@@ -219,8 +219,7 @@ def panels(outcomes: dict[str, list[RungRun]]) -> list[Panel]:
 
 
 def curve(runs: Iterable[RungRun], metric: str) -> list[Point]:
-    """(step, lowest, mean, highest) over the runs; steps in which it was not measured are left
-    out."""
+    """Return (step, lowest, mean, highest) over the runs, for steps that have the metric."""
     by_step: dict[int, list[float]] = {}
     for run in runs:
         for row in run.rows:
@@ -230,12 +229,14 @@ def curve(runs: Iterable[RungRun], metric: str) -> list[Point]:
 
 
 def write(docs: Path, outcomes: dict[str, list[RungRun]], made_by: dict[str, Any]) -> None:
-    """docs/ladder.svg, and docs/ladder.md from the mark on."""
+    """Write docs/ladder.svg, and docs/ladder.md from MARK on."""
     docs.mkdir(parents=True, exist_ok=True)
     names = [title(rung) for rung in outcomes]
     (docs / "ladder.svg").write_text(svg(panels(outcomes), names, "rollout step"), "utf-8")
     page = docs / "ladder.md"
-    ours = page.read_text(encoding="utf-8").partition(MARK)[0] if page.exists() else "# Ladder\n\n"
+    by_hand = "# Ladder\n\n"
+    if page.exists():
+        by_hand = page.read_text(encoding="utf-8").partition(MARK)[0]
     facts_of_runs = ", ".join(f"{name} {value}" for name, value in made_by.items())
     lines = [
         f"Made by `make ladder`: {facts_of_runs}.",
@@ -250,15 +251,18 @@ def write(docs: Path, outcomes: dict[str, list[RungRun]], made_by: dict[str, Any
         "",
         "Lines are means over the seeds, bands go from the lowest to the highest.",
     ]
-    page.write_text(ours + "\n".join([MARK, "", *lines]) + "\n", encoding="utf-8")
+    page.write_text(by_hand + "\n".join([MARK, "", *lines]) + "\n", encoding="utf-8")
 
 
 def climb(runs: Sequence[Run], directory: Path, at_once: int) -> None:
-    """Do all runs, telling of each. Ends the program if one fails; the others are kept."""
+    """Do all runs and print a line for each.
+
+    Exits with 1 if a run fails. Finished runs are kept.
+    """
     with ThreadPoolExecutor(at_once) as pool:
         try:
-            for said in pool.map(lambda run: do(run, directory, at_once), runs):
-                print(said, flush=True)
+            for line in pool.map(lambda run: do(run, directory, at_once), runs):
+                print(line, flush=True)
         except (RuntimeError, ConfigError) as error:
             pool.shutdown(cancel_futures=True)
             print(f"error: {error}", file=sys.stderr)
@@ -266,8 +270,8 @@ def climb(runs: Sequence[Run], directory: Path, at_once: int) -> None:
 
 
 def about(outcomes: Iterable[RungRun]) -> dict[str, Any]:
-    """What made the figures."""
-    summaries = [one.summary for one in outcomes]
+    """Return the seeds, steps, commit and seconds of the runs."""
+    summaries = [outcome.summary for outcome in outcomes]
     return {
         "seeds": len({summary["seed"] for summary in summaries}),
         "steps": max(summary["steps"] for summary in summaries),
@@ -281,29 +285,33 @@ def _short(commit: str) -> str:
 
 
 def main(
-    config: Annotated[Path, typer.Option(help="The run that the rungs are laid over.")] = CONFIG,
-    rungs: Annotated[Path, typer.Option(help="Folder of overlays, climbed by name.")] = RUNGS,
+    config: Annotated[
+        Path, typer.Option(help="Config to which the overlays are applied.")
+    ] = CONFIG,
+    rungs: Annotated[Path, typer.Option(help="Folder of overlays, in the order of names.")] = RUNGS,
     seeds: Annotated[int, typer.Option(min=1, help="Runs per rung, seeds 0, 1, ...")] = 3,
-    only: Annotated[str, typer.Option(metavar="TEXT", help="Only rungs with it in the name.")] = "",
-    directory: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/ladder"),
-    docs: Annotated[Path, typer.Option(help="Where table and plot go.")] = DOCS,
+    only: Annotated[
+        str, typer.Option(metavar="TEXT", help="Only rungs with TEXT in the name.")
+    ] = "",
+    directory: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/ladder"),
+    docs: Annotated[Path, typer.Option(help="Folder of table and plot.")] = DOCS,
     at_once: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 2,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="For every run.")
+        list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings of every run.")
     ] = None,
 ) -> None:
-    """Run every rung with every seed, then write table and plot; the last line is JSON."""
+    """Run every rung with every seed, then write table and plot. The last line is JSON."""
     chosen = [path.resolve() for path in sorted(rungs.glob("*.yaml")) if only in path.stem]
     if not chosen:
         raise typer.BadParameter(f"no overlay in {rungs} has {only!r} in its name")
-    directory, config, more = directory.resolve(), config.resolve(), tuple(overrides or ())
-    # A seed of every rung first: what is stopped early can still be compared.
-    runs = [Run(rung, seed, config, more) for seed in range(seeds) for rung in chosen]
+    directory, config, settings = directory.resolve(), config.resolve(), tuple(overrides or ())
+    # All rungs of a seed first, so that rungs can be compared if the tool is stopped early.
+    runs = [Run(rung, seed, config, settings) for seed in range(seeds) for rung in chosen]
     climb(runs, directory, at_once)
     outcomes: dict[str, list[RungRun]] = {rung.stem: [] for rung in chosen}
     for run in runs:
         outcomes[run.rung.stem].append(read(run, directory))
-    made_by = about(one for of_rung in outcomes.values() for one in of_rung)
+    made_by = about(outcome for of_rung in outcomes.values() for outcome in of_rung)
     write(docs, outcomes, made_by)
     print(json.dumps({**facts(), **made_by, "rungs": figures(outcomes)}))
 

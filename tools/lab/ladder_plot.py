@@ -1,4 +1,4 @@
-"""Curves with bands as a small SVG, for the docs: panels side by side, one legend."""
+"""Draw curves with bands as a small SVG for the docs: panels side by side, one legend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 
 COLORS = ("#7f7f7f", "#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd", "#d62728")
 WIDTH, HEIGHT = 360, 230
-"""Of one panel, in pixels, its labels included."""
+"""Size of one panel, in pixels, including its labels."""
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 26, 34
 LEGEND = 22
 COLUMNS = 2
@@ -27,7 +27,7 @@ class Panel:
 
 
 def svg(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> str:
-    """All panels, in rows of two, under a legend of `names`, which have the same colors in each."""
+    """Return all panels in rows of two, under a legend. A name has the same color in each panel."""
     rows = math.ceil(len(panels) / COLUMNS)
     legend_rows = math.ceil(len(names) / 3)
     top = 8 + LEGEND * legend_rows
@@ -105,7 +105,7 @@ def _x_name(name: str) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Two to nine round numbers that enclose both."""
+    """Return two to nine round numbers that enclose both values."""
     span = max(high - low, 1e-9)
     step = 10.0 ** math.floor(math.log10(span))
     step *= next(factor for factor in (0.2, 0.5, 1.0, 2.0) if span / (step * factor) <= 7)

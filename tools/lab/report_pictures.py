@@ -1,8 +1,8 @@
-"""The pictures of reports in README.md and docs/report.md, by Chromium (make test-browser has it).
+"""Make the pictures of reports in README.md and docs/report.md with Chromium.
 
     python tools/lab/report_pictures.py runs/tiny_cpu --compared runs/seed1 --compared runs/seed2
 
-A picture stands for what the report of a real run shows; it is made again when the page changes.
+`make test-browser` installs Chromium. Run this program again when the report's page changes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ from dapo_megatron.report.page import Options
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SETTLE_MS = 2500
-"""Until charts are drawn, on a busy machine."""
+"""Milliseconds until all charts are drawn on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """`section`: id of what is scrolled to the top; `anchor`: as after the # of a link."""
+    """A screenshot of a report."""
 
     name: str
     section: str = ""
+    """Id of the element that is scrolled to the top."""
     height: int = 900
+    """Pixels."""
     dark: bool = False
     anchor: str = ""
+    """Fragment of the URL, with its #."""
     of_compared: bool = False
+    """Whether it shows several runs compared."""
 
 
 PICTURES = (
@@ -50,14 +54,16 @@ PICTURES = (
 
 def main(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER")],
-    compared: Annotated[list[Path], typer.Option(help="A run laid over others; repeatable.")],
+    compared: Annotated[
+        list[Path], typer.Option(help="A run to compare with the others; may be repeated.")
+    ],
     output: Annotated[Path, typer.Option(help="Folder of the pictures.")] = REPOSITORY / "docs",
 ) -> None:
-    """Write every picture anew."""
+    """Write all pictures."""
     program = shutil.which("chromium") or sys.exit("no chromium on the PATH: make test-browser")
     with tempfile.TemporaryDirectory() as work, sync_playwright() as playwright:
-        one, several = Path(work) / "one.html", Path(work) / "several.html"
-        report([run_folder], one, Options(tickets=(2,)))
+        single, several = Path(work) / "one.html", Path(work) / "several.html"
+        report([run_folder], single, Options(tickets=(2,)))
         report(compared, several, Options(completions=100))
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         for picture in PICTURES:
@@ -65,7 +71,7 @@ def main(
                 viewport={"width": 1280, "height": picture.height},
                 color_scheme="dark" if picture.dark else "light",
             )
-            page.goto((several if picture.of_compared else one).as_uri() + picture.anchor)
+            page.goto((several if picture.of_compared else single).as_uri() + picture.anchor)
             path = output / f"{picture.name}.png"
             _take(page, picture.section, path)
             page.close()
@@ -83,7 +89,7 @@ def _take(page: Page, section: str, path: Path) -> None:
         )
     page.wait_for_timeout(SETTLE_MS)
     page.screenshot(path=path)
-    # A page has few colors: a palette takes a third of the room.
+    # A page has few colors, so a palette reduces the file to a third.
     Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
 
 

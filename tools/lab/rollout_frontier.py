@@ -1,7 +1,7 @@
-"""Age against speed: what rollout.lookahead, rollout.max_overtake and the sequences per engine buy.
+"""Measure age against speed for rollout.lookahead, rollout.max_overtake and engine.max_sequences.
 
-More groups in flight keep engines busy and make what is trained on older; a bound on overtaking
-keeps the oldest younger, and makes steps wait. The plot is a plain SVG.
+More groups in flight keep engines busy, but trained groups are older. A bound on overtaking limits
+the age of the oldest group, but makes steps wait. The plot is a plain SVG.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ MAX_SEQUENCES = (96, 128, 160, 192, 256)
 
 @dataclass(frozen=True)
 class Point:
-    """A setting of the coordinator and what it gives. `line` is what was varied to get here."""
+    """A setting of the coordinator and its results."""
 
     mean: float
+    """Mean length of the workload."""
     keep_rate: float
     line: str
+    """The setting that was varied."""
     value: float
+    """Its value."""
     lookahead: float
     max_overtake: int
     max_sequences: int
@@ -37,37 +40,37 @@ class Point:
     age_max: int
 
 
-Asked = tuple[Setting, Workload, float, float, str, float]
+Task = tuple[Setting, Workload, float, float, str, float]
 
 
 def frontier(
     setting: Setting, workloads: Mapping[tuple[float, float], Workload], jobs: int
 ) -> list[Point]:
-    """One thing varied at a time, from `setting`, for each workload."""
-    asked: list[Asked] = [
+    """Vary one setting at a time, starting from `setting`, for each workload."""
+    tasks: list[Task] = [
         (changed, workload, mean, keep_rate, line, value)
         for (mean, keep_rate), workload in workloads.items()
         for line, value, changed in variations(setting)
     ]
     with multiprocessing.Pool(jobs) as pool:
-        return pool.map(_measure, asked, chunksize=1)
+        return pool.map(_measure, tasks, chunksize=1)
 
 
 def variations(setting: Setting) -> Iterable[tuple[str, float, Setting]]:
-    """(what is varied, its value, the setting)."""
+    """Yield (name of the varied setting, its value, all settings)."""
     for lookahead in LOOKAHEADS:
         yield "lookahead", lookahead, replace(setting, lookahead=lookahead)
-    for most in MAX_OVERTAKES:
-        # Ages are what is asked for: nothing may expire before it is seen.
-        yield "max_overtake", most, replace(setting, max_overtake=most, max_age=1_000)
-    for slots in MAX_SEQUENCES:
-        engine = replace(setting.engine, max_sequences=slots)
-        yield "max_sequences", slots, replace(setting, engine=engine)
+    for bound in MAX_OVERTAKES:
+        # A large max_age, because expired groups would hide the ages to be measured.
+        yield "max_overtake", bound, replace(setting, max_overtake=bound, max_age=1_000)
+    for max_sequences in MAX_SEQUENCES:
+        engine = replace(setting.engine, max_sequences=max_sequences)
+        yield "max_sequences", max_sequences, replace(setting, engine=engine)
 
 
-def _measure(asked: Asked) -> Point:
-    setting, workload, mean, keep_rate, line, value = asked
-    found: Figures = run(POLICIES[CARRYING], setting, workload)
+def _measure(task: Task) -> Point:
+    setting, workload, mean, keep_rate, line, value = task
+    figures: Figures = run(POLICIES[CARRYING], setting, workload)
     return Point(
         mean=mean,
         keep_rate=keep_rate,
@@ -76,10 +79,10 @@ def _measure(asked: Asked) -> Point:
         lookahead=setting.lookahead,
         max_overtake=setting.max_overtake,
         max_sequences=setting.engine.max_sequences,
-        seconds_per_step=found.seconds_per_step,
-        busy=found.busy,
-        age_mean=found.age_mean,
-        age_max=found.age_max,
+        seconds_per_step=figures.seconds_per_step,
+        busy=figures.busy,
+        age_mean=figures.age_mean,
+        age_max=figures.age_max,
     )
 
 
@@ -96,13 +99,14 @@ LABELS = {
     "max_overtake": ("start", 6, 15),
     "max_sequences": ("end", -6, 15),
 }
-"""Where a value stands beside its point: anchor, pixels to the right, pixels down."""
+"""Position of a point's label: text anchor, pixels to the right, pixels down."""
 CLOSE = 16
+"""Points nearer than this, in pixels, share a label."""
 WIDTH, HEIGHT, MARGIN = 420, 320, 56
 
 
 def draw(points: Sequence[Point]) -> str:
-    """An SVG: a panel per workload, mean age across, seconds per step upwards."""
+    """Return an SVG: a panel per workload, with mean age on x and seconds per step on y."""
     panels = list(dict.fromkeys((point.mean, point.keep_rate) for point in points))
     height = HEIGHT + 34
     parts = [
@@ -111,9 +115,9 @@ def draw(points: Sequence[Point]) -> str:
         f'<rect width="{WIDTH * len(panels)}" height="{height}" fill="white"/>',
     ]
     for place, panel in enumerate(panels):
-        own = [point for point in points if (point.mean, point.keep_rate) == panel]
+        of_panel = [point for point in points if (point.mean, point.keep_rate) == panel]
         parts.append(f'<g transform="translate({place * WIDTH},0)">')
-        parts += _panel(own, f"mean length {panel[0]:,.0f}, keep rate {panel[1]:g}")
+        parts += _panel(of_panel, f"mean length {panel[0]:,.0f}, keep rate {panel[1]:g}")
         parts.append("</g>")
     for place, (line, color) in enumerate(COLORS.items()):
         x, y = MARGIN + 190 * place, HEIGHT + 18
@@ -123,13 +127,13 @@ def draw(points: Sequence[Point]) -> str:
 
 
 def _panel(points: Sequence[Point], title: str) -> list[str]:
-    most_age = max(point.age_mean for point in points) * 1.08
+    max_age = max(point.age_mean for point in points) * 1.08
     low = min(point.seconds_per_step for point in points)
     high = max(point.seconds_per_step for point in points)
     low, high = low - 0.08 * (high - low), high + 0.08 * (high - low)
 
     def x(age: float) -> float:
-        return MARGIN + age / most_age * (WIDTH - MARGIN - 20)
+        return MARGIN + age / max_age * (WIDTH - MARGIN - 20)
 
     def y(seconds: float) -> float:
         return HEIGHT - 44 - (seconds - low) / (high - low) * (HEIGHT - 84)
@@ -138,13 +142,13 @@ def _panel(points: Sequence[Point], title: str) -> list[str]:
         f'<text x="{WIDTH / 2:.0f}" y="18" text-anchor="middle" font-size="13">'
         f"{escape(title)}</text>",
         f'<text x="{WIDTH / 2:.0f}" y="{HEIGHT - 8}" text-anchor="middle">'
-        "mean age of what is trained on, versions</text>",
+        "mean age of trained groups, versions</text>",
         f'<text transform="translate(14,{HEIGHT / 2:.0f}) rotate(-90)" text-anchor="middle">'
         "seconds per step</text>",
         f'<path d="M{MARGIN},{y(high):.1f} V{y(low):.1f} H{WIDTH - 16}" '
         'fill="none" stroke="#888"/>',
     ]
-    for age in _ticks(0, most_age):
+    for age in _ticks(0, max_age):
         parts.append(
             f'<text x="{x(age):.1f}" y="{y(low) + 15:.1f}" text-anchor="middle">{age:g}</text>'
         )
@@ -155,15 +159,15 @@ def _panel(points: Sequence[Point], title: str) -> list[str]:
             f'<text x="{MARGIN - 6}" y="{at + 4:.1f}" text-anchor="end">{seconds:g}</text>'
         )
     for line, color in COLORS.items():
-        own = [(x(p.age_mean), y(p.seconds_per_step), p.value) for p in points if p.line == line]
-        parts += _line(own, color, *LABELS[line])
+        places = [(x(p.age_mean), y(p.seconds_per_step), p.value) for p in points if p.line == line]
+        parts += _line(places, color, *LABELS[line])
     return parts
 
 
 def _line(
     places: Sequence[tuple[float, float, float]], color: str, anchor: str, right: int, down: int
 ) -> list[str]:
-    """Points joined, each with its value; values of points that are close share a label."""
+    """Return a line through points with their values. Points that are close share a label."""
     path = " ".join(f"{across:.1f},{up:.1f}" for across, up, _ in places)
     parts = [f'<polyline points="{path}" fill="none" stroke="{color}"/>']
     labels: list[tuple[float, float, list[str]]] = []
@@ -182,7 +186,7 @@ def _line(
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """About five round numbers between."""
+    """Return about five round numbers between both values."""
     rough = (high - low) / 5
     power = 10.0 ** len(str(int(rough))) / 10 if rough >= 1 else 0.1
     step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough)

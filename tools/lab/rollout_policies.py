@@ -1,8 +1,8 @@
-"""Four ways to collect the mixed groups of a step, on the same virtual engines and answers.
+"""Four policies that collect the mixed groups of a step, on the same virtual engines and answers.
 
-Two are the real coordinator (carrying, and on-policy). The other two are small simulations of what
-is usual elsewhere: whole batches until enough groups are mixed, and a fixed over-sampling that
-trains on the groups that finish first and drops the rest.
+Two use the real coordinator (carrying, and on-policy). The other two are small simulations of what
+other systems do: whole batches until enough groups are mixed, and a fixed over-sampling that trains
+on the groups that finish first and drops the rest.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.types import Outcome, Prompt, SampleRequest
 
 FAR = 10_000_000
-"""A ticket that no run reaches: groups from here on are an independent sample."""
+"""A ticket that no run reaches. Groups from here on are an independent sample."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A cluster and a run on it. The default has 32 replicas."""
+    """A cluster and a run on it."""
 
     replicas: int = 32
     engine: EngineModel = field(default_factory=EngineModel)
     exchange_seconds: float = 1.0
     training_seconds: float = 60.0
-    """Per step; nothing is generated meanwhile."""
+    """Seconds of training per step, in which nothing is generated."""
     prompts_per_step: int = 512
     samples: int = 16
     max_tokens: int = 20_480
     prompt_tokens: int = 200
     steps: int = 50
     warmup: int = 10
-    """Steps left out of ages and lengths: the first ones have nothing carried."""
+    """First steps that do not count for ages and lengths, because nothing is carried yet."""
     batch_prompts: int = 1_536
-    """Of the first two policies."""
+    """Prompts per batch of `whole_batches` and `first_finished`."""
     lookahead: float = RolloutConfig.model_fields["lookahead"].default
     max_overtake: int = RolloutConfig.model_fields["max_overtake"].default
     max_age: int = RolloutConfig.model_fields["max_age"].default
@@ -50,19 +50,19 @@ class Setting:
 
 @dataclass
 class Log:
-    """What a policy did."""
+    """Record of what a policy did."""
 
     seconds: float = 0.0
     generation_seconds: float = 0.0
     trained: list[list[int]] = field(default_factory=list)
     """Tickets of each step."""
     ages: list[list[int]] = field(default_factory=list)
-    """Likewise: the version trained minus that of the group's oldest token."""
+    """Ages of the groups of each step: the trained version minus that of the oldest token."""
     filtered: list[int] = field(default_factory=list)
-    """Tickets left out by their verdict."""
+    """Tickets whose groups were all correct or all wrong."""
     num_issued: int = 0
     carried: set[int] = field(default_factory=set)
-    """Tickets kept at the end."""
+    """Tickets still open at the end."""
 
 
 Policy = Callable[[Setting, Workload, VirtualDriver], Log]
@@ -70,28 +70,28 @@ Policy = Callable[[Setting, Workload, VirtualDriver], Log]
 
 @dataclass(frozen=True)
 class Figures:
-    """What a policy is worth."""
+    """Results of a policy."""
 
     seconds_per_step: float
     busy: float
-    """Tokens generated over what all engines can generate in the time that they had."""
+    """Generated tokens over the most that all engines can generate in the rollout seconds."""
     age_mean: float
     age_max: int
     prompts_per_step: float
     lost_groups: int
-    """Mixed, or would have been, and neither trained on nor kept."""
+    """Issued groups that are mixed, or would be when finished, and are neither trained nor kept."""
     wasted_tokens: float
-    """Share of tokens generated that were neither trained on, nor judged and filtered, nor kept."""
+    """Share of generated tokens in groups that are neither trained, nor filtered, nor kept."""
     length_ratio: float
-    """Mean length in trained groups over that in all mixed groups."""
+    """Mean length of trained groups over that of all mixed groups."""
     length_distance: float
-    """Kolmogorov-Smirnov distance of the two, of the mean lengths of groups."""
+    """Kolmogorov-Smirnov distance between the mean lengths of trained and of mixed groups."""
     length_p: float
-    """Probability of that distance or more, were they equal."""
+    """Probability of at least that distance if both have the same distribution."""
 
 
 def run(policy: Policy, setting: Setting, workload: Workload) -> Figures:
-    """The figures of one policy."""
+    """Run a policy and return its figures."""
 
     def outcome(ticket: int, sample: int) -> tuple[int, bool]:
         answers = workload.group(ticket)
@@ -104,14 +104,14 @@ def run(policy: Policy, setting: Setting, workload: Workload) -> Figures:
 
 
 def figures(log: Log, setting: Setting, workload: Workload, driver: VirtualDriver) -> Figures:
-    """The figures of a log."""
+    """Compute the figures of a log."""
     trained = {ticket for step in log.trained for ticket in step}
     qualified = {t for t in range(log.num_issued) if workload.group(t).is_mixed}
     used = trained | set(log.filtered) | log.carried
     wasted = sum(tokens for t, tokens in driver.tokens_of.items() if t not in used)
     steady = [workload.group(t).mean_length for step in log.trained[setting.warmup :] for t in step]
-    everything = mixed_lengths(workload, 2 * len(steady))
-    distance, p = kolmogorov_smirnov(steady, everything)
+    independent = mixed_lengths(workload, 2 * len(steady))
+    distance, p = kolmogorov_smirnov(steady, independent)
     ages = [age for step in log.ages[setting.warmup :] for age in step]
     capacity = setting.engine.capacity * setting.replicas
     return Figures(
@@ -122,51 +122,55 @@ def figures(log: Log, setting: Setting, workload: Workload, driver: VirtualDrive
         prompts_per_step=log.num_issued / setting.steps,
         lost_groups=len(qualified - trained - log.carried),
         wasted_tokens=wasted / driver.num_generated,
-        length_ratio=fmean(steady) / fmean(everything),
+        length_ratio=fmean(steady) / fmean(independent),
         length_distance=distance,
         length_p=p,
     )
 
 
 def mixed_lengths(workload: Workload, num: int) -> list[float]:
-    """Mean lengths of `num` mixed groups that no policy has met."""
-    found: list[float] = []
+    """Return the mean lengths of `num` mixed groups that no policy has drawn."""
+    lengths: list[float] = []
     ticket = FAR
-    while len(found) < num:
+    while len(lengths) < num:
         group = workload.group(ticket)
         if group.is_mixed:
-            found.append(group.mean_length)
+            lengths.append(group.mean_length)
         ticket += 1
-    return found
+    return lengths
 
 
 def kolmogorov_smirnov(first: Iterable[float], second: Iterable[float]) -> tuple[float, float]:
-    """The two-sample test: largest distance of the empirical distributions, and the probability of
-    as much or more between samples of one distribution (asymptotic, Stephens' correction)."""
-    one, two = np.sort(list(first)), np.sort(list(second))
-    every = np.concatenate([one, two])
-    shares = [np.searchsorted(each, every, side="right") / each.size for each in (one, two)]
-    distance = float(np.abs(shares[0] - shares[1]).max())
-    size = np.sqrt(one.size * two.size / every.size)
+    """Return the distance and p-value of the two-sample Kolmogorov-Smirnov test.
+
+    The p-value is asymptotic, with Stephens' correction.
+    """
+    left, right = np.sort(list(first)), np.sort(list(second))
+    union = np.concatenate([left, right])
+    cdfs = [np.searchsorted(values, union, side="right") / values.size for values in (left, right)]
+    distance = float(np.abs(cdfs[0] - cdfs[1]).max())
+    size = np.sqrt(left.size * right.size / union.size)
     scaled = (size + 0.12 + 0.11 / size) * distance
-    if scaled < 0.2:  # the series converges slowly, to 1
+    if scaled < 0.2:  # here the series converges slowly, and the result is 1
         return distance, 1.0
     terms = np.arange(1, 101)
     series = 2 * np.sum((-1.0) ** (terms - 1) * np.exp(-2 * terms**2 * scaled**2))
     return distance, float(min(max(series, 0.0), 1.0))
 
 
-# ---------------------------------------------------------------------------- what others do
+# ---------------------------------------------------------------------------- other systems
 
 
 def whole_batches(setting: Setting, workload: Workload, driver: VirtualDriver) -> Log:
-    """A batch of prompts, all of it awaited, until N groups are mixed; the surplus is lost."""
+    """Issue batches of prompts and wait for each, until N groups are mixed. Drop the surplus."""
     return _in_batches(setting, workload, driver, stops_early=False)
 
 
 def first_finished(setting: Setting, workload: Workload, driver: VirtualDriver) -> Log:
-    """A batch of prompts (again, if it was not enough); the first N mixed groups to finish are
-    trained on, and everything else is dropped."""
+    """Issue a batch of prompts, train on the first N mixed groups to finish, and drop the rest.
+
+    If a batch has too few mixed groups, another one is issued.
+    """
     return _in_batches(setting, workload, driver, stops_early=True)
 
 
@@ -219,13 +223,13 @@ def _request(setting: Setting, ticket: int, sample: int) -> SampleRequest:
     )
 
 
-# ---------------------------------------------------------------------------- what we do
+# ---------------------------------------------------------------------------- this project
 
 
-def ours(
+def coordinated(
     setting: Setting, workload: Workload, driver: VirtualDriver, *, on_policy: bool = False
 ) -> Log:
-    """The real coordinator."""
+    """Collect with the real coordinator."""
     coordinator = Coordinator(
         config=RolloutConfig(
             prompts_per_step=setting.prompts_per_step,
@@ -298,6 +302,6 @@ ON_POLICY = "ours, on-policy"
 POLICIES: dict[str, Policy] = {
     WHOLE_BATCHES: whole_batches,
     FIRST_FINISHED: first_finished,
-    CARRYING: ours,
-    ON_POLICY: partial(ours, on_policy=True),
+    CARRYING: coordinated,
+    ON_POLICY: partial(coordinated, on_policy=True),
 }

@@ -1,8 +1,7 @@
-"""What a policy would answer: lengths and correctness of the G completions of each ticket.
+"""Lengths and correctness of the G completions of each ticket, drawn or recorded.
 
-A group is a function of seed and ticket alone, so every way of collecting groups meets the same
-ones, and asking twice gives the same answer. Lengths are log-normal, cut at a cap as a response is
-at its limit; or groups are drawn from a recorded run.
+A group depends on seed and ticket only, so every policy that collects groups meets the same groups.
+Lengths are log-normal, cut at the response limit, or groups are drawn from a recorded run.
 
 Shape letters: P prompts, G completions of each.
 """
@@ -20,19 +19,19 @@ from typing import Protocol
 import numpy as np
 
 BLOCK = 256
-"""Tickets drawn together."""
+"""Number of tickets that are drawn together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """One group: tokens of each completion, and which are correct."""
+    """Number of tokens and correctness of each completion of a group."""
 
     lengths: tuple[int, ...]
     correct: tuple[bool, ...]
 
     @property
     def is_mixed(self) -> bool:
-        """Whether dynamic sampling keeps it."""
+        """Whether dynamic sampling keeps the group."""
         return any(self.correct) and not all(self.correct)
 
     @property
@@ -42,18 +41,21 @@ class Answers:
 
 
 class Workload(Protocol):
-    """Where answers come from."""
+    """Source of answers."""
 
     def group(self, ticket: int) -> Answers:
-        """The group of a ticket."""
+        """Return the group of a ticket."""
         ...
 
 
 @dataclass
 class LogNormal:
-    """Lengths of mean `mean` after the cut at `cap`; a share `between` of the variance of their
-    logarithms is that of prompts, the rest of completions of one prompt. Pass rates of prompts are
-    Beta(a, a), with the `a` at which a share `keep_rate` of groups is mixed."""
+    """Log-normal lengths with mean `mean` after the cut at `cap`, and Beta-distributed pass rates.
+
+    The logarithm of a length has standard deviation `sigma`. A share `between` of its variance is
+    between prompts, the rest between completions of a prompt. Pass rates of prompts are Beta(a, a),
+    with the `a` at which a share `keep_rate` of the groups is mixed.
+    """
 
     mean: float
     keep_rate: float
@@ -69,7 +71,7 @@ class LogNormal:
         self._blocks: dict[int, list[Answers]] = {}
 
     def group(self, ticket: int) -> Answers:
-        """The group of a ticket."""
+        """Return the group of a ticket."""
         block, place = divmod(ticket, BLOCK)
         if block not in self._blocks:
             self._blocks[block] = self._draw(block)
@@ -107,25 +109,26 @@ class Recorded:
         return fmean(group.is_mixed for group in self.groups)
 
     def group(self, ticket: int) -> Answers:
-        """The group of a ticket."""
+        """Return the group of a ticket."""
         rng = np.random.default_rng([self.seed, ticket])
         return self.groups[int(rng.integers(len(self.groups)))]
 
 
 def read_recorded(folder: Path) -> list[Answers]:
-    """Groups of a run's samples/step_*.jsonl (rollout/serialization.py); those with a completion
-    without a grade are left out. An on-policy run drops what is still running, so its long answers
-    are too few.
+    """Read the groups of a run's samples/step_*.jsonl (rollout/serialization.py).
 
-    Raises ValueError if none is left, or if their numbers of completions differ.
+    Groups with an ungraded completion are left out. Do not use an on-policy run: it drops groups
+    that are still running, so long answers are too rare.
+
+    Raises ValueError if no group is left, or if their numbers of completions differ.
     """
     groups = []
     for path in sorted(folder.glob("step_*.jsonl")):
         with path.open(encoding="utf-8") as file:
             for line in file:
                 completions = json.loads(line)["completions"]
-                lengths = tuple(len(one["tokens"]) for one in completions)
-                correct = tuple(one["correct"] for one in completions)
+                lengths = tuple(len(completion["tokens"]) for completion in completions)
+                correct = tuple(completion["correct"] for completion in completions)
                 if None not in correct:
                     groups.append(Answers(lengths, correct))
     if not groups:
@@ -136,7 +139,7 @@ def read_recorded(folder: Path) -> list[Answers]:
 
 
 def location(mean: float, sigma: float, cap: int) -> float:
-    """The mu of a log-normal of which min(x, cap) has this mean, in closed form but for a search.
+    """Return the mu of a log-normal x for which min(x, cap) has this mean, found by bisection.
 
     Raises ValueError if the mean is not between 1 and the cap.
     """
@@ -152,14 +155,16 @@ def location(mean: float, sigma: float, cap: int) -> float:
 
 
 def concentration(keep_rate: float, samples: int) -> float:
-    """The a at which groups of so many completions, with pass rates of Beta(a, a), are mixed with
-    probability `keep_rate`: 1 - 2 B(a, a + G) / B(a, a).
+    """Return the a at which a share `keep_rate` of groups is mixed.
+
+    With pass rates from Beta(a, a), a group of G = `samples` completions is mixed with probability
+    1 - 2 B(a, a + G) / B(a, a).
 
     Raises ValueError for a rate that no a gives.
     """
-    most = 1 - 2.0 ** (1 - samples)  # every pass rate one half
-    if not 0 < keep_rate < most:
-        raise ValueError(f"keep rate {keep_rate:g}: must be between 0 and {most:g}")
+    highest = 1 - 2.0 ** (1 - samples)  # all pass rates are 1/2
+    if not 0 < keep_rate < highest:
+        raise ValueError(f"keep rate {keep_rate:g}: must be between 0 and {highest:g}")
 
     def mixed(log_a: float) -> float:
         a = math.exp(log_a)

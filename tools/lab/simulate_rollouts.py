@@ -1,11 +1,11 @@
-"""What ways of collecting rollouts cost, on a cluster that is not there.
+"""Compare the cost of rollout policies on a simulated cluster.
 
     python tools/lab/simulate_rollouts.py --preset dapo32b
 
-The real coordinator (dapo_megatron/rollout) drives engines on a virtual clock, beside small
-simulations of what is usual elsewhere (tools/lab/rollout_policies.py). Speeds are a model
-(tools/lab/virtual_engines.py), answers are drawn or recorded (tools/lab/rollout_workload.py); what
-is compared are decisions: what to issue, what to wait for, what to keep.
+The real coordinator (dapo_megatron/rollout) drives engines on a virtual clock. It is compared with
+small simulations of what other systems do (tools/lab/rollout_policies.py). Speeds come from a model
+(tools/lab/virtual_engines.py), answers are drawn or recorded (tools/lab/rollout_workload.py). So
+the comparison is of decisions: which prompts to issue, what to wait for, and what to keep.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ MIN_BUSY = 0.97
 MAX_AGE_MEAN = 2.0
 MIN_P = 0.01
 SHORT_MEAN = 2_000
-"""Mean lengths up to here have the first target of each pair, longer ones the second."""
+"""Mean lengths up to this use the first target of each pair, longer ones the second."""
 MAX_TIME = {CARRYING: (0.35, 0.50), ON_POLICY: (0.92, 0.85)}
-"""Of the time per step of whole batches (issue 5)."""
+"""Targets for the time per step, as a share of that of whole batches."""
 
 
 class Preset(StrEnum):
-    """Settings with a name."""
+    """Names of the predefined settings."""
 
     dapo32b = "dapo32b"
     small = "small"
@@ -83,7 +83,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What is asked, without who answers."""
+        """Name of the workload, without the policy."""
         return f"{self.mean:,.0f}, {self.keep_rate:.2g}"
 
 
@@ -93,34 +93,34 @@ def measure(case: Case) -> Figures:
 
 
 def measure_all(cases: Sequence[Case], jobs: int) -> list[Figures]:
-    """The figures of each case, by so many processes."""
+    """Run the cases in `jobs` processes."""
     if jobs == 1:
         return [measure(case) for case in cases]
-    found = []
+    results = []
     with multiprocessing.Pool(jobs) as pool:
         for case, figures in zip(cases, pool.imap(measure, cases)):
             print(f"{case.name}, {case.policy}: done", file=sys.stderr, flush=True)
-            found.append(figures)
-    return found
+            results.append(figures)
+    return results
 
 
-# ---------------------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------------------- output
 
 
-def add_row(table: Table, case: Case, found: Figures, whole: Figures | None) -> None:
-    """A line of the table."""
-    ratio = f" ({found.seconds_per_step / whole.seconds_per_step:.2f})" if whole else ""
+def add_row(table: Table, case: Case, figures: Figures, whole: Figures | None) -> None:
+    """Add a row for a case. `whole` are the figures of whole batches on the same workload."""
+    ratio = f" ({figures.seconds_per_step / whole.seconds_per_step:.2f})" if whole else ""
     table.add_row(
         case.name,
         case.policy,
-        f"{found.seconds_per_step:.0f}{ratio}",
-        f"{found.busy:.3f}",
-        f"{found.age_mean:.2f} / {found.age_max}",
-        f"{found.prompts_per_step:,.0f}",
-        f"{found.lost_groups:,}",
-        f"{found.wasted_tokens:.1%}",
-        f"{found.length_ratio:.3f}",
-        f"{found.length_p:.2g}",
+        f"{figures.seconds_per_step:.0f}{ratio}",
+        f"{figures.busy:.3f}",
+        f"{figures.age_mean:.2f} / {figures.age_max}",
+        f"{figures.prompts_per_step:,.0f}",
+        f"{figures.lost_groups:,}",
+        f"{figures.wasted_tokens:.1%}",
+        f"{figures.length_ratio:.3f}",
+        f"{figures.length_p:.2g}",
         end_section=case.policy == list(POLICIES)[-1],
     )
 
@@ -139,62 +139,69 @@ HEADS = (
 )
 
 
-def verdicts(case: Case, found: Figures, whole: Figures | None) -> list[str]:
-    """One line per target of issue 5."""
+def verdicts(case: Case, figures: Figures, whole: Figures | None) -> list[str]:
+    """Return a line per target: met or missed."""
     checks: list[tuple[str, bool]] = []
     if case.policy in MAX_TIME and whole:
-        most = MAX_TIME[case.policy][case.mean > SHORT_MEAN]
-        share = found.seconds_per_step / whole.seconds_per_step
-        checks.append((f"time {share:.3f} of whole batches, at most {most}", share <= most))
+        limit = MAX_TIME[case.policy][case.mean > SHORT_MEAN]
+        share = figures.seconds_per_step / whole.seconds_per_step
+        checks.append((f"time {share:.3f} of whole batches, at most {limit}", share <= limit))
     if case.policy == CARRYING:
-        p, age = found.length_p, found.age_mean
+        p, age = figures.length_p, figures.age_mean
         checks += [
-            (f"busy {found.busy:.3f}, at least {MIN_BUSY}", found.busy >= MIN_BUSY),
+            (f"busy {figures.busy:.3f}, at least {MIN_BUSY}", figures.busy >= MIN_BUSY),
             (f"mean age {age:.2f}, at most {MAX_AGE_MEAN}", age <= MAX_AGE_MEAN),
-            (f"{found.lost_groups} mixed groups lost, none", found.lost_groups == 0),
+            (f"{figures.lost_groups} mixed groups lost, none", figures.lost_groups == 0),
             (f"lengths as of mixed groups: p {p:.2g}, at least {MIN_P}", p >= MIN_P),
         ]
     if case.policy == FIRST_FINISHED:
-        p = found.length_p
+        p = figures.length_p
         checks.append((f"lengths other than of mixed groups: p {p:.2g}", p < MIN_P))
     return [
-        f"{case.name}, {case.policy}: {text}: target {'met' if good else 'missed'}"
-        for text, good in checks
+        f"{case.name}, {case.policy}: {text}: target {'met' if is_met else 'missed'}"
+        for text, is_met in checks
     ]
 
 
 def main(
-    preset: Annotated[Preset, typer.Option(help="Where the options below start from.")] = (
+    preset: Annotated[Preset, typer.Option(help="Setting that the options below change.")] = (
         Preset.dapo32b
     ),
-    mean: Annotated[list[float] | None, typer.Option(help="Mean lengths, after the cap.")] = None,
+    mean: Annotated[list[float] | None, typer.Option(help="Mean lengths, after the cut.")] = None,
     keep_rate: Annotated[list[float] | None, typer.Option(help="Shares of mixed groups.")] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="Beginnings of their names.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Only policies whose name starts with this.")
+    ] = None,
     sigma: Annotated[float, typer.Option(help="Standard deviation of the log of lengths.")] = 1.0,
-    between: Annotated[float, typer.Option(help="Share of its square that is of prompts.")] = 0.0,
+    between: Annotated[float, typer.Option(help="Share of its variance between prompts.")] = 0.0,
     recorded: Annotated[Path | None, typer.Option(help="A run's samples/ to draw from.")] = None,
     steps: Annotated[int | None, typer.Option(help="Rollout steps.")] = None,
     quick: Annotated[bool, typer.Option(help="20 steps, one keep rate.")] = False,
     replicas: Annotated[int | None, typer.Option(help="Engines.")] = None,
-    max_sequences: Annotated[int | None, typer.Option(help="Running at once per engine.")] = None,
-    prefill_tokens_per_second: Annotated[
-        float | None, typer.Option(help="Of reading prompts and continued answers; none: free.")
+    max_sequences: Annotated[
+        int | None, typer.Option(help="Sequences that run at once per engine.")
     ] = None,
-    training_seconds: Annotated[float | None, typer.Option(help="Per step.")] = None,
+    prefill_tokens_per_second: Annotated[
+        float | None,
+        typer.Option(help="Speed of reading prompts and continued answers. By default no cost."),
+    ] = None,
+    training_seconds: Annotated[
+        float | None, typer.Option(help="Seconds of training per step.")
+    ] = None,
     prompts_per_step: Annotated[int | None, typer.Option(help="Mixed groups (N).")] = None,
     batch_prompts: Annotated[
-        int | None, typer.Option(help="Prompts of a batch, of the first two policies.")
+        int | None, typer.Option(help="Prompts per batch of the first two policies.")
     ] = None,
     lookahead: Annotated[float | None, typer.Option(help="As rollout.lookahead.")] = None,
     max_overtake: Annotated[int | None, typer.Option(help="As rollout.max_overtake.")] = None,
     max_age: Annotated[int | None, typer.Option(help="As rollout.max_age.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the answers.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the answers.")] = 0,
     jobs: Annotated[int, typer.Option(help="Processes.")] = len(os.sched_getaffinity(0)),
     plot: Annotated[
-        Path | None, typer.Option(help="Measure age against speed instead, into this SVG.")
+        Path | None, typer.Option(help="Plot age against speed into this SVG instead.")
     ] = None,
 ) -> None:
-    """Compare ways of collecting rollouts; the last line is JSON."""
+    """Compare rollout policies. The last line is JSON."""
     base = PRESETS[preset]
     given: dict[str, Any] = {
         "steps": steps or (20 if quick else None),
@@ -221,7 +228,7 @@ def main(
         results = [asdict(point) for point in points]
     else:
         names = [
-            name for name in POLICIES if not policy or any(name.startswith(one) for one in policy)
+            name for name in POLICIES if not policy or any(name.startswith(text) for text in policy)
         ]
         cases = [Case(n, setting, work, *of) for of, work in workloads.items() for n in names]
         results = report(cases, measure_all(cases, jobs))
@@ -240,7 +247,7 @@ def _workloads(
     seed: int,
     quick: bool,
 ) -> dict[tuple[float, float], Workload]:
-    """(mean length, keep rate) -> answers like that."""
+    """Return workloads by (mean length, keep rate)."""
     if recorded is not None:
         drawn = Recorded(read_recorded(recorded), seed)
         return {(drawn.mean, drawn.keep_rate): drawn}
@@ -259,9 +266,9 @@ def _workloads(
     }
 
 
-def report(cases: Sequence[Case], found: Sequence[Figures]) -> list[dict[str, Any]]:
-    """Print table and verdicts; plain values of all."""
-    whole = {c.name: f for c, f in zip(cases, found) if c.policy == WHOLE_BATCHES}
+def report(cases: Sequence[Case], results: Sequence[Figures]) -> list[dict[str, Any]]:
+    """Print table and verdicts. Return all results as plain values."""
+    whole = {c.name: f for c, f in zip(cases, results) if c.policy == WHOLE_BATCHES}
     setting = cases[0].setting
     table = Table(*HEADS)
     table.title = (
@@ -269,15 +276,15 @@ def report(cases: Sequence[Case], found: Sequence[Figures]) -> list[dict[str, An
         f"{setting.steps} steps; ages and lengths after step {setting.warmup}"
     )
     lines = []
-    for case, figures in zip(cases, found):
+    for case, figures in zip(cases, results):
         add_row(table, case, figures, whole.get(case.name))
         lines += verdicts(case, figures, whole.get(case.name))
-    # As wide as it needs, whatever the terminal: figures cut short are worth nothing.
+    # Wider than many terminals, because truncated figures are useless.
     Console(soft_wrap=True, width=200).print(table)
     print(*lines, sep="\n")
     return [
         {"mean": case.mean, "keep_rate": case.keep_rate, "policy": case.policy, **asdict(figures)}
-        for case, figures in zip(cases, found)
+        for case, figures in zip(cases, results)
     ]
 
 

@@ -1,2 +1,1 @@
-"""Steps of `tools/prepare_data.py`: published data to different prompts, with a report of what was
-dropped."""
+"""Steps of `tools/prepare_data.py`: from published data to distinct prompts and a report."""

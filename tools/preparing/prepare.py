@@ -1,8 +1,8 @@
-"""From a published data set to different prompts: what is dropped, why, and that it adds up.
+"""Prepare published data: drop rows for stated reasons, and check that the counts add up.
 
-One pass over the inputs (`unique.py`) puts the first row of every different prompt on disk;
-everything after reads that. Every row gets one fate, the first that applies in the order of
-`report.LABELS`. Rows that are left keep their order and their types.
+One pass over the inputs (`unique.py`) writes the first row of every distinct prompt to disk. All
+later steps read these rows. Every dropped row has one reason, the first that applies in the order
+of `report.LABELS`. The remaining rows keep their order and types.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FRAME_KEY = b"dapo_megatron.frame"
-"""In the metadata of a prepared file: `Frame.to_json`."""
+"""Key of `Frame.to_json` in the metadata of a prepared file."""
 NUM_EXAMPLES = 50
-"""Kept of a kind."""
+"""Examples that are kept per reason."""
 EXAMPLE_CHARACTERS = 300
 REMEDIES = {
     "conflicting": "correct the truths",
@@ -43,28 +43,28 @@ REMEDIES = {
 
 
 class Index(Protocol):
-    """Problems that were added, to be asked for the likest."""
+    """Problems by key, searchable for the nearest."""
 
     def add(self, key: int, sketch: Any) -> None:
-        """Remember a problem under a key."""
+        """Add a problem under a key."""
 
     def nearest(self, sketch: Any) -> tuple[int, float] | None:
-        """(key, similarity) of the likest, the first of equals; None if none is like it."""
+        """Return (key, similarity) of the nearest problem, the first of equals; None if none."""
 
 
 class Similarity(Protocol):
-    """What it is that makes two problems nearly the same."""
+    """A measure of how near two problems are."""
 
     def sketch(self, problem: str) -> Any:
-        """What `Index` needs of a problem."""
+        """Return what `Index` needs to know of a problem."""
 
     def index(self) -> Index:
-        """A fresh, empty one."""
+        """Return a new, empty index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to do with what is found."""
+    """How to find duplicates and overlap, and what to do with them."""
 
     similarity: Similarity
     overlap: Literal["drop", "report"] = "drop"
@@ -83,10 +83,10 @@ def prepare(
     output: Path,
     on_rows: Callable[[int], object] = lambda num_rows: None,
 ) -> dict[str, Any]:
-    """Write the prompts that are left to `output`; rows, prompts and examples of the report.
+    """Write the remaining prompts to `output`, and return the counts and examples of the report.
 
-    `output` is in a folder that is the caller's to remove: it holds the spool too. Raises DataError
-    for bad rows, for inputs whose columns do not go together, and if nothing is left.
+    The caller removes the folder of `output`, because it holds the spool too. Raises DataError for
+    bad rows, for inputs with columns that cannot be combined, and if no row remains.
     """
     spool = Spool(output.with_suffix(".spool"))
     inputs = collect(sources, settings.batch_rows, spool, on_rows)
@@ -129,13 +129,13 @@ def prepare(
     }
 
 
-# ------------------------------------------------------------------------------- what is left
+# ------------------------------------------------------------------------------- remaining rows
 
 
 def _alive(
     uniques: Sequence[Unique], spool: Spool, settings: Settings
 ) -> Iterator[tuple[int, Unique, PromptRow]]:
-    """Place, prompt and row of all that is not dropped when its turn comes."""
+    """Yield place, prompt and row of each prompt that is not dropped when it is reached."""
     first = 0
     for batch in spool.batches():
         rows = checked(batch, "spool", first, settings.columns)
@@ -148,14 +148,14 @@ def _alive(
 def _kept(uniques: Sequence[Unique], spool: Spool) -> Iterator[Any]:
     import pyarrow
 
-    fates = iter(uniques)
+    prompts = iter(uniques)
     for batch in spool.batches():
-        mask = [unique.dropped is None for unique in islice(fates, len(batch))]
+        mask = [unique.dropped is None for unique in islice(prompts, len(batch))]
         yield pyarrow.Table.from_batches([batch]).filter(pyarrow.array(mask, pyarrow.bool_()))
 
 
 def drop_long(uniques: Sequence[Unique], spool: Spool, settings: Settings) -> None:
-    """Drop what has more tokens than allowed, through the tokenizer's chat template."""
+    """Drop prompts with more than `max_prompt_tokens` tokens, chat template included."""
     assert settings.tokenizer is not None
     if settings.tokenizer.chat_template is None:
         raise DataError(
@@ -166,7 +166,7 @@ def drop_long(uniques: Sequence[Unique], spool: Spool, settings: Settings) -> No
     for unique, prompt in zip(alive, render(rows, settings.tokenizer, ""), strict=True):
         if len(prompt.tokens) > settings.max_prompt_tokens:
             unique.dropped = "too_long"
-            unique.found["too_long"] = {"where": unique.where, "tokens": len(prompt.tokens)}
+            unique.matches["too_long"] = {"where": unique.where, "tokens": len(prompt.tokens)}
 
 
 def compare(
@@ -177,7 +177,7 @@ def compare(
     evaluation: Sequence[Path],
     settings: Settings,
 ) -> None:
-    """Find the overlap with the evaluation sets, and near-duplicates of the first that is kept."""
+    """Find overlap with the evaluation sets, and near-duplicates of an earlier, kept prompt."""
     for unique in uniques:
         if unique.dropped is None:
             _same_as_held_out(unique, held_out, settings)
@@ -186,8 +186,11 @@ def compare(
 
 
 def _written_frame(schema: pyarrow.Schema) -> Frame | None:
-    """The frame in a prepared file. The prompts that are left may share more or, being few, seem to
-    share nothing: with another frame, what was not alike could become so."""
+    """Return the frame stored in a prepared file, or None.
+
+    A frame computed again could differ, because fewer prompts may share more words, or too few to
+    have a frame. With another frame, prompts that were not near could become near.
+    """
     written = (schema.metadata or {}).get(FRAME_KEY)
     return None if written is None else Frame.from_json(json.loads(written))
 
@@ -197,21 +200,21 @@ def _text(row: PromptRow) -> str:
 
 
 def _same_as_held_out(unique: Unique, held_out: Inputs, settings: Settings) -> None:
-    known = held_out.by_folded.get(unique.folded)
-    if known is None:
+    same = held_out.by_folded.get(unique.folded)
+    if same is None:
         return
     reason = "overlap_exact" if unique.exact in held_out.by_exact else "overlap_folded"
-    _find(unique, reason, settings.overlap, {"where": unique.where, "of": known.where})
+    _record(unique, reason, settings.overlap, {"where": unique.where, "of": same.where})
 
 
-def _find(unique: Unique, reason: str, action: str, found: dict[str, Any]) -> None:
-    unique.found[reason] = found
+def _record(unique: Unique, reason: str, action: str, match: dict[str, Any]) -> None:
+    unique.matches[reason] = match
     if action == "drop":
         unique.dropped = reason
 
 
 HeldOut = tuple[Index, list[str]]
-"""Of the evaluation sets: their problems, and where each is."""
+"""Problems of the evaluation sets, and the file and row of each."""
 
 
 def _index_held_out(evaluation: Sequence[Path], settings: Settings) -> HeldOut | None:
@@ -235,40 +238,43 @@ def _near(
     held_out: HeldOut | None,
     settings: Settings,
 ) -> None:
-    """In order, over all that is left."""
+    """Find near matches of the remaining prompts, in order."""
     kept = settings.similarity.index()
     for place, unique, row in _alive(uniques, spool, settings):
         problem = frame.strip(_text(row))
         sketch = settings.similarity.sketch(problem)
-        same = {"overlap_exact", "overlap_folded"} & unique.found.keys()
-        if held_out and not same and (match := held_out[0].nearest(sketch)):
-            found = {
+        same = {"overlap_exact", "overlap_folded"} & unique.matches.keys()
+        if held_out and not same and (nearest := held_out[0].nearest(sketch)):
+            match = {
                 "where": unique.where,
-                "of": held_out[1][match[0]],
-                "similarity": round(match[1], 3),
+                "of": held_out[1][nearest[0]],
+                "similarity": round(nearest[1], 3),
             }
-            _find(unique, "overlap_near", settings.overlap, found)
+            _record(unique, "overlap_near", settings.overlap, match)
         if unique.dropped is not None or settings.near_duplicates == "off":
             continue
-        if match := kept.nearest(sketch):
-            first = uniques[match[0]]
-            found = {
+        if nearest := kept.nearest(sketch):
+            first = uniques[nearest[0]]
+            match = {
                 "where": unique.where,
                 "of": first.where,
-                "similarity": round(match[1], 3),
+                "similarity": round(nearest[1], 3),
                 "truth": unique.truth,
                 "truth_of": first.truth,
             }
-            _find(unique, "near_duplicate", settings.near_duplicates, found)
-        if unique.dropped is None and "near_duplicate" not in unique.found:
+            _record(unique, "near_duplicate", settings.near_duplicates, match)
+        if unique.dropped is None and "near_duplicate" not in unique.matches:
             kept.add(place, sketch)
 
 
-# ------------------------------------------------------------------------------- the account
+# ------------------------------------------------------------------------------- counts
 
 
 def count(inputs: Inputs) -> dict[str, Any]:
-    """Rows in, dropped by reason, out; and kept though found. Checks that they add up."""
+    """Return the rows in, dropped by reason, out, and kept in spite of a match.
+
+    Raises AssertionError if they do not add up.
+    """
     dropped: Counter[str] = Counter()
     kept: Counter[str] = Counter()
     for unique in inputs.uniques:
@@ -280,7 +286,7 @@ def count(inputs: Inputs) -> dict[str, Any]:
         if unique.dropped is not None:
             dropped[unique.dropped] += 1
         else:
-            kept.update(unique.found.keys())
+            kept.update(unique.matches.keys())
     num_in = sum(inputs.num_rows)
     num_out = sum(unique.dropped is None for unique in inputs.uniques)
     if num_in != num_out + dropped.total():
@@ -294,12 +300,12 @@ def count(inputs: Inputs) -> dict[str, Any]:
 
 
 def _nothing_left(rows: dict[str, Any], sources: Sequence[Source]) -> str:
-    took = [
+    reasons = [
         f"{number:,} {LABELS[reason]}" + (f" ({REMEDIES[reason]})" if reason in REMEDIES else "")
         for reason, number in rows["dropped"].items()
         if number
     ]
-    return f"nothing is left of the {rows['in']:,} rows of {_names(sources)}: {'; '.join(took)}"
+    return f"nothing is left of the {rows['in']:,} rows of {_names(sources)}: {'; '.join(reasons)}"
 
 
 def _names(sources: Sequence[Source]) -> str:
@@ -309,15 +315,15 @@ def _names(sources: Sequence[Source]) -> str:
 def examples(
     uniques: Sequence[Unique], spool: Spool, frame: Frame, columns: Columns
 ) -> dict[str, list[dict[str, Any]]]:
-    """The first of each kind, with the problem and the one it is like, without the frame."""
-    wanted: dict[str, list[tuple[Unique, dict[str, Any]]]] = {
+    """Return the first matches per reason, with both problems, without their frame."""
+    chosen: dict[str, list[tuple[Unique, dict[str, Any]]]] = {
         "conflicting": [(u, {"truths": u.truths}) for u in uniques if u.other_truths]
     }
     for reason in list(LABELS)[list(LABELS).index("too_long") :]:
-        wanted[reason] = [(u, u.found[reason]) for u in uniques if reason in u.found]
-    wanted = {reason: found[:NUM_EXAMPLES] for reason, found in wanted.items()}
-    needed = {unique.where for found in wanted.values() for unique, _ in found}
-    needed |= {shown["of"] for found in wanted.values() for _, shown in found if "of" in shown}
+        chosen[reason] = [(u, u.matches[reason]) for u in uniques if reason in u.matches]
+    chosen = {reason: pairs[:NUM_EXAMPLES] for reason, pairs in chosen.items()}
+    needed = {unique.where for pairs in chosen.values() for unique, _ in pairs}
+    needed |= {match["of"] for pairs in chosen.values() for _, match in pairs if "of" in match}
     mask = [unique.where in needed for unique in uniques]
     texts: dict[str, str] = {}
     first = 0
@@ -329,10 +335,14 @@ def examples(
                 texts[unique.where] = frame.strip(_text(row))[:EXAMPLE_CHARACTERS]
         first += len(batch)
 
-    def told(unique: Unique, shown: dict[str, Any]) -> dict[str, Any]:
+    def with_problems(unique: Unique, match: dict[str, Any]) -> dict[str, Any]:
         problems = {"problem": texts[unique.where]}
-        if shown.get("of") in texts:
-            problems["problem_of"] = texts[shown["of"]]
-        return {**shown, **problems}
+        if match.get("of") in texts:
+            problems["problem_of"] = texts[match["of"]]
+        return {**match, **problems}
 
-    return {reason: [told(*one) for one in found] for reason, found in wanted.items() if found}
+    return {
+        reason: [with_problems(unique, match) for unique, match in pairs]
+        for reason, pairs in chosen.items()
+        if pairs
+    }

@@ -10,22 +10,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 NUM_SHOWN = 10
-"""Examples of a kind in the Markdown; the JSON file has more."""
+"""Examples per reason in the Markdown. The JSON file has more."""
 LABELS = {
     "conflicting": "prompts with more than one truth, all their rows",
     "exact_duplicate": "the same prompt again",
-    "folded_duplicate": "the same but for whitespace",
+    "folded_duplicate": "the same except for whitespace",
     "too_long": "longer than --max-prompt-tokens",
     "overlap_exact": "in an evaluation set, exactly",
-    "overlap_folded": "in an evaluation set, but for whitespace",
+    "overlap_folded": "in an evaluation set, except for whitespace",
     "overlap_near": "in an evaluation set, nearly",
-    "near_duplicate": "nearly a prompt kept before",
+    "near_duplicate": "nearly the same as an earlier prompt",
 }
-"""Why a row is dropped, in the order in which it is decided."""
+"""Reasons to drop a row, in the order in which they are checked."""
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """A report for people."""
+    """Return a report as Markdown."""
     return "\n".join(_lines(report)) + "\n"
 
 
@@ -40,7 +40,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
             yield f"| -{count:,} | {LABELS[reason]} | {count / rows['in']:.2%} |"
     yield f"| **{rows['out']:,}** | **written** | {rows['out'] / rows['in']:.2%} |\n"
     yield (
-        f"Different prompts: {prompts['distinct']:,}; {prompts['distinct_folded']:,} with "
+        f"Distinct prompts: {prompts['distinct']:,}; {prompts['distinct_folded']:,} with "
         f"whitespace folded; {prompts['conflicting']:,} of these with more than one truth; "
         f"{prompts['clean']:,} without those.\n"
     )

@@ -1,6 +1,7 @@
-"""Rows in batches: read with their Arrow types, kept on disk, written.
+"""Read rows in batches with their Arrow types, spool them to disk, and write them as Parquet.
 
-`prompts.py` reads the same files for a run; here the columns that a run ignores are kept too.
+`dapo_megatron/data/prompts.py` reads the same files for a run. This module also keeps the columns
+that a run ignores.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 4096
 ROW_GROUP = 4096
-"""Rows of a row group of the output, whatever the batches were."""
+"""Rows per row group of the output, whatever the batch sizes were."""
 SPOOL_ROWS = 8192
-"""Rows collected before they go to disk, so that thin batches do not make thousands of pieces."""
+"""Rows that are collected before they are written, so that small batches do not make thousands of
+Arrow streams."""
 Batch = tuple["pyarrow.RecordBatch", list[PromptRow]]
 
 
 def read(
     path: Path, batch_rows: int = BATCH_ROWS, columns: Columns = DAPO_MATH_COLUMNS
 ) -> Iterator[Batch]:
-    """Batches of a Parquet or JSONL file: as Arrow, and as checked rows.
+    """Yield batches of a Parquet or JSONL file, as Arrow and as checked rows.
 
-    Raises DataError naming file, row or line, and column.
+    Raises DataError, which names file, row or line, and column.
     """
     if path.suffix == ".parquet":
         yield from _read_parquet(path, batch_rows, columns)
@@ -78,7 +80,7 @@ def _as_arrow(rows: list[dict[str, Any]], where: str) -> pyarrow.RecordBatch:
 
 
 class Spool:
-    """Batches on disk, in order; each may have a schema of its own."""
+    """Batches on disk, in order. Their schemas may differ."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -87,7 +89,7 @@ class Spool:
         self._file = path.open("wb")
 
     def add(self, batch: pyarrow.RecordBatch, name: str) -> None:
-        """Keep a batch of the input `name`."""
+        """Append a batch of the input `name`."""
         if self._waiting and self._waiting[0].schema != batch.schema:
             self._flush()
         self._schemas.setdefault(batch.schema, name)
@@ -105,12 +107,12 @@ class Spool:
             self._waiting = []
 
     def close(self) -> None:
-        """No more batches come."""
+        """Write the last batches and close the file."""
         self._flush()
         self._file.close()
 
     def batches(self) -> Iterator[pyarrow.RecordBatch]:
-        """All of them, as often as asked, after `close`."""
+        """Yield all batches. Call it after `close`, as often as needed."""
         import pyarrow
 
         with self._path.open("rb") as file:
@@ -119,7 +121,10 @@ class Spool:
                     yield from stream
 
     def schema(self) -> pyarrow.Schema:
-        """One that fits all. Raises DataError naming the input that does not go with the others."""
+        """Return a schema that fits all batches.
+
+        Raises DataError, which names the first input whose columns do not fit those before it.
+        """
         import pyarrow
 
         merged: pyarrow.Schema | None = None
@@ -129,14 +134,14 @@ class Spool:
                 merged = pyarrow.unify_schemas(both, promote_options="permissive")
             except pyarrow.lib.ArrowException as error:
                 raise DataError(
-                    f"{name}: its columns do not go with those before it; prepare it into a file "
-                    f"of its own: {error}"
+                    f"{name}: its columns do not fit those of the inputs before it; prepare it "
+                    f"into a separate file: {error}"
                 ) from error
         return merged
 
 
 def write(path: Path, schema: pyarrow.Schema, tables: Iterable[pyarrow.Table]) -> None:
-    """A Parquet file of `schema`, in row groups of ROW_GROUP however `tables` are cut."""
+    """Write a Parquet file of `schema` in row groups of ROW_GROUP rows, whatever the tables."""
     import pyarrow
     from pyarrow import parquet
 

@@ -1,9 +1,9 @@
-"""The one pass over the inputs: which prompts differ, who repeats them, which truths they have.
+"""Find the distinct prompts of the inputs in one pass, with their repeats and truths.
 
-A prompt is its messages (roles and contents). Two are the same except for whitespace if folding
-every run of whitespace to one space makes them equal. A problem is its prompt without the frame:
-the instructions that all prompts of a set share. DAPO-Math-17k wraps every problem in the same 42
-words, with which two short problems would look alike.
+A prompt is its messages (roles and contents). Two prompts are the same except for whitespace if
+they are equal after every run of whitespace is folded to one space. A problem is a prompt without
+its frame: the instructions that all prompts of a set share. DAPO-Math-17k wraps every problem in
+the same 42 words, which would make any two short problems look near.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from dapo_megatron.data.rows import DAPO_MATH_COLUMNS, PromptRow
 from preparing.tables import Batch, Spool, read
 
 MIN_PROMPTS = 10
-"""Fewer prompts may share words by chance: only the known frame is taken off them."""
+"""Minimum number of prompts to detect a frame. Fewer may share words by chance, so only the known
+frame is removed."""
 DAPO_MATH = (
     "Solve the following math problem step by step. The last line of your response should be of "
     "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.",
     'Remember to put your answer on its own line after "Answer:".',
 )
-"""How prompts of DAPO-Math-17k and of AIME-2024 open and close."""
+"""Opening and closing of the prompts of DAPO-Math-17k and AIME-2024."""
 
 
 # ---------------------------------------------------------------------------- frames
 
 
 def fold(text: str) -> str:
-    """Every run of whitespace as one space, none at the ends."""
+    """Replace every run of whitespace by one space, and remove it at both ends."""
     return " ".join(text.split())
 
 
@@ -45,7 +46,7 @@ class Frame:
     closing: tuple[str, ...] = ()
 
     def strip(self, text: str) -> str:
-        """The problem in a prompt of the set: folded, without the known frame and this one."""
+        """Return the problem of a prompt: folded, without the known frame and this frame."""
         words = _without_known(text)
         first, last = len(self.opening), len(words) - len(self.closing)
         if first < last and (*words[:first], *words[last:]) == self.opening + self.closing:
@@ -53,17 +54,17 @@ class Frame:
         return " ".join(words)
 
     def to_json(self) -> dict[str, str]:
-        """For the report, and for the prepared file itself."""
+        """Return the frame for the report and for the metadata of the prepared file."""
         return {"opens": " ".join(self.opening), "closes": " ".join(self.closing)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, str]) -> Frame:
-        """The reverse."""
+        """Return the frame that `to_json` wrote."""
         return cls(tuple(value["opens"].split()), tuple(value["closes"].split()))
 
 
 def frame_of(texts: Iterable[str]) -> Frame:
-    """What all `texts` share at their ends, in whole words; every one keeps a word at least."""
+    """Return the whole words that all `texts` share at both ends; each text keeps a word."""
     opening: list[str] = []
     closing: list[str] = []
     shortest = num_texts = 0
@@ -81,8 +82,8 @@ def frame_of(texts: Iterable[str]) -> Frame:
     return Frame(tuple(opening), tuple(reversed(closing)))
 
 
-def _shared(one: list[str], other: list[str]) -> list[str]:
-    pairs = zip(one, other, strict=False)
+def _shared(left: list[str], right: list[str]) -> list[str]:
+    pairs = zip(left, right, strict=False)
     return [word for word, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
@@ -100,47 +101,49 @@ def _without_known(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An input: its name, and its rows in batches (at most so many rows each) when called."""
+    """An input."""
 
     name: str
     batches: Callable[[int], Iterator[Batch]]
+    """Yields batches of at most the given number of rows."""
     path: Path | None = None
     """None for a data set that is not a local file."""
 
 
 @dataclass(slots=True)
 class Unique:
-    """A prompt that differs from those before by more than whitespace, and the rows that ask it."""
+    """A prompt that differs from all before it by more than whitespace, and its repeats."""
 
     where: str
     truth: str
     exact: bytes
     folded: bytes
     num_exact: int = 0
-    """Rows that repeat a prompt to the letter, the first of each spelling not counted."""
+    """Rows that repeat the prompt exactly, without the first row of each whitespace variant."""
     num_folded: int = 0
-    """Other spellings."""
+    """Variants that differ in whitespace only, without the first."""
     other_truths: dict[str, str] = field(default_factory=dict)
-    """Truth to the first row that has it."""
+    """Each further truth and the first row that has it."""
     dropped: str | None = None
-    found: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Reason to what was found, whether it led to dropping or not."""
+    """The reason why it was dropped, or None."""
+    matches: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Details of the match for each reason, also if the prompt was kept."""
 
     @property
     def truths(self) -> dict[str, str]:
-        """All of them, each with the first row that has it."""
+        """Return all truths, each with the first row that has it."""
         return {self.truth: self.where, **self.other_truths}
 
 
 @dataclass(slots=True)
 class Inputs:
-    """What the one pass over the inputs found."""
+    """Result of the pass over the inputs."""
 
     uniques: list[Unique] = field(default_factory=list)
     num_rows: list[int] = field(default_factory=list)
-    """Of each input."""
+    """Number of rows of each input."""
     digests: list[str] = field(default_factory=list)
-    """Of each input: SHA-256 over prompt and truth of every row, for one that is no local file."""
+    """SHA-256 over prompt and truth of every row, per input; used where there is no local file."""
     by_exact: dict[bytes, Unique] = field(default_factory=dict)
     by_folded: dict[bytes, Unique] = field(default_factory=dict)
 
@@ -156,15 +159,15 @@ def collect(
     spool: Spool | None = None,
     on_rows: Callable[[int], object] = lambda num_rows: None,
 ) -> Inputs:
-    """All rows, once: the first row of each unique prompt goes to `spool`, the rest is counted."""
+    """Read all rows once. Write the first row of each unique prompt to `spool`, count the rest."""
     inputs = Inputs()
     for source in sources:
         digest = sha256()
         num_rows = 0
         for batch, rows in source.batches(batch_rows):
-            fresh = [place for place, row in enumerate(rows) if _take(inputs, row, digest.update)]
-            if fresh and spool is not None:
-                spool.add(batch.take(fresh), source.name)
+            new = [place for place, row in enumerate(rows) if _add_row(inputs, row, digest.update)]
+            if new and spool is not None:
+                spool.add(batch.take(new), source.name)
             num_rows += len(rows)
             on_rows(len(rows))
         inputs.num_rows.append(num_rows)
@@ -172,11 +175,11 @@ def collect(
     return inputs
 
 
-def _take(inputs: Inputs, row: PromptRow, hashed: Callable[[bytes], object]) -> bool:
-    """Count one row; whether its prompt is new but for whitespace."""
+def _add_row(inputs: Inputs, row: PromptRow, update_hash: Callable[[bytes], object]) -> bool:
+    """Count one row. Return whether its prompt is new, whitespace ignored."""
     truth = fold(row.truth)
     exact = _digest(row)
-    hashed(exact + truth.encode())
+    update_hash(exact + truth.encode())
     unique = inputs.by_exact.get(exact)
     if unique is not None:
         unique.num_exact += 1
@@ -196,7 +199,7 @@ def _take(inputs: Inputs, row: PromptRow, hashed: Callable[[bytes], object]) -> 
 
 
 def _digest(row: PromptRow, change: Callable[[str], str] = str) -> bytes:
-    """Of roles and contents; the lengths keep neighbors apart."""
+    """Return a hash of roles and contents. It includes lengths, so that messages do not merge."""
     digest = blake2b(digest_size=16)
     for message in row.messages:
         content = change(message["content"]).encode("utf-8", "surrogatepass")
