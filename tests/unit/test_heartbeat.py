@@ -171,18 +171,18 @@ def test_the_report_of_suspects_is_short_and_names_missing_ranks(
 def test_an_alarm_is_seen_only_in_its_own_attempt(tmp_path: Path) -> None:
     alarm, other_alarm = Alarm.of(tmp_path, "17.0"), Alarm.of(tmp_path, "17.1")
     alarm.prepare(fresh=False)
-    assert alarm.heard() is None
-    other_alarm.ring("rank 1: hangs")
-    assert alarm.heard() is None
-    alarm.ring("rank 2: hangs")
-    assert alarm.heard() == "rank 2: hangs"
+    assert alarm.triggered() is None
+    other_alarm.trigger("rank 1: hangs")
+    assert alarm.triggered() is None
+    alarm.trigger("rank 2: hangs")
+    assert alarm.triggered() == "rank 2: hangs"
     alarm.path.write_text("17.0\trank 2: ha")  # half written
-    assert alarm.heard() is None
-    alarm.ring("rank 2: hangs")
+    assert alarm.triggered() is None
+    alarm.trigger("rank 2: hangs")
     alarm.prepare(fresh=False)
-    assert alarm.heard() == "rank 2: hangs"
+    assert alarm.triggered() == "rank 2: hangs"
     alarm.prepare(fresh=True)
-    assert alarm.heard() is None
+    assert alarm.triggered() is None
 
 
 def test_doctor_run_names_the_rank_that_stopped_first(tmp_path: Path) -> None:
