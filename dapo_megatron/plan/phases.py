@@ -72,7 +72,7 @@ def phases_of(stage: Stage, engine: EngineMemory, *, has_gpu: bool) -> Phases:
     return {
         Phase.START: tuple(start),
         Phase.GENERATE: (generating,),
-        Phase.SYNC: (*_turning(stage, whole, awake or (engine.weights,)), generating),
+        Phase.SYNC: (*_turning(stage, whole, awake or engine.weight_pool), generating),
         Phase.LOGPROBS: tuple(
             Moment(_moment_name(part), (*whole, *awake, part))
             for part in policy.passing(stage, backward=False)

@@ -27,7 +27,15 @@ from dapo_megatron.types import torch_dtype
 
 
 def initialize_parallel(config: PolicyConfig, seed: int) -> None:
-    """Create Megatron's process groups for this layout. Collective; call once per process."""
+    """Create Megatron's process groups for this layout, unless they exist. Collective."""
+    if parallel_state.model_parallel_is_initialized():
+        assert _sizes(config) == (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+        ), "Megatron's process groups have another layout. Close the other policy first"
+        return
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_parallel,
         pipeline_model_parallel_size=config.pipeline_parallel,
@@ -41,6 +49,15 @@ def initialize_parallel(config: PolicyConfig, seed: int) -> None:
     if has_cuda():
         # Layers built on a GPU need its generators, even if their initializer does nothing.
         model_parallel_cuda_manual_seed(seed)
+
+
+def _sizes(config: PolicyConfig) -> tuple[int, int, int, int]:
+    return (
+        config.tensor_parallel,
+        config.pipeline_parallel,
+        config.context_parallel,
+        config.expert_parallel,
+    )
 
 
 def destroy_parallel() -> None:

@@ -69,6 +69,9 @@ NAMES = {
     SHARDED + "get_parameters": "policy/policy.py",
     DDP + ".zero_grad_buffer": "policy/policy.py",
     STATE + "destroy_model_parallel": "policy/policy.py",
+    STATE + "model_parallel_is_initialized": "policy/model.py",
+    STATE + "get_expert_data_parallel_group": "policy/communicators.py",
+    STATE + "get_expert_model_parallel_group": "policy/communicators.py",
     f"{C}tensor_parallel:get_cuda_rng_tracker": "policy/checkpoint.py",
     f"{C}transformer.spec_utils:ModuleSpec": "policy/model.py",
 }

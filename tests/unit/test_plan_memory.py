@@ -125,14 +125,14 @@ def test_fp8_parameters_take_half_the_memory(tmp_path: Path) -> None:
 
 def test_each_phase_counts_the_model_parts_that_are_loaded(tmp_path: Path) -> None:
     trained = {"policy weights", "gradients", "optimizer"}
-    engine = {"engine weights", "engine workspace", "KV cache"}
+    engine = {"engine weights", "engine sampler", "engine workspace", "KV cache"}
     estimate = estimate_memory(config_of(tmp_path, policy__offload=ALL_PARTS), 8)
     assert names(estimate, "generate") == engine | {"CUDA and NCCL"}
     moments = {
         moment.name: {item.name for item in moment.parts}
         for moment in estimate.kinds["every rank"]["sync"]
     }
-    both = trained | {"engine weights", "CUDA and NCCL"}
+    both = trained | {"engine weights", "engine sampler", "CUDA and NCCL"}
     assert moments["weights move"] == both | {"sync buckets"}
     assert moments["check"] - both <= {"logits, at the head", "a layer at work"}
     assert moments["engine awake"] == engine | {"CUDA and NCCL"}
@@ -205,10 +205,22 @@ def test_the_kv_cache_gets_the_memory_that_the_weights_leave(tmp_path: Path) -> 
     estimate = estimate_memory(config, 2, NodeSpec(gpu_memory_gib=80.0))
     cache, *rest = (
         part(estimate, "generate", name).num_bytes
-        for name in ("KV cache", "engine weights", "engine workspace")
+        for name in ("KV cache", "engine weights", "engine sampler", "engine workspace")
     )
     assert cache == 40 * GIB - sum(rest)
     assert estimate.sequences == cache // (36 * 2 * 4 * 128 * 2 * 22528)
+
+
+@pytest.mark.parametrize(("runner", "is_v2"), [("auto", True), ("v2", True), ("v1", False)])
+def test_the_sampler_counts_every_token_for_every_sequence(
+    runner: str, is_v2: bool, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, engine__max_sequences=512, engine__model_runner=runner)
+    sampler = part(estimate_memory(config, 1), "generate", "engine sampler").num_bytes
+    counts, masks = 512 * 151_936 * 4, 2 * 512 * 4748 * 4
+    assert sampler == (counts + masks + 512 * 4482 * 4 if is_v2 else 0)
+    on_cpu = estimate_memory(config, 1, NodeSpec(gpus_per_node=0))
+    assert on_cpu.engine.sampler.num_bytes == 0
 
 
 def test_a_quantized_engine_takes_half_the_memory(tmp_path: Path) -> None:

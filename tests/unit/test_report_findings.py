@@ -367,6 +367,18 @@ def test_every_setting_named_by_a_finding_is_a_config_key() -> None:
     assert [setting for setting in sorted(settings) if not is_key(setting)] == []
 
 
+@pytest.mark.parametrize(
+    "share, weights", [(1.0, "of all weights were"), (0.1, "of all compared weights were")]
+)
+def test_a_sync_that_compared_a_tenth_does_not_claim_all_weights(
+    share: float, weights: str
+) -> None:
+    shown = findings(run_of(series={"sync/fingerprinted": share}))
+    [finding] = [each for each in shown if each.metric == "sync/fingerprinted"]
+    assert finding.title == "Sync verified at each of 40 syncs"
+    assert weights in finding.text
+
+
 @pytest.mark.parametrize("name", FIRES)
 def test_a_finding_is_reported_on_a_series_that_shows_it(name: str) -> None:
     series, title, level, metric = FIRES[name]

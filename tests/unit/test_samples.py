@@ -52,7 +52,7 @@ def group() -> Group:
         Prompt("chain_sum", 17, (12, 9, 3), "4 + 3 =", "7", {"entry": {}}),
         (
             Completion(
-                0, (9, 2), (-0.1, -0.7), "7", Finish.STOP, (older, newer), Grade(1.0, True, "7")
+                0, (9, 2), (-0.125, -0.75), "7", Finish.STOP, (older, newer), Grade(1.0, True, "7")
             ),
             Completion(1, (8,), (-2.5,), "é", Finish.LENGTH, (older,), None),
         ),
@@ -86,7 +86,7 @@ def test_samples_contain_all_fields_of_a_group(tmp_path: Path) -> None:
                 "parsed": True,
                 "segments": [[3, 1], [4, 1]],
                 "tokens": [9, 2],
-                "logprobs": [-0.1, -0.7],
+                "logprobs": [-0.125, -0.75],
             },
             {
                 "sample": 1,
@@ -230,8 +230,8 @@ def test_the_index_has_a_row_per_completion(tmp_path: Path) -> None:
             "num_tokens": [2, 1, 2, 1],
             "finish": ["stop", "length", "stop", "length"],
             "age": [2, 2, 2, 2],
-            "logprob_mean": [-0.4, -2.5, -0.4, -2.5],
-            "logprob_min": [-0.7, -2.5, -0.7, -2.5],
+            "logprob_mean": [-0.4375, -2.5, -0.4375, -2.5],
+            "logprob_min": [-0.75, -2.5, -0.75, -2.5],
         },
     }
 

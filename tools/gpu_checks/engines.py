@@ -93,6 +93,7 @@ def _syncs(
         yield reported(f"sync {version + 1}: verified in", report.verify_seconds, "s")
         yield reported(f"sync {version + 1}: turns", report.turn_seconds, "s")
         yield reported(f"sync {version + 1}: largest gap on canary sequences", report.canary_gap)
+        yield reported(f"sync {version + 1}: largest gap of decoded tokens", report.decode_gap)
         yield reported(f"sync {version + 1}: tensors that cannot be read", report.unread_tensors)
     limit = TARGET_SYNC_SECONDS[model.removesuffix("_sharp")]
     best = min(report.seconds for report in reports[1:])
@@ -105,6 +106,7 @@ def _syncs(
 
 
 def _sync_of(config: Config, ranks: Ranks, policy: Any, engine: Any) -> Any:
+    from dapo_megatron.bridge.bounds import canary_bounds
     from dapo_megatron.bridge.sync import WeightSync
 
     return WeightSync(
@@ -112,6 +114,7 @@ def _sync_of(config: Config, ranks: Ranks, policy: Any, engine: Any) -> Any:
         engine,
         ranks,
         config.sync,
+        bounds=canary_bounds(config, has_experts=bool(policy.architecture.num_experts)),
         vocab=policy.architecture.vocab_size,
         max_tokens=config.rollout.max_prompt_tokens,
         ranks_per_node=ranks.world_size,
@@ -123,7 +126,7 @@ def _gap(setting: Setting, policy: Any, engine: Any, *, is_exact: bool) -> Itera
     vocab = policy.architecture.vocab_size
     count, length = setting.pick((64, 256), (4, 16))
     _, sampled = generate(engine, count, length, vocab)
-    engine.sleep()
+    engine.close()
     policy.onload()
     gap_T = gaps(policy, sampled, vocab)
     if is_exact:
@@ -158,7 +161,9 @@ def _tokens(setting: Setting, model: str, *overrides: str) -> Iterator[Figure]:
     seconds, alone = generate(engine, 1, length, vocab)
     yield reported("one sequence", len(alone[0][1].tokens) / seconds, "tokens/s")
     yield reported("largest gap on canary sequences", report.canary_gap)
-    sync.switch_to_policy()
+    yield reported("largest gap of decoded tokens", report.decode_gap)
+    engine.close()
+    policy.onload()
     gap_T = gaps(policy, sampled, vocab)
     yield at_most("gap of sampled tokens, mean", float(gap_T.mean()), TARGET_GAP)
     yield reported("gap of sampled tokens, largest", float(gap_T.max()))
@@ -203,3 +208,5 @@ def plan(setting: Setting) -> Iterator[Figure]:
         yield reported(f"{phase}, planned", forecast, "GiB")
         error = abs(forecast / measured - 1.0)
         yield at_most(f"{phase}, relative error", error, PLAN_LIMIT, binding=has_gpu())
+    policy.offload()
+    engine.close()
