@@ -324,10 +324,10 @@ def test_a_recorder_keeps_token_values_of_a_limited_number_of_groups(
     limited_recorder = replace(recorder(tmp_path, out), inspected_groups=1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk(0))
-        limited_recorder.inspected(1, [inspected(7, 0)])
+        limited_recorder.sequence_diagnostics(1, [inspected(7, 0)])
     assert files_in(tmp_path) == []
     assert "WARNING: policy log-probs of step 1 were not written: " in out.getvalue()
-    limited_recorder.inspected(2, [inspected(7, 0), inspected(8, 0)])
+    limited_recorder.sequence_diagnostics(2, [inspected(7, 0), inspected(8, 0)])
     assert [line["logprobs"] is None for line in read_policy(tmp_path, 2)] == [False, True]
-    replace(limited_recorder, samples_folder=None).inspected(3, [inspected(7, 0)])
+    replace(limited_recorder, samples_folder=None).sequence_diagnostics(3, [inspected(7, 0)])
     assert files_in(tmp_path) == [policy_path(Path(), 2)]
