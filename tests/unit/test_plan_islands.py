@@ -12,7 +12,7 @@ from dapo_megatron.bridge import islands
 from dapo_megatron.bridge.islands import RankSlices
 from dapo_megatron.bridge.plan import TransferPlan, make_plan
 from dapo_megatron.bridge.transfer import Transfer
-from dapo_megatron.model import ChunkPlace, architecture, engine_pieces, layout_of
+from dapo_megatron.model import ChunkPlace, architecture, engine_slices, layout_of
 from dapo_megatron.types import SyncError, TensorSlice, whole
 from tests.parity.test_transfer import CPU, contents, fill, make_shards, same_bits
 from tests.unit.test_transfer import Threads
@@ -59,7 +59,7 @@ def slices_of_cluster(
         )
         parts = [part for slot in layout_of(MOE, place).values() for part in slot.parts]
         held.append([TensorSlice(p.name, p.global_shape, torch.bfloat16, p.region) for p in parts])
-    engine = [engine_pieces(MOE, rank, engine_tp, torch.bfloat16) for rank in range(engine_tp)]
+    engine = [engine_slices(MOE, rank, engine_tp, torch.bfloat16) for rank in range(engine_tp)]
     wanted = [engine[rank % engine_tp] for rank in range(num_ranks)]
     return RankSlices.of(held), RankSlices.of(wanted)
 
