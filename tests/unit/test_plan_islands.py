@@ -57,7 +57,7 @@ def slices_of_cluster(
             ep_rank=rank % per_stage % ep,
             ep_size=ep,
         )
-        parts = [part for slot in layout_of(MOE, place).values() for part in slot.parts]
+        parts = [part for parameter in layout_of(MOE, place).values() for part in parameter.parts]
         held.append([TensorSlice(p.name, p.global_shape, torch.bfloat16, p.region) for p in parts])
     engine = [engine_slices(MOE, rank, engine_tp, torch.bfloat16) for rank in range(engine_tp)]
     wanted = [engine[rank % engine_tp] for rank in range(num_ranks)]
