@@ -98,7 +98,7 @@ def measure_transfer(repeats: int) -> dict[str, float]:
             source == 0 and box.target != 0
             for tensors in plan.rounds
             for tensor in tensors
-            for box, source in tensor.with_sources(0)
+            for box, source in tensor.routes.by_rank.get(0, ())
         ),
         "planning_seconds": planning,
         "preparing_seconds": preparing,
