@@ -11,8 +11,8 @@ import pytest
 from tests.helpers.configs import REPOSITORY
 
 
-def check(*folders: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, REPOSITORY / "tools" / "check_language.py", *folders]
+def check(*paths: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, REPOSITORY / "tools" / "check_language.py", *paths]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -25,10 +25,12 @@ def check(*folders: Path) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_fragment_and_a_vague_name_are_refused(tmp_path: Path, code: str, problem: str) -> None:
-    (tmp_path / "file.py").write_text(code)
-    done = check(tmp_path)
-    assert done.returncode == 1
-    assert problem in done.stdout
+    file = tmp_path / "file.py"
+    file.write_text(code)
+    for path in (file, tmp_path):
+        done = check(path)
+        assert done.returncode == 1
+        assert problem in done.stdout
 
 
 @pytest.mark.parametrize("folder", ["dapo_megatron", "tools", "slurm"])
