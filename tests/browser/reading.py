@@ -85,7 +85,7 @@ CODE_UNITS = """element => {
 
 
 def contrasts(page: Page, selector: str) -> dict[str, float]:
-    """Return the lowest contrast (WCAG 2) of the visible texts below `selector`, by tag and class."""
+    """Return the lowest contrast (WCAG 2) of visible texts below `selector`, by tag and class."""
     return dict(page.evaluate(CONTRASTS, selector))
 
 
