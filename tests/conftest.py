@@ -1,4 +1,4 @@
-"""Configure all tests, and check that none leaves processes, threads or changed state."""
+"""Configure all tests, and check that none leaves processes, threads or changes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first, so that the workers of `make test` end at about the same time."""
+"""Name prefixes of executor threads of asyncio and MLflow. Python ends these at exit."""
     places = {TESTS / f"{name}.py": place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(_LONGEST)))
 

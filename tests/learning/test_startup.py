@@ -64,7 +64,7 @@ def run_python(code: str, *arguments: str | Path, **variables: str) -> str:
 
 
 def test_the_launcher_imports_nothing_heavy() -> None:
-    """The launcher checks the config before it starts the ranks, so its imports add to the start."""
+    """The launcher only checks the config while the ranks wait to be started."""
     assert not HEAVY & set(run_python(LAUNCHER, TINY).split())
 
 

@@ -50,7 +50,7 @@ def command(directory: Path, name: str, stop_at: int = 0, *, mlflow: bool = Fals
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that a launcher sets for one rank, so that the program starts no ranks."""
+    """Return the variables of a launcher with one rank, so that the program starts no ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
