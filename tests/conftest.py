@@ -49,7 +49,7 @@ _LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-"""Name prefixes of executor threads of asyncio and MLflow. Python ends these at exit."""
+    """Run the longest files first, so that the workers of `make test` end at about one time."""
     places = {TESTS / f"{name}.py": place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(_LONGEST)))
 
