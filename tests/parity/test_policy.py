@@ -120,7 +120,7 @@ LAYOUTS: dict[str, dict[str, Any]] = ONE_RANK | LOW_TEMPERATURE | TWO_RANKS | FO
 
 
 def cases(layouts: Iterable[str], everywhere: str) -> list[Any]:
-    """Return every model in every layout. Cases are marked `long` unless the model is in DEEP or the
+    """Return every model in every layout. Cases are `long` unless the model is in DEEP or the
     layout is `everywhere`."""
     return [
         pytest.param(

@@ -89,7 +89,7 @@ def build(exchange: Ranks, model: Path, layout: str, precision: str) -> Any:
 
 
 def gathered(policy: Any, exchange: Ranks) -> dict[str, dict[str, Tensor]]:
-    """Gather the full weights and optimizer fields by HF name, from memory, with Megatron's groups."""
+    """Gather full weights and optimizer fields by HF name from memory, with Megatron's groups."""
     from dapo_megatron.policy.optimizer import state_tensors
 
     params = policy._named_parameters()
