@@ -6,7 +6,7 @@ otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,14 +197,23 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def read_back(self) -> Iterable[tuple[TensorSlice, Tensor | None]]:
+    def read_back(
+        self, names: Container[str] | None = None
+    ) -> Iterable[tuple[TensorSlice, Tensor | None]]:
         """Yield each slice of `needed_slices` with the engine's current values, or None if they
-        cannot be read back."""
+        cannot be read back. With `names`, only slices of these tensors."""
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probs, at temperature 1, of all tokens of each sequence except the
         first."""
+        ...
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """Return the `num_tokens` most likely tokens after each prompt, one at a time, and their
+        log-probs at temperature 1."""
         ...
 
     def sleep(self) -> None:
@@ -220,6 +229,11 @@ class RolloutEngine(Protocol):
     def wake_cache(self) -> None:
         """Allocate the KV cache again, after `wake_weights`. Once `receive` has loaded the weights,
         the engine can sample. Raises ConfigError if too little memory is free."""
+        ...
+
+    def close(self) -> None:
+        """Shut the engine down and free its memory. It must not be used again. Idempotent. All
+        ranks of all replicas make this call."""
         ...
 
 

@@ -399,10 +399,13 @@ class SyncReport:
     verify_seconds: float
     turn_seconds: float
     """Seconds to hand over the accelerator: reload and offload the policy, wake the engine."""
-    fingerprinted: bool
+    fingerprinted: float
+    """Share of the tensors whose fingerprints were compared."""
     unread_tensors: int
     """Tensors that cannot be read back from this rank's engine (quantized or reordered)."""
     canary_gap: float
+    decode_gap: float = 0.0
+    """Largest gap between log-probs of decoded tokens and of the same tokens scored in one pass."""
 
 
 class DapoError(Exception):

@@ -31,6 +31,7 @@ keep NCCL_CUMEM_ENABLE 0
 keep NCCL_NVLS_ENABLE 0
 
 # --- diagnosis of hangs
+keep VLLM_LOGGING_LEVEL INFO                               # kernels that it chose, memory that it measured
 keep NCCL_DEBUG WARN                                       # errors with their cause; INFO floods the logs
 keep NCCL_DEBUG_FILE "${ATTEMPT_LOGS:-.}/nccl.%h.%p"       # one file per process, not all in one
 keep TORCH_FR_BUFFER_SIZE 2000                             # flight recorder: the last collectives of each rank

@@ -1,21 +1,27 @@
-"""Verify on a machine with one NVIDIA GPU what cannot be verified without one.
+"""Verify on a machine with an NVIDIA GPU what cannot be verified without one.
 
     python tools/gpu_check.py --quick --json gpu.json   # the first ten minutes on a new GPU
-    python tools/gpu_check.py                        # all that fits, at most 30 minutes
+    python tools/gpu_check.py                           # everything that fits, at most 30 minutes
     python tools/gpu_check.py --only bf16 --only head
+    python tools/gpu_check.py --tp 2 --json gpu_tp2.json   # split over two GPUs
     python tools/gpu_check.py --list
 
-Each check runs in a process of its own, with a limit of time: one that crashes or takes all memory
-ends no other, and the GPU is really free for the next. Rows are printed as they come; the last line
-is one JSON object with everything. Models have published shapes and random weights, made on the
-spot. What is not installed, or does not fit, is skipped by name. Checks run in the order of their
-importance; before the first, it says how far the minutes should reach.
+Each check runs in its own process with a time limit. A check that crashes or runs out of memory
+does not affect the others, and its GPU memory is free afterwards. Rows of the table are printed
+after each check. The last line is one JSON object with all results. Models have published shapes
+and random weights, which are made at the start. Checks that lack a package or memory are skipped,
+with the reason. Checks run in the order of importance. Before the first, the tool prints how many
+of them the minutes should be enough for.
 
-The table's verdicts: ok; short (it ran, and misses a target); failed; skipped; of a figure also
-"not judged": its target is stated for an H100 or H200 and a whole model, and this is another. Exit
-status 1 if any check failed, else 0.
+With --tp N, policy and engine are split over N GPUs by tensor parallelism. Each check then runs in
+N processes, and each figure has the worst verdict of all ranks. Checks of what is not split do not
+run.
 
-Without a GPU it says what it would have run, and what each check needs.
+Verdicts: ok; short (it ran, but missed a target); failed; skipped. A figure may also be "not
+judged": its target is stated for an H100 or H200 and a whole model. The exit code is 1 if any check
+failed, else 0.
+
+Without a GPU the tool prints what it would have run, and what each check needs.
 """
 
 from __future__ import annotations
@@ -36,7 +42,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import typer
 from gpu_checks.catalog import BY_NAME, QUICK, QUICK_MINUTES, SHOWN, Check
-from gpu_checks.figures import WORST, Figure, Verdict
+from gpu_checks.figures import WORST, Figure, Verdict, merged
 from rich.console import Console
 from rich.table import Table
 
@@ -49,19 +55,19 @@ CPU_PATIENCE = 5
 
 @dataclass
 class CheckResult:
-    """What became of a check."""
+    """Result of a check."""
 
     check: Check
     figures: list[Figure] = field(default_factory=list)
     reason: str = ""
     failed: bool = False
     cut: bool = False
-    """By the end of the session's minutes."""
+    """Whether it was ended because the session's minutes were over."""
     seconds: float = 0.0
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of its figures', if it ran to its end."""
+        """Worst verdict of the figures, if the check ran to its end."""
         if self.failed:
             return "failed"
         if self.reason or not self.figures:
@@ -69,7 +75,7 @@ class CheckResult:
         return min((figure.verdict for figure in self.figures), key=WORST.index)
 
     def to_json(self) -> dict[str, Any]:
-        """For the last line."""
+        """Return it for the last line."""
         return {
             "check": self.check.name,
             "verdict": self.verdict,
@@ -82,20 +88,37 @@ class CheckResult:
 # ---------------------------------------------------------------------------- a check's process
 
 
-def run_child(check: Check, workspace: Path, tiny: bool, quick: bool, figures: Path | None) -> None:
-    """Run one check here; its figures, a JSON line each, as they come."""
+def run_child(
+    check: Check, workspace: Path, *, tiny: bool, tensor_parallel: int, figures: Path | None
+) -> None:
+    """Run one check in this process. Write each figure as a JSON line at once.
+
+    With tensor parallelism, start a process for each rank, which comes here again.
+    """
     from gpu_checks.rig import Setting
 
+    from dapo_megatron.cluster.launch import is_launched, launch
+
+    if tensor_parallel > 1 and check.processes == "ranks":
+        if not is_launched():
+            raise typer.Exit(launch([sys.executable, *sys.argv], tensor_parallel))
+        if figures:
+            figures = rank_file(figures, int(os.environ["RANK"]))
     out = figures.open("a", encoding="utf-8") if figures else sys.stdout
-    for figure in check.run()(Setting(workspace, tiny, quick)):
+    for figure in check.run()(Setting(workspace, tiny, tensor_parallel)):
         print(json.dumps(asdict(figure)), file=out, flush=True)
+
+
+def rank_file(figures: Path, rank: int) -> Path:
+    """Return the file of a rank's figures: `figures` itself for rank 0."""
+    return figures.with_suffix(f".rank{rank}.jsonl") if rank else figures
 
 
 # ---------------------------------------------------------------------------- the first process
 
 
 def reason_not_to_run(check: Check, gpu: dict[str, Any] | None, allow_cpu: bool) -> str:
-    """Why a check is skipped here; empty if it is not."""
+    """Return why a check is skipped, or an empty string."""
     if gpu is None:
         if allow_cpu and check.on_cpu:
             return ", ".join(f"{name} is not installed" for name in check.missing())
@@ -112,8 +135,8 @@ def reason_not_to_run(check: Check, gpu: dict[str, Any] | None, allow_cpu: bool)
 def plan(
     checks: list[Check], gpu: dict[str, Any] | None, allow_cpu: bool, minutes: float
 ) -> tuple[list[Check], list[Check]]:
-    """Those that can run here: what the minutes should be enough for, and what they are not. One
-    that is too long is left out for shorter ones after it."""
+    """Return the checks that can run here: those that the minutes should be enough for, and the
+    others. A check that is too long is left out in favor of shorter ones after it."""
     reached, missed, left = [], [], minutes * 60.0
     for check in checks:
         if reason_not_to_run(check, gpu, allow_cpu):
@@ -127,27 +150,29 @@ def plan(
 
 
 def plan_text(reached: list[Check], missed: list[Check], minutes: float) -> str:
-    """For people."""
+    """Return the plan as text."""
 
     def named(checks: list[Check]) -> str:
         return ", ".join(f"{check.name} ({check.guess} s)" for check in checks)
 
-    lines = [f"\nIn {minutes:g} minutes, by guesses: {named(reached) or 'nothing'}."]
+    lines = [f"\nPlanned for {minutes:g} minutes, by estimates: {named(reached) or 'nothing'}."]
     if missed:
         needed = sum(check.guess for check in (*reached, *missed)) / 60.0
         only = " ".join(f"--only {check.name}" for check in missed)
         lines.append(f"Not reached: {named(missed)}.")
-        lines.append(f"All would take --minutes {needed:.0f}; these alone: {only}")
+        lines.append(f"All checks need --minutes {needed:.0f}. Only these: {only}")
     return "\n".join([*lines, ""])
 
 
 def run_check(
     check: Check, workspace: Path, options: list[str], limit: float, left: float = float("inf")
 ) -> CheckResult:
-    """In a process of its own; whatever it started is ended with it. `left`: seconds of the whole
-    session; a check that these end has not failed."""
+    """Run a check in its own process, and end everything that it started. `left`: seconds until the
+    end of the session. A check that is ended by it has not failed."""
     outcome, started = CheckResult(check), time.monotonic()
     figures, log = workspace / f"{check.name}.jsonl", workspace / f"{check.name}.log"
+    for old in workspace.glob(f"{check.name}.*jsonl"):
+        old.unlink()
     figures.write_text("")
     command = [sys.executable, __file__, "--child", check.name, "--figures", str(figures)]
     with log.open("w") as output:
@@ -165,8 +190,7 @@ def run_check(
         finally:
             _end(process)
     outcome.seconds = time.monotonic() - started
-    lines = figures.read_text(encoding="utf-8").splitlines()
-    outcome.figures = [Figure(**json.loads(line)) for line in lines]
+    outcome.figures = _read_figures(figures)
     if outcome.cut:
         outcome.reason += ", the end of --minutes"
     elif process.returncode != 0:
@@ -176,8 +200,18 @@ def run_check(
     return outcome
 
 
+def _read_figures(path: Path) -> list[Figure]:
+    """Return the figures of a check, with the worst verdict of its ranks."""
+    ranks, rank = [], 0
+    while (file := rank_file(path, rank)).exists():
+        lines = file.read_text(encoding="utf-8").splitlines()
+        ranks.append([Figure(**json.loads(line)) for line in lines])
+        rank += 1
+    return merged(ranks)
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and those it started: it leads a group of its own."""
+    """End the process and those it started. It leads its own process group."""
     for number, seconds in ((signal.SIGTERM, LEAVE_SECONDS), (signal.SIGKILL, LEAVE_SECONDS)):
         try:
             os.killpg(process.pid, number)
@@ -191,11 +225,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_gpu() -> dict[str, Any] | None:
-    """The GPU as torch sees it, asked in a process that ends: this one keeps no memory there."""
+    """Return the properties of the first GPU and the number of GPUs, or None. Another process reads
+    them, so that this one uses no GPU memory."""
     code = (
         "import json, torch; p = torch.cuda.is_available() and torch.cuda.get_device_properties(0);"
         "print(json.dumps(p and {'name': p.name, 'capability': [p.major, p.minor],"
-        "'gib': p.total_memory / 2**30, 'cuda': torch.version.cuda}))"
+        "'gib': p.total_memory / 2**30, 'cuda': torch.version.cuda,"
+        "'count': torch.cuda.device_count()}))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     gpu: dict[str, Any] | bool = json.loads(ran.stdout.splitlines()[-1])
@@ -203,27 +239,28 @@ def read_gpu() -> dict[str, Any] | None:
 
 
 def about(gpu: dict[str, Any] | None) -> dict[str, Any]:
-    """What the figures are worth nothing without."""
+    """Return the versions, date and hardware that figures depend on."""
     from importlib import metadata
 
     from dapo_megatron.tracking.provenance import facts
 
-    found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), **facts(), "gpu": gpu}
+    versions: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), **facts(), "gpu": gpu}
     for name in ("triton", "transformer-engine", "apex", "flashinfer-python"):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            versions[name] = None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        found["driver"] = subprocess.check_output(asked, text=True, timeout=20).strip()
+        drivers = subprocess.check_output(command, text=True, timeout=20)
+        versions["driver"] = ", ".join(sorted(set(drivers.split())))
     except (OSError, subprocess.SubprocessError):
-        found["driver"] = None
-    return found
+        versions["driver"] = None
+    return versions
 
 
 def rows_of(outcome: CheckResult) -> Table:
-    """A check and its figures, as a part of the table."""
+    """Return the rows of the table for a check and its figures."""
     shown = Table(show_header=False, box=None, pad_edge=False)
     for width in (22, 52, 18, 10, 10):
         shown.add_column(width=width, overflow="fold")
@@ -234,10 +271,10 @@ def rows_of(outcome: CheckResult) -> Table:
         first = (outcome.check.name, f"{outcome.check.title()} [yellow]{outcome.reason}[/]")
     verdict = outcome.verdict
     shown.add_row(*first, "", "", f"[{color[verdict]}]{verdict}[/]", style="bold")
-    for one in outcome.figures:
-        value = f"{one.value:.4g} {one.unit}".strip()
-        word = f"[{color[one.verdict]}]{one.verdict}[/]" if one.target else ""
-        shown.add_row("", one.name, value, one.target, word)
+    for figure in outcome.figures:
+        value = f"{figure.value:.4g} {figure.unit}".strip()
+        word = f"[{color[figure.verdict]}]{figure.verdict}[/]" if figure.target else ""
+        shown.add_row("", figure.name, value, figure.target, word)
     return shown
 
 
@@ -248,16 +285,17 @@ def check_all(
     minutes: float,
     allow_cpu: bool,
     json_file: Path | None,
+    gpu: dict[str, Any] | None,
+    tensor_parallel: int,
 ) -> tuple[list[CheckResult], str]:
-    """Run the checks that can run here. Print each outcome, and write all so far to `json_file`: a
-    session that is cut short still leaves its figures. Return the outcomes, and as a JSON line."""
+    """Run the checks that can run here. Print each outcome, and write all outcomes so far to
+    `json_file`, in case the session is interrupted. Return the outcomes, and as a JSON line."""
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
     deadline = time.monotonic() + minutes * 60.0
-    gpu = read_gpu()
-    facts = about(gpu)
+    facts = about(gpu) | {"tensor_parallel": tensor_parallel}
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()))
     if gpu is None and not allow_cpu:
-        console.print("\nNo NVIDIA GPU here. What would have run, and what it needs:\n")
+        console.print("\nNo NVIDIA GPU here. These checks would have run:\n")
     else:
         text = plan_text(*plan(checks, gpu, allow_cpu, minutes), minutes)
         console.print(text, highlight=False)
@@ -285,17 +323,20 @@ def _result(outcomes: list[CheckResult], facts: dict[str, Any]) -> str:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Only this check; repeatable.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Run only this check; repeatable.")] = None,
     list_checks: Annotated[
-        bool, typer.Option("--list", help="Names, and what each needs.")
+        bool, typer.Option("--list", help="List all checks, and what each needs.")
     ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the result here after every check.")
     ] = None,
-    quick: Annotated[bool, typer.Option(help="Only what a first session on a GPU needs.")] = False,
+    quick: Annotated[bool, typer.Option(help="Run the checks of a first session.")] = False,
     minutes: Annotated[
-        float | None, typer.Option(help="No check runs for longer: 30, with --quick 10.")
+        float | None, typer.Option(help="Maximum duration: 30, with --quick 10.")
     ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option("--tp", min=1, help="Split policy and engine over so many GPUs.")
+    ] = 1,
     workspace: Annotated[
         Path | None, typer.Option(help="Keep models, logs and figures here (12 GB).")
     ] = None,
@@ -309,22 +350,47 @@ def main(
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: see --list")
     if child:
         assert workspace is not None
-        run_child(BY_NAME[child], workspace, shapes == "tiny", quick, figures)
+        is_tiny = shapes == "tiny"
+        run_child(
+            BY_NAME[child],
+            workspace,
+            tiny=is_tiny,
+            tensor_parallel=tensor_parallel,
+            figures=figures,
+        )
         return
-    names = only or (QUICK if quick else [check.name for check in SHOWN])
-    checks = [BY_NAME[name] for name in names]
+    checks = choose(only, quick, tensor_parallel)
     if list_checks:
         for check in checks:
             print(f"{check.name:22} {check.title()}\n{'':22} needs {check.needs()}")
         return
-    options = ["--shapes", shapes, *(["--quick"] if quick else [])]
+    gpu = read_gpu()
+    if gpu is not None and gpu["count"] < tensor_parallel:
+        raise typer.BadParameter(
+            f"--tp {tensor_parallel} needs {tensor_parallel} GPUs, and {gpu['count']} are visible "
+            f"(CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
+        )
+    options = ["--shapes", shapes, "--tp", str(tensor_parallel)]
     limit = minutes or (QUICK_MINUTES if quick else 30.0)
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as temporary:
         folder = workspace or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        outcomes, line = check_all(checks, folder.resolve(), options, limit, allow_cpu, json_file)
+        outcomes, line = check_all(
+            checks, folder.resolve(), options, limit, allow_cpu, json_file, gpu, tensor_parallel
+        )
     print(line)
-    raise typer.Exit(int(any(one.verdict == "failed" for one in outcomes)))
+    raise typer.Exit(int(any(outcome.verdict == "failed" for outcome in outcomes)))
+
+
+def choose(only: list[str] | None, quick: bool, tensor_parallel: int) -> list[Check]:
+    """Return the checks that the options name, without those that --tp does not split."""
+    names = only or (QUICK if quick else [check.name for check in SHOWN])
+    checks = [BY_NAME[name] for name in names]
+    if tensor_parallel == 1:
+        return checks
+    if unsplit := [name for name in only or () if BY_NAME[name].processes == "one"]:
+        raise typer.BadParameter(f"{', '.join(unsplit)}: not split by --tp; run it without --tp")
+    return [check for check in checks if check.processes != "one"]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """One sync: move the policy's weights into the engines, and verify that they arrived.
 
 The transfer plan is made once and reused. Every sync checks that each wanted slice arrives exactly
-once, and that policy and engines give the same log-probs for canary sequences. Every few syncs
-it also compares fingerprints of all weights (verify.py). A failure ends the run and names tensor
-and ranks.
+once, that policy and engines give the same log-probs for canary sequences, and that decoding gives
+the same log-probs as scoring (decoding.py). It also compares fingerprints (verify.py) of all
+weights or of a tenth of them (schedule.py). A failure ends the run and names tensor and ranks.
 
 The sync also hands over the accelerator. Before it, the engine sleeps. After it, the parts of the
 policy that policy.offload names are in host memory. Both models are on the accelerator while
@@ -15,19 +15,16 @@ from __future__ import annotations
 import time
 from math import prod
 
+from dapo_megatron.bridge.bounds import CanaryBounds
+from dapo_megatron.bridge.decoding import check_decoding
 from dapo_megatron.bridge.plan import TransferPlan, make_plan
+from dapo_megatron.bridge.schedule import FingerprintSchedule
 from dapo_megatron.bridge.transfer import Transfer
-from dapo_megatron.bridge.verify import SyncVerifier
+from dapo_megatron.bridge.verify import SyncVerifier, canary_sequences
 from dapo_megatron.cluster.collectives import on_all_ranks
 from dapo_megatron.config import SyncConfig
 from dapo_megatron.protocols import Exchange, Policy, RolloutEngine
 from dapo_megatron.types import SyncError, SyncReport, TensorSlice
-
-SMALL_MODEL = 200_000_000
-"""Largest model, in elements, for which every sync compares fingerprints. They take 10 ms per
-million elements on one CPU core."""
-BIG_MODEL_PERIOD = 10
-"""Syncs per comparison of fingerprints for larger models."""
 
 
 class WeightSync:
@@ -43,6 +40,7 @@ class WeightSync:
         exchange: Exchange,
         config: SyncConfig,
         *,
+        bounds: CanaryBounds,
         vocab: int,
         max_tokens: int,
         ranks_per_node: int,
@@ -64,20 +62,25 @@ class WeightSync:
         self._transfer = Transfer(self.plan, shards, wanted, exchange.rank, shards[0].view.device)
         self.bytes_received = exchange.all_gather(self._transfer.nbytes_received, int)
         """Bytes that each rank receives in one sync."""
-        size = sum(prod(shape) for shape, _ in shapes.values())
         self.num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
         """Bytes of the whole model."""
-        self._period = config.fingerprint_every or (1 if size <= SMALL_MODEL else BIG_MODEL_PERIOD)
-        self._num_done = 0
+        num_elements = sum(prod(shape) for shape, _ in shapes.values())
+        self._schedule = FingerprintSchedule(
+            shapes, num_elements, config.fingerprint_every, exchange
+        )
+        num_tokens = max(2, min(config.canary_tokens, max_tokens))
+        self._canary = canary_sequences(vocab, num_tokens)
+        self._max_gap = config.max_gap
         self._verifier = SyncVerifier(
             policy,
             engine,
             exchange,
             shards,
             held,
-            max_gap=config.max_gap,
+            self.wanted,
+            bounds=bounds,
             vocab=vocab,
-            num_tokens=max(2, min(config.canary_tokens, max_tokens)),
+            num_tokens=num_tokens,
         )
 
     def __call__(self, version: int) -> SyncReport:
@@ -92,16 +95,21 @@ class WeightSync:
         awake = time.perf_counter()
         self._move(version)
         moved = time.perf_counter()
-        is_due = self._num_done % self._period == 0  # the first after a start or resume always is
-        if is_due:
-            self._verifier.check_fingerprints(version)
+        names = self._schedule.next()
+        if names:
+            self._verifier.check_fingerprints(version, names)
+        fingerprinted = time.perf_counter()
         policy_logprobs = self._verifier.canary_logprobs()
         compared = time.perf_counter()
         self._policy.offload()
         on_all_ranks(self._exchange, self._engine.wake_cache)
         switched = time.perf_counter()
-        gap = self._verifier.check_canary(version, policy_logprobs, fingerprinted=is_due)
-        self._num_done += 1
+        share = self._schedule.share(names)
+        gap = self._verifier.check_canary(version, policy_logprobs, fingerprinted=share == 1.0)
+        self._schedule.record(names, moved - awake, fingerprinted - moved)
+        decode_gap = check_decoding(
+            self._engine, self._exchange, self._canary, version, max_gap=self._max_gap
+        )
         return SyncReport(
             version=version,
             num_tensors=len(
@@ -111,9 +119,10 @@ class WeightSync:
             seconds=moved - awake,
             verify_seconds=compared - moved + time.perf_counter() - switched,
             turn_seconds=awake - started + switched - compared,
-            fingerprinted=is_due,
+            fingerprinted=share,
             unread_tensors=self._verifier.num_unread,
             canary_gap=gap,
+            decode_gap=decode_gap,
         )
 
     def switch_to_policy(self) -> None:

@@ -16,12 +16,14 @@ the sum, too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 
 import torch
 from torch import Tensor
 
+from dapo_megatron.bridge.bounds import CanaryBounds, CanaryGap, canary_gap
 from dapo_megatron.cluster.collectives import NAMED
 from dapo_megatron.protocols import Exchange, Policy, RolloutEngine
 from dapo_megatron.types import Region, Shard, SyncError, TensorSlice, TokenBatch
@@ -38,6 +40,8 @@ _STEP, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECC
 
 Fingerprints = Sequence[Sequence[tuple[TensorSlice, int]]]
 """[rank] -> (slice, fingerprint) of each slice that the rank has."""
+_Numbered = list[tuple[int, int]]
+"""(index into the rank's wanted slices, fingerprint) of each slice that can be read."""
 _Boxes = dict[Region, dict[int, list[int]]]
 """Region -> fingerprint -> the ranks whose copy has it."""
 
@@ -52,55 +56,96 @@ class SyncVerifier:
         exchange: Exchange,
         shards: Sequence[Shard],
         held: Sequence[Sequence[TensorSlice]],
+        wanted: Sequence[Sequence[TensorSlice]],
         *,
-        max_gap: float,
+        bounds: CanaryBounds,
         vocab: int,
         num_tokens: int,
     ) -> None:
-        """Take this rank's policy `shards`, the slices `held` by each rank, and the length of a
-        canary sequence in tokens."""
+        """Take this rank's policy `shards`, the slices that each rank's policy holds and its engine
+        wants, and the length of a canary sequence in tokens."""
         self._policy = policy
         self._engine = engine
         self._exchange = exchange
         self._shards = shards
         self._held = held
-        self._max_gap = max_gap
+        self._wanted = wanted
+        self._index = {
+            tensor_slice: index for index, tensor_slice in enumerate(wanted[exchange.rank])
+        }
+        self._bounds = bounds
+        self._names = frozenset(
+            tensor_slice.name for tensor_slices in held for tensor_slice in tensor_slices
+        )
         self._ranks_per_engine = exchange.world_size // engine.num_replicas
         self._sequences = canary_sequences(vocab, num_tokens)
         self.num_unread = 0
-        """Slices of this rank's engine that could not be read back at the last check."""
+        """Tensors of this rank's engine that could not be read back at the last full check."""
 
-    def check_fingerprints(self, version: int) -> None:
-        """Raise SyncError naming tensors and ranks if policy and engines hold different weights."""
-        policy_prints = [
-            fingerprint(shard.read(), shard.tensor_slice.region) for shard in self._shards
-        ]
-        tensor_slices, engine_prints, unread = [], [], []
-        for tensor_slice, value in self._engine.read_back():
-            if value is None:
-                unread.append(tensor_slice.name)
-            else:
-                tensor_slices.append(tensor_slice)
-                engine_prints.append(fingerprint(value, tensor_slice.region))
+    def check_fingerprints(self, version: int, names: Collection[str] | None = None) -> None:
+        """Raise SyncError naming tensors and ranks if policy and engines hold different weights.
+
+        Compares the tensors in `names`, which are the same on all ranks. None: all tensors.
+        """
+        is_full = names is None or len(names) == len(self._names)
+        names = self._names if is_full or names is None else names
         gathered = self._exchange.all_gather(
-            (policy_prints, tensor_slices, engine_prints),
-            tuple[list[int], list[TensorSlice], list[int]],
+            (self._policy_prints(names), self._engine_prints(names)), tuple[list[int], _Numbered]
         )
+        # Each rank compares some of the tensors.
+        rank, num_ranks = self._exchange.rank, self._exchange.world_size
+        share = [len(names) * number // num_ranks for number in (rank, rank + 1)]
+        compared = set(sorted(names)[slice(*share)])
         policy = [
-            list(zip(held, prints, strict=True))
-            for held, (prints, _, _) in zip(self._held, gathered, strict=True)
+            [
+                (tensor_slice, value)
+                for tensor_slice, value in zip(_only(tensor_slices, names), prints, strict=True)
+                if tensor_slice.name in compared
+            ]
+            for tensor_slices, (prints, _) in zip(self._held, gathered, strict=True)
         ]
         engines = [
-            list(zip(tensor_slices, prints, strict=True)) for _, tensor_slices, prints in gathered
+            [
+                (tensor_slices[index], value)
+                for index, value in prints
+                if tensor_slices[index].name in compared
+            ]
+            for tensor_slices, (_, prints) in zip(self._wanted, gathered, strict=True)
         ]
-        if lines := describe_mismatches(policy, engines, self._ranks_per_engine):
+        rank_lines = describe_mismatches(policy, engines, self._ranks_per_engine)
+        if lines := list(chain(*self._exchange.all_gather(rank_lines, list[str]))):
             more = f"\n... and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
             raise SyncError(
                 f"weights {version}: fingerprints differ after the sync\n"
                 + "\n".join(lines[:NAMED])
                 + more
             )
-        self.num_unread = len(unread)
+        if is_full:
+            readable = {self._wanted[rank][index].name for index, _ in gathered[rank][1]}
+            self.num_unread = len(
+                {tensor_slice.name for tensor_slice in self._wanted[rank]} - readable
+            )
+
+    def _policy_prints(self, names: Collection[str]) -> list[int]:
+        """Return the fingerprints of this rank's shards of the tensors in `names`."""
+        return fingerprints(
+            (shard.read(), shard.tensor_slice.region)
+            for shard in self._shards
+            if shard.tensor_slice.name in names
+        )
+
+    def _engine_prints(self, names: Collection[str]) -> _Numbered:
+        """Return the fingerprints of this rank's slices that can be read back from the engine."""
+        indices = []
+
+        def values() -> Iterator[tuple[Tensor, Region]]:
+            for tensor_slice, value in self._engine.read_back(names):
+                if value is not None:
+                    indices.append(self._index[tensor_slice])
+                    yield value, tensor_slice.region
+
+        prints = fingerprints(values())
+        return list(zip(indices, prints, strict=True))
 
     def canary_logprobs(self) -> Tensor:
         """Return the policy's log-probs of the canary sequences at temperature 1, end to end."""
@@ -109,24 +154,23 @@ class SyncVerifier:
     def check_canary(self, version: int, policy_logprobs: Tensor, *, fingerprinted: bool) -> float:
         """Return the largest gap, in nats, between any engine and the policy.
 
-        Raises SyncError if it is above sync.max_gap. Unless this sync was `fingerprinted`, the
-        fingerprints are checked first, because their error names the tensor.
+        Raises SyncError if a gap exceeds its bound. Unless this sync was `fingerprinted` in full,
+        all fingerprints are checked first, because their error names the tensor.
         """
-        rank_gap = largest_gap(policy_logprobs, self._engine.score(self._sequences))
-        gaps = self._exchange.all_gather(rank_gap, tuple[float, int, int])
-        gap, sequence, token = max(gaps)
-        if gap <= self._max_gap:
-            return gap
+        rank_gap = canary_gap(policy_logprobs, self._engine.score(self._sequences))
+        gaps = self._exchange.all_gather(rank_gap, CanaryGap)
+        excess = self._bounds.excess(gaps)
+        if excess is None:
+            return max(gap.max for gap in gaps)
         if not fingerprinted:
             self._policy.onload()
             self.check_fingerprints(version)
         unread = f" ({self.num_unread} tensors cannot be read back)" if self.num_unread else ""
-        ranks = _list(rank for rank, (value, _, _) in enumerate(gaps) if value > self._max_gap)
         raise SyncError(
-            f"weights {version}: on canary sequences policy and engine disagree by {gap:.3g} "
-            f"(sequence {sequence}, token {token}), engine ranks {ranks}; sync.max_gap is "
-            f"{self._max_gap:g}. The weights' fingerprints agree{unread}, so the engine packs or "
-            "quantizes the weights wrongly, or its kernels compute something else"
+            f"weights {version}: on canary sequences policy and engine disagree by {excess}. "
+            f"The weights' fingerprints agree{unread}, so the engine packs or quantizes the "
+            "weights wrongly, or its kernels compute something else. If this gap is normal for "
+            "the model and its precisions, raise that key"
         )
 
 
@@ -155,31 +199,29 @@ def canary_batch(sequences: list[list[int]]) -> TokenBatch:
     )
 
 
-def largest_gap(policy: Tensor, engine: list[list[float]]) -> tuple[float, int, int]:
-    """Return the largest |log-prob by engine - by policy| and its sequence and token index.
-
-    `policy` holds the log-probs of all tokens of all sequences, end to end. `engine` lacks those of
-    each sequence's first token. NaN counts as infinity.
-    """
-    num_tokens = len(engine[0]) + 1
-    expected = policy.view(-1, num_tokens)[:, 1:].double()
-    gaps = (torch.tensor(engine, dtype=torch.float64) - expected).abs()
-    gaps = torch.where(gaps.isnan(), torch.inf, gaps)
-    worst = int(gaps.argmax())
-    return float(gaps.max()), worst // (num_tokens - 1), worst % (num_tokens - 1) + 1
-
-
 # ------------------------------------------------------------------ fingerprints
 
 
-@torch.no_grad()
 def fingerprint(value: Tensor, region: Region) -> int:
     """Return the summand of a tensor's fingerprint for its elements in `region`.
 
     `value` has the region's shape, and elements of 1, 2 or 4 bytes. Subnormal numbers (below 1e-38
     in bfloat16 and float32) and -0.0 count as 0, because kernels through which weights are read
-    back flush them to 0. Synchronizes with the device.
+    back flush them to 0.
     """
+    [summand] = fingerprints([(value, region)])
+    return summand
+
+
+def fingerprints(values: Iterable[tuple[Tensor, Region]]) -> list[int]:
+    """Return `fingerprint` of each value. All are on one device, and it is waited for only once."""
+    sums = [_summand(value, region) for value, region in values]
+    return [total & _MASK for total in torch.stack(sums).tolist()] if sums else []
+
+
+@torch.no_grad()
+def _summand(value: Tensor, region: Region) -> Tensor:
+    """Return a fingerprint as a signed 64-bit number on the value's device."""
     dims = len(region.shape)
     weights = [
         _weights(dim, region.start[dim], region.shape[dim], value.device) for dim in range(dims)
@@ -198,7 +240,7 @@ def fingerprint(value: Tensor, region: Region) -> int:
         if dims:
             sums = sums * weights[0][first : first + step]
         total += sums.sum()
-    return int(total) & _MASK
+    return total
 
 
 def combine_fingerprints(*parts: int) -> int:
@@ -206,8 +248,12 @@ def combine_fingerprints(*parts: int) -> int:
     return sum(parts) & _MASK
 
 
+@lru_cache(maxsize=256)
 def _weights(dim: int, first: int, size: int, device: torch.device) -> Tensor:
-    """Return odd 64-bit coefficients of indices first ... first + size - 1 in dimension `dim`."""
+    """Return odd 64-bit coefficients of indices first ... first + size - 1 in dimension `dim`.
+
+    Cached, because the tensors of a model have few shapes.
+    """
     mixed = torch.arange(first + 1, first + 1 + size, dtype=torch.int64, device=device)
     mixed = (mixed + (dim << 40)) * _STEP
     mixed = (mixed ^ (mixed >> 30)) * _MIX_1
@@ -320,6 +366,10 @@ def _components(trained: _Boxes, sampled: _Boxes) -> Iterator[tuple[list[Region]
             grew = bool(more_engine or more_policy)
         if engine_boxes:  # an engine with expert parallelism has only some of the boxes
             yield policy_boxes, sorted(engine_boxes, key=lambda region: region.start)
+
+
+def _only(tensor_slices: Iterable[TensorSlice], names: Collection[str]) -> Iterator[TensorSlice]:
+    return (tensor_slice for tensor_slice in tensor_slices if tensor_slice.name in names)
 
 
 def _list(ranks: Iterable[int]) -> str:

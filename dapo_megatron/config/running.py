@@ -39,11 +39,18 @@ class SyncConfig(Section):
     no limit. In a healthy run in bfloat16 or FP8 a few of millions of tokens differ by nats; then
     set this limit, and leave max_gap high enough to catch only gross errors."""
     fingerprint_every: Count | None = None
-    """Syncs from one comparison of all weights of policy and engines to the next. null: 1 for
-    models of up to 200 million parameters, else 10. The first sync after a start or resume is
-    always compared."""
+    """Syncs from one comparison of all weights of policy and engines to the next. Syncs between
+    compare a rotating tenth. null: 1 for models of up to 200 million parameters; else as often as
+    comparisons take at most 5% of the time of syncs, or 0.5% of the run's time if that is more. The
+    first sync after a start or resume compares all weights."""
     canary_tokens: Annotated[int, Field(ge=2, le=65_536)] = 32
     """Length of each canary sequence in tokens."""
+    canary_mean_gap: Positive | None = None
+    """Largest allowed mean gap over the tokens of the canary sequences. null: derived from the
+    precisions of policy and engine (docs/architecture.md)."""
+    canary_quantile_gap: Positive | None = None
+    """Gap that at most 1% of the tokens of the canary sequences may exceed. null: derived likewise
+    from the precisions."""
 
 
 class CheckpointConfig(Section):

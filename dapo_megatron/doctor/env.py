@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dapo_megatron.doctor.check_result import Check, Status, to_dict, worst
+from dapo_megatron.doctor.compiler import check_compiler
 from dapo_megatron.doctor.machine import (
     MachineResources,
     check_machine,
@@ -186,6 +187,7 @@ def check_environment(
     machine: MachineResources | None = None,
     environ: Mapping[str, str] = os.environ,
     probe: Callable[[str], Probe] = run_probe,
+    compiler: Callable[[], Check] = check_compiler,
 ) -> list[Check]:
     """Run all checks, by default of this interpreter and this machine, and return them in display
     order.
@@ -198,6 +200,7 @@ def check_environment(
     stack = stack_of(installed, has_gpu=bool(machine.gpus))
     return [
         *check_machine(machine),
+        *([compiler()] if machine.gpus else []),
         *check_packages(installed, stack),
         *check_torch_siblings(installed, stack),
         check_apex(installed),

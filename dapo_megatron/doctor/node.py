@@ -1,4 +1,4 @@
-"""Check one node from one of its processes: GPUs, disks, limits, InfiniBand, host name.
+"""Check one node from one of its processes: GPUs, disks, limits, InfiniBand, compiler, host name.
 
 Each check has a timeout, because nvidia-smi hangs with a broken GPU, and a disk with a lost file
 server.
@@ -20,6 +20,8 @@ from typing import NamedTuple
 from dapo_megatron.cluster import emergency_io
 from dapo_megatron.config import Config
 from dapo_megatron.doctor.check_result import Check, Status
+from dapo_megatron.doctor.compiler import NAME as COMPILER
+from dapo_megatron.doctor.compiler import check_compiler
 from dapo_megatron.doctor.gpus import GpuError, check_gpus, describe, read_gpus
 from dapo_megatron.doctor.machine import GIB
 
@@ -54,6 +56,8 @@ def check_node(config: Config, num_tasks: int, *, is_used: bool) -> NodeState:
         "/dev/shm": lambda: [_disk("/dev/shm", Path("/dev/shm"), MIN_SHM_GIB)],
         "host name": lambda: [_host_name(is_alone=is_alone)],
     }
+    if is_used:
+        checks_by_name[COMPILER] = lambda: [check_compiler(seconds / 2)]
     checks = [
         check
         for name, run_check in checks_by_name.items()

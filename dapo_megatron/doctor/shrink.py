@@ -10,7 +10,8 @@ import torch
 
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.model import Architecture, Latent, to_hf_config
-from dapo_megatron.plan.layout import pipeline_problems, round_up
+from dapo_megatron.plan.layout import pipeline_problems
+from dapo_megatron.plan.rows import round_up
 
 HEAD_DIM = 16
 MIN_LAYERS = 4

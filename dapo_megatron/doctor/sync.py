@@ -72,7 +72,8 @@ class SyncProof:
             lines.append(
                 f"sync {report.version}  moved {report.seconds:.3f} s, verified "
                 f"{report.verify_seconds:.3f} s: fingerprints equal; gap on canary sequences "
-                f"{report.canary_gap:.2g} (allowed {config.sync.max_gap:g})"
+                f"{report.canary_gap:.2g}, of decoded tokens {report.decode_gap:.2g} "
+                f"(allowed {config.sync.max_gap:g})"
             )
         unread = self.reports[-1].unread_tensors
         limit = f", except {unread} tensors that cannot be read back" if unread else ""
@@ -103,7 +104,8 @@ def _prove(config: Config, local_rank: int) -> SyncProof:
     claim(local_rank)
     ranks = join(backend())
     verified = config.sync.model_copy(update={"fingerprint_every": 1})
-    policy, _, weight_sync = build.build_models(config.model_copy(update={"sync": verified}), ranks)
+    verified_config = config.model_copy(update={"sync": verified})
+    policy, engine, weight_sync = build.build_models(verified_config, ranks)
     reports = []
     for version, factor in enumerate(FACTORS):
         # As in a run, the engine sleeps while the policy's weights change.
@@ -120,6 +122,7 @@ def _prove(config: Config, local_rank: int) -> SyncProof:
         num_rounds=plan.num_rounds,
         reports=reports,
     )
+    engine.close()
     dist.destroy_process_group()
     return proof
 

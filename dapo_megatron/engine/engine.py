@@ -12,13 +12,15 @@ wrong at temperatures other than 1.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from dapo_megatron.config import Config
 from dapo_megatron.engine import device, memory
+from dapo_megatron.engine.fixed_requests import greedy, prompt_logprobs, scoring
+from dapo_megatron.engine.shutdown import shut_down
 from dapo_megatron.model import read_architecture
 from dapo_megatron.types import (
     Completion,
@@ -43,6 +45,7 @@ _TRANSFER = "dapo_megatron"  # name of our back end of vLLM's weight transfer
 _SYNC_FAILED = "a weight sync failed midway, so it holds a mixture of old and new weights"
 _NO_WEIGHTS = "it has no weights. Call receive() first"
 _WEIGHTS_DROPPED = "sleep() dropped its weights. Call receive() first"
+_CLOSED = "it is closed"
 _NO_CACHE = "its KV cache is asleep. Call wake_cache() first"
 
 
@@ -157,8 +160,11 @@ class VllmEngine:
         self._unusable = ""
         self.version = version
 
-    def read_back(self) -> Iterator[tuple[TensorSlice, Tensor | None]]:
-        """Yield each wanted slice and its current value in the engine's dtype.
+    def read_back(
+        self, names: Container[str] | None = None
+    ) -> Iterator[tuple[TensorSlice, Tensor | None]]:
+        """Yield each wanted slice, or those of the tensors in `names`, and its current value in the
+        engine's dtype.
 
         The value is None if its layout is unknown (readback.py). Zeros may lose their sign. Not
         collective.
@@ -166,7 +172,10 @@ class VllmEngine:
         from dapo_megatron.engine.readback import read_back
 
         self._require_usable()
-        (values,) = self._llm.apply_model(partial(read_back, loads=self._require_receiver().loads))
+        loads = self._require_receiver().loads
+        if names is not None:
+            loads = [load for load in loads if load.tensor_slice.name in names]
+        (values,) = self._llm.apply_model(partial(read_back, loads=loads))
         yield from values
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -176,18 +185,34 @@ class VllmEngine:
         sequence must have at least two tokens, and fewer than the maximum of prompt and response
         together. Raises DapoError with requests in flight.
         """
+        return [prompt_logprobs(output) for output in self._run_alone(sequences, scoring())]
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """Return the `num_tokens` most likely tokens after each prompt, decoded one at a time, and
+        their log-probs, in nats, at temperature 1. End-of-sequence tokens do not end a sequence.
+        Raises DapoError with requests in flight."""
+        outputs = self._run_alone(prompts, greedy(num_tokens))
+        sampled = [output.outputs[0] for output in outputs]
+        return [(list(each.token_ids), list(each.logprobs.logprobs)) for each in sampled]
+
+    def _run_alone(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[RequestOutput]:
+        """Run one request per prompt, with no others, and return their outputs in order."""
         self._require_awake()
         if self._requests:
             raise DapoError(f"cannot score sequences with {len(self._requests)} requests in flight")
         engine = self._llm.llm_engine
-        for index, tokens in enumerate(sequences):
-            engine.add_request(str(index), {"prompt_token_ids": list(tokens)}, _scoring())
-        scored: dict[str, list[float]] = {}
+        for index, tokens in enumerate(prompts):
+            engine.add_request(str(index), {"prompt_token_ids": list(tokens)}, sampling)
+        finished: dict[str, RequestOutput] = {}
         while engine.has_unfinished_requests():
             with device.random_state():
                 outputs = engine.step()
-            scored |= {output.request_id: _prompt_logprobs(output) for output in outputs}
-        return [scored[str(index)] for index in range(len(sequences))]
+            finished |= {output.request_id: output for output in outputs}
+        return [finished[str(index)] for index in range(len(prompts))]
 
     def sleep(self) -> None:
         """Free the accelerator's memory for the policy. Weights and cached prefixes are lost. Does
@@ -212,6 +237,27 @@ class VllmEngine:
         assert "weights" not in self._asleep
         if self._wake("kv_cache") and device.has_cuda():
             memory.clear_cache(self._llm)
+
+    def close(self) -> None:
+        """Shut the engine down. Free its memory, threads and process groups. Idempotent, and
+        collective over all ranks.
+
+        An engine asleep wakes first: on a GPU vLLM (0.32) would otherwise release memory that is
+        not there. If there is too little room to wake, the memory is freed with the process.
+        """
+        if self._unusable == _CLOSED:
+            return
+        self._unusable = _CLOSED
+        self._requests.clear()
+        try:
+            for part in memory.MEMORY_TAGS:
+                self._wake(part)
+        except ConfigError:
+            return
+        shut_down(self._llm)
+        self._receiver = None
+        del self._llm, self._tokenizer
+        memory.release()
 
     def _wake(self, part: memory.MemoryTag) -> bool:
         """Wake a part. Return whether it was asleep."""
@@ -299,25 +345,6 @@ def _start(config: Config, load_format: str) -> LLM:
             use_tqdm_on_load=False,
             **device.arguments(config),
         )
-
-
-def _scoring() -> SamplingParams:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    # With prompt_logprobs vLLM does not use cached prefixes.
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=1,
-        prompt_logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _prompt_logprobs(output: RequestOutput) -> list[float]:
-    tokens, logprobs = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
-    return [by_token[token].logprob for token, by_token in zip(tokens, logprobs, strict=True)]
 
 
 def _stop_ids(llm: LLM) -> list[int]:

@@ -59,6 +59,18 @@ def clear_cache(llm: LLM) -> None:
     llm.apply_model(clear)
 
 
+def release() -> None:
+    """Free memory to which nothing refers any more, such as that of an engine shut down.
+
+    vLLM made all objects collectable when its engine ended. They are frozen again, so that later
+    collections skip the objects of imported libraries, as before (cluster/imports.py).
+    """
+    gc.collect()
+    gc.freeze()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def bytes_asleep(allocations: Iterable[AllocationData], part: MemoryTag) -> int:
     """Return the bytes that waking `part` allocates: those of `part`, and those that are neither
     weights nor KV cache."""

@@ -1,8 +1,8 @@
 """New weights for a running engine, slice by slice, through vLLM's own weight-update phases.
 
 `StreamTransferEngine` is a back end of vLLM's weight transfer (`vllm.distributed.weight_transfer`)
-that takes weights from an iterator in the same process instead of a network. vLLM packs and
-quantizes as it does when it loads a checkpoint.
+that takes weights from the same process instead of a network. loading.py copies them to where
+vLLM's loaders would, and vLLM packs and quantizes as it does when it loads a checkpoint.
 
 A quantized layer cannot be compared bit by bit with the weights sent. A training step changes
 weights by less than the rounding, so an engine that kept its old weights would go unnoticed for
@@ -12,8 +12,9 @@ update no NaN may be left.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,10 +38,11 @@ from vllm.model_executor.model_loader.reload import (
 
 from dapo_megatron.cluster import collectives
 from dapo_megatron.engine import device
+from dapo_megatron.engine.loading import SliceLoader
 from dapo_megatron.engine.loads import LoadedSlice, trace
-from dapo_megatron.engine.slices import Offer, ProxyTensor, Sink, check_used
+from dapo_megatron.engine.slices import Offer, check_used
 from dapo_megatron.protocols import ReceivedTensor
-from dapo_megatron.types import Region, SyncError, TensorSlice
+from dapo_megatron.types import SyncError, TensorSlice
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -59,11 +61,12 @@ class StreamInitInfo(WeightTransferInitInfo):
 class StreamUpdateInfo(WeightTransferUpdateInfo):
     """Argument of `WeightTransferEngine.update_weights`."""
 
-    weights: Iterable[tuple[str, Tensor]]
+    load: Callable[[nn.Module], None]
+    """Loads all weights into this rank's model."""
 
 
 class StreamTransferEngine(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
-    """Loads the tensors of an iterator into this rank's model. See vLLM's base class."""
+    """Loads weights into this rank's model. See vLLM's base class."""
 
     init_info_cls = StreamInitInfo
     update_info_cls = StreamUpdateInfo
@@ -80,11 +83,11 @@ class StreamTransferEngine(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo
     def receive_weights(self, update_info: StreamUpdateInfo) -> None:
         """Load the weights. A layer is packed as soon as it is complete.
 
-        Errors of the iterator are raised again. The engine then holds a mixture of old and new
-        weights, and vLLM is ready for another update.
+        Errors of loading are raised again. The engine then holds a mixture of old and new weights,
+        and vLLM is ready for another update.
         """
         try:
-            self.model.load_weights(update_info.weights)
+            update_info.load(self.model)
         except SyncError:
             self.finish_weight_update()
             raise
@@ -117,14 +120,15 @@ class WeightReceiver:
             if error:
                 raise SyncError(error)
         check_used(offered, [tensor_slices for tensor_slices, _ in gathered])
+        self._loader = SliceLoader(self.loads)
 
     def receive(self, weights: Iterable[ReceivedTensor]) -> None:
         """Load `weights`, each wanted slice once, and drop the cached prefixes.
 
-        Raises SyncError like `proxies`, and for a layer that was not quantized again. The engine
-        then holds a mixture of old and new weights and must not be used.
+        Raises SyncError like `loading.checked`, and for a layer that was not quantized again. The
+        engine then holds a mixture of old and new weights and must not be used.
         """
-        update = {"weights": proxies(weights, self.tensor_slices)}
+        update = {"load": partial(self._loader.load, weights=weights)}
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": update})
         self._llm.finish_weight_update()
@@ -140,67 +144,6 @@ def _try_trace(llm: LLM, offered: Offer) -> tuple[list[LoadedSlice], str]:
     except SyncError as error:
         return [], str(error)
     return loads, ""
-
-
-def proxies(
-    weights: Iterable[ReceivedTensor], wanted: Iterable[TensorSlice]
-) -> Iterator[tuple[str, ProxyTensor]]:
-    """Yield proxies for vLLM's loaders, backed by copies of the slices that arrive.
-
-    Slices are copied, because vLLM keeps a tensor until its layer is complete, while the sender may
-    reuse its memory at once. Raises SyncError at the first tensor or slice that is extra, repeated
-    or misshapen, before yielding it, and at the end for missing tensors.
-    """
-    tensor_slices: dict[str, dict[Region, TensorSlice]] = {}
-    for tensor_slice in wanted:
-        tensor_slices.setdefault(tensor_slice.name, {})[tensor_slice.region] = tensor_slice
-    missing = dict(tensor_slices)
-    for name, parts in weights:
-        if name not in tensor_slices:
-            raise SyncError(f"{name}: this rank of the engine needs no part of this tensor")
-        if missing.pop(name, None) is None:
-            raise SyncError(f"{name}: given twice")
-        slices = _copy_slices(name, parts, tensor_slices[name])
-        any_slice = next(iter(tensor_slices[name].values()))
-        shape, dtype = any_slice.global_shape, any_slice.dtype
-        yield name, ProxyTensor.whole(name, shape, dtype, _copier(slices))
-    if missing:
-        raise SyncError(f"{', '.join(missing)}: missing from the weights given to the engine")
-
-
-def _copy_slices(
-    name: str, parts: Sequence[tuple[Region, Tensor]], tensor_slices: Mapping[Region, TensorSlice]
-) -> dict[Region, Tensor]:
-    """Return copies of the slices of one tensor. Raises SyncError if they differ from
-    `tensor_slices`."""
-    slices: dict[Region, Tensor] = {}
-    for region, part in parts:
-        tensor_slice = tensor_slices.get(region)
-        if tensor_slice is None:
-            raise SyncError(f"{name}: {region} is not a slice that this rank asked for")
-        if region in slices:
-            raise SyncError(f"{name}: {region} given twice")
-        if tuple(part.shape) != region.shape or part.dtype != tensor_slice.dtype:
-            raise SyncError(
-                f"{name}: shape {tuple(part.shape)} of {part.dtype} given for {region} "
-                f"of {tensor_slice.dtype}"
-            )
-        slices[region] = part.detach().clone(memory_format=torch.contiguous_format)
-    for region in tensor_slices.keys() - slices.keys():
-        raise SyncError(f"{name}: {region} missing from the weights given to the engine")
-    return slices
-
-
-def _copier(slices: Mapping[Region, Tensor]) -> Sink:
-    """Return a sink that copies a proxy's elements from `slices`."""
-
-    def copy(target: Tensor, source: ProxyTensor) -> None:
-        # vLLM first runs loaders on meta parameters, to count the elements that they copy.
-        if not target.is_meta:
-            view = source.locate()
-            target.copy_(view.read(slices[view.region]))
-
-    return copy
 
 
 @torch.no_grad()

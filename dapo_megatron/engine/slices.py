@@ -2,8 +2,8 @@
 
 vLLM's loaders take whole HF tensors and slice them for their rank. Here they get proxies, which
 have the shape of the whole tensor and no elements. Slicing a proxy gives another proxy. Copying a
-proxy into a parameter calls a sink with the part of the parameter and the proxy. One sink records
-the copies (loads.py), another one copies the slice that has arrived (receiver.py).
+proxy into a parameter calls a sink with the part of the parameter and the proxy. The sink records
+the copy (loads.py).
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ class BoxView:
     strides: tuple[int, ...]
 
     def read(self, box: Tensor) -> Tensor:
-        """Return the view, given the contiguous `box`, shaped as the region."""
-        return box.as_strided(self.shape, self.strides)
+        """Return the view, given the `box`, shaped as the region. Copies only if necessary."""
+        if self.shape == self.region.shape and self.strides == strides_of(self.shape):
+            return box
+        return box.contiguous().as_strided(self.shape, self.strides)
 
     def unread(self, view: Tensor) -> Tensor:
         """Return the box, given the view: the inverse of `read`. Copies only if necessary."""

@@ -93,6 +93,11 @@ def layer_input(micro: Micro) -> float:
     return micro.width * micro.arch.hidden_size / micro.by_tokens
 
 
+def rotation(micro: Micro) -> float:
+    """Return the bytes per token of cosines and sines, which all layers share (policy/rope.py)."""
+    return 2.0 * micro.width * micro.arch.head_dim
+
+
 def _norm(micro: Micro, columns: float, heads: float = 1) -> float:
     """Return the bytes per token that one norm saves, without its output, which is counted as input
     of the next module.
@@ -124,7 +129,7 @@ def _attention(micro: Micro) -> float:
     query, group = arch.query_rows / split, arch.group_rows / split
     heads, groups = arch.num_heads / split, max(arch.num_kv_heads / split, 1)
     projected = width * (query + 2 * group)
-    kept = 4.0 * arch.head_dim * width  # cosines and sines, for queries and for keys
+    kept = 0.0
     has_projected = arch.qk_norm and (
         micro.kernels == "transformer_engine" or micro.exact_width == width
     )
@@ -157,7 +162,7 @@ def _latent_attention(micro: Micro, latent: Latent) -> float:
     narrow = micro.exact_width > width
     down += (0 if narrow else width * latent.qk_rope_head_dim) + width * latent.kv_lora_rank
     down += _norm(micro, latent.kv_lora_rank)
-    kept = down / micro.by_tokens + 4.0 * latent.qk_rope_head_dim * width
+    kept = down / micro.by_tokens
     inside = micro.width * (2 * latent.qk_head_dim + latent.v_head_dim) + scores(micro)
     if micro.policy.recompute == "selective":
         inside = micro.width * (2 * latent.qk_head_dim + latent.v_head_dim)

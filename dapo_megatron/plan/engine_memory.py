@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,6 +14,10 @@ from dapo_megatron.plan import GIB, MemoryItem
 from dapo_megatron.types import torch_dtype
 
 WEIGHTS, CACHE, WORKSPACE = "engine weights", "KV cache", "engine workspace"
+SAMPLER = "engine sampler"
+SAMPLER_NUMBERS = 4482
+"""Numbers of 4 bytes that vLLM's model runner V2 keeps per sequence for features of its sampler
+(biases, stop tokens, bad words), besides those that grow with the vocabulary."""
 BATCHED_TOKENS = 16_384
 """vLLM's default number of tokens per engine step, on GPUs of 70 GiB and more."""
 GRAPHS_GIB = 1.0
@@ -24,6 +29,7 @@ class EngineMemory:
     """Memory of one rank of an engine."""
 
     weights: MemoryItem
+    sampler: MemoryItem
     cache: MemoryItem
     workspace: MemoryItem
     token_bytes: int
@@ -31,8 +37,13 @@ class EngineMemory:
 
     @property
     def parts(self) -> tuple[MemoryItem, ...]:
-        """Weights, workspace and cache."""
-        return self.weights, self.workspace, self.cache
+        """Weights, sampler, workspace and cache."""
+        return *self.weight_pool, self.workspace, self.cache
+
+    @property
+    def weight_pool(self) -> tuple[MemoryItem, ...]:
+        """Parts that vLLM allocates in its memory pool of weights, and wakes with them."""
+        return self.weights, self.sampler
 
     def sequences(self, tokens: float) -> int:
         """Return how many sequences of `tokens` tokens the KV cache holds."""
@@ -49,15 +60,20 @@ def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) ->
         weights -= small - small // dtype.itemsize
         how += ", linear layers in FP8"
     token_bytes = cache_numbers(arch, size) * dtype.itemsize
-    workspace = _workspace(config, arch) if memory_bytes is not None else 0
+    workspace = sampler = 0
     if memory_bytes is None:
         cache = int(config.engine.kv_cache_gib * GIB)
         rest = "engine.kv_cache_gib"
     else:
-        cache = max(int(config.engine.memory_fraction * memory_bytes) - weights - workspace, 0)
+        workspace, sampler = _workspace(config, arch), sampler_bytes(config, arch)
+        taken = weights + workspace + sampler
+        cache = max(int(config.engine.memory_fraction * memory_bytes) - taken, 0)
         rest = f"engine.memory_fraction {config.engine.memory_fraction:g} less the rest"
     return EngineMemory(
         MemoryItem(WEIGHTS, weights, how),
+        MemoryItem(
+            SAMPLER, sampler, "counts of each token per sequence, in vLLM's model runner V2"
+        ),
         MemoryItem(CACHE, cache, f"{rest}, {token_bytes:,} bytes a token"),
         MemoryItem(WORKSPACE, workspace, "a step of most tokens, logits, CUDA graphs: assumed"),
         token_bytes,
@@ -90,6 +106,16 @@ def _workspace(config: Config, arch: Architecture) -> int:
     logits = 3 * engine.max_sequences * arch.vocab_size * 4
     graphs = 0 if engine.enforce_eager else int(GRAPHS_GIB * GIB)
     return states + logits + graphs
+
+
+def sampler_bytes(config: Config, arch: Architecture) -> int:
+    """Return the bytes of the sampler's buffers in vLLM's model runner V2, which it allocates even
+    if no request uses penalties or structured output."""
+    if config.engine.model_runner == "v1":
+        return 0
+    # A count per token of the vocabulary, and two masks with a bit per token.
+    vocab_numbers = arch.vocab_size + 2 * math.ceil(arch.vocab_size / 32)
+    return 4 * config.engine.max_sequences * (vocab_numbers + SAMPLER_NUMBERS)
 
 
 def cache_numbers(arch: Architecture, tensor_parallel: int) -> int:

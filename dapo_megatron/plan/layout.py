@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain, islice, product
-from math import gcd, lcm, log2
+from math import gcd, log2
 from typing import Any
 
 from dapo_megatron.config import Config, PolicyConfig, refuse
 from dapo_megatron.model import Architecture
+from dapo_megatron.plan.rows import round_up, row_multiple, sequence_multiple
 
 # ------------------------------------------------------------------ derived sizes
 
@@ -26,34 +27,6 @@ def data_parallel(policy: PolicyConfig, world_size: int) -> int:
 
 def _model_ranks(policy: PolicyConfig) -> int:
     return policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel
-
-
-def sequence_multiple(policy: PolicyConfig) -> int:
-    """Return the number of tokens to a multiple of which each sequence is padded.
-
-    With context parallelism of size n a sequence is split into 2n equal chunks. Rank r holds chunks
-    r and 2n - 1 - r, so that all ranks have the same work under a causal mask.
-    """
-    return 2 * policy.context_parallel if policy.context_parallel > 1 else 1
-
-
-def row_multiple(policy: PolicyConfig) -> int:
-    """Return the number of tokens to a multiple of which a whole row is padded. A row is split over
-    the context-parallel ranks and, with `sequence_parallel`, also over the tensor-parallel ranks.
-    The share of each rank must have a size that FP8 supports."""
-    by_tokens = policy.tensor_parallel if policy.sequence_parallel else 1
-    ranks = policy.context_parallel * by_tokens
-    return lcm(sequence_multiple(policy), ranks * _fp8_multiple(policy, by_tokens))
-
-
-def _fp8_multiple(policy: PolicyConfig, by_tokens: int) -> int:
-    """Return the number of tokens of which a rank's share must be a multiple; 1 without FP8. FP8
-    matmuls need 16 (Transformer Engine, get_align_size_for_quantization). Scales of blocks of 128
-    tokens can be all-gathered over tensor-parallel ranks only if each rank has whole blocks;
-    otherwise they are computed again (Float8BlockQuantizer)."""
-    if policy.fp8 is None:
-        return 1
-    return 128 if policy.fp8.recipe == "blockwise" and by_tokens > 1 else 16
 
 
 def stage_layers(policy: PolicyConfig, num_layers: int) -> list[list[range]]:
@@ -354,11 +327,6 @@ def _stage_sizes(policy: PolicyConfig, num_layers: int) -> list[int]:
     if policy.last_stage_layers is not None:
         sizes.append(policy.last_stage_layers)
     return sizes
-
-
-def round_up(number: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `number`."""
-    return -(-number // multiple) * multiple
 
 
 # ------------------------------------------------------------------ the nearest layouts

@@ -14,7 +14,8 @@ from dapo_megatron.bridge.verify import NUM_SEQUENCES
 from dapo_megatron.plan import GIB, MemoryItem, size
 from dapo_megatron.plan import stage as policy
 from dapo_megatron.plan.engine_memory import EngineMemory
-from dapo_megatron.plan.layout import data_parallel, round_up, row_multiple
+from dapo_megatron.plan.layout import data_parallel
+from dapo_megatron.plan.rows import preferred_multiple, round_up
 from dapo_megatron.plan.stage import Stage
 from dapo_megatron.types import Phase
 
@@ -71,7 +72,7 @@ def phases_of(stage: Stage, engine: EngineMemory, *, has_gpu: bool) -> Phases:
     return {
         Phase.START: tuple(start),
         Phase.GENERATE: (generating,),
-        Phase.SYNC: (*_turning(stage, whole, awake or (engine.weights,)), generating),
+        Phase.SYNC: (*_turning(stage, whole, awake or engine.weight_pool), generating),
         Phase.LOGPROBS: tuple(
             Moment(_moment_name(part), (*whole, *awake, part))
             for part in policy.passing(stage, backward=False)
@@ -104,7 +105,8 @@ def _turning(
     buckets = MemoryItem("sync buckets", NUM_BUCKETS * BUCKET_BYTES, "one to send, one to receive")
     config, micro = stage.config, stage.micro
     length = max(2, min(config.sync.canary_tokens, config.rollout.max_prompt_tokens))
-    tokens = round_up(NUM_SEQUENCES * length, row_multiple(stage.policy))
+    multiple = preferred_multiple(stage.policy, on_gpu=micro.on_gpu)
+    tokens = round_up(NUM_SEQUENCES * length, multiple)
     canary_tokens = min(tokens // stage.policy.context_parallel, micro.num_tokens)
     scoring = replace(stage, micro=replace(micro, num_tokens=max(canary_tokens, 1)))
     passing = max(policy.passing(scoring, backward=False), key=lambda part: part.num_bytes)

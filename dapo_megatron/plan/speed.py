@@ -14,6 +14,7 @@ from math import ceil
 from dapo_megatron.model.flops import head_flops, model_flops, pair_flops, peak_flops, token_flops
 from dapo_megatron.plan.estimate import MemoryEstimate
 from dapo_megatron.plan.layout import data_parallel
+from dapo_megatron.plan.rows import preferred_multiple
 from dapo_megatron.plan.stage import offloaded_bytes
 from dapo_megatron.types import ConfigError, Phase
 
@@ -106,8 +107,8 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
     return Speed(
         seconds={
             Phase.GENERATE: _generate(estimate, given, peak, prompts, prompt, response),
-            Phase.LOGPROBS: train(backward=False) * _bubble_factor(estimate, length, sequences, 1),
-            Phase.UPDATE: update * _bubble_factor(estimate, length, sequences, minis),
+            Phase.LOGPROBS: train(backward=False) * _row_factor(estimate, length, sequences, 1),
+            Phase.UPDATE: update * _row_factor(estimate, length, sequences, minis),
             Phase.SYNC: _sync(estimate, given),
         },
         prompts=prompts,
@@ -117,17 +118,20 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
     )
 
 
-def _bubble_factor(estimate: MemoryEstimate, length: int, sequences: int, minis: int) -> float:
-    """Return the factor by which the pipeline bubble makes a pass longer."""
+def _row_factor(estimate: MemoryEstimate, length: int, sequences: int, minis: int) -> float:
+    """Return the factor by which the pipeline bubble and the padding of rows make a pass longer."""
     policy = estimate.config.policy
     bound = estimate.config.train.max_tokens_per_microbatch * policy.context_parallel
-    rows = sequences * length / minis / data_parallel(policy, estimate.num_processes) / bound
-    num_micro = max(ceil(rows), 1)
+    tokens = sequences * length / minis / data_parallel(policy, estimate.num_processes)
+    num_micro = max(ceil(tokens / bound), 1)
     chunks = policy.virtual_pipeline_parallel or 1
     bubble = (policy.pipeline_parallel - 1) / chunks / num_micro
+    # On average half a multiple is added to a row, unless the row is full.
+    row = tokens / num_micro
+    padded = max(row, min(row + preferred_multiple(policy, on_gpu=True) / 2, bound))
     # The time of a micro-batch is proportional to its tokens. Imbalance between ranks, of up to
     # half a sequence, is included in the MFU.
-    return 1.0 + bubble
+    return (1.0 + bubble) * padded / row
 
 
 def _generate(

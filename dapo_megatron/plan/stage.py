@@ -232,6 +232,8 @@ def kept(stage: Stage) -> MemoryItem:
     else:
         per_token = sum(per_layer)
         how = f"{len(layers)} layers x {per_token / len(layers):,.0f} bytes"
+    num_waiting = ceil(waiting / sum(map(len, stage.chunks)))  # micro-batches
+    per_token += num_waiting * count.rotation(micro)
     if stage.is_last:
         per_token += count.kept_by_end(micro)
     return MemoryItem(

@@ -13,7 +13,8 @@ from dapo_megatron.model import Architecture, planned_architecture
 from dapo_megatron.plan import GIB
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.estimate import GPU_MARGIN, HOST, MemoryEstimate, NodeSpec, estimate_memory
-from dapo_megatron.plan.layout import check_layout, nearest, policy_problems, round_up, row_multiple
+from dapo_megatron.plan.layout import check_layout, nearest, policy_problems
+from dapo_megatron.plan.rows import round_up, row_multiple
 from dapo_megatron.types import ConfigError
 
 SMALLEST_GIB = 0.05

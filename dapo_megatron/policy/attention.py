@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
@@ -40,6 +41,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from dapo_megatron.cluster.collectives import all_reduce
+from dapo_megatron.policy.rope import GivenRotation
 
 
 class CausalAttention(MegatronModule):
@@ -72,8 +74,7 @@ class CausalAttention(MegatronModule):
         [length, rows, N, D], `key` and `value` [length, rows, G, D], output [length, rows, N*D].
         """
         if packed_seq_params is not None:
-            bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
-            return self._attend(query, key, value, bounds)
+            return self._attend(query, key, value, packed_seq_params.bounds)
         length, rows = query.shape[:2]
         whole = length * parallel_state.get_context_parallel_world_size()
         bounds = tuple(range(0, (rows + 1) * whole, whole))
@@ -94,19 +95,28 @@ class CausalAttention(MegatronModule):
         return attend(plan, query_TND, key_TGD, value_TGD, self.softmax_scale)
 
 
+@dataclass
+class PackedRow(PackedSeqParams):
+    """Sequences of a packed row. Megatron and Transformer Engine read their lengths on the device,
+    this attention on the host."""
+
+    bounds: tuple[int, ...] = ()
+    """The numbers in `cu_seqlens_q`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Sequences of similar length, computed in one call.
 
     queries_SQ    int64  indices of the queries among the rank's tokens, 0 on padding
     keys_SK       int64  indices of the keys among the tokens of all ranks, 0 on padding
-    is_query_SQ   bool   False on padding
+    places_2      int64  rows and columns of `queries_SQ` without those of padding
     visible       bool   [S, 1, Q, K], the keys that a query sees; None if the mask is causal
     """
 
     queries_SQ: Tensor
     keys_SK: Tensor
-    is_query_SQ: Tensor
+    places_2: tuple[Tensor, Tensor]
     visible: Tensor | None
 
 
@@ -126,7 +136,8 @@ def attention_plan(
     """Return which queries of this rank attend to which keys.
 
     `bounds` are the cumulative padded lengths of the sequences over all context-parallel ranks.
-    Keys are those of all ranks, rank after rank.
+    Keys are those of all ranks, rank after rank. Indices are computed on the host: a GPU would have
+    to report how many there are.
     """
     blocks, sources = [], []
     for members in _by_length([end - start for start, end in pairwise(bounds)]):
@@ -141,11 +152,12 @@ def attention_plan(
         if cp_size > 1:
             causal = key_position_SK[:, None, :] <= query_position_SQ[:, :, None]
             visible = causal[:, None].to(device)
+        sequence, place = is_query_SQ.nonzero(as_tuple=True)
         blocks.append(
             Block(
                 torch.where(is_query_SQ, queries_SQ, 0).to(device),
                 torch.where(is_key_SK, keys_SK, 0).to(device),
-                is_query_SQ.to(device),
+                (sequence.to(device), place.to(device)),
                 visible,
             )
         )
@@ -180,7 +192,7 @@ def attend(
             is_causal=block.visible is None,
             scale=scale,
         )
-        outputs.append(out_SNQD.transpose(1, 2)[block.is_query_SQ])
+        outputs.append(out_SNQD.transpose(1, 2)[block.places_2])
     return torch.cat(outputs)[plan.order_T].flatten(1)
 
 
@@ -262,7 +274,7 @@ if not isinstance(multi_latent_attention.TELinear, type):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's latent attention with `DownProjection`."""
+    """Megatron's latent attention with `DownProjection`, and with the decoder's rotation."""
 
     def __init__(
         self, config: MLATransformerConfig, submodules: Any, *args: Any, **kwargs: Any
@@ -270,6 +282,15 @@ class LatentAttention(MLASelfAttention):
         submodules.linear_q_down_proj = submodules.linear_kv_down_proj = DownProjection
         super().__init__(config, submodules, *args, **kwargs)
         self.linear_kv_down_proj.shared = config.qk_pos_emb_head_dim
+        self.rotary_pos_emb = GivenRotation()
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
+        """Run MLASelfAttention.forward, which takes no rotation. `rotary_pos_emb`: see
+        rope.rotation."""
+        self.rotary_pos_emb.rotation = rotary_pos_emb
+        output = super().forward(*args, **kwargs)
+        self.rotary_pos_emb.rotation = None
+        return output
 
 
 class _AddGradients(torch.autograd.Function):

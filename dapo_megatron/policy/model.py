@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.model import Architecture, ChunkPlace, Rope
-from dapo_megatron.policy import activation, fp8
+from dapo_megatron.policy import activation, fp8, rope
 from dapo_megatron.policy.device import device, has_cuda
 from dapo_megatron.policy.kernels import kernels
 from dapo_megatron.policy.specs import block_spec
@@ -28,7 +27,15 @@ from dapo_megatron.types import torch_dtype
 
 
 def initialize_parallel(config: PolicyConfig, seed: int) -> None:
-    """Create Megatron's process groups for this layout. Collective; call once per process."""
+    """Create Megatron's process groups for this layout, unless they exist. Collective."""
+    if parallel_state.model_parallel_is_initialized():
+        assert _sizes(config) == (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+        ), "Megatron's process groups have another layout. Close the other policy first"
+        return
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_parallel,
         pipeline_model_parallel_size=config.pipeline_parallel,
@@ -42,6 +49,15 @@ def initialize_parallel(config: PolicyConfig, seed: int) -> None:
     if has_cuda():
         # Layers built on a GPU need its generators, even if their initializer does nothing.
         model_parallel_cuda_manual_seed(seed)
+
+
+def _sizes(config: PolicyConfig) -> tuple[int, int, int, int]:
+    return (
+        config.tensor_parallel,
+        config.pipeline_parallel,
+        config.context_parallel,
+        config.expert_parallel,
+    )
 
 
 def destroy_parallel() -> None:
@@ -90,12 +106,6 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Two interleaved stages send to each other in both directions at once. If the sends and
-        # receives are batched, a receive can match the wrong send, and both stages hang.
-        batch_p2p_comm=config.virtual_pipeline_parallel is None,
-        overlap_p2p_comm=config.virtual_pipeline_parallel is not None,
-        # Rows and lengths differ between micro-batches, so stages send the shape first.
-        variable_seq_lengths=config.pipeline_parallel > 1,
         # The schedule sums losses. Only policy/step.py divides, by the global token count.
         calculate_per_token_loss=True,
         # Every weight is read from a checkpoint. Initialization must still run, with initializers
@@ -111,11 +121,29 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
         # `_accumulate_in_place` turns it on in Transformer Engine's layers.
         gradient_accumulation_fusion=False,
         persist_layer_norm=fused,
+        **_pipeline(config),
         **_recompute(config),
         **_experts(arch, config, fused),
         **_latent(arch),
         **fp8.model_settings(config),
     )
+
+
+def _pipeline(config: PolicyConfig) -> dict[str, Any]:
+    """Return Megatron's settings for communication between pipeline stages."""
+    interleaved = config.virtual_pipeline_parallel is not None
+    return {
+        # Two interleaved stages send to each other in both directions at once. If the sends and
+        # receives are batched, a receive can match the wrong send, and both stages hang.
+        "batch_p2p_comm": not interleaved,
+        "overlap_p2p_comm": interleaved,
+        # torch waits for batched sends and receives on the device's stream, not on the host.
+        "batch_p2p_sync": False,
+        # Shapes differ between micro-batches (policy/pipeline.py).
+        "variable_seq_lengths": config.pipeline_parallel > 1,
+        # Free an output when it is sent. Interleaved stages may still be sending it then.
+        "deallocate_pipeline_outputs": config.pipeline_parallel > 1 and not interleaved,
+    }
 
 
 def _recompute(config: PolicyConfig) -> dict[str, Any]:
@@ -164,7 +192,7 @@ def _latent(arch: Architecture) -> dict[str, Any]:
         "qk_head_dim": arch.latent.qk_nope_head_dim,
         "qk_pos_emb_head_dim": arch.latent.qk_rope_head_dim,
         "v_head_dim": arch.latent.v_head_dim,
-        # `_to_device` replaces the frequencies. The other two settings scale the softmax.
+        # The frequencies are ours (policy/rope.py). The other two settings scale the softmax.
         "rope_type": "rope",
         "rotary_scaling_factor": arch.rope.factor,
         "mscale_all_dim": arch.rope.mscale_all_dim,
@@ -188,11 +216,19 @@ class Decoder(GPTModel):
     """A GPT model that returns its last hidden states, [length, rows, hidden].
 
     It computes no logits. The head computes them tile by tile, together with the log-probs
-    (policy/vocab_parallel.py).
+    (policy/vocab_parallel.py). It computes the rotation of rotary embeddings once for all layers
+    (policy/rope.py).
     """
+
+    rope_frequencies: Tensor
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **given: Any) -> tuple[Any, ...]:
+        embedded, _, *rest = super()._preprocess(input_ids, position_ids, **given)
+        rotation = rope.rotation(position_ids, self.rope_frequencies, self.config)
+        return embedded, rotation, *rest
 
     @property
     def head_weight(self) -> Tensor:
@@ -211,6 +247,7 @@ def build_model(
     shapes are needed, None for the policy's device.
     """
     activation.use_in_megatron()
+    rope.use_in_megatron()
     with warnings.catch_warnings():
         # Megatron warns about the default of a setting that is not used here.
         warnings.filterwarnings("ignore", message="full scope is deprecated")
@@ -241,7 +278,7 @@ def _build_chunk(
         post_process=parallel_state.is_pipeline_last_stage(**stage),
         parallel_output=True,
         share_embeddings_and_output_weights=arch.tie_word_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type="none",  # policy/rope.py
         vp_stage=vp_stage,
     )
     _accumulate_in_place(model)
@@ -253,8 +290,8 @@ def _accumulate_in_place(model: Decoder) -> None:
     directly, without rounding it to bfloat16 first.
 
     Megatron's gradient_accumulation_fusion does the same, but also requires Apex's kernel for the
-    output layer. Here the output layer is never called: the head computes its weight's gradient,
-    and the data-parallel wrapper accumulates it like those of norms.
+    output layer. Here the output layer is never called. The head adds the gradient of its weight to
+    the same buffer if the weight is not tied (policy/vocab_parallel.py).
     """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -265,9 +302,8 @@ def _to_device(model: Decoder, arch: Architecture) -> None:
     """Move a chunk to the device in one precision, and set its rotary frequencies.
 
     One precision, because torch's norms start in float32, and the distributed optimizer mixes up
-    its shards if a parameter group has two dtypes. The frequencies are set because Megatron's own
-    scaling supports only the original length of Llama 3.1. FP8 weights are on the device already,
-    and moving or casting them would break them.
+    its shards if a parameter group has two dtypes. FP8 weights are on the device already, and
+    moving or casting them would break them.
     """
     dtype = model.config.params_dtype
 
@@ -277,8 +313,7 @@ def _to_device(model: Decoder, arch: Architecture) -> None:
     for module in model.modules():
         if not any(map(fp8.is_quantized, module.parameters(recurse=False))):
             module._apply(moved, recurse=False)
-        if isinstance(module, RotaryEmbedding):
-            module.inv_freq = _rope_frequencies(arch).to(device())
+    model.rope_frequencies = _rope_frequencies(arch).to(device())
 
 
 def place(chunk: Decoder) -> ChunkPlace:

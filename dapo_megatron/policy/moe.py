@@ -44,7 +44,9 @@ class Router(MegatronModule):
         self.normalize_topk = normalize_topk
         self.scale = 1.0
         self.balance_scale = 0.0
-        """Coefficient of the balance loss per sequence; see `set_balance_scale`."""
+        """Coefficient of the balance loss per sequence; see `set_balance`."""
+        self.max_sequences = 0
+        """Maximum sequences of a micro-batch."""
         self.sequences: Tensor | None = None
         self._group = pg_collection.tp_cp if config.sequence_parallel else pg_collection.cp
 
@@ -85,11 +87,10 @@ class Router(MegatronModule):
         For a sequence of n tokens, f_e = E / (k n) x (tokens that chose e), and P_e = 1 / n x (sum
         of the tokens' probabilities of e).
         """
-        num_sequences = sequences_T.max() + 1
-        all_reduce(num_sequences, dist.ReduceOp.MAX, self._group)
-        # Padding (-1) is counted as an extra sequence, which [:-1] drops.
-        row_T = torch.where(sequences_T < 0, num_sequences, sequences_T)
-        zeros_SE = probs_TE.new_zeros(int(num_sequences) + 1, probs_TE.shape[-1])
+        # Sequences that this micro-batch lacks add 0. Padding (-1) is counted as an extra sequence,
+        # which [:-1] drops.
+        row_T = torch.where(sequences_T < 0, self.max_sequences, sequences_T)
+        zeros_SE = probs_TE.new_zeros(self.max_sequences + 1, probs_TE.shape[-1])
         chosen_SE = zeros_SE.index_add(0, row_T, chosen_TE.to(zeros_SE.dtype))[:-1]
         probs_SE = zeros_SE.index_add(0, row_T, probs_TE)[:-1]
         # Counts are summed over all ranks. Probabilities are only of this rank's tokens, so the
@@ -173,12 +174,13 @@ class ExpertLayer(MoELayer):
         return super().forward(hidden_states, intermediate_tensors)
 
 
-def set_balance_scale(chunks: Iterable[torch.nn.Module], scale: float) -> None:
-    """Set the weight of each sequence's balance loss in the loss of the mini-batch."""
+def set_balance(chunks: Iterable[torch.nn.Module], scale: float, max_sequences: int) -> None:
+    """Set the weight of each sequence's balance loss in the loss of the mini-batch, and the maximum
+    number of sequences in its micro-batches."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, Router):
-                module.balance_scale = scale
+                module.balance_scale, module.max_sequences = scale, max_sequences
 
 
 class _AddLoss(torch.autograd.Function):

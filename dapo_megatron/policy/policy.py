@@ -18,7 +18,7 @@ from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import read_into
 from dapo_megatron.config import Config
 from dapo_megatron.model import read_architecture
-from dapo_megatron.plan.layout import row_multiple, sequence_multiple
+from dapo_megatron.plan.rows import preferred_multiple, row_multiple, sequence_multiple
 from dapo_megatron.policy import checkpoint, fp8
 from dapo_megatron.policy.checkpoint import PolicySnapshot
 from dapo_megatron.policy.data_parallel import (
@@ -27,7 +27,7 @@ from dapo_megatron.policy.data_parallel import (
     start_gathers,
     unshard_gradients,
 )
-from dapo_megatron.policy.device import device, megatron_device
+from dapo_megatron.policy.device import device, has_cuda, megatron_device
 from dapo_megatron.policy.model import (
     Decoder,
     build_model,
@@ -35,7 +35,7 @@ from dapo_megatron.policy.model import (
     initialize_parallel,
     place,
 )
-from dapo_megatron.policy.moe import set_balance_scale
+from dapo_megatron.policy.moe import set_balance
 from dapo_megatron.policy.offload import Offload
 from dapo_megatron.policy.optimizer import build_optimizer, copy_to_main
 from dapo_megatron.policy.shards import shards_of
@@ -78,6 +78,8 @@ class MegatronPolicy:
             row_multiple=row_multiple(config.policy),
             cp_rank=parallel_state.get_context_parallel_rank(),
             cp_size=config.policy.context_parallel,
+            preferred_multiple=preferred_multiple(config.policy, on_gpu=has_cuda()),
+            max_tokens=config.train.max_tokens_per_microbatch * config.policy.context_parallel,
         )
 
     # ------------------------------------------------------------------ protocols.Policy
@@ -240,13 +242,16 @@ class MegatronPolicy:
             )
         ]
 
-    def _microbatches(self, batch: TokenBatch) -> list[Rows]:
+    def _microbatches(self, batch: TokenBatch, *, with_loss: bool = False) -> list[Rows]:
         plans = self._plan(batch.lengths.tolist(), parallel_state.get_data_parallel_world_size())
         plan = list(plans[parallel_state.get_data_parallel_rank()])
         if self._config.policy.virtual_pipeline_parallel:
             # The interleaved schedule needs a multiple of the number of stages.
             plan += [[]] * (-len(plan) % self._config.policy.pipeline_parallel)
-        return [make_rows(batch, sequences, self._rows, self._device) for sequences in plan]
+        return [
+            make_rows(batch, sequences, self._rows, self._device, with_loss=with_loss)
+            for sequences in plan
+        ]
 
     def _accumulate(
         self, mini: TokenBatch, loss: LossFn, num_tokens: int
@@ -257,12 +262,13 @@ class MegatronPolicy:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+        micro = self._microbatches(mini, with_loss=True)
         balance = self._config.policy.moe_aux_loss / max(mini.num_sequences, 1)
-        set_balance_scale(self._chunks, balance)
+        set_balance(self._chunks, balance, max(rows.num_sequences for rows in micro))
         # A loss may abandon the mini-batch by raising (run/build.py). This is safe because the
         # reduction of gradients starts in the backward pass of the last micro-batch, after its
         # loss, so no collective is in flight when a loss raises.
-        return self._runner.gradients(mini, self._microbatches(mini), loss, num_tokens)
+        return self._runner.gradients(micro, loss, num_tokens)
 
     def _train(self, mode: bool) -> None:
         for chunk in self._chunks:

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -36,8 +35,10 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from dapo_megatron.plan.layout import round_up
-from dapo_megatron.policy import fp8
+from dapo_megatron.plan.rows import round_up
+from dapo_megatron.policy import fp8, pipeline
+from dapo_megatron.policy.attention import PackedRow
+from dapo_megatron.policy.device import to_device
 from dapo_megatron.policy.vocab_parallel import Head, linear_logprobs
 from dapo_megatron.protocols import LossFn
 from dapo_megatron.types import MicroTokens, TokenBatch
@@ -45,13 +46,35 @@ from dapo_megatron.types import MicroTokens, TokenBatch
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """Shape of rows. dapo_megatron/plan/layout.py explains the two multiples."""
+    """Shape of rows. dapo_megatron/plan/rows.py explains the multiples."""
 
     packed: bool
     sequence_multiple: int
     row_multiple: int
     cp_rank: int
     cp_size: int
+    preferred_multiple: int = 1
+    """A row is padded to a multiple of it, if `max_tokens` has room."""
+    max_tokens: int = 0
+    """Maximum tokens of a micro-batch, over all context-parallel ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The tokens of a micro-batch whose log-probs this rank computes; all [n].
+
+    They are chosen on the host. A GPU would have to report their number, and the host would wait.
+
+    hidden_rows  int64  row of the flattened hidden states [L * B, H] that predicts the token
+    targets      int64  the token
+    indices      int64  index of the token in the batch's flat [T] tensors
+    loss_inputs         inputs of the loss; None in a pass for log-probs
+    """
+
+    hidden_rows: Tensor
+    targets: Tensor
+    indices: Tensor
+    loss_inputs: MicroTokens | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +83,33 @@ class Rows:
 
     tokens      int64  input tokens, 0 on padding
     positions   int64  position in the sequence, from 0
-    targets     int64  the next token of the sequence
-    predicts    int64  index of that next token in the batch's flat [T] tensors, or -1 if there is
-                       none (last tokens and padding)
     sequences   int64  number of the sequence in the micro-batch, -1 on padding
     packed             cumulative lengths of the segments; None if padded
+    scored             the tokens whose log-probs are computed
     """
 
     tokens: Tensor
     positions: Tensor
-    targets: Tensor
-    predicts: Tensor
     sequences: Tensor
-    packed: PackedSeqParams | None
+    packed: PackedRow | None
+    scored: Scored
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences; 1 if there is only padding."""
+        return len(self.tokens) if self.packed is None else len(self.packed.bounds) - 1
 
 
 def make_rows(
-    batch: TokenBatch, sequences: Sequence[int], shape: RowShape, device: torch.device
+    batch: TokenBatch,
+    sequences: Sequence[int],
+    shape: RowShape,
+    device: torch.device,
+    *,
+    with_loss: bool = False,
 ) -> Rows:
-    """Lay out sequences of a batch as rows.
+    """Lay out sequences of a batch as rows, and choose the tokens whose log-probs are computed:
+    those in the loss, or without `with_loss` all that have a predecessor.
 
     Without sequences, return a row of padding, so that this rank takes part in every collective of
     the forward and backward pass. Otherwise the other ranks would hang.
@@ -92,35 +123,57 @@ def make_rows(
     is_local = _on_this_rank(position, segments[sequence], shape)
     sequence, position = sequence[is_local], position[is_local]
     real = position < lengths[sequence]
-    last = position >= lengths[sequence] - 1
     source = starts[sequence] + position
-    predicts = torch.where(real & ~last, source + 1, -1)
     tokens = torch.where(real, batch.tokens[torch.where(real, source, 0)], 0)
-    targets = batch.tokens[predicts.clamp(min=0)]
-    rows = 1 if shape.packed else len(segments)
-
-    def as_rows(flat: Tensor) -> Tensor:
-        return flat.view(rows, -1).to(device)
-
+    predicting = (position < lengths[sequence] - 1).nonzero().squeeze(1)
+    if with_loss:
+        # Prompts need no log-prob. The head is the costliest layer of small models.
+        predicting = predicting[batch.loss_mask[source[predicting] + 1]]
+    indices = source[predicting] + 1
+    num_rows = 1 if shape.packed else len(segments)
+    row_length = len(position) // num_rows
+    flat = (tokens, position, torch.where(real, sequence, -1))
+    on_host = [values.view(num_rows, row_length) for values in flat]
+    on_host += [
+        bounds.to(torch.int32),
+        predicting % row_length * num_rows + predicting // row_length,
+        batch.tokens[indices],
+        indices,
+        *(_loss_inputs(batch, indices) if with_loss else ()),
+    ]
+    tokens, position, sequence, cumulative, hidden_rows, targets, indices, *of_loss = to_device(
+        on_host, device
+    )
     return Rows(
-        tokens=as_rows(tokens),
-        positions=as_rows(position),
-        targets=as_rows(targets),
-        predicts=as_rows(predicts),
-        sequences=as_rows(torch.where(real, sequence, -1)),
-        packed=_packed(bounds, device) if shape.packed else None,
+        tokens=tokens,
+        positions=position,
+        sequences=sequence,
+        packed=_packed(bounds, cumulative) if shape.packed else None,
+        scored=Scored(
+            hidden_rows=hidden_rows,
+            targets=targets,
+            indices=indices,
+            loss_inputs=MicroTokens(*of_loss) if with_loss else None,
+        ),
     )
 
 
 def _segments(lengths: Tensor, shape: RowShape) -> Tensor:
     """Return the length of each segment in tokens, padding included."""
     if not shape.packed:
-        longest = round_up(max(int(lengths.max()), 1), shape.row_multiple)
-        return torch.full_like(lengths, longest)
+        longest = max(int(lengths.max()), 1)
+        return torch.full_like(lengths, _row_length(longest, len(lengths), shape))
     segments = -(-lengths.clamp(min=1) // shape.sequence_multiple) * shape.sequence_multiple
     total = int(segments.sum())
-    segments[-1] += round_up(total, shape.row_multiple) - total
+    segments[-1] += _row_length(total, 1, shape) - total
     return segments
+
+
+def _row_length(num_tokens: int, num_rows: int, shape: RowShape) -> int:
+    """Return the length of the rows of a micro-batch whose longest has `num_tokens` tokens."""
+    least = round_up(num_tokens, shape.row_multiple)
+    most = shape.max_tokens // num_rows // shape.row_multiple * shape.row_multiple
+    return max(least, min(round_up(num_tokens, shape.preferred_multiple), most))
 
 
 def _on_this_rank(position: Tensor, segment: Tensor, shape: RowShape) -> Tensor:
@@ -131,10 +184,9 @@ def _on_this_rank(position: Tensor, segment: Tensor, shape: RowShape) -> Tensor:
     return (chunk == shape.cp_rank) | (chunk == 2 * shape.cp_size - 1 - shape.cp_rank)
 
 
-def _packed(bounds: Tensor, device: torch.device) -> PackedSeqParams:
+def _packed(bounds: Tensor, cumulative: Tensor) -> PackedRow:
     longest = int(bounds.diff().max())
-    cumulative = bounds.to(torch.int32).to(device)
-    return PackedSeqParams(
+    return PackedRow(
         qkv_format="thd",
         cu_seqlens_q=cumulative,
         cu_seqlens_kv=cumulative,
@@ -145,28 +197,25 @@ def _packed(bounds: Tensor, device: torch.device) -> PackedSeqParams:
         cu_seqlens_kv_padded=cumulative,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        bounds=tuple(bounds.tolist()),
     )
+
+
+def _loss_inputs(batch: TokenBatch, indices: Tensor) -> list[Tensor]:
+    """Return the fields of MicroTokens for the tokens at these indices of the batch, each [n]."""
+    assert batch.old_logprobs is not None
+    fields = (
+        batch.old_logprobs,
+        batch.advantages,
+        batch.weights,
+        batch.engine_logprobs,
+        batch.loss_mask,
+    )
+    return [values[indices] for values in fields]
 
 
 Output = Callable[[Rows, Any, Tensor], tuple[Tensor, Any]]
 """(rows, model, hidden states) -> (loss, results)."""
-
-
-def loss_inputs(batch: TokenBatch, scored_n: Tensor) -> MicroTokens:
-    """Return the inputs of the loss for the tokens at indices `scored_n` of the batch, each [n]."""
-    assert batch.old_logprobs is not None
-    indices = scored_n.cpu()
-
-    def pick(flat: Tensor) -> Tensor:
-        return flat[indices].to(scored_n.device)
-
-    return MicroTokens(
-        old_logprobs=pick(batch.old_logprobs),
-        advantages=pick(batch.advantages),
-        weights=pick(batch.weights),
-        engine_logprobs=pick(batch.engine_logprobs),
-        mask=pick(batch.loss_mask),
-    )
 
 
 class Runner:
@@ -197,9 +246,8 @@ class Runner:
         temperature = temperature or self._temperature
 
         def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Any]:
-            scored = rows.predicts >= 0
-            logp, entropy = self._head(hidden, rows, scored, model, temperature)
-            return torch.zeros((), device=hidden.device), (rows.predicts[scored], logp, entropy)
+            logp, entropy = self._head(hidden, rows.scored, model, temperature)
+            return torch.zeros((), device=hidden.device), (rows.scored.indices, logp, entropy)
 
         with torch.no_grad():
             if self._needs_scales:
@@ -212,20 +260,18 @@ class Runner:
             return self._run(micro, output, forward_only=True)
 
     def gradients(
-        self, batch: TokenBatch, micro: Sequence[Rows], loss: LossFn, num_tokens: int
+        self, micro: Sequence[Rows], loss: LossFn, num_tokens: int
     ) -> list[dict[str, Tensor]]:
-        """Accumulate the gradient of the mini-batch's mean loss.
+        """Accumulate the gradient of the mini-batch's mean loss. Rows were made `with_loss`.
 
         Returns the sums of each micro-batch's statistics on the last pipeline stage, an empty list
         on others.
         """
-        in_loss = batch.loss_mask.to(micro[0].predicts.device)
 
         def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Any]:
-            # Prompts and padding need no log-prob. The head is the costliest layer of small models.
-            scored = (rows.predicts >= 0) & in_loss[rows.predicts.clamp(min=0)]
-            logp, entropy = self._head(hidden, rows, scored, model, self._temperature)
-            result = loss(logp, loss_inputs(batch, rows.predicts[scored]))
+            assert rows.scored.loss_inputs is not None
+            logp, entropy = self._head(hidden, rows.scored, model, self._temperature)
+            result = loss(logp, rows.scored.loss_inputs)
             sums = {name: value.detach() for name, value in result.sums.items()}
             sums["loss"] = result.total.detach()
             sums["entropy"] = entropy.sum()
@@ -235,29 +281,32 @@ class Runner:
         return self._run(micro, output, forward_only=False)
 
     def _head(
-        self, hidden: Tensor, rows: Rows, scored: Tensor, model: Any, temperature: float
+        self, hidden: Tensor, scored: Scored, model: Any, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Return log-prob and entropy of the tokens that the `scored` positions predict, each [n].
+        """Return log-prob and entropy of the scored tokens, each [n].
 
         `hidden` is [L, B, H], or with sequence parallelism this rank's part of L.
         """
         if model.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden).transpose(0, 1)
+            hidden = gather_from_sequence_parallel_region(hidden)
         else:
-            # Transposed first, because Megatron's backward sums a contiguous copy of the gradient.
-            # If the gradient is not contiguous, the sum is lost.
-            hidden = copy_to_tensor_model_parallel_region(hidden.transpose(0, 1).contiguous())
+            # Megatron's backward sums a contiguous copy of the gradient. If the gradient is not
+            # contiguous, the sum is lost. That of `index_select` is contiguous.
+            hidden = copy_to_tensor_model_parallel_region(hidden)
         weight = model.head_weight
         first = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
         return linear_logprobs(
-            hidden[scored],
+            hidden.flatten(0, 1).index_select(0, scored.hidden_rows),
             weight,
-            rows.targets[scored],
+            scored.targets,
             temperature=temperature,
             first_entry=first,
             num_entries=min(weight.shape[0], self._vocab - first),
             group=parallel_state.get_tensor_model_parallel_group(),
             head=self._head_name,
+            # A tied weight also has the embedding's gradient, which Megatron's hook adds.
+            gradient_accumulation_fusion=weight.requires_grad
+            and not model.share_embeddings_and_output_weights,
         )
 
     def _run(self, micro: Sequence[Rows], output: Output, *, forward_only: bool) -> list[Any]:
@@ -286,10 +335,11 @@ class Runner:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._chunks,
             num_microbatches=len(micro),
-            # Ignored if stages send each other the shape (variable_seq_lengths).
+            # Ignored: pipeline stages receive the shapes of KnownShapes.
             seq_length=micro[0].tokens.shape[1],
             micro_batch_size=micro[0].tokens.shape[0],
             forward_only=forward_only,
+            **pipeline.communication(self._chunks, [rows.tokens.shape for rows in micro]),
         )
 
 

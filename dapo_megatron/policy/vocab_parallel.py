@@ -81,6 +81,7 @@ def linear_logprobs(
     num_entries: int,
     group: dist.ProcessGroup | None,
     head: Head | Reductions = "torch",
+    gradient_accumulation_fusion: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target and the entropy of each distribution, in nats.
 
@@ -94,6 +95,10 @@ def linear_logprobs(
 
     Gradients flow only through the log-probs. The gradient of the hidden states is this rank's
     summand: the caller adds those of all ranks. The gradient of a padding row is 0.
+
+    With `gradient_accumulation_fusion` the gradient of the weight is added to `weight_VH.main_grad`
+    in the precision of that buffer, as in Megatron's layers: `grad_added_to_main_grad` is then set,
+    and the values of the gradient that autograd receives are undefined.
     """
     logp_T, entropy_T = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden_TH,
@@ -103,6 +108,7 @@ def linear_logprobs(
         max(num_entries, 0),
         group,
         reductions(head) if isinstance(head, str) else head,
+        gradient_accumulation_fusion,
     )
     return logp_T, entropy_T
 
@@ -127,6 +133,7 @@ class _LinearLogProbs(torch.autograd.Function):
         num_entries: int,
         group: dist.ProcessGroup | None,
         reduce: Reductions,
+        fuses: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = _wide(hidden_TH)
         sums_4T = torch.zeros(4, len(local_T), dtype=dtype, device=hidden_TH.device)
@@ -150,6 +157,7 @@ class _LinearLogProbs(torch.autograd.Function):
         entropy_T = log_total_T - weighted_T / total_T
         ctx.save_for_backward(hidden_TH, weight_VH, local_T, highest_T + log_total_T)
         ctx.temperature, ctx.num_entries, ctx.reduce = temperature, num_entries, reduce
+        ctx.fuses = fuses
         ctx.mark_non_differentiable(entropy_T)
         return (target_T - highest_T) - log_total_T, entropy_T
 
@@ -161,8 +169,11 @@ class _LinearLogProbs(torch.autograd.Function):
         factor_T1 = (-grad_T / ctx.temperature)[:, None]
         scaled_TH = (hidden_TH * factor_T1).to(hidden_TH.dtype)
         grad_hidden_TH = torch.zeros_like(hidden_TH, dtype=_wide(hidden_TH))
-        grad_weight_VH = torch.empty_like(weight_VH)
-        grad_weight_VH[ctx.num_entries :] = 0.0
+        if ctx.fuses:
+            sum_VH = weight_VH.main_grad
+        else:
+            sum_VH = torch.empty_like(weight_VH)
+            sum_VH[ctx.num_entries :] = 0.0
         errors, wide = _Memory(hidden_TH), _Memory(hidden_TH, _wide(hidden_TH))
         partial = _Memory(hidden_TH)
         block, width = _tile_shape(hidden_TH)
@@ -176,9 +187,19 @@ class _LinearLogProbs(torch.autograd.Function):
                 tile = (logits_BE, local_T[tokens], entries.start, ctx.temperature)
                 ctx.reduce.error(*tile, log_z_T[tokens], error_BE)
             _add_product(grad_hidden_TH, error_TE, rows_EH, partial)
-            torch.mm(error_TE.t(), scaled_TH, out=grad_weight_VH[entries])
+            if not ctx.fuses:
+                torch.mm(error_TE.t(), scaled_TH, out=sum_VH[entries])
+            elif sum_VH.is_cuda:
+                _add_product(sum_VH[entries], error_TE.t(), scaled_TH, partial)
+            else:
+                # The product is rounded before it is added, as without fusion.
+                sum_VH[entries] += torch.mm(error_TE.t(), scaled_TH, out=partial.of(*rows_EH.shape))
         grad_hidden_TH *= factor_T1
-        return grad_hidden_TH.to(hidden_TH.dtype), grad_weight_VH, *[None] * 5
+        if ctx.fuses:
+            weight_VH.grad_added_to_main_grad = True
+            # Megatron's hook, which starts the reduction over ranks, requires some gradient.
+            sum_VH = torch.empty_like(weight_VH)
+        return grad_hidden_TH.to(hidden_TH.dtype), sum_VH, *[None] * 6
 
 
 class _WithTorch:
@@ -276,14 +297,14 @@ def _logits(hidden_BH: Tensor, rows_EH: Tensor, product: _Memory | Tensor, wide:
     return product_BE if wide.dtype == product_BE.dtype else wide.of(*shape).copy_(product_BE)
 
 
-def _add_product(sum_TH: Tensor, error_TE: Tensor, rows_EH: Tensor, partial: _Memory) -> None:
-    """Add `error @ rows` to `sum`, in the dtype of `sum`."""
-    if error_TE.dtype == sum_TH.dtype:
-        sum_TH.addmm_(error_TE, rows_EH)
-    elif error_TE.is_cuda:
-        torch.addmm(sum_TH, error_TE, rows_EH, out_dtype=sum_TH.dtype, out=sum_TH)
+def _add_product(total: Tensor, left: Tensor, right: Tensor, partial: _Memory) -> None:
+    """Add `left @ right` to `total`, in the dtype of `total`."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        sum_TH += torch.mm(error_TE, rows_EH, out=partial.of(*sum_TH.shape))
+        total += torch.mm(left, right, out=partial.of(*total.shape))
 
 
 # ---------------------------------------------------------------------------- torch's operations

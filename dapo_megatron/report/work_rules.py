@@ -98,9 +98,11 @@ def grading(run: RunData) -> Iterator[Finding]:
 
 def _verified(syncs: JudgedSeries) -> dict[str, str]:
     num, gaps = int((syncs.series > 0).sum()), syncs.other("mismatch/gap_max").series
+    is_whole = bool((syncs.series[syncs.series > 0] == 1).all())
+    weights = "all weights" if is_whole else "all compared weights"
     which = "each" if num == len(syncs) else f"{num:,}"
     gap = f"; largest gap to the policy {number(gaps.max())} nats" if len(gaps) else ""
-    return {"which": which, "syncs": times(len(syncs), "sync"), "gap": gap}
+    return {"which": which, "syncs": times(len(syncs), "sync"), "gap": gap, "weights": weights}
 
 
 _syncs = partial(FindingRule, "sync/fingerprinted", facts=_verified, chart="mismatch")
@@ -176,7 +178,7 @@ PROMPTS: tuple[RunRule, ...] = (
         _syncs(
             {"good": lambda s: s.series.max() > 0},
             "Sync verified at {which} of {syncs}",
-            "The fingerprints of all weights were equal{gap}.",
+            "The fingerprints of {weights} were equal{gap}.",
         ),
         _syncs(
             {"note": always},

@@ -127,7 +127,7 @@ def sync_metrics(report: SyncReport) -> dict[str, float]:
     return {
         "sync/bytes": float(report.num_bytes),
         "sync/tensors": float(report.num_tensors),
-        "sync/fingerprinted": float(report.fingerprinted),
+        "sync/fingerprinted": report.fingerprinted,
         "sync/unread_tensors": float(report.unread_tensors),
         "sync/canary_gap": report.canary_gap,
         "time/sync_verify": report.verify_seconds,

@@ -113,7 +113,7 @@ class NoSync:
             seconds=0.0,
             verify_seconds=0.0,
             turn_seconds=0.0,
-            fingerprinted=False,
+            fingerprinted=0.0,
             unread_tensors=0,
             canary_gap=0.0,
         )

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from dapo_megatron.algo.loss import dapo_loss
 from dapo_megatron.algo.schedule import warmup_lr
+from dapo_megatron.bridge.bounds import canary_bounds
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.checkpoints import CheckpointSaver
 from dapo_megatron.checkpoints.formats.hf import HfWriter
@@ -41,7 +42,7 @@ from dapo_megatron.model import hf_tensors, read_architecture
 from dapo_megatron.plan.compatibility import check
 from dapo_megatron.plan.compatibility.rule import Machine
 from dapo_megatron.plan.estimate import save_estimate
-from dapo_megatron.plan.layout import row_multiple, sequence_multiple
+from dapo_megatron.plan.rows import row_multiple, sequence_multiple
 from dapo_megatron.protocols import LossFn, MicrobatchPlanner, Parts, Policy, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rewards.registry import user_function
@@ -75,10 +76,16 @@ class Core:
     grading: GradingPool | None
     driver: EngineDriver
 
-    def close(self) -> None:
-        """Stop the grading processes."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Stop the grading processes and, without an error, the engine. Closing it is collective,
+        and after an error the other ranks may never come."""
         if self.grading is not None:
             self.grading.close()
+        if error is None:
+            self.engine.close()
 
 
 def load_prompts(config: Config) -> Prompts:
@@ -224,13 +231,16 @@ def stoppable(loss: LossFn, policy: PolicyConfig, check: Callable[[], float]) ->
 def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, WeightSync]:
     """Build engine, policy and their sync. Collective.
 
-    The engine is built first, because it sizes its KV cache by the free GPU memory. Afterwards it
-    sleeps, and the policy has the accelerator until the first sync.
+    The engine is built before the policy, because it needs its share of the GPU free. It sees the
+    memory of communicators, which are created first. Afterwards it sleeps, and the policy has the
+    accelerator until the first sync.
     """
     from dapo_megatron.engine.engine import VllmEngine
+    from dapo_megatron.policy.communicators import connect
     from dapo_megatron.policy.policy import MegatronPolicy
 
     check(config, read_architecture(config), Machine.here())
+    connect(config)
     engine = VllmEngine(
         config,
         rank=ranks.rank,
@@ -245,6 +255,7 @@ def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, W
         engine,
         ranks,
         config.sync,
+        bounds=canary_bounds(config, has_experts=bool(policy.architecture.num_experts)),
         vocab=policy.architecture.vocab_size,
         max_tokens=config.rollout.max_prompt_tokens,
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),

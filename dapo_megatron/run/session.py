@@ -112,8 +112,7 @@ def _live_parts(
     if ranks.rank == 0:
         record.keep_reports(config, folder)
         record.keep_tokenizer(config, folder, recorder)
-    core = build.build_core(config, ranks, context.stop)
-    stack.callback(core.close)
+    core = stack.enter_context(build.build_core(config, ranks, context.stop))
     context.watchdog.add_diagnostic("in flight", core.driver.in_flight)
     return build.build_parts(
         config,
@@ -188,14 +187,11 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
         import_libraries(ranks, has_engine=True)
         store = build.open_checkpoint(config, Path(checkpoint)) if checkpoint else None
         prompts = build.load_prompts(config)
-        core = build.build_core(config, ranks)
-        try:
+        with build.build_core(config, ranks) as core:
             if store is not None:
                 core.policy.rewrite(partial(read_into, store))
             core.sync(0)
             metrics = build.build_evaluator(config, prompts, core).run()
-        finally:
-            core.close()
         return metrics if ranks.rank == 0 else None
 
 

@@ -77,8 +77,6 @@ def run(chunk: Any, rows: Any) -> Tensor:
 
 @torch.no_grad()
 def shapes(chunk: Any) -> dict[str, Any]:
-    from megatron.core.models.common.embeddings import RotaryEmbedding
-
     from dapo_megatron.policy.attention import CausalAttention
 
     seen: dict[str, Any] = {}
@@ -92,14 +90,17 @@ def shapes(chunk: Any) -> dict[str, Any]:
     rows = rows_of_two()
     before = run(chunk, rows)
     handle.remove()
-    rotary = next(one for one in chunk.modules() if isinstance(one, RotaryEmbedding))
-    plain = rotary.inv_freq
-    rotary.inv_freq = plain / 2
-    RotaryEmbedding.forward.cache_clear()
-    seen["turned_otherwise"] = float((run(chunk, rows) - before).abs().max())
-    rotary.inv_freq = plain
-    RotaryEmbedding.forward.cache_clear()
-    return seen | {"hidden_shape": tuple(before.shape)}
+    return seen | {"hidden_shape": tuple(before.shape), **rotated(chunk, rows)}
+
+
+@torch.no_grad()
+def rotated(chunk: Any, rows: Any) -> dict[str, Any]:
+    """How far outputs move if the frequencies of the rotary embedding are halved."""
+    before, frequencies = run(chunk, rows), chunk.module.rope_frequencies
+    chunk.module.rope_frequencies = frequencies / 2
+    after = run(chunk, rows)
+    chunk.module.rope_frequencies = frequencies
+    return {"turned_otherwise": float((after - before).abs().max())}
 
 
 def marks(chunk: Any) -> dict[str, Any]:
@@ -225,8 +226,8 @@ def experts(policy: Any) -> dict[str, Any]:
 def latent(policy: Any) -> dict[str, Any]:
     attention = policy._chunks[0].module.decoder.layers[0].self_attention
     down = (attention.linear_q_down_proj, attention.linear_kv_down_proj)
-    run(policy._chunks[0], rows_of_two())
-    return {"down_projections": [type(one).__name__ for one in down]}
+    seen = rotated(policy._chunks[0], rows_of_two())
+    return seen | {"down_projections": [type(one).__name__ for one in down]}
 
 
 def parameters(chunk: Any) -> Iterator[tuple[str, Any]]:

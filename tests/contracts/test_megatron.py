@@ -45,13 +45,21 @@ NAMES = {
     f"{C}transformer.mlp:weighted_bias_swiglu_impl": "policy/activation.py",
     f"{C}transformer.moe.experts:weighted_bias_swiglu_impl": "policy/activation.py",
     f"{C}transformer.moe.shared_experts:bias_swiglu_impl": "policy/activation.py",
+    f"{C}transformer.attention:apply_rotary_pos_emb": "policy/rope.py",
+    LATENT + "apply_rotary_pos_emb": "policy/rope.py",
     # Replaced for good.
     LATENT + "Linear": "policy/attention.py",
     LATENT + "HAVE_TE": "policy/attention.py",
     LATENT + "TELinear": "policy/attention.py",
     LATENT + "MLASelfAttention": "policy/attention.py",
     # Overridden, or called though nobody says it may be.
+    GPT + "._preprocess": "policy/model.py (Decoder)",
     GPT + "._postprocess": "policy/model.py (Decoder)",
+    f"{C}models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": "policy/rope.py",
+    f"{C}pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes": (
+        "policy/pipeline.py"
+    ),
+    PIPELINE + "get_schedule_table": "policy/pipeline.py",
     GPT + ".shared_embedding_or_output_weight": "policy/model.py (Decoder)",
     SHARDED + "_get_model_param_range_map": "policy/optimizer.py",
     CHAINED + "prepare_grads": "policy/policy.py",
@@ -61,6 +69,9 @@ NAMES = {
     SHARDED + "get_parameters": "policy/policy.py",
     DDP + ".zero_grad_buffer": "policy/policy.py",
     STATE + "destroy_model_parallel": "policy/policy.py",
+    STATE + "model_parallel_is_initialized": "policy/model.py",
+    STATE + "get_expert_data_parallel_group": "policy/communicators.py",
+    STATE + "get_expert_model_parallel_group": "policy/communicators.py",
     f"{C}tensor_parallel:get_cuda_rng_tracker": "policy/checkpoint.py",
     f"{C}transformer.spec_utils:ModuleSpec": "policy/model.py",
 }
@@ -91,7 +102,20 @@ ARGUMENTS = {
         "input_ids position_ids attention_mask packed_seq_params padding_mask",
         "policy/step.py",
     ),
+    GPT + "._preprocess": ("input_ids position_ids", "policy/model.py"),
     GPT + "._postprocess": ("hidden_states", "policy/model.py"),
+    f"{C}transformer.attention:apply_rotary_pos_emb": (
+        "t freqs config mscale cu_seqlens cp_group",
+        "policy/rope.py",
+    ),
+    f"{C}pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes": (
+        "tensor_send_next tensor_send_prev recv_prev recv_next",
+        "policy/pipeline.py",
+    ),
+    PIPELINE + "get_schedule_table": (
+        "num_microbatches num_model_chunks microbatch_group_size_per_vp_stage",
+        "policy/pipeline.py",
+    ),
     f"{C}transformer.transformer_block:TransformerBlockSubmodules": (
         "layer_specs layer_norm",
         "policy/model.py",
@@ -118,6 +142,7 @@ ARGUMENTS = {
         "variable_seq_lengths calculate_per_token_loss init_method output_layer_init_method "
         "embedding_init_method use_cpu_initialization masked_softmax_fusion bias_activation_fusion "
         "bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion persist_layer_norm "
+        "batch_p2p_sync deallocate_pipeline_outputs "
         "recompute_granularity recompute_method recompute_num_layers recompute_modules "
         "moe_token_dispatcher_type num_moe_experts moe_router_topk moe_ffn_hidden_size "
         "moe_grouped_gemm moe_permute_fusion expert_model_parallel_size "
@@ -153,7 +178,7 @@ ARGUMENTS = {
     **{
         PIPELINE + f"forward_backward_{kind}": (
             "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size "
-            "forward_only",
+            "forward_only p2p_communicator pg_collection",
             "policy/step.py",
         )
         for kind in (
@@ -286,9 +311,13 @@ def test_packed_attention_gets_three_dimensions_and_the_bounds(dense: Ranks) -> 
     assert dense[0]["bounds"] == [0, LENGTHS[0], sum(LENGTHS)]
 
 
-def test_rotary_frequencies_are_read_at_each_forward(dense: Ranks) -> None:
-    """policy/model.py replaces RotaryEmbedding.inv_freq once the model is made."""
-    assert dense[0]["turned_otherwise"] > 1e-3
+@pytest.mark.parametrize("family", ["dense", "latent"])
+def test_layers_rotate_by_what_preprocess_returns(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    """policy/model.py returns a rotation in place of Megatron's angles. policy/rope.py uses it."""
+    ranks: Ranks = request.getfixturevalue(family)
+    assert ranks[0]["turned_otherwise"] > 1e-3
 
 
 def test_initializers_that_do_nothing_still_mark_what_is_sharded(dense: Ranks) -> None:

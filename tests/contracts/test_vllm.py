@@ -10,12 +10,15 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.contracts.names import check_arguments, check_name, find, imports_of
 from tests.contracts.vllm_probe import observe
+from tests.helpers.configs import tiny_config
 from tests.helpers.models import make_random_model
 from tests.helpers.ranks import run_ranks
 
@@ -28,11 +31,17 @@ EXPERT_METHOD = f"{LAYERS}fused_moe.unquantized_fused_moe_method:UnquantizedFuse
 SHARED_MEMORY = "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed"
 TRANSFER, LLM = "vllm.distributed.weight_transfer", "vllm:LLM."
 ENGINE = "vllm.v1.engine.llm_engine:LLMEngine."
+V2 = "vllm.v1.worker.gpu."
 
 NAMES = {
     # Replaced.
     "vllm.v1.engine.core:cleanup_dist_env_and_memory": "engine/device.py",
     "vllm.distributed.parallel_state:_TP": "engine/device.py",
+    **{
+        f"vllm.distributed.parallel_state:{name}": "engine/shutdown.py"
+        for name in ("_WORLD", "_INNER_DP_WORLD", "_NODE_COUNT", "destroy_model_parallel")
+    },
+    "vllm.renderers.base:BaseRenderer.shutdown": "engine/shutdown.py",
     SHARED_MEMORY + ".make_group_name": "engine/device.py",
     f"{LAYERS}rotary_embedding.base:RotaryEmbedding.forward_cpu": "engine/device.py",
     f"{LAYERS}rotary_embedding.base:RotaryEmbedding.forward_native": "engine/device.py",
@@ -40,7 +49,9 @@ NAMES = {
     # Private, or inside.
     TRANSFER + ":WeightTransferEngineFactory._registry": "engine/engine.py",
     LOADER + "reload.layerwise:_get_original_loader": "engine/loads.py",
-    LOADER + "reload.layerwise:get_layerwise_info": "engine/loads.py",
+    LOADER + "reload.layerwise:get_layerwise_info": "engine/loads.py, engine/loading.py",
+    LOADER + "reload.layerwise:_layerwise_process": "engine/loading.py",
+    LOADER + "reload.meta:materialize_layer": "engine/loading.py",
     LOADER + "reload.meta:restore_layer_on_meta": "engine/loads.py",
     "vllm._custom_ops:cpu_prepack_moe_weight": "engine/readback.py",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes": (
@@ -85,7 +96,7 @@ ARGUMENTS = {
     ),
     "vllm:SamplingParams": (
         "temperature top_p seed max_tokens stop_token_ids logprobs prompt_logprobs flat_logprobs "
-        "detokenize output_kind skip_clone",
+        "detokenize output_kind skip_clone ignore_eos",
         "engine/engine.py",
     ),
     TRANSFER + ":WeightTransferEngineFactory.register_engine": (
@@ -160,6 +171,37 @@ def test_a_back_end_of_weight_transfer_must_have_just_these_methods() -> None:
 def test_experts_have_no_kernel_until_they_are_packed() -> None:
     """engine/device.py (forget_expert_kernels) sets moe_kernel back to None."""
     assert "moe_kernel is not None" in inspect.getsource(find(EXPERT_METHOD))
+
+
+def test_buffers_of_the_v2_sampler_are_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """plan/engine_memory.py (sampler_bytes) counts every buffer that the GPU would hold."""
+    import torch
+
+    from dapo_megatron.model import read_architecture
+    from dapo_megatron.plan.engine_memory import sampler_bytes
+
+    # Buffers in pinned host memory take no memory of the GPU, and there is none without a GPU.
+    monkeypatch.setattr(find(V2 + "buffer_utils"), "is_uva_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    folder = make_random_model("qwen3", tmp_path / "qwen3")
+    config = tiny_config(model__path=folder, engine__max_sequences=6)
+    vocab, cpu = read_architecture(config).vocab_size, torch.device("cpu")
+    requests = find(V2 + "states:RequestState")(6, 32, 64, 0, vocab, cpu)
+    sampler = find(V2 + "sample.sampler:Sampler")(
+        SimpleNamespace(reasoning_config=None), 6, vocab, cpu, requests
+    )
+    masks = find(V2 + "structured_outputs:StructuredOutputsWorker")(6, vocab, cpu, 1, 1)
+    holders = (*sampler.logits_processors, sampler.logprob_token_ids_state, masks)
+    staged = find(V2 + "buffer_utils:StagedWriteTensor")
+    values = [value for holder in holders for value in vars(holder).values()]
+    buffers = [value.gpu if isinstance(value, staged) else value for value in values]
+    tensors = [buffer for buffer in buffers if isinstance(buffer, torch.Tensor)]
+    assert len(tensors) == 11
+    assert sum(tensor.nbytes for tensor in tensors) == sampler_bytes(
+        config, read_architecture(config)
+    )
 
 
 # ------------------------------------------------------------------- behavior, one real engine

@@ -90,6 +90,39 @@ def fused_head(
     return outcome(logp, entropy, hidden, weight)
 
 
+def accumulated(
+    head: Head, num: int, *, fused: bool, by: vocab_parallel.Head = "torch"
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the hidden states, and of the weight in `main_grad`, after two backward passes,
+    as Megatron's data-parallel wrapper accumulates them."""
+    hidden = head.hidden.detach().clone().requires_grad_()
+    weight: Any = head.weight.detach().clone().requires_grad_()
+    weight.main_grad = torch.zeros_like(
+        weight, dtype=torch.promote_types(weight.dtype, torch.float32)
+    )
+    weight.grad_added_to_main_grad = False
+    for _ in range(2):
+        logp, _ = linear_logprobs(
+            hidden,
+            weight,
+            head.targets,
+            temperature=head.temperature,
+            first_entry=0,
+            num_entries=num,
+            group=None,
+            head=by,
+            gradient_accumulation_fusion=fused,
+        )
+        logp.backward(head.weight_of_logprob.to(logp.dtype))
+        assert weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
+        assert weight.grad_added_to_main_grad == fused
+        if not fused:
+            weight.main_grad.add_(weight.grad)
+        weight.grad = None
+    assert hidden.grad is not None
+    return hidden.grad, weight.main_grad
+
+
 def outcome(logp: Tensor, entropy: Tensor, hidden: Tensor, weight: Tensor) -> HeadResult:
     assert hidden.grad is not None and weight.grad is not None
     return HeadResult(logp.detach(), entropy.detach(), hidden.grad, weight.grad)

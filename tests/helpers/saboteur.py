@@ -74,7 +74,8 @@ def flip_bit(name: str) -> Callable[[Any], None]:
     def flip(engine: Any) -> None:
         for tensor_slice, value in engine.read_back():
             if tensor_slice.name == name:
-                value.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+                bits = {2: torch.int16, 4: torch.int32}[value.itemsize]
+                value.view(-1)[:1].view(bits).bitwise_xor_(1)
 
     return flip
 
@@ -88,3 +89,16 @@ def other_epsilon(engine: Any) -> None:
                 module.variance_epsilon = 1e-2
 
     engine._llm.apply_model(change)
+
+
+def stale_decoding(engine: Any) -> Any:
+    """Make steps of one token per canary sequence compute something else, as a CUDA graph does that
+    reads stale memory. Return the handle that removes the fault."""
+    from dapo_megatron.bridge.verify import NUM_SEQUENCES
+
+    def hook(_: Any, __: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, residual = output
+        return (1.5 * hidden if len(hidden) == NUM_SEQUENCES else hidden), residual
+
+    (handle,) = engine._llm.apply_model(lambda model: model.model.norm.register_forward_hook(hook))
+    return handle

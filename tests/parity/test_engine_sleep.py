@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dapo_megatron.engine import device, memory
@@ -171,8 +172,8 @@ def _run(rank: int, folder: Path) -> Seen:
         sync__max_gap=3,
         **FP8,
     )
+    seen: Seen = {"reports": [], "collectives": _watch_worker()}
     policy, engine, sync = build.build_models(config, Ranks(rank, 2, rank))
-    seen: Seen = {"reports": []}
     for version in range(NUM_SYNCS):
         engine.sleep()
         policy.onload()
@@ -185,6 +186,28 @@ def _run(rank: int, folder: Path) -> Seen:
     policy.onload()
     seen["stale"] = _said(lambda: _without_quantizing(lambda: sync(NUM_SYNCS)))
     return seen
+
+
+def _watch_worker() -> dict[str, int]:
+    """Collectives that each process group of the policy has run when vLLM's worker starts."""
+    from megatron.core import parallel_state
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    counts: dict[str, int] = {}
+    init_device = CPUWorker.init_device
+
+    def watched(worker: Any) -> None:
+        groups = {
+            "world": dist.distributed_c10d._get_default_group(),
+            "tensor": parallel_state.get_tensor_model_parallel_group(),
+            "data": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        for name, group in groups.items():
+            counts[name] = group._get_sequence_number_for_group()
+        init_device(worker)
+
+    CPUWorker.init_device = watched  # type: ignore[method-assign]
+    return counts
 
 
 def _without_quantizing(call: Any) -> None:
@@ -286,6 +309,9 @@ def test_turns_of_a_policy_that_leaves_and_an_engine_that_quantizes(tmp_path: Pa
         assert len(set(gaps)) == NUM_SYNCS and min(gaps) > 1e-3  # other weights, another gap
         assert len(seen["lengths"]) == 24 and all(seen["lengths"])
         assert "model.layers.0.self_attn.qkv_proj.weight: not quantized again" in seen["stale"]
+        # Both communicators of two ranks exist before the engine measures free memory.
+        assert seen["collectives"]["world"] > 0 and seen["collectives"]["tensor"] > 0
+        assert seen["collectives"]["data"] == 0  # of one rank
     assert first["stale"] == second["stale"]
 
 

@@ -87,6 +87,7 @@ def _synced(engine: Any, folder: Path, overrides: Seen) -> Seen:
     for version in range(1, NUM_SYNCS + 1):
         randomize(model, seed=100 + version)
         sent = _cast(weights(model), dtype)
+        engine._llm.apply_model(_reallocate)
         engine.receive(arrivals(seen["pieces"], sent, seed=version), version)
         results = run(engine, requests(range(6)))
         seen["gaps"].append(gap(model, requests(range(6)), results))
@@ -96,6 +97,13 @@ def _synced(engine: Any, folder: Path, overrides: Seen) -> Seen:
     seen["held"] = [tensor_slice for tensor_slice, _ in engine.read_back()]
     seen["version"] = {part.version for one in results.values() for part in one.segments}
     return seen
+
+
+def _reallocate(model: torch.nn.Module) -> None:
+    """Give every parameter other memory, full of NaN, as a wake-up may. Packed layers have theirs
+    elsewhere."""
+    for parameter in model.parameters():
+        parameter.data = torch.full_like(parameter.data, torch.nan)
 
 
 def _cast(whole: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -189,7 +197,7 @@ def _unfit(engine: Any, whole: dict[str, Tensor]) -> dict[str, str]:
 
 def _refused(engine: Any, folder: Path) -> Seen:
     """What is said of each kind of wrong arrival, and how many tensors had gone through."""
-    from dapo_megatron.engine.receiver import proxies
+    from dapo_megatron.engine.loading import by_name, checked
 
     whole = weights(hf_model(folder))
     tensor_slices = engine.needed_slices(offer(whole))
@@ -197,6 +205,7 @@ def _refused(engine: Any, folder: Path) -> Seen:
         (tensor_slice.name, [(tensor_slice.region, whole[tensor_slice.name])])
         for tensor_slice in tensor_slices
     ]
+    wanted = by_name(tensor_slices)
     name, [(region, weight)] = good[3]
     other = type(region)(region.start, (1, *region.shape[1:]))
     bad = {
@@ -213,7 +222,7 @@ def _refused(engine: Any, folder: Path) -> Seen:
     seen: Seen = {"name": name, "num": len(good)}
     for kind, given in bad.items():
         passed: list[Any] = []
-        seen[kind] = (_said(lambda: passed.extend(proxies(given, tensor_slices))), len(passed))  # noqa: B023
+        seen[kind] = (_said(lambda: passed.extend(checked(given, wanted))), len(passed))  # noqa: B023
     engine.submit(requests([0]))
     seen["in flight"] = _said(lambda: engine.receive(good, 9))
     seen["score in flight"] = _said(lambda: engine.score([[4, 5]]))

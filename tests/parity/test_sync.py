@@ -107,6 +107,7 @@ def rank_main(
     """Return measurements of each policy layout: gaps between HF, policy and engine at the start,
     the gap between policy and engine after each of two updates, bytes received and their lower
     bound, and whether `engine_slices` (used for estimates) equals what vLLM's loaders take."""
+    from dapo_megatron.bridge.bounds import canary_bounds
     from dapo_megatron.bridge.sync import WeightSync
     from dapo_megatron.bridge.verify import canary_batch, canary_sequences
     from dapo_megatron.cluster.ranks import Ranks
@@ -126,7 +127,14 @@ def rank_main(
         policy = MegatronPolicy(config, exchange, build.planner(config.policy, config.train))
         vocab = policy.architecture.vocab_size
         sync = WeightSync(
-            policy, running, exchange, config.sync, vocab=vocab, max_tokens=32, ranks_per_node=4
+            policy,
+            running,
+            exchange,
+            config.sync,
+            bounds=canary_bounds(config, has_experts=True),
+            vocab=vocab,
+            max_tokens=32,
+            ranks_per_node=4,
         )
         reports = [sync(0)]
         fixed = canary_sequences(vocab, 32)
@@ -143,7 +151,7 @@ def rank_main(
             reports.append(sync(version))
         after = policy.logprobs(canary_batch(fixed), temperature=1.0).logprobs.view(len(fixed), -1)
         results[name] |= {
-            "gap": max(report.canary_gap for report in reports),
+            "gap": max(max(report.canary_gap, report.decode_gap) for report in reports),
             "fingerprinted": all(report.fingerprinted for report in reports),
             "unread": max(report.unread_tensors for report in reports),
             "moved": float((after - policy_logprobs).abs().max()),

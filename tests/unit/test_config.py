@@ -275,7 +275,7 @@ def test_a_missing_overlay_is_rejected_with_its_path(tmp_path: Path) -> None:
         (
             "sync.speed=3",
             "sync.speed: unknown key; valid keys: max_gap, max_mean_gap, fingerprint_every, "
-            "canary_tokens",
+            "canary_tokens, canary_mean_gap, canary_quantile_gap",
         ),
         # Keys of other kinds of sources are not suggested.
         (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from typing import Any
 
 import pytest
@@ -46,6 +48,19 @@ def test_a_memory_shortage_is_reported_with_both_keys(free: int, needed: int) ->
     if message is not None:
         assert message.startswith("engine.memory_fraction: the engine's KV cache take")
         assert "policy.offload" in message and "of 80.00 GiB" in message
+
+
+def test_memory_of_a_closed_engine_is_freed_and_later_collections_skip_imports() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    reference = weakref.ref(Cycle())
+    gc.unfreeze()
+    memory.release()
+    assert reference() is None
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
 
 
 # ------------------------------------------------------------------ arguments

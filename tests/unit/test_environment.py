@@ -83,7 +83,11 @@ def check_all(
     **environ: str,
 ) -> list[Check]:
     return check_environment(
-        installed=installed, machine=machine, environ=environ, probe=probe_of(torch)
+        installed=installed,
+        machine=machine,
+        environ=environ,
+        probe=probe_of(torch),
+        compiler=lambda: Check("C compiler", Status.OK, "/usr/bin/gcc"),
     )
 
 

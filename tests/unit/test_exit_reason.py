@@ -1,4 +1,4 @@
-"""The verdict file: the first reason stands, and a neighbor's death is not the first."""
+"""The exit reason: the first one is kept, and a lost connection waits for the cause."""
 
 from __future__ import annotations
 

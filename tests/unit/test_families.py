@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -35,6 +35,7 @@ from dapo_megatron.model import (
     hf_tensors,
     layout_of,
 )
+from dapo_megatron.model.families.llama import LLAMA
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.types import ConfigError, Region, TensorSlice
 from tests.helpers.configs import tiny_config
@@ -846,3 +847,8 @@ def test_a_missing_size_is_rejected_with_its_name(field: str) -> None:
     del incomplete[field]
     with pytest.raises(ConfigError, match=f"{field} is missing"):
         architecture(incomplete)
+
+
+def test_a_family_cannot_require_a_rotation_that_the_policy_ignores() -> None:
+    with pytest.raises(ValueError, match=r"family glm: partial_rotary_factor = 0.5 .* whole heads"):
+        replace(LLAMA, model_type="glm", required={"partial_rotary_factor": 0.5})

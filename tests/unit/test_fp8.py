@@ -115,7 +115,7 @@ def fp8(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_values_are_written_unrounded_and_then_quantized(fp8: Any) -> None:
     plain, quantized = torch.randn(4, 3), FakeQuantized(torch.randn(4, 3))
-    values = fp8.Unrounded()
+    values = fp8.HighPrecisionValues()
     assert values(plain) is plain
     # Loading a checkpoint writes into the exact values that the optimizer will start from.
     assert values(quantized) is values(quantized) is quantized.exact
@@ -126,7 +126,7 @@ def test_values_are_written_unrounded_and_then_quantized(fp8: Any) -> None:
     assert (quantized.dequantize() - read).abs().max() <= 2 * step
     # After the optimizer took them, values start from the dequantized parameter.
     quantized.exact = None
-    values = fp8.Unrounded()
+    values = fp8.HighPrecisionValues()
     assert torch.equal(values(quantized), quantized.dequantize())
     assert values(quantized) is values(quantized)
     values(quantized).mul_(-3)

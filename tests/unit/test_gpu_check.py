@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from tests.helpers.commands import run
 from tests.helpers.configs import REPOSITORY
@@ -20,10 +21,10 @@ sys.path.insert(0, str(REPOSITORY / "tools"))
 
 import gpu_check
 from gpu_checks.catalog import BY_NAME, CHECKS, SHOWN, Check
-from gpu_checks.figures import Figure, at_least, at_most
+from gpu_checks.figures import Figure, at_least, at_most, merged
 
 NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-H100 = {"name": "H100", "capability": [9, 0], "gib": 79.2}
+H100 = {"name": "H100", "capability": [9, 0], "gib": 79.2, "count": 1}
 
 
 def tool(*words: str, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
@@ -98,6 +99,47 @@ def test_the_worst_figure_is_the_verdict() -> None:
     assert Figure("a", 1.0).target == ""
 
 
+def test_more_tensor_parallel_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "read_gpu", lambda: H100)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(typer.BadParameter) as refused:
+        gpu_check.main(tensor_parallel=2)
+    assert str(refused.value) == (
+        "--tp 2 needs 2 GPUs, and 1 are visible (CUDA_VISIBLE_DEVICES is 3)"
+    )
+
+
+def test_tensor_parallel_checks_are_those_that_are_split() -> None:
+    names = [check.name for check in gpu_check.choose(None, False, 2)]
+    assert "head" not in names
+    assert {"te", "moe_repeats", "fp8_shipped", "sync_0.6b", "quickstart", "mfu_4b"} <= set(names)
+    assert {"reference", "reference_moe"}.isdisjoint(names)
+    with pytest.raises(typer.BadParameter, match="head: not split by --tp"):
+        gpu_check.choose(["te", "head"], False, 2)
+    assert [check.name for check in gpu_check.choose(["head"], False, 1)] == ["head"]
+
+
+def test_the_worst_verdict_of_all_ranks_counts() -> None:
+    ranks = [
+        [at_most("a", 1.0, 2.0), at_most("b", 1.0, 2.0)],
+        [at_most("a", 3.0, 2.0), at_most("b", 1.5, 2.0)],
+        [at_most("a", 1.0, 2.0)],  # failed before it measured b
+    ]
+    assert merged(ranks) == [ranks[1][0], ranks[0][1]]
+    assert merged([[], ranks[1]]) == []
+
+
+def test_the_head_check_says_which_head_to_set() -> None:
+    from gpu_checks.speed import _advice
+
+    agrees, differs = at_most("gradient", 0.01, 0.02), at_most("log-prob", 0.1, 1e-4)
+    assert _advice([agrees], 0.8).name.startswith("SET policy.logprob_head=triton: ")
+    assert _advice([agrees], 1.0).name.startswith("keep policy.logprob_head=torch, ")
+    kept = _advice([agrees, differs], 0.8)
+    assert kept.name.startswith("keep policy.logprob_head=torch: differs in log-prob;")
+    assert (kept.value, kept.verdict, kept.target) == (0.8, "ok", "")
+
+
 def test_a_plan_leaves_out_checks_that_do_not_fit_into_the_minutes() -> None:
     checks = [Check(name, "", 99, guess) for name, guess in (("a", 50), ("b", 70), ("c", 10))]
     checks.append(Check("d", "", 99, 1, gib=1000.0))
@@ -107,7 +149,7 @@ def test_a_plan_leaves_out_checks_that_do_not_fit_into_the_minutes() -> None:
         ["b"],
     )
     text = gpu_check.plan_text(reached, missed, 1.0)
-    assert "Not reached: b (70 s)." in text and "--minutes 2; these alone: --only b" in text
+    assert "Not reached: b (70 s)." in text and "need --minutes 2. Only these: --only b" in text
 
 
 def test_the_half_hour_plan_on_hopper_includes_what_shipped_configs_use(
@@ -154,12 +196,12 @@ def test_a_check_that_crashes_or_hangs_fails_and_keeps_its_figures(
     assert cut.reason == "not done after 1 s, the end of --minutes"
 
 
-def run_tiny(tmp_path: Path, *names: str) -> dict[str, dict[str, Any]]:
+def run_tiny(tmp_path: Path, *names: str, ranks: int = 1) -> dict[str, dict[str, Any]]:
     """Run checks on CPU with tiny shapes. Return the result of each, none of them failed."""
     only = [word for name in names for word in ("--only", name)]
     completed = tool(
-        *only, "--allow-cpu", "--shapes", "tiny", "--workspace", str(tmp_path), "--minutes", "30",
-        timeout=1800.0,
+        *only, "--tp", str(ranks), "--allow-cpu", "--shapes", "tiny", "--minutes", "30",
+        "--workspace", str(tmp_path), timeout=1800.0,
     )  # fmt: skip
     by_name = {entry["check"]: entry for entry in last_line(completed)["checks"]}
     assert all(entry["verdict"] != "failed" for entry in by_name.values()), by_name
@@ -182,6 +224,16 @@ def test_the_bf16_check_runs_on_cpu_with_tiny_shapes(tmp_path: Path) -> None:
 def test_every_other_cpu_check_runs_with_tiny_shapes(name: str, tmp_path: Path) -> None:
     entry = run_tiny(tmp_path, name)[name]
     assert entry["figures"] and entry["verdict"] == "ok", entry
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2000)
+def test_checks_run_with_two_tensor_parallel_ranks(tmp_path: Path) -> None:
+    names = ("bf16", "moe_repeats", "checkpoint", "sync_0.6b")
+    for name, outcome in run_tiny(tmp_path, *names, ranks=2).items():
+        assert outcome["figures"] and outcome["verdict"] == "ok", outcome
+        figures = [tmp_path / f"{name}.jsonl", tmp_path / f"{name}.rank1.jsonl"]
+        assert len({len(path.read_text().splitlines()) for path in figures}) == 1
 
 
 @pytest.mark.parametrize("overrides", [(), ("policy.fp8={recipe: current}",)])

@@ -54,16 +54,18 @@ def built_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[l
         configs.append(config)
         raise Stopped
 
-    def run(setting: Setting, _: Any, *overrides: str, model: str = steps.DENSE) -> dict[str, Any]:
-        config = rig.make_config(setting, model, *overrides, row_tokens=steps.ROW_TOKENS)
+    def run(setting: Setting, _: Any, *overrides: str, model: str = "") -> dict[str, Any]:
+        model = model or steps.dense_model(setting)
+        config = rig.make_config(setting, model, *overrides, row_tokens=steps.row_tokens(setting))
         configs.append(config)
         return dict(FAKE_RESULTS)
 
     monkeypatch.setattr(Setting, "model", folder)
     monkeypatch.setattr(rig, "has_gpu", lambda: True)  # chooses the precision
-    monkeypatch.setattr(states, "make_policy", policy)
+    for module in (states, training):
+        monkeypatch.setattr(module, "make_policy", policy)
     for module in SUBJECTS.values():
-        monkeypatch.setattr(module, "one_rank", lambda: None)
+        monkeypatch.setattr(module, "join_ranks", lambda _: None)
         monkeypatch.setattr(module, "run", run, raising=False)
         monkeypatch.setattr(module, "reference_of", lambda *_: dict(FAKE_RESULTS), raising=False)
     monkeypatch.setattr(training, "has_te", lambda: True)
@@ -71,21 +73,23 @@ def built_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[l
     yield configs
 
 
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
 @pytest.mark.parametrize(
     "name", [check.name for check in SHOWN if check.where.split(":")[0] in SUBJECTS]
 )
 def test_the_configs_of_a_check_are_allowed_on_hopper(
-    name: str, built_configs: list[Any], tmp_path: Path
+    name: str, tensor_parallel: int, built_configs: list[Any], tmp_path: Path
 ) -> None:
     gpu_check = next(entry for entry in SHOWN if entry.name == name)
     try:
-        figures = list(gpu_check.run()(Setting(tmp_path)))
+        setting = Setting(tmp_path, tensor_parallel=tensor_parallel)
+        figures = list(gpu_check.run()(setting))
     except Stopped:
         figures = []
     assert built_configs and all(figure.verdict == "ok" for figure in figures)
     for config in built_configs:
         arch = architecture(shapes.SHAPES[Path(config.model.path).name])
-        check_layout(config, arch, 1)
+        check_layout(config, arch, tensor_parallel)
         check(config, arch, HOPPER)
 
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from tests.helpers.heads import (
     Head,
     HeadResult,
+    accumulated,
     assert_equal,
     fused_head,
     make_head,
@@ -123,6 +124,21 @@ def test_bfloat16_gives_float32_values_and_bfloat16_gradients() -> None:
     for name in ("grad_hidden", "grad_weight"):
         left, right = getattr(on_cpu(actual), name).double(), getattr(exact, name)
         assert float((left - right).norm() / right.norm()) < 2**-8, name
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_of_the_weight_is_added_to_main_grad(dtype: torch.dtype) -> None:
+    head = on_device(padded(make_head(20, 30, hidden=16, std=0.3).to(dtype), 2))
+    with tiles_of(8, 16):
+        fused, separate = (accumulated(head, 30, fused=on, by="triton") for on in (True, False))
+        wanted = accumulated(head, 30, fused=True, by="torch")
+    # A GPU adds products to main_grad in float32. Without fusion they are rounded first.
+    tolerance = (2**-7 if dtype == torch.bfloat16 else 1e-5) if HAS_CUDA else 0.0
+    for left, right, reference in zip(fused, separate, wanted, strict=True):
+        scale = float(right.abs().max())
+        torch.testing.assert_close(left, right, rtol=0.0, atol=tolerance * scale)
+        torch.testing.assert_close(left, reference, rtol=0.0, atol=2**-7 * scale)
 
 
 def shard_outcome(rank: int, head: Head, rows: int) -> HeadResult:

@@ -1,4 +1,4 @@
-"""Heartbeats: whole or not at all, and what they tell of a rank that is missing or behind."""
+"""Heartbeats: written atomically, and read to find ranks that are missing or behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dapo_megatron.types import ConfigError
 
 
 def a_heartbeat(rank: int, **changed: object) -> Heartbeat:
-    one = Heartbeat(
+    heartbeat = Heartbeat(
         rank=rank,
         world_size=4,
         attempt="17.0",
@@ -47,10 +47,10 @@ def a_heartbeat(rank: int, **changed: object) -> Heartbeat:
         in_exchange=True,
         exchange="all_gather 12",
     )
-    return replace(one, **changed)  # type: ignore[arg-type]
+    return replace(heartbeat, **changed)  # type: ignore[arg-type]
 
 
-def named(heartbeats: list[Heartbeat | None]) -> dict[int, str]:
+def reasons_by_rank(heartbeats: list[Heartbeat | None]) -> dict[int, str]:
     return {suspect.rank: suspect.why for suspect in find_suspects(heartbeats, "17.0")}
 
 
@@ -77,7 +77,7 @@ def test_a_heartbeat_is_read_as_it_was_written(
     assert read_heartbeats(folder, 2) == [heartbeat, None]
 
 
-def test_half_a_heartbeat_is_no_heartbeat(tmp_path: Path) -> None:
+def test_a_truncated_or_malformed_heartbeat_is_ignored(tmp_path: Path) -> None:
     write_heartbeat(tmp_path, a_heartbeat(0))
     path = heartbeat_file(tmp_path, 0)
     whole = path.read_bytes()
@@ -94,14 +94,12 @@ def _write_for_ever(folder: Path) -> None:
         write_heartbeat(folder, a_heartbeat(0, step=step, sign="x" * 3000))
 
 
-def test_a_reader_beside_a_writer_sees_whole_heartbeats_and_sigkill_leaves_one(
-    tmp_path: Path,
-) -> None:
+def test_heartbeats_are_complete_while_being_written_and_after_sigkill(tmp_path: Path) -> None:
     write_heartbeat(tmp_path, a_heartbeat(0, step=-1))
     writer = multiprocessing.get_context("spawn").Process(target=_write_for_ever, args=(tmp_path,))
     writer.start()
     steps: set[int] = set()
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + 120.0
     while len(steps) < 50 and time.monotonic() < end:
         heartbeat = read_heartbeat(heartbeat_file(tmp_path, 0))
         assert heartbeat is not None
@@ -124,67 +122,70 @@ def test_a_reader_beside_a_writer_sees_whole_heartbeats_and_sigkill_leaves_one(
         (a_heartbeat(2, num_collectives={"dp": 4}), "collectives 4 of 5 in group dp"),
     ],
 )
-def test_a_rank_that_is_missing_or_behind_is_named_alone(
+def test_only_the_rank_that_is_missing_or_behind_is_named(
     heartbeat: Heartbeat | None, why: str
 ) -> None:
     others = [a_heartbeat(rank, num_collectives={"dp": 5}) for rank in range(4)]
-    found = named([*others[:2], heartbeat, others[3]])
-    assert list(found) == [2]
-    assert why in found[2]
+    reasons = reasons_by_rank([*others[:2], heartbeat, others[3]])
+    assert list(reasons) == [2]
+    assert why in reasons[2]
 
 
-def test_who_waits_for_a_missing_rank_is_not_behind() -> None:
-    found = named(
+def test_ranks_that_wait_for_a_missing_rank_are_not_behind() -> None:
+    reasons = reasons_by_rank(
         [a_heartbeat(0), a_heartbeat(1, num_exchanges=3), None, a_heartbeat(3, phase="sync")]
     )
-    assert list(found) == [2]
+    assert list(reasons) == [2]
 
 
 def test_a_rank_still_in_an_exchange_that_others_left_is_behind() -> None:
     left = [a_heartbeat(rank, in_exchange=False) for rank in range(3)]
-    assert "has not left all_gather 12" in named([*left, a_heartbeat(3)])[3]
+    assert "has not left all_gather 12" in reasons_by_rank([*left, a_heartbeat(3)])[3]
 
 
-def test_all_in_the_same_place_blames_nobody() -> None:
+def test_no_rank_is_named_if_all_are_at_the_same_place() -> None:
     heartbeats: list[Heartbeat | None] = [a_heartbeat(rank) for rank in range(4)]
-    assert named(heartbeats) == {}
+    assert reasons_by_rank(heartbeats) == {}
     assert "all 4 are in phase update, step 3, in all_gather 12" in describe_suspects(
         heartbeats, "17.0"
     )
 
 
 @given(st.lists(st.none() | heartbeats_of_any_state, min_size=1, max_size=40))
-def test_the_description_of_suspects_is_short_and_true(heartbeats: list[Heartbeat | None]) -> None:
-    heartbeats = [one and replace(one, rank=rank) for rank, one in enumerate(heartbeats)]
-    found = find_suspects(heartbeats, "17.0")
-    assert len({suspect.rank for suspect in found}) == len(found)
-    assert {rank for rank, one in enumerate(heartbeats) if one is None} <= {
-        one.rank for one in found
-    }
+def test_the_report_of_suspects_is_short_and_names_missing_ranks(
+    heartbeats: list[Heartbeat | None],
+) -> None:
+    heartbeats = [
+        heartbeat and replace(heartbeat, rank=rank) for rank, heartbeat in enumerate(heartbeats)
+    ]
+    named_ranks = find_suspects(heartbeats, "17.0")
+    assert len({suspect.rank for suspect in named_ranks}) == len(named_ranks)
+    missing = {rank for rank, heartbeat in enumerate(heartbeats) if heartbeat is None}
+    assert missing <= {suspect.rank for suspect in named_ranks}
     text = describe_suspects(heartbeats, "17.0")
     assert text
-    for suspect in found[:NUM_NAMED]:
+    for suspect in named_ranks[:NUM_NAMED]:
         assert f"rank {suspect.rank}" in text
 
 
-def test_an_alarm_is_heard_in_its_own_attempt_alone(tmp_path: Path) -> None:
-    ours, theirs = Alarm.of(tmp_path, "17.0"), Alarm.of(tmp_path, "17.1")
-    ours.prepare(fresh=False)
-    assert ours.triggered() is None
-    theirs.trigger("rank 1: hangs")
-    assert ours.triggered() is None
-    ours.trigger("rank 2: hangs")
-    assert ours.triggered() == "rank 2: hangs"
-    ours.path.write_text("17.0\trank 2: ha")  # half written
-    assert ours.triggered() is None
-    ours.trigger("rank 2: hangs")
-    ours.prepare(fresh=False)
-    assert ours.triggered() == "rank 2: hangs"
-    ours.prepare(fresh=True)
-    assert ours.triggered() is None
+def test_an_alarm_is_seen_only_in_its_own_attempt(tmp_path: Path) -> None:
+    alarm, other_alarm = Alarm.of(tmp_path, "17.0"), Alarm.of(tmp_path, "17.1")
+    alarm.prepare(fresh=False)
+    assert alarm.triggered() is None
+    other_alarm.trigger("rank 1: hangs")
+    assert alarm.triggered() is None
+    alarm.trigger("rank 2: hangs")
+    assert alarm.triggered() == "rank 2: hangs"
+    alarm.path.write_text("17.0\trank 2: ha")  # half written
+    assert alarm.triggered() is None
+    alarm.trigger("rank 2: hangs")
+    alarm.prepare(fresh=False)
+    assert alarm.triggered() == "rank 2: hangs"
+    alarm.prepare(fresh=True)
+    assert alarm.triggered() is None
 
 
-def test_postmortem_names_the_rank_that_stopped_first(tmp_path: Path) -> None:
+def test_doctor_run_names_the_rank_that_stopped_first(tmp_path: Path) -> None:
     now = time.time()
     for rank in range(4):
         died = rank == 2
@@ -203,7 +204,7 @@ def test_postmortem_names_the_rank_that_stopped_first(tmp_path: Path) -> None:
     assert json.loads(run.to_json(report))["suspects"][0]["rank"] == 2
 
 
-def test_postmortem_of_a_run_that_is_well(tmp_path: Path) -> None:
+def test_doctor_run_names_no_rank_of_a_healthy_run(tmp_path: Path) -> None:
     for rank in range(4):
         write_heartbeat(
             tmp_path,

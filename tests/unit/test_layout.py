@@ -18,10 +18,9 @@ from dapo_megatron.plan.layout import (
     data_parallel,
     describe,
     nearest_layouts,
-    row_multiple,
-    sequence_multiple,
     stage_layers,
 )
+from dapo_megatron.plan.rows import preferred_multiple, row_multiple, sequence_multiple
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import TINY
 
@@ -548,6 +547,15 @@ def test_padding_multiples_of_sequences_and_rows(
 ) -> None:
     assert sequence_multiple(policy(**keys)) == sequence
     assert row_multiple(policy(**keys)) == row
+
+
+def test_gpus_prefer_rows_of_few_lengths() -> None:
+    """512 tokens for each context-parallel rank, and a multiple that the layout accepts."""
+    assert preferred_multiple(policy(), on_gpu=False) == 1
+    assert preferred_multiple(policy(), on_gpu=True) == 512
+    shared = policy(context_parallel=3, tensor_parallel=4, sequence_parallel=True)
+    assert preferred_multiple(shared, on_gpu=False) == row_multiple(shared) == 12
+    assert preferred_multiple(shared, on_gpu=True) == 1536
 
 
 def test_data_parallel_size_is_what_remains() -> None:

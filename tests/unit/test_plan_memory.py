@@ -125,14 +125,14 @@ def test_fp8_parameters_take_half_the_memory(tmp_path: Path) -> None:
 
 def test_each_phase_counts_the_model_parts_that_are_loaded(tmp_path: Path) -> None:
     trained = {"policy weights", "gradients", "optimizer"}
-    engine = {"engine weights", "engine workspace", "KV cache"}
+    engine = {"engine weights", "engine sampler", "engine workspace", "KV cache"}
     estimate = estimate_memory(config_of(tmp_path, policy__offload=ALL_PARTS), 8)
     assert names(estimate, "generate") == engine | {"CUDA and NCCL"}
     moments = {
         moment.name: {item.name for item in moment.parts}
         for moment in estimate.kinds["every rank"]["sync"]
     }
-    both = trained | {"engine weights", "CUDA and NCCL"}
+    both = trained | {"engine weights", "engine sampler", "CUDA and NCCL"}
     assert moments["weights move"] == both | {"sync buckets"}
     assert moments["check"] - both <= {"logits, at the head", "a layer at work"}
     assert moments["engine awake"] == engine | {"CUDA and NCCL"}
@@ -205,10 +205,22 @@ def test_the_kv_cache_gets_the_memory_that_the_weights_leave(tmp_path: Path) -> 
     estimate = estimate_memory(config, 2, NodeSpec(gpu_memory_gib=80.0))
     cache, *rest = (
         part(estimate, "generate", name).num_bytes
-        for name in ("KV cache", "engine weights", "engine workspace")
+        for name in ("KV cache", "engine weights", "engine sampler", "engine workspace")
     )
     assert cache == 40 * GIB - sum(rest)
     assert estimate.sequences == cache // (36 * 2 * 4 * 128 * 2 * 22528)
+
+
+@pytest.mark.parametrize(("runner", "is_v2"), [("auto", True), ("v2", True), ("v1", False)])
+def test_the_sampler_counts_every_token_for_every_sequence(
+    runner: str, is_v2: bool, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, engine__max_sequences=512, engine__model_runner=runner)
+    sampler = part(estimate_memory(config, 1), "generate", "engine sampler").num_bytes
+    counts, masks = 512 * 151_936 * 4, 2 * 512 * 4748 * 4
+    assert sampler == (counts + masks + 512 * 4482 * 4 if is_v2 else 0)
+    on_cpu = estimate_memory(config, 1, NodeSpec(gpus_per_node=0))
+    assert on_cpu.engine.sampler.num_bytes == 0
 
 
 def test_a_quantized_engine_takes_half_the_memory(tmp_path: Path) -> None:
@@ -241,8 +253,8 @@ def test_activations_of_a_transformer_engine_layer_match_a_count_by_hand(tmp_pat
     """Bytes per token of a layer of Qwen3-8B in bfloat16, worked out by hand (H 4096, Q 4096,
     G 1024, F 12288): norms 2 (2H + 2H) + 8; QKV projection 2 (Q + 2G); norms of heads: a copy of
     the queries 2Q, and 4 x 40 of rows; queries, outputs and keys 2 (2Q + G); log-sum-exp of the
-    scores 4 x 32; RoPE cosines and sines 8 x 128; MLP 2 x 3F."""
-    by_hand = 32776 + 12288 + 8192 + 160 + 18432 + 128 + 1024 + 73728
+    scores 4 x 32; MLP 2 x 3F."""
+    by_hand = 32776 + 12288 + 8192 + 160 + 18432 + 128 + 73728
     config = config_of(tmp_path)
     micro = activations.micro_of(config, architecture(DENSE_HF), "transformer_engine", on_gpu=True)
     assert activations.kept_by_layer(micro, 0) == by_hand
@@ -251,9 +263,9 @@ def test_activations_of_a_transformer_engine_layer_match_a_count_by_hand(tmp_pat
 def test_full_recompute_keeps_only_the_inputs_of_layers(tmp_path: Path) -> None:
     config = config_of(tmp_path, policy__recompute="full")
     kept = part(estimate_memory(config, 1), "update", "activations").num_bytes
-    # Korthikanti et al. (arXiv 2205.05198), section 5: 2sbh per layer; then the last norm's and
-    # the log-prob head's.
-    assert kept == 32768 * (4096 * (36 * 2 + 2 + 2) + 4)
+    # Korthikanti et al. (arXiv 2205.05198), section 5: 2sbh per layer; then the last norm's, the
+    # log-prob head's, and the RoPE cosines and sines.
+    assert kept == 32768 * (4096 * (36 * 2 + 2 + 2) + 4 + 2 * 2 * 128)
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from(["none", "selective", "full"]))

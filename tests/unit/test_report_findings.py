@@ -367,6 +367,18 @@ def test_every_setting_named_by_a_finding_is_a_config_key() -> None:
     assert [setting for setting in sorted(settings) if not is_key(setting)] == []
 
 
+@pytest.mark.parametrize(
+    "share, weights", [(1.0, "of all weights were"), (0.1, "of all compared weights were")]
+)
+def test_a_sync_that_compared_a_tenth_does_not_claim_all_weights(
+    share: float, weights: str
+) -> None:
+    shown = findings(run_of(series={"sync/fingerprinted": share}))
+    [finding] = [knob for knob in shown if knob.metric == "sync/fingerprinted"]
+    assert finding.title == "Sync verified at each of 40 syncs"
+    assert weights in finding.text
+
+
 @pytest.mark.parametrize("name", FIRES)
 def test_a_finding_is_reported_on_a_series_that_shows_it(name: str) -> None:
     series, title, level, metric = FIRES[name]
@@ -712,7 +724,7 @@ def test_missing_values_are_left_out_of_a_track() -> None:
 
 
 def sources() -> str:
-    names = ("rules", "rules_work", "finding")
+    names = ("health_rules", "work_rules", "finding")
     folder = Path(health_rules.__file__).parent
     return "".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in names)
 

@@ -355,4 +355,4 @@ def test_importing_rewards_imports_no_heavy_library() -> None:
         "assert not {'torch', 'pydantic', 'math_verify', 'sympy', 'reasoning_gym'} "
         "& set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check_grader=True)
+    subprocess.run([sys.executable, "-c", code], check=True)

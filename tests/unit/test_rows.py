@@ -5,6 +5,7 @@ The ranks of a context-parallel group are simulated one after the other.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -22,12 +23,18 @@ lengths = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 
 def on_all_ranks(
-    batch: TokenBatch, sequences: list[int], *, packed: bool, cp: int, tokens_per: int = 1
+    batch: TokenBatch,
+    sequences: list[int],
+    *,
+    packed: bool,
+    cp: int,
+    tokens_per: int = 1,
+    with_loss: bool = False,
 ) -> list[Rows]:
     multiple = 2 * cp if cp > 1 else 1
     row = multiple * tokens_per
     shapes = [RowShape(packed, multiple, row, rank, cp) for rank in range(cp)]
-    return [make_rows(batch, sequences, shape, CPU) for shape in shapes]
+    return [make_rows(batch, sequences, shape, CPU, with_loss=with_loss) for shape in shapes]
 
 
 @settings(deadline=None, max_examples=60)
@@ -44,21 +51,15 @@ def test_every_token_appears_once_with_its_position_and_target(
         assert rows.tokens.shape == ranks[0].tokens.shape  # all ranks have the same work
         assert (rows.tokens.shape[0] == 1) == (packed or len(chosen) == 1)
         assert rows.tokens.numel() * cp % tokens_per == 0
-        for number, position, token, target, predicts in zip(
+        for number, position, token in zip(
             *(x.flatten().tolist() for x in (rows.sequences, rows.positions, rows.tokens)),
-            *(x.flatten().tolist() for x in (rows.targets, rows.predicts)),
             strict=True,
         ):
             if number < 0:
-                assert predicts < 0
                 assert token == 0
                 continue
-            place = starts[chosen[number]] + position
             placed.add((number, position))
-            assert token == batch.tokens[place]
-            is_last = position == lengths[chosen[number]] - 1
-            assert predicts == (-1 if is_last else place + 1)
-            assert is_last or target == batch.tokens[place + 1]
+            assert token == batch.tokens[starts[chosen[number]] + position]
     expected = {
         (number, position)
         for number, index in enumerate(chosen)
@@ -68,11 +69,58 @@ def test_every_token_appears_once_with_its_position_and_target(
     assert sum(int((rows.sequences >= 0).sum()) for rows in ranks) == len(expected)
 
 
+@settings(deadline=None, max_examples=60)
+@given(lengths, st.booleans(), st.booleans(), st.sampled_from([1, 2]), st.data())
+def test_scored_tokens_follow_the_position_that_predicts_them(
+    lengths: list[int], packed: bool, with_loss: bool, cp: int, data: st.DataObject
+) -> None:
+    batch = random_batch(lengths, vocab=99, prompt=2)
+    num_tokens = len(batch.tokens)
+    batch = replace(
+        batch,
+        old_logprobs=torch.rand(num_tokens),
+        engine_logprobs=torch.rand(num_tokens),
+        weights=torch.rand(num_tokens),
+        advantages=torch.rand(num_tokens),
+    )
+    chosen = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, unique=True))
+    starts = (batch.lengths.cumsum(0) - batch.lengths).tolist()
+    scored_indices = []
+    for rows in on_all_ranks(batch, chosen, packed=packed, cp=cp, with_loss=with_loss):
+        scored = rows.scored
+        num_rows, row_length = rows.tokens.shape
+        predicted_index = torch.full((row_length, num_rows), -1)
+        predicted_index.view(-1)[scored.hidden_rows] = scored.indices
+        for row in range(num_rows):
+            for column in range(row_length):
+                number, position = int(rows.sequences[row, column]), rows.positions[row, column]
+                index = int(predicted_index[column, row])
+                assert index < 0 or index == starts[chosen[number]] + int(position) + 1
+        # Boolean indexing of the rows gave this order, which the sums of the loss depend on.
+        by_row = scored.hidden_rows % num_rows * row_length + scored.hidden_rows // num_rows
+        assert bool((by_row.diff() > 0).all())
+        assert torch.equal(scored.targets, batch.tokens[scored.indices])
+        assert (scored.loss_inputs is not None) == with_loss
+        if scored.loss_inputs is not None:
+            assert torch.equal(scored.loss_inputs.mask, batch.loss_mask[scored.indices])
+            for name in ("old_logprobs", "advantages", "weights", "engine_logprobs"):
+                values = getattr(scored.loss_inputs, name)
+                assert torch.equal(values, getattr(batch, name)[scored.indices]), name
+        scored_indices += scored.indices.tolist()
+    expected = [
+        starts[number] + position
+        for number in chosen
+        for position in range(1, lengths[number])
+        if not with_loss or batch.loss_mask[starts[number] + position]
+    ]
+    assert sorted(scored_indices) == sorted(expected)
+
+
 def test_without_sequences_there_is_one_row_of_padding() -> None:
     for packed in (True, False):
         for rows in on_all_ranks(random_batch((3,), vocab=9), [], packed=packed, cp=2):
             assert rows.tokens.shape == (1, 2)
-            assert bool((rows.predicts < 0).all())
+            assert rows.scored.indices.numel() == rows.scored.hidden_rows.numel() == 0
             assert bool((rows.sequences < 0).all())
 
 

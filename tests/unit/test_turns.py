@@ -6,6 +6,7 @@ that a sleeping engine or an offloaded policy could not serve.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron import loop
+from dapo_megatron.bridge.bounds import CanaryBounds
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.cluster.instruments import MemoryMeter, StepInstruments, TimelineRecorder
 from dapo_megatron.cluster.ranks import Ranks
@@ -39,7 +41,9 @@ from tests.helpers.configs import tiny_config
 
 NAME = "model.norm.weight"
 VOCAB, NUM_TOKENS = 64, 8
+BOUNDS = CanaryBounds(max=1e-3, mean=1e-3, quantile=1e-3, basis="", derived=frozenset())
 SYNC = ["onload", "wake_weights", "receive", "held", "logprobs", "offload", "wake_cache", "score"]
+SYNC += ["decode", "score"]
 
 
 class Accelerator:
@@ -114,7 +118,7 @@ class Accelerator:
             self.engine_weight = self.damage(value.clone())
         self.version = version
 
-    def read_back(self) -> Iterator[tuple[TensorSlice, Tensor]]:
+    def read_back(self, names: Any = None) -> Iterator[tuple[TensorSlice, Tensor]]:
         self.record("held", "policy", "engine weights")
         yield self.tensor_slice, self.engine_weight
 
@@ -129,13 +133,21 @@ class Accelerator:
         self.record("score", "engine weights", "engine cache")
         return [[-float(self.engine_weight.sum())] * (len(tokens) - 1) for tokens in sequences]
 
+    def decode(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int
+    ) -> list[tuple[list[int], list[float]]]:
+        self.record("decode", "engine weights", "engine cache")
+        logprob = -float(self.engine_weight.sum()) + self.decoding_error
+        return [([1] * num_tokens, [logprob] * num_tokens) for _ in prompts]
+
     is_failing = False
+    decoding_error = 0.0
 
 
 def make_sync(both: Any, **keys: Any) -> WeightSync:
     return WeightSync(
         both, both, Ranks(0, 1, 0), SyncConfig(max_gap=1e-3, **keys),
-        vocab=VOCAB, max_tokens=NUM_TOKENS, ranks_per_node=1,
+        bounds=BOUNDS, vocab=VOCAB, max_tokens=NUM_TOKENS, ranks_per_node=1,
     )  # fmt: skip
 
 
@@ -164,8 +176,22 @@ def test_damage_seen_only_by_the_canary_is_located_by_reloading_the_policy() -> 
     both.damage, both.is_failing = lambda weight: weight + 1, True
     with pytest.raises(SyncError, match=NAME):
         sync(1)
-    without_fingerprints = [call for call in SYNC if call != "held"]
+    until_score = SYNC[: SYNC.index("score") + 1]
+    without_fingerprints = [call for call in until_score if call != "held"]
     assert both.calls == [*without_fingerprints, "onload", "held"]
+
+
+@pytest.mark.parametrize("error", [2e-3, math.nan])
+def test_decoding_with_other_log_probs_than_scoring_ends_the_run(error: float) -> None:
+    both = Accelerator()
+    sync = make_sync(both)
+    both.sleep()
+    both.decoding_error = 5e-4
+    assert sync(0).decode_gap == pytest.approx(5e-4, rel=1e-3)
+    both.sleep()
+    both.decoding_error = error
+    with pytest.raises(SyncError, match=r"weights 1: decoded tokens .* engine ranks 0"):
+        sync(1)
 
 
 def test_an_engine_without_memory_to_wake_up_ends_the_run_with_the_config_key() -> None:

@@ -21,6 +21,7 @@ from dapo_megatron.policy.vocab_parallel import linear_logprobs
 from tests.helpers.heads import (
     Head,
     HeadResult,
+    accumulated,
     assert_equal,
     make_head,
     padded,
@@ -99,6 +100,20 @@ def test_values_without_gradient_are_bitwise_the_same() -> None:
         )
     outcome = tiled(head)
     assert torch.equal(logp, outcome.logp) and torch.equal(entropy, outcome.entropy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_a_gradient_added_to_main_grad_is_that_of_autograd(
+    dtype: torch.dtype, num_tokens: int
+) -> None:
+    """On CPU to the bit: the product of a tile is rounded before it is added."""
+    head = padded(make_head(num_tokens, 30, hidden=8).to(dtype), 3)
+    with tiles_of(8, 2):
+        fused, separate = (accumulated(head, 30, fused=fused) for fused in (True, False))
+    for name, left, right in zip(("hidden", "weight"), fused, separate, strict=True):
+        assert torch.equal(left, right), name
+    assert bool(fused[1][:30].any()) == (num_tokens > 0) and not fused[1][30:].any()
 
 
 def test_bfloat16_rounds_logits_and_gradients_but_not_the_softmax() -> None:

@@ -360,7 +360,8 @@ def test_a_stalled_disk_does_not_end_a_rank(
     watch.start()
     is_stalled, is_back = threading.Event(), threading.Event()
     monkeypatch.setattr(
-        "dapo_megatron.cluster.heartbeat.write", lambda *_: (is_stalled.set(), is_back.wait())
+        "dapo_megatron.cluster.watchdog.write_heartbeat",
+        lambda *_: (is_stalled.set(), is_back.wait()),
     )
     with watch.phase("update", 1):
         assert is_stalled.wait(EVENTUALLY_SECONDS)
@@ -376,6 +377,6 @@ def test_a_stalled_disk_does_not_keep_a_rank_from_closing(
     watch = Watchdog(tmp_path, 0, 1, LIMITS)
     watch.start()
     is_back = threading.Event()
-    monkeypatch.setattr("dapo_megatron.cluster.heartbeat.write", lambda *_: is_back.wait())
+    monkeypatch.setattr("dapo_megatron.cluster.watchdog.write_heartbeat", lambda *_: is_back.wait())
     watch.close()  # returns while the disk is stalled
     is_back.set()

@@ -1,7 +1,6 @@
-"""What tools/gpu_check.py runs: a module per subject, `catalog.py` lists the checks.
+"""The checks of tools/gpu_check.py: one module per subject. `catalog.py` lists the checks.
 
-A check is a generator of figures (`figures.py`), run in a process of its own on models of random
-weights in published shapes (`shapes.py`), with policy and engine built as a run builds them
-(`rig.py`). All of them run on CPU too, in a tiny shape: what that proves is that they are spelled
-right.
+A check is a generator of figures (`figures.py`). It runs in its own process, on models with random
+weights in published shapes (`shapes.py`). Policy and engine are built as in a run (`rig.py`). Most
+checks also run on CPU in a tiny shape, which shows only that their code runs.
 """

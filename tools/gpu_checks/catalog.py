@@ -1,4 +1,4 @@
-"""The checks there are, the most important first, and what each needs."""
+"""The list of checks, the most important first, and what each needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gpu_checks.figures import Figure
 
@@ -18,31 +18,35 @@ HOPPER = (9, 0)
 
 @dataclass(frozen=True)
 class Check:
-    """`where` is `module:function` in this folder. `on_cpu`: it runs there too, in a tiny shape."""
+    """A check and its requirements. `where` is `module:function` in this folder."""
 
     name: str
     where: str
     seconds: int
-    """It is ended after these."""
+    """Time limit."""
     guess: int
-    """Seconds that it takes, not measured yet: by these a session is planned."""
+    """Estimated duration in seconds, not measured yet. Sessions are planned with it."""
     gib: float = 8.0
-    """Of GPU memory."""
+    """GPU memory that it needs, in GiB."""
     packages: tuple[str, ...] = ()
     capability: tuple[int, int] = (7, 0)
     on_cpu: bool = True
+    """Whether it also runs on CPU, in a tiny shape."""
     hidden: bool = False
+    processes: Literal["ranks", "own", "one"] = "ranks"
+    """Processes under --tp: one per GPU ("ranks"), those that the check's command starts ("own"),
+    or only one, because nothing is split ("one"). The last kind does not run under --tp."""
 
     def run(self) -> Callable[..., Iterator[Figure]]:
-        """The generator of its figures; imports what it needs."""
+        """Return the function that generates its figures. Importing it may take seconds."""
         module, function = self.where.split(":")
-        found: Callable[..., Iterator[Figure]] = getattr(
+        generate: Callable[..., Iterator[Figure]] = getattr(
             import_module(f"gpu_checks.{module}"), function
         )
-        return found
+        return generate
 
     def title(self) -> str:
-        """What it does, in a sentence: read, for what it imports is heavy."""
+        """Return the function's docstring. It is read from the file, because imports are slow."""
         module, function = self.where.split(":")
         text = (Path(__file__).parent / f"{module}.py").read_text("utf-8")
         for node in ast.parse(text).body:
@@ -51,14 +55,14 @@ class Check:
         return ""
 
     def needs(self) -> str:
-        """For people."""
+        """Return the requirements as text."""
         parts = [f"an NVIDIA GPU with {self.gib:g} GiB"]
         if self.capability > (7, 0):
             parts[0] += " of compute capability {}.{}".format(*self.capability)
         return ", ".join([*parts, *self.packages])
 
     def missing(self) -> list[str]:
-        """Packages that are not installed."""
+        """Return the packages that are not installed."""
         return [name for name in self.packages if find_spec(name) is None]
 
 
@@ -66,21 +70,22 @@ _FP8: dict[str, Any] = {"gib": 16.0, "packages": (TE,), "capability": HOPPER, "o
 _FUSED = _FP8 | {"capability": (8, 0)}
 
 CHECKS = (
-    # What a run with the shipped configs rests on.
+    # Needed by every run with the shipped configs.
     Check("bf16", "training:bfloat16", 240, 90, 16),
     Check("te", "training:transformer_engine", 240, 60, **_FUSED),
     Check("sync_0.6b", "engines:sync_06b", 180, 70, 30, (VLLM,)),
-    Check("head", "speed:head", 120, 40, 60),
+    Check("head", "speed:head", 120, 40, 60, processes="one"),
     Check("fp8_shipped", "fp8:shipped", 180, 40, **_FP8),
     Check("mfu_4b", "speed:mfu_4b", 240, 110, 70),
     Check("checkpoint", "states:checkpoint", 180, 60, 20),
     Check("moe", "training:experts", 180, 60, 16),
+    Check("moe_repeats", "training:experts_repeat", 120, 30, 16),
     Check("sync_4b", "engines:sync_4b", 300, 130, 70, (VLLM,)),
     Check("optimizers", "training:optimizers", 240, 80, 20),
-    Check("end_to_end", "machine:end_to_end", 240, 90, 20, (VLLM,)),
-    Check("quickstart", "machine:quickstart", 300, 120, 20, (VLLM,)),
+    Check("end_to_end", "machine:end_to_end", 240, 90, 20, (VLLM,), processes="own"),
+    Check("quickstart", "machine:quickstart", 300, 120, 20, (VLLM,), processes="own"),
     Check("plan", "engines:plan", 180, 80, 40, (VLLM,)),
-    # What else can be configured.
+    # Other settings.
     Check("fp8_current", "fp8:current", 180, 40, **_FP8),
     Check("fp8_parameters", "fp8:shipped_parameters", 180, 40, **_FP8),
     Check("recompute", "states:recompute", 180, 50, 16),
@@ -98,15 +103,16 @@ CHECKS = (
     Check("fp8_current_parameters", "fp8:parameters", 120, 40, **_FP8),
     Check("fp8_blockwise", "fp8:blockwise", 120, 40, **_FP8),
     Check("fp8_ends", "fp8:ends", 120, 40, **_FP8),
-    # What is only of interest.
+    # For information.
     Check("mfu_0.6b", "speed:mfu_06b", 180, 60, 70),
     Check("rope", "training:rope", 120, 50, **_FUSED),
     Check("tokens_eager", "engines:tokens_eager", 180, 70, 40, (VLLM,)),
     Check("mfu_triton", "speed:mfu_triton", 120, 50, 60, (TRITON,), (8, 0), on_cpu=False),
-    Check("smi", "machine:smi", 60, 10, 0, on_cpu=False),
-    Check("preflight", "machine:preflight", 120, 40, 8),
-    Check("reference", "steps:reference", 300, 60, hidden=True),
-    Check("reference_moe", "steps:reference_moe", 300, 30, hidden=True),
+    Check("smi", "machine:smi", 60, 10, 0, on_cpu=False, processes="own"),
+    Check("preflight", "machine:preflight", 120, 40, 8, processes="own"),
+    Check("reference", "steps:reference", 300, 60, hidden=True, processes="one"),
+    Check("reference_06b", "steps:reference_06b", 300, 80, hidden=True, processes="one"),
+    Check("reference_moe", "steps:reference_moe", 300, 30, hidden=True, processes="one"),
 )
 BY_NAME = {check.name: check for check in CHECKS}
 SHOWN = tuple(check for check in CHECKS if not check.hidden)

@@ -1,7 +1,8 @@
-"""A figure of a check, what it should be, and whether it is."""
+"""Figures of a check: a measured value, its target, and whether the target is met."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +12,7 @@ WORST: tuple[Verdict, ...] = ("failed", "short", "ok", "not judged", "skipped")
 
 @dataclass(frozen=True)
 class Figure:
-    """`target` in words; empty if there is none."""
+    """A measured value. `target` is in words, and empty if there is none."""
 
     name: str
     value: float
@@ -20,23 +21,23 @@ class Figure:
     verdict: Verdict = "ok"
 
 
-def told(name: str, value: float, unit: str = "") -> Figure:
-    """A figure without a target."""
+def reported(name: str, value: float, unit: str = "") -> Figure:
+    """Return a figure without a target."""
     return Figure(name, float(value), unit)
 
 
 def at_most(
     name: str, value: float, limit: float, unit: str = "", *, binding: bool = True
 ) -> Figure:
-    """One that should not pass a limit; on other hardware or models than those of the limit
-    (`binding` false) it is told beside it, and not judged."""
+    """Return a figure that should not exceed a limit. It is not judged if the limit is stated for
+    other hardware or models (`binding` false)."""
     return Figure(name, float(value), unit, f"<= {limit:g}", _verdict(value <= limit, binding))
 
 
 def at_least(
     name: str, value: float, limit: float, unit: str = "", *, binding: bool = True
 ) -> Figure:
-    """See `at_most`."""
+    """Return a figure that should not be below a limit. See `at_most`."""
     return Figure(name, float(value), unit, f">= {limit:g}", _verdict(value >= limit, binding))
 
 
@@ -47,5 +48,20 @@ def _verdict(is_met: bool, binding: bool) -> Verdict:
 
 
 def holds(name: str, is_so: bool) -> Figure:
-    """Something that must be so."""
+    """Return a figure for a condition that must hold."""
     return Figure(name, float(is_so), "", "yes", "ok" if is_so else "short")
+
+
+def merged(ranks: Sequence[Sequence[Figure]]) -> list[Figure]:
+    """Return rank 0's figures. Where the verdict of another rank is worse, return that rank's.
+
+    All ranks compute the same figures in the same order. A rank that failed has fewer of them.
+    """
+    first, *others = ranks
+    return [
+        min(
+            (figure, *(other[index] for other in others if index < len(other))),
+            key=lambda figure: WORST.index(figure.verdict),
+        )
+        for index, figure in enumerate(first)
+    ]

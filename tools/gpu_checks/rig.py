@@ -1,4 +1,4 @@
-"""One rank with a policy, an engine or both, as a run has them; clocks and memory.
+"""The ranks of a check, with policy and engine as in a run. Timers and memory readings.
 
 Shape letters: T tokens of a batch.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +44,21 @@ PROMPT_TOKENS = 16
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and on what scale a check runs."""
+    """Folder, scale and number of GPUs of a check."""
 
     workspace: Path
     tiny: bool = False
-    quick: bool = False
+    tensor_parallel: int = 1
 
     def model(self, name: str) -> Path:
-        """The folder of a shape, or of the tiny one."""
-        tiny = {"moe": "tiny_moe"}.get(name, "tiny_sharp" if name.endswith("_sharp") else "tiny")
-        return model_folder(tiny if self.tiny else name, self.workspace)
+        """Return the folder of a model of this shape, or of the corresponding tiny shape."""
+        if self.tiny:
+            kind = "_sharp" if name.endswith("_sharp") else ""
+            name = f"tiny_{name}" if name.startswith("moe") else f"tiny{kind}"
+        return model_folder(name, self.workspace)
 
     def pick(self, real: Any, tiny: Any) -> Any:
-        """A size."""
+        """Return the value for this scale."""
         return tiny if self.tiny else real
 
 
@@ -64,52 +67,54 @@ def has_gpu() -> bool:
 
 
 def has_te() -> bool:
-    """Whether Transformer Engine's layers can run here, in bfloat16."""
+    """Return whether Transformer Engine's layers can run here in bfloat16."""
     installed = find_spec("transformer_engine") is not None
     return installed and has_gpu() and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def is_judged() -> bool:
-    """Whether this is a GPU that the targets are stated for (an H200, or its
-    sibling with the same matmuls)."""
+    """Return whether the targets are stated for this GPU: an H200, or an H100, whose matmuls are as
+    fast."""
     words = set(torch.cuda.get_device_name().split()) if has_gpu() else set()
     return bool(words & {"H100", "H200"}) and "PCIe" not in words
 
 
 def memory_gib() -> float:
-    """Of the GPU."""
+    """Return the size of the GPU's memory."""
     return torch.cuda.get_device_properties(0).total_memory / GIB
 
 
 def used_gib() -> float:
-    """Of the GPU's memory, by anybody; without a GPU 0."""
+    """Return how much of the GPU's memory is used, by all processes. Without a GPU it is 0."""
     if not has_gpu():
         return 0.0
     free, total = torch.cuda.mem_get_info()
     return (total - free) / GIB
 
 
-def one_rank() -> Ranks:
-    """Join a world of this process alone."""
-    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    os.environ.update({name: str(value) for name, value in alone.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+def join_ranks(setting: Setting) -> Ranks:
+    """Join the ranks that `launch` started under --tp, else a world of only this process."""
+    if setting.tensor_parallel == 1:
+        alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        os.environ.update({name: str(value) for name, value in alone.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    # The check's log then names the kernels that vLLM chose, and its memory.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     prepare_scratch()
-    claim(0)
+    claim(int(os.environ["LOCAL_RANK"]))
     return join(backend())
 
 
 def make_config(setting: Setting, model: str, *overrides: str, row_tokens: int = 4096) -> Config:
-    """A complete config for one process and this model; `row_tokens` of a packed row, which is also
-    the longest sequence of it that is allowed."""
+    """Return a complete config for this model and the setting's GPUs. `row_tokens` is the size of a
+    packed row and the maximum length of a sequence."""
     row_tokens = setting.pick(row_tokens, 256)
     precision = "bfloat16" if has_gpu() else "float32"
     texts = [
         f"model.path={setting.model(model)}",
         "run.name=gpu_check",
         f"run.directory={setting.workspace}",
-        "run.processes=1",
-        "policy.tensor_parallel=1",
+        *layout(setting),
         f"policy.precision={precision}",
         f"rollout.max_prompt_tokens={PROMPT_TOKENS}",
         f"rollout.max_response_tokens={row_tokens - PROMPT_TOKENS}",
@@ -118,15 +123,26 @@ def make_config(setting: Setting, model: str, *overrides: str, row_tokens: int =
         "engine.max_sequences=64",
         "engine.memory_fraction=0.3",
         "engine.kv_cache_gib=0.0625",
-        # Gaps are figures here.
+        # Gaps are reported as figures.
         "sync.max_gap=100.0",
+        "sync.canary_mean_gap=100.0",
+        "sync.canary_quantile_gap=100.0",
         "tracking.mlflow=false",
     ]
     return load_config(BASE, [*texts, *overrides])
 
 
+def layout(setting: Setting) -> tuple[str, ...]:
+    """Return overrides that split policy and engine over the setting's GPUs."""
+    return (
+        f"run.processes={setting.tensor_parallel}",
+        f"policy.tensor_parallel={setting.tensor_parallel}",
+        f"policy.sequence_parallel={str(setting.tensor_parallel > 1).lower()}",
+    )
+
+
 def make_policy(config: Config, ranks: Ranks) -> Any:
-    """A policy alone."""
+    """Return a policy without an engine."""
     from dapo_megatron.policy.policy import MegatronPolicy
     from dapo_megatron.run.build import planner
 
@@ -135,7 +151,8 @@ def make_policy(config: Config, ranks: Ranks) -> Any:
 
 
 def random_batch(lengths: Sequence[int], vocab: int, *, prompt: int = 1) -> TokenBatch:
-    """Sequences of random tokens, the same in every process; all after `prompt` in the loss."""
+    """Return sequences of random tokens, the same in every process. The tokens after `prompt` are
+    in the loss."""
     generator = torch.Generator().manual_seed(1)
     num_tokens = sum(lengths)
     mask_T = torch.cat([torch.arange(length) >= prompt for length in lengths])
@@ -153,12 +170,12 @@ def random_batch(lengths: Sequence[int], vocab: int, *, prompt: int = 1) -> Toke
 
 
 def likelihood(logp: Tensor, inputs: MicroTokens) -> LossOutput:
-    """Minus the log-likelihood: it falls at every step on one batch, so that a test can see it."""
+    """Return the negative log-likelihood as a loss. On one batch it falls at every step."""
     return LossOutput(total=-(logp * inputs.mask).sum(), sums={})
 
 
 def seconds_of(work: Callable[[], Any], repeats: int = 3, warm_ups: int = 1) -> float:
-    """Of one call, the median; the first calls are not counted."""
+    """Return the median duration of a call. The first calls are not counted."""
     times = []
     for number in range(warm_ups + repeats):
         wait()
@@ -171,7 +188,7 @@ def seconds_of(work: Callable[[], Any], repeats: int = 3, warm_ups: int = 1) -> 
 
 
 def wait() -> None:
-    """Until the GPU has done what it was asked to."""
+    """Wait until the GPU has finished its work."""
     if has_gpu():
         torch.cuda.synchronize()
 
@@ -179,7 +196,8 @@ def wait() -> None:
 def generate(
     engine: Any, num_sequences: int, num_tokens: int, vocab: int
 ) -> tuple[float, list[tuple[SampleRequest, Completion]]]:
-    """Seconds, and what was sampled, of requests that all are in flight at once."""
+    """Sample completions of requests that are all in flight at once. Return the duration in seconds
+    and the completions."""
     generator = torch.Generator().manual_seed(2)
     requests = [
         SampleRequest(
@@ -213,14 +231,12 @@ def generate(
 
 
 def gaps(policy: Any, sampled: Iterable[tuple[SampleRequest, Completion]], vocab: int) -> Tensor:
-    """|engine - policy| of each sampled token's log-prob."""
+    """Return |engine - policy| of each sampled token's log-prob."""
     pairs = list(sampled)
-    lengths = [len(request.prompt.tokens) + len(one.tokens) for request, one in pairs]
-    batch = random_batch(lengths, vocab, prompt=PROMPT_TOKENS)
-    tokens = [token for request, one in pairs for token in (*request.prompt.tokens, *one.tokens)]
-    engine = [value for _, one in pairs for value in (*[0.0] * PROMPT_TOKENS, *one.logprobs)]
-    from dataclasses import replace
-
-    batch = replace(batch, tokens=torch.tensor(tokens))
-    ours_T = policy.logprobs(batch, temperature=1.0).logprobs
-    return (ours_T - torch.tensor(engine))[batch.loss_mask].abs()
+    sequences = [(*request.prompt.tokens, *completion.tokens) for request, completion in pairs]
+    batch = random_batch([len(tokens) for tokens in sequences], vocab, prompt=PROMPT_TOKENS)
+    batch = replace(batch, tokens=torch.tensor([*chain.from_iterable(sequences)]))
+    prompt = [0.0] * PROMPT_TOKENS
+    engine = [value for _, completion in pairs for value in (*prompt, *completion.logprobs)]
+    policy_T = policy.logprobs(batch, temperature=1.0).logprobs
+    return (policy_T - torch.tensor(engine))[batch.loss_mask].abs()

@@ -1,9 +1,12 @@
-"""Models of published shapes with random weights, in HF folders; made once per workspace."""
+"""Models of published shapes with random weights, in HF folders, made once per workspace."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,9 @@ _EXPERTS = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+    "tie_word_embeddings": False,
 }
+_TOP_8 = {"num_experts": 32, "num_experts_per_tok": 8}
 _TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -51,7 +56,7 @@ _TINY = {
 }
 
 SHAPES: dict[str, dict[str, Any]] = {
-    # As config.json of Qwen/Qwen2.5-0.5B, Qwen/Qwen3-0.6B-Base and Qwen/Qwen3-4B-Base has them.
+    # From config.json of Qwen/Qwen2.5-0.5B, Qwen/Qwen3-0.6B-Base and Qwen/Qwen3-4B-Base.
     "0.5b": _QWEN
     | {
         "architectures": ["Qwen2ForCausalLM"],
@@ -76,7 +81,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
     },
-    # The kind of Qwen/Qwen3-30B-A3B, with its experts' width; the rest is smaller.
+    # Like Qwen/Qwen3-30B-A3B: the same width of experts and an untied head. The rest is smaller.
     "moe": _QWEN3
     | _EXPERTS
     | {
@@ -91,7 +96,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _QWEN3 | _TINY,
     "tiny_moe": _QWEN3 | _TINY | _EXPERTS | {"moe_intermediate_size": 48},
 }
-# Parts of the 4B model, for GPUs that do not hold a step of it: the same matmuls, fewer of them.
+SHAPES |= {f"{name}_top8": SHAPES[name] | _TOP_8 for name in ("moe", "tiny_moe")}
+# The 4B model with fewer layers, for GPUs that cannot hold a step of it: fewer of the same matmuls.
 LAYERS_OF_4B = (36, 30, 24, 18, 12, 9, 6)
 SHAPES |= {
     f"4b_{count}_layers": SHAPES["4b"] | {"num_hidden_layers": count} for count in LAYERS_OF_4B
@@ -104,11 +110,25 @@ SHAPES |= {f"{name}_sharp": SHAPES[name] for name in ("0.6b", "4b", "tiny")}
 
 
 def model_folder(name: str, workspace: Path) -> Path:
-    """The folder of a model of this shape, bfloat16; made if it is not there."""
+    """Return the folder of a bfloat16 model of this shape. Make it if it does not exist."""
     folder = workspace / "models" / name
-    if (folder / "config.json").exists():
-        return folder
     folder.mkdir(parents=True, exist_ok=True)
+    with made_once(folder / "config.json") as is_missing:
+        if is_missing:
+            _make_model(name, folder)
+    return folder
+
+
+@contextmanager
+def made_once(path: Path) -> Iterator[bool]:
+    """Lock a file while it is made, so that one of several ranks makes it and the others wait.
+    Yield whether it is missing."""
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield not path.exists()
+
+
+def _make_model(name: str, folder: Path) -> None:
     from make_tiny_model import make_tokenizer  # heavy, and needed once
 
     tokenizer = make_tokenizer()
@@ -124,16 +144,17 @@ def model_folder(name: str, workspace: Path) -> Path:
         folder / "model.safetensors",
         {"format": "pt"},
     )
-    # Last: a folder with it is whole.
+    # Last, because its existence marks a complete folder.
     (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
-    return folder
 
 
 def config_folder(name: str, workspace: Path) -> Path:
     """Write only the config.json of a shape, which is all that `plan` reads. Return its folder."""
     folder = workspace / "configs" / name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[name]), encoding="utf-8")
+    with made_once(folder / "config.json") as is_missing:
+        if is_missing:
+            (folder / "config.json").write_text(json.dumps(SHAPES[name]), encoding="utf-8")
     return folder
 
 

@@ -1,4 +1,4 @@
-"""What a policy keeps and gives back: activations, checkpoints, memory while others compute."""
+"""State of a policy: recomputed activations, checkpoints, offload to host memory."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from torch import Tensor
 
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import Shard
-from gpu_checks.figures import Figure, at_most, holds, told
+from gpu_checks.figures import Figure, at_most, holds, reported
 from gpu_checks.fp8 import fp8, shipped_settings
 from gpu_checks.rig import (
     GIB,
     Setting,
     has_gpu,
     has_te,
+    join_ranks,
     likelihood,
     make_config,
     make_policy,
-    one_rank,
     random_batch,
     seconds_of,
 )
-from gpu_checks.steps import DENSE, FUSED, LR, ROW_TOKENS, SHORT, batch_of_steps, ratios, run
+from gpu_checks.steps import FUSED, LR, SHORT, batch_of_steps, dense_model, ratios, row_tokens, run
 
 # ---------------------------------------------------------------------------- recomputation
 
 
 def recompute(setting: Setting) -> Iterator[Figure]:
-    """Activations computed again, the kernels that `auto` takes: the same steps, less memory."""
+    """Recompute activations, with the kernels of `auto`: the same steps with less memory."""
     yield from _recomputed(setting, "bfloat16", ("selective", "full"), SHORT)
 
 
 def recompute_fp8(setting: Setting) -> Iterator[Figure]:
-    """Activations computed again in FP8: scales of each tensor, from a history, and as shipped."""
+    """Recompute activations in FP8 with the recipes current, delayed and as shipped."""
     for recipe in ("current", "delayed"):
         yield from _recomputed(setting, recipe, ("full",), FUSED, SHORT, fp8(recipe))
     shipped = fp8(**shipped_settings())  # type: ignore[arg-type]
@@ -48,23 +48,23 @@ def recompute_fp8(setting: Setting) -> Iterator[Figure]:
 def _recomputed(
     setting: Setting, what: str, kinds: tuple[str, ...], *overrides: str
 ) -> Iterator[Figure]:
-    ranks, runs = one_rank(), {}
+    ranks, runs = join_ranks(setting), {}
     for kind in ("none", *kinds):
         if has_gpu():
             torch.cuda.reset_peak_memory_stats()
         runs[kind] = run(setting, ranks, *overrides, f"policy.recompute={kind}")
         if has_gpu():
             peak = torch.cuda.max_memory_allocated() / GIB
-            yield told(f"{what}, {kind}: peak of tensors", peak, "GiB")
+            yield reported(f"{what}, {kind}: peak of tensors", peak, "GiB")
     kept = runs.pop("none")
-    for kind, found in runs.items():
-        same = torch.equal(found["logprobs"], kept["logprobs"])
-        yield holds(f"{what}, {kind}: log-probs are the same bits", same)
-        norm = abs(found["norms"][0] / kept["norms"][0] - 1.0)
+    for kind, result in runs.items():
+        same = torch.equal(result["logprobs"], kept["logprobs"])
+        yield holds(f"{what}, {kind}: log-probs have the same bits", same)
+        norm = abs(result["norms"][0] / kept["norms"][0] - 1.0)
         yield at_most(f"{what}, {kind}: gradient norm, relative", norm, 1e-3)
-        gap = (found["after"] - kept["after"]).abs().mean()
+        gap = (result["after"] - kept["after"]).abs().mean()
         yield at_most(f"{what}, {kind}: log-probs after the steps, mean", float(gap), 0.015)
-        yield from ratios(found, f"{what}, {kind}: ", moves=what == "delayed")
+        yield from ratios(result, f"{what}, {kind}: ", moves=what == "delayed")
 
 
 # ---------------------------------------------------------------------------- checkpoints
@@ -72,7 +72,7 @@ def _recomputed(
 
 @dataclass(frozen=True)
 class _Next:
-    """What a policy does next."""
+    """Log-probs before and after a policy's next update, and its gradient norm."""
 
     before_T: Tensor
     after_T: Tensor
@@ -80,8 +80,8 @@ class _Next:
 
 
 def checkpoint(setting: Setting) -> Iterator[Figure]:
-    """A checkpoint in bfloat16, by the AdamW that `auto` takes: saved, loaded, gone on with."""
-    ranks = one_rank()
+    """Save a bfloat16 checkpoint with the AdamW of `auto`, load it, and continue."""
+    ranks = join_ranks(setting)
     yield from _round_trip(setting, ranks, "auto", SHORT)
     if has_te():
         fused = ("optimizer.kernels=transformer_engine", "optimizer.moments=bfloat16")
@@ -89,8 +89,8 @@ def checkpoint(setting: Setting) -> Iterator[Figure]:
 
 
 def checkpoint_fp8(setting: Setting) -> Iterator[Figure]:
-    """Checkpoints of weights that are in FP8 alone."""
-    ranks = one_rank()
+    """Save, load and continue checkpoints of weights that exist only in FP8."""
+    ranks = join_ranks(setting)
     recipes: dict[str, dict[str, Any]] = {
         "current": {"recipe": "current"},
         "shipped": shipped_settings(),
@@ -101,14 +101,16 @@ def checkpoint_fp8(setting: Setting) -> Iterator[Figure]:
 
 
 def _round_trip(setting: Setting, ranks: Ranks, what: str, *overrides: str) -> Iterator[Figure]:
-    """Two updates, a checkpoint, one more; a new policy loads it and does that one too."""
-    config = make_config(setting, DENSE, *overrides, row_tokens=ROW_TOKENS)
+    """Make two updates, a checkpoint, and one more update. A new policy loads the checkpoint and
+    makes the same update."""
+    config = make_config(setting, dense_model(setting), *overrides, row_tokens=row_tokens(setting))
     folders = [setting.workspace / f"checkpoint_{number}" for number in range(2)]
     checksums, nexts = [], []
     for number, folder in enumerate(folders):
         policy = make_policy(config, ranks)
         batch = batch_of_steps(setting, policy.architecture.vocab_size)
         if number:
+            ranks.barrier()
             policy.load(folders[0])
         else:
             for _ in range(2):
@@ -116,25 +118,26 @@ def _round_trip(setting: Setting, ranks: Ranks, what: str, *overrides: str) -> I
         checksums.append(_save(policy, folder))
         nexts.append(_next(policy, batch))
         policy.close()
-    for folder in folders:
+    ranks.barrier()
+    for folder in folders if ranks.rank == 0 else ():
         shutil.rmtree(folder)
     saved, loaded = nexts
     yield holds(
-        f"{what}: what was loaded, saved again, is the same bits", checksums[0] == checksums[1]
+        f"{what}: a loaded checkpoint is saved with the same bits", checksums[0] == checksums[1]
     )
     same = torch.equal(saved.before_T, loaded.before_T)
-    yield holds(f"{what}: log-probs after loading are the same bits", same)
+    yield holds(f"{what}: log-probs after loading have the same bits", same)
     norm = abs(loaded.norm / saved.norm - 1.0)
     yield at_most(f"{what}: next update's gradient norm, relative", norm, 1e-3)
     gap = (loaded.after_T - saved.after_T).abs()
-    yield told(f"{what}: log-probs after the next update, largest", float(gap.max()))
-    # A loss of moments or of their step would move the weights by the learning rate.
+    yield reported(f"{what}: log-probs after the next update, largest", float(gap.max()))
+    # Without the moments or their step count, weights would move by the learning rate.
     yield at_most(f"{what}: log-probs after the next update, mean", float(gap.mean()), 0.005)
 
 
 def _save(policy: Any, folder: Path) -> dict[str, str]:
-    """A checkpoint's file in this folder; its sums."""
-    folder.mkdir()
+    """Write this rank's file of a checkpoint. Return its checksums."""
+    folder.mkdir(exist_ok=True)
     snapshot = policy.snapshot()
     snapshot.write(folder)
     checksums: dict[str, str] = snapshot.checksums
@@ -151,22 +154,21 @@ def _next(policy: Any, batch: Any) -> _Next:
 
 
 def offload(setting: Setting) -> Iterator[Figure]:
-    """Weights and optimizer state to host memory and back; a checkpoint's copy."""
-    yield from _offloaded(setting, one_rank())
+    """Move weights and optimizer state to host memory and back, and copy them for a checkpoint."""
+    yield from _offloaded(setting, join_ranks(setting))
 
 
 def offload_fp8(setting: Setting) -> Iterator[Figure]:
-    """The same in FP8 as shipped, its weights in bfloat16 and in FP8 alone; weights replaced."""
-    ranks = one_rank()
+    """Move FP8 policies to host memory and back, with weights in bfloat16 and only in FP8."""
+    ranks = join_ranks(setting)
     for parameters in (False, True):
         settings = fp8(**{**shipped_settings(), "parameters": parameters})  # type: ignore[arg-type]
         yield from _offloaded(setting, ranks, FUSED, SHORT, settings)
 
 
 def _offloaded(setting: Setting, ranks: Ranks, *overrides: str) -> Iterator[Figure]:
-    model = "0.6b" if setting.quick else setting.pick("0.6b", "tiny")
     everything = "policy.offload=[weights, gradients, optimizer]"
-    config = make_config(setting, model, everything, *overrides)
+    config = make_config(setting, "0.6b", everything, *overrides)
     policy = make_policy(config, ranks)
     batch = random_batch((32, 32), policy.architecture.vocab_size)
     policy.update(batch, likelihood, LR)
@@ -178,16 +180,18 @@ def _offloaded(setting: Setting, ranks: Ranks, *overrides: str) -> Iterator[Figu
         leave.append(seconds_of(policy.offload, repeats=1, warm_ups=0))
         freed = full - _used()
         back.append(seconds_of(policy.onload, repeats=1, warm_ups=0))
-    yield holds("log-probs are the same bits", torch.equal(before, policy.logprobs(batch).logprobs))
-    yield told("freed", freed, "GiB")
-    yield told("first offload (pins host memory)", leave[0], "s")
-    yield told("offload", leave[-1], "s")
-    yield told("onload", back[-1], "s")
+    yield holds(
+        "log-probs have the same bits", torch.equal(before, policy.logprobs(batch).logprobs)
+    )
+    yield reported("freed", freed, "GiB")
+    yield reported("first offload (pins host memory)", leave[0], "s")
+    yield reported("offload", leave[-1], "s")
+    yield reported("onload", back[-1], "s")
     if freed > 0:
-        yield told("offload, of what is freed", freed / leave[-1], "GiB/s")
-        yield told("onload, of what is freed", freed / back[-1], "GiB/s")
-    yield told("checkpoint's copy, first", seconds_of(policy.snapshot, 1, 0), "s")
-    yield told("checkpoint's copy", seconds_of(policy.snapshot, 1, 0), "s")
+        yield reported("offload, of what is freed", freed / leave[-1], "GiB/s")
+        yield reported("onload, of what is freed", freed / back[-1], "GiB/s")
+    yield reported("checkpoint's copy, first", seconds_of(policy.snapshot, 1, 0), "s")
+    yield reported("checkpoint's copy", seconds_of(policy.snapshot, 1, 0), "s")
     policy.rewrite(_raise)
     after = policy.logprobs(batch).logprobs
     replaced = bool(after.isfinite().all()) and not torch.equal(before, after)

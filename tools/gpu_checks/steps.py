@@ -1,4 +1,4 @@
-"""The same few training steps in two ways, and how far apart they are."""
+"""The same few training steps computed in two ways, and their differences."""
 
 from __future__ import annotations
 
@@ -15,48 +15,65 @@ from torch import Tensor
 
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import LossOutput, MicroTokens, TokenBatch
-from gpu_checks.figures import Figure, at_most, holds, told
+from gpu_checks.figures import Figure, at_most, holds, reported
 from gpu_checks.rig import (
     PROMPT_TOKENS,
     Setting,
     has_gpu,
+    join_ranks,
     likelihood,
     make_config,
     make_policy,
-    one_rank,
     random_batch,
 )
+from gpu_checks.shapes import made_once
 
-DENSE, EXPERTS = "0.5b", "moe"
+DENSE, DENSE_SPLIT = "0.5b", "0.6b"
+EXPERTS, EXPERTS_TOP_8 = "moe", "moe_top8"
 NUM_STEPS = 4
 LR = 1e-4
-# Two rows of 304 tokens at most. No length is a multiple of 16, nor is a row: FP8 has to pad.
-LENGTHS, ROW_TOKENS = (97, 61, 131, 45, 83, 89), 304
+# More than one row. Lengths are not multiples of 16, so FP8 has to pad.
+LENGTHS, ROW_TOKENS, ROW_TOKENS_SPLIT = (97, 61, 131, 45, 83, 89, 71), 304, 512
 TINY_LENGTHS = (17, 101, 149)
 LOCAL = "policy.kernels=local"
 FUSED = "policy.kernels=transformer_engine"
 SHORT = "policy.precision=bfloat16"
 
-# Of bfloat16 (8 bits) and FP8 (4 bits of E4M3) against float32, of a model of random weights: mean
-# difference of log-probs, and of loss and gradient norm, relative.
+# Limits for bfloat16 (8 bits) and FP8 (4 bits of E4M3) against float32, with random weights: mean
+# difference of log-probs, relative difference of loss, and relative difference of gradient norm.
 Limits = tuple[float, float, float]
 BFLOAT16_LIMITS: Limits = (0.015, 0.002, 0.03)
 FP8_LIMITS: Limits = (0.05, 0.01, 0.10)
 
 
 def batch_of_steps(setting: Setting, vocab: int) -> TokenBatch:
-    """What every comparison is made on."""
+    """Return the batch that all comparisons use."""
     return random_batch(setting.pick(LENGTHS, TINY_LENGTHS), vocab)
 
 
-def run(setting: Setting, ranks: Ranks, *overrides: str, model: str = DENSE) -> dict[str, Any]:
-    """Log-probs of a fixed batch, then steps on it.
+def dense_model(setting: Setting) -> str:
+    """Return the shape of dense models. The 14 attention heads of the 0.5B model cannot be split in
+    a way that FP8 supports."""
+    return DENSE if setting.tensor_parallel == 1 else DENSE_SPLIT
 
-    `ratios`: of the first update, per micro-batch, the largest |log-prob - old log-prob|, old ones
-    being those that `logprobs` gave just before. `ratios_prompts`: of one more update, with prompts
-    that are not in the loss, so that the head gets fewer rows than it had in `logprobs`."""
+
+def row_tokens(setting: Setting) -> int:
+    """Return the size of a row, which FP8 rounds down to a multiple of up to 128 tokens per GPU."""
+    tensor_parallel = setting.tensor_parallel
+    return ROW_TOKENS if tensor_parallel == 1 else max(ROW_TOKENS_SPLIT, 128 * tensor_parallel)
+
+
+def run(setting: Setting, ranks: Ranks, *overrides: str, model: str = "") -> dict[str, Any]:
+    """Compute log-probs of a fixed batch, then training steps on it.
+
+    `ratios`: the largest |log-prob - old log-prob| of each micro-batch in the first update. The old
+    log-probs were computed just before. `ratios_prompts`: the same for one more update, with
+    prompts outside the loss, so that the head gets fewer tokens than in the pass for log-probs.
+    `model` is by default the dense one.
+    """
     clip = "optimizer.clip_grad=1.0"
-    config = make_config(setting, model, clip, *overrides, row_tokens=ROW_TOKENS)
+    model = model or dense_model(setting)
+    config = make_config(setting, model, clip, *overrides, row_tokens=row_tokens(setting))
     policy = make_policy(config, ranks)
     batch = batch_of_steps(setting, policy.architecture.vocab_size)
     before = policy.logprobs(batch).logprobs
@@ -72,15 +89,15 @@ def run(setting: Setting, ranks: Ranks, *overrides: str, model: str = DENSE) -> 
     return {
         "logprobs": before,
         "after": after,
-        "losses": [one.loss for one in stats],
-        "norms": [one.grad_norm for one in stats],
+        "losses": [step.loss for step in stats],
+        "norms": [step.grad_norm for step in stats],
         "ratios": watched.gaps,
         "ratios_prompts": watched_prompts.gaps,
     }
 
 
 class Watched:
-    """`likelihood`, and how far each micro-batch's log-probs are from the old ones."""
+    """`likelihood`, which records each micro-batch's largest |log-prob - old log-prob|."""
 
     def __init__(self) -> None:
         self.gaps: list[float] = []
@@ -96,81 +113,91 @@ class Watched:
 
 
 def reference(setting: Setting) -> Iterator[Figure]:
-    """Not a check: the dense model's reference, made by a process that sees no GPU."""
+    """Compute the dense model's reference, in a process that sees no GPU. This is not a check."""
     yield from _make_reference(setting, DENSE)
 
 
+def reference_06b(setting: Setting) -> Iterator[Figure]:
+    """Compute the reference of the dense model that can be split. This is not a check."""
+    yield from _make_reference(setting, DENSE_SPLIT)
+
+
 def reference_moe(setting: Setting) -> Iterator[Figure]:
-    """Not a check: as `reference`, of the mixture of experts."""
+    """Compute the reference of the mixture of experts. This is not a check."""
     yield from _make_reference(setting, EXPERTS)
 
 
-_MAKER = {DENSE: "reference", EXPERTS: "reference_moe"}
+_MAKER = {DENSE: "reference", DENSE_SPLIT: "reference_06b", EXPERTS: "reference_moe"}
 
 
 def _make_reference(setting: Setting, model: str) -> Iterator[Figure]:
     assert not has_gpu()
     exact = (LOCAL, "policy.precision=float32", "optimizer.kernels=torch")
-    found = run(setting, one_rank(), *exact, model=model)
-    torch.save(found, setting.workspace / f"{_MAKER[model]}.pt")
-    yield told("reference loss", found["losses"][0])
+    result = run(setting, join_ranks(setting), *exact, model=model)
+    torch.save(result, setting.workspace / f"{_MAKER[model]}.pt")
+    yield reported("reference loss", result["losses"][0])
 
 
-def reference_of(setting: Setting, model: str = DENSE) -> dict[str, Any]:
-    """The same steps in float32 on the CPU, computed once per workspace."""
+def reference_of(setting: Setting, model: str = "") -> dict[str, Any]:
+    """Return the results of the same steps in float32 on the CPU, computed once per workspace."""
+    model = model or dense_model(setting)
     name = _MAKER[model]
-    kept = setting.workspace / f"{name}.pt"
-    if not kept.exists():
-        setting.model(model)  # by this process: a GPU's random numbers are its own
-        command = [sys.executable, str(Path(__file__).parents[1] / "gpu_check.py")]
-        command += ["--child", name, "--workspace", str(setting.workspace)]
-        command += ["--shapes", setting.pick("real", "tiny")]
-        blind = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        subprocess.run(command, env=blind, check=True)
-    found: dict[str, Any] = torch.load(kept)
-    return found
+    path = setting.workspace / f"{name}.pt"
+    setting.model(model)  # made by this process, because random numbers of a GPU are different
+    with made_once(path) as is_missing:
+        if is_missing:
+            command = [sys.executable, str(Path(__file__).parents[1] / "gpu_check.py")]
+            command += ["--child", name, "--workspace", str(setting.workspace)]
+            command += ["--shapes", setting.pick("real", "tiny")]
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+            subprocess.run(command, env=environment, check=True)
+    result: dict[str, Any] = torch.load(path)
+    return result
 
 
 # ---------------------------------------------------------------------------- figures
 
 
 def compared(
-    found: dict[str, Any], wanted: dict[str, Any], limits: Limits, what: str = ""
+    result: dict[str, Any], wanted: dict[str, Any], limits: Limits, what: str = ""
 ) -> Iterator[Figure]:
-    """Of steps against the reference; `what` is before each figure's name."""
+    """Compare steps with the reference. `what` starts each figure's name."""
     mean, loss, norm = limits
-    gap_T = (found["logprobs"] - wanted["logprobs"]).abs()
+    gap_T = (result["logprobs"] - wanted["logprobs"]).abs()
     yield at_most(f"{what}log-probs, mean difference", float(gap_T.mean()), mean)
-    yield told(f"{what}log-probs, largest difference", float(gap_T.max()))
-    yield at_most(f"{what}loss, relative", _relative(found, wanted, "losses"), loss)
-    yield at_most(f"{what}gradient norm, relative", _relative(found, wanted, "norms"), norm)
-    gap = found["losses"][-1] - wanted["losses"][-1]
-    yield told(f"{what}loss of step {NUM_STEPS}, difference", gap)
-    falls = found["losses"] == sorted(found["losses"])[::-1]
+    yield reported(f"{what}log-probs, largest difference", float(gap_T.max()))
+    yield at_most(f"{what}loss, relative", _relative(result, wanted, "losses"), loss)
+    yield at_most(f"{what}gradient norm, relative", _relative(result, wanted, "norms"), norm)
+    gap = result["losses"][-1] - wanted["losses"][-1]
+    yield reported(f"{what}loss of step {NUM_STEPS}, difference", gap)
+    falls = result["losses"] == sorted(result["losses"])[::-1]
     yield holds(f"{what}loss falls at every step", falls)
 
 
-def ratios(found: dict[str, Any], what: str = "", *, moves: bool = False) -> Iterator[Figure]:
-    """Whether the first update sees the old log-probs: its ratios are then exactly 1. `moves`:
-    scales change after each micro-batch with gradients, so this holds of the first alone."""
-    first, *later = found["ratios"]
+def ratios(result: dict[str, Any], what: str = "", *, moves: bool = False) -> Iterator[Figure]:
+    """Check that the first update computes the old log-probs, so that its ratios are exactly 1.
+
+    `moves`: scales change after each micro-batch with gradients. Then only the first micro-batch is
+    required to have ratios of 1.
+    """
+    first, *later = result["ratios"]
     cases = [("micro-batch 1", first, 0.0, True)]
     cases += [(f"micro-batch {number}", gap, 0.0, not moves) for number, gap in enumerate(later, 2)]
-    cases.append(("prompts not in the loss", max(found["ratios_prompts"]), 1e-4, not moves))
+    cases.append(("prompts not in the loss", max(result["ratios_prompts"]), 1e-4, not moves))
     for case, gap, limit, is_held in cases:
         name = f"{what}|log ratio| of a first update, {case}"
-        yield at_most(name, gap, limit) if is_held else told(name, gap)
+        yield at_most(name, gap, limit) if is_held else reported(name, gap)
 
 
 def difference(
-    name: str, one: dict[str, Any], other: dict[str, Any], limit: float = 0.015
+    name: str, result: dict[str, Any], other: dict[str, Any], limit: float = 0.015
 ) -> Iterator[Figure]:
-    """Between two runs on the same device: log-probs before and after the steps."""
+    """Compare two runs on the same device: log-probs before and after the steps."""
     for moment, key in (("before", "logprobs"), (f"after {NUM_STEPS} steps", "after")):
-        gap_T = (one[key] - other[key]).abs()
+        gap_T = (result[key] - other[key]).abs()
         yield at_most(f"{name}, log-probs {moment}, mean", float(gap_T.mean()), limit)
-        yield told(f"{name}, log-probs {moment}, largest", float(gap_T.max()))
+        yield reported(f"{name}, log-probs {moment}, largest", float(gap_T.max()))
 
 
-def _relative(found: dict[str, Any], wanted: dict[str, Any], name: str) -> float:
-    return float(abs(found[name][0] / wanted[name][0] - 1.0))
+def _relative(result: dict[str, Any], wanted: dict[str, Any], name: str) -> float:
+    return float(abs(result[name][0] / wanted[name][0] - 1.0))

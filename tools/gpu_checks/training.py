@@ -1,25 +1,38 @@
-"""Training steps in bfloat16: kernels, rows and optimizers, against float32 on CPU."""
+"""Training steps in bfloat16: kernels, rows and optimizers, compared to float32 on CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
 
-from gpu_checks.figures import Figure, at_most, told
-from gpu_checks.rig import Setting, has_gpu, has_te, one_rank
+from dapo_megatron.cluster.ranks import Ranks
+from gpu_checks.figures import Figure, at_most, reported
+from gpu_checks.rig import (
+    Setting,
+    has_gpu,
+    has_te,
+    join_ranks,
+    likelihood,
+    make_config,
+    make_policy,
+)
 from gpu_checks.steps import (
     BFLOAT16_LIMITS,
     EXPERTS,
+    EXPERTS_TOP_8,
     FUSED,
     LOCAL,
     NUM_STEPS,
     SHORT,
+    batch_of_steps,
     compared,
     difference,
     ratios,
     reference_of,
+    row_tokens,
     run,
 )
 
@@ -27,29 +40,29 @@ HOPPER = (9, 0)
 
 
 def bfloat16(setting: Setting) -> Iterator[Figure]:
-    """Steps in bfloat16, Megatron's own layers, against float32 on CPU."""
-    found = run(setting, one_rank(), LOCAL, SHORT)
-    yield from compared(found, reference_of(setting), BFLOAT16_LIMITS)
-    yield from ratios(found)
+    """Compare bfloat16 steps with Megatron's own layers to float32 on CPU."""
+    result = run(setting, join_ranks(setting), LOCAL, SHORT)
+    yield from compared(result, reference_of(setting), BFLOAT16_LIMITS)
+    yield from ratios(result)
 
 
 def transformer_engine(setting: Setting) -> Iterator[Figure]:
-    """Transformer Engine's layers: against float32 on CPU, and against Megatron's own."""
+    """Compare Transformer Engine's layers to float32 on CPU, and to Megatron's own layers."""
+    ranks = join_ranks(setting)
     capability = torch.cuda.get_device_capability()
     if capability < HOPPER:
-        what = "not a Hopper GPU: bfloat16 alone, attention by other kernels; compute capability"
-        yield told(what, float("{}.{}".format(*capability)))
-    ranks = one_rank()
-    found = run(setting, ranks, FUSED, SHORT)
-    yield from compared(found, reference_of(setting), BFLOAT16_LIMITS)
-    yield from ratios(found)
+        what = "not a Hopper GPU: only bfloat16, other attention kernels. Compute capability"
+        yield reported(what, float("{}.{}".format(*capability)))
+    result = run(setting, ranks, FUSED, SHORT)
+    yield from compared(result, reference_of(setting), BFLOAT16_LIMITS)
+    yield from ratios(result)
     local = run(setting, ranks, LOCAL, SHORT)
-    yield from difference("from local kernels", found, local)
+    yield from difference("from local kernels", result, local)
 
 
 def experts(setting: Setting) -> Iterator[Figure]:
-    """A mixture of experts, 2 of 8 per token: local and grouped experts, against float32 on CPU."""
-    ranks, wanted = one_rank(), reference_of(setting, EXPERTS)
+    """Compare a mixture of experts (2 of 8 per token), local and grouped, to float32 on CPU."""
+    ranks, wanted = join_ranks(setting), reference_of(setting, EXPERTS)
     local = run(setting, ranks, LOCAL, SHORT, model=EXPERTS)
     yield from compared(local, wanted, BFLOAT16_LIMITS, "local: ")
     yield from ratios(local, "local: ")
@@ -60,19 +73,58 @@ def experts(setting: Setting) -> Iterator[Figure]:
         yield from difference("grouped from local experts", grouped, local)
 
 
+def experts_repeat(setting: Setting) -> Iterator[Figure]:
+    """Compute log-probs and gradients with 8 experts per token twice. The bits must be the same."""
+    ranks = join_ranks(setting)
+    for name, kernels in {"local": LOCAL, "grouped": FUSED}.items():
+        if kernels == LOCAL or has_te():
+            # Megatron's own unpermute adds a token's experts by atomics on a GPU.
+            is_held = kernels == FUSED or not has_gpu()
+            yield from _repeated(setting, ranks, name, kernels, is_held=is_held)
+
+
+def _repeated(
+    setting: Setting, ranks: Ranks, name: str, kernels: str, *, is_held: bool
+) -> Iterator[Figure]:
+    config = make_config(setting, EXPERTS_TOP_8, kernels, SHORT, row_tokens=row_tokens(setting))
+    policy = make_policy(config, ranks)
+    arch = policy.architecture
+    batch = batch_of_steps(setting, arch.vocab_size)
+    batch = replace(batch, old_logprobs=policy.logprobs(batch).logprobs)
+    log_probs = policy.logprobs(batch).logprobs
+    gradients = [policy.gradients(batch, likelihood)[1] for _ in range(2)]
+    policy.close()
+    gap = float((log_probs - batch.old_logprobs).abs().max())
+    yield _zero(f"{name}: log-probs, largest difference of two passes", gap, is_held)
+    gaps = {
+        key: float((value - gradients[1][key]).abs().max()) for key, value in gradients[0].items()
+    }
+    # The backward kernels of attention may use atomics on a GPU. The gradients of the last layer's
+    # experts and router, and of what follows, are computed before them.
+    last = (f"model.layers.{arch.num_layers - 1}.mlp.", "model.norm.", "lm_head.")
+    before = [gap for key, gap in gaps.items() if key.startswith(last)]
+    figure = f"{name}: gradients of {len(before)} tensors after the last attention"
+    yield _zero(f"{figure}, largest difference", max(before), is_held)
+    yield _zero(f"{name}: all gradients, largest difference", max(gaps.values()), not has_gpu())
+
+
+def _zero(name: str, value: float, is_held: bool) -> Figure:
+    return at_most(name, value, 0.0) if is_held else reported(name, value)
+
+
 def padded(setting: Setting) -> Iterator[Figure]:
-    """Padded rows, of every kernel there is, against float32 on CPU (packed)."""
-    ranks = one_rank()
+    """Compare padded rows, with all layer implementations, to float32 on CPU with packed rows."""
+    ranks = join_ranks(setting)
     for name, kernels in {"local: ": LOCAL, "fused: ": FUSED}.items():
         if kernels == LOCAL or has_te():
-            found = run(setting, ranks, kernels, SHORT, "train.packing=false")
-            yield from compared(found, reference_of(setting), BFLOAT16_LIMITS, name)
-            yield from ratios(found, name)
+            result = run(setting, ranks, kernels, SHORT, "train.packing=false")
+            yield from compared(result, reference_of(setting), BFLOAT16_LIMITS, name)
+            yield from ratios(result, name)
 
 
 def rope(setting: Setting) -> Iterator[Figure]:
-    """The fused rotary embedding against the plain one (NVIDIA-NeMo/RL issue 1801)."""
-    ranks = one_rank()
+    """Compare the fused rotary embedding to the plain one (NVIDIA-NeMo/RL issue 1801)."""
+    ranks = join_ranks(setting)
     plain = run(setting, ranks, FUSED, SHORT)
     fused = run(setting, ranks, FUSED, SHORT, "policy.fused_rope=true")
     yield from difference("fused from plain", fused, plain)
@@ -80,20 +132,20 @@ def rope(setting: Setting) -> Iterator[Figure]:
 
 
 def optimizers(setting: Setting) -> Iterator[Figure]:
-    """AdamW of Transformer Engine and Apex against torch's: the same steps in float32; then what
-    bfloat16 moments and host memory change."""
-    ranks, exact = one_rank(), (LOCAL, "policy.precision=float32")
+    """Compare AdamW of Transformer Engine and Apex to torch's, with float32 steps. Then compare
+    bfloat16 moments and state in host memory."""
+    ranks, exact = join_ranks(setting), (LOCAL, "policy.precision=float32")
     wanted = run(setting, ranks, *exact, "optimizer.kernels=torch")
     packages = [name for name in ("transformer_engine", "apex") if has_gpu() and find_spec(name)]
     for name in packages:
-        found = run(setting, ranks, *exact, f"optimizer.kernels={name}")
-        gap = (found["after"] - wanted["after"]).abs().max()
+        result = run(setting, ranks, *exact, f"optimizer.kernels={name}")
+        gap = (result["after"] - wanted["after"]).abs().max()
         yield at_most(f"{name}, log-probs after {NUM_STEPS} steps", float(gap), 1e-3)
     whole = run(setting, ranks, LOCAL, SHORT, "optimizer.kernels=torch")
     variants = {"state in host memory": ("optimizer.cpu_offload=1.0",)}
     if "transformer_engine" in packages:
         variants["bfloat16 moments"] = ("optimizer.moments=bfloat16",)
     for name, overrides in variants.items():
-        found = run(setting, ranks, LOCAL, SHORT, *overrides)
-        gap = (found["after"] - whole["after"]).abs().mean()
+        result = run(setting, ranks, LOCAL, SHORT, *overrides)
+        gap = (result["after"] - whole["after"]).abs().mean()
         yield at_most(f"{name}, log-probs after {NUM_STEPS} steps, mean", float(gap), 0.015)

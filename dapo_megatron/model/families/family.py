@@ -59,6 +59,16 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     has_window: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuse a requirement that the policy would ignore."""
+        if self.required.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(
+                f"family {self.model_type}: partial_rotary_factor = "
+                f"{self.required['partial_rotary_factor']} is required, but the policy rotates "
+                "whole heads. Add the number of rotated columns to Rope (model/architecture.py), "
+                "and use it in _rope_frequencies (policy/model.py)"
+            )
+
     def has(self, name: str) -> bool:
         """Return whether some layer has the parameter `name`."""
         return any(parameter.name == name for parameter in self.layer)

@@ -1,0 +1,37 @@
+"""Communicators of the policy's process groups, created before an engine measures free memory.
+
+torch creates NCCL's communicator of a group, and its buffers on the GPU, at the first collective.
+In a run that would be the first sync or update. By then the engine has sized its KV cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from dapo_megatron.config import Config
+from dapo_megatron.policy.device import device, megatron_device
+from dapo_megatron.policy.model import initialize_parallel
+
+
+def connect(config: Config) -> None:
+    """Create Megatron's process groups, and run a collective of a few numbers in each group of
+    ranks that a run uses. Collective. The policy must be built next, with the same layout."""
+    with megatron_device():
+        initialize_parallel(config.policy, config.seed)
+    value = torch.zeros(dist.get_world_size(), device=device())
+    # Between each pair of ranks, as in a sync.
+    dist.all_to_all_single(torch.empty_like(value), value)
+    groups = (
+        None,  # the world
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_expert_data_parallel_group(),
+    )
+    for group in groups:
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(value[:1], group=group)

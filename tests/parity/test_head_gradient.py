@@ -1,0 +1,121 @@
+"""The log-prob head inside a policy of two data-parallel ranks: its weight's gradient is added to
+Megatron's buffer, and neither the head nor the loss makes the host wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dapo_megatron.cluster.ranks import Ranks
+from tests.helpers.batches import random_batch
+from tests.helpers.configs import tiny_config
+from tests.helpers.losses import loss_with
+from tests.helpers.models import make_random_model
+from tests.helpers.ranks import run_ranks
+
+LENGTHS = (5, 40, 17, 9, 33, 4, 40, 12)
+VOCAB = 99
+LOSS = loss_with()
+
+
+class Waits(TorchDispatchMode):
+    """Records operations whose result the host must read from the device, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.num_operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        self.num_operations += 1
+        indices = args[1] if name.startswith(("aten::index.", "aten::index_put")) else ()
+        has_mask = any(index is not None and index.dtype == torch.bool for index in indices)
+        if has_mask or name in (
+            "aten::nonzero",
+            "aten::masked_select",
+            "aten::_local_scalar_dense",
+        ):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def head_and_loss_watched(chunk: Any) -> Iterator[Waits]:
+    """Watch what runs between the end of a chunk's forward pass and that of the loss."""
+    waits = Waits()
+
+    def enter(*_: Any) -> None:
+        waits.__enter__()
+
+    handle = chunk.register_forward_hook(enter)
+    try:
+        yield waits
+    finally:
+        handle.remove()
+
+
+def observe_both(rank: int, world_size: int, untied: Path, tied: Path) -> list[dict[str, Any]]:
+    return [observe(Ranks(rank, world_size, rank), model) for model in (untied, tied)]
+
+
+def observe(exchange: Ranks, model: Path) -> dict[str, Any]:
+    from dapo_megatron.policy import step
+    from dapo_megatron.policy.policy import MegatronPolicy
+    from dapo_megatron.run.build import planner
+
+    config = tiny_config(
+        model__path=model, train__max_tokens_per_microbatch=64, policy__tensor_parallel=1
+    )
+    policy = MegatronPolicy(config, exchange, planner(config.policy, config.train))
+    batch = random_batch(LENGTHS, vocab=VOCAB)
+    chunk = policy._chunks[0]
+    weight = chunk.module.head_weight
+    seen: dict[str, Any] = {"fused": policy.gradients(batch, LOSS)}
+    seen["is_added"] = weight.grad_added_to_main_grad
+    seen["overlaps"] = chunk.ddp_config.overlap_grad_reduce
+    group = chunk.param_to_bucket_group[weight]
+    seen["counts"] = [dict(group.per_param_grad_ready_counts)[weight]]
+
+    head = step.linear_logprobs
+    step.linear_logprobs = lambda *args, **given: head(
+        *args, **{**given, "gradient_accumulation_fusion": False}
+    )
+    seen["separate"] = policy.gradients(batch, LOSS)
+    seen["counts"].append(group.golden_per_param_grad_ready_counts[weight])
+    step.linear_logprobs = head
+
+    with head_and_loss_watched(chunk.module) as waits:
+
+        def loss(*args: Any) -> Any:
+            result = LOSS(*args)
+            waits.__exit__(None, None, None)
+            return result
+
+        policy.gradients(batch, loss)
+    seen["waits"], seen["num_operations"] = waits.names, waits.num_operations
+    policy.close()
+    return seen
+
+
+def test_the_gradient_of_an_untied_head_is_added_to_the_buffer(tmp_path: Path) -> None:
+    models = [tmp_path / "untied", tmp_path / "tied"]
+    for model in models:
+        is_tied = model.name == "tied"
+        make_random_model("qwen3", model, seed=1, tie_word_embeddings=is_tied, vocab_size=VOCAB)
+    for observed in run_ranks(observe_both, 2, 2, *models):
+        for seen, is_tied in zip(observed, (False, True), strict=True):
+            assert seen["is_added"] != is_tied
+            # Megatron's hook ran for this weight, and expects it before it reduces the bucket.
+            assert seen["overlaps"] and seen["counts"] == [1, 1]
+            (loss, fused), (wanted_loss, separate) = seen["fused"], seen["separate"]
+            assert loss == wanted_loss and fused.keys() == separate.keys()
+            for name, gradient in fused.items():
+                assert torch.equal(gradient, separate[name]), name
+                assert gradient.any(), name
+            assert seen["num_operations"] > 100 and seen["waits"] == []

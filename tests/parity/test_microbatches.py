@@ -1,0 +1,174 @@
+"""A pass over micro-batches: the host does not wait for a GPU in it, and padding of rows changes no
+gradient."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dapo_megatron.cluster.ranks import Ranks
+from tests.helpers.batches import random_batch
+from tests.helpers.configs import tiny_config
+from tests.helpers.losses import loss_with
+from tests.helpers.models import make_random_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.synchronizations import Synchronizations, policy_tensors
+
+LENGTHS = (5, 40, 17, 9, 30, 22, 38, 11)
+PREFERRED = 64
+ROOM = 200
+"""Tokens of a padded micro-batch; the plan makes them of at most 64."""
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {"tie_word_embeddings": True}),
+    "deep": ("qwen3", {"num_hidden_layers": 4}),
+    "experts": ("qwen3_moe", {}),
+    "latent": ("deepseek_v3", {}),
+}
+PADDED = {"train__packing": "false"}
+ONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "packed": ("dense", {}),
+    "padded": ("dense", PADDED),
+    "recomputed": ("deep", {"policy__recompute": "full"}),
+    "experts": ("experts", {"policy__moe_aux_loss": 0.01}),
+    "latent": ("latent", {}),
+    "latent_padded": ("latent", PADDED),
+}
+TWO: dict[str, tuple[str, dict[str, Any]]] = {
+    "cp2": ("dense", {"policy__context_parallel": 2}),
+    "pp2": ("dense", {"policy__pipeline_parallel": 2}),
+    "vpp2": ("deep", {"policy__pipeline_parallel": 2, "policy__virtual_pipeline_parallel": 2}),
+}
+
+
+@dataclass
+class Seen:
+    """What a rank saw in one case."""
+
+    num_micro: int
+    in_logprobs: Counter[str]
+    in_update: Counter[str]
+    lengths: set[int]
+    gradients: dict[str, Tensor]
+    padded_lengths: set[int]
+    padded_gradients: dict[str, Tensor]
+
+
+def observe(rank: int, world_size: int, folders: dict[str, str], cases: Any) -> dict[str, Seen]:
+    """What this rank sees in each case."""
+    return {
+        name: _observe(Ranks(rank, world_size, rank), folders[model], overrides)
+        for name, (model, overrides) in cases.items()
+    }
+
+
+def _observe(exchange: Ranks, folder: str, overrides: dict[str, Any]) -> Seen:
+    from dapo_megatron.data.packing import plan_microbatches
+    from dapo_megatron.plan.rows import row_multiple, sequence_multiple
+    from dapo_megatron.policy.policy import MegatronPolicy
+
+    given = {"policy__tensor_parallel": 1, "policy__precision": "float64", **overrides}
+    config = tiny_config(model__path=folder, **given)
+    plan = partial(
+        plan_microbatches,
+        max_tokens=64 * config.policy.context_parallel,
+        packed=config.train.packing,
+        sequence_multiple=sequence_multiple(config.policy),
+        row_multiple=row_multiple(config.policy),
+    )
+    policy = MegatronPolicy(config, exchange, plan)
+    batch, loss = random_batch(LENGTHS, vocab=99), loss_with()
+
+    def lengths() -> set[int]:
+        return {rows.tokens.shape[1] for rows in policy._microbatches(batch)}
+
+    plain = lengths(), policy.gradients(batch, loss)[1]
+    shape = policy._rows
+    policy._rows = replace(shape, preferred_multiple=PREFERRED, max_tokens=ROOM)
+    padded = lengths(), policy.gradients(batch, loss)[1]
+    policy._rows = shape
+    synchronizations = Synchronizations(policy_tensors(policy))
+    with synchronizations.counted() as places:
+        policy.logprobs(batch)
+        in_logprobs = Counter(places)
+    with synchronizations.counted() as places:
+        policy.update(batch, loss, 1e-3)
+        in_update = Counter(places)
+    num_micro = len(policy._microbatches(batch))
+    policy.close()
+    return Seen(num_micro, in_logprobs, in_update, *plain, *padded)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Seen]]:
+    folder = tmp_path_factory.mktemp("models")
+    folders = {
+        name: str(make_random_model(family, Path(folder) / name, **overrides))
+        for name, (family, overrides) in MODELS.items()
+    }
+    ranks: dict[str, list[Seen]] = {}
+    for world_size, cases in ((1, ONE), (2, TWO)):
+        for rank in run_ranks(observe, world_size, world_size, folders, cases):
+            for name, result in rank.items():
+                ranks.setdefault(name, []).append(result)
+    return ranks
+
+
+# ------------------------------------------------------------------ waiting for the device
+
+HEAD_IN_LOGPROBS: dict[str, int] = {}
+HEAD_IN_UPDATE: dict[str, int] = {}
+EVERY_LOGPROBS = {"policy.py:logprobs cpu": 1}
+EVERY_UPDATE = {
+    "clip_grads.py:get_grad_norm_fp32 _local_scalar_dense": 1,
+    "policy.py:_means tolist": 1,
+}
+"""Waits for each call, whatever the number of micro-batches."""
+EXPERTS = ("experts.py:", "moe_utils.py:")
+"""Files of Megatron's own expert layers. Transformer Engine's, on a GPU, have other code there."""
+
+
+@pytest.mark.parametrize("case", [*ONE, *TWO])
+def test_the_host_waits_only_where_it_must(case: str, seen: dict[str, list[Seen]]) -> None:
+    """None per layer, and none per micro-batch except those of the head."""
+    for rank in seen[case]:
+        assert rank.num_micro >= 2
+        for places, every_call, of_head in (
+            (rank.in_logprobs, EVERY_LOGPROBS, HEAD_IN_LOGPROBS),
+            (rank.in_update, EVERY_UPDATE, HEAD_IN_UPDATE),
+        ):
+            allowed = Counter(every_call)
+            allowed.update({place: count * rank.num_micro for place, count in of_head.items()})
+            excess = {
+                place: count
+                for place, count in (places - allowed).items()
+                if not place.startswith(EXPERTS)
+            }
+            assert not excess
+
+
+def test_waits_are_counted(seen: dict[str, list[Seen]]) -> None:
+    assert seen["packed"][0].in_logprobs["policy.py:logprobs cpu"] == 1
+    assert seen["packed"][0].in_update["policy.py:_means tolist"] == 1
+    assert sum(seen["experts"][0].in_update.values()) > sum(seen["packed"][0].in_update.values())
+
+
+# ------------------------------------------------------------------ padding
+
+
+@pytest.mark.parametrize("case", [*ONE, *TWO])
+def test_padding_rows_changes_no_gradient(case: str, seen: dict[str, list[Seen]]) -> None:
+    for rank in seen[case]:
+        assert len(rank.padded_lengths) < len(rank.lengths)
+        assert min(rank.padded_lengths) > min(rank.lengths)
+        for name, gradient in rank.gradients.items():
+            torch.testing.assert_close(
+                rank.padded_gradients[name], gradient, rtol=1e-9, atol=1e-12, msg=name
+            )
