@@ -1,4 +1,4 @@
-"""Test what tools/check_language.py refuses, and that the package, tools and slurm pass."""
+"""Test what tools/check_language.py refuses, and that the package, tools, slurm and tests pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_fragment_and_a_vague_name_are_refused(tmp_path: Path, code: str, prob
         assert problem in done.stdout
 
 
-@pytest.mark.parametrize("folder", ["dapo_megatron", "tools", "slurm"])
+@pytest.mark.parametrize("folder", ["dapo_megatron", "tools", "slurm", "tests"])
 def test_the_code_passes(folder: str) -> None:
     done = check(REPOSITORY / folder)
     assert done.returncode == 0, done.stdout
@@ -41,4 +41,4 @@ def test_the_code_passes(folder: str) -> None:
 
 def test_make_lint_checks_the_same_folders() -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    assert "tools/check_language.py dapo_megatron tools slurm\n" in makefile
+    assert "tools/check_language.py dapo_megatron tools slurm tests\n" in makefile

@@ -14,8 +14,8 @@ Stream = Iterable[tuple[str, list[tuple[Any, Tensor]]]]
 class Saboteur:
     """A `protocols.RolloutEngine` that forwards everything to `engine`, except an injected fault.
 
-    A fault sets `stream` (changes the weights on their way to the engine), `told` (changes the
-    version number), or `afterwards` (changes the engine after it has received the weights).
+    A fault sets `stream` (changes the weights on their way to the engine), `sent_version` (changes
+    the version number), or `afterwards` (changes the engine after it has received the weights).
     """
 
     def __init__(self, engine: Any) -> None:
@@ -24,13 +24,13 @@ class Saboteur:
 
     def heal(self) -> None:
         self.stream: Callable[[Stream], Stream] = lambda weights: weights
-        self.told: Callable[[int], int] = lambda version: version
+        self.sent_version: Callable[[int], int] = lambda version: version
         self.afterwards: Callable[[Any], None] = lambda engine: None
 
     def receive(self, weights: Stream, version: int) -> Any:
         # A failed sync makes the engine unusable. Clear that, so that faults stay independent.
         self.engine._unusable = ""
-        report = self.engine.receive(self.stream(weights), self.told(version))
+        report = self.engine.receive(self.stream(weights), self.sent_version(version))
         self.afterwards(self.engine)
         return report
 
