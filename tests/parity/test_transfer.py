@@ -142,8 +142,8 @@ def test_randomly_sliced_weights_arrive_bitwise_exact() -> None:
 
 
 def gather(rank: int) -> dict[str, list[str]]:
-    """Gather whole tensors on all ranks, on one, on two, and dealt to two. Return the names of those
-    that are correct on this rank."""
+    """Gather whole tensors on all ranks, on one, on two, and dealt to two. Return the names of the
+    tensors that are correct on this rank."""
     layout = random_layout(seed=1)
     shards = make_shards(layout.held[rank])
     fill(shards, 1)
