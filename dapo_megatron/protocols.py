@@ -69,8 +69,8 @@ class Exchange(Protocol):
         """Return the values of all ranks, in rank order."""
         ...
 
-    def broadcast(self, value: T, of: object) -> T:
-        """Return rank 0's value on every rank."""
+    def broadcast(self, value: T, of: object, source: int = 0) -> T:
+        """Return the value of rank `source` on every rank."""
         ...
 
     def barrier(self) -> None:

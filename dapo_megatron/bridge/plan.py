@@ -6,18 +6,24 @@ boxes, and each box has one source. That is the target itself if it holds the bo
 the target's node, else any holder. If several qualify, the one with the fewest bytes to send so far
 is nearest. Boxes travel in rounds of bounded bytes. Every rank takes part in every round, so there
 is no deadlock.
+
+The cost of planning does not grow with the cluster. Ranks at the same place of the layout share
+their lists of slices. Nodes form equal islands that hold the whole model (islands.py), and one
+island's plan serves all.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 
 import torch
 
+from dapo_megatron.bridge.islands import RankSlices, make_islands
 from dapo_megatron.types import Region, SyncError, TensorSlice, overlap
 
 BUCKET_BYTES = 256 * 2**20
@@ -46,36 +52,54 @@ class BoxTransfer:
         return self.holders == (self.target,)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorTransfer:
-    """Boxes of one tensor, for all or some of the ranks that want it, and the source of each."""
+@dataclass(frozen=True)
+class Routes:
+    """Boxes for all or some of the ranks that want a tensor, and the source of each. Many tensors
+    share one object."""
 
-    name: str
     boxes: tuple[BoxTransfer, ...]
     sources: tuple[int, ...]
 
-    def traffic(self) -> tuple[Counter[int], Counter[int]]:
-        """Return the bytes that each rank receives from others, and sends to others."""
+    @cached_property
+    def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """Bytes that each rank receives from others, and sends to others."""
         received: Counter[int] = Counter()
         sent: Counter[int] = Counter()
-        for box, source in self.with_sources():
+        for box, source in zip(self.boxes, self.sources):
             if source != box.target:
                 received[box.target] += box.nbytes
                 sent[source] += box.nbytes
         return received, sent
 
-    def with_sources(self, rank: int | None = None) -> Iterator[tuple[BoxTransfer, int]]:
-        """Yield (box, source) in the plan's order; with `rank`, only those it sends or receives."""
+    @cached_property
+    def by_rank(self) -> Mapping[int, Sequence[tuple[BoxTransfer, int]]]:
+        """The (box, source) that each rank sends, receives or keeps, in the plan's order."""
+        by_rank: dict[int, list[tuple[BoxTransfer, int]]] = {}
         for box, source in zip(self.boxes, self.sources):
-            if rank is None or rank in (source, box.target):
-                yield box, source
+            for rank in {source, box.target}:
+                by_rank.setdefault(rank, []).append((box, source))
+        return by_rank
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTransfer:
+    """The routes of one tensor in one round."""
+
+    name: str
+    routes: Routes
+
+    def with_sources(self) -> Iterator[tuple[BoxTransfer, int]]:
+        """Yield (box, source) in the plan's order."""
+        return zip(self.routes.boxes, self.routes.sources)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """The rounds of one sync."""
+    """The rounds of one sync. They are the same in every island, with ranks numbered within it."""
 
     rounds: tuple[tuple[TensorTransfer, ...], ...]
+    islands: tuple[tuple[int, ...], ...]
+    """The ranks of each island. Weights move only within an island."""
     missing: tuple[int, ...]
     """Bytes that each rank wants and does not hold. No plan can send it fewer."""
     sent: tuple[int, ...]
@@ -96,6 +120,10 @@ class TransferPlan:
         """Number of tensors that some rank wants."""
         return len({tensor.name for tensors in self.rounds for tensor in tensors})
 
+    def island_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the island of `rank`."""
+        return next(island for island in self.islands if rank in island)
+
 
 def make_plan(
     held: Sequence[Sequence[TensorSlice]],
@@ -109,24 +137,51 @@ def make_plan(
     In each round a rank receives at most `bucket_bytes` and sends at most SENT_BUCKETS times that.
     The slices of one tensor that one rank wants arrive in one round, even if they are larger. They
     arrive on all ranks in the same round, unless a rank would have to send too much. A node is
-    `ranks_per_node` consecutive ranks. Tensors that no rank wants are outside out.
+    `ranks_per_node` consecutive ranks. Tensors that no rank wants are left out.
 
     Raises SyncError naming tensor and rank for an element that no rank holds or that a rank wants
     twice, and for ranks that disagree on shape or dtype.
     """
-    tensors = _index(held, wanted)
-    shared_boxes: dict[object, tuple[BoxTransfer, ...]] = {}
+    if len(held) != len(wanted):
+        raise ValueError(f"{len(held)} ranks hold slices, {len(wanted)} want some")
+    held, wanted = RankSlices.of(held), RankSlices.of(wanted)
+    islands = make_islands(held, wanted, ranks_per_node)
+    island = _Island(islands[0], held.select(islands[0]), wanted.select(islands[0]), ranks_per_node)
+    tensors = _index(island)
+    shared_boxes: dict[object, tuple[tuple[BoxTransfer, ...], int]] = {}
     for tensor in tensors:
         key = (tensor.shape, tensor.dtype, tuple(tensor.held), tuple(tensor.wanted))
         if key not in shared_boxes:
-            shared_boxes[key] = _boxes(tensor, ranks_per_node)
-        tensor.boxes = shared_boxes[key]
-    return _fill(_in_order(tensors), len(held), bucket_bytes)
+            boxes = _boxes(tensor, island)
+            shared_boxes[key] = boxes, sum(box.nbytes for box in boxes if not box.is_local)
+        tensor.boxes, tensor.moved = shared_boxes[key]
+    rounds, missing, sent = _fill(_in_order(tensors), len(island.ranks), bucket_bytes)
+    return TransferPlan(
+        rounds, islands, _of_all_ranks(missing, islands), _of_all_ranks(sent, islands)
+    )
+
+
+def _of_all_ranks(values: Sequence[int], islands: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return one value per rank, from one per rank of an island."""
+    by_rank = {rank: value for island in islands for rank, value in zip(island, values)}
+    return tuple(by_rank[rank] for rank in range(len(by_rank)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Island:
+    """The ranks of an island, and what each of them holds and wants. Within an island, ranks are
+    numbered by their position in `ranks`."""
+
+    ranks: tuple[int, ...]
+    held: RankSlices
+    wanted: RankSlices
+    ranks_per_node: int
 
 
 @dataclass(slots=True)
 class _Tensor:
-    """A tensor: its shape and dtype on rank `first`, and the (rank, region) held and wanted.
+    """A tensor: its shape and dtype on rank `first`, and the (list, region) held and wanted. A list
+    is an index into `RankSlices.lists`.
 
     `stage` numbers the set of ranks that hold the tensor's layer: a pipeline stage.
     """
@@ -138,38 +193,36 @@ class _Tensor:
     held: list[tuple[int, Region]] = field(default_factory=list)
     wanted: list[tuple[int, Region]] = field(default_factory=list)
     boxes: tuple[BoxTransfer, ...] = ()
+    moved: int = 0
+    """Bytes that move between ranks."""
     stage: int = 0
 
-    @property
-    def moved(self) -> int:
-        """Bytes that move between ranks."""
-        return sum(box.nbytes for box in self.boxes if not box.is_local)
 
-
-def _index(
-    held: Sequence[Sequence[TensorSlice]], wanted: Sequence[Sequence[TensorSlice]]
-) -> list[_Tensor]:
+def _index(island: _Island) -> list[_Tensor]:
     """Return the wanted tensors, in the order in which ranks list the slices they hold."""
-    if len(held) != len(wanted):
-        raise ValueError(f"{len(held)} ranks hold slices, {len(wanted)} want some")
     tensors: dict[str, _Tensor] = {}
-    for rank, tensor_slices in enumerate(held):
+    for number, tensor_slices in enumerate(island.held.lists):
+        rank = island.ranks[island.held.list_of_rank.index(number)]
         for tensor_slice in tensor_slices:
-            _entry(tensors, tensor_slice, rank).held.append((rank, tensor_slice.region))
-    for rank, tensor_slices in enumerate(wanted):
+            _entry(tensors, tensor_slice, rank).held.append((number, tensor_slice.region))
+    for number, tensor_slices in enumerate(island.wanted.lists):
+        rank = island.ranks[island.wanted.list_of_rank.index(number)]
         for tensor_slice in tensor_slices:
             tensor = _entry(tensors, tensor_slice, rank)
             if not tensor.held:
                 raise SyncError(f"rank {rank} wants {tensor_slice.name}, which no rank holds")
-            tensor.wanted.append((rank, tensor_slice.region))
+            tensor.wanted.append((number, tensor_slice.region))
     return [tensor for tensor in tensors.values() if tensor.wanted]
 
 
 def _entry(tensors: dict[str, _Tensor], tensor_slice: TensorSlice, rank: int) -> _Tensor:
     """Return the entry of a tensor slice's tensor. Raises SyncError for another shape or dtype."""
-    new = _Tensor(tensor_slice.name, tensor_slice.global_shape, tensor_slice.dtype, rank)
-    tensor = tensors.setdefault(tensor_slice.name, new)
-    if tensor_slice.global_shape != tensor.shape or tensor_slice.dtype != tensor.dtype:
+    tensor = tensors.get(tensor_slice.name)
+    if tensor is None:
+        tensor = tensors[tensor_slice.name] = _Tensor(
+            tensor_slice.name, tensor_slice.global_shape, tensor_slice.dtype, rank
+        )
+    elif tensor_slice.global_shape != tensor.shape or tensor_slice.dtype != tensor.dtype:
         raise SyncError(
             f"{tensor_slice.name} is {list(tensor.shape)} {tensor.dtype} on rank {tensor.first}, "
             f"but {list(tensor_slice.global_shape)} {tensor_slice.dtype} on rank {rank}"
@@ -177,19 +230,31 @@ def _entry(tensors: dict[str, _Tensor], tensor_slice: TensorSlice, rank: int) ->
     return tensor
 
 
-def _boxes(tensor: _Tensor, ranks_per_node: int) -> tuple[BoxTransfer, ...]:
+def _by_rank(
+    entries: Sequence[tuple[int, Region]], tensor_slices: RankSlices
+) -> Iterator[tuple[int, Region]]:
+    """Yield (rank, region) for all ranks that have the (list, region) of `entries`."""
+    regions: dict[int, list[Region]] = {}
+    for number, region in entries:
+        regions.setdefault(number, []).append(region)
+    for rank, number in enumerate(tensor_slices.list_of_rank):
+        for region in regions.get(number, ()):
+            yield rank, region
+
+
+def _boxes(tensor: _Tensor, island: _Island) -> tuple[BoxTransfer, ...]:
     """Cut every wanted region into boxes, each of which one rank can send."""
     holders: dict[Region, list[int]] = {}
-    for rank, region in tensor.held:
+    for rank, region in _by_rank(tensor.held, island.held):
         holders.setdefault(region, []).append(rank)
-    _check_once(tensor)
+    _check_once(tensor, island)
     transfers = []
-    for target, region in tensor.wanted:
-        node = target // ranks_per_node
+    for target, region in _by_rank(tensor.wanted, island.wanted):
+        node = target // island.ranks_per_node
 
         def distance(source: int, target: int = target, node: int = node) -> int:
             # The target itself, a rank of its node, a rank of another node.
-            return 0 if source == target else 1 if source // ranks_per_node == node else 2
+            return 0 if source == target else 1 if source // island.ranks_per_node == node else 2
 
         nearest_first = sorted(holders, key=lambda held: min(map(distance, holders[held])))
         rest = [region]
@@ -208,18 +273,21 @@ def _boxes(tensor: _Tensor, ranks_per_node: int) -> tuple[BoxTransfer, ...]:
                 nbytes = box.numel * tensor.dtype.itemsize
                 transfers.append(BoxTransfer(target, region, box, nbytes, nearest))
         if rest and region.numel:
-            raise SyncError(f"rank {target} wants {rest[0]} of {tensor.name}, which no rank holds")
+            raise SyncError(
+                f"rank {island.ranks[target]} wants {rest[0]} of {tensor.name}, which no rank holds"
+            )
     return tuple(transfers)
 
 
-def _check_once(tensor: _Tensor) -> None:
+def _check_once(tensor: _Tensor, island: _Island) -> None:
     """Raise SyncError if a rank wants an element twice: one copy would overwrite the other."""
     wanted: dict[int, list[Region]] = {}
-    for rank, region in tensor.wanted:
-        wanted.setdefault(rank, []).append(region)
-    for rank, regions in wanted.items():
+    for number, region in tensor.wanted:
+        wanted.setdefault(number, []).append(region)
+    for number, regions in wanted.items():
         if pair := overlap(regions):
             both = regions[pair[0]].intersect(regions[pair[1]])
+            rank = island.ranks[island.wanted.list_of_rank.index(number)]
             raise SyncError(f"rank {rank} wants {both} of {tensor.name} twice")
 
 
@@ -254,19 +322,14 @@ def _in_order(tensors: Sequence[_Tensor]) -> list[_Tensor]:
     different expert ranks are interleaved for the same reason.
     """
     stages: dict[frozenset[int], list[_Tensor]] = {}
-    for layer in _groups(tensors, lambda tensor: _layer(tensor.name)):
-        ranks = frozenset(rank for tensor in layer for rank, _ in tensor.held)
-        streams = _groups(layer, lambda tensor: tuple(rank for rank, _ in tensor.held))
-        stages.setdefault(ranks, []).extend(_interleave(streams))
+    for layer in _groups(tensors, lambda tensor: (_LAYER.match(tensor.name) or [tensor.name])[0]):
+        holders = frozenset(number for tensor in layer for number, _ in tensor.held)
+        streams = _groups(layer, lambda tensor: tuple(number for number, _ in tensor.held))
+        stages.setdefault(holders, []).extend(_interleave(streams))
     for number, stage in enumerate(stages.values()):
         for tensor in stage:
             tensor.stage = number
     return _interleave(list(stages.values()))
-
-
-def _layer(name: str) -> str:
-    match = _LAYER.match(name)
-    return match[0] if match else name
 
 
 def _groups(tensors: Iterable[_Tensor], key: Callable[[_Tensor], Hashable]) -> list[list[_Tensor]]:
@@ -287,23 +350,21 @@ def _interleave(streams: Sequence[Sequence[_Tensor]]) -> list[_Tensor]:
     return [tensor for _, tensor in sorted(progress, key=lambda entry: entry[0])]
 
 
-def _fill(tensors: list[_Tensor], num_ranks: int, bucket_bytes: int) -> TransferPlan:
-    """Choose the source of each box and cut the ordered tensors into rounds."""
+def _fill(
+    tensors: list[_Tensor], num_ranks: int, bucket_bytes: int
+) -> tuple[tuple[tuple[TensorTransfer, ...], ...], tuple[int, ...], tuple[int, ...]]:
+    """Choose the source of each box and cut the ordered tensors into rounds. Returns the rounds,
+    and the bytes that each rank is missing and sends."""
     rounds: list[list[tuple[int, TensorTransfer]]] = [[]]
     missing, sent = [0] * num_ranks, [0] * num_ranks  # bytes in all rounds
     arriving: Counter[int] = Counter()  # bytes in this round
     leaving: Counter[int] = Counter()
+    routing = _Routing(sent, SENT_BUCKETS * bucket_bytes)
     for tensor in tensors:
-        sources = []
-        for box in tensor.boxes:
-            source = min(box.holders, key=sent.__getitem__)
-            sources.append(source)
-            if source != box.target:
-                missing[box.target] += box.nbytes
-                sent[source] += box.nbytes
-        complete = TensorTransfer(tensor.name, tensor.boxes, tuple(sources))
-        for transfer in _split(complete, SENT_BUCKETS * bucket_bytes):
-            more_in, more_out = transfer.traffic()
+        for routes in routing.choose(tensor.boxes):
+            more_in, more_out = routes.traffic
+            for rank, nbytes in more_in.items():
+                missing[rank] += nbytes
             if _over(arriving, more_in, bucket_bytes) or _over(
                 leaving, more_out, SENT_BUCKETS * bucket_bytes
             ):
@@ -311,8 +372,8 @@ def _fill(tensors: list[_Tensor], num_ranks: int, bucket_bytes: int) -> Transfer
                 arriving, leaving = Counter(), Counter()
             arriving.update(more_in)
             leaving.update(more_out)
-            rounds[-1].append((tensor.stage, transfer))
-    return TransferPlan(
+            rounds[-1].append((tensor.stage, TensorTransfer(tensor.name, routes)))
+    return (
         # Within a round, tensors of one stage, and so of one layer, follow each other.
         tuple(
             tuple(transfer for _, transfer in sorted(entries, key=lambda entry: entry[0]))
@@ -324,28 +385,66 @@ def _fill(tensors: list[_Tensor], num_ranks: int, bucket_bytes: int) -> Transfer
     )
 
 
-def _split(tensor: TensorTransfer, limit: int) -> list[TensorTransfer]:
-    """Cut a transfer between targets, so that no rank sends more than `limit` bytes per part.
+class _Routing:
+    """Chooses the source of each box: the nearest holder with the fewest bytes to send so far.
+
+    Thousands of tensors (the experts) have the same boxes, and the bytes that their holders send
+    differ in the same few ways. Each choice is made once. `sent` is updated.
+    """
+
+    def __init__(self, sent: list[int], limit: int) -> None:
+        self._sent, self._limit = sent, limit
+        self._holders: dict[int, list[int]] = {}
+        self._choices: dict[tuple[int, ...], tuple[Routes, list[Routes]]] = {}
+
+    def choose(self, boxes: tuple[BoxTransfer, ...]) -> list[Routes]:
+        """Return the routes of a tensor, in parts of which no rank sends more than the limit."""
+        sent = self._sent
+        if id(boxes) not in self._holders:
+            self._holders[id(boxes)] = sorted({rank for box in boxes for rank in box.holders})
+        holders = self._holders[id(boxes)]
+        least = min([sent[rank] for rank in holders], default=0)
+        state = (id(boxes), *[sent[rank] - least for rank in holders])
+        if state not in self._choices:
+            added = dict.fromkeys(holders, 0)
+            sources = []
+            for box in boxes:
+                source = min(box.holders, key=lambda rank: sent[rank] + added[rank])
+                sources.append(source)
+                if source != box.target:
+                    added[source] += box.nbytes
+            routes = Routes(boxes, tuple(sources))
+            self._choices[state] = routes, _split(routes, self._limit)
+        routes, parts = self._choices[state]
+        for rank, nbytes in routes.traffic[1].items():
+            sent[rank] += nbytes
+        return parts
+
+
+def _split(routes: Routes, limit: int) -> list[Routes]:
+    """Cut routes between targets, so that no rank sends more than `limit` bytes per part.
 
     A part with only one target may be larger.
     """
-    if max(tensor.traffic()[1].values(), default=0) <= limit:
-        return [tensor]
+    if max(routes.traffic[1].values(), default=0) <= limit:
+        return [routes]
     parts: list[tuple[list[BoxTransfer], list[int]]] = []
     leaving: Counter[int] = Counter()
-    targets = groupby(tensor.with_sources(), key=lambda pair: pair[0].target)
+    targets = groupby(zip(routes.boxes, routes.sources), key=lambda pair: pair[0].target)
     for _, pairs in targets:
         boxes, sources = map(list, zip(*pairs))
-        more = TensorTransfer(tensor.name, tuple(boxes), tuple(sources)).traffic()[1]
+        more = Routes(tuple(boxes), tuple(sources)).traffic[1]
         if not parts or _over(leaving, more, limit):
             parts.append(([], []))
             leaving = Counter()
         parts[-1][0].extend(boxes)
         parts[-1][1].extend(sources)
         leaving.update(more)
-    return [TensorTransfer(tensor.name, tuple(boxes), tuple(sources)) for boxes, sources in parts]
+    return [Routes(tuple(boxes), tuple(sources)) for boxes, sources in parts]
 
 
-def _over(totals: Counter[int], more: Counter[int], limit: int) -> bool:
+def _over(totals: Mapping[int, int], more: Mapping[int, int], limit: int) -> bool:
     """Return whether `more` takes a rank above `limit`. A rank at 0 may take any amount."""
-    return any(totals[rank] and totals[rank] + nbytes > limit for rank, nbytes in more.items())
+    return any(
+        (before := totals.get(rank, 0)) and before + nbytes > limit for rank, nbytes in more.items()
+    )

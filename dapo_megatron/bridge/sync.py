@@ -19,12 +19,12 @@ from dapo_megatron.bridge.bounds import CanaryBounds
 from dapo_megatron.bridge.decoding import check_decoding
 from dapo_megatron.bridge.plan import TransferPlan, make_plan
 from dapo_megatron.bridge.schedule import FingerprintSchedule
-from dapo_megatron.bridge.transfer import Transfer
+from dapo_megatron.bridge.transfer import Transfer, gather_slices
 from dapo_megatron.bridge.verify import SyncVerifier, canary_sequences
 from dapo_megatron.cluster.collectives import on_all_ranks
 from dapo_megatron.config import SyncConfig
 from dapo_megatron.protocols import Exchange, Policy, RolloutEngine
-from dapo_megatron.types import SyncError, SyncReport, TensorSlice
+from dapo_megatron.types import SyncError, SyncReport
 
 
 class WeightSync:
@@ -49,14 +49,14 @@ class WeightSync:
         self._engine = engine
         self._exchange = exchange
         shards = policy.shards()
-        held = exchange.all_gather([shard.tensor_slice for shard in shards], list[TensorSlice])
+        held = gather_slices(exchange, [shard.tensor_slice for shard in shards])
         shapes = {
             tensor_slice.name: (tensor_slice.global_shape, tensor_slice.dtype)
-            for tensor_slices in held
+            for tensor_slices in held.lists
             for tensor_slice in tensor_slices
         }
         wanted = on_all_ranks(exchange, lambda: engine.needed_slices(shapes))
-        self.wanted = exchange.all_gather(wanted, list[TensorSlice])
+        self.wanted = gather_slices(exchange, wanted)
         """[rank] -> the slices that the rank's engine takes."""
         self.plan: TransferPlan = make_plan(held, self.wanted, ranks_per_node=ranks_per_node)
         self._transfer = Transfer(self.plan, shards, wanted, exchange.rank, shards[0].view.device)

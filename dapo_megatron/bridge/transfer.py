@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dapo_megatron.bridge.islands import RankSlices
 from dapo_megatron.bridge.plan import BoxTransfer, TransferPlan, make_plan
+from dapo_megatron.cluster.collectives import gather_distinct
 from dapo_megatron.protocols import Exchange, ReceivedTensor
 from dapo_megatron.types import Region, Shard, SyncError, TensorSlice, whole
 
@@ -48,15 +50,17 @@ class Transfer:
         held = _by_name(shards, lambda shard: shard.tensor_slice.name)
         tensor_slices = _by_name(wanted, lambda tensor_slice: tensor_slice.name)
         self._rounds = []
+        island = plan.island_of(rank)
+        number = island.index(rank)
         for tensors in plan.rounds:
-            round_ = _Round(plan.num_ranks, rank)
+            round_ = _Round(plan.num_ranks, island, number)
             for tensor in tensors:
                 name = tensor.name
-                round_.is_exchange |= bool(tensor.traffic()[0])
-                rank_boxes = list(tensor.with_sources(rank))
+                round_.is_exchange |= bool(tensor.routes.traffic[0])
+                rank_boxes = tensor.routes.by_rank.get(number, ())
                 for box, source in rank_boxes:
                     round_.add(name, box, source, held.get(name, []))
-                is_here = any(box.target == rank for box, _ in rank_boxes)
+                is_here = any(box.target == number for box, _ in rank_boxes)
                 # Slices without elements have no boxes. They are yielded when other ranks receive
                 # the tensor.
                 if name in tensor_slices and (
@@ -123,6 +127,11 @@ class Transfer:
         return complete
 
 
+def gather_slices(exchange: Exchange, tensor_slices: Sequence[TensorSlice]) -> RankSlices:
+    """Return the slices of all ranks. Collective."""
+    return RankSlices(*gather_distinct(exchange, list(tensor_slices), list[TensorSlice]))
+
+
 def gather_whole(
     shards: Sequence[Shard],
     exchange: Exchange,
@@ -137,12 +146,14 @@ def gather_whole(
     tensor goes to only one rank of `on`, and the bytes are divided evenly among them, for a
     parallel export. Raises SyncError naming a tensor of which no rank holds some part.
     """
-    held = exchange.all_gather([shard.tensor_slice for shard in shards], list[TensorSlice])
+    held = gather_slices(exchange, [shard.tensor_slice for shard in shards])
     targets = range(len(held)) if on is None else on
     wanted: list[list[TensorSlice]] = [[] for _ in held]
     nbytes = dict.fromkeys(targets, 0)
     for part in {
-        tensor_slice.name: tensor_slice for tensor_slices in held for tensor_slice in tensor_slices
+        tensor_slice.name: tensor_slice
+        for tensor_slices in held.lists
+        for tensor_slice in tensor_slices
     }.values():
         tensor_slice = TensorSlice(
             part.name, part.global_shape, part.dtype, whole(part.global_shape)
@@ -192,9 +203,12 @@ class _BufferLayout:
 
 
 class _Round:
-    """One rank's part in a round. Sender and receiver add boxes in the same order, the plan's."""
+    """One rank's part in a round. Sender and receiver add boxes in the same order, the plan's.
 
-    def __init__(self, num_ranks: int, rank: int) -> None:
+    The plan numbers ranks by their position in `island`, and this rank is `number`.
+    """
+
+    def __init__(self, num_ranks: int, island: Sequence[int], number: int) -> None:
         self.leaving = _BufferLayout(num_ranks)
         self.arriving = _BufferLayout(num_ranks)
         self.is_exchange = False  # whether any rank moves anything
@@ -202,18 +216,20 @@ class _Round:
         self.wanted: dict[str, list[TensorSlice]] = {}
         self.local: dict[_Key, list[tuple[Region, Shard]]] = {}
         self.remote: dict[_Key, list[_PackedBox]] = {}
-        self._rank = rank
+        self._island, self._number = island, number
 
     def add(self, name: str, transfer: BoxTransfer, source: int, held: Sequence[Shard]) -> None:
         """Add a box of the tensor `name` that this rank sends, receives or keeps."""
         key = (name, transfer.region)
         if transfer.target == source:
             self.local.setdefault(key, []).append((transfer.box, _holder(name, held, transfer.box)))
-        elif transfer.target == self._rank:
-            self.remote.setdefault(key, []).append(self.arriving.add(source, transfer))
+        elif transfer.target == self._number:
+            self.remote.setdefault(key, []).append(
+                self.arriving.add(self._island[source], transfer)
+            )
         else:
             shard = _holder(name, held, transfer.box)
-            self.sends.append((shard, self.leaving.add(transfer.target, transfer)))
+            self.sends.append((shard, self.leaving.add(self._island[transfer.target], transfer)))
 
 
 def _holder(name: str, held: Sequence[Shard], box: Region) -> Shard:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.bridge.bounds import CanaryBounds, CanaryGap, canary_gap
-from dapo_megatron.cluster.collectives import NAMED
+from dapo_megatron.cluster.collectives import NAMED, gather_distinct
 from dapo_megatron.protocols import Exchange, Policy, RolloutEngine
 from dapo_megatron.types import Region, Shard, SyncError, TensorSlice, TokenBatch
 
@@ -89,9 +89,13 @@ class SyncVerifier:
         """
         is_full = names is None or len(names) == len(self._names)
         names = self._names if is_full or names is None else names
-        gathered = self._exchange.all_gather(
-            (self._policy_prints(names), self._engine_prints(names)), tuple[list[int], _Numbered]
+        # Ranks at the same place of the layout have equal fingerprints, unless something is wrong.
+        values, value_of_rank = gather_distinct(
+            self._exchange,
+            (self._policy_prints(names), self._engine_prints(names)),
+            tuple[list[int], _Numbered],
         )
+        gathered = [values[number] for number in value_of_rank]
         # Each rank compares some of the tensors.
         rank, num_ranks = self._exchange.rank, self._exchange.world_size
         share = [len(names) * number // num_ranks for number in (rank, rank + 1)]

@@ -59,13 +59,13 @@ class Ranks:
         with self._reporting_activity("all_gather"):
             return collectives.all_gather(value, of, self.group)
 
-    def broadcast(self, value: T, of: object) -> T:
-        """Return rank 0's value. `of` is its type."""
+    def broadcast(self, value: T, of: object, source: int = 0) -> T:
+        """Return the value of rank `source`. `of` is its type."""
         if self.world_size == 1:
             self.on_activity("broadcast, one rank")
             return value
         with self._reporting_activity("broadcast"):
-            return collectives.broadcast(value, of, self.group)
+            return collectives.broadcast(value, of, self.group, source)
 
     def barrier(self) -> None:
         """Wait for every rank."""

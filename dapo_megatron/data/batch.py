@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dapo_megatron.algo.advantage import group_advantage
@@ -63,10 +66,11 @@ def assemble(groups: Sequence[Group], *, overlong: OverlongConfig, eps: float) -
     advantages = group_advantage(
         torch.tensor(rewards, dtype=torch.float32), group_ids, eps=eps
     ).tolist()
-    tokens: list[tuple[int, ...]] = []
-    mask: list[list[bool]] = []
-    advantage: list[list[float]] = []
-    logprobs: list[tuple[float, ...]] = []
+    # A prompt and its response are two spans, within which mask and advantage are constant.
+    tokens: list[NDArray[np.int32]] = []
+    logprobs: list[NDArray[np.float32]] = []
+    in_loss: list[bool] = []
+    advantage: list[float] = []
     for (group, completion), value in zip(sequences, advantages, strict=True):
         prompt, response = group.prompt.tokens, completion.tokens
         if len(completion.logprobs) != len(response):
@@ -74,19 +78,18 @@ def assemble(groups: Sequence[Group], *, overlong: OverlongConfig, eps: float) -
                 f"{_name(group, completion)}: {len(completion.logprobs)} log-probs for "
                 f"{len(response)} tokens"
             )
-        in_loss = not (overlong.filter and completion.finish is Finish.LENGTH)
-        tokens += [prompt, response]
-        mask.append([False] * len(prompt) + [in_loss] * len(response))
-        advantage.append([0.0] * len(prompt) + [value] * len(response))
-        logprobs += [(0.0,) * len(prompt), completion.logprobs]
-    flat_tokens = _flat(tokens, torch.int64)
+        tokens += [np.asarray(prompt, dtype=np.int32), np.asarray(response)]
+        logprobs += [np.zeros(len(prompt), dtype=np.float32), np.asarray(completion.logprobs)]
+        in_loss += [False, not (overlong.filter and completion.finish is Finish.LENGTH)]
+        advantage += [0.0, value]
+    spans = torch.tensor([len(span) for span in tokens], dtype=torch.int64)
     return TokenBatch(
-        tokens=flat_tokens,
-        lengths=torch.tensor([len(row) for row in mask], dtype=torch.int64),
-        loss_mask=_flat(mask, torch.bool),
-        advantages=_flat(advantage, torch.float32),
-        weights=torch.ones(flat_tokens.shape, dtype=torch.float32),
-        engine_logprobs=_flat(logprobs, torch.float32),
+        tokens=_concatenate(tokens, torch.int64),
+        lengths=spans.view(-1, 2).sum(1),
+        loss_mask=torch.tensor(in_loss, dtype=torch.bool).repeat_interleave(spans),
+        advantages=torch.tensor(advantage, dtype=torch.float32).repeat_interleave(spans),
+        weights=torch.ones(int(spans.sum()), dtype=torch.float32),
+        engine_logprobs=_concatenate(logprobs, torch.float32),
         group_ids=group_ids,
         sequence_names=tuple(_name(group, completion) for group, completion in sequences),
     )
@@ -100,16 +103,19 @@ def fresh_mask(groups: Sequence[Group], *, version: int, overlong: OverlongConfi
     weights differ anyway. Raises ValueError if the segments of a completion do not add up to its
     tokens.
     """
-    rows: list[list[bool]] = []
+    spans: list[int] = []
+    is_fresh: list[bool] = []
     for group, completion in _sequences(groups, overlong):
         if sum(segment.num_tokens for segment in completion.segments) != len(completion.tokens):
             raise ValueError(
                 f"{_name(group, completion)}: segments {completion.segments} for "
                 f"{len(completion.tokens)} tokens"
             )
-        rows.append([False] * len(group.prompt.tokens))
-        rows += [[seg.version == version] * seg.num_tokens for seg in completion.segments]
-    return _flat(rows, torch.bool)
+        spans += [len(group.prompt.tokens), *(part.num_tokens for part in completion.segments)]
+        is_fresh += [False, *(part.version == version for part in completion.segments)]
+    return torch.tensor(is_fresh, dtype=torch.bool).repeat_interleave(
+        torch.tensor(spans, dtype=torch.int64)
+    )
 
 
 def diagnose(
@@ -158,8 +164,10 @@ def _sequences(groups: Sequence[Group], overlong: OverlongConfig) -> list[tuple[
     return [(group, c) for group in groups for c in valid_completions(group, overlong)]
 
 
-def _flat(rows: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype) -> Tensor:
-    return torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
+def _concatenate(spans: Sequence[NDArray[Any]], dtype: torch.dtype) -> Tensor:
+    return (
+        torch.from_numpy(np.concatenate(spans)).to(dtype) if spans else torch.empty(0, dtype=dtype)
+    )
 
 
 def _slice(batch: TokenBatch, first: int, last: int) -> TokenBatch:

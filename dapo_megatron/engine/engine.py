@@ -12,6 +12,7 @@ wrong at temperatures other than 1.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -312,7 +313,7 @@ class VllmEngine:
             Finish.STOP if stopped else Finish.LENGTH,
         )
         tokens = completion.tokens[:-1] if stopped else completion.tokens
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        text = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
         return request, replace(completion, text=text)
 
 
@@ -402,10 +403,11 @@ def append_tokens(
     so_far = request.so_far
     if not tokens and so_far is not None:
         return so_far
+    new_tokens, new_logprobs = array("i", tokens), array("f", logprobs)
     return Completion(
         sample=request.sample,
-        tokens=(*_tokens(request), *tokens),
-        logprobs=(*(so_far.logprobs if so_far else ()), *logprobs),
+        tokens=so_far.tokens + new_tokens if so_far else new_tokens,
+        logprobs=so_far.logprobs + new_logprobs if so_far else new_logprobs,
         text="",
         finish=finish,
         segments=_appended(so_far.segments if so_far else (), Segment(version, len(tokens))),
@@ -431,7 +433,7 @@ def sampled_so_far(llm: LLM) -> dict[str, tuple[list[int], list[float]]]:
     }
 
 
-def _tokens(request: SampleRequest) -> tuple[int, ...]:
+def _tokens(request: SampleRequest) -> Sequence[int]:
     return request.so_far.tokens if request.so_far else ()
 
 

@@ -8,6 +8,7 @@ display only and has rounded values.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -78,8 +79,8 @@ def completion_from_json(value: Mapping[str, Any]) -> Completion:
     grade = {name: value[name] for name in Grade.__dataclass_fields__}
     return Completion(
         sample=value["sample"],
-        tokens=tuple(value["tokens"]),
-        logprobs=tuple(value["logprobs"]),
+        tokens=array("i", value["tokens"]),
+        logprobs=array("f", value["logprobs"]),
         text=value["text"],
         finish=Finish(value["finish"]),
         segments=tuple(Segment(*segment) for segment in value["segments"]),

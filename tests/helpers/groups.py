@@ -8,7 +8,7 @@ from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, Segmen
 
 TEXT = st.text(max_size=8)
 FLOAT = st.floats(allow_nan=False)
-TOKENS = st.lists(st.integers(0, 2**31), max_size=4).map(tuple)
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple)
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | FLOAT | TEXT,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
@@ -18,7 +18,7 @@ COMPLETIONS = st.builds(
     Completion,
     sample=st.integers(0, 64),
     tokens=TOKENS,
-    logprobs=st.lists(FLOAT, max_size=4).map(tuple),
+    logprobs=st.lists(st.floats(allow_nan=False, width=32), max_size=4).map(tuple),
     text=TEXT,
     finish=st.sampled_from(Finish),
     segments=st.lists(

@@ -121,7 +121,10 @@ def carry(rank: int) -> dict[str, object]:
         "planned": plan.missing[rank],
         "rounds": plan.num_rounds,
         "moves": sum(
-            1 for tensors in plan.rounds for tensor in tensors for _ in tensor.with_sources(rank)
+            1
+            for tensors in plan.rounds
+            for tensor in tensors
+            for _ in tensor.routes.by_rank.get(rank, ())
         ),
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import struct
+from array import array
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,8 @@ grades = st.none() | st.builds(Grade, floats, st.booleans(), texts, st.booleans(
 completions = st.builds(
     Completion,
     sample=numbers,
-    tokens=tokens,
-    logprobs=st.lists(floats).map(tuple),
+    tokens=st.lists(st.integers(0, 2**31 - 1)),
+    logprobs=st.lists(st.floats(width=32)),
     text=texts,
     finish=st.sampled_from(Finish),
     segments=segments,
@@ -93,6 +94,8 @@ def exact_form(value: Any) -> Any:
     """Return a form that compares floats by their bits and values with their types."""
     if isinstance(value, float):
         return ("nan",) if math.isnan(value) else struct.pack("<d", value)
+    if isinstance(value, array):
+        return value.typecode, value.tobytes()
     if isinstance(value, list | tuple):
         return type(value), [exact_form(item) for item in value]
     if isinstance(value, dict):
@@ -134,6 +137,10 @@ def test_any_bytes_give_a_valid_value_or_an_error_with_the_rank(
         ("float33", torch.dtype),
         ("load", torch.dtype),  # a function in torch, not a dtype
         (7, Path),
+        ([1, 2], array),
+        (b"?1234", array),  # no such type code
+        (b"i12345", array),  # not a whole number of elements
+        (b"", array),
     ],
 )
 def test_a_value_of_another_type_is_rejected(sent: Any, expected_type: Any) -> None:

@@ -43,8 +43,8 @@ def test_parts_join_into_one_completion_with_a_segment_per_version(
         request = replace(request, so_far=completion)
     if not history:
         return
-    assert completion.tokens == tuple(range(len(history)))
-    assert completion.logprobs == tuple(-0.5 * token for token in completion.tokens)
+    assert completion.tokens.tolist() == list(range(len(history)))
+    assert completion.logprobs.tolist() == [-0.5 * token for token in completion.tokens]
     assert completion.segments == tuple(
         Segment(version, len(list(run))) for version, run in groupby(history)
     )

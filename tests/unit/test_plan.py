@@ -186,21 +186,21 @@ def tensor_slice(name: str, first: int = 0, num: int = 8, **other: object) -> Te
 
 def sources(plan: TransferPlan) -> list[list[int]]:
     """The sources of each tensor's boxes, in the order of the plan."""
-    return [list(tensor.sources) for tensors in plan.rounds for tensor in tensors]
+    return [list(tensor.routes.sources) for tensors in plan.rounds for tensor in tensors]
 
 
 def test_sources_on_the_same_node_are_preferred_and_equal_ones_alternate() -> None:
     names = [f"t{number}" for number in range(4)]
-    all_pieces = [tensor_slice(name) for name in names]
+    all_slices = [tensor_slice(name) for name in names]
     plan = make_plan(
-        [all_pieces, all_pieces, [], all_pieces], [[], [], all_pieces, []], ranks_per_node=2
+        [all_slices, all_slices, [], all_slices], [[], [], all_slices, []], ranks_per_node=2
     )
     assert sources(plan) == [[3], [3], [3], [3]]  # rank 3 is on the same node as rank 2
     plan = make_plan(
-        [all_pieces, all_pieces, [], all_pieces], [[], [], all_pieces, []], ranks_per_node=1
+        [all_slices, all_slices, [], all_slices], [[], [], all_slices, []], ranks_per_node=1
     )
     assert sources(plan) == [[0], [1], [3], [0]]
-    plan = make_plan([all_pieces, all_pieces, []], [all_pieces, [], []], ranks_per_node=1)
+    plan = make_plan([all_slices, all_slices, []], [all_slices, [], []], ranks_per_node=1)
     assert sources(plan) == [[0]] * 4
     assert plan.sent[0] == plan.missing[0] == 0
 
@@ -226,8 +226,8 @@ def test_pipeline_stages_send_in_the_same_rounds_and_layers_stay_together() -> N
     first = [tensor_slice("model.embed_tokens.weight"), *stage(range(3))]
     second = [*stage(range(3, 6)), tensor_slice("lm_head.weight")]
     held = [first, second]
-    all_pieces = [*first, *second]
-    plan = make_plan(held, [all_pieces, all_pieces], bucket_bytes=4 * 128)
+    all_slices = [*first, *second]
+    plan = make_plan(held, [all_slices, all_slices], bucket_bytes=4 * 128)
     for tensors in plan.rounds:
         senders = Counter(source for move, source in boxes_of(tensors) if source != move.target)
         assert senders == {0: 4, 1: 4} or tensors is plan.rounds[-1]
@@ -254,7 +254,7 @@ def test_expert_ranks_send_in_the_same_rounds() -> None:
 def test_tensors_of_the_same_layout_share_their_boxes() -> None:
     tensor_slices = stage(range(50))
     plan = make_plan([tensor_slices, []], [[], tensor_slices])
-    assert len({id(tensor.boxes) for tensors in plan.rounds for tensor in tensors}) == 1
+    assert len({id(tensor.routes.boxes) for tensors in plan.rounds for tensor in tensors}) == 1
 
 
 @pytest.mark.parametrize(

@@ -374,7 +374,7 @@ def test_a_sync_that_compared_a_tenth_does_not_claim_all_weights(
     share: float, weights: str
 ) -> None:
     shown = findings(run_of(series={"sync/fingerprinted": share}))
-    [finding] = [knob for knob in shown if knob.metric == "sync/fingerprinted"]
+    [finding] = [each for each in shown if each.metric == "sync/fingerprinted"]
     assert finding.title == "Sync verified at each of 40 syncs"
     assert weights in finding.text
 

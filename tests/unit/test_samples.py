@@ -52,7 +52,7 @@ def group() -> Group:
         Prompt("chain_sum", 17, (12, 9, 3), "4 + 3 =", "7", {"entry": {}}),
         (
             Completion(
-                0, (9, 2), (-0.1, -0.7), "7", Finish.STOP, (older, newer), Grade(1.0, True, "7")
+                0, (9, 2), (-0.125, -0.75), "7", Finish.STOP, (older, newer), Grade(1.0, True, "7")
             ),
             Completion(1, (8,), (-2.5,), "é", Finish.LENGTH, (older,), None),
         ),
@@ -86,7 +86,7 @@ def test_samples_contain_all_fields_of_a_group(tmp_path: Path) -> None:
                 "parsed": True,
                 "segments": [[3, 1], [4, 1]],
                 "tokens": [9, 2],
-                "logprobs": [-0.1, -0.7],
+                "logprobs": [-0.125, -0.75],
             },
             {
                 "sample": 1,
@@ -230,8 +230,8 @@ def test_the_index_has_a_row_per_completion(tmp_path: Path) -> None:
             "num_tokens": [2, 1, 2, 1],
             "finish": ["stop", "length", "stop", "length"],
             "age": [2, 2, 2, 2],
-            "logprob_mean": [-0.4, -2.5, -0.4, -2.5],
-            "logprob_min": [-0.7, -2.5, -0.7, -2.5],
+            "logprob_mean": [-0.4375, -2.5, -0.4375, -2.5],
+            "logprob_min": [-0.75, -2.5, -0.75, -2.5],
         },
     }
 
@@ -324,10 +324,10 @@ def test_a_recorder_keeps_token_values_of_a_limited_number_of_groups(
     limited_recorder = replace(recorder(tmp_path, out), inspected_groups=1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk(0))
-        limited_recorder.inspected(1, [inspected(7, 0)])
+        limited_recorder.sequence_diagnostics(1, [inspected(7, 0)])
     assert files_in(tmp_path) == []
     assert "WARNING: policy log-probs of step 1 were not written: " in out.getvalue()
-    limited_recorder.inspected(2, [inspected(7, 0), inspected(8, 0)])
+    limited_recorder.sequence_diagnostics(2, [inspected(7, 0), inspected(8, 0)])
     assert [line["logprobs"] is None for line in read_policy(tmp_path, 2)] == [False, True]
     replace(limited_recorder, samples_folder=None).inspected(3, [inspected(7, 0)])
     assert files_in(tmp_path) == [policy_path(Path(), 2)]

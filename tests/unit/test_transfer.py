@@ -51,6 +51,9 @@ class Threads:
         self._barrier.wait()
         return values
 
+    def broadcast(self, value: Any, of: object, source: int = 0) -> Any:
+        return self.all_gather(value, of)[source]
+
     def all_to_all_single(
         self, received: Tensor, sent: Tensor, splits_in: list[int], splits_out: list[int]
     ) -> None:
