@@ -381,5 +381,5 @@ def test_receive_is_refused_before_needed_slices_was_called() -> None:
     engine = object.__new__(VllmEngine)
     engine._unusable, engine._requests, engine._receiver = "", {}, None
     engine._asleep = set()
-    with pytest.raises(SyncError, match="was not asked which slices"):
+    with pytest.raises(SyncError, match="was not asked for its slices"):
         engine.receive([], 1)
