@@ -329,5 +329,5 @@ def test_a_recorder_keeps_token_values_of_a_limited_number_of_groups(
     assert "WARNING: policy log-probs of step 1 were not written: " in out.getvalue()
     limited_recorder.sequence_diagnostics(2, [inspected(7, 0), inspected(8, 0)])
     assert [line["logprobs"] is None for line in read_policy(tmp_path, 2)] == [False, True]
-    replace(limited_recorder, samples_folder=None).inspected(3, [inspected(7, 0)])
+    replace(limited_recorder, samples_folder=None).sequence_diagnostics(3, [inspected(7, 0)])
     assert files_in(tmp_path) == [policy_path(Path(), 2)]
