@@ -76,7 +76,7 @@ InputNames = Annotated[
     list[str],
     typer.Argument(
         metavar="INPUT...",
-        help="Parquet or JSONL files, or hub:OWNER/NAME[@REVISION][#SPLIT].",
+        help=r"Parquet or JSONL files, or hub:OWNER/NAME\[@REVISION]\[#SPLIT].",
         show_default=False,
     ),
 ]

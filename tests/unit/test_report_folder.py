@@ -64,7 +64,7 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     assert run.metrics.column("never") == [None, None]
     assert run.metrics.last("x") == 1.0
     (evaluation,) = run.evaluations
-    assert (evaluation.set, evaluation.figure, evaluation.step) == ("a/b", "avg@4", 0)
+    assert (evaluation.set, evaluation.metric, evaluation.step) == ("a/b", "avg@4", 0)
     assert (evaluation.value, evaluation.low, evaluation.high) == (0.4, 0.3, 0.5)
     assert run.setting("train.rollout_steps") == 40
     assert run.setting("train.x.y") is run.setting("train.rollout_steps.y") is None

@@ -33,8 +33,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from dapo_megatron.bridge.islands import RankSlices
 from dapo_megatron.bridge.plan import make_plan
 from dapo_megatron.bridge.transfer import Transfer
+from dapo_megatron.cluster.collectives import decode, encode
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.processes import forget_peak, resident_bytes
 from dapo_megatron.cluster.ranks import Ranks, join
@@ -159,6 +161,8 @@ COMPUTED = [
     Case("TP2 PP2 EP8 -> TP4 x 8", "Qwen3-30B-A3B", Layout(tp=2, pp=2, ep=8), 4),
 ]
 
+CLUSTERS = (32, 128, 2048)
+
 
 @torch.no_grad()
 def make_shards(arch: Architecture, place: ChunkPlace) -> list[Shard]:
@@ -270,25 +274,79 @@ def measure(case: Case, ranks: Ranks, repeats: int, bucket: int) -> dict[str, An
     }
 
 
-def compute(case: Case, num_ranks: int = 32) -> dict[str, Any]:
-    """Compute the bytes of both methods from their plans, without running them."""
+def slices_of_ranks(case: Case, num_ranks: int) -> tuple[RankSlices, RankSlices]:
+    """Return what each rank's policy holds and what its engine wants."""
     arch = architecture(MODELS[case.model])
-    held = []
-    for place in case.policy.places(arch, num_ranks):
-        parts = [
-            part
+    places = case.policy.places(arch, num_ranks)
+    numbers: dict[ChunkPlace, int] = {}
+    list_of_rank = [numbers.setdefault(place, len(numbers)) for place in places]
+    held = [
+        [
+            TensorSlice(part.name, part.global_shape, DTYPE, part.region)
             for local_parameter in layout_of(arch, place).values()
             for part in local_parameter.parts
         ]
-        held.append([TensorSlice(p.name, p.global_shape, DTYPE, p.region) for p in parts])
-    by_place = [engine_slices(arch, rank, case.engine_tp, DTYPE) for rank in range(case.engine_tp)]
-    wanted = [by_place[rank % case.engine_tp] for rank in range(num_ranks)]
+        for place in numbers
+    ]
+    wanted = [engine_slices(arch, rank, case.engine_tp, DTYPE) for rank in range(case.engine_tp)]
+    return (
+        RankSlices(held, list_of_rank),
+        RankSlices(wanted, [rank % case.engine_tp for rank in range(num_ranks)]),
+    )
+
+
+def plan_cluster(case: Case, num_ranks: int) -> dict[str, Any]:
+    """Measure what every rank of a cluster does once: decode the lists of slices, and plan."""
+    held, wanted = slices_of_ranks(case, num_ranks)
+    messages = [encode(list(slices)) for slices in (*held.lists, *wanted.lists)]
+    forget_peak()
+    before, started = resident_bytes("VmRSS"), time.process_time()
+    lists = [decode(message, list[TensorSlice], 0) for message in messages]
+    decoded = time.process_time()
+    num_held = len(held.lists)
+    plan = make_plan(
+        RankSlices(lists[:num_held], held.list_of_rank),
+        RankSlices(lists[num_held:], wanted.list_of_rank),
+    )
+    return {
+        **asdict(case),
+        "num_ranks": num_ranks,
+        "num_islands": len(plan.islands),
+        "message_bytes": sum(map(len, messages)),
+        "decode_seconds": decoded - started,
+        "plan_seconds": time.process_time() - decoded,
+        "peak_bytes": resident_bytes() - before,
+        "lower_bound_bytes": max(plan.missing),
+    }
+
+
+def show_planning(clusters: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a table with a row per cluster."""
+    table = Table(
+        *("ranks", "islands", "messages, MiB", "decoded, CPU s", "planned, CPU s", "memory, MiB"),
+        title="what a rank does once, Qwen3-30B-A3B",
+    )
+    for cluster in clusters:
+        table.add_row(
+            f"{cluster['num_ranks']:,}",
+            str(cluster["num_islands"]),
+            f"{cluster['message_bytes'] / MIB:.1f}",
+            f"{cluster['decode_seconds']:.2f}",
+            f"{cluster['plan_seconds']:.2f}",
+            f"{cluster['peak_bytes'] / MIB:.0f}",
+        )
+    return table
+
+
+def compute(case: Case, num_ranks: int = 32) -> dict[str, Any]:
+    """Compute the bytes of both methods from their plans, without running them."""
+    held, wanted = slices_of_ranks(case, num_ranks)
     started = time.perf_counter()
     plan = make_plan(held, wanted)
     planning = time.perf_counter() - started
     shapes = {
         tensor_slice.name: tensor_slice.global_shape
-        for tensor_slices in by_place
+        for tensor_slices in wanted.lists
         for tensor_slice in tensor_slices
     }
     everything = [TensorSlice(name, shape, DTYPE, whole(shape)) for name, shape in shapes.items()]
@@ -391,9 +449,15 @@ def main(
         )
     computed = [compute(case) for case in COMPUTED]
     console.print(show(computed, GIB, "32 ranks, computed from the plan; GiB"))
+    clusters = [plan_cluster(COMPUTED[1], num_ranks) for num_ranks in CLUSTERS]
+    console.print(show_planning(clusters))
     print(*map(verdict, [*results, *computed]), sep="\n")
     sizes = {"repeats": repeats, "bucket_bytes": bucket_mib * MIB, "num_ranks": NUM_PROCESSES}
-    print(json.dumps({**facts(), **sizes, "measured": results, "computed": computed}))
+    print(
+        json.dumps(
+            {**facts(), **sizes, "measured": results, "computed": computed, "clusters": clusters}
+        )
+    )
 
 
 if __name__ == "__main__":
