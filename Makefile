@@ -101,7 +101,7 @@ lint: env  ## run ruff and mypy, and check the language of docstrings and names
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/python tools/check_language.py dapo_megatron tools slurm
+	$(VENV)/bin/python tools/check_language.py dapo_megatron tools slurm tests
 
 mlflow-ui: env  ## browse the runs of this machine in MLflow
 	$(VENV)/bin/mlflow ui --backend-store-uri $${MLFLOW_TRACKING_URI:-sqlite:///runs/mlflow.db} $(ARGS)

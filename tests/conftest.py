@@ -1,4 +1,4 @@
-"""Settings of all tests, and a check that none leaves anything behind for those after it."""
+"""Configure all tests, and check that none leaves processes, threads or changes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import psutil
 import pytest
 from hypothesis import Phase, settings
 
-# Three test processes on two cores: threads would only wait for each other. Torch reads it once.
+# Several test processes share few cores, where more threads only wait for each other. Torch reads
+# this variable once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A busy machine is no failure.
+# A slow example on a busy machine is not a failure.
 settings.register_profile("default", deadline=None)
-# The same examples for every mutant, and no search for the smallest that fails.
+# Use the same examples for every mutant, and do not shrink failing ones.
 settings.register_profile(
     "mutations",
     deadline=None,
@@ -44,27 +45,27 @@ _LONGEST = (
     "unit/test_hostile",
     "parity/test_engine_sleep",
 )
-"""Files of half a minute or more, longest first."""
+"""Test files that take half a minute or more, longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first, so that the processes of `make test` end together."""
+    """Run the longest files first, so that the workers of `make test` end at about one time."""
     places = {TESTS / f"{name}.py": place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(_LONGEST)))
 
 
 _EXECUTORS = ("asyncio_", "Mlflow")
-"""Threads of the executors of asyncio and MLflow's client, which Python ends at exit."""
+"""Name prefixes of executor threads of asyncio and MLflow, which Python ends at exit."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def processes_end(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a file whose tests leave a process or a thread that keeps this one alive."""
+    """Fail a file whose tests leave a child process, or a thread that keeps this process alive."""
     before = _processes(), set(threading.enumerate())
     yield
     processes = _processes() - before[0]
     if threads := _threads(before[1]):
-        # Those of an executor that a library has dropped end when it is collected.
+        # Threads of an executor without references end when it is garbage-collected.
         gc.collect()
         for thread in threads:
             thread.join(timeout=2.0)
@@ -75,16 +76,17 @@ def processes_end(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def state_is_restored(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves another environment, working directory or process group."""
+    """Fail a test that changes environment, working directory or process group and does not restore
+    them."""
     before = _state()
     yield
     after = _state()
     changed = [name for name in before | after if before.get(name) != after.get(name)]
-    assert not changed, f"{request.node.name}: it leaves changed: {', '.join(changed)}"
+    assert not changed, f"{request.node.name}: it does not restore: {', '.join(changed)}"
 
 
 def _threads(before: set[threading.Thread]) -> list[threading.Thread]:
-    """Threads started since `before` that keep this process alive."""
+    """Return live threads that are not in `before` and would keep this process alive."""
     return [
         thread
         for thread in set(threading.enumerate()) - before
@@ -93,16 +95,17 @@ def _threads(before: set[threading.Thread]) -> list[threading.Thread]:
 
 
 def _processes() -> set[str]:
-    """Command lines of this process's children. Those of multiprocessing serve all tests."""
+    """Return command lines of this process's children, except multiprocessing's, which serve all
+    tests."""
     lines = set()
     for child in psutil.Process().children():
-        with suppress(psutil.Error):  # it has ended
+        with suppress(psutil.Error):  # the child has ended
             lines.add(" ".join(child.cmdline())[:200])
     return {line for line in lines if line and "multiprocessing" not in line}
 
 
 _OWN_VARIABLES = ("DAPO", "LOCAL_", "MASTER_", "MLFLOW_", "RANK", "SLURM_", "WORLD_SIZE")
-"""Beginnings of the variables that tests set. Libraries set others when they are imported."""
+"""Prefixes of the variables that tests set. Libraries set other variables when imported."""
 
 
 def _state() -> dict[str, object]:

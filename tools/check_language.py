@@ -1,6 +1,6 @@
 """Fail on docstrings that begin with a fragment, and on names that do not say what they hold.
 
-    python tools/check_language.py FOLDER...
+    python tools/check_language.py PATH...
 
 `make lint` runs it. A docstring begins with a verb or a noun. A variable is called `path`, `group`
 or `rule`, never `one`, `found` or `theirs`. docs/contributing.md has the rules.
@@ -31,10 +31,16 @@ def problems(path: Path) -> Iterator[str]:
             yield f"{path}:{node.lineno}: does not say what it holds: {name}"
 
 
-def main(folders: list[str]) -> int:
-    """Print the problems of all Python files below the folders. Return the exit code."""
-    files = [path for folder in folders for path in sorted(Path(folder).rglob("*.py"))]
-    lines = [line for path in files for line in problems(path)]
+def python_files(path: Path) -> list[Path]:
+    """Return the file itself, or all Python files below a folder."""
+    return [path] if path.is_file() else sorted(path.rglob("*.py"))
+
+
+def main(paths: list[str]) -> int:
+    """Print the problems of the files and of all Python files below the folders. Return the exit
+    code."""
+    files = [file for path in paths for file in python_files(Path(path))]
+    lines = [line for file in files for line in problems(file)]
     print("\n".join(lines) or f"language: {len(files)} files, no problem")
     return int(bool(lines))
 

@@ -1,4 +1,4 @@
-"""config.json is interpreted in one room: no other names one of its keys."""
+"""Test that only the room `model` interprets config.json: no other room names one of its keys."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ EXCEPTIONS = {
 def keys(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield (line, text) for every string that is used as a key or as a name of a field."""
     for node in ast.walk(tree):
-        used: list[ast.expr | None] = []
+        expressions: list[ast.expr | None] = []
         if isinstance(node, ast.Subscript):
-            used = [node.slice]
+            expressions = [node.slice]
         elif isinstance(node, ast.Dict):
-            used = list(node.keys)
+            expressions = list(node.keys)
         elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
-            used = [node.left]
+            expressions = [node.left]
         elif isinstance(node, ast.For | ast.comprehension) and isinstance(
             node.iter, ast.Tuple | ast.List | ast.Set
         ):
-            used = list(node.iter.elts)
+            expressions = list(node.iter.elts)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List):
-            used = list(node.value.elts)
+            expressions = list(node.value.elts)
         elif isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             name = node.func.id if isinstance(node.func, ast.Name) else name
-            used = list(node.args) if name in LOOKUPS else []
-        for one in used:
-            if isinstance(one, ast.Constant) and isinstance(one.value, str):
-                yield one.lineno, one.value
+            expressions = list(node.args) if name in LOOKUPS else []
+        for expression in expressions:
+            if isinstance(expression, ast.Constant) and isinstance(expression.value, str):
+                yield expression.lineno, expression.value
 
 
-def found(folder: Path) -> set[tuple[str, int, str]]:
-    """Return (file, line, key) for all keys of config.json outside of the room `model`."""
+def keys_outside_model(folder: Path) -> set[tuple[str, int, str]]:
+    """Return (file, line, key) for all keys of config.json named outside the room `model`."""
     return {
         (str(path.relative_to(folder)), line, key)
         for path in folder.rglob("*.py")
@@ -59,17 +59,17 @@ def found(folder: Path) -> set[tuple[str, int, str]]:
     }
 
 
-def test_only_the_room_of_models_names_keys_of_config_json() -> None:
+def test_only_the_room_model_names_keys_of_config_json() -> None:
     wrong = [
         f"dapo_megatron/{file}:{line} names {key}; ask the Architecture instead"
-        for file, line, key in sorted(found(PACKAGE))
+        for file, line, key in sorted(keys_outside_model(PACKAGE))
         if (file, key) not in EXCEPTIONS
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_exception_is_left_over() -> None:
-    assert EXCEPTIONS.keys() <= {(file, key) for file, _, key in found(PACKAGE)}
+def test_every_exception_is_still_needed() -> None:
+    assert EXCEPTIONS.keys() <= {(file, key) for file, _, key in keys_outside_model(PACKAGE)}
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,6 @@ def test_no_exception_is_left_over() -> None:
         'next(hf[name] for name in ("num_experts", "num_local_experts") if name in hf)',
     ],
 )
-def test_every_way_to_name_a_key_is_found(tmp_path: Path, code: str) -> None:
+def test_every_way_to_name_a_key_is_detected(tmp_path: Path, code: str) -> None:
     (tmp_path / "file.py").write_text(code, encoding="utf-8")
-    assert found(tmp_path)
+    assert keys_outside_model(tmp_path)

@@ -1,4 +1,4 @@
-"""Who may import whom, how long a file may be, and what may never be in the repository."""
+"""Test which room may import which, how long files may be, and that no machine is named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 @dataclass(frozen=True)
 class Room:
-    """What the files of a room may import: other rooms (itself always) and packages."""
+    """The rooms (besides itself) and packages that the files of a room may import."""
 
     rooms: frozenset[str]
     packages: frozenset[str]
@@ -38,7 +38,7 @@ EVERYTHING = (
 )
 ROOMS = {
     "__init__": room(),
-    "types": room("", "torch"),  # annotations only, see test_light_modules_stay_light
+    "types": room("", "torch"),  # annotations only, see test_light_modules_import_nothing_heavy
     "files": room("types"),
     "protocols": room("types", "torch"),
     "config": room("types", "pydantic pydantic_core yaml"),
@@ -63,15 +63,15 @@ ROOMS = {
     "engine": room("types protocols config model cluster", "torch vllm numpy"),
     "rollout": room(f"{LOW} config algo data rewards", "torch"),
     "loop": room("types protocols config algo data rollout"),
-    # rollout for the form of a group on disk, checkpoints for their names, torch for the name of
-    # the GPU.
+    # rollout for the file format of a group, checkpoints for the names of their folders, torch for
+    # the name of the GPU.
     "tracking": room(f"{LOW} config cluster checkpoints rollout", "mlflow rich torch"),
     "doctor": room(
         f"{LOW} config model algo policy cluster plan tracking run",
         "torch transformers psutil rich",
     ),
-    # rewards for the causes of missing grades, doctor for whether a run is alive, cluster for its
-    # owner.
+    # rewards for the causes of missing grades, doctor for whether a run is alive, cluster for the
+    # owner of a run.
     "report": room(
         "types files cluster rewards rollout doctor tracking",
         "jinja2 msgspec numpy pandas plotly tokenizers yaml markupsafe rich",
@@ -88,14 +88,14 @@ LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 
 @dataclass(frozen=True)
 class Import:
-    """One import of a file, with the name taken: `dapo_megatron.algo.loss.dapo_loss`."""
+    """One import of a file. `module` includes the name: `dapo_megatron.algo.loss.dapo_loss`."""
 
     module: str
     line: int
 
     @property
     def room(self) -> str | None:
-        """The room it is in, or None for a module of another package."""
+        """Room of the module, or None for a module of another package."""
         package, _, rest = self.module.partition(".")
         return (rest.partition(".")[0] or "__init__") if package == "dapo_megatron" else None
 
@@ -115,7 +115,7 @@ def imports(file: Path) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}:{node.lineno}: imports are absolute in this house"
+            assert node.level == 0, f"{file}:{node.lineno}: use an absolute import"
             # `from a import b` may name a module, a.b.
             yield from (Import(f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
 
@@ -138,7 +138,7 @@ def tracked_text() -> Iterator[tuple[Path, str]]:
         path = REPOSITORY / name
         try:
             yield path, path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, FileNotFoundError):  # binary, or deleted and not committed
+        except (UnicodeDecodeError, FileNotFoundError):  # binary, or deleted without a commit
             continue
 
 
@@ -151,15 +151,15 @@ def test_a_room_imports_what_the_table_allows(name: str) -> None:
     allowed = ROOMS[name]
     wrong = []
     for file in (file for file in FILES if room_of(file) == name):
-        for found in imports(file):
-            package = found.module.partition(".")[0]
-            if found.room is not None:
-                # The package itself holds its version alone; anyone may ask for it.
-                fine = found.room in {*allowed.rooms, name, "__init__", "__version__"}
+        for imported in imports(file):
+            package = imported.module.partition(".")[0]
+            if imported.room is not None:
+                # The package itself holds only its version, which every room may import.
+                is_allowed = imported.room in {*allowed.rooms, name, "__init__", "__version__"}
             else:
-                fine = package in {*allowed.packages, *sys.stdlib_module_names}
-            if not fine:
-                wrong.append(f"{shown(file, found.line)} imports {found.module}")
+                is_allowed = package in {*allowed.packages, *sys.stdlib_module_names}
+            if not is_allowed:
+                wrong.append(f"{shown(file, imported.line)} imports {imported.module}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -188,7 +188,7 @@ def imported_modules() -> dict[str, set[str]]:
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Return the nodes of one cycle, or of none."""
+    """Return the nodes of a cycle, or an empty list."""
     try:
         tuple(TopologicalSorter(graph).static_order())
     except CycleError as error:
@@ -196,11 +196,11 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_modules_import_each_other_without_cycles() -> None:
     assert not cycle(imported_modules())
 
 
-def test_no_room_imports_itself_by_way_of_others() -> None:
+def test_rooms_import_each_other_without_cycles() -> None:
     rooms: dict[str, set[str]] = {}
     for file in FILES:
         others = {imported.room for imported in imports(file) if imported.room is not None}
@@ -208,7 +208,7 @@ def test_no_room_imports_itself_by_way_of_others() -> None:
     assert not cycle(rooms)
 
 
-def test_top_level_files() -> None:
+def test_top_level_files_are_those_of_the_architecture() -> None:
     names = {path.name for path in PACKAGE.glob("*.py")}
     assert names == {
         "__init__.py",
@@ -220,36 +220,36 @@ def test_top_level_files() -> None:
     }
 
 
-def test_every_room_says_what_it_is_for() -> None:
+def test_every_room_has_a_docstring() -> None:
     folders = {file.parent for file in FILES}
     assert all(ast.get_docstring(parsed(folder / "__init__.py")) for folder in folders)
 
 
 @pytest.mark.parametrize("name", sorted(ROOMS.keys() - {"run", "__main__"}))
-def test_a_room_is_allowed_no_room_that_it_does_not_import(name: str) -> None:
-    used = {found.room for file in FILES if room_of(file) == name for found in imports(file)}
+def test_the_table_allows_no_room_that_is_not_imported(name: str) -> None:
+    used = {imported.room for file in FILES if room_of(file) == name for imported in imports(file)}
     assert ROOMS[name].rooms <= used
 
 
 def test_loop_and_rollout_name_no_backend() -> None:
     backends = re.compile(r"(torch\.distributed|megatron|vllm|mlflow)(\.|$)")
     wrong = [
-        f"{shown(file, found.line)} imports {found.module}"
+        f"{shown(file, imported.line)} imports {imported.module}"
         for file in FILES
         if room_of(file) in {"loop", "rollout", "algo", "data", "rewards"}
-        for found in imports(file)
-        if backends.match(found.module)
+        for imported in imports(file)
+        if backends.match(imported.module)
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_giants_have_one_room_each() -> None:
+def test_megatron_vllm_and_mlflow_are_each_imported_in_one_room() -> None:
     home = {"megatron": "policy", "vllm": "engine", "mlflow": "tracking"}
     wrong = [
-        f"{shown(file, found.line)} imports {found.module}"
+        f"{shown(file, imported.line)} imports {imported.module}"
         for file in FILES
-        for found in imports(file)
-        if home.get(found.module.partition(".")[0], room_of(file)) != room_of(file)
+        for imported in imports(file)
+        if home.get(imported.module.partition(".")[0], room_of(file)) != room_of(file)
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -261,8 +261,8 @@ LIGHT = (
 )
 
 
-def test_light_modules_stay_light() -> None:
-    # One interpreter for all: it names the first module after which something heavy is there.
+def test_light_modules_import_nothing_heavy() -> None:
+    # One interpreter for all modules reports the first one that imports something heavy.
     code = f"""
 import importlib, sys
 for name in {LIGHT.split()!r}:
@@ -276,7 +276,7 @@ for name in {LIGHT.split()!r}:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_run_learns_its_backend_before_megatron_speaks() -> None:
+def test_policy_device_is_imported_without_megatron() -> None:
     code = "import sys, dapo_megatron.policy.device; assert 'megatron' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
 
@@ -292,15 +292,17 @@ def test_files_are_short() -> None:
         if count > LONG_FILES.get(name, (MAX_FILE_LINES, ""))[0]
     }
     assert not wrong
-    # An allowance that is not needed any more goes.
+    # Remove an exception that is not needed any more.
     assert all(lines[name] > MAX_FILE_LINES for name in LONG_FILES)
 
 
 def test_functions_are_short() -> None:
     lengths = {
-        f"{file.relative_to(PACKAGE)}:{one.name}": (one.end_lineno or 0) - one.lineno + 1
+        f"{file.relative_to(PACKAGE)}:{function.name}": (function.end_lineno or 0)
+        - function.lineno
+        + 1
         for file in FILES
-        for one in functions(file)
+        for function in functions(file)
     }
     wrong = {
         name: count
@@ -311,18 +313,20 @@ def test_functions_are_short() -> None:
     assert all(lengths[name] > MAX_FUNCTION_LINES for name in LONG_FUNCTIONS)
 
 
-@pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="asks git for the files")
-def test_nothing_names_the_machine_it_was_written_on() -> None:
+@pytest.mark.skipif(
+    not (REPOSITORY / ".git").exists(), reason="needs git to list the tracked files"
+)
+def test_no_tracked_file_names_the_machine_it_was_written_on() -> None:
     machine = re.compile(r"(?<![\w.-])/(?:work|root)/|/tmp/[w]\b")
-    # Names of packages are in the locks; where they came from is the affair of each machine.
+    # Lock files name packages, but must not name the registry of the machine that wrote them.
     registry = re.compile(
         r"--(?:extra-)?index-url[ =]|PIP_(?:EXTRA_)?INDEX_URL=|https?://[^\s/]*"
         r"(?:py[p]i|pythonhosted|artifactory|nexus|jfrog)"
     )
     wrong = [
-        shown(path, text.count("\n", 0, found.start()) + 1)
+        shown(path, text.count("\n", 0, match.start()) + 1)
         for path, text in tracked_text()
         for pattern in (machine, registry)
-        for found in pattern.finditer(text)
+        for match in pattern.finditer(text)
     ]
     assert not wrong, wrong

@@ -1,4 +1,4 @@
-"""Test what tools/check_language.py refuses, and that the package, tools and slurm pass."""
+"""Test what tools/check_language.py refuses, and that the package, tools, slurm and tests pass."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from tests.helpers.configs import REPOSITORY
 
 
-def check(*folders: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, REPOSITORY / "tools" / "check_language.py", *folders]
+def check(*paths: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, REPOSITORY / "tools" / "check_language.py", *paths]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -25,13 +25,15 @@ def check(*folders: Path) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_fragment_and_a_vague_name_are_refused(tmp_path: Path, code: str, problem: str) -> None:
-    (tmp_path / "file.py").write_text(code)
-    done = check(tmp_path)
-    assert done.returncode == 1
-    assert problem in done.stdout
+    file = tmp_path / "file.py"
+    file.write_text(code)
+    for path in (file, tmp_path):
+        done = check(path)
+        assert done.returncode == 1
+        assert problem in done.stdout
 
 
-@pytest.mark.parametrize("folder", ["dapo_megatron", "tools", "slurm"])
+@pytest.mark.parametrize("folder", ["dapo_megatron", "tools", "slurm", "tests"])
 def test_the_code_passes(folder: str) -> None:
     done = check(REPOSITORY / folder)
     assert done.returncode == 0, done.stdout
@@ -39,4 +41,4 @@ def test_the_code_passes(folder: str) -> None:
 
 def test_make_lint_checks_the_same_folders() -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    assert "tools/check_language.py dapo_megatron tools slurm\n" in makefile
+    assert "tools/check_language.py dapo_megatron tools slurm tests\n" in makefile

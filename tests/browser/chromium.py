@@ -1,4 +1,4 @@
-"""Chromium on this machine, and a page of it that watches what a report may not do."""
+"""Find and start Chromium, and record what a page does that a report may not do."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ READY = 'body[data-ready="true"]'
 
 
 def find_chromium() -> str | None:
-    """The program, if there is one on the PATH. (Ubuntu has a chromium-browser that only tells to
-    install another package.)"""
+    """Return the path of a Chromium that runs, or None.
+
+    Ubuntu's chromium-browser may be a stub that only asks to install another package.
+    """
     return next((path for path in map(shutil.which, NAMES) if path and _runs(path)), None)
 
 
@@ -29,42 +31,46 @@ def _runs(program: str) -> bool:
 
 
 def launch(playwright: Playwright, program: str) -> Browser:
-    """A browser without a window. Chromium's own sandbox does not work for root."""
+    """Start a headless browser. Chromium's own sandbox does not work for root."""
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
-    # Drawing by the CPU; containers have a small /dev/shm.
+    # Draw on the CPU. Containers have a small /dev/shm.
     arguments = [*sandbox, "--disable-gpu", "--disable-dev-shm-usage"]
     return playwright.chromium.launch(executable_path=program, args=arguments)
 
 
 @dataclass
 class Watched:
-    """A page, and what it did that a report may not do."""
+    """A page, and a list of what it did that a report may not do."""
 
     page: Page
     problems: list[str] = field(default_factory=list)
 
     @classmethod
     def new(cls, browser: Browser, **options: Any) -> Watched:
-        """A page in a context of its own, which ends with `close`."""
+        """Open a page in its own context. `close` ends both."""
         context = browser.new_context(**{"viewport": VIEW, **options})
         watched = cls(context.new_page())
         page, note = watched.page, watched.problems.append
         page.on("pageerror", lambda error: note(f"error: {error}"))
-        page.on("console", lambda said: said.type == "error" and note(f"console: {said.text}"))
+        page.on(
+            "console", lambda message: message.type == "error" and note(f"console: {message.text}")
+        )
         page.on(
             "request",
-            lambda one: one.url.startswith(LOCAL) or note(f"asked the network for {one.url}"),
+            lambda request: (
+                request.url.startswith(LOCAL) or note(f"network request: {request.url}")
+            ),
         )
         page.on("dialog", lambda dialog: (note(f"dialog: {dialog.message}"), dialog.dismiss()))
         page.set_default_timeout(30_000)  # two busy cores
         return watched
 
     def open(self, report: Path, anchor: str = "") -> Page:
-        """Load a report and wait until it can be used; `anchor` as after the # of a link."""
+        """Load a report and wait until its scripts have run. `anchor` includes the #."""
         self.page.goto(report.as_uri() + anchor)
         self.page.wait_for_selector(READY, state="attached")
         return self.page
 
     def close(self) -> None:
-        """End the page and all that belongs to it."""
+        """Close the page and its context."""
         self.page.context.close()

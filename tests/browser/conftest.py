@@ -1,5 +1,4 @@
-"""A Chromium for each file of tests, a page for each test, and the reports that they look at: made
-once."""
+"""Start one Chromium per test file, open pages per test, and write the reports once per session."""
 
 from __future__ import annotations
 
@@ -22,38 +21,38 @@ SCREENSHOTS = REPOSITORY / "build" / "screenshots"
 STARTED = time.time()
 
 Open = Callable[..., Page]
-"""(report, anchor, options of the browser's context) -> its page, ready."""
+"""(report, anchor, options of the browser's context) -> the loaded page."""
 
 
 def write_report(*runs: Path, output: Path, options: tuple[str, ...] = ()) -> Path:
-    """What `python -m dapo_megatron report` makes of runs' folders."""
+    """Write a report on run folders with `python -m dapo_megatron report`."""
     done = run("report", *runs, "--output", output, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     return output
 
 
-# Not of the session: while Playwright is up, no other test of the process can use asyncio.
+# Module scope: while Playwright runs, no other test of the process can use asyncio.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     program = find_chromium()
     if program is None:
         pytest.skip("no Chromium here: `make test-browser` installs it and runs these tests")
     with sync_playwright() as playwright:
-        up = launch(playwright, program)
-        yield up
-        up.close()
+        started = launch(playwright, program)
+        yield started
+        started.close()
 
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
-    """Opens reports. What none may do (errors, a word to the network) fails the test."""
+    """Open reports. Errors, dialogs and network requests of a page fail the test."""
     opened: list[Watched] = []
 
-    def opens(report: Path, anchor: str = "", **options: Any) -> Page:
+    def open_report(report: Path, anchor: str = "", **options: Any) -> Page:
         opened.append(Watched.new(browser, **options))
         return opened[-1].open(report, anchor)
 
-    yield opens
+    yield open_report
     for watched in opened:
         watched.close()
     assert not [problem for watched in opened for problem in watched.problems]
@@ -61,7 +60,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
 
 @pytest.fixture
 def screenshot(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Keeps what a page looks like where a person finds it."""
+    """Save screenshots in build/screenshots, where people can look at them."""
 
     def keep(page: Page, name: str, **options: Any) -> None:
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
@@ -72,33 +71,33 @@ def screenshot(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Where the pictures are; workers of pytest-xdist made them, and tell nobody."""
+    """Print where the screenshots are. The xdist workers that made them cannot print it."""
     pictures = [path for path in SCREENSHOTS.glob("*.png") if path.stat().st_mtime > STARTED]
     if pictures:
-        terminalreporter.write_line(f"{len(pictures)} pictures of the pages: {SCREENSHOTS}")
+        terminalreporter.write_line(f"{len(pictures)} screenshots of pages: {SCREENSHOTS}")
 
 
 @pytest.fixture(scope="session")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the reports and made runs of this session."""
+    """Folder of the reports and generated runs of this session."""
     return tmp_path_factory.mktemp("reports")
 
 
 @pytest.fixture(scope="session")
 def recorded_run(room: Path) -> Path:
-    """A real run, of which a few steps were kept: read-only."""
+    """A few steps of a real run. Tests may only read it."""
     return Path(shutil.copytree(RECORDED, room / "recorded"))
 
 
 @pytest.fixture(scope="session")
 def recorded(recorded_run: Path, room: Path) -> Path:
-    """Its report."""
+    """Report on `recorded_run`."""
     return write_report(recorded_run, output=room / "recorded.html")
 
 
 @pytest.fixture(scope="session")
 def hostile_run(room: Path) -> Path:
-    """A made run full of texts that try to be more than text."""
+    """A generated run full of texts that try to run as HTML or JavaScript."""
     return MadeRun(num_steps=12, groups_per_step=4, samples_per_group=4, hostile=True).write(
         room / "hostile"
     )
@@ -106,5 +105,5 @@ def hostile_run(room: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def hostile(hostile_run: Path, room: Path) -> Path:
-    """Its report."""
+    """Report on `hostile_run`."""
     return write_report(hostile_run, output=room / "hostile.html")

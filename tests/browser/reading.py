@@ -1,4 +1,4 @@
-"""What a report says, read with other code than its own: from its file, and from its page."""
+"""Read a report's file and page, and a run's files, without the code of dapo_megatron.report."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ Json = dict[str, Any]
 
 
 def payload(report: Path) -> Json:
-    """The data that Python gave the page."""
+    """Return the data that Python embedded in the page."""
     text = report.read_text(encoding="utf-8")
-    found = re.search(r'<script[^>]*\bid="data"[^>]*>([^<]*)</script>', text)
-    assert found, "no data in the page"
-    value = json.loads(gzip.decompress(base64.b64decode(found[1])))
+    script = re.search(r'<script[^>]*\bid="data"[^>]*>([^<]*)</script>', text)
+    assert script, "no data in the page"
+    value = json.loads(gzip.decompress(base64.b64decode(script[1])))
     assert isinstance(value, dict)
     return value
 
 
 def metrics(run: Path) -> dict[int, Json]:
-    """Step -> the values of metrics.jsonl, whole lines alone."""
+    """Return the rows of metrics.jsonl by step, without an unfinished last line."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
     return {value["step"]: value for value in map(json.loads, lines)}
 
 
 def completions(run: Path) -> list[Json]:
-    """Every completion in samples/, with step, fate, verdict, ticket, prompt, truth and source of
-    its group."""
-    found = []
+    """Return every completion in samples/, with the step, fate, verdict, ticket, prompt, truth and
+    source of its group."""
+    rows = []
     for path in sorted((run / "samples").glob("step_*.jsonl")):
         step = int(path.stem.removeprefix("step_"))
         for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
             group = json.loads(line)
             keys = ("fate", "verdict", "ticket", "prompt", "truth", "source")
-            about = {key: group[key] for key in keys}
-            found += [{"step": step, **about, **one} for one in group["completions"]]
-    return found
+            group_fields = {key: group[key] for key in keys}
+            rows += [
+                {"step": step, **group_fields, **completion} for completion in group["completions"]
+            ]
+    return rows
 
 
 def chart(page: Page, name: str) -> Locator:
-    """A chart, scrolled to and drawn."""
+    """Scroll to a chart, wait until it is drawn, and return it."""
     element = page.locator(f'[data-chart="{name}"]')
     element.scroll_into_view_if_needed()
     page.wait_for_selector(f'[data-chart="{name}"][data-drawn="true"]')
@@ -53,26 +55,26 @@ def chart(page: Page, name: str) -> Locator:
 
 
 def traces(page: Page, name: str) -> list[Json]:
-    """What Plotly has drawn in a chart: name, x and y of each trace."""
-    found = chart(page, name).evaluate(
+    """Return the traces that Plotly has drawn in a chart, with `x` and `y` as lists."""
+    drawn = chart(page, name).evaluate(
         """element => {
           const inside = element.querySelector(".js-plotly-plot");
-          return (inside ?? element).data.map(one => ({
-            ...one, x: Array.from(one.x ?? []), y: Array.from(one.y ?? []),
+          return (inside ?? element).data.map(trace => ({
+            ...trace, x: Array.from(trace.x ?? []), y: Array.from(trace.y ?? []),
           }));
         }"""
     )
-    return list(found)
+    return list(drawn)
 
 
 def code_units(text: str) -> list[int]:
-    """A text as JavaScript counts it: half a surrogate pair survives no other way out of a page."""
+    """Return the UTF-16 code units of a text. Only in this form do lone surrogates leave a page."""
     raw = text.encode("utf-16-le", "surrogatepass")
     return [raw[at] | raw[at + 1] << 8 for at in range(0, len(raw), 2)]
 
 
 def shown_text(locator: Locator) -> list[int]:
-    """The textContent of an element in code units."""
+    """Return the textContent of an element as UTF-16 code units."""
     return list(locator.evaluate(CODE_UNITS))
 
 
@@ -83,7 +85,7 @@ CODE_UNITS = """element => {
 
 
 def contrasts(page: Page, selector: str) -> dict[str, float]:
-    """The lowest contrast (WCAG 2) of the texts below `selector` that are in the page, by class."""
+    """Return the lowest contrast (WCAG 2) of visible texts below `selector`, by tag and class."""
     return dict(page.evaluate(CONTRASTS, selector))
 
 
@@ -96,15 +98,15 @@ CONTRASTS = """selector => {
     dot.fillRect(0, 0, 1, 1);
     return [...dot.getImageData(0, 0, 1, 1).data].slice(0, 3);
   };
-  const light = color => color.map(one => one / 255)
-    .map(one => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0.05);
+  const light = color => color.map(channel => channel / 255)
+    .map(share => share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, share, at) => sum + share * [0.2126, 0.7152, 0.0722][at], 0.05);
   const behind = element => over(getComputedStyle(element).backgroundColor,
     element.parentElement ? behind(element.parentElement) : [255, 255, 255]);
   const lowest = {};
   for (const element of document.querySelectorAll(`${selector} *`)) {
-    const says = [...element.childNodes].some(one => one.nodeType === 3 && one.data.trim());
-    if (!says || element.disabled || !element.offsetParent) continue;
+    const hasText = [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim());
+    if (!hasText || element.disabled || !element.offsetParent) continue;
     const below = behind(element);
     const [a, b] = [light(below), light(over(getComputedStyle(element).color, below))];
     const name = `${element.tagName}.${element.className}`;
@@ -115,19 +117,19 @@ CONTRASTS = """selector => {
 
 
 def shown_rows(page: Page) -> list[tuple[int, int]]:
-    """(ticket, sample) of every row of the table that is shown, from the top."""
+    """Return (ticket, sample) of every visible row of the table, from the top."""
     links = page.locator("#rollouts tbody tr:not([hidden]) a").all_inner_texts()
     return [(int(ticket), int(sample)) for ticket, sample in (text.split("/") for text in links)]
 
 
 def rollouts(page: Page) -> Locator:
-    """The table, in sight."""
+    """Scroll to the table of completions and return it."""
     page.locator("#rollouts").scroll_into_view_if_needed()
     return page.locator("#rollouts table")
 
 
 def open_completion(page: Page, ticket: int, sample: int) -> Locator:
-    """The viewer, with one completion in it, by way of the filter."""
+    """Open a completion in the viewer, through the search field, and return the viewer."""
     rollouts(page)
     page.fill("#rollouts [type=search]", f"{ticket}/{sample}")
     page.keyboard.press("ArrowDown")

@@ -1,4 +1,4 @@
-"""The charts, in a real browser: they draw what the run measured, alone and beside other runs."""
+"""Test in a real browser that charts draw what was measured, for one run and for several."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_every_chart_draws_what_the_run_measured(
         drawn = traces(page, chart.id) if chart.id in shown else []
         for name in chart.series if drawn else ():
             if name in measured[steps[-1]]:
-                # What is stacked is 0 where it was not measured.
+                # A stacked series is 0 where it was not measured.
                 no_value = 0 if chart.stacked and name not in chart.lines else None
                 wanted = {step: measured[step].get(name, no_value) for step in steps}
-                assert any(_same(one, wanted) for one in drawn), (chart.id, name)
+                assert any(_same(trace, wanted) for trace in drawn), (chart.id, name)
                 num_series += 1
             elif derived.values(name):
                 wanted = dict(zip(steps, derived.column(name)))
-                assert any(_same(one, wanted) for one in drawn), name
+                assert any(_same(trace, wanted) for trace in drawn), name
     assert num_series > 40
 
 
@@ -53,17 +53,17 @@ def _same(trace: Json, wanted: dict[int, float | None]) -> bool:
     )
 
 
-def test_the_last_accuracy_is_that_of_the_metrics(
+def test_the_accuracy_chart_ends_with_the_last_value_of_metrics_jsonl(
     recorded: Path, recorded_run: Path, open_page: Open
 ) -> None:
     right, *_ = traces(open_page(recorded), "accuracy")
     measured = metrics(recorded_run)
-    assert len(right["y"]) == len(measured) - 1 == 40  # step 0 is an evaluation alone
+    assert len(right["y"]) == len(measured) - 1 == 40  # step 0 has only an evaluation
     assert right["x"][-1] == 40
     assert right["y"][-1] == pytest.approx(measured[40]["accuracy/raw"], rel=1e-5)
 
 
-def test_evaluations_come_with_their_intervals(
+def test_evaluations_are_drawn_with_their_confidence_intervals(
     recorded: Path, recorded_run: Path, open_page: Open
 ) -> None:
     [drawn, paper] = traces(open_page(recorded), "evaluation")
@@ -74,11 +74,11 @@ def test_evaluations_come_with_their_intervals(
     for at, line in enumerate(wanted.values()):
         low, middle, high = line[f"{name}_low"], line[name], line[f"{name}_high"]
         error = drawn["error_y"]
-        found = [middle, middle - error["arrayminus"][at], middle + error["array"][at]]
-        assert found == pytest.approx([drawn["y"][at], low, high], abs=1e-5)
+        interval = [middle, middle - error["arrayminus"][at], middle + error["array"][at]]
+        assert interval == pytest.approx([drawn["y"][at], low, high], abs=1e-5)
 
 
-def test_smoothing_keeps_what_was_measured(
+def test_smoothing_still_shows_the_measured_values(
     recorded: Path, recorded_run: Path, open_page: Open
 ) -> None:
     page = open_page(recorded)
@@ -92,11 +92,13 @@ def test_smoothing_keeps_what_was_measured(
     assert max(smooth["y"]) <= max(faint["y"]) and min(smooth["y"]) >= min(faint["y"])
 
 
-def test_the_paper_s_curves_come_when_asked_for(recorded: Path, open_page: Open) -> None:
+def test_curves_of_the_paper_are_shown_only_when_selected(recorded: Path, open_page: Open) -> None:
     page = open_page(recorded)
 
     def shown() -> list[str]:
-        return [one["name"] for one in traces(page, "entropy") if one.get("visible") is not False]
+        return [
+            trace["name"] for trace in traces(page, "entropy") if trace.get("visible") is not False
+        ]
 
     assert shown() == ["entropy"]
     page.locator("#paper").check()
@@ -106,15 +108,15 @@ def test_the_paper_s_curves_come_when_asked_for(recorded: Path, open_page: Open)
 
 
 def _axis(page: Page, chart: str, axis: str) -> list[float]:
-    """The range that is drawn."""
+    """Return the drawn range of an axis."""
     return list(
-        page.locator(f'[data-chart="{chart}"]').evaluate(f"one => one._fullLayout.{axis}.range")
+        page.locator(f'[data-chart="{chart}"]').evaluate(f"chart => chart._fullLayout.{axis}.range")
     )
 
 
 def test_a_printed_report_has_all_its_charts(recorded: Path, open_page: Open, room: Path) -> None:
     page = open_page(recorded, color_scheme="dark")
-    charts = len(payload(recorded)["charts"]) + 1  # with the timeline that is open
+    charts = len(payload(recorded)["charts"]) + 1  # plus the open timeline
     drawn = page.locator('[data-chart][data-drawn="true"]')
     assert drawn.count() < charts
     page.evaluate(COUNT_PRINTED)
@@ -130,7 +132,7 @@ COUNT_PRINTED = """() => addEventListener("beforeprint", () => {
 IS_DARK = "document.documentElement.dataset.theme !== 'light'"
 
 
-def test_two_runs_are_laid_over_each_other(
+def test_two_runs_share_the_charts_in_two_colors(
     recorded_run: Path, room: Path, open_page: Open, screenshot: Keep
 ) -> None:
     other = MadeRun(num_steps=30, groups_per_step=2, samples_per_group=2, name="other").write(
@@ -138,9 +140,9 @@ def test_two_runs_are_laid_over_each_other(
     )
     page = open_page(write_report(recorded_run, other, output=room / "two.html"))
     drawn = traces(page, "accuracy")
-    drawn = [one for one in drawn if "look" in one["meta"]]
-    assert {max(one["x"]) for one in drawn} == {30, max(metrics(recorded_run))}
-    colors = {one["line"]["color"] for one in drawn}
+    drawn = [trace for trace in drawn if "look" in trace["meta"]]
+    assert {max(trace["x"]) for trace in drawn} == {30, max(metrics(recorded_run))}
+    colors = {trace["line"]["color"] for trace in drawn}
     assert len(colors) == 2
     for chart in ("reward", "evaluation_best_and_vote"):
         traces(page, chart)
@@ -151,7 +153,7 @@ def test_two_runs_are_laid_over_each_other(
     assert max(first[0]["x"]) != 30 and max(traces(page, "groups_fates")[0]["x"]) == 30
 
 
-def test_repeats_of_a_run_are_drawn_alike(
+def test_runs_that_differ_only_in_the_seed_share_a_color(
     recorded_run: Path, room: Path, open_page: Open, screenshot: Keep
 ) -> None:
     runs = [room / "repeats" / f"{way}_seed{seed}" for way in "abc" for seed in range(3)]
@@ -159,23 +161,23 @@ def test_repeats_of_a_run_are_drawn_alike(
         run.mkdir(parents=True)
         shutil.copy(recorded_run / "metrics.jsonl", run)
     page = open_page(write_report(*runs, output=room / "repeats.html"))
-    drawn = [one for one in traces(page, "accuracy") if "look" in one["meta"]]
+    drawn = [trace for trace in traces(page, "accuracy") if "look" in trace["meta"]]
     assert len(drawn) == 18
-    looks = {(one["name"].partition("_")[0], one["line"]["color"]) for one in drawn}
+    looks = {(trace["name"].partition("_")[0], trace["line"]["color"]) for trace in drawn}
     assert len(looks) == 3 and len({color for _, color in looks}) == 3
-    dashes = {(one["name"].rpartition("· ")[2], one["line"]["dash"]) for one in drawn}
+    dashes = {(trace["name"].rpartition("· ")[2], trace["line"]["dash"]) for trace in drawn}
     assert dashes == {("answers right", "solid"), ("groups all right", "dash")}
-    mode = page.locator('[data-chart="accuracy"]').evaluate("one => one.layout.hovermode")
+    mode = page.locator('[data-chart="accuracy"]').evaluate("chart => chart.layout.hovermode")
     assert mode == "closest"  # 18 rows would not fit a screen
     chips = page.locator(".chips label")
     assert [text.strip() for text in chips.all_inner_texts()] == [f"{way}, 3 runs" for way in "abc"]
     screenshot(page, "report_repeats")
     chips.nth(1).click()
-    names = {one["name"] for one in traces(page, "accuracy") if "look" in one["meta"]}
+    names = {trace["name"] for trace in traces(page, "accuracy") if "look" in trace["meta"]}
     assert {name[0] for name in names} == {"a", "c"}
 
 
-def test_a_reload_keeps_what_was_zoomed_opened_and_focused(recorded: Path, open_page: Open) -> None:
+def test_a_reload_keeps_zoom_open_sections_and_focus(recorded: Path, open_page: Open) -> None:
     page = open_page(recorded)
     traces(page, "accuracy")
     plot = page.locator('[data-chart="accuracy"] .nsewdrag').first.bounding_box()

@@ -1,4 +1,4 @@
-"""The page as a whole, in a real browser: it says what the run's files say, and nothing else."""
+"""Test the page as a whole in a real browser: themes, keyboard, links, reloading."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from tests.helpers.made_run import MadeRun
 Keep = Callable[..., None]
 
 
-def test_without_scripts_the_health_can_be_read(
+def test_health_can_be_read_without_javascript(
     recorded: Path, recorded_run: Path, browser: Browser
 ) -> None:
     watched = Watched.new(browser, java_script_enabled=False)
     page = watched.page
     page.goto(recorded.as_uri())
-    said = page.inner_text("#health")
+    health = page.inner_text("#health")
     run = read_run(recorded_run)
-    assert run.name in said and "finished" in said.lower() and run.state.text in said
+    assert run.name in health and "finished" in health.lower() and run.state.text in health
     shown = {
-        one.locator("dt").inner_text().lower(): one.locator("dd").inner_text()
-        for one in page.locator("#health dl > div").all()
+        fact.locator("dt").inner_text().lower(): fact.locator("dd").inner_text()
+        for fact in page.locator("#health dl > div").all()
     }
     assert shown == {label.lower(): text for label, text in facts(run)}
-    found = findings(run)
-    assert found, "a test without findings sees nothing"
-    for number, finding in enumerate(found):
+    run_findings = findings(run)
+    assert run_findings, "the recorded run has no findings, so this test checks nothing"
+    for number, finding in enumerate(run_findings):
         text = page.locator(f'[data-finding="{number}"]').inner_text()
         assert finding.title in text and " ".join(finding.text.split()) in text
-    assert "JavaScript" in said
+    assert "JavaScript" in health
     watched.close()
     assert not watched.problems
 
@@ -65,10 +65,12 @@ def test_a_finding_leads_to_its_chart(recorded: Path, open_page: Open) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_both_themes(recorded: Path, open_page: Open, screenshot: Keep, theme: str) -> None:
+def test_both_themes_are_readable_and_a_reload_keeps_the_chosen_one(
+    recorded: Path, open_page: Open, screenshot: Keep, theme: str
+) -> None:
     page = open_page(recorded, color_scheme=theme)
     assert _is_dark(page) == (theme == "dark")
-    assert _contrast(page) > 7  # WCAG AAA, of text on its ground
+    assert _contrast(page) > 7  # WCAG AAA for text on its background
     traces(page, "accuracy")
     page.evaluate("scrollTo(0, 0)")
     screenshot(page, f"report_{theme}")
@@ -77,15 +79,15 @@ def test_both_themes(recorded: Path, open_page: Open, screenshot: Keep, theme: s
     assert _contrast(page) > 7
     page.reload()
     page.wait_for_selector(READY, state="attached")
-    assert _is_dark(page) != (theme == "dark"), "forgotten on reload"
+    assert _is_dark(page) != (theme == "dark"), "the reload dropped the chosen theme"
 
 
-def _brightness(page: Page, what: str) -> float:
-    """Relative luminance of a color of the body, as WCAG 2 has it."""
-    text = page.evaluate(f"getComputedStyle(document.body).{what}")
+def _brightness(page: Page, css_property: str) -> float:
+    """Return the relative luminance (WCAG 2) of a color of the body."""
+    text = page.evaluate(f"getComputedStyle(document.body).{css_property}")
     shares = [int(part) / 255 for part in re.findall(r"\d+", text)[:3]]
     red, green, blue = (
-        one / 12.92 if one <= 0.03928 else ((one + 0.055) / 1.055) ** 2.4 for one in shares
+        share / 12.92 if share <= 0.03928 else ((share + 0.055) / 1.055) ** 2.4 for share in shares
     )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
@@ -95,11 +97,13 @@ def _is_dark(page: Page) -> bool:
 
 
 def _contrast(page: Page) -> float:
-    dim, bright = sorted(_brightness(page, what) for what in ("color", "backgroundColor"))
+    dim, bright = sorted(
+        _brightness(page, css_property) for css_property in ("color", "backgroundColor")
+    )
     return (bright + 0.05) / (dim + 0.05)
 
 
-def test_a_narrow_screen_scrolls_one_way_alone(
+def test_a_narrow_screen_scrolls_only_vertically(
     recorded: Path, open_page: Open, screenshot: Keep
 ) -> None:
     page = open_page(recorded, viewport={"width": 390, "height": 800})
@@ -109,47 +113,47 @@ def test_a_narrow_screen_scrolls_one_way_alone(
 
 def test_the_keyboard_reaches_everything(recorded: Path, open_page: Open) -> None:
     page = open_page(recorded)
-    seen = []
+    focused = []
     for _ in range(400):
         page.keyboard.press("Tab")
         focus = page.evaluate(FOCUS)
         if focus is None:
             break
-        seen.append(focus)
-    names = [one["name"] for one in seen]
+        focused.append(focus)
+    names = [element["name"] for element in focused]
     wanted = ["#health", "#training", "#rollouts", "theme", "smoothing", "paper"]
     assert [name for name in names if name in wanted] == [
         *("#health", "#health", "#training", "#rollouts", "theme", "smoothing", "paper")
     ]
     assert sum(name.startswith("see-") for name in names) == page.locator("a.see").count() > 0
-    assert all(one["visible"] for one in seen), [one for one in seen if not one["visible"]]
+    assert all(element["visible"] for element in focused), [
+        element for element in focused if not element["visible"]
+    ]
 
 
 FOCUS = """
 () => {
-  const one = document.activeElement;
-  if (one === document.body || one === null) return null;
-  const style = getComputedStyle(one);
+  const element = document.activeElement;
+  if (element === document.body || element === null) return null;
+  const style = getComputedStyle(element);
   const ring = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0;
-  const name = one.id || one.getAttribute("href") || one.className || one.tagName;
+  const name = element.id || element.getAttribute("href") || element.className || element.tagName;
   return {name, visible: ring || style.boxShadow !== "none"};
 }
 """
 
 
-def test_a_crashed_run_says_so(room: Path, open_page: Open, screenshot: Keep) -> None:
+def test_the_report_says_that_a_run_crashed(room: Path, open_page: Open, screenshot: Keep) -> None:
     run = MadeRun(num_steps=6, groups_per_step=2, samples_per_group=2, crashed=True).write(
         room / "crashed"
     )
     page = open_page(write_report(run, output=room / "crashed.html"))
     assert "crashed" in page.inner_text("#health").lower()
-    assert any(max(one["x"]) == 6 for one in traces(page, "accuracy"))
+    assert any(max(trace["x"]) == 6 for trace in traces(page, "accuracy"))
     screenshot(page, "report_crashed")
 
 
-def test_a_run_without_anything_but_metrics(
-    recorded_run: Path, room: Path, open_page: Open
-) -> None:
+def test_a_report_needs_only_metrics_jsonl(recorded_run: Path, room: Path, open_page: Open) -> None:
     bare = room / "bare"
     bare.mkdir()
     shutil.copy(recorded_run / "metrics.jsonl", bare)
@@ -165,7 +169,9 @@ def test_a_link_leads_to_its_section(recorded: Path, open_page: Open) -> None:
     expect(page.locator("#provenance h2")).to_be_in_viewport()
 
 
-def test_a_watched_page_keeps_its_place(room: Path, open_page: Open) -> None:
+def test_a_reloading_page_keeps_its_scroll_position_and_options(
+    room: Path, open_page: Open
+) -> None:
     run = MadeRun(num_steps=8, groups_per_step=2, samples_per_group=2, alive=True).write(
         room / "alive"
     )
@@ -185,7 +191,7 @@ def test_a_watched_page_keeps_its_place(room: Path, open_page: Open) -> None:
             with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 last = metrics(run)[8] | {"step": 9}
                 file.write(json.dumps(last) + "\n")
-            # Only a page that has loaded itself again knows of step 9.
+            # Only a page that reloaded itself shows step 9.
             page.wait_for_function(
                 """() => document.body.dataset.ready === "true" && scrollY > 0 &&
                    document.querySelector("#health").innerText.includes("9 of ")"""
@@ -197,7 +203,7 @@ def test_a_watched_page_keeps_its_place(room: Path, open_page: Open) -> None:
     assert watching.returncode == 0
 
 
-def test_a_watched_page_waits_for_its_reader(
+def test_a_page_does_not_reload_while_its_reader_is_active(
     recorded_run: Path, room: Path, open_page: Open
 ) -> None:
     report = room / "watched.html"
@@ -212,8 +218,8 @@ def test_a_watched_page_waits_for_its_reader(
     page.wait_for_function(f"() => performance.timeOrigin > {loaded}")
 
 
-def _wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+def _wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)

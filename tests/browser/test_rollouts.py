@@ -1,5 +1,5 @@
-"""The table of completions and the viewer: what they show is what the run recorded, letter by
-letter, and nothing that a completion says is ever more than text."""
+"""Test the table of completions and the viewer in a real browser: they show exactly the recorded
+text, and a completion's text is never interpreted as HTML or JavaScript."""
 
 from __future__ import annotations
 
@@ -33,45 +33,51 @@ def rounded(value: float | str) -> float | str:
 
 
 def head(page: Page, name: str) -> Locator:
-    """A column's head, with its filters."""
+    """Return the header cell of a column, which holds its filters."""
     return page.locator(f'#rollouts [data-name="{name}"]')
 
 
 def depths(viewer: Locator) -> list[float]:
-    """How deep the color of each token is, in percent."""
+    """Return the color intensity of each token, in percent."""
     texts = viewer.locator("[data-at]").evaluate_all(
-        "all => all.map(one => one.style.getPropertyValue('--depth'))"
+        "all => all.map(token => token.style.getPropertyValue('--depth'))"
     )
     return [float(text.removesuffix("%")) for text in texts]
 
 
-def test_the_table_holds_what_was_recorded(
+def test_the_table_shows_the_recorded_completions(
     recorded: Path, recorded_run: Path, open_page: Open, screenshot: Keep
 ) -> None:
     page = open_page(recorded)
     rollouts(page)
     screenshot(page, "rollouts_table")
-    every = {(one["ticket"], one["sample"]): one for one in completions(recorded_run)}
+    every = {
+        (completion["ticket"], completion["sample"]): completion
+        for completion in completions(recorded_run)
+    }
     names = page.locator("#rollouts thead th").evaluate_all(
-        "all => all.map(one => one.dataset.name)"
+        "all => all.map(cell => cell.dataset.name)"
     )
     rows = page.locator("#rollouts tbody tr").evaluate_all(
-        "all => all.map(row => [...row.cells].map(one => one.dataset.value ?? one.textContent))"
+        "all => all.map(row => [...row.cells].map(cell => cell.dataset.value ?? cell.textContent))"
     )
     shown = shown_rows(page)
     assert set(shown) == set(every) and len(every) > 100
     for place, values in zip(shown, rows, strict=True):
-        one, row = every[place], dict(zip(names, values, strict=True))
-        assert (row["fate"], row["source"]) == (one["fate"].replace("_", " "), one["source"])
-        assert row["finish"] == one["finish"]
-        assert row["graded"] == ("✓ right" if one["correct"] else "✗ wrong")
-        assert int(row["step"]) == one["step"]
-        assert int(row["num_tokens"]) == len(one["tokens"])
-        assert float(row["logprob_min"]) == pytest.approx(min(one["logprobs"]), abs=1e-4)
-        assert int(row["age"]) == one["step"] - 1 - one["segments"][0][0]
+        completion, row = every[place], dict(zip(names, values, strict=True))
+        assert (row["fate"], row["source"]) == (
+            completion["fate"].replace("_", " "),
+            completion["source"],
+        )
+        assert row["finish"] == completion["finish"]
+        assert row["graded"] == ("✓ right" if completion["correct"] else "✗ wrong")
+        assert int(row["step"]) == completion["step"]
+        assert int(row["num_tokens"]) == len(completion["tokens"])
+        assert float(row["logprob_min"]) == pytest.approx(min(completion["logprobs"]), abs=1e-4)
+        assert int(row["age"]) == completion["step"] - 1 - completion["segments"][0][0]
 
 
-def test_filters_and_sorting_are_those_of_python(
+def test_filters_and_sorting_agree_with_python(
     recorded: Path, recorded_run: Path, open_page: Open
 ) -> None:
     page = open_page(recorded)
@@ -79,20 +85,36 @@ def test_filters_and_sorting_are_those_of_python(
     every = completions(recorded_run)
 
     head(page, "verdict").locator("select").select_option("mixed")
-    mixed = {(one["ticket"], one["sample"]) for one in every if one["verdict"] == "mixed"}
+    mixed = {
+        (completion["ticket"], completion["sample"])
+        for completion in every
+        if completion["verdict"] == "mixed"
+    }
     assert set(shown_rows(page)) == mixed and 0 < len(mixed) < len(every)
     page.get_by_role("button", name="clear").click()
 
     head(page, "graded").locator("select").select_option("✗ wrong")
-    wrong = {(one["ticket"], one["sample"]) for one in every if one["correct"] is False}
+    wrong = {
+        (completion["ticket"], completion["sample"])
+        for completion in every
+        if completion["correct"] is False
+    }
     assert set(shown_rows(page)) == wrong and wrong
 
     head(page, "step").locator("input").first.fill("6")
-    late = {(one["ticket"], one["sample"]) for one in every if one["step"] >= 6} & wrong
+    late = {
+        (completion["ticket"], completion["sample"])
+        for completion in every
+        if completion["step"] >= 6
+    } & wrong
     assert set(shown_rows(page)) == late and late < wrong
     expect(page.locator(".r-count")).to_contain_text(f"{len(late)} of {len(every)}")
     head(page, "step").locator("input").last.fill("20")
-    middle = {(one["ticket"], one["sample"]) for one in every if one["step"] <= 20} & late
+    middle = {
+        (completion["ticket"], completion["sample"])
+        for completion in every
+        if completion["step"] <= 20
+    } & late
     assert set(shown_rows(page)) == middle and middle < late
 
     page.get_by_role("button", name="clear").click()
@@ -100,14 +122,17 @@ def test_filters_and_sorting_are_those_of_python(
     page.fill("#rollouts [type=search]", "lowest log-prob")
     assert 0 < len(shown_rows(page)) < len(every)
     head(page, "why").locator("select").select_option("lowest log-prob")
-    least = min(every, key=lambda one: min(one["logprobs"]))
+    least = min(every, key=lambda completion: min(completion["logprobs"]))
     assert (least["ticket"], least["sample"]) in shown_rows(page)
     page.get_by_role("button", name="clear").click()
 
-    for name, column in (("logprob_min", lambda one: min(one["logprobs"])),
-                         ("num_tokens", lambda one: len(one["tokens"])),
-                         ("verdict", lambda one: one["verdict"])):  # fmt: skip
-        values = {(one["ticket"], one["sample"]): rounded(column(one)) for one in every}
+    for name, column in (("logprob_min", lambda completion: min(completion["logprobs"])),
+                         ("num_tokens", lambda completion: len(completion["tokens"])),
+                         ("verdict", lambda completion: completion["verdict"])):  # fmt: skip
+        values = {
+            (completion["ticket"], completion["sample"]): rounded(column(completion))
+            for completion in every
+        }
         for order in ("ascending", "descending"):
             head(page, name).locator("button").click()
             expect(head(page, name)).to_have_attribute("aria-sort", order)
@@ -121,15 +146,17 @@ def test_filters_and_sorting_are_those_of_python(
     assert {ticket for ticket, _ in shown_rows(page)} == {some["ticket"]}
 
 
-def test_a_search_finds_texts(recorded: Path, recorded_run: Path, open_page: Open) -> None:
+def test_a_search_looks_in_prompts_truths_and_responses(
+    recorded: Path, recorded_run: Path, open_page: Open
+) -> None:
     page = open_page(recorded)
     rollouts(page)
     every = completions(recorded_run)
     phrase = every[-1]["prompt"]
     with_text = {
-        (one["ticket"], one["sample"])
-        for one in every
-        if any(phrase.lower() in one[name].lower() for name in ("prompt", "truth", "text"))
+        (completion["ticket"], completion["sample"])
+        for completion in every
+        if any(phrase.lower() in completion[name].lower() for name in ("prompt", "truth", "text"))
     }
     assert 0 < len(with_text) < len(every)
     page.fill("#rollouts [type=search]", phrase.upper())
@@ -141,77 +168,93 @@ def test_a_search_finds_texts(recorded: Path, recorded_run: Path, open_page: Ope
     assert len(shown_rows(page)) == len(every)
 
 
-def test_a_completion_is_shown_to_the_letter(
+def test_the_viewer_shows_exactly_the_recorded_text(
     recorded: Path, recorded_run: Path, open_page: Open, screenshot: Keep
 ) -> None:
     page = open_page(recorded)
     every = completions(recorded_run)
-    for one in (every[0], every[-1], max(every, key=lambda one: len(one["tokens"]))):
-        viewer = open_completion(page, one["ticket"], one["sample"])
+    for completion in (
+        every[0],
+        every[-1],
+        max(every, key=lambda completion: len(completion["tokens"])),
+    ):
+        viewer = open_completion(page, completion["ticket"], completion["sample"])
         tokens = viewer.locator(".v-tokens")
-        end = "<eos>" if one["finish"] == "stop" else ""
-        assert shown_text(tokens) == code_units(visible(one["text"]) + end)
-        assert tokens.locator("[data-at]").count() == len(one["tokens"])
+        end = "<eos>" if completion["finish"] == "stop" else ""
+        assert shown_text(tokens) == code_units(visible(completion["text"]) + end)
+        assert tokens.locator("[data-at]").count() == len(completion["tokens"])
         facts = {
             part.locator("dt").inner_text(): part.locator("dd").inner_text()
             for part in viewer.locator(".v-facts > div").all()
         }
-        assert facts["tokens"] == str(len(one["tokens"]))
-        assert ("right" in facts["graded"]) == one["correct"]
+        assert facts["tokens"] == str(len(completion["tokens"]))
+        assert ("right" in facts["graded"]) == completion["correct"]
         assert facts["here because"]
-        said = [text.inner_text() for text in viewer.locator(".v-text pre").all()]
-        assert said == [one["prompt"], one["truth"], one["pred"]]
+        texts = [text.inner_text() for text in viewer.locator(".v-text pre").all()]
+        assert texts == [completion["prompt"], completion["truth"], completion["pred"]]
         page.keyboard.press("Escape")
         expect(viewer).to_be_hidden()
     open_completion(page, every[0]["ticket"], every[0]["sample"])
     screenshot(page, "viewer")
 
 
-def test_colors_follow_the_figures(recorded: Path, recorded_run: Path, open_page: Open) -> None:
+def test_token_colors_follow_log_probs_and_versions(
+    recorded: Path, recorded_run: Path, open_page: Open
+) -> None:
     page = open_page(recorded)
-    one = min(completions(recorded_run), key=lambda one: min(one["logprobs"]))
-    viewer = open_completion(page, one["ticket"], one["sample"])
+    completion = min(completions(recorded_run), key=lambda completion: min(completion["logprobs"]))
+    viewer = open_completion(page, completion["ticket"], completion["sample"])
     by_logprob = depths(viewer)
     assert by_logprob == [
         pytest.approx(48 * min(1, -round(value, 3) / 9) ** 0.5, abs=0.06)
-        for value in one["logprobs"]
+        for value in completion["logprobs"]
     ]
     backgrounds = viewer.locator("[data-at]").evaluate_all(
-        "all => all.map(one => getComputedStyle(one).backgroundColor)"
+        "all => all.map(token => getComputedStyle(token).backgroundColor)"
     )
-    least, most = (one["logprobs"].index(pick(one["logprobs"])) for pick in (min, max))
+    least, most = (
+        completion["logprobs"].index(pick(completion["logprobs"])) for pick in (min, max)
+    )
     assert backgrounds[least] != backgrounds[most]
     viewer.locator("[value=version]").check()
-    assert set(depths(viewer)) == {0.0}  # all by one version
+    assert set(depths(viewer)) == {0.0}  # one version sampled all tokens
     viewer.locator("[value=logprob]").check()
     assert depths(viewer) == by_logprob
 
 
-def test_gaps_of_a_cpu_have_colors(recorded: Path, recorded_run: Path, open_page: Open) -> None:
+def test_gaps_below_1e_4_still_have_visible_colors(
+    recorded: Path, recorded_run: Path, open_page: Open
+) -> None:
     page = open_page(recorded)
-    every = {(one["ticket"], one["sample"]): one for one in completions(recorded_run)}
+    every = {(row["ticket"], row["sample"]): row for row in completions(recorded_run)}
     gaps = {}
     for path in (recorded_run / "samples" / "policy").iterdir():
-        for said in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-            name = said["ticket"], said["sample"]
-            ours = every[name]["logprobs"] if name in every else []
-            pairs = zip(ours, said["logprobs"] or [])
-            gaps[name] = [abs(one - other) for one, other in pairs]
-    few = {name: found for name, found in gaps.items() if found and max(found) < 1e-4}
+        for policy_line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            name = policy_line["ticket"], policy_line["sample"]
+            engine_logprobs = every[name]["logprobs"] if name in every else []
+            pairs = zip(engine_logprobs, policy_line["logprobs"] or [])
+            gaps[name] = [abs(engine - policy) for engine, policy in pairs]
+    few = {
+        name: token_gaps
+        for name, token_gaps in gaps.items()
+        if token_gaps and max(token_gaps) < 1e-4
+    }
     name = max(few, key=lambda name: max(few[name]))
     largest = max(few[name])
     assert largest > 1e-6
     viewer = open_completion(page, *name)
     viewer.locator("[value=gap]").check()
     assert depths(viewer)[few[name].index(largest)] > 40
-    no_policy = next(name for name, one in every.items() if one["fate"] != "trained")
+    no_policy = next(name for name, completion in every.items() if completion["fate"] != "trained")
     page.keyboard.press("Escape")
     viewer = open_completion(page, *no_policy)
     expect(viewer.locator("[value=gap]")).to_be_disabled()
     expect(viewer.locator("[value=logprob]")).to_be_checked()
 
 
-def test_the_keyboard_alone(recorded: Path, recorded_run: Path, open_page: Open) -> None:
+def test_table_and_viewer_work_with_only_the_keyboard(
+    recorded: Path, recorded_run: Path, open_page: Open
+) -> None:
     page = open_page(recorded)
     rollouts(page)
     page.keyboard.press("/")
@@ -226,9 +269,11 @@ def test_the_keyboard_alone(recorded: Path, recorded_run: Path, open_page: Open)
     page.keyboard.press("ArrowRight")
     expect(viewer.locator(".v-at")).to_have_attribute("data-at", "0")
     num = len(
-        next(one for one in completions(recorded_run) if (one["ticket"], one["sample"]) == rows[1])[
-            "tokens"
-        ]
+        next(
+            completion
+            for completion in completions(recorded_run)
+            if (completion["ticket"], completion["sample"]) == rows[1]
+        )["tokens"]
     )
     expect(viewer.locator(".v-detail")).to_contain_text(f"token 1 of {num}")
     page.keyboard.press("j")
@@ -241,33 +286,37 @@ def test_the_keyboard_alone(recorded: Path, recorded_run: Path, open_page: Open)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_can_be_read_on_every_color(
+def test_texts_have_enough_contrast_on_every_token_color(
     recorded: Path, recorded_run: Path, open_page: Open, scheme: str
 ) -> None:
     page = open_page(recorded, color_scheme=scheme)
-    one = next(one for one in completions(recorded_run) if one["correct"] is False)
-    viewer = open_completion(page, one["ticket"], one["sample"])
-    viewer.locator("[data-at]").evaluate_all(
-        "all => all.forEach(one => one.style.setProperty('--depth', '48%'))"
+    completion = next(
+        completion for completion in completions(recorded_run) if completion["correct"] is False
     )
-    found = contrasts(page, "#rollouts")
-    assert any(name.startswith("SPAN.t v-special") for name in found)
-    assert {name: ratio for name, ratio in found.items() if ratio < 4.5} == {}
+    viewer = open_completion(page, completion["ticket"], completion["sample"])
+    viewer.locator("[data-at]").evaluate_all(
+        "all => all.forEach(token => token.style.setProperty('--depth', '48%'))"
+    )
+    lowest = contrasts(page, "#rollouts")
+    assert any(name.startswith("SPAN.t v-special") for name in lowest)
+    assert {name: ratio for name, ratio in lowest.items() if ratio < 4.5} == {}
 
 
-def test_a_link_leads_to_a_completion(recorded: Path, recorded_run: Path, open_page: Open) -> None:
-    one = completions(recorded_run)[40]
-    link = f"#rollout-0-{one['ticket']}-{one['sample']}"
+def test_a_link_opens_its_completion(recorded: Path, recorded_run: Path, open_page: Open) -> None:
+    completion = completions(recorded_run)[40]
+    link = f"#rollout-0-{completion['ticket']}-{completion['sample']}"
     page = open_page(recorded, link)
     viewer = page.locator("#viewer")
-    expect(viewer.locator("h2")).to_have_text(f"Ticket {one['ticket']} · sample {one['sample']}")
+    expect(viewer.locator("h2")).to_have_text(
+        f"Ticket {completion['ticket']} · sample {completion['sample']}"
+    )
     assert page.url.endswith(link)
-    sibling = 1 if one["sample"] == 0 else 0
+    sibling = 1 if completion["sample"] == 0 else 0
     viewer.locator(".v-samples a").nth(sibling).click()
-    expect(viewer.locator("h2")).to_have_text(f"Ticket {one['ticket']} · sample {sibling}")
+    expect(viewer.locator("h2")).to_have_text(f"Ticket {completion['ticket']} · sample {sibling}")
 
 
-def test_what_was_chosen_stays_over_a_reload(recorded: Path, open_page: Open) -> None:
+def test_a_reload_keeps_filters_and_sorting(recorded: Path, open_page: Open) -> None:
     page = open_page(recorded)
     head(page, "graded").locator("select").select_option("✓ right")
     head(page, "num_tokens").locator("button").click()
@@ -278,42 +327,42 @@ def test_what_was_chosen_stays_over_a_reload(recorded: Path, open_page: Open) ->
     expect(head(page, "num_tokens")).to_have_attribute("aria-sort", "ascending")
 
 
-def test_hostile_texts_are_nothing_but_text(
+def test_hostile_completions_are_shown_only_as_text(
     hostile: Path, hostile_run: Path, open_page: Open, screenshot: Keep
 ) -> None:
     page = open_page(hostile)
     every = completions(hostile_run)
-    seen = set()
-    for one in every:
-        inside = [text for text in HOSTILE if text in one["text"]]
-        found = max(inside, key=len, default="half a pair")
-        if found in seen:
+    shown_texts = set()
+    for completion in every:
+        inside = [text for text in HOSTILE if text in completion["text"]]
+        hostile_text = max(inside, key=len, default="lone surrogate")
+        if hostile_text in shown_texts:
             continue
-        seen.add(found)
-        viewer = open_completion(page, one["ticket"], one["sample"])
+        shown_texts.add(hostile_text)
+        viewer = open_completion(page, completion["ticket"], completion["sample"])
         tokens = viewer.locator(".v-tokens")
-        # The tokenizer has no half of a pair.
-        text = one["text"].replace("\ud800", "\ufffd")
-        end = "<eos>" if one["finish"] == "stop" else ""
+        # The tokenizer cannot hold a lone surrogate.
+        text = completion["text"].replace("\ud800", "\ufffd")
+        end = "<eos>" if completion["finish"] == "stop" else ""
         assert shown_text(tokens) == code_units(visible(text) + end)
         prompt, truth, _ = viewer.locator(".v-text pre").all()
-        assert shown_text(prompt) == code_units(visible(one["prompt"]))
-        # A long truth is cut, with a word about it.
-        begin = code_units(visible(one["truth"][:2000]))
+        assert shown_text(prompt) == code_units(visible(completion["prompt"]))
+        # A long truth is truncated, with a note.
+        begin = code_units(visible(completion["truth"][:2000]))
         assert shown_text(truth)[: len(begin)] == begin
         assert page.evaluate("window.hacked") is None
-        if found == HOSTILE[0]:
+        if hostile_text == HOSTILE[0]:
             screenshot(page, "viewer_hostile")
         page.keyboard.press("Escape")
-    assert len(seen) == len(HOSTILE)
+    assert len(shown_texts) == len(HOSTILE)
     expect(page.locator("h1")).to_have_text(HOSTILE[0])
-    # Nothing but what the page itself is made of.
+    # No elements except those of the page itself.
     for kind in ("img", "iframe", "svg[onload]", "a[href^=javascript]"):
         assert page.locator(kind).count() == 0, kind
     assert page.evaluate("window.hacked") is None
 
 
-def test_hostile_names_stay_text_in_charts(hostile: Path, open_page: Open) -> None:
+def test_hostile_names_are_shown_only_as_text_in_charts(hostile: Path, open_page: Open) -> None:
     page = open_page(hostile)
     for chart in payload(hostile)["charts"]:
         element = page.locator(f'[data-chart="{chart}"]')

@@ -1,4 +1,4 @@
-"""What Megatron-core does, seen in one rank of two that are data-parallel, for test_megatron.py."""
+"""Observe Megatron-core in one of two data-parallel ranks, for test_megatron.py."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ CLIP = 1.0
 DECAY = 0.1
 
 
-def observe(rank: int, world_size: int, folder: str, look: str) -> dict[str, Any]:
-    """The observations of `dense`, `experts` or `latent`, by name."""
+def observe(rank: int, world_size: int, folder: str, probe: str) -> dict[str, Any]:
+    """Return the observations of `dense`, `experts` or `latent`, by name."""
     from dapo_megatron.policy.device import megatron_device
 
-    looks: dict[str, Callable[[Any], dict[str, Any]]] = {
+    probes: dict[str, Callable[[Any], dict[str, Any]]] = {
         "dense": dense,
         "experts": experts,
         "latent": latent,
     }
     make_policy(rank, world_size, folder).close()
-    policy = make_policy(rank, world_size, folder)  # a second one may be made
+    policy = make_policy(rank, world_size, folder)  # a second policy can be built
     with megatron_device():
-        return looks[look](policy)
+        return probes[probe](policy)
 
 
 def make_policy(rank: int, world_size: int, folder: str) -> Any:
@@ -60,7 +60,7 @@ def dense(policy: Any) -> dict[str, Any]:
 
 
 def rows_of_two() -> Any:
-    """Both sequences in one packed row."""
+    """Return both sequences in one packed row."""
     from dapo_megatron.policy.step import RowShape, make_rows
 
     shape = RowShape(packed=True, sequence_multiple=1, row_multiple=1, cp_rank=0, cp_size=1)
@@ -68,34 +68,34 @@ def rows_of_two() -> Any:
 
 
 def run(chunk: Any, rows: Any) -> Tensor:
-    """The chunk's output."""
-    given = {"attention_mask": None, "packed_seq_params": rows.packed}
+    """Return the chunk's output."""
+    kwargs = {"attention_mask": None, "packed_seq_params": rows.packed}
     if chunk.config.num_moe_experts:
-        given["padding_mask"] = rows.sequences
-    return chunk(rows.tokens, rows.positions, **given)
+        kwargs["padding_mask"] = rows.sequences
+    return chunk(rows.tokens, rows.positions, **kwargs)
 
 
 @torch.no_grad()
 def shapes(chunk: Any) -> dict[str, Any]:
     from dapo_megatron.policy.attention import CausalAttention
 
-    seen: dict[str, Any] = {}
+    observed: dict[str, Any] = {}
 
-    def look(_: Any, args: Sequence[Any], given: dict[str, Any]) -> None:
-        seen["query_shape"] = tuple(args[0].shape)
-        seen["bounds"] = given["packed_seq_params"].cu_seqlens_q.tolist()
+    def look(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        observed["query_shape"] = tuple(args[0].shape)
+        observed["bounds"] = kwargs["packed_seq_params"].cu_seqlens_q.tolist()
 
-    attention = next(one for one in chunk.modules() if isinstance(one, CausalAttention))
+    attention = next(module for module in chunk.modules() if isinstance(module, CausalAttention))
     handle = attention.register_forward_pre_hook(look, with_kwargs=True)
     rows = rows_of_two()
     before = run(chunk, rows)
     handle.remove()
-    return seen | {"hidden_shape": tuple(before.shape), **rotated(chunk, rows)}
+    return observed | {"hidden_shape": tuple(before.shape), **rotated(chunk, rows)}
 
 
 @torch.no_grad()
 def rotated(chunk: Any, rows: Any) -> dict[str, Any]:
-    """How far outputs move if the frequencies of the rotary embedding are halved."""
+    """Return how far outputs change if the frequencies of the rotary embedding are halved."""
     before, frequencies = run(chunk, rows), chunk.module.rope_frequencies
     chunk.module.rope_frequencies = frequencies / 2
     after = run(chunk, rows)
@@ -109,15 +109,15 @@ def marks(chunk: Any) -> dict[str, Any]:
 
 
 def gradients(chunk: Any, optimizer: Any) -> dict[str, Any]:
-    """One step of the schedule whose loss has the gradient 1 for every element of every weight."""
+    """Run one step of the schedule with a loss whose gradient is 1 for each weight element."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    seen: dict[str, Any] = {"finalizer_calls": 0}
+    observed: dict[str, Any] = {"finalizer_calls": 0}
     finalize = chunk.config.finalize_model_grads_func
 
-    def counted(*args: Any, **given: Any) -> None:
-        seen["finalizer_calls"] += 1
-        finalize(*args, **given)
+    def counted(*args: Any, **kwargs: Any) -> None:
+        observed["finalizer_calls"] += 1
+        finalize(*args, **kwargs)
 
     def forward(numbers: Iterator[int], chunk: Any) -> tuple[Tensor, Any]:
         return run(chunk, rows_of_two()), partial(loss, next(numbers), chunk)
@@ -129,7 +129,7 @@ def gradients(chunk: Any, optimizer: Any) -> dict[str, Any]:
     chunk.config.finalize_model_grads_func = counted
     chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    seen["collected"] = get_forward_backward_func()(
+    observed["collected"] = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=iter(range(NUM_MICRO)),
         model=[chunk],
@@ -143,12 +143,12 @@ def gradients(chunk: Any, optimizer: Any) -> dict[str, Any]:
     values: set[float] = set()
     for name, (start, end) in ranges(chunk, optimizer).items():
         values |= set(weights[name].main_grad.flatten()[start:end].tolist())
-    (seen["gradient_of_one_each"],) = values
+    (observed["gradient_of_one_each"],) = values
     optimizer.prepare_grads()
-    seen["norm"] = float(optimizer.get_grad_norm())
+    observed["norm"] = float(optimizer.get_grad_norm())
     count = sum(weight.numel() for weight in weights.values())
-    seen["norm_by_hand"] = seen["gradient_of_one_each"] * count**0.5
-    return seen
+    observed["norm_by_hand"] = observed["gradient_of_one_each"] * count**0.5
+    return observed
 
 
 def ownership(chunk: Any, optimizer: Any) -> dict[str, Any]:
@@ -168,22 +168,24 @@ def ownership(chunk: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def ranges(chunk: Any, optimizer: Any) -> dict[str, tuple[int, int]]:
-    """Flat range of each parameter that this rank's optimizer has, if any."""
+    """Return the flat range of each parameter that this rank's optimizer owns, if any."""
     names = {id(weight): name for name, weight in parameters(chunk)}
-    found = {}
-    for one in optimizer.chained_optimizers:
-        for weight, (group, order) in one.model_param_group_index_map.items():
-            where = one._get_model_param_range_map(weight)["param"]
-            assert one.optimizer.param_groups[group]["params"][order].numel() == where.size
-            if where.size:
-                found[names[id(weight)]] = (where.start, where.end)
-    return found
+    owned = {}
+    for chained in optimizer.chained_optimizers:
+        for weight, (group, order) in chained.model_param_group_index_map.items():
+            param_range = chained._get_model_param_range_map(weight)["param"]
+            assert (
+                chained.optimizer.param_groups[group]["params"][order].numel() == param_range.size
+            )
+            if param_range.size:
+                owned[names[id(weight)]] = (param_range.start, param_range.end)
+    return owned
 
 
 def steps(chunk: Any, optimizer: Any) -> dict[str, Any]:
-    """Two optimizer steps on the gradients that are there."""
-    mains = [main for one in optimizer.chained_optimizers for main in one.get_parameters()]
-    seen: dict[str, Any] = {
+    """Take two optimizer steps with the current gradients."""
+    mains = [main for chained in optimizer.chained_optimizers for main in chained.get_parameters()]
+    observed: dict[str, Any] = {
         "decays": sorted({group["weight_decay"] for group in optimizer.param_groups}),
         "main_norm_before": norm(mains),
     }
@@ -193,8 +195,8 @@ def steps(chunk: Any, optimizer: Any) -> dict[str, Any]:
             group["lr"] = rate
         optimizer.step_with_ready_grads()
         after = [weight.detach() for _, weight in parameters(chunk)]
-        seen[name] = max(float((a - b).abs().max()) for a, b in zip(after, before))
-    return seen | {"main_norm_after": norm(mains)}
+        observed[name] = max(float((a - b).abs().max()) for a, b in zip(after, before))
+    return observed | {"main_norm_after": norm(mains)}
 
 
 def norm(mains: Sequence[Any]) -> float:
@@ -206,13 +208,13 @@ def experts(policy: Any) -> dict[str, Any]:
     chunk = policy._chunks[0]
     from dapo_megatron.policy.moe import ExpertLayer
 
-    layer = next(one for one in chunk.modules() if isinstance(one, ExpertLayer))
+    layer = next(module for module in chunk.modules() if isinstance(module, ExpertLayer))
     answers = []
-    layer.router.register_forward_hook(lambda *given: answers.append(given[-1]))
+    layer.router.register_forward_hook(lambda *hook_args: answers.append(hook_args[-1]))
     run(chunk, rows_of_two())
     weights, taken = answers[0]
     assert weights.shape == taken.shape
-    buffered = {id(one) for buffer in chunk.expert_parallel_buffers for one in buffer.params}
+    buffered = {id(weight) for buffer in chunk.expert_parallel_buffers for weight in buffer.params}
     return {
         "sequences": layer.router.sequences.tolist(),
         "router": (type(layer.router).__name__, tuple(weights.shape)),
@@ -226,12 +228,12 @@ def experts(policy: Any) -> dict[str, Any]:
 def latent(policy: Any) -> dict[str, Any]:
     attention = policy._chunks[0].module.decoder.layers[0].self_attention
     down = (attention.linear_q_down_proj, attention.linear_kv_down_proj)
-    seen = rotated(policy._chunks[0], rows_of_two())
-    return seen | {"down_projections": [type(one).__name__ for one in down]}
+    observed = rotated(policy._chunks[0], rows_of_two())
+    return observed | {"down_projections": [type(projection).__name__ for projection in down]}
 
 
 def parameters(chunk: Any) -> Iterator[tuple[str, Any]]:
-    """Those that are trained, of the model inside Megatron's wrapper."""
+    """Yield the trained parameters of the model inside Megatron's wrapper."""
     for name, weight in chunk.module.named_parameters():
         if weight.requires_grad:
             yield name, weight

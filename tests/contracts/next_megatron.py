@@ -1,5 +1,7 @@
-"""A pytest plugin for a Megatron-core newer than the pinned one (`make test-contracts`): what is
-known to fail on it fails as expected, and with a reason; that it passes again is a failure, too."""
+"""A pytest plugin for a Megatron-core newer than the pinned one (`make test-contracts`).
+
+Known failures are marked xfail with a reason. A known failure that passes again is an error.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from importlib.metadata import version
 import pytest
 
 KNOWN: dict[str, str] = {}
-"""Part of a test's name, as a pattern -> why it fails."""
+"""Regular expression for test ids -> reason why they fail."""
 
 
 def pytest_report_header() -> str:

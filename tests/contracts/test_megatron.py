@@ -1,7 +1,7 @@
-"""What this project leans on in Megatron-core beyond its documentation, one row each.
+"""Test the undocumented names and behavior of Megatron-core that this project uses.
 
-`make test` holds the installed version to it, `make test-contracts` the next one, too: an upgrade
-fails here first, by name. Names come first (imports are read from our source), then behavior,
+`make test` checks the installed version, `make test-contracts` also the next one, so that an
+upgrade fails here first. Names come first (imports are read from our source), then behavior,
 observed in two ranks on tiny models (megatron_probe.py).
 """
 
@@ -47,12 +47,12 @@ NAMES = {
     f"{C}transformer.moe.shared_experts:bias_swiglu_impl": "policy/activation.py",
     f"{C}transformer.attention:apply_rotary_pos_emb": "policy/rope.py",
     LATENT + "apply_rotary_pos_emb": "policy/rope.py",
-    # Replaced for good.
+    # Replaced permanently.
     LATENT + "Linear": "policy/attention.py",
     LATENT + "HAVE_TE": "policy/attention.py",
     LATENT + "TELinear": "policy/attention.py",
     LATENT + "MLASelfAttention": "policy/attention.py",
-    # Overridden, or called though nobody says it may be.
+    # Overridden, or called although not documented.
     GPT + "._preprocess": "policy/model.py (Decoder)",
     GPT + "._postprocess": "policy/model.py (Decoder)",
     f"{C}models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": "policy/rope.py",
@@ -200,17 +200,17 @@ IMPORTS = imports_of("megatron")
 
 
 @pytest.mark.parametrize("path", IMPORTS)
-def test_import(path: str) -> None:
+def test_imported_name_exists(path: str) -> None:
     check_name(path, IMPORTS[path])
 
 
 @pytest.mark.parametrize("path", NAMES)
-def test_name(path: str) -> None:
+def test_name_exists(path: str) -> None:
     check_name(path, NAMES[path])
 
 
 @pytest.mark.parametrize("path", ARGUMENTS)
-def test_arguments(path: str) -> None:
+def test_arguments_are_accepted(path: str) -> None:
     check_arguments(path, *ARGUMENTS[path])
 
 
@@ -218,46 +218,46 @@ def test_arguments(path: str) -> None:
 
 
 Ranks = list[dict[str, Any]]
-"""What each rank has seen, by name."""
+"""The observations of each rank, by name."""
 
 
-def seen_in(family: str, look: str, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+def observed_in(family: str, probe: str, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = make_random_model(family, tmp_path_factory.mktemp("contracts") / family)
-    return run_ranks(observe, 2, 2, str(folder), look)
+    return run_ranks(observe, 2, 2, str(folder), probe)
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return seen_in("qwen2", "dense", tmp_path_factory)
+    return observed_in("qwen2", "dense", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return seen_in("qwen3_moe", "experts", tmp_path_factory)
+    return observed_in("qwen3_moe", "experts", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return seen_in("deepseek_v3", "latent", tmp_path_factory)
+    return observed_in("deepseek_v3", "latent", tmp_path_factory)
 
 
 def test_schedule_adds_losses_and_data_parallel_ranks_add_gradients(dense: Ranks) -> None:
-    """policy/step.py: with calculate_per_token_loss nothing but its own division divides."""
+    """policy/step.py: with calculate_per_token_loss only policy/step.py divides the loss."""
     for rank in dense:
         assert rank["gradient_of_one_each"] == 2 * NUM_MICRO
 
 
-def test_schedule_collects_the_third_thing_a_loss_returns(dense: Ranks) -> None:
-    """policy/step.py: (loss, tokens, results) comes back as results, in the order given."""
+def test_schedule_returns_the_third_value_of_the_loss_function(dense: Ranks) -> None:
+    """policy/step.py: of (loss, tokens, results) it returns the results, in order."""
     assert dense[0]["collected"] == list(range(NUM_MICRO))
 
 
-def test_schedule_hands_its_token_count_to_our_finalizer(dense: Ranks) -> None:
-    """policy/step.py: finalize_model_grads_func of the first chunk's config is what runs."""
+def test_schedule_calls_our_finalizer_once(dense: Ranks) -> None:
+    """policy/step.py: it calls finalize_model_grads_func of the first chunk's config."""
     assert dense[0]["finalizer_calls"] == 1
 
 
-def test_gradient_norm_is_that_of_all_ranks_before_any_clipping(dense: Ranks) -> None:
+def test_gradient_norm_is_that_of_all_ranks_before_clipping(dense: Ranks) -> None:
     """policy/policy.py: prepare_grads, then get_grad_norm."""
     for rank in dense:
         assert rank["norm"] > 100 * CLIP
@@ -265,13 +265,13 @@ def test_gradient_norm_is_that_of_all_ranks_before_any_clipping(dense: Ranks) ->
 
 
 def test_step_with_ready_grads_does_not_clip(dense: Ranks) -> None:
-    """policy/policy.py clips by itself, with a norm that it has looked at."""
+    """policy/policy.py clips itself, after it has checked the norm."""
     for rank in dense:
         assert rank["main_norm_before"] == rank["main_norm_after"] > 100 * CLIP / 2
 
 
 def test_empty_overrides_decay_every_parameter(dense: Ranks) -> None:
-    """policy/policy.py: biases and norms too."""
+    """policy/policy.py: biases and norms are decayed as well."""
     assert dense[0]["decays"] == [DECAY]
 
 
@@ -281,12 +281,12 @@ def test_learning_rate_is_read_from_the_groups_at_each_step(dense: Ranks) -> Non
     assert dense[0]["moved_at_some_rate"] > 0.0
 
 
-def test_range_maps_cut_each_parameter_over_the_ranks(dense: Ranks) -> None:
+def test_range_maps_split_each_parameter_over_the_ranks(dense: Ranks) -> None:
     """policy/optimizer.py: chained_optimizers, model_param_group_index_map, and "param" ranges."""
     owned: dict[str, list[tuple[int, int]]] = {}
     for rank in dense:
-        for name, where in rank["ranges"].items():
-            owned.setdefault(name, []).append(where)
+        for name, param_range in rank["ranges"].items():
+            owned.setdefault(name, []).append(param_range)
     for name, size in dense[0]["sizes"].items():
         ranges = sorted(owned[name])
         assert [ranges[0][0], ranges[-1][1]] == [0, size], name
@@ -301,7 +301,8 @@ def test_buckets_hold_every_gradient(dense: Ranks) -> None:
 
 
 def test_model_ends_in_postprocess_with_hidden_states(dense: Ranks) -> None:
-    """policy/model.py: Decoder returns what _postprocess gets, [length, rows, hidden]."""
+    """policy/model.py: _postprocess gets hidden states [length, rows, hidden], which Decoder
+    returns."""
     assert dense[0]["hidden_shape"] == (sum(LENGTHS), 1, 128)
 
 
@@ -320,7 +321,7 @@ def test_layers_rotate_by_what_preprocess_returns(
     assert ranks[0]["turned_otherwise"] > 1e-3
 
 
-def test_initializers_that_do_nothing_still_mark_what_is_sharded(dense: Ranks) -> None:
+def test_sharded_parameters_are_marked_although_initializers_do_nothing(dense: Ranks) -> None:
     """policy/model.py: without the mark, gradient norms count shared parameters twice."""
     assert dense[0]["marked"] == {"word_embeddings", "linear_qkv", "linear_proj", "linear_fc1"} | {
         "linear_fc2",
@@ -328,27 +329,27 @@ def test_initializers_that_do_nothing_still_mark_what_is_sharded(dense: Ranks) -
     }
 
 
-def test_padding_mask_reaches_the_experts_as_it_is(experts: Ranks) -> None:
-    """policy/moe.py: sequence numbers travel in it."""
+def test_padding_mask_reaches_the_experts_unchanged(experts: Ranks) -> None:
+    """policy/moe.py passes sequence numbers in it."""
     assert experts[0]["sequences"] == [0] * LENGTHS[0] + [1] * LENGTHS[1]
 
 
-def test_router_of_ours_is_built_and_asked(experts: Ranks) -> None:
-    """policy/moe.py: called with config and pg_collection; gives (weights, taken)."""
+def test_megatron_builds_and_calls_our_router(experts: Ranks) -> None:
+    """policy/moe.py: it is called with config and pg_collection and returns (weights, taken)."""
     assert experts[0]["router"] == ("Router", (sum(LENGTHS), 8))
 
 
-def test_experts_without_allreduce_have_buffers_of_their_own(experts: Ranks) -> None:
+def test_experts_without_allreduce_have_their_own_buffers(experts: Ranks) -> None:
     """policy/moe.py, policy/policy.py: weight.allreduce = False moves it to expert buffers."""
     assert experts[0]["num_expert_buffers"] == 1
     assert experts[0]["only_experts_in_them"]
 
 
-def test_latent_attention_takes_our_down_projections(latent: Ranks) -> None:
+def test_latent_attention_uses_our_down_projections(latent: Ranks) -> None:
     """policy/attention.py: `Linear` of that module is built with (inputs, outputs, config=)."""
     assert latent[0]["down_projections"] == ["DownProjection", "DownProjection"]
 
 
-def test_another_model_may_be_made_after_destroy_model_parallel(dense: Ranks) -> None:
-    """policy/policy.py (close): each look at a model is at the second one of its process."""
+def test_a_second_model_can_be_built_after_destroy_model_parallel(dense: Ranks) -> None:
+    """policy/policy.py (close): all observations here are of the second model of a process."""
     assert dense

@@ -1,7 +1,7 @@
-"""What this project and Megatron-core lean on in Transformer Engine, where it is installed.
+"""Test the names in Transformer Engine that this project and Megatron-core use.
 
-No GPU is needed: modules are not run. `make test-gpu-stack` runs this in the H100 stack; without
-the package it is skipped.
+No GPU is needed, because modules are not run. `make test-gpu-stack` runs these tests in the H100
+stack. Without the package they are skipped.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ NAMES = {
 }
 
 GONE = {
-    # Megatron-core 0.16.1 was made for versions 2.9 to 2.11, and asks for these if they are there:
-    "transformer_engine.pytorch.attention:_SplitAlongDim",  # else it splits with torch
-    "transformer_engine.pytorch.module.base:get_workspace",  # else routers of its own use torch
-    # And these it asks of old versions alone.
+    # Megatron-core 0.16.1 was made for versions 2.9 to 2.11, and imports these if they exist:
+    "transformer_engine.pytorch.attention:_SplitAlongDim",  # otherwise it splits with torch
+    "transformer_engine.pytorch.module.base:get_workspace",  # otherwise its routers use torch
+    # It imports these only from old versions.
     "transformer_engine.pytorch.attention:apply_rotary_pos_emb",
     "transformer_engine.pytorch.cpp_extensions:cast_to_fp8",
 }
-"""What Megatron-core imports from Transformer Engine, and does without."""
+"""Names that Megatron-core tries to import from Transformer Engine, and can do without."""
 
 
 @pytest.mark.parametrize("path", NAMES | imports_of("transformer_engine"))
-def test_name(path: str) -> None:
+def test_name_exists(path: str) -> None:
     check_name(path, NAMES.get(path, "dapo_megatron"))
 
 
-def test_three_parts_are_of_one_version() -> None:
+def test_the_three_packages_have_the_same_version() -> None:
     parts = ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
     assert len({version(part) for part in parts}) == 1
 
 
-def test_megatron_has_found_it() -> None:
-    """Where that import fails, Megatron goes on without a word."""
+def test_megatron_detects_transformer_engine() -> None:
+    """If the import fails, Megatron silently goes on without it."""
     for module in ("extensions.transformer_engine", "transformer.moe.experts", "fp8_utils"):
         assert find(f"megatron.core.{module}:HAVE_TE") is True, module
 
 
-def test_megatron_finds_all_it_asks_for() -> None:
-    """Its imports are tried one by one, and what is missing switches features off."""
+def test_only_known_names_are_missing_for_megatron() -> None:
+    """Megatron tries its imports one by one. A missing name disables a feature."""
     missing = set()
     for path in imports_by_megatron():
         try:
@@ -87,7 +87,7 @@ def imports_by_megatron() -> set[str]:
     }
 
 
-def test_fused_adam_takes_what_megatron_and_we_give() -> None:
+def test_fused_adam_accepts_the_arguments_of_megatron_and_policy() -> None:
     check_arguments(
         ADAM,
         "params lr betas eps weight_decay adam_w_mode master_weights use_decoupled_grad "
@@ -96,6 +96,6 @@ def test_fused_adam_takes_what_megatron_and_we_give() -> None:
     )
 
 
-def test_fused_adam_counts_steps_in_its_groups() -> None:
-    """policy/optimizer.py keeps them so."""
+def test_fused_adam_counts_steps_per_parameter_group() -> None:
+    """policy/optimizer.py saves the counts of groups."""
     assert 'group["step"]' in inspect.getsource(find(ADAM).step)

@@ -1,8 +1,8 @@
-"""What this project leans on in vLLM beyond its documentation, one row each: names, then behavior.
+"""Test the undocumented names and behavior of vLLM that this project uses.
 
-Names that only a GPU uses are looked up as well; behavior is that of the engine on this machine,
-observed in one rank (vllm_probe.py). Weight loading by slices, sampling and log-probs have tests of
-their own: tests/parity/test_engine*.py.
+Names that only a GPU uses are checked as well. Behavior is that of the engine on this machine,
+observed in one rank (vllm_probe.py). tests/parity/test_engine*.py test weight loading by slices,
+sampling and log-probs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NAMES = {
     f"{LAYERS}rotary_embedding.base:RotaryEmbedding.forward_cpu": "engine/device.py",
     f"{LAYERS}rotary_embedding.base:RotaryEmbedding.forward_native": "engine/device.py",
     CPU_EXPERTS + ".apply": "engine/device.py",
-    # Private, or inside.
+    # Private, or internal.
     TRANSFER + ":WeightTransferEngineFactory._registry": "engine/engine.py",
     LOADER + "reload.layerwise:_get_original_loader": "engine/loads.py",
     LOADER + "reload.layerwise:get_layerwise_info": "engine/loads.py, engine/loading.py",
@@ -131,32 +131,32 @@ IMPORTS = imports_of("vllm")
 
 
 @pytest.mark.parametrize("path", IMPORTS)
-def test_import(path: str) -> None:
+def test_imported_name_exists(path: str) -> None:
     check_name(path, IMPORTS[path])
 
 
 @pytest.mark.parametrize("path", NAMES)
-def test_name(path: str) -> None:
+def test_name_exists(path: str) -> None:
     check_name(path, NAMES[path])
 
 
 @pytest.mark.parametrize("path", ARGUMENTS)
-def test_arguments(path: str) -> None:
+def test_arguments_are_accepted(path: str) -> None:
     check_arguments(path, *ARGUMENTS[path])
 
 
 @pytest.mark.parametrize("name", VARIABLES)
-def test_variable(name: str) -> None:
+def test_environment_variable_exists(name: str) -> None:
     known = find("vllm.envs:environment_variables")
     assert name in known, f"vLLM reads no {name}; engine/device.py or slurm/env.sh sets it"
 
 
-def test_log_probs_may_be_processed_ones() -> None:
-    """engine/engine.py: at the request's temperature, which raw ones are not."""
+def test_log_probs_mode_has_processed_logprobs() -> None:
+    """engine/engine.py: processed log-probs are at the request's temperature, raw ones are not."""
     assert "processed_logprobs" in str(find("vllm.config.model:LogprobsMode"))
 
 
-def test_a_back_end_of_weight_transfer_must_have_just_these_methods() -> None:
+def test_a_weight_transfer_engine_must_implement_these_methods() -> None:
     """engine/receiver.py (StreamTransferEngine)."""
     base = find(TRANSFER + ".base:WeightTransferEngine")
     assert base.__abstractmethods__ == {
@@ -208,65 +208,65 @@ def test_buffers_of_the_v2_sampler_are_planned(
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if os.environ.get("CUDA_VISIBLE_DEVICES") is None and find("torch:cuda.is_available")():
-        pytest.skip("looks at an engine on CPU; tools/gpu_check.py has one on a GPU")
+        pytest.skip("tests an engine on a CPU; tools/gpu_check.py tests one on a GPU")
     folder = make_random_model("qwen3", tmp_path_factory.mktemp("contracts") / "qwen3")
     (result,) = run_ranks(observe, 1, str(folder))
     return dict(result)
 
 
-def test_running_requests_are_known_by_the_name_we_gave(seen: dict[str, Any]) -> None:
+def test_running_requests_keep_the_ids_we_gave(observed: dict[str, Any]) -> None:
     """engine/engine.py: output_processor.request_states, external_req_id."""
-    assert seen["names"] == {"7/0", "7/1"}
+    assert observed["names"] == {"7/0", "7/1"}
 
 
-def test_sampled_so_far_has_flat_log_probs(seen: dict[str, Any]) -> None:
+def test_sampled_so_far_has_flat_log_probs(observed: dict[str, Any]) -> None:
     """engine/engine.py: detokenizer.output_token_ids, logprobs_processor.logprobs.logprobs."""
-    for tokens, logprobs in seen["so_far"].values():
-        assert len(tokens) == len(logprobs) == seen["steps"]
+    for tokens, logprobs in observed["so_far"].values():
+        assert len(tokens) == len(logprobs) == observed["steps"]
         assert all(isinstance(token, int) for token in tokens)
-        assert all(isinstance(one, float) and one <= 0 for one in logprobs)
+        assert all(isinstance(logprob, float) and logprob <= 0 for logprob in logprobs)
 
 
-def test_aborted_requests_are_gone_at_once(seen: dict[str, Any]) -> None:
+def test_aborted_requests_are_removed_at_once(observed: dict[str, Any]) -> None:
     """engine/engine.py (interrupt)."""
-    assert seen["left_after_abort"] == 0
+    assert observed["left_after_abort"] == 0
 
 
-def test_prefix_cache_says_whether_it_was_dropped(seen: dict[str, Any]) -> None:
+def test_reset_prefix_cache_returns_whether_it_was_reset(observed: dict[str, Any]) -> None:
     """engine/receiver.py: False would mean that requests are in flight."""
-    assert seen["reset"] is True
+    assert observed["reset"] is True
 
 
-def test_linear_layers_are_packed_and_emptied(seen: dict[str, Any]) -> None:
+def test_linear_layers_are_packed_and_emptied(observed: dict[str, Any]) -> None:
     """engine/readback.py: with cpu_linear, a weight is read through the kernel."""
-    assert seen["packed"]
+    assert observed["packed"]
 
 
-def test_layers_remember_how_they_were_created(seen: dict[str, Any]) -> None:
+def test_layers_remember_how_they_were_created(observed: dict[str, Any]) -> None:
     """engine/loads.py: restored on meta, parameters have loaders and the shapes of a checkpoint."""
-    shape, device, has_loader = seen["restored"]
+    shape, device, has_loader = observed["restored"]
     assert (shape, device, has_loader) == ((96 * 2, 64), "meta", True)
 
 
-def test_embedding_says_how_many_rows_are_real(seen: dict[str, Any]) -> None:
+def test_the_embedding_has_the_number_of_rows_without_padding(observed: dict[str, Any]) -> None:
     """engine/loads.py: shard_indices.num_org_elements; the rest is padding."""
-    real, padded = seen["rows"]
-    assert real == seen["vocab"] <= padded
+    real, padded = observed["rows"]
+    assert real == observed["vocab"] <= padded
 
 
-def test_group_of_tensor_parallel_ranks_has_a_cpu_group(seen: dict[str, Any]) -> None:
+def test_group_of_tensor_parallel_ranks_has_a_cpu_group(observed: dict[str, Any]) -> None:
     """engine/receiver.py: get_tp_group().cpu_group."""
-    assert seen["cpu_group_size"] == 1
+    assert observed["cpu_group_size"] == 1
 
 
-def test_the_end_of_an_engine_leaves_process_groups_alone(seen: dict[str, Any]) -> None:
-    """engine/device.py: vLLM calls what it finds as core.cleanup_dist_env_and_memory."""
-    assert seen["initialized_after_shutdown"]
+def test_shutting_down_an_engine_keeps_the_process_groups(observed: dict[str, Any]) -> None:
+    """engine/device.py replaces core.cleanup_dist_env_and_memory, which vLLM calls."""
+    assert observed["initialized_after_shutdown"]
 
 
-def test_state_of_the_process_is_as_before(seen: dict[str, Any]) -> None:
+def test_an_engine_keeps_threads_and_seeds_of_the_process(observed: dict[str, Any]) -> None:
     """engine/device.py (construction): threads and seeds."""
-    assert seen["threads_are_ours"]
-    assert seen["seed_is_ours"]
+    assert observed["threads_are_kept"]
+    assert observed["seed_is_kept"]

@@ -1,4 +1,4 @@
-"""What a vLLM engine on CPU does, seen in one rank, for test_vllm.py."""
+"""Observe a vLLM engine on a CPU in one rank, for test_vllm.py."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ STEPS = 3
 
 
 def observe(rank: int, folder: str) -> dict[str, Any]:
-    """All observations, by name."""
+    """Return all observations by name."""
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
     set_num_threads = torch.set_num_threads
     engine = engines.start(folder, rank, 1, 1)
-    seen: dict[str, Any] = {
-        "threads_are_ours": torch.set_num_threads is set_num_threads,
-        "seed_is_ours": bool(torch.equal(torch.rand(1), expected)),
+    observed: dict[str, Any] = {
+        "threads_are_kept": torch.set_num_threads is set_num_threads,
+        "seed_is_kept": bool(torch.equal(torch.rand(1), expected)),
         "steps": STEPS,
     }
     llm = engine._llm
     (inside,) = llm.apply_model(look_inside)
-    return {**seen, **inside, **requests(engine), **ending(llm)}
+    return {**observed, **inside, **requests(engine), **ending(llm)}
 
 
 def requests(engine: Any) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def look_inside(model: Any) -> dict[str, Any]:
     packed = hasattr(gate_up, "cpu_linear") and gate_up.weight.numel() == 0
     padded = embedding.weight.shape[0]
     with as_created(model):
-        made = gate_up.weight
-        restored = (tuple(made.shape), made.device.type, hasattr(made, "weight_loader"))
+        created = gate_up.weight
+        restored = (tuple(created.shape), created.device.type, hasattr(created, "weight_loader"))
     return {
         "packed": packed,
         "restored": restored,

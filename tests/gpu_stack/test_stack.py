@@ -1,5 +1,7 @@
-"""The H100 stack as it is installed (`make test-gpu-stack`): what is locked, and whether it goes
-together. No GPU is needed. In the CPU environment this is skipped."""
+"""Test the installed H100 stack (`make test-gpu-stack`): versions as locked, and compatible.
+
+No GPU is needed. In the CPU environment these tests are skipped.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,15 @@ def test_every_locked_package_is_installed_in_its_version() -> None:
     wrong = {}
     for name, wanted in locked().items():
         try:
-            found = version(name).split("+")[0]
+            installed = version(name).split("+")[0]
         except PackageNotFoundError:
-            found = "not installed"
-        if found != wanted:
-            wrong[name] = (found, wanted)
+            installed = "not installed"
+        if installed != wanted:
+            wrong[name] = (installed, wanted)
     assert wrong == {}
 
 
-def test_everything_imports_together() -> None:
+def test_all_extensions_import_in_one_process() -> None:
     child = subprocess.run(
         [sys.executable, ROOT / "tools" / "check_extensions.py"],
         capture_output=True,
@@ -50,23 +52,23 @@ def test_everything_imports_together() -> None:
     assert "import together" in child.stdout
 
 
-def test_compiler_is_of_the_cuda_that_torch_was_built_with() -> None:
+def test_nvcc_has_the_cuda_version_of_torch() -> None:
     code = "import nvidia; print(list(nvidia.__path__)[0])"
     packages = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     nvcc = Path(packages.strip()) / "cu13" / "bin" / "nvcc"
-    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    assert f"release {torch.version.cuda}," in said
+    output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    assert f"release {torch.version.cuda}," in output
 
 
-def test_doctor_finds_the_packages_sound() -> None:
-    here = ThisPython()
-    assert stack_of(here, has_gpu=False) == "gpu"
-    checks = [*check_packages(here, "gpu"), check_apex(here)]
+def test_doctor_accepts_the_packages() -> None:
+    environment = ThisPython()
+    assert stack_of(environment, has_gpu=False) == "gpu"
+    checks = [*check_packages(environment, "gpu"), check_apex(environment)]
     assert [check for check in checks if check.status is not Status.OK] == []
 
 
-def test_doctor_env_of_this_place_finds_no_fault(tmp_path: Path) -> None:
-    """Without a GPU it says so, and nothing else."""
+def test_doctor_env_fails_only_for_a_missing_gpu(tmp_path: Path) -> None:
+    """The check `accelerator` may fail, because there may be no GPU."""
     file = tmp_path / "env.json"
     command = [sys.executable, "-m", "dapo_megatron", "doctor", "env", "--json", str(file)]
     child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)

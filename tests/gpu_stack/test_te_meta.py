@@ -1,6 +1,8 @@
-"""The bridge's table against the layers of the real Transformer Engine, on the meta device: names
-and shapes of every parameter, in bfloat16 and with every kind of FP8. Nothing is computed, so it
-needs no GPU; the package it needs (`make test-gpu-stack`)."""
+"""Compare `layout_of` with the layers of the real Transformer Engine on the meta device: names and
+shapes of all parameters, in bfloat16 and with every FP8 recipe.
+
+Nothing is computed, so no GPU is needed, but the package is (`make test-gpu-stack`).
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,19 @@ RECIPES: dict[str, dict[str, Any] | None] = {
 
 def check(cases: dict[str, tuple[dict[str, Any], PolicyConfig]]) -> None:
     [results] = run_ranks(differences, 1, list(cases.values()), True)
-    for case, found in zip(cases, results, strict=True):
-        for rank, (wrong, num_parameters) in found.items():
-            assert not wrong, (case, rank, wrong)
+    for case, by_rank in zip(cases, results, strict=True):
+        for rank, (mismatches, num_parameters) in by_rank.items():
+            assert not mismatches, (case, rank, mismatches)
             assert num_parameters > 10
 
 
-def test_published_sizes() -> None:
-    # Latent attention runs in Megatron's own layers alone.
+def test_names_and_shapes_are_those_of_transformer_engine_at_published_sizes() -> None:
+    # Latent attention uses only Megatron's own layers.
     check({name: case for name, case in published_cases().items() if "kv_lora_rank" not in case[0]})
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_family(recipe: str) -> None:
+def test_names_and_shapes_are_those_of_transformer_engine_in_every_family(recipe: str) -> None:
     layouts: dict[str, dict[str, Any]] = {
         "whole": {},
         "cut": {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2},
@@ -59,7 +61,7 @@ def test_every_family(recipe: str) -> None:
     check(cases)
 
 
-def test_a_shard_of_transformer_engines_own_tensor_is_dequantized() -> None:
+def test_a_shard_of_a_quantized_transformer_engine_tensor_is_dequantized() -> None:
     import torch
     from transformer_engine.pytorch import DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
@@ -88,7 +90,8 @@ def test_a_shard_of_transformer_engines_own_tensor_is_dequantized() -> None:
 
 
 def blockwise(values: Any) -> Any:
-    """Of Transformer Engine's own class, with the transposed copy that an update leaves."""
+    """Return a blockwise FP8 tensor of Transformer Engine, with the transposed copy that an update
+    leaves."""
     import torch
     from transformer_engine.pytorch import DType
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
@@ -111,7 +114,7 @@ def blockwise(values: Any) -> Any:
     )
 
 
-def test_nothing_of_transformer_engines_own_tensor_stays_on_the_device() -> None:
+def test_offloading_frees_all_data_of_a_quantized_transformer_engine_tensor() -> None:
     from types import SimpleNamespace
 
     import torch
@@ -124,20 +127,24 @@ def test_nothing_of_transformer_engines_own_tensor_stays_on_the_device() -> None
     model.weight = torch.nn.Parameter(blockwise(torch.randn(128, 128)))
     buffer = torch.zeros(128 * 128 + 7, dtype=torch.uint8)
     replace_raw_data(model.weight, buffer[: 128 * 128].view(128, 128))  # as Megatron does
-    shown = model.weight.dequantize()
+    expected = model.weight.dequantize()
     flat = SimpleNamespace(param_data=buffer, grad_data=torch.zeros(4))
     chunk = SimpleNamespace(buffers=[flat], expert_parallel_buffers=[], module=model)
     memory = Offload(["weights"], [chunk], SimpleNamespace(chained_optimizers=[]))
     fp8.drop_cached_weights([model])
     memory.offload()
-    held = {key: one for key, one in model.weight.get_metadata().items() if torch.is_tensor(one)}
+    held = {
+        key: tensor
+        for key, tensor in model.weight.get_metadata().items()
+        if torch.is_tensor(tensor)
+    }
     assert held.keys() == {"rowwise_data", "rowwise_scale_inv"}
-    assert all(one.untyped_storage().nbytes() == 0 for one in held.values())
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in held.values())
     memory.reload()
-    assert torch.equal(model.weight.dequantize(), shown)
+    assert torch.equal(model.weight.dequantize(), expected)
 
 
-def test_delayed_scales_follow_what_was_seen_without_gradients(
+def test_delayed_scales_are_updated_from_amax_seen_without_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import torch
@@ -149,7 +156,7 @@ def test_delayed_scales_follow_what_was_seen_without_gradients(
 
     from dapo_megatron.policy.fp8 import update_scales
 
-    monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", "1")  # the fused one runs on GPUs alone
+    monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", "1")  # the fused update runs only on GPUs
     recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=4, reduce_amax=False)
     state = DelayedScalingRecipeState(
         recipe, mode="forward", num_quantizers=2, device=torch.device("cpu")
@@ -159,6 +166,6 @@ def test_delayed_scales_follow_what_was_seen_without_gradients(
     FP8GlobalStateManager.quantization_state.autocast_arguments[key] = (recipe, None)
     with torch.no_grad():
         FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
-        state.amax_history[0] = torch.tensor([7.0, 0.5])  # what the kernels note
+        state.amax_history[0] = torch.tensor([7.0, 0.5])  # maxima that the kernels record
         update_scales()
     assert state.scale.tolist() == [448 / 7.0, 448 / 0.5]

@@ -1,4 +1,4 @@
-"""Token batches of random tokens, ready for an update."""
+"""Make token batches of random tokens, ready for an update."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from dapo_megatron.types import TokenBatch
 def random_batch(
     lengths: Sequence[int], *, vocab: int, prompt: int = 2, seed: int = 0
 ) -> TokenBatch:
-    """Sequences of these lengths; all tokens after the first `prompt` are response tokens.
+    """Make sequences of these lengths. All tokens after the first `prompt` are response tokens.
 
-    Old log-probs are about those of a random model, so that ratios lie on both sides of the clip.
+    Old log-probs are close to those of a random model, so that some ratios are clipped from below
+    and some from above.
     """
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)

@@ -1,7 +1,7 @@
-"""`doctor layouts` over a policy with one of the field's classic faults put in.
+"""Run `doctor layouts` on a policy with a deliberate fault that occurs in practice.
 
 `python -m tests.helpers.broken_doctor FAULT --ranks N doctor layouts CONFIG ...` starts the ranks,
-breaks the policy in each, and goes on as the command itself.
+patches the policy in each, and runs the command.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dapo_megatron.cluster.launch import is_launched, launch
 
 
 def none() -> None:
-    """Whole."""
+    """Leave the policy as it is."""
 
 
 def times_data_parallel() -> None:
-    """The loss multiplied by the data-parallel size, as if ranks took the mean and not the sum."""
+    """Multiply the loss by the data-parallel size, as if ranks took the mean and not the sum."""
     _scale_loss(lambda state, _: state.get_data_parallel_world_size())
 
 
 def mean_of_means() -> None:
-    """Each micro-batch divided by its own tokens, then by their number over all ranks."""
+    """Divide each micro-batch by its own tokens, then by the number of micro-batches."""
 
     def factor(state: Any, call: Any) -> Callable[[int], float]:
         _, micro, num_tokens = call
@@ -35,30 +35,30 @@ def mean_of_means() -> None:
 
 
 def double_context_parallel() -> None:
-    """The loss multiplied by the context-parallel size."""
+    """Multiply the loss by the context-parallel size."""
     _scale_loss(lambda state, _: state.get_context_parallel_world_size())
 
 
 def balance_by_tokens() -> None:
-    """The balance loss of experts multiplied by the tokens of its micro-batch."""
+    """Multiply the balance loss of experts by the tokens of its micro-batch."""
     from dapo_megatron.policy.moe import Router
 
-    whole = Router._balance_loss
+    original = Router._balance_loss
 
     def broken(self: Any, probs_TE: Any, taken_TE: Any, sequences_T: Any) -> Any:
-        return whole(self, probs_TE, taken_TE, sequences_T) * (sequences_T >= 0).sum()
+        return original(self, probs_TE, taken_TE, sequences_T) * (sequences_T >= 0).sum()
 
     Router._balance_loss = broken  # type: ignore[method-assign]
 
 
 def norms_not_added() -> None:
-    """Sequence parallelism without adding up the norms' gradients over its ranks."""
+    """Leave out the all-reduce of the norms' gradients over sequence-parallel ranks."""
     from dapo_megatron.policy.specs import RMSNorm
 
-    whole = RMSNorm.__init__
+    original = RMSNorm.__init__
 
     def broken(self: Any, *args: Any, **kwargs: Any) -> None:
-        whole(self, *args, **kwargs)
+        original(self, *args, **kwargs)
         self.weight.sequence_parallel = False
 
     RMSNorm.__init__ = broken  # type: ignore[method-assign]
@@ -78,11 +78,11 @@ FAULTS = {
 
 
 def _scale_loss(factor: Callable[[Any, Any], Any]) -> None:
-    """Multiply the loss of each micro-batch by `factor(parallel state, (batch, micro-batches, loss
+    """Multiply the loss of each micro-batch by `factor(parallel_state, (batch, micro-batches, loss
     tokens of the mini-batch))`, a number or a function of the micro-batch's own loss tokens."""
     from dapo_megatron.policy.step import Runner, parallel_state
 
-    whole = Runner.gradients
+    original = Runner.gradients
 
     def broken(self: Any, batch: Any, micro: Any, loss: Any, num_tokens: int) -> Any:
         scale = factor(parallel_state, (batch, micro, num_tokens))
@@ -92,18 +92,18 @@ def _scale_loss(factor: Callable[[Any, Any], Any]) -> None:
             by = scale(int(inputs.mask.sum())) if callable(scale) else scale
             return replace(result, total=result.total * by)
 
-        return whole(self, batch, micro, scaled, num_tokens)
+        return original(self, batch, micro, scaled, num_tokens)
 
     Runner.gradients = broken  # type: ignore[method-assign]
 
 
 def main() -> None:
-    """See the module."""
+    """Start the ranks, or run the command in a rank."""
     fault, option, ranks, *command = sys.argv[1:]
     assert option == "--ranks"
     if not is_launched():
-        again = [sys.executable, "-m", "tests.helpers.broken_doctor", *sys.argv[1:]]
-        raise SystemExit(launch(again, int(ranks)))
+        rank_command = [sys.executable, "-m", "tests.helpers.broken_doctor", *sys.argv[1:]]
+        raise SystemExit(launch(rank_command, int(ranks)))
     FAULTS[fault]()
     from dapo_megatron.__main__ import main as command_line
 

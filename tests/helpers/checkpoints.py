@@ -1,4 +1,4 @@
-"""Random checkpoints in HF folders, of any size, written block by block.
+"""Write random checkpoints of any size, block by block, and convert, compare and damage them.
 
 python -m tests.helpers.checkpoints qwen2_7b FOLDER
 """
@@ -30,7 +30,7 @@ from dapo_megatron.types import whole
 
 SHARED = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen2_7b": {  # as Qwen2.5-7B: 7.6 B parameters
+    "qwen2_7b": {  # dimensions of Qwen2.5-7B: 7.6 B parameters
         **SHARED,
         "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],
@@ -69,7 +69,7 @@ def write_random(
     seed: int = 0,
     max_file_bytes: int = 4 * 2**30,
 ) -> Path:
-    """Write a model of `config` with normal weights of deviation 0.02; returns `folder`."""
+    """Write a model of `config` with normal weights of standard deviation 0.02. Return `folder`."""
     folder.mkdir(parents=True)
     infos = {
         name: TensorInfo(shape, dtype) for name, shape in hf_tensors(architecture(config)).items()
@@ -92,7 +92,7 @@ def write_random(
     return folder
 
 
-# Odd on purpose: nothing is a power of two, and the vocabulary is odd.
+# Sizes are deliberately no powers of two, and the vocabulary size is odd.
 ODD = {
     **SHARED,
     "hidden_size": 36,
@@ -112,7 +112,7 @@ EXPERTS = {
     "num_hidden_layers": 3,
     "vocab_size": 101,
 }
-LATENT = {  # the first of three layers is dense
+LATENT = {  # multi-head latent attention; the first of three layers is dense
     "num_key_value_heads": 9,
     "q_lora_rank": 22,
     "kv_lora_rank": 14,
@@ -164,18 +164,21 @@ def to_hf(source: Store, folder: Path, max_file_bytes: int = 2**30) -> Store:
 
 
 def differences(left: Store, right: Store) -> list[str]:
-    return [f"{one.name}: {one.kind}: {one.text}" for one in compare(left, right, lambda _: None)]
+    return [
+        f"{difference.name}: {difference.kind}: {difference.text}"
+        for difference in compare(left, right, lambda _: None)
+    ]
 
 
 def config_of(name: str, **changes: Any) -> dict[str, Any]:
-    """A small model for the tests that damage it."""
+    """Return the config of a small model, for tests that damage a checkpoint."""
     return {**MODELS[name], "num_hidden_layers": 2, "vocab_size": 37, **changes}
 
 
 def training_checkpoint(
     source: Store, folder: Path, places: Mapping[int, list[ChunkPlace]], *, fused: bool = False
 ) -> Path:
-    """As policy/checkpoint.py writes it: `places` gives the chunks of each rank."""
+    """Write a training checkpoint like policy/checkpoint.py. `places`: rank -> its chunks."""
     folder.mkdir(parents=True)
     copy_companions(source.folder, folder)
     for rank, chunks in places.items():

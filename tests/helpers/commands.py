@@ -1,9 +1,9 @@
-"""Commands of this project in processes that need no imports (warm.py), launched ranks too.
+"""Run commands of this project in forked processes that have their imports already (warm.py).
 
-`python -m dapo_megatron ...` and `python tools/... ...` run in processes of their own, with their
-arguments, folder, environment, signals and exit codes. Only exec is left out, and with it the
-imports: 10 s of CPU per process. tests/unit/test_cli.py and tests/learning/test_train.py start the
-real thing.
+`python -m dapo_megatron ...` and `python tools/... ...`, and the ranks that they launch, run in
+their own processes, with their arguments, folder, environment, signals and exit codes. Only exec is
+left out, and with it 10 s of CPU per process for imports. tests/unit/test_cli.py and
+tests/learning/test_train.py start real interpreters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.helpers.warm import take_environment, warm_context
 
 @dataclass
 class Running:
-    """A command under way. Its output goes to files in `folder`."""
+    """A running command. Its output goes to files in `folder`."""
 
     arguments: list[str]
     process: BaseProcess
@@ -40,11 +40,11 @@ class Running:
         return self.process.pid
 
     def poll(self) -> int | None:
-        """Return the exit code, None while it runs."""
+        """Return the exit code, or None while it runs."""
         return self.process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end, return the exit code."""
+        """Wait for the end and return the exit code."""
         self.process.join(timeout)
         if self.process.exitcode is None:
             raise subprocess.TimeoutExpired(self.arguments, timeout or 0.0)
@@ -55,12 +55,12 @@ class Running:
 
     @property
     def stdout(self) -> str:
-        """Everything printed so far."""
+        """Standard output so far."""
         return (self.folder / "stdout").read_text(errors="replace")
 
     @property
     def stderr(self) -> str:
-        """Everything printed as errors so far."""
+        """Standard error so far."""
         return (self.folder / "stderr").read_text(errors="replace")
 
 
@@ -71,8 +71,8 @@ def started(
     environment: Mapping[str, str] | None = None,
     new_session: bool = False,
 ) -> Iterator[Running]:
-    """Start `program.py ...`, `-m module ...`, or what follows `python -m dapo_megatron`. It is
-    killed at the end of the block."""
+    """Start `program.py ...`, `-m module ...`, or a command of `python -m dapo_megatron`. Kill it
+    at the end of the block."""
     words = [str(argument) for argument in arguments]
     if words[0] != "-m" and not words[0].endswith(".py"):
         words = ["-m", "dapo_megatron", *words]
@@ -97,7 +97,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     timeout: float = 400.0,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, as `subprocess.run` with captured output."""
+    """Run a command to its end, like `subprocess.run` with captured output."""
     with started(*arguments, folder=folder, environment=environment) as running:
         code = running.wait(timeout)
         return subprocess.CompletedProcess(running.arguments, code, running.stdout, running.stderr)
@@ -128,7 +128,7 @@ def _main(
 
 
 def _run_program(words: Sequence[str]) -> None:
-    """Run what follows `python`: `-m module ...` or `program.py ...`."""
+    """Run the arguments of `python`: `-m module ...` or `program.py ...`."""
     if words[0] == "-m":
         _, module, *arguments = words
         sys.argv = [module, *arguments]
@@ -141,7 +141,7 @@ def _run_program(words: Sequence[str]) -> None:
 
 
 def _run_and_exit(words: Sequence[str]) -> None:
-    """Run what follows `python`, then end this process as Python would end."""
+    """Run the arguments of `python`, then end this process as the interpreter would."""
     code = 0
     try:
         _run_program(words)
@@ -149,7 +149,7 @@ def _run_and_exit(words: Sequence[str]) -> None:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001 - Python itself would print it and end, too
+    except BaseException:  # noqa: BLE001 - Python would print it and exit as well
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
     with contextlib.suppress(BaseException):
@@ -161,7 +161,7 @@ def _run_and_exit(words: Sequence[str]) -> None:
 
 
 class _ForkedRank:
-    """`subprocess.Popen` as `launch` uses it: the rank is forked from the launcher."""
+    """The part of `subprocess.Popen` that `launch` uses. It forks the rank from the launcher."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], preexec_fn: Callable[[], None]

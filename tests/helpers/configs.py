@@ -1,4 +1,4 @@
-"""A complete Config in one call, for tests that need a real one."""
+"""Load a complete Config in one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPOSITORY = TINY.parents[1]
 
 
 def tiny_config(**overrides: Any) -> Config:
-    """model_configs/tiny_cpu.yaml with `section__key=value` overrides."""
+    """Load model_configs/tiny_cpu.yaml with `section__key=value` overrides."""
     texts = [f"model.path={REPOSITORY / 'model_configs' / 'tiny_qwen3'}"]
     texts += [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()]
     return load_config(TINY, texts)

@@ -1,4 +1,4 @@
-"""Time that a thread waits for a core, which a busy machine adds to every measured time."""
+"""Measure times without the time that a thread waits for a core on a busy machine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def waited_seconds() -> float:
-    """Return the total seconds that this thread was ready to run while its core was busy. 0 where
-    the kernel does not count them."""
+    """Return the total seconds that this thread was ready to run but waited for a core. Return 0
+    where the kernel does not count them."""
     with suppress(OSError):
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     return 0.0

@@ -1,4 +1,4 @@
-"""A vLLM engine in a rank of a test: started on a folder, fed, compared with HF."""
+"""Start a vLLM engine in a rank of a test, sample with it, sync it, and compare it with HF."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dapo_megatron.types import Completion, Prompt, SampleRequest
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import per_expert
 
-GAP = 1e-5  # largest difference of two log-probs in float32, natural logarithm
+GAP = 1e-5  # largest allowed difference of two log-probs (natural logarithm) in float32
 PROMPT_TOKENS, RESPONSE_TOKENS = 160, 24
 Results = dict[tuple[int, int], Completion]
 
@@ -31,7 +31,7 @@ def start(
     is_empty: bool = False,
     **overrides: Any,
 ) -> Any:
-    """An engine on the model in `folder`; `overrides` as of `tiny_config`."""
+    """Start an engine with the model in `folder`. `overrides` are those of `tiny_config`."""
     from dapo_megatron.engine.engine import VllmEngine
 
     config = tiny_config(
@@ -49,14 +49,15 @@ def start(
 
 
 def prompt(tokens: tuple[int, ...]) -> Prompt:
-    """A prompt of which only the tokens count."""
+    """Return a prompt with these tokens. Its other fields do not matter."""
     return Prompt("sums", 0, tokens, "", "")
 
 
 def requests(
     tickets: Sequence[int], num_tokens: int = 9, temperature: float | None = None
 ) -> list[SampleRequest]:
-    """Four samples for each ticket; every third ticket at temperature 1, 0.7 and 0."""
+    """Return four requests per ticket. Tickets alternate between temperature 1, 0.7 and 0, unless
+    `temperature` is given."""
     return [
         SampleRequest(
             ticket=ticket,
@@ -72,9 +73,10 @@ def requests(
     ]
 
 
-def run(engine: Any, asked: Sequence[SampleRequest], num_steps: int | None = None) -> Results:
-    """Completions in the order in which they finished: all of them, or those of so many steps."""
-    engine.submit(asked)
+def run(engine: Any, to_sample: Sequence[SampleRequest], num_steps: int | None = None) -> Results:
+    """Sample until all are finished, or for `num_steps`. Return completions in the order in which
+    they finished."""
+    engine.submit(to_sample)
     results: Results = {}
     for _ in count() if num_steps is None else range(num_steps):
         if not engine.requests:
@@ -85,52 +87,56 @@ def run(engine: Any, asked: Sequence[SampleRequest], num_steps: int | None = Non
 
 
 def interrupted(engine: Any) -> Results:
-    """What it has so far, in the order in which it gives it."""
-    return {(one.ticket, one.sample): completion for one, completion in engine.interrupt()}
+    """Interrupt the engine and return the unfinished completions, in the order that it returns."""
+    return {
+        (request.ticket, request.sample): completion for request, completion in engine.interrupt()
+    }
 
 
-def rest(asked: Sequence[SampleRequest], done: Results, partial: Results) -> list[SampleRequest]:
-    """What is still to be sampled: continued where there is a part, with a seed of its own."""
-    requests = []
-    for request in asked:
+def rest(
+    requested: Sequence[SampleRequest], done: Results, partial: Results
+) -> list[SampleRequest]:
+    """Return requests for what is not done. A partial completion is continued, with a new seed."""
+    remaining = []
+    for request in requested:
         place = request.ticket, request.sample
         so_far = partial.get(place)
         if place not in done:
             seed = request.seed + 100_000 * (len(so_far.tokens) if so_far else 0)
-            requests.append(replace(request, seed=seed, so_far=so_far))
-    return requests
+            remaining.append(replace(request, seed=seed, so_far=so_far))
+    return remaining
 
 
-def gap(model: PreTrainedModel, asked: Sequence[SampleRequest], results: Results) -> float:
-    """Largest |log-prob by engine - by HF| of any sampled token; nan if any is nan."""
-    return segment_gap({}, asked, results, other=model)
+def gap(model: PreTrainedModel, requested: Sequence[SampleRequest], results: Results) -> float:
+    """Return the largest |engine log-prob - HF log-prob| of a sampled token, nan if any is nan."""
+    return segment_gap({}, requested, results, other=model)
 
 
 @torch.no_grad()
 def segment_gap(
     models: Mapping[int, PreTrainedModel],
-    asked: Sequence[SampleRequest],
+    requested: Sequence[SampleRequest],
     results: Results,
     other: PreTrainedModel | None = None,
 ) -> float:
-    """As `gap`, each token compared with the model of the version that is said to have sampled it
-    (`other` for versions that have none)."""
+    """Return the same as `gap`, but compare each token with the model of the version in its
+    segment, or with `other` for versions without a model."""
     gaps = []
-    for request in asked:
+    for request in requested:
         completion = results[request.ticket, request.sample]
         ids = torch.tensor([*request.prompt.tokens, *completion.tokens])
         assert len(completion.logprobs) == len(completion.tokens)
         first = 0
-        for part in completion.segments:
-            model = models.get(part.version, other)
+        for segment in completion.segments:
+            model = models.get(segment.version, other)
             assert model is not None
             logits = model(ids[None]).logits[0, len(request.prompt.tokens) - 1 : -1]
-            # A greedy token's log-prob is the plain one.
+            # The log-prob of a greedy token is that at temperature 1.
             logprobs = (logits / (request.temperature or 1.0)).log_softmax(-1)
             sampled = logprobs.gather(1, ids[len(request.prompt.tokens) :, None])[:, 0]
-            place = slice(first, first + part.num_tokens)
+            place = slice(first, first + segment.num_tokens)
             gaps.append((sampled[place] - torch.tensor(completion.logprobs)[place]).abs().max())
-            first += part.num_tokens
+            first += segment.num_tokens
         assert first == len(completion.tokens)
     return float(torch.stack(gaps).max())
 
@@ -140,20 +146,22 @@ def hf_model(folder: Path) -> PreTrainedModel:
 
 
 def weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """HF name, as in a checkpoint -> whole tensor."""
+    """Return the full tensors by HF name, as in a checkpoint."""
     return per_expert({name: weight.detach() for name, weight in model.named_parameters()})
 
 
-def offer(whole: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
+def offer(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
 def arrivals(
     tensor_slices: Sequence[Any], whole: Mapping[str, Tensor], seed: int = 0
 ) -> Iterator[tuple[str, list[tuple[Any, Tensor]]]]:
-    """The slices of `tensor_slices`, and nothing else of `whole`, tensor by tensor in a random
-    order; in memory that is spoilt once the next one is asked for, as protocols.RolloutEngine
-    allows."""
+    """Yield only the given slices of the tensors in `whole`, tensor by tensor in a random order.
+
+    The memory of a tensor is overwritten with NaN when the next one is requested, because
+    protocols.RolloutEngine allows a sync to reuse it.
+    """
     regions: dict[str, list[Any]] = {}
     for tensor_slice in tensor_slices:
         regions.setdefault(tensor_slice.name, []).append(tensor_slice.region)
@@ -167,31 +175,34 @@ def arrivals(
 
 
 def sync(engine: Any, model: PreTrainedModel, version: int) -> None:
-    """Give `engine` the weights of `model`."""
+    """Send the weights of `model` to `engine`."""
     whole = weights(model)
     engine.receive(arrivals(engine.needed_slices(offer(whole)), whole, seed=version), version)
 
 
 def forget(engine: Any) -> list[str]:
-    """What sleeping takes from an engine on a GPU (level 2 of vLLM), done to one on CPU: every
-    tensor of its model is spoilt, but for the buffers, which vLLM keeps, and what is on the host in
-    any case. The names of those that are no parameters."""
-    (names,) = engine._llm.apply_model(_spoil)
+    """Do to a CPU engine what sleeping (vLLM level 2) does to one on a GPU.
+
+    Overwrite every tensor of its model with 0xFF bytes (NaN), except buffers, which vLLM keeps, and
+    tensors that are always on the host. Return the names of the overwritten tensors that are no
+    parameters.
+    """
+    (names,) = engine._llm.apply_model(_fill_with_nan)
     return names
 
 
-def _spoil(model: torch.nn.Module) -> list[str]:
+def _fill_with_nan(model: torch.nn.Module) -> list[str]:
     kept = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
-    found: dict[str, Tensor] = dict(model.named_parameters())
-    num_parameters = len(found)
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    num_parameters = len(tensors)
     for path, module in model.named_modules():
         holders = {"": module, "quant_method.": getattr(module, "quant_method", None)}
         for prefix, holder in (holders | {"impl.": getattr(module, "impl", None)}).items():
             for name, value in vars(holder).items() if holder is not None else ():
                 if isinstance(value, Tensor) and not name.endswith("_cpu"):
-                    found[f"{path}.{prefix}{name}"] = value
-    for value in found.values():
+                    tensors[f"{path}.{prefix}{name}"] = value
+    for value in tensors.values():
         storage = value.untyped_storage()
         if storage.data_ptr() not in kept:
-            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)  # not a number
-    return list(found)[num_parameters:]
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)  # NaN in every float dtype
+    return list(tensors)[num_parameters:]

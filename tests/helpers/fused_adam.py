@@ -1,6 +1,8 @@
-"""A stand-in for Transformer Engine's FusedAdam (2.20, pytorch/optimizers/fused_adam.py), which
-needs a GPU: the same arguments, the same state under the same names and in the same dtypes, updates
-counted in groups; the arithmetic by plain torch, in float32."""
+"""Replace Transformer Engine's FusedAdam (2.20, pytorch/optimizers/fused_adam.py) on a CPU.
+
+It has the same arguments, the same state names and dtypes, and counts updates per parameter group.
+It computes in float32 with plain torch operations.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ MODULE = "transformer_engine.pytorch.optimizers"
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW."""
+    """AdamW with the interface of Transformer Engine's FusedAdam."""
 
     def __init__(
         self,
@@ -75,14 +77,16 @@ class FusedAdam(torch.optim.Optimizer):
             param.copy_(weight)
 
     def state_dict(self) -> dict[str, Any]:
-        """Megatron asks before there is any state."""
+        """Return the empty state. Megatron calls this before the first update."""
         assert not self.state
         return super().state_dict()
 
 
 def install() -> None:
-    """For this process, once Megatron has been imported without Transformer Engine: it is there,
-    with this class in it and nothing else, and it works on a CPU."""
+    """Make Transformer Engine appear installed in this process, with only this class in it.
+
+    Megatron is imported first, so that it finds no Transformer Engine.
+    """
     import megatron.core.optimizer.distrib_optimizer  # noqa: F401
 
     from dapo_megatron.policy import optimizer

@@ -1,4 +1,4 @@
-"""Graders for tests, named as module:function, and a look at the processes they leave."""
+"""Graders that tests name as module:function, and a search for the processes they leave."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def moody(response: str, truth: str, extra: Mapping[str, Any]) -> bool:
-    """Hangs on "hang", dies on "die", raises on "raise"; else compares."""
+    """Hang on "hang", exit on "die", raise on "raise", otherwise compare with the truth."""
     if response == "hang":
         time.sleep(3600)
     if response == "die":
@@ -22,9 +22,9 @@ def moody(response: str, truth: str, extra: Mapping[str, Any]) -> bool:
 
 
 def processes_with(mark: str) -> list[str]:
-    """Command lines of live processes with `mark` in command line or environment; forks of a
-    program have both. Zombies have neither."""
-    found = []
+    """Return the command lines of live processes that have `mark` in their command line or
+    environment. Forks of a program inherit both. Zombies have neither."""
+    command_lines = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         if int(name) == os.getpid():
             continue
@@ -33,20 +33,21 @@ def processes_with(mark: str) -> list[str]:
             command = Path(f"/proc/{name}/cmdline").read_bytes()
             environment = Path(f"/proc/{name}/environ").read_bytes()
         if mark.encode() in command + environment:
-            found.append(command.replace(b"\0", b" ").decode())
-    return found
+            command_lines.append(command.replace(b"\0", b" ").decode())
+    return command_lines
 
 
 def broken(response: str, truth: str, extra: object) -> bool:
-    """Raises at every call."""
+    """Raise on every call."""
     raise LookupError("no such table")
 
 
 def never(response: str, truth: str, extra: object) -> bool:
-    """Nothing is right."""
+    """Grade every response as wrong."""
     return False
 
 
 def near(response: str, truth: str, extra: object) -> bool:
-    """Right by the parity of the answer's length: mixed groups from any model."""
+    """Grade by the parity of the sum of the character codes, so that groups of any model are
+    mixed."""
     return sum(map(ord, response)) % 2 == 0

@@ -1,4 +1,4 @@
-"""Groups of any content, for hypothesis."""
+"""Hypothesis strategies for groups with any content."""
 
 from __future__ import annotations
 

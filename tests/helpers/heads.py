@@ -1,4 +1,4 @@
-"""Inputs of the log-prob head, the plain computation, and what both give.
+"""Make inputs of the log-prob head, and compute it fused and with plain torch.
 
 Shape letters: T tokens, H hidden size, V vocabulary entries (of one rank, where there are several).
 """
@@ -21,7 +21,7 @@ from dapo_megatron.policy.vocab_parallel import linear_logprobs
 
 @dataclass(frozen=True)
 class Head:
-    """Inputs of one head, and what comes out: values and gradients."""
+    """Inputs of one head."""
 
     hidden: Tensor
     weight: Tensor
@@ -35,6 +35,8 @@ class Head:
 
 @dataclass(frozen=True)
 class HeadResult:
+    """Values and gradients of a head."""
+
     logp: Tensor
     entropy: Tensor
     grad_hidden: Tensor
@@ -54,13 +56,13 @@ def make_head(
     )
 
 
-def plain(head: Head, whole: torch.dtype = torch.float64) -> HeadResult:
-    """torch's own log_softmax of whole logits; `whole` is the dtype it is computed in."""
+def plain(head: Head, dtype: torch.dtype = torch.float64) -> HeadResult:
+    """Compute torch's log_softmax of all logits in `dtype`."""
     hidden = head.hidden.detach().clone().requires_grad_()
     weight = head.weight.detach().clone().requires_grad_()
-    all_logp = ((hidden @ weight.t()).to(whole) / head.temperature).log_softmax(-1)
+    all_logp = ((hidden @ weight.t()).to(dtype) / head.temperature).log_softmax(-1)
     logp = all_logp.gather(1, head.targets[:, None]).squeeze(1)
-    logp.backward(head.weight_of_logprob.to(whole))
+    logp.backward(head.weight_of_logprob.to(dtype))
     entropy = -(all_logp.exp() * all_logp).sum(-1)
     return outcome(logp, entropy, hidden, weight)
 
@@ -93,8 +95,8 @@ def fused_head(
 def accumulated(
     head: Head, num: int, *, fused: bool, by: vocab_parallel.Head = "torch"
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the hidden states, and of the weight in `main_grad`, after two backward passes,
-    as Megatron's data-parallel wrapper accumulates them."""
+    """Return the gradients of the hidden states and of the weight (`main_grad`) after two backward
+    passes, accumulated as by Megatron's data-parallel wrapper."""
     hidden = head.hidden.detach().clone().requires_grad_()
     weight: Any = head.weight.detach().clone().requires_grad_()
     weight.main_grad = torch.zeros_like(
@@ -129,17 +131,25 @@ def outcome(logp: Tensor, entropy: Tensor, hidden: Tensor, weight: Tensor) -> He
 
 
 def padded(head: Head, rows: int, value: float = 7.0) -> Head:
-    """`head` with rows that must not count, though their logits are not small."""
+    """Return `head` with padding rows, which must not count although their logits are large."""
     return replace(head, weight=torch.nn.functional.pad(head.weight, (0, 0, 0, rows), value=value))
 
 
-def assert_equal(found: HeadResult, wanted: HeadResult, tolerance: float) -> None:
-    """Of gradients too the absolute error counts, against their largest element."""
+def assert_equal(actual: HeadResult, expected: HeadResult, tolerance: float) -> None:
+    """Compare values and gradients, with the tolerance relative to the largest element if it is
+    above 1."""
     for name in HeadResult.__dataclass_fields__:
-        left, right = getattr(found, name).double(), getattr(wanted, name).double()
-        scale = max(1.0, float(right.abs().max())) if right.numel() else 1.0
+        actual_value, expected_value = (
+            getattr(actual, name).double(),
+            getattr(expected, name).double(),
+        )
+        scale = max(1.0, float(expected_value.abs().max())) if expected_value.numel() else 1.0
         torch.testing.assert_close(
-            left, right, rtol=0.0, atol=tolerance * scale, msg=lambda text, name=name: name + text
+            actual_value,
+            expected_value,
+            rtol=0.0,
+            atol=tolerance * scale,
+            msg=lambda text, name=name: name + text,
         )
 
 

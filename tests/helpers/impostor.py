@@ -1,7 +1,7 @@
-"""A process that takes the place of rank 1 of 2: PORT ATTACK FILE.
+"""Pretend to be rank 1 of 2. Arguments: PORT ATTACK FILE.
 
-ATTACK: what it sends instead of a proof; `pickle` is an object that writes FILE when it is read.
-Where it is root's, it becomes another user first.
+ATTACK selects what it sends instead of a proof. With `pickle` it sends an object that creates FILE
+when it is unpickled. A process of root first becomes `nobody`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NOBODY = 65534
 
 
 class Payload:
-    """Runs code where it is unpickled."""
+    """An object that creates a file where it is unpickled."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -28,7 +28,7 @@ class Payload:
 
 
 def send_bytes(count: int) -> None:
-    """Take part in an exchange of tensors of that size, with random bytes."""
+    """Take part in an all_gather of `count` bytes with random bytes."""
     received = [torch.zeros(count, dtype=torch.uint8) for _ in range(2)]
     dist.all_gather(received, torch.randint(0, 256, (count,), dtype=torch.uint8))
 

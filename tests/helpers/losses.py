@@ -1,4 +1,4 @@
-"""The run's loss with numbers for tests."""
+"""The loss of a run, with fixed coefficients for tests."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ NUMBERS = {
 
 
 def loss_with(**numbers: Any) -> LossFn:
-    """Return the loss, with some numbers changed."""
+    """Return the loss, with some of NUMBERS replaced."""
     return partial(dapo_loss, **{**NUMBERS, **numbers})

@@ -1,8 +1,7 @@
-"""A run's folder in the format that runs leave, made in seconds: for the report's tests and
-benchmark.
+"""Generate a run folder in seconds, for tests and the benchmark of the report.
 
-Curves are smooth stories with a little noise from a seed; what the samples say (accuracy, lengths,
-groups by fate) and what the metrics say agree, as in a real run.
+Curves are smooth, with a little seeded noise. Samples and metrics agree in accuracy, lengths and
+groups by fate, as in a real run.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ BEGIN = 1_767_225_600.0
 NUM_NOISE = 20_000
 
 LONE = "\ud800"
-"""Half of a surrogate pair: no text in UTF-8."""
+"""A lone surrogate, which UTF-8 cannot encode."""
 HOSTILE = (
     "<script>window.hacked=1</script>",
     '<img src=x onerror="window.hacked=1">',
@@ -66,7 +65,8 @@ HOSTILE = (
 
 @dataclass(frozen=True)
 class MadeRun:
-    """What to make. `groups_per_step` are trained on; every second step filters one more."""
+    """Settings of a generated run. `groups_per_step` are trained on; every second step filters one
+    more."""
 
     num_steps: int = 20
     groups_per_step: int = 8
@@ -76,16 +76,16 @@ class MadeRun:
     timeline_every: int = 10
     inspected_groups: int = 4
     hostile: bool = False
-    """Texts and names that try to be more than text."""
+    """Whether texts and names try to run as HTML or JavaScript."""
     crashed: bool = False
-    """Killed in the middle of a line of metrics.jsonl."""
+    """Whether the run was killed in the middle of a line of metrics.jsonl."""
     alive: bool = False
-    """It goes on: a rank has just given a sign of life."""
+    """Whether the run is still running: a rank has a recent heartbeat."""
     name: str = "made"
     seed: int = 0
 
     def write(self, folder: Path) -> Path:
-        """Write `folder`, which must not exist; returns it."""
+        """Write `folder`, which must not exist, and return it."""
         folder.mkdir(parents=True)
         _Writer(self, folder).write()
         return folder
@@ -100,14 +100,14 @@ class _Writer:
     run: MadeRun
     folder: Path
     ids: dict[str, int] = field(default_factory=dict)
-    """Piece -> its token."""
+    """Text of a token -> its id."""
     ticket: int = 0
     carried: int = 0
     num_hostile: int = 0
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.run.seed)
-        # Each completion gets a part of it: drawing every number anew would take minutes.
+        # Each completion gets a slice. Drawing every number separately would take minutes.
         num = NUM_NOISE + self.run.tokens_per_completion + 1
         self.noise = tuple(-round(self.rng.expovariate(3), 5) for _ in range(num))
         self.set_name = HOSTILE[0] if self.run.hostile else "chain_sum_held_out"
@@ -123,8 +123,8 @@ class _Writer:
             groups = list(self._groups(step))
             _, index = write_samples(samples, step, groups, _reward)
             index.write(samples)
-            said = self._inspected(groups)
-            write_policy(samples, step, said, self.run.inspected_groups)
+            diagnostics = self._inspected(groups)
+            write_policy(samples, step, diagnostics, self.run.inspected_groups)
             if step == 1 or (self.run.timeline_every and step % self.run.timeline_every == 0):
                 self._timeline(step)
             tracker.log(step, self._metrics(step, groups))
@@ -167,7 +167,7 @@ class _Writer:
         self.ids[LONE] = self.ids["\ufffd"]
 
     def _answers(self) -> None:
-        """A few right and wrong answers to each of a few prompts; groups are made of them."""
+        """Make some correct and wrong answers to each of some prompts, for the groups."""
         self.problems = []
         for index in range(24):
             left, right = self.rng.randint(10, 99), self.rng.randint(10, 99)
@@ -191,8 +191,8 @@ class _Writer:
             self.problems.append((prompt, answers))
 
     def _answer(self, left: int, right: int, correct: bool, number: int) -> Completion:
-        said = left + right + (0 if correct else self.rng.choice((-10, -1, 1, 10)))
-        pieces = [*f"{left} + {right} is near {round(said, -1)}. So it is {said}"]
+        answer = left + right + (0 if correct else self.rng.choice((-10, -1, 1, 10)))
+        pieces = [*f"{left} + {right} is near {round(answer, -1)}. So it is {answer}"]
         num_tokens = self.run.tokens_per_completion - self.rng.randint(0, 9) - 1
         pieces = (pieces * (num_tokens // len(pieces) + 1))[: max(num_tokens, 1)]
         if self.run.hostile:
@@ -207,11 +207,11 @@ class _Writer:
             text="".join(pieces),
             finish=Finish.STOP if stops else Finish.LENGTH,
             segments=(),
-            grade=Grade(1.0 if correct else -1.0, correct, str(said), parsed=stops),
+            grade=Grade(1.0 if correct else -1.0, correct, str(answer), parsed=stops),
         )
 
     def accuracy(self, step: int) -> float:
-        """The story: from 0.35 to 0.85."""
+        """Return the accuracy of a step, which rises from 0.35 to 0.85."""
         return 0.85 - 0.5 * math.exp(-3 * step / self.run.num_steps)
 
     def _groups(self, step: int) -> Iterator[tuple[Group, str]]:
@@ -238,20 +238,22 @@ class _Writer:
             self.ticket += 1
 
     def _inspected(self, groups: Sequence[tuple[Group, str]]) -> Iterator[SequenceDiagnostics]:
-        """What a policy that is nearly the engine's says of each sequence trained on."""
+        """Yield diagnostics of each trained sequence, as by a policy very close to the engine."""
         for group in (group for group, fate in groups if fate == "trained"):
-            scores = [one.grade.score for one in group.completions if one.grade]
+            scores = [
+                completion.grade.score for completion in group.completions if completion.grade
+            ]
             mean, spread = fmean(scores), pstdev(scores) or 1.0
-            for one, score in zip(group.completions, scores):
+            for completion, score in zip(group.completions, scores):
                 gap, at = self.rng.uniform(1e-7, 2e-6), self.rng.randrange(NUM_NOISE)
                 yield SequenceDiagnostics(
                     ticket=group.ticket,
-                    sample=one.sample,
+                    sample=completion.sample,
                     advantage=(score - mean) / spread,
                     gap_mean=gap,
                     gap_max=gap,
-                    logprobs=torch.tensor(one.logprobs) - gap,
-                    entropy=-torch.tensor(self.noise[at : at + len(one.tokens)]),
+                    logprobs=torch.tensor(completion.logprobs) - gap,
+                    entropy=-torch.tensor(self.noise[at : at + len(completion.tokens)]),
                 )
 
     def _metrics(self, step: int, groups: Sequence[tuple[Group, str]]) -> dict[str, float]:
@@ -330,16 +332,16 @@ class _Writer:
         return {name: float(value) for name, value in values.items()}
 
     def _evaluation(self, step: int) -> dict[str, float]:
-        value = self.accuracy(step) + self._noise(0.01)
-        figures = {"avg@4": value, "pass@4": min(value + 0.12, 1.0), "cons@4": value + 0.05}
-        found = {"pass@1": value, "pass@2": value + 0.06, "ungraded": 0.0}
-        for figure, middle in figures.items():
-            found |= {
-                figure: middle,
-                f"{figure}_low": middle - 0.04,
-                f"{figure}_high": middle + 0.04,
-            }
-        return {f"eval/{self.set_name}/{figure}": one for figure, one in found.items()}
+        accuracy = self.accuracy(step) + self._noise(0.01)
+        estimates = {
+            "avg@4": accuracy,
+            "pass@4": min(accuracy + 0.12, 1.0),
+            "cons@4": accuracy + 0.05,
+        }
+        values = {"pass@1": accuracy, "pass@2": accuracy + 0.06, "ungraded": 0.0}
+        for name, middle in estimates.items():
+            values |= {name: middle, f"{name}_low": middle - 0.04, f"{name}_high": middle + 0.04}
+        return {f"eval/{self.set_name}/{name}": value for name, value in values.items()}
 
     def _noise(self, size: float) -> float:
         return self.rng.uniform(-size, size)
@@ -368,7 +370,7 @@ class _Writer:
     def _ends(self) -> None:
         run, last = self.run, self.run.num_steps
         state = RankState.RUNNING if run.crashed or run.alive else RankState.ENDED
-        now = time.time() + 60 if run.alive else BEGIN + 25 * last  # alive for a minute more
+        now = time.time() + 60 if run.alive else BEGIN + 25 * last  # alive for another minute
         write_heartbeat(
             self.folder,
             Heartbeat(

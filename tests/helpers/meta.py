@@ -1,5 +1,7 @@
-"""Models of real size on the meta device, in layouts of any number of ranks: no memory, no GPU, and
-no other process (torch's `fake` process groups are of any size and send nothing)."""
+"""Build full-size models on the meta device, in layouts of any number of ranks, in one process.
+
+This needs no memory and no GPU. torch's `fake` process groups have any size and send nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,18 @@ from unittest.mock import patch
 from dapo_megatron.config import PolicyConfig
 
 Case = tuple[dict[str, Any], PolicyConfig]
-"""config.json of a model, and the policy's section of a config."""
-Found = tuple[list[tuple[int, str, tuple[int, ...]]], int]
-"""(chunk, name, shape) of parameters that the bridge's table and Megatron do not agree on, and how
-many parameters there are."""
+"""The config.json of a model, and the policy section of a config."""
+Mismatches = tuple[list[tuple[int, str, tuple[int, ...]]], int]
+"""(chunk, name, shape) of each parameter on which `layout_of` and Megatron differ, and the total
+number of parameters."""
 
 
-def differences(rank: int, cases: list[Case], fused: bool) -> list[dict[int, Found]]:
-    """For `run_ranks` with one process: of each case, what some ranks would hold, by rank.
+def differences(_: int, cases: list[Case], fused: bool) -> list[dict[int, Mismatches]]:
+    """Compare, for each case and some of its ranks, the parameters that the rank would hold.
 
-    `fused`: built of Transformer Engine's layers, as if there were a GPU."""
+    Call it by `run_ranks` with one process. With `fused`, models are built of Transformer Engine's
+    layers, as if there were a GPU.
+    """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -30,24 +34,24 @@ def differences(rank: int, cases: list[Case], fused: bool) -> list[dict[int, Fou
     dist.destroy_process_group()
     results = []
     for hf, policy in cases:
-        arch, size, found = architecture(hf), world_size(policy), {}
-        for one in sorted({0, 1, size // 2 - 1, size - 1}):
+        arch, size, by_rank = architecture(hf), world_size(policy), {}
+        for rank in sorted({0, 1, size // 2 - 1, size - 1}):
             store = FakeStore()  # type: ignore[no-untyped-call]
-            dist.init_process_group("fake", rank=one, world_size=size, store=store)
+            dist.init_process_group("fake", rank=rank, world_size=size, store=store)
             with a_gpu_without_memory() if fused else no_gpu():
-                found[one] = _compare(arch, policy, fused)
+                by_rank[rank] = _compare(arch, policy, fused)
             dist.destroy_process_group()
-        results.append(found)
+        results.append(by_rank)
     return results
 
 
 def world_size(policy: PolicyConfig) -> int:
-    """Of the smallest world that a layout fits into, with two ranks at least for each weight."""
+    """Return the smallest world size of a layout in which at least two ranks hold each weight."""
     model = policy.tensor_parallel * policy.context_parallel
     return policy.pipeline_parallel * lcm(2 * model, policy.expert_parallel)
 
 
-def _compare(arch: Any, policy: PolicyConfig, fused: bool) -> Found:
+def _compare(arch: Any, policy: PolicyConfig, fused: bool) -> Mismatches:
     import torch
     from megatron.core import parallel_state
 
@@ -78,7 +82,7 @@ def _compare(arch: Any, policy: PolicyConfig, fused: bool) -> Found:
 
 @contextmanager
 def no_gpu() -> Iterator[None]:
-    """As the policy builds its model on a CPU."""
+    """Build models as the policy does on a CPU."""
     from dapo_megatron.policy.device import megatron_device
 
     with megatron_device():
@@ -87,7 +91,7 @@ def no_gpu() -> Iterator[None]:
 
 @contextmanager
 def a_gpu_without_memory() -> Iterator[None]:
-    """A machine that says it has a GPU, which is the meta device."""
+    """Make torch report a GPU whose device is the meta device."""
     import torch
 
     from dapo_megatron.policy.device import _cpu_answers_for_cuda, _NoRandomness

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, in HF folders, for the tests that compare backends."""
+"""Make tiny HF models with random weights, for tests that compare backends."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tools.make_tiny_model import MAX_TOKENS, make_tokenizer
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),  # bias on query, key and value
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),  # norm on query and key; head_dim on its own
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),  # as qwen3; experts, 2 of 8 per token
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),  # norm on query and key; head_dim is independent
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),  # qwen3 with experts, 2 of 8 per token
     # Latent attention; a dense layer, then experts, one of them shared.
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -66,7 +66,7 @@ LATENT = {
 }
 
 ROPE = {
-    # Of the 16 frequencies of a head of 32, 3 are kept, 2 lie in between, 11 are divided.
+    # Of the 16 frequencies of a head of 32, 3 are kept, 2 interpolated and 11 divided.
     "llama3": {
         "rope_type": "llama3",
         "rope_theta": 10_000.0,
@@ -77,7 +77,7 @@ ROPE = {
     },
     "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
 }
-"""Values of `rope_parameters`, their factors no defaults."""
+"""Values of `rope_parameters`, with factors that differ from the defaults."""
 
 RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
@@ -91,19 +91,21 @@ RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"head_dim": 64}),
     "qwen3_moe": ("qwen3_moe", {}),
 }
-"""Models for parity tests: arguments of `make_random_model`, its family and overrides."""
+"""Models for parity tests: the family and overrides for `make_random_model`."""
 
 
 def make_random_model(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
-    """Write a random model of `family` with the quickstart's tokenizer; returns `folder`.
+    """Write a random model of `family` with the quickstart's tokenizer. Return `folder`.
 
-    Two layers, 4 query heads on 2 key-value heads of 32, untied; `overrides` go to the HF config
-    (`tie_word_embeddings=True`, `num_hidden_layers=4`, ...). Every weight differs from what a
-    fresh model or a forgotten tensor would hold (doctor/shrink.py, `randomize`).
+    The default has two layers, 4 query heads on 2 key-value heads of 32, and an untied head.
+    `overrides` go to the HF config (`tie_word_embeddings=True`, `num_hidden_layers=4`, ...). Every
+    weight differs from its initial value, so that a tensor that was not loaded changes the outputs
+    (doctor/shrink.py, `randomize`).
     """
     config_class, model_class = FAMILIES[family]
     tokenizer = make_tokenizer()
-    # vLLM's CPU attention wants heads of 32 or more; Qwen3 parts that from hidden_size.
+    # vLLM's CPU attention needs heads of 32 or more. In Qwen3, head_dim is independent of
+    # hidden_size.
     sizes: dict[str, Any] = (
         {"hidden_size": 64, "head_dim": 32} if family.startswith("qwen3") else {"hidden_size": 128}
     )
@@ -135,7 +137,7 @@ def make_random_model(family: str, folder: Path, seed: int = 0, **overrides: Any
 
 
 def per_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Experts, one tensor in memory in transformers, under the names they have in a checkpoint."""
+    """Split the fused expert tensors of transformers into tensors with their checkpoint names."""
     named: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layer, is_fused, part = name.partition(".experts.")
@@ -144,6 +146,6 @@ def per_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             continue
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[part]
         for number, expert in enumerate(tensor):
-            for each, value in zip(parts, expert.chunk(len(parts)), strict=True):
-                named[f"{layer}.experts.{number}.{each}.weight"] = value
+            for projection, value in zip(parts, expert.chunk(len(parts)), strict=True):
+                named[f"{layer}.experts.{number}.{projection}.weight"] = value
     return named

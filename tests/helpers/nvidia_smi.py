@@ -1,4 +1,4 @@
-"""An nvidia-smi that says what a test tells it: a script for PATH, answering real queries."""
+"""Write a fake nvidia-smi for PATH that answers real queries with the values of a test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOUND: dict[str, str] = {
     "remapped_rows.pending": "No",
     "remapped_rows.failure": "No",
 }
-"""As an idle H100 answers. What it does not name, the driver refuses as it does."""
+"""Answers of an idle H100. Other fields are refused with the driver's error message."""
 
 SCRIPT = """#!{python} -S
 import sys
@@ -31,8 +31,8 @@ if sleeps:
     import time
     time.sleep(sleeps)
 query = next(word for word in sys.argv if word.startswith("--query-"))
-what, _, fields = query.removeprefix("--query-").partition("=")
-for row in processes if what == "compute-apps" else gpus:
+kind, _, fields = query.removeprefix("--query-").partition("=")
+for row in processes if kind == "compute-apps" else gpus:
     answers = []
     for field in fields.split(","):
         if field in refuses or field not in row:
@@ -51,13 +51,13 @@ def install(
     refuses: tuple[str, ...] = (),
     sleeps_seconds: float = 0.0,
 ) -> Path:
-    """Write `folder/nvidia-smi`, of one GPU for each of `gpus`, which replace fields of SOUND."""
+    """Write `folder/nvidia-smi`. Each entry of `gpus` is a GPU, as changes to SOUND."""
     rows = [
         {"index": str(number), "uuid": f"GPU-{number}", "gpu_uuid": f"GPU-{number}", **SOUND, **gpu}
         for number, gpu in enumerate(gpus)
     ]
     values: Any = (rows, list(processes), refuses, sleeps_seconds)
-    json.dumps(values)  # plain values alone survive being written into a script
+    json.dumps(values)  # only plain values can be written into a script
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "nvidia-smi"
     script.write_text(SCRIPT.format(python=sys.executable, values=values), encoding="utf-8")

@@ -1,5 +1,7 @@
-"""The most memory that tensors held at once beyond what was there before: exact, and the same on
-every run. Scratch memory inside a single operation is not seen."""
+"""Measure the peak memory of new tensors, exactly and reproducibly.
+
+Scratch memory inside a single operation is not counted.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of storages that operations inside `with` make, until they are freed, in
-    whatever thread that is."""
+    """Count the bytes of storages that operations inside `with` allocate, until any thread frees
+    them. `peak_bytes` is the maximum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,29 +26,31 @@ class PeakMemory(TorchDispatchMode):
         self._lock = threading.RLock()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_address(one) for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)}
-        found = func(*args, **(kwargs or {}))
-        for one in tree_leaves((found, args[:1] if "resize_" in str(func) else ())):
-            if torch.is_tensor(one):
-                self._see(one.untyped_storage(), was_there=_address(one) in given)
-        return found
+        input_addresses = {
+            _address(leaf) for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)
+        }
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((result, args[:1] if "resize_" in str(func) else ())):
+            if torch.is_tensor(leaf):
+                self._record(leaf.untyped_storage(), existed=_address(leaf) in input_addresses)
+        return result
 
-    def _see(self, storage: torch.UntypedStorage, *, was_there: bool) -> None:
-        where = storage._cdata
+    def _record(self, storage: torch.UntypedStorage, *, existed: bool) -> None:
+        address = storage._cdata
         with self._lock:
-            reference, known_bytes = self._storages.get(where, (None, 0))
+            reference, known_bytes = self._storages.get(address, (None, 0))
             is_new = reference is None
-            if is_new and was_there:
+            if is_new and existed:
                 return
             if is_new:
-                reference = weakref.ref(storage, lambda _: self._forget(where))
-            self._storages[where] = (reference, storage.nbytes())
+                reference = weakref.ref(storage, lambda _: self._forget(address))
+            self._storages[address] = (reference, storage.nbytes())
             self._live_bytes += storage.nbytes() - known_bytes
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
-    def _forget(self, where: int) -> None:
+    def _forget(self, address: int) -> None:
         with self._lock:
-            _, num_bytes = self._storages.pop(where, (None, 0))
+            _, num_bytes = self._storages.pop(address, (None, 0))
             self._live_bytes -= num_bytes
 
 

@@ -1,4 +1,4 @@
-"""Imports of the server that processes of tests are forked from (warm.py): those of a rank."""
+"""Import what a rank imports, in the server from which test processes are forked (warm.py)."""
 
 import contextlib
 import gc
@@ -6,7 +6,7 @@ import importlib
 import os
 import warnings
 
-# OpenMP reads it when torch is imported.
+# OpenMP reads this variable when torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from dapo_megatron.cluster.ranks import Ranks
@@ -24,12 +24,12 @@ with warnings.catch_warnings():
         "hypothesis",
         "pytest",
     ):
-        # A test that needs the module reports its absence better.
+        # A test that needs a missing module gives a better error message.
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
 
 
-# Collections in a child would copy the pages of all these objects, and take 0.3 s each. vLLM makes
-# everything collectable when an engine ends, and collects six times when the next one starts.
+# A garbage collection in a child would copy the pages of all these objects and take 0.3 s. vLLM
+# unfreezes all objects when an engine ends, and collects six times when the next one starts.
 gc.freeze()
 gc.freeze = gc.unfreeze = lambda: None

@@ -1,4 +1,4 @@
-"""Published models as tests take them: by name, parameters and the fields of config.json."""
+"""Published models by name, in the form that tests use."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from dapo_megatron.model.published import published_models
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     name: (model.num_parameters, dict(model.hf)) for name, model in published_models().items()
 }
-"""By name without owner: parameters (a tied head counted once), and config.json."""
+"""Name without owner -> (number of parameters, a tied head counted once; config.json)."""

@@ -1,8 +1,8 @@
-"""Made files of the schema and the sub-counts of DAPO-Math-17k and AIME-2024 as published.
+"""Generate files with the schema and the counts of the published DAPO-Math-17k and AIME-2024.
 
-DAPO-Math-17k: a block of 17,917 rows, 100 times over: 17,398 different prompts, 17,188 with
-whitespace folded, 12 of these with two truths. AIME-2024: 30 problems, 32 times, mixed.
-The problems are words at random; a fifth is without spaces, as Chinese is.
+DAPO-Math-17k repeats a block of 17,917 rows 100 times. It has 17,398 different prompts, 17,188
+after folding whitespace, and 12 of these have two truths. AIME-2024 repeats 30 problems 32 times,
+shuffled. The problems are random words. A fifth has no spaces, like Chinese.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ OPENING = (
     "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
 CLOSING = '\n\nRemember to put your answer on its own line after "Answer:".'
-ROWS_A_GROUP = 100_000
+ROWS_PER_GROUP = 100_000
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a file is made of."""
+    """Counts of rows and of different problems in a file."""
 
     block_rows: int
     copies: int
@@ -34,7 +34,7 @@ class Counts:
     distinct_folded: int
     conflicting: int
     near: int
-    """Problems that differ from another one in a word."""
+    """Problems that differ from another problem in one word."""
 
     @property
     def rows(self) -> int:
@@ -50,12 +50,12 @@ SMALL = Counts(700, 3, 640, 600, 12, 30)
 
 
 def wrapped(problem: str) -> str:
-    """A problem as the published prompts put it."""
+    """Return the published prompt of a problem."""
     return f"{OPENING}{problem}{CLOSING}"
 
 
 def row(problem: str, truth: str, index: str | int) -> dict[str, Any]:
-    """A row of the published schema; `index` is a string in DAPO-Math-17k."""
+    """Return a row of the published schema. `index` is a string in DAPO-Math-17k."""
     return {
         "data_source": "math_dapo",
         "prompt": [{"content": wrapped(problem), "role": "user"}],
@@ -66,7 +66,7 @@ def row(problem: str, truth: str, index: str | int) -> dict[str, Any]:
 
 
 def make_problems(number: int, rng: random.Random) -> list[str]:
-    """Different problems of about 300 characters; no two are alike."""
+    """Make problems of about 300 characters, no two of which are similar."""
     words = [
         "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(3000)
     ]
@@ -81,10 +81,11 @@ def make_problems(number: int, rng: random.Random) -> list[str]:
 
 
 def make_block(counts: Counts, seed: int = 0) -> list[dict[str, Any]]:
-    """The rows of one copy, mixed."""
+    """Return the rows of one copy, shuffled."""
     rng = random.Random(seed)
     problems = make_problems(counts.distinct_folded - counts.near, rng)
-    # Long ones, so that a word more leaves them alike; without "folded" twins or second truths.
+    # Near duplicates get one more word. They are long, so that they stay similar. None of them has
+    # a spelling that differs only in whitespace, or a second truth.
     problems += [f"{problem} Exactly." for problem in problems[-counts.near :]]
     truths = [
         str(rng.randint(-(10**4), 10**21 if rng.random() < 0.01 else 10**4)) for _ in problems
@@ -95,24 +96,24 @@ def make_block(counts: Counts, seed: int = 0) -> list[dict[str, Any]]:
     spelled = rng.sample(spaced, num_spelled)
     others = set(range(len(problems) - 2 * counts.near)).difference(spelled)
     repeated = rng.sample(sorted(others), num_repeated)
-    asked = list(zip(problems, truths, strict=True))
-    asked += [(problems[place].replace(" ", "  ", 1), truths[place]) for place in spelled]
-    asked += [(problems[place], truths[place]) for place in repeated]
-    # Half of the second truths are on another spelling, half on an exact repetition.
+    problem_truths = list(zip(problems, truths, strict=True))
+    problem_truths += [(problems[place].replace(" ", "  ", 1), truths[place]) for place in spelled]
+    problem_truths += [(problems[place], truths[place]) for place in repeated]
+    # Half of the conflicting truths are on another spelling, half on an exact repetition.
     half = counts.conflicting // 2
     for place in [*range(len(problems), len(problems) + half), *range(-half, 0)]:
-        asked[place] = (asked[place][0], str(int(asked[place][1]) + 1))
-    rng.shuffle(asked)
+        problem_truths[place] = (problem_truths[place][0], str(int(problem_truths[place][1]) + 1))
+    rng.shuffle(problem_truths)
     return [
         row(problem, truth, str(uuid.UUID(int=rng.getrandbits(128), version=4)))
-        for problem, truth in asked
+        for problem, truth in problem_truths
     ]
 
 
 def write_published(path: Path, counts: Counts = PUBLISHED, seed: int = 0) -> Path:
-    """The Parquet file; memory of one row group."""
+    """Write the Parquet file. Memory is that of one row group."""
     block = pyarrow.Table.from_pylist(make_block(counts, seed))
-    copies = max(1, ROWS_A_GROUP // len(block))
+    copies = max(1, ROWS_PER_GROUP // len(block))
     left = counts.copies
     with parquet.ParquetWriter(path, block.schema) as file:
         while left:
@@ -122,16 +123,17 @@ def write_published(path: Path, counts: Counts = PUBLISHED, seed: int = 0) -> Pa
 
 
 def write_aime(path: Path, problems: list[str] | None = None, copies: int = 32) -> Path:
-    """30 problems (the given ones first), each so many times; index an integer, other columns."""
+    """Write 30 problems (the given ones first), each `copies` times, with AIME-2024's columns and
+    integer indices."""
     rng = random.Random(1)
-    asked = [*(problems or []), *make_problems(30, rng)][:30]
+    all_problems = [*(problems or []), *make_problems(30, rng)][:30]
     rows = [
         row(problem, str(100 + place), place)
         | {
             "extra_info": {"index": place, "raw_problem": problem, "split": None},
             "__index_level_0__": place,
         }
-        for place, problem in enumerate(asked)
+        for place, problem in enumerate(all_problems)
     ] * copies
     rng.shuffle(rows)
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)

@@ -1,4 +1,4 @@
-"""Run a function in several real processes that form one gloo world."""
+"""Run a function in several processes that form one gloo world."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ class RankFailed(AssertionError):
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 400.0
 ) -> list[Any]:
-    """Return `[fn(rank, *args) for each rank]`, each in a new process under torchrun's variables.
+    """Return `[fn(rank, *args) for each rank]`. Each call runs in a new process with torchrun's
+    variables.
 
-    `fn` must be importable (a module-level function); arguments and results are pickled.
-    Before `fn` is called the ranks have joined each other with gloo, as those of `launch` do.
-    Raises RankFailed with the traceback of the first rank to fail, and ends the others.
+    `fn` must be importable (a module-level function). Arguments and results are pickled. The ranks
+    form a gloo process group before `fn` is called, like those of `launch`. Raise RankFailed with
+    the traceback of the first rank to fail, and kill the others.
     """
     context = warm_context()
     processes, pipes = [], {}
     folder = TemporaryDirectory(prefix="dapo-ranks-")
-    # For the names of shared memory: held here, or another world may be given the same.
+    # Names of shared memory contain the port. Keep it bound, so that no other world gets the same.
     port = socket.create_server(("127.0.0.1", 0))
     meeting = {**meeting_variables(Path(folder.name)), "MASTER_PORT": str(port.getsockname()[1])}
     shared = {**os.environ, **meeting}
     try:
         for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
+            parent_end, child_end = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank_main,
-                args=(theirs, shared, rank, world_size, fn, args),
+                args=(child_end, shared, rank, world_size, fn, args),
                 daemon=False,
             )
             process.start()
-            theirs.close()
+            child_end.close()
             processes.append(process)
-            pipes[ours] = rank
+            pipes[parent_end] = rank
         results = _collect(pipes, world_size, timeout)
         for process in processes:
             process.join(timeout=30.0)
@@ -78,7 +79,7 @@ def _collect(pipes: dict[Connection, int], world_size: int, timeout: float) -> l
             try:
                 ok, payload = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
-                raise RankFailed(f"rank {rank} died without a word") from None
+                raise RankFailed(f"rank {rank} died without a traceback") from None
             if not ok:
                 raise RankFailed(f"rank {rank} failed:\n{payload}")
             results[rank] = payload

@@ -1,4 +1,4 @@
-"""Rollouts by script: in the place of EngineDriver, engines whose every answer is known."""
+"""Replace EngineDriver by scripted engines, whose every response is known in advance."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dapo_megatron.rollout.driver import Events
 from dapo_megatron.types import Collected, Completion, Finish, Grade, Prompt, SampleRequest, Segment
 
 Correct = Callable[[int, int], bool | None]
-"""(ticket, sample) -> is it correct; None where the grader does not answer."""
+"""(ticket, sample) -> whether it is correct, or None if the grader times out."""
 Length = Callable[[int, int], int]
-"""(ticket, sample) -> tokens of the whole response."""
+"""(ticket, sample) -> number of tokens of the full response."""
 
 MAX_TOKENS = 8
 
@@ -34,10 +34,10 @@ class _Running:
 
 @dataclass
 class ScriptedDriver:
-    """Replicas that move on at random, by `rng`; answers that depend on ticket and sample alone.
+    """Replicas that advance at random (`rng`). Responses depend only on ticket and sample.
 
-    What it is asked is checked: no completion twice, no replica overfull, none continued but from
-    where it stood.
+    Requests are checked: no completion is requested twice, no replica exceeds `max_sequences`, and
+    a continuation starts with exactly the tokens sampled so far.
     """
 
     correct: Correct
@@ -51,7 +51,7 @@ class ScriptedDriver:
     last_errors: dict[str, str] = field(default_factory=dict)
     on_advance: Callable[[], None] = lambda: None
     stop: str = ""
-    """Signal to tell of at the next exchange."""
+    """Name of a signal to report at the next exchange."""
     requests: list[SampleRequest] = field(default_factory=list)
     """Every request so far."""
 
@@ -75,14 +75,15 @@ class ScriptedDriver:
         self._to_grade += [(ticket, completion) for ticket, _, completion in grade]
         sampled = [item for running in self._running for item in self._move_on(running)]
         self.rng.shuffle(sampled)
-        if self.stop:  # as a real driver: nothing that graders say now is believed
+        if self.stop:  # like the real driver: grades are ignored after a stop signal
             return Events(sampled, [], self.stop)
         self._to_grade += sampled
-        graded = [one for one in self._to_grade if self.grade_at_once or self.rng.random() < 0.5]
-        self._to_grade = [one for one in self._to_grade if one not in graded]
+        graded = [item for item in self._to_grade if self.grade_at_once or self.rng.random() < 0.5]
+        self._to_grade = [item for item in self._to_grade if item not in graded]
         self.grade_seconds += 0.5
         return Events(
-            sampled, [(ticket, one.sample, *self._grade(ticket, one)) for ticket, one in graded]
+            sampled,
+            [(ticket, item.sample, *self._grade(ticket, item)) for ticket, item in graded],
         )
 
     def interrupt(self) -> list[tuple[int, Completion]]:
@@ -98,7 +99,7 @@ class ScriptedDriver:
 
     def _start(self, replica: int, request: SampleRequest) -> None:
         key = request.ticket, request.sample
-        assert not any(key in running for running in self._running), f"{key} asked for twice"
+        assert not any(key in running for running in self._running), f"{key} requested twice"
         so_far = request.so_far
         tokens, segments = 0, ()
         if so_far is not None:
@@ -151,7 +152,7 @@ class ScriptedDriver:
 def make_coordinator(
     driver: ScriptedDriver, *, overlong: dict[str, Any] | None = None, **rollout: Any
 ) -> Coordinator:
-    """A coordinator of 4 groups of 2 per step over ten prompts, unless `rollout` says otherwise."""
+    """Make a coordinator for ten prompts, 4 groups of 2 per step unless `rollout` overrides it."""
     settings = {
         "prompts_per_step": 4,
         "samples_per_prompt": 2,
@@ -183,11 +184,11 @@ def make_coordinator(
 
 
 def collect(coordinator: Coordinator, driver: ScriptedDriver, version: int) -> Collected:
-    """One step, by weights `version`."""
+    """Collect one step with weights of `version`."""
     driver.version = version
     return coordinator.collect(version, lambda done: None)
 
 
 def moved(driver: ScriptedDriver, num_replicas: int) -> ScriptedDriver:
-    """A driver with the same script in a new process, with another number of replicas."""
+    """Return a driver with the same script, as after a restart with `num_replicas` replicas."""
     return replace(driver, num_replicas=num_replicas, requests=[], on_advance=lambda: None)

@@ -1,4 +1,4 @@
-"""An engine with something wrong with its syncs, behind the same seam as the engine itself."""
+"""Wrap an engine and inject faults into its syncs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Stream = Iterable[tuple[str, list[tuple[Any, Tensor]]]]
 
 
 class Saboteur:
-    """`protocols.RolloutEngine`: hands everything on to `engine`, but for what a fault changes.
+    """A `protocols.RolloutEngine` that forwards everything to `engine`, except an injected fault.
 
-    A fault sets `stream` (what the engine is given), `told` (the version it hears), or `afterwards`
-    (done to the engine once it has the weights).
+    A fault sets `stream` (changes the weights on their way to the engine), `sent_version` (changes
+    the version number), or `afterwards` (changes the engine after it has received the weights).
     """
 
     def __init__(self, engine: Any) -> None:
@@ -24,13 +24,13 @@ class Saboteur:
 
     def heal(self) -> None:
         self.stream: Callable[[Stream], Stream] = lambda weights: weights
-        self.told: Callable[[int], int] = lambda version: version
+        self.sent_version: Callable[[int], int] = lambda version: version
         self.afterwards: Callable[[Any], None] = lambda engine: None
 
     def receive(self, weights: Stream, version: int) -> Any:
-        # What a failed sync left behind is not what the next fault is about.
+        # A failed sync makes the engine unusable. Clear that, so that faults stay independent.
         self.engine._unusable = ""
-        report = self.engine.receive(self.stream(weights), self.told(version))
+        report = self.engine.receive(self.stream(weights), self.sent_version(version))
         self.afterwards(self.engine)
         return report
 
@@ -39,27 +39,27 @@ class Saboteur:
 
 
 def dropped(name: str) -> Callable[[Stream], Stream]:
-    return lambda weights: (one for one in weights if one[0] != name)
+    return lambda weights: (arrival for arrival in weights if arrival[0] != name)
 
 
 def repeated(name: str) -> Callable[[Stream], Stream]:
     def twice(weights: Stream) -> Iterator[Any]:
-        for one in weights:
-            yield one
-            if one[0] == name:
-                yield one
+        for arrival in weights:
+            yield arrival
+            if arrival[0] == name:
+                yield arrival
 
     return twice
 
 
 def swapped(first: str, second: str) -> Callable[[Stream], Stream]:
-    """Each of two tensors of one shape under the other's name."""
+    """Swap the names of two tensors of the same shape."""
     names = {first: second, second: first}
     return lambda weights: ((names.get(name, name), regions) for name, regions in weights)
 
 
 def replaced(old: dict[str, list[tuple[Any, Tensor]]]) -> Callable[[Stream], Stream]:
-    """Everything as it was when `old` was kept."""
+    """Send the weights that were saved in `old`."""
     return lambda weights: ((name, old[name]) for name, _ in weights)
 
 
@@ -68,7 +68,8 @@ def kept(weights: Stream) -> dict[str, list[tuple[Any, Tensor]]]:
 
 
 def flip_bit(name: str) -> Callable[[Any], None]:
-    """The lowest bit of the first element of a tensor that the engine keeps as it is (a norm)."""
+    """Flip the lowest bit of the first element of a tensor that the engine stores unchanged, for
+    example a norm."""
 
     def flip(engine: Any) -> None:
         for tensor_slice, value in engine.read_back():
@@ -80,7 +81,7 @@ def flip_bit(name: str) -> Callable[[Any], None]:
 
 
 def other_epsilon(engine: Any) -> None:
-    """The right weights, computed with in another way."""
+    """Change the epsilon of the norms, so that the right weights give other outputs."""
 
     def change(model: Any) -> None:
         for module in model.modules():

@@ -1,4 +1,4 @@
-"""Tests that run programs: skipped where there is no sandbox, with what would bring it in."""
+"""Skip tests that need the sandbox where it is missing. The reason names the installer."""
 
 from __future__ import annotations
 

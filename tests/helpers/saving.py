@@ -1,4 +1,4 @@
-"""A run's folder and its checkpoints, as `run` makes them, without a model."""
+"""Make a run folder and checkpoints like the package `run` does, without a model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ KIB, MIB = 2**10, 2**20
 
 
 def part(num_bytes: int = 8 * KIB, name: str = RANK_FILE) -> PolicySnapshot:
-    """What a policy hands over, of so many bytes."""
+    """Return a policy snapshot of `num_bytes`."""
     tensors = {f"model/{number}": torch.rand(num_bytes // 16) for number in range(4)}
     return PolicySnapshot(name, tensors, {})
 
 
 @dataclass
 class OnTheWay:
-    """A part that does something else just before it is written."""
+    """A snapshot that runs `action` just before it is written."""
 
     action: Callable[[], object]
     inner: PolicySnapshot = field(default_factory=part)
@@ -44,7 +44,7 @@ class OnTheWay:
 
 
 class TextExport:
-    """Makes a text of the rank files' sizes."""
+    """An export that writes the size of each rank file as text."""
 
     num_bytes = 10
 
@@ -60,7 +60,7 @@ class TextExport:
 
 
 class Run:
-    """A run's folder and its checkpoints, as `run` makes them."""
+    """A run folder and its checkpoints, made like the package `run` makes them."""
 
     def __init__(self, path: Path, *, resume: str = "auto", **settings: Any) -> None:
         self.folder = RunFolder(path)
@@ -83,7 +83,7 @@ class Run:
         )
 
     def save(self, step: int, part: Any = None, **state: Any) -> Path:
-        """And wait for it."""
+        """Save a checkpoint, wait until it is published, and return its folder."""
         self.part = part
         self.checkpoints.commit(step, {"step": step, **state})()
         self.checkpoints.wait()

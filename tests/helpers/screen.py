@@ -1,4 +1,4 @@
-"""A terminal to write to, and what is then to be seen on it."""
+"""Emulate a terminal and what it shows."""
 
 from __future__ import annotations
 
@@ -17,32 +17,35 @@ CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])")
 
 
 class Screen:
-    """The lines of a terminal that was sent some text: colors are dropped, the cursor moves. Lines
-    longer than the terminal are not folded: nothing that is looked at here may have any."""
+    """The lines that a terminal shows after receiving text.
+
+    Colors are dropped and cursor movements are applied. Long lines are not wrapped, because no text
+    under test may have lines longer than the terminal.
+    """
 
     def __init__(self) -> None:
         self.lines = [""]
         self.frames: list[list[str]] = []
-        """The lines before each time that some are wiped: what was there to be seen."""
+        """Copies of the lines, made each time before lines are erased."""
         self.shows_cursor = True
         self._row = self._column = 0
-        self._wipes = False
+        self._is_erasing = False
 
     def feed(self, text: str) -> None:
-        """Take text with control sequences."""
+        """Process text with control sequences."""
         position = 0
         while position < len(text):
-            if found := CONTROL.match(text, position):
-                self._control(found[1], found[2])
-                position = found.end()
+            if control := CONTROL.match(text, position):
+                self._control(control[1], control[2])
+                position = control.end()
                 continue
             self._put(text[position])
             position += 1
 
     def _control(self, argument: str, letter: str) -> None:
-        if letter in "AK" and not self._wipes:
+        if letter in "AK" and not self._is_erasing:
             self.frames.append(list(self.lines))
-            self._wipes = True
+            self._is_erasing = True
         if letter == "A":
             self._row -= int(argument or 1)
         elif letter == "K":
@@ -55,7 +58,7 @@ class Screen:
         assert self._row >= 0
 
     def _put(self, character: str) -> None:
-        self._wipes = self._wipes and character == "\r"
+        self._is_erasing = self._is_erasing and character == "\r"
         if character == "\n":
             self._row, self._column = self._row + 1, 0
             if self._row == len(self.lines):
@@ -69,9 +72,10 @@ class Screen:
 
 
 class Terminal:
-    """A pseudo-terminal; `file` is where a run writes (safe_text), `close` gives all that was
-    written. Without `is_read` it takes some kilobytes and then makes its writers wait, until
-    `read` or `close`."""
+    """A pseudo-terminal. A run writes to `file` (safe_text). `close` returns everything written.
+
+    With `is_read=False`, writers block after some kilobytes, until `read` or `close`.
+    """
 
     def __init__(self, columns: int = 80, rows: int = 40, *, is_read: bool = True) -> None:
         self._reader, writer = os.openpty()
@@ -83,17 +87,17 @@ class Terminal:
             self.read()
 
     def read(self) -> None:
-        """From now on, whatever is written."""
+        """Read everything that is written from now on, in a thread."""
         if self._thread.ident is None:
             self._thread.start()
 
     def resize(self, columns: int, rows: int, descriptor: int | None = None) -> None:
-        """As a person drags the window."""
+        """Change the terminal size, as dragging the window does."""
         size = struct.pack("HHHH", rows, columns, 0, 0)
         fcntl.ioctl(self._reader if descriptor is None else descriptor, termios.TIOCSWINSZ, size)
 
     def close(self) -> str:
-        """All that was written."""
+        """Close the terminal and return everything that was written."""
         self.file.close()
         self.read()
         self._thread.join(10)
@@ -101,6 +105,6 @@ class Terminal:
         return b"".join(self._chunks).decode()
 
     def _read(self) -> None:
-        with suppress(OSError):  # the end of a terminal that nobody writes to any more
+        with suppress(OSError):  # EIO: the writing end was closed
             while chunk := os.read(self._reader, 65536):
                 self._chunks.append(chunk)

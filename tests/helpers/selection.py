@@ -1,4 +1,4 @@
-"""Parameters of the tests that run: a fixture need not make what only other tests look at."""
+"""Find the parameters of the selected tests, so that fixtures prepare only what these need."""
 
 from __future__ import annotations
 

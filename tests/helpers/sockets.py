@@ -1,4 +1,4 @@
-"""Processes of this machine, and the addresses that they listen on."""
+"""List processes of this machine and the addresses that they listen on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def listening(pids: Iterable[int]) -> set[str]:
     """Return ADDRESS:PORT of the TCP sockets that these processes listen on."""
     addresses = set()
     for pid in pids:
-        with suppress(psutil.NoSuchProcess):  # it may end meanwhile
+        with suppress(psutil.NoSuchProcess):  # it may end at any time
             addresses |= {
                 f"{connection.laddr.ip}:{connection.laddr.port}"
                 for connection in psutil.Process(pid).net_connections("tcp")
@@ -22,9 +22,9 @@ def listening(pids: Iterable[int]) -> set[str]:
 
 
 def children(pid: int) -> list[int]:
-    """Return a process and all that it started, directly or not."""
+    """Return the process id and those of all its descendants."""
     try:
-        below = psutil.Process(pid).children(recursive=True)
+        descendants = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return [pid]
-    return [pid, *(process.pid for process in below)]
+    return [pid, *(process.pid for process in descendants)]

@@ -1,7 +1,7 @@
-"""The program, asked to stop at a chosen point: `python -m tests.helpers.stopper N train ...`.
+"""Run the program and stop it at a chosen point: `python -m tests.helpers.stopper N train ...`.
 
-The N-th time that ranks agree on whether to stop (from 1; the exchanges of rollouts do not count),
-they find that they were asked to. 0: never.
+At the N-th call of `Stop.check` (counted from 1) the process acts as if it had received SIGUSR1.
+Exchanges during rollouts are not counted. With N = 0 it never stops.
 """
 
 from __future__ import annotations

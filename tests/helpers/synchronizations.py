@@ -1,6 +1,6 @@
 """Count where the host would wait for a GPU, on a machine without one.
 
-Tensors derived from marked ones play those on a GPU. Everything else is host memory.
+Marked tensors, and all derived from them, count as GPU tensors. All others are host memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROOMS = ("dapo_megatron", "megatron", "tests")
 
 
 class Synchronizations:
-    """Counts of places where the host waits, by `file.py:function what`."""
+    """Counts of places where the host waits, by `file.py:function operation`."""
 
     def __init__(self, marked: Iterable[Tensor]) -> None:
         self.places: Counter[str] = Counter()
@@ -54,10 +54,10 @@ class Synchronizations:
             self._storages[storage._cdata] = storage
 
     def is_marked(self, tensor: Any) -> bool:
-        """Return whether this is a tensor on the GPU that is played."""
+        """Return whether the tensor counts as one on the GPU."""
         return isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in self._storages
 
-    def add(self, what: str) -> None:
+    def add(self, operation: str) -> None:
         """Count a wait of the function that is running."""
         frame = sys._getframe(1)
         while frame.f_back is not None:
@@ -66,7 +66,7 @@ class Synchronizations:
             if set(parts) & set(ROOMS) and parts[-1] != "synchronizations.py" and not is_mode:
                 break
             frame = frame.f_back
-        self.places[f"{parts[-1]}:{frame.f_code.co_name} {what}"] += 1
+        self.places[f"{parts[-1]}:{frame.f_code.co_name} {operation}"] += 1
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[Counter[str]]:
@@ -79,15 +79,15 @@ class Synchronizations:
 class _Functions(TorchFunctionMode):
     """Methods that do nothing if source and target are both on the CPU, or read memory directly."""
 
-    def __init__(self, seen: Synchronizations) -> None:
+    def __init__(self, synchronizations: Synchronizations) -> None:
         super().__init__()
-        self._seen = seen
+        self._synchronizations = synchronizations
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_marked = bool(args) and self._seen.is_marked(args[0])
+        is_marked = bool(args) and self._synchronizations.is_marked(args[0])
         if is_marked and func in (Tensor.cpu, Tensor.tolist, Tensor.numpy):
-            self._seen.add(func.__name__)
+            self._synchronizations.add(func.__name__)
             return func(*args, **kwargs).clone() if func is Tensor.cpu else func(*args, **kwargs)
         result = func(*args, **kwargs)
         # The policy and Megatron name its device by an object here, torch the host by a string.
@@ -95,31 +95,31 @@ class _Functions(TorchFunctionMode):
         if any(isinstance(value, torch.device | Tensor) for value in target):
             if not is_marked and args and result is args[0]:
                 result = result.clone()
-            self._seen.mark(result)
+            self._synchronizations.mark(result)
         return result
 
 
 class _Operations(TorchDispatchMode):
     """Every operation, also those of the backward pass."""
 
-    def __init__(self, seen: Synchronizations) -> None:
+    def __init__(self, synchronizations: Synchronizations) -> None:
         super().__init__()
-        self._seen = seen
+        self._synchronizations = synchronizations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, seen, packet = kwargs or {}, self._seen, func.overloadpacket
+        kwargs, synchronizations, packet = kwargs or {}, self._synchronizations, func.overloadpacket
         inputs = tensors_in((args, kwargs))
-        if not any(map(seen.is_marked, inputs)):
+        if not any(map(synchronizations.is_marked, inputs)):
             return func(*args, **kwargs)
         if packet in WAITING and (packet is not aten.repeat_interleave or len(args) < 3):
-            seen.add(packet.__name__)
+            synchronizations.add(packet.__name__)
         masks = [mask for mask in tensors_in(args[1:2]) if mask.dtype in (torch.bool, torch.uint8)]
-        if packet in INDEXING and any(map(seen.is_marked, masks)):
-            seen.add("mask")
-        if packet is aten.copy_ and not seen.is_marked(args[0]):
-            seen.add("copy_")
+        if packet in INDEXING and any(map(synchronizations.is_marked, masks)):
+            synchronizations.add("mask")
+        if packet is aten.copy_ and not synchronizations.is_marked(args[0]):
+            synchronizations.add("copy_")
         result = func(*args, **kwargs)
-        seen.mark(inputs if func.namespace == "c10d" else result)
+        synchronizations.mark(inputs if func.namespace == "c10d" else result)
         return result
 
 

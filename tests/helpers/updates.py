@@ -1,4 +1,4 @@
-"""Small updates of a policy, and saving it as a run does."""
+"""Make small updates of a policy, and save it as a run does."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LOSS = loss_with()
 
 
 def update(policy: Any, seed: int) -> float:
-    """One on a random mini-batch; the norm of its gradient."""
+    """Update the policy on one random mini-batch. Return the gradient norm."""
     batch = random_batch((5, 40, 17, 9), vocab=90, seed=seed)
     return float(policy.update(batch, LOSS, 1e-3).grad_norm)
 
 
 def save(policy: Any, exchange: Ranks, model: Path, folder: Path) -> Path:
-    """Each rank's part of a checkpoint in `folder`, beside the model's config. Collective."""
+    """Write each rank's part of a checkpoint and the model's config to `folder`. Collective."""
     if exchange.rank == 0:
         folder.mkdir(parents=True)
         copy_companions(model, folder)

@@ -1,10 +1,17 @@
-"""A rank for tests of the watchdog: FOLDER RANK WORLD_SIZE LIMIT FAULT.
+"""Run a rank for tests of the watchdog. Arguments: FOLDER RANK WORLD_SIZE LIMIT FAULT.
 
-Ranks go through phases and exchange with each other through files, forever. FAULT, done by the last
-rank at the third step: none; sleep (it sits in its own computation); gil (it holds the
-interpreter); end (it leaves); elsewhere (it sits in a phase whose limit is longer); slow (it gives
-signs of life); disk (it sits, and whoever opens a file waits for ever). Or torch: ranks all-reduce,
-without telling the watch, and the last one stops.
+Ranks go through phases and exchange with each other through files, forever. The last rank acts out
+FAULT in its third step:
+
+    none       nothing
+    sleep      it hangs in its own computation
+    gil        it hangs and holds the GIL
+    end        it exits
+    elsewhere  it hangs in a phase with a longer limit
+    slow       it computes for longer than the limit, but records activity
+    disk       it hangs, and opening a file hangs as well
+
+With FAULT `torch`, ranks all-reduce without recording activity, and the last rank stops.
 """
 
 from __future__ import annotations
@@ -25,18 +32,20 @@ def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> 
 
     def at_hang() -> None:
         (folder / f"noted_{rank}").touch()
-        time.sleep(1000)  # the note may hang as well
+        time.sleep(1000)  # recording a hang may hang as well
 
     watch.at_hang = at_hang
 
     def exchange(number: int) -> None:
         watch.record_activity(f"all_gather {number}")
         (folder / f"exchange_{number}_{rank}").touch()
-        while not all((folder / f"exchange_{number}_{one}").exists() for one in range(world_size)):
+        while not all(
+            (folder / f"exchange_{number}_{peer}").exists() for peer in range(world_size)
+        ):
             time.sleep(0.02)
         watch.record_activity(f"all_gather {number} done")
 
-    exchange(0)  # under the limit of the start: ranks do not start at the same time
+    exchange(0)  # within the long limit of the start phase: ranks do not start at the same time
     if fault == "torch":
         reduce_for_ever(watch, folder, rank, world_size)
     for step in range(1, 10_000):
@@ -48,7 +57,7 @@ def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> 
                     io.open = lambda *_, **__: time.sleep(1000)  # type: ignore[assignment]
                     time.sleep(1000)
                 if fault == "gil":
-                    # PyDLL, unlike CDLL, keeps the interpreter while it calls.
+                    # PyDLL, unlike CDLL, keeps the GIL during the call.
                     ctypes.PyDLL(None).sleep(1000)
                 if fault == "elsewhere":
                     with watch.phase("generate"):

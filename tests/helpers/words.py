@@ -1,10 +1,10 @@
-"""A tokenizer that needs no file."""
+"""Provide a tokenizer that needs no file."""
 
 from __future__ import annotations
 
 
 class Words:
-    """The part of a tokenizer that loading calls."""
+    """The part of a tokenizer that loading prompts calls."""
 
     chat_template = "there is one"
 

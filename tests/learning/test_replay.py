@@ -1,4 +1,4 @@
-"""Record and replay, for real: what a run recorded gives the same updates again, bit by bit."""
+"""Test that replaying the rollouts of a run gives bitwise the same updates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OVERRIDES = (
     *("run.processes=1", "policy.tensor_parallel=1"),
     f"train.rollout_steps={STEPS}",
     *("rollout.prompts_per_step=8", "rollout.samples_per_prompt=8"),
-    "rollout.on_policy=false",  # so that groups are trained on by later weights than sampled them
+    "rollout.on_policy=false",  # so that some groups are sampled by older weights than are trained
     "loss.tis_cap=2.0",  # so that the engine's log-probs matter
     *("train.updates_per_step=2", "optimizer.warmup_rollout_steps=0"),
     *("evaluation.sets=[]", "tracking.mlflow=false", f"checkpoint.every={STEPS}"),
@@ -41,11 +41,13 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def replayed(recorded: Path) -> tuple[Path, str]:
-    """A replay that is asked for a step more than was recorded: its folder, and what it said."""
+    """Folder and output of a replay with one step more than was recorded."""
     more = (f"train.rollout_steps={STEPS + 1}", "--replay", str(recorded))
     done = train(recorded.parent, "replayed", *more)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert not (recorded.parent / "replayed" / "tokenizer.json").exists()  # it needs none
+    assert not (
+        recorded.parent / "replayed" / "tokenizer.json"
+    ).exists()  # a replay needs no tokenizer
     return recorded.parent / "replayed", done.stdout
 
 
@@ -53,26 +55,34 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_every_update_is_the_recorded_one(recorded: Path, replayed: tuple[Path, str]) -> None:
-    ours, theirs = rows(replayed[0]), rows(recorded)
-    assert [row["step"] for row in ours] == list(range(1, STEPS + 1))
-    assert any(row["groups/age_mean"] > 0 for row in theirs), "nothing was carried"
-    for one, other in zip(ours, theirs, strict=True):
-        names = {name for name in other if name.startswith("policy/")}
+def test_every_update_equals_the_recorded_one(recorded: Path, replayed: tuple[Path, str]) -> None:
+    replayed_rows, recorded_rows = rows(replayed[0]), rows(recorded)
+    assert [row["step"] for row in replayed_rows] == list(range(1, STEPS + 1))
+    assert any(row["groups/age_mean"] > 0 for row in recorded_rows), (
+        "no group was carried to a later step"
+    )
+    for replayed_row, recorded_row in zip(replayed_rows, recorded_rows, strict=True):
+        names = {name for name in recorded_row if name.startswith("policy/")}
         assert {"policy/loss", "policy/grad_norm", "policy/entropy", "policy/tis_weight"} <= names
-        assert {name: one[name] for name in names} == {name: other[name] for name in names}
+        assert {name: replayed_row[name] for name in names} == {
+            name: recorded_row[name] for name in names
+        }
 
 
-def test_the_weights_and_the_optimizer_end_equal(
+def test_final_weights_and_optimizer_state_are_equal(
     recorded: Path, replayed: tuple[Path, str]
 ) -> None:
-    ours, theirs = (
+    replayed_tensors, recorded_tensors = (
         load_file(folder / "checkpoints" / f"step_{STEPS:06d}" / "rank_00000.safetensors")
         for folder in (replayed[0], recorded)
     )
-    assert ours.keys() == theirs.keys()
-    # The random state of the process alone differs, of which the engine took its part.
-    different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    assert replayed_tensors.keys() == recorded_tensors.keys()
+    # Only the random state of the process differs, because the engine drew from it in one run.
+    different = [
+        name
+        for name in recorded_tensors
+        if not torch.equal(replayed_tensors[name], recorded_tensors[name])
+    ]
     assert [name for name in different if not name.startswith("rng/")] == []
 
 
@@ -84,5 +94,5 @@ def test_a_step_that_was_not_recorded_ends_the_replay(
 
 
 def test_a_replay_starts_no_engine(replayed: tuple[Path, str]) -> None:
-    said = (replayed[0] / "logs" / "rank_0.log").read_text()
-    assert "vllm" not in said.lower()
+    log = (replayed[0] / "logs" / "rank_0.log").read_text()
+    assert "vllm" not in log.lower()

@@ -1,4 +1,4 @@
-"""A real run, watched from outside: who can reach it, and who gets to know its secret."""
+"""Watch a real run from outside: on which addresses it listens, and where its secret appears."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ OVERRIDES = (
 
 
 @pytest.mark.long
-def test_a_run_listens_on_loopback_and_keeps_its_secret(tmp_path: Path) -> None:
+def test_a_run_listens_only_on_loopback_and_its_secret_does_not_leak(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "dapo_megatron", "train", str(TINY), *OVERRIDES)
     where = (f"run.directory={tmp_path}", "run.name=run")
     environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}
     environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{tmp_path}/mlflow.db"
     output = tmp_path / "output"
-    secrets, addresses, commands, told = set(), set(), set(), set()
+    secrets, addresses, commands, inheriting_commands = set(), set(), set(), set()
     with output.open("wb") as file:
         run = subprocess.Popen(
             [*command, *where], cwd=REPOSITORY, env=environment, stdout=file, stderr=file
@@ -47,12 +47,12 @@ def test_a_run_listens_on_loopback_and_keeps_its_secret(tmp_path: Path) -> None:
                     secret = process.environ().get(SECRET)
                     secrets |= {secret} - {None}
                     if secret and "dapo_megatron train" not in command_line:
-                        told.add(command_line)
+                        inheriting_commands.add(command_line)
             time.sleep(0.1)
     assert run.returncode == 0, output.read_text()
     [secret] = secrets
     assert len(secret) == 64
-    assert not told, "a child process of a rank has inherited the secret"
+    assert not inheriting_commands, "child processes of a rank inherited the secret"
     assert addresses and {address.rpartition(":")[0] for address in addresses} == {"127.0.0.1"}
     assert not [line for line in commands if secret in line]
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

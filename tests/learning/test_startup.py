@@ -1,4 +1,4 @@
-"""What the processes of a run import, which is most of the time until the first prompt."""
+"""Test what the processes of a run import. Imports take most of the time until the first prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dapo_megatron.cluster.launch import free_port
 from tests.helpers.configs import REPOSITORY, TINY
 
 HEAVY = {"torch", "transformers", "vllm", "megatron", "mlflow", "numpy", "reasoning_gym", "rich"}
-"""What only ranks and the processes that they start need."""
+"""Packages that only ranks and their child processes need."""
 NOT_ON_A_RANK = {
     *UNUSED,
     COMPILER,
@@ -64,7 +64,7 @@ def run_python(code: str, *arguments: str | Path, **variables: str) -> str:
 
 
 def test_the_launcher_imports_nothing_heavy() -> None:
-    """It checks the config while the ranks wait to be started."""
+    """The launcher only checks the config while the ranks wait to be started."""
     assert not HEAVY & set(run_python(LAUNCHER, TINY).split())
 
 
@@ -82,13 +82,13 @@ def test_a_rank_imports_only_what_it_uses(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_is_hidden_would_be_imported_otherwise() -> None:
-    """If this fails, quick_imports has less to hide."""
+def test_libraries_would_import_the_hidden_modules() -> None:
+    """If this fails, quick_imports has fewer modules to hide."""
     imported = set(run_python(PLAIN, TORCHDYNAMO_DISABLE="1").split())
     assert {"sklearn.metrics", "scipy.signal", COMPILER} <= imported
 
 
-def test_imports_are_hidden_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_are_hidden_only_inside_quick_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     for name in (*UNUSED, COMPILER):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -104,7 +104,7 @@ def test_imports_are_hidden_and_come_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert COMPILER not in sys.modules
 
 
-def test_what_is_imported_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_are_already_imported_stay_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", sys)
     with quick_imports():
         assert sys.modules["sklearn"] is sys

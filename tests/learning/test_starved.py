@@ -1,4 +1,4 @@
-"""A run that cannot go on says which data set and what to change, and leaves a checkpoint."""
+"""Test that a run without mixed groups names the data set and the fix, and saves a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OVERRIDES = (
     "rollout.samples_per_prompt=4",
     "rollout.max_prompts_per_step=12",
     "rollout.on_policy=false",
-    "rollout.deterministic=false",  # as on a cluster: grades come when they come
+    "rollout.deterministic=false",  # as on a cluster: grades arrive in any order
     "train.updates_per_step=2",
     "evaluation.sets=[]",
     "tracking.mlflow=false",
@@ -33,7 +33,7 @@ def train(directory: Path, rows: Path, grader: str, *more: str) -> subprocess.Co
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    """Sums that the tiny model gets right about half of the time."""
+    """File of sums that the tiny model answers correctly about half of the time."""
     path = tmp_path / "sums.jsonl"
     lines = [
         {
@@ -51,13 +51,13 @@ def rows(tmp_path: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_grader_that_always_raises_is_named_and_the_run_goes_on_with_another(
+def test_a_grader_that_always_raises_is_named_and_the_run_resumes_with_another(
     tmp_path: Path, rows: Path
 ) -> None:
     done = train(tmp_path, rows, "tests.helpers.graders:broken")
     assert done.returncode != 0
     assert "data set 'sums': its grader failed on every completion of" in done.stdout
-    assert "no such table" in done.stdout  # what the grader said
+    assert "no such table" in done.stdout  # the exception of the grader
     assert "Saved after step 0; to continue, start with resume=auto" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
     folder = tmp_path / "tiny_cpu"
@@ -67,17 +67,19 @@ def test_a_grader_that_always_raises_is_named_and_the_run_goes_on_with_another(
 
     done = train(tmp_path, rows, "tests.helpers.graders:near", "resume=auto")
     assert done.returncode == 0, done.stdout + done.stderr
-    seen = [
+    tickets = [
         json.loads(line)["ticket"]
         for step in sorted((folder / "samples").glob("step_*.jsonl"))
         for line in step.read_text().splitlines()
     ]
-    assert len(seen) == len(set(seen))
-    assert min(seen) == 0  # what abstained before is told of, too
+    assert len(tickets) == len(set(tickets))
+    assert min(tickets) == 0  # groups that abstained before the restart are written as well
 
 
 @pytest.mark.long
-def test_a_keep_rate_of_zero_is_named_at_the_bound(tmp_path: Path, rows: Path) -> None:
+def test_without_any_mixed_group_the_run_ends_at_max_prompts_per_step(
+    tmp_path: Path, rows: Path
+) -> None:
     done = train(tmp_path, rows, "tests.helpers.graders:never")
     assert done.returncode != 0
     assert "0 of 4 mixed groups after 12 prompts (rollout.max_prompts_per_step)" in done.stdout

@@ -1,7 +1,7 @@
-"""A run stopped by a signal, wherever it is in a step, ends with the weights it would have had.
+"""Test that a run stopped by a signal at any point of a step resumes to the same weights.
 
-undisturbed run = stopped at the begin of a step, before the old log-probs, between two updates,
-in the generation; resumed each time. Float32 on CPU, bit by bit.
+Runs are stopped at the start of a step, before the old log-probs, between two updates and while
+generating. After resuming they equal the undisturbed run bitwise, in float32 on CPU.
 """
 
 from __future__ import annotations
@@ -34,19 +34,23 @@ OVERRIDES = (
     *("evaluation.sets=[]", "checkpoint.every=0"),
 )
 CHECKS = 6
-"""Times that ranks agree in a step: at its begin, before old log-probs, and for each of two
-updates before it and in its one micro-batch."""
+"""Stop checks per step: at its start, before the old log-probs, and for each of two updates one
+before it and one in its only micro-batch."""
 
 
 def command(directory: Path, name: str, stop_at: int = 0, *, mlflow: bool = False) -> list[str]:
-    told = str(mlflow).lower()
-    tracking = (f"tracking.mlflow={told}", "tracking.wait_seconds=60", f"tracking.report={told}")
+    enabled = str(mlflow).lower()
+    tracking = (
+        f"tracking.mlflow={enabled}",
+        "tracking.wait_seconds=60",
+        f"tracking.report={enabled}",
+    )
     where = (f"run.directory={directory}", f"run.name={name}", "resume=auto", *tracking)
     return ["-m", "tests.helpers.stopper", str(stop_at), "train", str(TINY), *OVERRIDES, *where]
 
 
 def environment() -> dict[str, str]:
-    """Of a launcher with one rank: the program then starts none itself."""
+    """Return the variables of a launcher with one rank, so that the program starts no ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -70,7 +74,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def end_of(folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """Metrics without what a clock says or a start does anew; weights and optimizer."""
+    """Return the metrics without times and without checks repeated at each start, and the saved
+    weights and optimizer state."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     clocks = ("time/", "memory/", "throughput/", "sync/fingerprinted", "sync/canary_gap")
     metrics = [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
@@ -88,18 +93,22 @@ def check_same(folder: Path, undisturbed: Path) -> None:
 
 
 def samples_of(folder: Path) -> dict[str, str]:
-    """The rollouts, their index, and what the policy said of them: a resumed step, whose old
-    log-probs come from the checkpoint, has what its first attempt wrote."""
-    inside = folder / "samples"
-    found = {str(path.relative_to(inside)): path.read_text() for path in inside.rglob("step_*")}
-    assert len(found) == 3 * STEPS
-    return found
+    """Return the contents of the files of rollouts, of their index and of the policy's log-probs.
+
+    A resumed step takes its old log-probs from the checkpoint, and must leave the same files.
+    """
+    samples = folder / "samples"
+    texts = {str(path.relative_to(samples)): path.read_text() for path in samples.rglob("step_*")}
+    assert len(texts) == 3 * STEPS
+    return texts
 
 
 @pytest.mark.long
-def test_stopped_between_two_updates_in_one_and_before_the_first(undisturbed: Path) -> None:
-    """After one update of step 2; resumed; in the micro-batch of the other, which is abandoned;
-    then in step 3 with its groups collected and no old log-probs yet."""
+def test_a_run_stopped_between_in_and_before_updates_resumes_to_the_same_weights(
+    undisturbed: Path,
+) -> None:
+    """Stop after the first update of step 2, then in the micro-batch of its second update, which is
+    abandoned, then in step 3 after collecting its groups, before the old log-probs."""
     directory = undisturbed.parent
     done = start(directory, "stopped", CHECKS + 5)
     assert done.returncode == STOPPED, done.stdout + done.stderr
@@ -111,7 +120,7 @@ def test_stopped_between_two_updates_in_one_and_before_the_first(undisturbed: Pa
     assert len(state["open_step"]["updates"]) == 1
     assert state["open_step"]["old_logprobs"] is not None
 
-    # The checks now: begin of step 2, before its second update, in its micro-batch.
+    # The checks of this start: start of step 2, before its second update, in its micro-batch.
     done = start(directory, "stopped", 3)
     assert done.returncode == STOPPED, done.stdout + done.stderr
     assert len(newest_state(folder)["open_step"]["updates"]) == 1
@@ -134,8 +143,8 @@ def newest_state(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_signal_in_the_middle_of_a_step(undisturbed: Path) -> None:
-    """A real one, whenever it comes; MLflow says KILLED, then FINISHED, of one run."""
+def test_a_run_stopped_by_a_real_signal_resumes_to_the_same_weights(undisturbed: Path) -> None:
+    """The signal arrives at any point. MLflow shows KILLED, then FINISHED, for the same run."""
     from mlflow import MlflowClient
 
     directory = undisturbed.parent
@@ -144,19 +153,19 @@ def test_a_signal_in_the_middle_of_a_step(undisturbed: Path) -> None:
         *command(directory, "signalled", mlflow=True), environment=environment()
     ) as stopping:
         wait_for_step(folder, 1, stopping)
-        begun = time.monotonic()
+        signalled_at = time.monotonic()
         stopping.send_signal(signal.SIGUSR1)
         code, out = stopping.wait(timeout=100), stopping.stdout
     assert code == STOPPED, out
-    print(f"from SIGUSR1 to the end: {time.monotonic() - begun:.1f} s")
+    print(f"from SIGUSR1 to the end: {time.monotonic() - signalled_at:.1f} s")
     page = folder / "report.html"
     while "WARNING: report.html is not ready" in out and not page.exists():
-        assert time.monotonic() - begun < 100
+        assert time.monotonic() - signalled_at < 100
         time.sleep(0.2)
     assert "asked to stop" in page.read_text(encoding="utf-8")
     client = MlflowClient(f"sqlite:///{directory}/mlflow.db")
     run_id = json.loads((folder / "mlflow_run.json").read_text())["run_id"]
-    deadline = time.monotonic() + 30  # the mirror stays a while
+    deadline = time.monotonic() + 30  # the mirror process outlives the run for a while
     while client.get_run(run_id).info.status != "KILLED" and time.monotonic() < deadline:
         time.sleep(0.2)
     assert client.get_run(run_id).info.status == "KILLED"

@@ -1,4 +1,4 @@
-"""The command line, for real: a short run learns, and a killed one goes on as if never killed."""
+"""Test the real command line: a short run learns, and a killed run resumes to the same result."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ METRICS = {
         )
     ),
 }  # fmt: skip
-"""What docs/architecture.md promises of a run."""
+"""Metrics that docs/architecture.md promises."""
 
 
 def command(directory: Path, name: str, *more: str) -> list[str]:
@@ -86,7 +86,7 @@ def command(directory: Path, name: str, *more: str) -> list[str]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what a clock says."""
+    """Return the rows of metrics.jsonl without times, memory and throughput."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return [
@@ -102,7 +102,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(directory: Path) -> Path:
-    """An uninterrupted run's folder, of the very command that a user types."""
+    """Folder of an uninterrupted run, started with the command that a user types."""
     program = [sys.executable, "-m", "dapo_megatron", *command(directory, "straight")]
     done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -121,7 +121,7 @@ def test_a_short_run_learns(straight: Path) -> None:
     assert {"versions", "commit", "seconds", "peak_memory_gib"} <= summary.keys()
 
 
-def test_the_folder_is_complete(straight: Path) -> None:
+def test_the_run_folder_is_complete_and_every_group_is_accounted_for(straight: Path) -> None:
     rows = read_metrics(straight)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert rows[1]["policy/lr"] == 0.0
@@ -130,8 +130,8 @@ def test_the_folder_is_complete(straight: Path) -> None:
         assert row["groups/trained"] == 16
         assert row["groups/age_mean"] <= 2.0  # rollout.lookahead
     issued = sum(row.get("groups/issued", 0) for row in rows)
-    settled = sum(row.get(f"groups/{fate}", 0) for row in rows for fate in ended)
-    assert issued == settled + rows[-1]["groups/carried"]
+    closed = sum(row.get(f"groups/{fate}", 0) for row in rows for fate in ended)
+    assert issued == closed + rows[-1]["groups/carried"]
     assert len(list((straight / "samples").glob("step_*.jsonl"))) == STEPS
     assert sorted(path.name for path in (straight / "checkpoints").glob("step_*")) == [
         "step_000006",
@@ -140,9 +140,9 @@ def test_the_folder_is_complete(straight: Path) -> None:
     assert (straight / "logs" / "rank_1.log").exists()
 
 
-def test_timelines_say_what_the_clock_said(straight: Path) -> None:
-    """Timelines of the first step and each fourth: on rank 0 they add up to time/*, on other ranks
-    nearly."""
+def test_timelines_agree_with_the_time_metrics(straight: Path) -> None:
+    """Timelines exist for step 1 and every fourth step. Their sums equal time/* on rank 0, and
+    approximately on other ranks."""
     rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
     paths = sorted((straight / "timeline").iterdir())
     assert [path.name for path in paths] == ["step_000001.json", "step_000004.json"]
@@ -171,7 +171,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-def test_the_index_is_of_the_samples(straight: Path) -> None:
+def test_the_index_describes_the_samples(straight: Path) -> None:
     for path in (straight / "samples").glob("step_*.jsonl"):
         groups = read_lines(path)
         index = json.loads((straight / "samples" / "index" / f"{path.stem}.json").read_text())
@@ -180,54 +180,59 @@ def test_the_index_is_of_the_samples(straight: Path) -> None:
         data = path.read_bytes()
         for offset, group in zip(index["groups"]["offset"], groups, strict=True):
             assert json.loads(data[offset : data.index(b"\n", offset)]) == group
-        rows, flat = index["completions"], [one for group in groups for one in group["completions"]]
-        assert rows["num_tokens"] == [len(one["tokens"]) for one in flat]
-        assert rows["correct"] == [one["correct"] for one in flat]
+        rows, completions = (
+            index["completions"],
+            [completion for group in groups for completion in group["completions"]],
+        )
+        assert rows["num_tokens"] == [len(completion["tokens"]) for completion in completions]
+        assert rows["correct"] == [completion["correct"] for completion in completions]
         assert min(rows["age"]) >= 0
 
 
-def test_what_the_policy_said_is_of_the_groups_trained_on(straight: Path) -> None:
+def test_policy_log_probs_are_written_for_every_trained_completion(straight: Path) -> None:
     metrics = {row["step"]: row for row in read_metrics(straight)}
     num_fresh = 0
     for path in (straight / "samples").glob("step_*.jsonl"):
-        said = read_lines(straight / "samples" / "policy" / path.name)
+        policy_lines = read_lines(straight / "samples" / "policy" / path.name)
         trained = [group for group in read_lines(path) if group["fate"] == "trained"]
-        completions = [(group, one) for group in trained for one in group["completions"]]
-        named = {(group["ticket"], one["sample"]): one for group, one in completions}
-        assert {(line["ticket"], line["sample"]) for line in said} == set(named)
-        assert len(said) == len(named)
-        whole = {line["ticket"] for line in said if line["logprobs"] is not None}
-        assert len(whole) == 4  # tracking.inspected_groups
-        for line in (line for line in said if line["ticket"] in whole):
-            engine = named[line["ticket"], line["sample"]]["logprobs"]
+        completions = [(group, row) for group in trained for row in group["completions"]]
+        by_place = {(group["ticket"], row["sample"]): row for group, row in completions}
+        assert {(line["ticket"], line["sample"]) for line in policy_lines} == set(by_place)
+        assert len(policy_lines) == len(by_place)
+        inspected = {line["ticket"] for line in policy_lines if line["logprobs"] is not None}
+        assert len(inspected) == 4  # tracking.inspected_groups
+        for line in (line for line in policy_lines if line["ticket"] in inspected):
+            engine = by_place[line["ticket"], line["sample"]]["logprobs"]
             assert len(line["entropy"]) == len(line["logprobs"]) == len(engine)
             gap = max(abs(a - b) for a, b in zip(engine, line["logprobs"], strict=True))
-            assert gap == pytest.approx(line["gap_max"], rel=1e-3, abs=1e-6)  # of rounding
-        of_step = metrics[int(path.stem.removeprefix("step_"))]
-        if of_step["groups/fresh_token_fraction"] == 1:
+            assert gap == pytest.approx(
+                line["gap_max"], rel=1e-3, abs=1e-6
+            )  # written values are rounded
+        step_metrics = metrics[int(path.stem.removeprefix("step_"))]
+        if step_metrics["groups/fresh_token_fraction"] == 1:
             num_fresh += 1
-            largest = max(line["gap_max"] for line in said)
-            assert largest == pytest.approx(of_step["mismatch/gap_max"], rel=1e-3)
+            largest = max(line["gap_max"] for line in policy_lines)
+            assert largest == pytest.approx(step_metrics["mismatch/gap_max"], rel=1e-3)
     assert num_fresh
 
 
-def test_the_folder_says_what_the_run_was_made_with(straight: Path) -> None:
+def test_the_folder_records_the_provenance_of_the_run(straight: Path) -> None:
     from tokenizers import Tokenizer
 
-    found = json.loads((straight / "provenance.json").read_text())
-    assert found["num_processes"] == 2
-    assert found["devices"]
-    assert found["facts"]["folder"] == str(straight)
-    assert {"attempt", "host", "version.torch", "chosen.adamw"} <= found["tags"].keys()
+    provenance = json.loads((straight / "provenance.json").read_text())
+    assert provenance["num_processes"] == 2
+    assert provenance["devices"]
+    assert provenance["facts"]["folder"] == str(straight)
+    assert {"attempt", "host", "version.torch", "chosen.adamw"} <= provenance["tags"].keys()
     tokenizer = Tokenizer.from_file(str(straight / "tokenizer.json"))
     [group, *_] = read_lines(straight / "samples" / "step_000001.jsonl")
     assert group["prompt"] in tokenizer.decode(group["prompt_tokens"], skip_special_tokens=False)
 
 
-def test_the_report_is_there(straight: Path) -> None:
+def test_the_report_shows_that_the_run_ended(straight: Path) -> None:
     text = (straight / "report.html").read_text(encoding="utf-8")
     assert straight.name in text
-    assert f"it wrote its summary after step {STEPS}" in text, "it is called running"
+    assert f"it wrote its summary after step {STEPS}" in text, "the report calls the run unfinished"
 
 
 def test_the_resolved_config_loads(straight: Path) -> None:
@@ -261,13 +266,13 @@ def test_mlflow_has_every_metric_and_the_true_status(directory: Path, straight: 
     assert provenance["tags"].items() <= run.data.tags.items()
 
 
-def test_evaluate_finds_what_training_said(directory: Path, straight: Path) -> None:
-    figures = directory / "figures.json"
+def test_evaluate_gives_the_result_of_the_final_evaluation(directory: Path, straight: Path) -> None:
+    results = directory / "figures.json"
     checkpoint = straight / "checkpoints" / f"step_{STEPS:06d}"
-    done = run("evaluate", TINY, *OVERRIDES, f"checkpoint={checkpoint}", "--json", figures)
+    done = run("evaluate", TINY, *OVERRIDES, f"checkpoint={checkpoint}", "--json", results)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((straight / "summary.json").read_text())
-    assert json.loads(figures.read_text()) == summary["evaluation_after"]
+    assert json.loads(results.read_text()) == summary["evaluation_after"]
     assert "avg@4" in done.stdout
 
 
@@ -284,23 +289,25 @@ def test_pipeline_parallel_policy_with_two_engines_learns(directory: Path) -> No
 
 
 @pytest.mark.long
-def test_goes_on_in_another_layout(directory: Path, straight: Path) -> None:
-    """The last step again, from the checkpoint before it: by pipeline stages instead of tensor
-    slices, with two engines instead of one."""
+def test_a_run_resumes_in_another_layout(directory: Path, straight: Path) -> None:
+    """Repeat the last step from the checkpoint before it, with pipeline instead of tensor
+    parallelism and two engines instead of one."""
     checkpoint = straight / "checkpoints" / "step_000006"
     layout = ("policy.tensor_parallel=1", "policy.pipeline_parallel=2", "tracking.mlflow=false")
     done = run(*command(directory, "moved", f"resume={checkpoint}", *layout))
     assert done.returncode == 0, done.stdout + done.stderr
-    [moved], there = read_metrics(directory / "moved"), read_metrics(straight)[-1]
-    assert moved["step"] == there["step"] == STEPS
-    assert moved["groups/trained"] == there["groups/trained"]
-    assert moved["policy/lr"] == there["policy/lr"]
-    # Other sums in float32, another batch of groups where an engine was faster: the same policy.
-    assert moved["policy/entropy"] == pytest.approx(there["policy/entropy"], rel=0.2)
+    [moved], original = read_metrics(directory / "moved"), read_metrics(straight)[-1]
+    assert moved["step"] == original["step"] == STEPS
+    assert moved["groups/trained"] == original["groups/trained"]
+    assert moved["policy/lr"] == original["policy/lr"]
+    # float32 sums have another order, and engines of other speed may collect other groups.
+    assert moved["policy/entropy"] == pytest.approx(original["policy/entropy"], rel=0.2)
     assert moved["mismatch/gap_max"] < 1e-4
 
 
-def test_killed_and_resumed_is_as_if_never_killed(directory: Path, straight: Path) -> None:
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
+    directory: Path, straight: Path
+) -> None:
     folder = directory / "killed"
     with started(*command(directory, "killed", "resume=auto"), new_session=True) as running:
         wait_for_step(folder, 4, running)
@@ -313,7 +320,7 @@ def test_killed_and_resumed_is_as_if_never_killed(directory: Path, straight: Pat
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step_000003" in done.stdout
     assert (folder / "mlflow_run.json").read_text() == run_id
-    assert read_metrics(folder) == read_metrics(straight)  # to the last digit
+    assert read_metrics(folder) == read_metrics(straight)  # exactly
     kept = ("accuracy_before", "accuracy_after", "steps", "max_gap")
     both = [json.loads((run / "summary.json").read_text()) for run in (folder, straight)]
     assert [both[0][key] for key in kept] == [both[1][key] for key in kept]
@@ -330,7 +337,7 @@ def wait_for_step(folder: Path, step: int, process: Running) -> None:
 
 
 def wait_until_unlocked(folder: Path) -> None:
-    """Until the killed ranks are really gone: the kernel then drops their lock."""
+    """Wait until the killed ranks are gone, when the kernel releases their lock."""
     import fcntl
 
     with (folder / ".lock").open() as file:

@@ -1,5 +1,5 @@
-"""A checkpoint of the policy: what it saves is what it goes on from, to the last bit; what does not
-fit is refused by name; and its HF export is a checkpoint like any other."""
+"""Test policy checkpoints: loading and updating on is bitwise exact, damaged files are refused by
+name, and the HF export loads in transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "policy__virtual_pipeline_parallel": 2,
     },
     "cp2": {"policy__context_parallel": 2},
-    "ep2": {"policy__expert_parallel": 2},  # the mixture of experts
+    "ep2": {"policy__expert_parallel": 2},  # with the model of experts
 }
 LOSS = loss_with()
 STEP = 1
@@ -65,7 +65,8 @@ def weights(policy: Any) -> dict[str, Tensor]:
 
 
 def two_updates(policy: Any) -> tuple[list[StepStats], dict[str, Tensor], Tensor]:
-    """Figures, weights, and a draw from the generator that is a part of the checkpoint."""
+    """Return the statistics of two updates, the weights, and a draw from torch's generator, whose
+    state is part of the checkpoint."""
     stats = [update(policy, seed) for seed in (1, 2)]
     return stats, weights(policy), torch.rand(4)
 
@@ -108,7 +109,7 @@ def save_and_load(exchange: Ranks, models: Path, root: Path, layout: str) -> Any
     publish = checkpoints.commit(STEP, {})
     saved = weights(policy)
     publish()
-    went_on = two_updates(policy)  # while it is written
+    continued = two_updates(policy)  # while the checkpoint is being written
     checkpoints.wait()
     folder = checkpoint(root, layout)
     fault = fault_of(folder, exchange)
@@ -117,7 +118,7 @@ def save_and_load(exchange: Ranks, models: Path, root: Path, layout: str) -> Any
     policy.load(folder)
     loaded, resumed = weights(policy), two_updates(policy)
     policy.close()
-    return saved, went_on, loaded, resumed, fault
+    return saved, continued, loaded, resumed, fault
 
 
 def refusals(exchange: Ranks, models: Path, root: Path) -> dict[str, str]:
@@ -126,19 +127,19 @@ def refusals(exchange: Ranks, models: Path, root: Path) -> dict[str, str]:
 
     policy = build(models, "dp2", exchange)
     name = f"rank_{exchange.rank:05d}.safetensors"
-    whole = checkpoint(root, "dp2") / name
+    intact = checkpoint(root, "dp2") / name
     for folder in (CUT_SHORT, KEY_GONE):
         (root / folder).mkdir(exist_ok=True)
-    (root / CUT_SHORT / name).write_bytes(whole.read_bytes()[:-100])
-    with safe_open(whole, "pt") as file:
+    (root / CUT_SHORT / name).write_bytes(intact.read_bytes()[:-100])
+    with safe_open(intact, "pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         del tensors["model/decoder.final_layernorm.weight"]
         save_file(tensors, root / KEY_GONE / name, metadata=file.metadata())
     before = weights(policy)
-    said = {folder: refusal(policy, root / folder) for folder in (CUT_SHORT, KEY_GONE)}
-    assert equal(weights(policy), before)  # nothing was loaded by halves
+    messages = {folder: refusal(policy, root / folder) for folder in (CUT_SHORT, KEY_GONE)}
+    assert equal(weights(policy), before)  # a refused checkpoint changes nothing
     policy.close()
-    return said
+    return messages
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -166,19 +167,23 @@ def ranks(models: Path, root: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_loaded_policy_goes_on_to_the_last_bit(layout: str, ranks: Any) -> None:
+def test_updates_after_loading_are_bitwise_those_of_the_saved_policy(
+    layout: str, ranks: Any
+) -> None:
     for rank in ranks:
-        saved, went_on, loaded, resumed, fault = rank[layout]
+        saved, continued, loaded, resumed, fault = rank[layout]
         assert fault is None
         assert equal(loaded, saved)
-        assert resumed[0] == went_on[0]
-        assert equal(resumed[1], went_on[1])
-        assert torch.equal(resumed[2], went_on[2])
-        assert not equal(went_on[1], saved)
+        assert resumed[0] == continued[0]
+        assert equal(resumed[1], continued[1])
+        assert torch.equal(resumed[2], continued[2])
+        assert not equal(continued[1], saved)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_export_is_an_hf_checkpoint(layout: str, ranks: Any, root: Path, models: Path) -> None:
+def test_transformers_loads_the_export_with_the_same_weights(
+    layout: str, ranks: Any, root: Path, models: Path
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     export = checkpoint(root, layout) / "hf"
@@ -195,17 +200,17 @@ def test_the_export_is_an_hf_checkpoint(layout: str, ranks: Any, root: Path, mod
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_whatever_the_layout_its_tensors_are_found_in_it(
+def test_the_full_tensors_are_read_from_a_checkpoint_of_any_layout(
     layout: str, ranks: Any, root: Path
 ) -> None:
     store = open_store(checkpoint(root, layout))
-    found = {name: store.read(name) for name in store.tensors}
-    assert equal(found, ranks[0][layout][0])
+    read = {name: store.read(name) for name in store.tensors}
+    assert equal(read, ranks[0][layout][0])
 
 
-def test_what_does_not_fit_is_refused_by_name(ranks: Any, root: Path) -> None:
+def test_damaged_files_and_missing_tensors_are_refused_by_name(ranks: Any, root: Path) -> None:
     for number, rank in enumerate(ranks):
-        said, file = rank["refused"], f"rank_{number:05d}.safetensors"
-        assert f"{root / CUT_SHORT}/rank_00000.safetensors: cut off: " in said[CUT_SHORT]
+        messages, file = rank["refused"], f"rank_{number:05d}.safetensors"
+        assert f"{root / CUT_SHORT}/rank_00000.safetensors: cut off: " in messages[CUT_SHORT]
         gone = f"{root / KEY_GONE / file}: model/decoder.final_layernorm.weight is missing"
-        assert gone in said[KEY_GONE]
+        assert gone in messages[KEY_GONE]

@@ -1,4 +1,4 @@
-"""A closed engine leaves nothing behind, and its process can make another one."""
+"""Test that a closed engine leaves nothing behind, and that its process can make another one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_RANKS = 2
 
 
 def left_behind() -> dict[str, Any]:
-    """What a process has that an engine may leave behind."""
+    """Return threads, children, process groups and shared memory of this process."""
     process = psutil.Process()
     return {
         "threads": {thread.name for thread in threading.enumerate()},
@@ -39,10 +39,10 @@ def rank_main(rank: int, folder: Path) -> dict[str, Any]:
     """Make an engine over both ranks and then one per rank. Close the first awake, the second
     asleep."""
     model = hf_model(folder)
-    seen: dict[str, Any] = {"before": left_behind(), "gaps": [], "after": [], "is freed": []}
+    observed: dict[str, Any] = {"before": left_behind(), "gaps": [], "after": [], "is freed": []}
     for ranks in (2, 1):
         engine = start(folder, rank, NUM_RANKS, ranks)
-        seen["gaps"].append(gap(model, requests(range(2)), run(engine, requests(range(2)))))
+        observed["gaps"].append(gap(model, requests(range(2)), run(engine, requests(range(2)))))
         (reference,) = engine._llm.apply_model(lambda module: weakref.ref(module))
         assert reference() is not None
         if ranks == 1:
@@ -51,14 +51,14 @@ def rank_main(rank: int, folder: Path) -> dict[str, Any]:
         engine.close()
         with pytest.raises(SyncError, match="it is closed"):
             engine.submit(requests([0]))
-        seen["is freed"].append(reference() is None)
-        seen["after"].append(left_behind())
-    dist.barrier()  # the world is as it was
-    return seen
+        observed["is freed"].append(reference() is None)
+        observed["after"].append(left_behind())
+    dist.barrier()  # the world's process group still works
+    return observed
 
 
 def test_a_closed_engine_leaves_nothing_behind_and_another_can_be_made(tmp_path: Path) -> None:
-    for seen in run_ranks(rank_main, NUM_RANKS, make_random_model("qwen3", tmp_path)):
-        assert max(seen["gaps"]) < GAP
-        assert seen["is freed"] == [True, True]
-        assert seen["after"] == [seen["before"]] * 2
+    for observed in run_ranks(rank_main, NUM_RANKS, make_random_model("qwen3", tmp_path)):
+        assert max(observed["gaps"]) < GAP
+        assert observed["is freed"] == [True, True]
+        assert observed["after"] == [observed["before"]] * 2

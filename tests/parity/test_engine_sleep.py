@@ -1,8 +1,8 @@
-"""An engine that slept, and one that quantizes: after each sync they compute with what they were
-sent, and with nothing else.
+"""Test that engines that slept, and engines that quantize, compute only with the weights of the
+last sync.
 
-On CPU vLLM keeps the memory of an engine asleep. What a GPU would lose is spoilt here by hand
-(`tests.helpers.engines.forget`).
+On CPU vLLM keeps the memory of a sleeping engine. `tests.helpers.engines.forget` overwrites what a
+GPU would lose.
 """
 
 from __future__ import annotations
@@ -37,68 +37,78 @@ from tests.helpers.ranks import run_ranks
 
 NUM_SYNCS = 3
 FP8_GAP = 1.5
-"""Of any token, in FP8 against HF in float32. Random weights quantize badly: 0.86 was seen."""
-Seen = dict[str, Any]
+"""Bound for a token in FP8 against HF in float32. Random weights quantize badly: measured 0.86."""
+Observations = dict[str, Any]
 FP8 = {"policy__precision": "bfloat16", "engine__quantization": "fp8"}
 # name of the engine: (family, overrides of the model's config, overrides of the run's).
-ALONE: dict[str, tuple[str, Seen, Seen]] = {
+ALONE: dict[str, tuple[str, Observations, Observations]] = {
     "qwen3_moe": ("qwen3_moe", {}, {}),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}, {}),
     "qwen3, awake": ("qwen3", {}, {"engine__sleep": "false"}),
     "qwen3, fp8": ("qwen3", {"intermediate_size": 600}, FP8),
 }
-PAIRS: dict[str, tuple[str, Seen, Seen]] = {"qwen2, fp8": ("qwen2", {}, FP8)}
+PAIRS: dict[str, tuple[str, Observations, Observations]] = {"qwen2, fp8": ("qwen2", {}, FP8)}
 
 
 # ------------------------------------------------------------------ inside the ranks
 
 
-def _world(rank: int, folders: Mapping[str, Path], world_size: int) -> Seen:
+def _world(rank: int, folders: Mapping[str, Path], world_size: int) -> Observations:
     cases = ALONE if world_size == 1 else PAIRS
-    seen: Seen = {}
+    observed: Observations = {}
     for name, folder in folders.items():
         engine = start(folder, rank, world_size, world_size, is_empty=True, **cases[name][2])
-        seen[name] = _turns(engine, folder, cases[name][2])
+        observed[name] = _rounds(engine, folder, cases[name][2])
         if name == "qwen3, fp8":
-            seen["stale"] = _stale(engine, folder)
+            observed["stale"] = _stale(engine, folder)
         del engine
-    return seen
+    return observed
 
 
-def _turns(engine: Any, folder: Path, overrides: Seen) -> Seen:
-    """Gaps after each of several turns of sleeping, waking and syncing; what is refused between."""
+def _rounds(engine: Any, folder: Path, overrides: Observations) -> Observations:
+    """Return observations of several rounds of sleeping, waking and syncing: gaps, refusals, unread
+    and wrong tensors, and addresses of parameters."""
     model = hf_model(folder)
     dtype = torch.bfloat16 if overrides.get("policy__precision") == "bfloat16" else torch.float32
     sleeps = overrides.get("engine__sleep") != "false"
-    seen: Seen = {"gaps": [], "refused": [], "unread": [], "wrong": [], "lost": [], "graph": []}
+    observed: Observations = {
+        "gaps": [],
+        "refused": [],
+        "unread": [],
+        "wrong": [],
+        "lost": [],
+        "graph": [],
+    }
     offered = offer(_cast(weights(model), dtype))
     for version in range(1, NUM_SYNCS + 1):
         randomize(model, seed=100 + version)
         sent = _cast(weights(model), dtype)
         engine.sleep()
-        engine.sleep()  # twice is once
+        engine.sleep()  # a second call does nothing
         if sleeps:
-            seen["lost"] = forget(engine)
-            seen["refused"].append(_said(lambda: engine.submit(requests([0]))))
-            seen["refused"].append(_said(lambda: engine.receive([], 1)))
-        tensor_slices = engine.needed_slices(offered)  # asked of an engine asleep, as in a run
+            observed["lost"] = forget(engine)
+            observed["refused"].append(_message(lambda: engine.submit(requests([0]))))
+            observed["refused"].append(_message(lambda: engine.receive([], 1)))
+        tensor_slices = engine.needed_slices(offered)  # the engine is asleep, as in a run
         engine.wake_weights()
         engine.wake_weights()
         engine.receive(arrivals(tensor_slices, sent, seed=version), version)
         if sleeps:
-            seen["refused"].append(_said(lambda: engine.score([[4, 5]])))
+            observed["refused"].append(_message(lambda: engine.score([[4, 5]])))
         unread = {tensor_slice.name for tensor_slice, value in engine.read_back() if value is None}
-        seen["unread"].append(sorted(unread))
+        observed["unread"].append(sorted(unread))
         engine.wake_cache()
         if sleeps:
-            seen["uncleared"] = _gap(engine, model)
-            memory.clear_cache(engine._llm)  # as waking does on a GPU
+            observed["uncleared"] = _gap(engine, model)
+            memory.clear_cache(engine._llm)  # on a GPU, waking does this
             engine._llm.reset_prefix_cache()
-        seen["gaps"].append(_gap(engine, model))
-        seen["wrong"].append(_wrong(engine, sent))
-        (where,) = engine._llm.apply_model(lambda model: [p.data_ptr() for p in model.parameters()])
-        seen["graph"].append(where)
-    return seen
+        observed["gaps"].append(_gap(engine, model))
+        observed["wrong"].append(_wrong(engine, sent))
+        (addresses,) = engine._llm.apply_model(
+            lambda model: [p.data_ptr() for p in model.parameters()]
+        )
+        observed["graph"].append(addresses)
+    return observed
 
 
 def _gap(engine: Any, model: Any) -> float:
@@ -106,16 +116,16 @@ def _gap(engine: Any, model: Any) -> float:
 
 
 def _wrong(engine: Any, sent: Mapping[str, Tensor]) -> list[str]:
-    """Tensors in quantized layers whose numbers are not those of `sent`, as far as FP8 can tell."""
+    """Return the tensors of quantized layers that differ from `sent` by more than FP8 rounding."""
     (layers,) = engine._llm.apply_model(_dequantized)
     loads = [load for load in engine._receiver.loads if load.path in layers]
     assert bool(loads) == bool(layers)
     wrong = []
     for load in loads:
-        whole = sent[load.tensor_slice.name][load.tensor_slice.region.slices].float()
+        expected = sent[load.tensor_slice.name][load.tensor_slice.region.slices].float()
         value = layers[load.path][load.target.region.slices]
-        allowed = whole.abs() / 16 + layers[load.path].abs().max() / 448
-        if not ((value - whole).abs() <= allowed).all():
+        allowed = expected.abs() / 16 + layers[load.path].abs().max() / 448
+        if not ((value - expected).abs() <= allowed).all():
             wrong.append(load.tensor_slice.name)
     return wrong
 
@@ -130,11 +140,11 @@ def _dequantized(model: torch.nn.Module) -> dict[str, Tensor]:
     return values
 
 
-def _stale(engine: Any, folder: Path) -> Seen:
-    """Syncs in which vLLM is kept from handing on what it quantized: all, or the scales alone."""
+def _stale(engine: Any, folder: Path) -> Observations:
+    """Sync while vLLM is kept from copying all quantized tensors, or only their scales."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    plain = layerwise._copy_and_restore_kernel_tensors
+    original = layerwise._copy_and_restore_kernel_tensors
     model = hf_model(folder)
     sent = _cast(weights(model), torch.bfloat16)
     tensor_slices = engine.needed_slices(offer(sent))
@@ -146,22 +156,22 @@ def _stale(engine: Any, folder: Path) -> Seen:
         if hasattr(layer, "weight_scale_inv"):
             info.kernel_tensors[0]["weight_scale_inv"].data.fill_(1.0)
             layer.weight_scale_inv = info.kernel_tensors[0]["weight_scale_inv"]
-        plain(layer, info)
+        original(layer, info)
 
-    seen: Seen = {}
+    observed: Observations = {}
     for name, fault in {"none": none, "no scales": no_scales}.items():
         layerwise._copy_and_restore_kernel_tensors = fault
-        seen[name] = _said(lambda: engine.receive(arrivals(tensor_slices, sent), 9))
-        layerwise._copy_and_restore_kernel_tensors = plain
-        if not seen[name]:
-            seen[f"gap, {name}"] = _gap(engine, model)
-            seen[f"wrong, {name}"] = _wrong(engine, sent)
+        observed[name] = _message(lambda: engine.receive(arrivals(tensor_slices, sent), 9))
+        layerwise._copy_and_restore_kernel_tensors = original
+        if not observed[name]:
+            observed[f"gap, {name}"] = _gap(engine, model)
+            observed[f"wrong, {name}"] = _wrong(engine, sent)
         engine._unusable = ""
-    return seen
+    return observed
 
 
-def _run(rank: int, folder: Path) -> Seen:
-    """Turns of a real policy, all of which leaves, and a quantized engine, as in a run."""
+def _run(rank: int, folder: Path) -> Observations:
+    """Alternate a fully offloaded real policy and a quantized engine, as in a run."""
     from dapo_megatron.cluster.ranks import Ranks
     from dapo_megatron.run import build
 
@@ -172,20 +182,20 @@ def _run(rank: int, folder: Path) -> Seen:
         sync__max_gap=3,
         **FP8,
     )
-    seen: Seen = {"reports": [], "collectives": _watch_worker()}
+    observed: Observations = {"reports": [], "collectives": _watch_worker()}
     policy, engine, sync = build.build_models(config, Ranks(rank, 2, rank))
     for version in range(NUM_SYNCS):
         engine.sleep()
         policy.onload()
         for shard in policy.shards():
             shard.view.mul_(1.1)
-        seen["reports"].append(sync(version))
+        observed["reports"].append(sync(version))
         results = run(engine, requests(range(6), num_tokens=5))
-        seen["lengths"] = [len(one.tokens) for one in results.values()]
+        observed["lengths"] = [len(completion.tokens) for completion in results.values()]
     engine.sleep()
     policy.onload()
-    seen["stale"] = _said(lambda: _without_quantizing(lambda: sync(NUM_SYNCS)))
-    return seen
+    observed["stale"] = _message(lambda: _without_quantizing(lambda: sync(NUM_SYNCS)))
+    return observed
 
 
 def _watch_worker() -> dict[str, int]:
@@ -213,17 +223,17 @@ def _watch_worker() -> dict[str, int]:
 def _without_quantizing(call: Any) -> None:
     from vllm.model_executor.model_loader.reload import layerwise
 
-    plain = layerwise._copy_and_restore_kernel_tensors
+    original = layerwise._copy_and_restore_kernel_tensors
     layerwise._copy_and_restore_kernel_tensors = layerwise._place_kernel_tensors
     call()
-    layerwise._copy_and_restore_kernel_tensors = plain
+    layerwise._copy_and_restore_kernel_tensors = original
 
 
 def _cast(whole: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: tensor.to(dtype) for name, tensor in whole.items()}
 
 
-def _said(call: Any) -> str:
+def _message(call: Any) -> str:
     try:
         call()
     except DapoError as error:
@@ -234,7 +244,9 @@ def _said(call: Any) -> str:
 # ------------------------------------------------------------------ the tests
 
 
-def _seen(factory: pytest.TempPathFactory, cases: Mapping[str, Any], ranks: int) -> list[Seen]:
+def _observations(
+    factory: pytest.TempPathFactory, cases: Mapping[str, Any], ranks: int
+) -> list[Observations]:
     folders = {
         name: make_random_model(family, factory.mktemp(family), **model)
         for name, (family, model, _) in cases.items()
@@ -243,88 +255,93 @@ def _seen(factory: pytest.TempPathFactory, cases: Mapping[str, Any], ranks: int)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return _seen(tmp_path_factory, ALONE, 1)[0]
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Observations:
+    return _observations(tmp_path_factory, ALONE, 1)[0]
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
-    return _seen(tmp_path_factory, PAIRS, 2)
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[Observations]:
+    return _observations(tmp_path_factory, PAIRS, 2)
 
 
-def _check(seen: Seen, limit: float) -> None:
-    assert len(seen["gaps"]) == NUM_SYNCS
-    assert all(one < limit for one in seen["gaps"])  # none is nan
-    assert seen["wrong"] == [[]] * NUM_SYNCS
-    # Where CUDA graphs would look for them.
-    assert seen["graph"] == [seen["graph"][0]] * NUM_SYNCS
+def _check(observed: Observations, limit: float) -> None:
+    assert len(observed["gaps"]) == NUM_SYNCS
+    assert all(value < limit for value in observed["gaps"])  # False for NaN
+    assert observed["wrong"] == [[]] * NUM_SYNCS
+    # Parameters keep their addresses, which CUDA graphs contain.
+    assert observed["graph"] == [observed["graph"][0]] * NUM_SYNCS
 
 
 @pytest.mark.parametrize("name", [name for name in ALONE if "fp8" not in name])
-def test_engine_that_slept_computes_with_what_it_was_sent(alone: Seen, name: str) -> None:
+def test_an_engine_that_slept_computes_with_the_weights_sent(
+    alone: Observations, name: str
+) -> None:
     _check(alone[name], GAP)
     assert alone[name]["unread"] == [[]] * NUM_SYNCS
 
 
-def test_engine_asleep_refuses_work_by_what_must_come_first(alone: Seen) -> None:
-    said = alone["qwen3 tied"]["refused"]
-    assert len(said) == 3 * NUM_SYNCS
-    for asleep, offered, woken in zip(said[::3], said[1::3], said[2::3], strict=True):
+def test_a_sleeping_engine_refuses_work_and_names_the_call_to_make_first(
+    alone: Observations,
+) -> None:
+    messages = alone["qwen3 tied"]["refused"]
+    assert len(messages) == 3 * NUM_SYNCS
+    for asleep, offered, woken in zip(messages[::3], messages[1::3], messages[2::3], strict=True):
         assert asleep.endswith("sleep() dropped its weights. Call receive() first")
         assert offered.endswith("Call wake_weights() first")
         assert woken.endswith("Call wake_cache() first")
     assert alone["qwen3, awake"]["refused"] == []
 
 
-def test_numbers_that_are_none_in_the_kv_cache_would_spread(alone: Seen) -> None:
-    """Why waking clears it on a GPU; and what a GPU takes of a model is parameters and this."""
+def test_nan_in_the_kv_cache_would_spread(alone: Observations) -> None:
+    """This is why waking clears the KV cache on a GPU. Besides parameters, only the KV cache is
+    lost."""
     for name in ("qwen3 tied", "qwen3, fp8"):
         assert math.isnan(alone[name]["uncleared"])
-        assert all(one.endswith(".kv_cache") for one in alone[name]["lost"])
+        assert all(tensor.endswith(".kv_cache") for tensor in alone[name]["lost"])
 
 
-def test_a_quantized_engine_computes_with_what_it_was_sent_last(
-    alone: Seen, pairs: list[Seen]
+def test_a_quantized_engine_computes_with_the_weights_sent_last(
+    alone: Observations, pairs: list[Observations]
 ) -> None:
-    quantized = [alone["qwen3, fp8"], *(seen["qwen2, fp8"] for seen in pairs)]
-    for seen in quantized:
-        _check(seen, FP8_GAP)
-        for unread in seen["unread"]:
+    quantized = [alone["qwen3, fp8"], *(observed["qwen2, fp8"] for observed in pairs)]
+    for observed in quantized:
+        _check(observed, FP8_GAP)
+        for unread in observed["unread"]:
             assert "model.layers.0.mlp.gate_proj.weight" in unread
             assert not [name for name in unread if "norm" in name or "embed" in name]
     assert pairs[0]["qwen2, fp8"]["gaps"] == pairs[1]["qwen2, fp8"]["gaps"]
 
 
-def test_a_layer_that_is_not_quantized_anew_is_named(alone: Seen) -> None:
+def test_a_layer_that_is_not_quantized_again_is_named(alone: Observations) -> None:
     assert alone["stale"]["none"].startswith("model.layers.0.self_attn.qkv_proj.weight: not quant")
 
 
-def test_turns_of_a_policy_that_leaves_and_an_engine_that_quantizes(tmp_path: Path) -> None:
+def test_an_offloaded_policy_and_a_quantized_engine_alternate(tmp_path: Path) -> None:
     first, second = run_ranks(_run, 2, make_random_model("qwen3", tmp_path))
-    for seen in (first, second):
-        assert [report.version for report in seen["reports"]] == [*range(NUM_SYNCS)]
+    for observed in (first, second):
+        assert [report.version for report in observed["reports"]] == [*range(NUM_SYNCS)]
         # q, k, v, o, gate, up and down of two layers.
-        assert [report.unread_tensors for report in seen["reports"]] == [14] * NUM_SYNCS
-        gaps = [report.canary_gap for report in seen["reports"]]
-        assert len(set(gaps)) == NUM_SYNCS and min(gaps) > 1e-3  # other weights, another gap
-        assert len(seen["lengths"]) == 24 and all(seen["lengths"])
-        assert "model.layers.0.self_attn.qkv_proj.weight: not quantized again" in seen["stale"]
+        assert [report.unread_tensors for report in observed["reports"]] == [14] * NUM_SYNCS
+        gaps = [report.canary_gap for report in observed["reports"]]
+        assert len(set(gaps)) == NUM_SYNCS and min(gaps) > 1e-3  # other weights give another gap
+        assert len(observed["lengths"]) == 24 and all(observed["lengths"])
+        assert "model.layers.0.self_attn.qkv_proj.weight: not quantized again" in observed["stale"]
         # Both communicators of two ranks exist before the engine measures free memory.
-        assert seen["collectives"]["world"] > 0 and seen["collectives"]["tensor"] > 0
-        assert seen["collectives"]["data"] == 0  # of one rank
+        assert observed["collectives"]["world"] > 0 and observed["collectives"]["tensor"] > 0
+        assert observed["collectives"]["data"] == 0  # of one rank
     assert first["stale"] == second["stale"]
 
 
-def test_wrong_scales_are_seen_by_the_log_probs(alone: Seen) -> None:
+def test_wrong_scales_change_the_log_probs(alone: Observations) -> None:
     assert alone["stale"]["no scales"] == ""
     assert not alone["stale"]["gap, no scales"] < FP8_GAP
     assert "model.layers.0.mlp.down_proj.weight" in alone["stale"]["wrong, no scales"]
 
 
-# ------------------------------------------------------------------ what a GPU would be asked for
+# ------------------------------------------------------------------ settings for a GPU
 
 
-def test_what_a_part_needs_is_itself_and_what_cannot_be_woken_alone() -> None:
+def test_waking_a_part_needs_its_own_memory_and_that_of_tags_that_wake_with_it() -> None:
     from vllm.device_allocator import DEFERRABLE_TAGS, AllocationData
 
     assert set(memory.MEMORY_TAGS) == set(DEFERRABLE_TAGS)
@@ -335,7 +352,7 @@ def test_what_a_part_needs_is_itself_and_what_cannot_be_woken_alone() -> None:
     assert memory.bytes_asleep([*asleep, *awake], "kv_cache") == 1110
 
 
-def test_graphs_are_of_the_kernels_that_run_without_them() -> None:
+def test_cuda_graphs_capture_full_decode_without_compilation() -> None:
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
     graphs = CompilationConfig(**device._graphs(96))
@@ -345,8 +362,8 @@ def test_graphs_are_of_the_kernels_that_run_without_them() -> None:
     assert graphs.max_cudagraph_capture_size == 96
 
 
-def test_fp8_is_a_way_to_quantize_that_vllm_has() -> None:
+def test_vllm_can_quantize_to_fp8_online() -> None:
     from vllm.config.quantization import _ONLINE_SHORTHANDS
 
-    ways = _ONLINE_SHORTHANDS[device.FP8]
-    assert ways.linear is not None and ways.moe is not None
+    methods = _ONLINE_SHORTHANDS[device.FP8]
+    assert methods.linear is not None and methods.moe is not None

@@ -1,5 +1,7 @@
-"""The bridge's table against Megatron-core's own modules: names and shapes of every parameter of
-every rank, whatever the layout. (Transformer Engine's names need a GPU: not here.)"""
+"""Compare names and shapes of parameters in `layout_of` and in Megatron-core's modules.
+
+tests/gpu_stack/test_te_meta.py compares the names of Transformer Engine's layers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"num_hidden_layers": 6},
     ),
 }
-"""By name: the policy's layout, and sizes of the model."""
+"""Name -> (layout of the policy, sizes of the model)."""
 LATENT = {
     "q_lora_rank": 5,
     "kv_lora_rank": 7,
@@ -40,8 +42,8 @@ EXPERTS = {
 
 
 def differences(rank: int, cases: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]]) -> Any:
-    """(layout, model, parameters that Megatron and the table do not agree on, their number) for
-    each layout and each config.json given with it."""
+    """Return (layout, model, parameters on which Megatron and `layout_of` differ, number of
+    parameters) for each layout and each of its models."""
     from megatron.core import parallel_state
 
     from dapo_megatron.config import PolicyConfig
@@ -49,7 +51,7 @@ def differences(rank: int, cases: list[tuple[dict[str, Any], dict[str, dict[str,
     from dapo_megatron.policy.device import megatron_device
     from dapo_megatron.policy.model import build_model, initialize_parallel, place
 
-    found = []
+    results = []
     for layout, configs in cases:
         with megatron_device():
             initialize_parallel(PolicyConfig(**layout, precision="float32"), seed=0)
@@ -67,13 +69,13 @@ def differences(rank: int, cases: list[tuple[dict[str, Any], dict[str, dict[str,
                     (number, name, local_parameter.shape)
                     for name, local_parameter in local_parameters.items()
                 }
-            found.append((layout, model, sorted(actual ^ expected), len(actual)))
+            results.append((layout, model, sorted(actual ^ expected), len(actual)))
         parallel_state.destroy_model_parallel()
-    return found
+    return results
 
 
 def small(family: str, tied: bool, **sizes: Any) -> dict[str, Any]:
-    """A published config.json of the family at small, odd sizes."""
+    """Return a published config.json of the family with small, odd sizes."""
     published = next(hf for _, hf in PUBLISHED.values() if hf["model_type"] == family)
     shared = {
         "hidden_size": 36,
@@ -97,7 +99,7 @@ def small(family: str, tied: bool, **sizes: Any) -> dict[str, Any]:
     return {**published, **shared, **experts, **sizes}
 
 
-def test_names_and_shapes_are_megatrons() -> None:
+def test_names_and_shapes_equal_those_of_megatron_in_every_layout() -> None:
     cases = []
     for name, (layout, sizes) in (LAYOUTS | EXPERTS).items():
         models = {
@@ -106,8 +108,8 @@ def test_names_and_shapes_are_megatrons() -> None:
             for tied in (False, True)
         }
         cases.append((layout, models))
-    for rank, found in enumerate(run_ranks(differences, 4, cases)):
-        assert len(found) == sum(len(models) for _, models in cases)
-        for layout, model, wrong, num_parameters in found:
-            assert not wrong, (rank, layout, model, wrong)
+    for rank, results in enumerate(run_ranks(differences, 4, cases)):
+        assert len(results) == sum(len(models) for _, models in cases)
+        for layout, model, mismatches, num_parameters in results:
+            assert not mismatches, (rank, layout, model, mismatches)
             assert num_parameters > 10

@@ -1,4 +1,4 @@
-"""The log-prob head inside a policy of two data-parallel ranks: its weight's gradient is added to
+"""Test the log-prob head in a policy of two data-parallel ranks: its weight gradient is added to
 Megatron's buffer, and neither the head nor the loss makes the host wait for the device."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOSS = loss_with()
 
 
 class Waits(TorchDispatchMode):
-    """Records operations whose result the host must read from the device, by name."""
+    """Record the names of operations whose result the host must read from the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Waits(TorchDispatchMode):
 
 @contextmanager
 def head_and_loss_watched(chunk: Any) -> Iterator[Waits]:
-    """Watch what runs between the end of a chunk's forward pass and that of the loss."""
+    """Record operations from the end of a chunk's forward pass to the end of the loss."""
     waits = Waits()
 
     def enter(*_: Any) -> None:
@@ -76,18 +76,18 @@ def observe(exchange: Ranks, model: Path) -> dict[str, Any]:
     batch = random_batch(LENGTHS, vocab=VOCAB)
     chunk = policy._chunks[0]
     weight = chunk.module.head_weight
-    seen: dict[str, Any] = {"fused": policy.gradients(batch, LOSS)}
-    seen["is_added"] = weight.grad_added_to_main_grad
-    seen["overlaps"] = chunk.ddp_config.overlap_grad_reduce
+    observed: dict[str, Any] = {"fused": policy.gradients(batch, LOSS)}
+    observed["is_added"] = weight.grad_added_to_main_grad
+    observed["overlaps"] = chunk.ddp_config.overlap_grad_reduce
     group = chunk.param_to_bucket_group[weight]
-    seen["counts"] = [dict(group.per_param_grad_ready_counts)[weight]]
+    observed["counts"] = [dict(group.per_param_grad_ready_counts)[weight]]
 
     head = step.linear_logprobs
-    step.linear_logprobs = lambda *args, **given: head(
-        *args, **{**given, "gradient_accumulation_fusion": False}
+    step.linear_logprobs = lambda *args, **kwargs: head(
+        *args, **{**kwargs, "gradient_accumulation_fusion": False}
     )
-    seen["separate"] = policy.gradients(batch, LOSS)
-    seen["counts"].append(group.golden_per_param_grad_ready_counts[weight])
+    observed["separate"] = policy.gradients(batch, LOSS)
+    observed["counts"].append(group.golden_per_param_grad_ready_counts[weight])
     step.linear_logprobs = head
 
     with head_and_loss_watched(chunk.module) as waits:
@@ -98,9 +98,9 @@ def observe(exchange: Ranks, model: Path) -> dict[str, Any]:
             return result
 
         policy.gradients(batch, loss)
-    seen["waits"], seen["num_operations"] = waits.names, waits.num_operations
+    observed["waits"], observed["num_operations"] = waits.names, waits.num_operations
     policy.close()
-    return seen
+    return observed
 
 
 def test_the_gradient_of_an_untied_head_is_added_to_the_buffer(tmp_path: Path) -> None:
@@ -108,14 +108,14 @@ def test_the_gradient_of_an_untied_head_is_added_to_the_buffer(tmp_path: Path) -
     for model in models:
         is_tied = model.name == "tied"
         make_random_model("qwen3", model, seed=1, tie_word_embeddings=is_tied, vocab_size=VOCAB)
-    for observed in run_ranks(observe_both, 2, 2, *models):
-        for seen, is_tied in zip(observed, (False, True), strict=True):
-            assert seen["is_added"] != is_tied
+    for by_model in run_ranks(observe_both, 2, 2, *models):
+        for observed, is_tied in zip(by_model, (False, True), strict=True):
+            assert observed["is_added"] != is_tied
             # Megatron's hook ran for this weight, and expects it before it reduces the bucket.
-            assert seen["overlaps"] and seen["counts"] == [1, 1]
-            (loss, fused), (wanted_loss, separate) = seen["fused"], seen["separate"]
-            assert loss == wanted_loss and fused.keys() == separate.keys()
+            assert observed["overlaps"] and observed["counts"] == [1, 1]
+            (loss, fused), (expected_loss, separate) = observed["fused"], observed["separate"]
+            assert loss == expected_loss and fused.keys() == separate.keys()
             for name, gradient in fused.items():
                 assert torch.equal(gradient, separate[name]), name
                 assert gradient.any(), name
-            assert seen["num_operations"] > 100 and seen["waits"] == []
+            assert observed["num_operations"] > 100 and observed["waits"] == []

@@ -1,5 +1,8 @@
-"""DeepSeek-V3: HF = Megatron on one process = any layout, as in test_policy.py: log-probs, entropy,
-every gradient, and loss, gradient norm and weights over three updates. All in float32."""
+"""Compare DeepSeek-V3 in HF, in Megatron on one process and in other layouts, like test_policy.py.
+
+Log-probs, entropy, every gradient, and loss, gradient norm and weights over three updates agree in
+float32.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tests.helpers.ranks import run_ranks
 from tests.parity.test_policy import CLIP, LENGTHS, LR, Observed, check_same, hf_observed
 
 YARN = {
-    # Of eight frequencies two are kept, four divided, and two in between.
+    # Of eight frequencies, two are kept, four divided and two interpolated.
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
     "factor": 5.0,
@@ -38,8 +41,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 BIAS = "mlp.gate.e_score_correction_bias"
 
-ONE: dict[str, dict[str, Any]] = {"packed": {}, "padded": {"train__packing": "false"}}
-TWO: dict[str, dict[str, Any]] = {
+ONE_RANK: dict[str, dict[str, Any]] = {"packed": {}, "padded": {"train__packing": "false"}}
+TWO_RANKS: dict[str, dict[str, Any]] = {
     "tp2": {"policy__tensor_parallel": 2, "policy__sequence_parallel": "true"},
     "pp2": {"policy__pipeline_parallel": 2, "policy__first_stage_layers": 1},
     "ep2": {"policy__expert_parallel": 2},
@@ -51,12 +54,12 @@ TWO: dict[str, dict[str, Any]] = {
         "train__packing": "false",
     },
 }
-# Megatron trains experts on tensor-parallel ranks with sequence parallelism alone.
+# Megatron trains experts on tensor-parallel ranks only with sequence parallelism.
 DENSE = {"tp2_alone": {"policy__tensor_parallel": 2}}
 
 
 def observe(rank: int, world_size: int, folders: dict[str, str], layouts: Any) -> Any:
-    """What each layout gives for each model."""
+    """Return the Observed of each (model, layout)."""
     from dapo_megatron.data.packing import plan_microbatches
     from dapo_megatron.policy.policy import MegatronPolicy
 
@@ -66,43 +69,43 @@ def observe(rank: int, world_size: int, folders: dict[str, str], layouts: Any) -
         loss_with(**CLIP),
     )
     plan = partial(plan_microbatches, max_tokens=128)
-    seen = {}
+    observed = {}
     for model, folder in folders.items():
-        for name, layout in layouts.items():
+        for layout_name, layout in layouts.items():
             plain = {"policy__tensor_parallel": 1, "policy__sequence_parallel": "false"}
             config = tiny_config(model__path=folder, **{**plain, **layout})
             policy = MegatronPolicy(config, Ranks(rank, world_size, rank), plan)
             logprobs = policy.logprobs(batch)
             _, gradients = policy.gradients(batch, loss)
-            before = {each: tensor.clone() for each, tensor in policy.weights()}
+            before = {name: tensor.clone() for name, tensor in policy.weights()}
             stats = [policy.update(batch, loss, LR) for _ in range(3)]
-            moved = {each: tensor - before[each] for each, tensor in policy.weights()}
+            moved = {name: tensor - before[name] for name, tensor in policy.weights()}
             policy.close()
-            seen[model, name] = Observed(
+            observed[model, layout_name] = Observed(
                 logprobs.logprobs,
                 logprobs.entropy,
                 gradients,
-                [one.loss for one in stats],
-                [one.grad_norm for one in stats],
+                [update.loss for update in stats],
+                [update.grad_norm for update in stats],
                 moved,
             )
-    return seen
+    return observed
 
 
-def check(seen: Observed, wanted: Observed) -> None:
-    """The bounds are those of test_policy.py; the router's bias is not trained."""
-    biases = {name for name in seen.moved if name.endswith(BIAS)}
+def check(actual: Observed, expected: Observed) -> None:
+    """Assert the bounds of test_policy.py, and that the router's bias is not trained."""
+    biases = {name for name in actual.moved if name.endswith(BIAS)}
     for name in biases:
-        assert not seen.moved[name].any()
-        assert not seen.gradients[name].any()
-    check_same(without(seen, biases), without(wanted, biases))
+        assert not actual.moved[name].any()
+        assert not actual.gradients[name].any()
+    check_same(without(actual, biases), without(expected, biases))
 
 
-def without(seen: Observed, names: set[str]) -> Observed:
+def without(actual: Observed, names: set[str]) -> Observed:
     def others(tensors: Mapping[str, Any]) -> dict[str, Any]:
         return {name: tensor for name, tensor in tensors.items() if name not in names}
 
-    return replace(seen, gradients=others(seen.gradients), moved=others(seen.moved))
+    return replace(actual, gradients=others(actual.gradients), moved=others(actual.moved))
 
 
 @pytest.fixture(scope="module")
@@ -115,28 +118,32 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def one(folders: dict[str, str]) -> dict[tuple[str, str], Observed]:
-    return run_ranks(observe, 1, 1, folders, ONE)[0]
+def one_rank(folders: dict[str, str]) -> dict[tuple[str, str], Observed]:
+    return run_ranks(observe, 1, 1, folders, ONE_RANK)[0]
 
 
 @pytest.fixture(scope="module")
-def two(folders: dict[str, str]) -> dict[tuple[str, str], Observed]:
+def two_ranks(folders: dict[str, str]) -> dict[tuple[str, str], Observed]:
     sparse = {name: folder for name, folder in folders.items() if name != "dense"}
-    seen = run_ranks(observe, 2, 2, sparse, TWO)[0]
-    return {**seen, **run_ranks(observe, 2, 2, {"dense": folders["dense"]}, DENSE)[0]}
+    observed = run_ranks(observe, 2, 2, sparse, TWO_RANKS)[0]
+    return {**observed, **run_ranks(observe, 2, 2, {"dense": folders["dense"]}, DENSE)[0]}
 
 
-@pytest.mark.parametrize("rows", ONE)
+@pytest.mark.parametrize("rows", ONE_RANK)
 @pytest.mark.parametrize("model", MODELS)
-def test_hf_equals_megatron(model: str, rows: str, folders: dict[str, str], one: Any) -> None:
-    wanted = hf_observed(Path(folders[model]), random_batch(LENGTHS, vocab=99), 1.0)
-    check(one[model, rows], wanted)
+def test_megatron_on_one_rank_equals_hf(
+    model: str, rows: str, folders: dict[str, str], one_rank: Any
+) -> None:
+    expected = hf_observed(Path(folders[model]), random_batch(LENGTHS, vocab=99), 1.0)
+    check(one_rank[model, rows], expected)
 
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [(model, layout) for model in ("yarn", "whole_query") for layout in TWO]
+    [(model, layout) for model in ("yarn", "whole_query") for layout in TWO_RANKS]
     + [("dense", layout) for layout in DENSE],
 )
-def test_layout_gives_the_same(model: str, layout: str, one: Any, two: Any) -> None:
-    check(two[model, layout], one[model, "packed"])
+def test_every_layout_gives_the_result_of_one_rank(
+    model: str, layout: str, one_rank: Any, two_ranks: Any
+) -> None:
+    check(two_ranks[model, layout], one_rank[model, "packed"])

@@ -1,8 +1,8 @@
-"""`doctor layouts` on real ranks: every layout gives the gradient of one process, and a policy with
-a classic fault is found out, by exactly the rows that the fault touches.
+"""Run `doctor layouts` on real ranks: every layout gives the gradient of one process, and a fault
+in the policy fails exactly the rows that it affects.
 
-Fast: two ranks, the skewed split. The whole matrix on four ranks, of eight models: `make
-test-layouts`.
+By default on two ranks with the skewed split. `make test-layouts` runs the full matrix on four
+ranks for all models.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Rows = dict[str, dict[str, Any]]
 def doctor(
     folder: Path, *arguments: str, ranks: int = 2, fault: str = "none"
 ) -> tuple[int, Rows, str]:
-    """Run the command; its exit code, its rows by the name of the case, and what it printed."""
-    figures = folder / "figures.json"
+    """Run the command. Return its exit code, its rows by case name, and its output."""
+    report = folder / "figures.json"
     ran = run(
         *("-m", "tests.helpers.broken_doctor", fault, "--ranks", ranks),
-        *("doctor", "layouts", *arguments, "--json", figures),
+        *("doctor", "layouts", *arguments, "--json", report),
         environment={**environment_without_launcher(), "OMP_NUM_THREADS": "1"},
     )
-    said = ran.stdout + ran.stderr[-4000:]
-    assert figures.exists(), said
-    rows = json.loads(figures.read_text(encoding="utf-8"))["rows"]
-    return ran.returncode, {_name(row): row for row in rows}, said
+    output = ran.stdout + ran.stderr[-4000:]
+    assert report.exists(), output
+    rows = json.loads(report.read_text(encoding="utf-8"))["rows"]
+    return ran.returncode, {_name(row): row for row in rows}, output
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -51,7 +51,7 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def cases(config: str, precision: str, only: str) -> list[str]:
-    """The names that the command's rows must have on two ranks."""
+    """Return the case names that the command must report on two ranks."""
     loaded = load_config(REPOSITORY / CONFIGS[config])
     hf = read_json(REPOSITORY / loaded.model.path / "config.json")
     arch = shrink(architecture(hf), loaded.policy)
@@ -68,14 +68,14 @@ def check(row: dict[str, Any], precision: str) -> None:
     assert row["ok"]
 
 
-# ------------------------------------------------------------------ the proof, on two ranks
+# ------------------------------------------------------------------ on two ranks
 
 FAST = [
     ("tiny_cpu", "float64", "skewed, packed"),
     ("tiny_cpu", "float64", "CP2, skewed, padded"),
     ("tiny_moe", "float32", "skewed, packed"),
 ]
-"""(config, precision, --only). Padded rows: test_latent.py has tensor parallelism."""
+"""(config, precision, --only). test_latent.py tests padded rows with tensor parallelism."""
 
 
 @pytest.fixture(scope="module")
@@ -108,25 +108,25 @@ def test_a_layout_gives_the_gradient_of_one_process(
 
 
 @pytest.mark.parametrize(("config", "only"), [(config, only) for config, _, only in FAST])
-def test_the_command_says_so(config: str, only: str, fast: Any) -> None:
-    code, rows, said = fast[config, only]
+def test_the_command_reports_that_all_cases_agree(config: str, only: str, fast: Any) -> None:
+    code, rows, output = fast[config, only]
     assert code == 0
-    assert ("the case agrees" if len(rows) == 1 else f"all {len(rows)} cases agree") in said
+    assert ("the case agrees" if len(rows) == 1 else f"all {len(rows)} cases agree") in output
 
 
-# ------------------------------------------------------------------ faults that must be found
+# ------------------------------------------------------------------ faults that must be detected
 
-Touched = Callable[[str], bool]
-FAULTS: list[tuple[str, str, Touched]] = [
+Affects = Callable[[str], bool]
+FAULTS: list[tuple[str, str, Affects]] = [
     ("times_data_parallel", "tiny_cpu", lambda case: case.startswith("DP2")),
 ]
-MORE_FAULTS: list[tuple[str, str, Touched]] = [
+MORE_FAULTS: list[tuple[str, str, Affects]] = [
     ("mean_of_means", "tiny_cpu", lambda case: True),
     ("double_context_parallel", "tiny_cpu", lambda case: "CP2" in case),
     ("norms_not_added", "tiny_cpu", lambda case: "+SP" in case),
     ("norms_not_added", "tiny_moe", lambda case: "+SP" in case),
     ("balance_by_tokens", "tiny_moe", lambda case: "balance" in case),
-    # Experts over data-parallel ranks are data parallel all the same.
+    # With expert parallelism, the other weights are still data parallel.
     (
         "times_data_parallel",
         "tiny_moe",
@@ -136,24 +136,24 @@ MORE_FAULTS: list[tuple[str, str, Touched]] = [
 
 
 @pytest.mark.parametrize(
-    ("fault", "config", "only", "touched"),
-    [(fault, config, "P2, skewed, packed", touched) for fault, config, touched in FAULTS]
+    ("fault", "config", "only", "affects"),
+    [(fault, config, "P2, skewed, packed", affects) for fault, config, affects in FAULTS]
     + [
-        pytest.param(fault, config, "skewed, packed", touched, marks=pytest.mark.long)
-        for fault, config, touched in FAULTS + MORE_FAULTS
+        pytest.param(fault, config, "skewed, packed", affects, marks=pytest.mark.long)
+        for fault, config, affects in FAULTS + MORE_FAULTS
     ],
 )
-def test_a_fault_fails_the_rows_it_touches(
-    fault: str, config: str, only: str, touched: Touched, tmp_path: Path
+def test_a_fault_fails_exactly_the_rows_it_affects(
+    fault: str, config: str, only: str, affects: Affects, tmp_path: Path
 ) -> None:
-    code, rows, said = doctor(tmp_path, CONFIGS[config], "--only", only, fault=fault)
-    assert code == 1, said
+    code, rows, output = doctor(tmp_path, CONFIGS[config], "--only", only, fault=fault)
+    assert code == 1, output
     wrong = {name for name, row in rows.items() if not row["ok"]}
-    assert wrong == {name for name in rows if touched(name)}, said
+    assert wrong == {name for name in rows if affects(name)}, output
     assert all("gradient" in rows[name]["failures"] for name in wrong)
 
 
-# ------------------------------------------------------------------ the whole matrix
+# ------------------------------------------------------------------ the full matrix
 
 MODELS = {
     **RANDOM_MODELS,
@@ -168,14 +168,16 @@ IN_FLOAT32 = ("qwen3_tied", "qwen2_bias", "llama", "qwen3_moe")
     ("model", "precision"),
     [(model, "float64") for model in MODELS] + [(model, "float32") for model in IN_FLOAT32],
 )
-def test_the_whole_matrix(model: str, precision: str, tmp_path: Path) -> None:
+def test_every_row_of_the_full_matrix_agrees_with_one_process(
+    model: str, precision: str, tmp_path: Path
+) -> None:
     family, overrides = MODELS[model]
     folder = make_random_model(family, tmp_path / "model", **overrides)
     config = CONFIGS["tiny_moe" if "moe" in model else "tiny_cpu"]
-    code, rows, said = doctor(
+    code, rows, output = doctor(
         tmp_path, config, f"model.path={folder}", "--precision", precision, ranks=4
     )
-    assert code == 0, said
+    assert code == 0, output
     assert len(rows) > 80
     for row in rows.values():
         check(row, precision)

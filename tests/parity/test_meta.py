@@ -1,5 +1,6 @@
-"""The bridge's table against Megatron-core's own modules at the sizes of published checkpoints, in
-the layouts that runs of them would have. (Transformer Engine's: tests/gpu_stack/test_te_meta.py.)
+"""Compare `layout_of` with Megatron-core's modules at the sizes and layouts of published models.
+
+tests/gpu_stack/test_te_meta.py does the same with Transformer Engine's layers.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ LAYOUTS: dict[str, dict[str, int | bool]] = {
 
 
 def published_cases() -> dict[str, Case]:
-    """The layouts above, and those of the files in model_configs that are of a published model."""
+    """Return the layouts above, and those of the files in model_configs with a published model."""
     cases = {
         model: (PUBLISHED[model][1], PolicyConfig(**layout, precision="bfloat16"))
         for model, layout in LAYOUTS.items()
@@ -55,12 +56,12 @@ def published_cases() -> dict[str, Case]:
     return cases
 
 
-def test_published_sizes() -> None:
+def test_names_and_shapes_equal_those_of_megatron_at_published_sizes() -> None:
     cases = published_cases()
     local = {"kernels": "local", "fp8": None}
     changed = [(hf, policy.model_copy(update=local)) for hf, policy in cases.values()]
     [results] = run_ranks(differences, 1, changed, False)
-    for name, found in zip(cases, results, strict=True):
-        for rank, (wrong, num_parameters) in found.items():
-            assert not wrong, (name, rank, wrong)
+    for name, by_rank in zip(cases, results, strict=True):
+        for rank, (mismatches, num_parameters) in by_rank.items():
+            assert not mismatches, (name, rank, mismatches)
             assert num_parameters > 10

@@ -1,4 +1,4 @@
-"""A pass over micro-batches: the host does not wait for a GPU in it, and padding of rows changes no
+"""Test passes over micro-batches: the host does not wait for the GPU, and padding rows changes no
 gradient."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.helpers.synchronizations import Synchronizations, policy_tensors
 LENGTHS = (5, 40, 17, 9, 30, 22, 38, 11)
 PREFERRED = 64
 ROOM = 200
-"""Tokens of a padded micro-batch; the plan makes them of at most 64."""
+"""Maximum tokens of a padded micro-batch. The plan makes micro-batches of at most 64."""
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {"tie_word_embeddings": True}),
@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "latent": ("deepseek_v3", {}),
 }
 PADDED = {"train__packing": "false"}
-ONE: dict[str, tuple[str, dict[str, Any]]] = {
+ONE_RANK: dict[str, tuple[str, dict[str, Any]]] = {
     "packed": ("dense", {}),
     "padded": ("dense", PADDED),
     "recomputed": ("deep", {"policy__recompute": "full"}),
@@ -41,7 +41,7 @@ ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "latent": ("latent", {}),
     "latent_padded": ("latent", PADDED),
 }
-TWO: dict[str, tuple[str, dict[str, Any]]] = {
+TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "cp2": ("dense", {"policy__context_parallel": 2}),
     "pp2": ("dense", {"policy__pipeline_parallel": 2}),
     "vpp2": ("deep", {"policy__pipeline_parallel": 2, "policy__virtual_pipeline_parallel": 2}),
@@ -49,8 +49,8 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @dataclass
-class Seen:
-    """What a rank saw in one case."""
+class Observed:
+    """Waits, row lengths and gradients of a rank in one case."""
 
     num_micro: int
     in_logprobs: Counter[str]
@@ -61,21 +61,21 @@ class Seen:
     padded_gradients: dict[str, Tensor]
 
 
-def observe(rank: int, world_size: int, folders: dict[str, str], cases: Any) -> dict[str, Seen]:
-    """What this rank sees in each case."""
+def observe(rank: int, world_size: int, folders: dict[str, str], cases: Any) -> dict[str, Observed]:
+    """Return the observations of this rank in each case."""
     return {
         name: _observe(Ranks(rank, world_size, rank), folders[model], overrides)
         for name, (model, overrides) in cases.items()
     }
 
 
-def _observe(exchange: Ranks, folder: str, overrides: dict[str, Any]) -> Seen:
+def _observe(exchange: Ranks, folder: str, overrides: dict[str, Any]) -> Observed:
     from dapo_megatron.data.packing import plan_microbatches
     from dapo_megatron.plan.rows import row_multiple, sequence_multiple
     from dapo_megatron.policy.policy import MegatronPolicy
 
-    given = {"policy__tensor_parallel": 1, "policy__precision": "float64", **overrides}
-    config = tiny_config(model__path=folder, **given)
+    settings = {"policy__tensor_parallel": 1, "policy__precision": "float64", **overrides}
+    config = tiny_config(model__path=folder, **settings)
     plan = partial(
         plan_microbatches,
         max_tokens=64 * config.policy.context_parallel,
@@ -89,7 +89,7 @@ def _observe(exchange: Ranks, folder: str, overrides: dict[str, Any]) -> Seen:
     def lengths() -> set[int]:
         return {rows.tokens.shape[1] for rows in policy._microbatches(batch)}
 
-    plain = lengths(), policy.gradients(batch, loss)[1]
+    not_padded = lengths(), policy.gradients(batch, loss)[1]
     shape = policy._rows
     policy._rows = replace(shape, preferred_multiple=PREFERRED, max_tokens=ROOM)
     padded = lengths(), policy.gradients(batch, loss)[1]
@@ -103,18 +103,18 @@ def _observe(exchange: Ranks, folder: str, overrides: dict[str, Any]) -> Seen:
         in_update = Counter(places)
     num_micro = len(policy._microbatches(batch))
     policy.close()
-    return Seen(num_micro, in_logprobs, in_update, *plain, *padded)
+    return Observed(num_micro, in_logprobs, in_update, *not_padded, *padded)
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Seen]]:
+def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Observed]]:
     folder = tmp_path_factory.mktemp("models")
     folders = {
         name: str(make_random_model(family, Path(folder) / name, **overrides))
         for name, (family, overrides) in MODELS.items()
     }
-    ranks: dict[str, list[Seen]] = {}
-    for world_size, cases in ((1, ONE), (2, TWO)):
+    ranks: dict[str, list[Observed]] = {}
+    for world_size, cases in ((1, ONE_RANK), (2, TWO_RANKS)):
         for rank in run_ranks(observe, world_size, world_size, folders, cases):
             for name, result in rank.items():
                 ranks.setdefault(name, []).append(result)
@@ -130,15 +130,15 @@ EVERY_UPDATE = {
     "clip_grads.py:get_grad_norm_fp32 _local_scalar_dense": 1,
     "policy.py:_means tolist": 1,
 }
-"""Waits for each call, whatever the number of micro-batches."""
+"""Waits per call, for any number of micro-batches."""
 EXPERTS = ("experts.py:", "moe_utils.py:")
 """Files of Megatron's own expert layers. Transformer Engine's, on a GPU, have other code there."""
 
 
-@pytest.mark.parametrize("case", [*ONE, *TWO])
-def test_the_host_waits_only_where_it_must(case: str, seen: dict[str, list[Seen]]) -> None:
-    """None per layer, and none per micro-batch except those of the head."""
-    for rank in seen[case]:
+@pytest.mark.parametrize("case", [*ONE_RANK, *TWO_RANKS])
+def test_the_host_waits_only_where_it_must(case: str, observed: dict[str, list[Observed]]) -> None:
+    """It never waits per layer, and per micro-batch only in the head."""
+    for rank in observed[case]:
         assert rank.num_micro >= 2
         for places, every_call, of_head in (
             (rank.in_logprobs, EVERY_LOGPROBS, HEAD_IN_LOGPROBS),
@@ -154,18 +154,20 @@ def test_the_host_waits_only_where_it_must(case: str, seen: dict[str, list[Seen]
             assert not excess
 
 
-def test_waits_are_counted(seen: dict[str, list[Seen]]) -> None:
-    assert seen["packed"][0].in_logprobs["policy.py:logprobs cpu"] == 1
-    assert seen["packed"][0].in_update["policy.py:_means tolist"] == 1
-    assert sum(seen["experts"][0].in_update.values()) > sum(seen["packed"][0].in_update.values())
+def test_waits_are_counted(observed: dict[str, list[Observed]]) -> None:
+    assert observed["packed"][0].in_logprobs["policy.py:logprobs cpu"] == 1
+    assert observed["packed"][0].in_update["policy.py:_means tolist"] == 1
+    assert sum(observed["experts"][0].in_update.values()) > sum(
+        observed["packed"][0].in_update.values()
+    )
 
 
 # ------------------------------------------------------------------ padding
 
 
-@pytest.mark.parametrize("case", [*ONE, *TWO])
-def test_padding_rows_changes_no_gradient(case: str, seen: dict[str, list[Seen]]) -> None:
-    for rank in seen[case]:
+@pytest.mark.parametrize("case", [*ONE_RANK, *TWO_RANKS])
+def test_padding_rows_changes_no_gradient(case: str, observed: dict[str, list[Observed]]) -> None:
+    for rank in observed[case]:
         assert len(rank.padded_lengths) < len(rank.lengths)
         assert min(rank.padded_lengths) > min(rank.lengths)
         for name, gradient in rank.gradients.items():

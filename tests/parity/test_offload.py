@@ -1,6 +1,9 @@
-"""Parts of the policy leave memory and come back, to the last bit: all subsets of parts, in layouts
-that differ in what lies where; what is away takes no memory, what stays is untouched, the bridge's
-shards are views of the weights again, and a run that does it at every step is the run without."""
+"""Test offloading of all subsets of the policy's parts, in several layouts.
+
+Offloaded parts take no device memory, onloading restores them bitwise, the other parts are
+unchanged, and shards are views of the weights again. A run that offloads at every step gives the
+results of a run without offloading.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,17 @@ LOSS = loss_with()
 PARTS = ("weights", "gradients", "optimizer")
 SUBSETS = list(chain.from_iterable(combinations(PARTS, size) for size in range(len(PARTS) + 1)))
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dp2": ("qwen3", {"policy__precision": "bfloat16"}),  # float32 copies beside the weights
+    "dp2": ("qwen3", {"policy__precision": "bfloat16"}),  # float32 copies next to the weights
     "tp2": ("qwen3", {"policy__tensor_parallel": 2}),
     "interleaved": (
         "qwen3",
         {"policy__pipeline_parallel": 2, "policy__virtual_pipeline_parallel": 2},
     ),
-    "ep2": ("deepseek_v3", {"policy__expert_parallel": 2}),  # a bias that is not trained
+    "ep2": ("deepseek_v3", {"policy__expert_parallel": 2}),  # with a bias that is not trained
     "dp2 on the host": ("qwen3", {"optimizer__cpu_offload": 0.5, "policy__precision": "bfloat16"}),
 }
 CHUNK_BYTES = 2**14
-"""So that storages lie across the chunks of host memory."""
+"""Small, so that storages cross the boundaries of chunks of host memory."""
 
 
 def build(exchange: Ranks, models: Path, layout: str, parts: tuple[str, ...] = ()) -> Any:
@@ -46,9 +49,9 @@ def build(exchange: Ranks, models: Path, layout: str, parts: tuple[str, ...] = (
 
     offload.CHUNK_BYTES = CHUNK_BYTES
     model, keys = LAYOUTS[layout]
-    given = {"policy__tensor_parallel": 1, "train__max_tokens_per_microbatch": 128, **keys}
+    settings = {"policy__tensor_parallel": 1, "train__max_tokens_per_microbatch": 128, **keys}
     config = tiny_config(
-        model__path=models / model, policy__offload="[" + ",".join(parts) + "]", **given
+        model__path=models / model, policy__offload="[" + ",".join(parts) + "]", **settings
     )
     return MegatronPolicy(config, exchange, planner(config.policy, config.train))
 
@@ -58,32 +61,32 @@ def batch(seed: int) -> Any:
 
 
 def steps(policy: Any) -> list[Any]:
-    """Three rollout steps, the policy away between them; what comes of them."""
-    seen = []
+    """Do three steps, offloading the policy between them. Return all results and the weights."""
+    results = []
     for seed in range(3):
         policy.offload()
         policy.offload()
         policy.onload()
         policy.onload()
-        seen += [policy.logprobs(batch(seed)).logprobs, policy.update(batch(seed), LOSS, 1e-3)]
-        seen.append({name: tensor.clone() for name, tensor in policy.weights()})
-    return seen
+        results += [policy.logprobs(batch(seed)).logprobs, policy.update(batch(seed), LOSS, 1e-3)]
+        results.append({name: tensor.clone() for name, tensor in policy.weights()})
+    return results
 
 
 def storages(policy: Any) -> dict[str, list[UntypedStorage]]:
-    """Of each part, found in another way than the code does: by what Megatron's objects hold."""
-    found: dict[str, list[UntypedStorage]] = {part: [] for part in PARTS}
+    """Return the storages of each part, collected from Megatron's objects and not by offload.py."""
+    by_part: dict[str, list[UntypedStorage]] = {part: [] for part in PARTS}
 
     def add(part: str, tensor: Tensor) -> None:
-        found[part].append(tensor.untyped_storage())
+        by_part[part].append(tensor.untyped_storage())
 
     for chunk in policy._chunks:
         for parameter in chunk.module.parameters():
             add("weights", parameter)
             if parameter.requires_grad:
                 add("gradients", parameter.main_grad)
-    for one in policy._optimizer.chained_optimizers:
-        inner = one.optimizer
+    for optimizer in policy._optimizer.chained_optimizers:
+        inner = optimizer.optimizer
         for adam in getattr(inner, "sub_optimizers", [inner]):
             if adam in getattr(inner, "cpu_optimizers", ()):
                 continue
@@ -91,22 +94,22 @@ def storages(policy: Any) -> dict[str, list[UntypedStorage]]:
                 for name in ("exp_avg", "exp_avg_sq", "master_param"):
                     if name in state:
                         add("optimizer", state[name])
-        for group in one.shard_fp32_from_float16_groups:
+        for group in optimizer.shard_fp32_from_float16_groups:
             for copy in filter(torch.is_tensor, group):
                 add("optimizer", copy)
-    return found
+    return by_part
 
 
 def contents(policy: Any, parts: tuple[str, ...]) -> list[Tensor]:
     return [
-        torch.empty(0, dtype=torch.uint8).set_(one).clone()
+        torch.empty(0, dtype=torch.uint8).set_(storage).clone()
         for part in parts
-        for one in storages(policy)[part]
+        for storage in storages(policy)[part]
     ]
 
 
-def there_and_back(policy: Any, parts: tuple[str, ...], seed: int) -> None:
-    """Once, with all that should hold on the way."""
+def offload_and_onload(policy: Any, parts: tuple[str, ...], seed: int) -> None:
+    """Offload and onload `parts` twice, and check memory, contents and refused calls."""
     from dapo_megatron.policy.offload import Offload
 
     policy._memory = memory = Offload(parts, policy._chunks, policy._optimizer)
@@ -118,7 +121,9 @@ def there_and_back(policy: Any, parts: tuple[str, ...], seed: int) -> None:
     for _ in range(2):
         policy.offload()
         for part, held in storages(policy).items():
-            assert bool(held) and all((one.nbytes() == 0) == (part in parts) for one in held), part
+            assert bool(held) and all(
+                (storage.nbytes() == 0) == (part in parts) for storage in held
+            ), part
         if parts:
             with pytest.raises(AssertionError, match="onload"):
                 policy.logprobs(batch(seed))
@@ -129,23 +134,23 @@ def there_and_back(policy: Any, parts: tuple[str, ...], seed: int) -> None:
         policy.onload()
         assert all(map(torch.equal, contents(policy, keeping), before))
         assert all(map(torch.equal, (shard.read() for shard in shards), read))
-    assert memory._host.num_bytes == size  # used again
+    assert memory._host.num_bytes == size  # host memory is reused
     assert bool(size) == bool({"weights", "optimizer"} & set(parts))
 
 
 def run(rank: int, world_size: int, models: Path) -> dict[str, Any]:
-    exchange, seen = Ranks(rank, world_size, rank), {}
+    exchange, by_layout = Ranks(rank, world_size, rank), {}
     for layout in LAYOUTS:
-        found = []
+        results = []
         for parts in ((), PARTS):
             policy = build(exchange, models, layout, parts)
-            found.append(steps(policy))
+            results.append(steps(policy))
             if parts:
                 for seed, subset in enumerate(SUBSETS):
-                    there_and_back(policy, subset, seed)
+                    offload_and_onload(policy, subset, seed)
             policy.close()
-        seen[layout] = found
-    return seen
+        by_layout[layout] = results
+    return by_layout
 
 
 @pytest.fixture(scope="module")
@@ -159,16 +164,16 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_policy_that_comes_and_goes_is_the_policy_that_stays(layout: str, ranks: Any) -> None:
+def test_offloading_between_steps_changes_no_result(layout: str, ranks: Any) -> None:
     for rank in ranks:
-        staying, going = rank[layout]
-        for one, other in zip(staying, going, strict=True):
-            if isinstance(one, Tensor):
-                assert torch.equal(one, other)
-            elif isinstance(one, dict):
-                assert all(torch.equal(one[name], other[name]) for name in one)
+        staying, offloading = rank[layout]
+        for expected, actual in zip(staying, offloading, strict=True):
+            if isinstance(expected, Tensor):
+                assert torch.equal(expected, actual)
+            elif isinstance(expected, dict):
+                assert all(torch.equal(expected[name], actual[name]) for name in expected)
             else:
-                assert one == other
+                assert expected == actual
 
 
 def storages_of(sizes: list[int]) -> Iterator[Tensor]:
@@ -178,7 +183,7 @@ def storages_of(sizes: list[int]) -> Iterator[Tensor]:
 
 
 @given(st.lists(st.integers(0, 3000), max_size=8), st.sampled_from([512, 1024, 4096]))
-def test_host_memory_gives_back_what_it_keeps(sizes: list[int], chunk_bytes: int) -> None:
+def test_host_memory_restores_what_was_saved(sizes: list[int], chunk_bytes: int) -> None:
     from dapo_megatron.policy import offload
 
     with pytest.MonkeyPatch.context() as patch:
@@ -186,11 +191,11 @@ def test_host_memory_gives_back_what_it_keeps(sizes: list[int], chunk_bytes: int
         memory = offload.HostMemory()
         for _ in range(2):
             tensors = list(storages_of(sizes))
-            memory.save([one.untyped_storage() for one in tensors])
-            wanted = [one.clone() for one in tensors]
-            for one in tensors:
-                one.fill_(7)
-            memory.restore([one.untyped_storage() for one in tensors])
-            assert all(map(torch.equal, tensors, wanted))
+            memory.save([tensor.untyped_storage() for tensor in tensors])
+            expected = [tensor.clone() for tensor in tensors]
+            for tensor in tensors:
+                tensor.fill_(7)
+            memory.restore([tensor.untyped_storage() for tensor in tensors])
+            assert all(map(torch.equal, tensors, expected))
         aligned = sum(-(-size // 512) * 512 for size in sizes)
         assert memory.num_bytes < aligned + chunk_bytes

@@ -1,7 +1,9 @@
-"""Whose AdamW, in which precision, and where its state lives: Megatron's around torch's does what
-the golden vectors say; state in host memory gives the same updates; and a checkpoint is read by
-another optimizer than saved it. Transformer Engine's needs a GPU: here a stand-in for it with the
-same state (tests/helpers/fused_adam.py)."""
+"""Test AdamW kernels, state precision and state in host memory.
+
+Megatron's optimizer with torch's AdamW reproduces the golden vectors, state in host memory gives
+the same updates, and another optimizer can load a checkpoint. Transformer Engine's AdamW needs a
+GPU, so tests/helpers/fused_adam.py replaces it.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,20 @@ from tests.parity.test_reshard import differences, equal, largest
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "dapo.json").read_text())["adamw"]
 SHARES = (0.0, 0.5, 1.0)
 TOLERANCES = {1: 1e-7, 3: 1e-6}
-"""By number of updates, of float32 copies of weights, which each update of 1e-3 moves by as much:
-torch's AdamW for host memory is the fused one, which rounds in other places. From the second
-update on, that may round a weight to another bfloat16. Seen: 3.0e-8 after both."""
+"""Number of updates -> allowed difference of float32 copies of weights.
+
+Each update moves a weight by about 1e-3. For host memory torch uses its fused AdamW, which rounds
+differently. From the second update on, a weight may then round to another bfloat16. Measured:
+3.0e-8 after 1 and after 3 updates."""
 
 
 def config_of(model: Path, **keys: Any) -> Any:
-    given = {
+    settings = {
         "policy__tensor_parallel": 1,
         "train__max_tokens_per_microbatch": 128,
         **keys,
     }
-    return tiny_config(model__path=model, **given)
+    return tiny_config(model__path=model, **settings)
 
 
 def build(exchange: Ranks, model: Path, **keys: Any) -> Any:
@@ -56,7 +60,8 @@ def kept(policy: Any) -> dict[str, Tensor]:
 
 
 def golden_updates() -> list[float]:
-    """A weight under the optimizer as the policy builds it, with the gradients of the vectors."""
+    """Return the weight after each update with the gradients of the golden vectors, by an optimizer
+    built as the policy builds it."""
     from megatron.core import parallel_state
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -75,7 +80,7 @@ def golden_updates() -> list[float]:
         optimizer__weight_decay=GOLDEN["weight_decay"],
     )
 
-    class One(MegatronModule):
+    class SingleWeight(MegatronModule):
         def __init__(self) -> None:
             numbers = {"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1}
             dtype = torch.float64
@@ -87,7 +92,7 @@ def golden_updates() -> list[float]:
     after = []
     with megatron_device():
         parallel_state.initialize_model_parallel()
-        [chunk] = distribute([One()], config.policy)
+        [chunk] = distribute([SingleWeight()], config.policy)
         optimizer = build_optimizer(config, [chunk])
         for gradient, lr in zip(GOLDEN["grads"], GOLDEN["lrs"], strict=True):
             chunk.module.weight.main_grad.fill_(gradient)
@@ -103,25 +108,27 @@ def golden_updates() -> list[float]:
 
 
 def exact(folder: Path) -> dict[str, Tensor]:
-    """Weights in the precision in which they are trained."""
+    """Return the weights in the precision in which they are trained."""
     state = open_state(folder)
     return {name: state.exact(name).read(name) for name in state.weights.tensors}
 
 
 def in_host_memory(exchange: Ranks, model: Path, root: Path) -> Any:
-    """Updates with each share of the state in host memory; then each goes on from what another
-    saved. Float32 copies by number of updates and share; gradient norms of the two that saved and
-    went on."""
+    """Update with each share of the state in host memory, then resume with another share.
+
+    Return the float32 copies by number of updates and share, and for each resumed checkpoint the
+    gradient norms of the policy that saved it and of the one that loaded it.
+    """
     keys = {"policy__precision": "bfloat16"}
-    seen: dict[int, dict[float, Any]] = {number: {} for number in TOLERANCES}
+    copies: dict[int, dict[float, Any]] = {number: {} for number in TOLERANCES}
     norms = []
     for share in SHARES:
         policy = build(exchange, model, **keys, optimizer__cpu_offload=share)
         for number in range(1, 4):
             update(policy, number)
-            if number in seen:
+            if number in copies:
                 folder = save(policy, exchange, model, root / f"{share}_{number}")
-                seen[number][share] = exact(folder)
+                copies[number][share] = exact(folder)
         norms.append([update(policy, 4)])
         policy.close()
     for share, other, norm in zip((*SHARES[1:], SHARES[0]), SHARES, norms, strict=True):
@@ -131,11 +138,12 @@ def in_host_memory(exchange: Ranks, model: Path, root: Path) -> Any:
         assert not differences(root / f"{other}_3", again)
         norm.append(update(policy, 4))
         policy.close()
-    return seen, norms
+    return copies, norms
 
 
-def stand_in(exchange: Ranks, model: Path, root: Path) -> Any:
-    """Moments in bfloat16 by the stand-in: saved, loaded in the same layout and in another."""
+def replacement(exchange: Ranks, model: Path, root: Path) -> Any:
+    """Save bfloat16 moments with the replacement of FusedAdam, and load them in the same layout, in
+    another layout and with another optimizer."""
     keys = {
         "policy__precision": "bfloat16",
         "optimizer__kernels": "transformer_engine",
@@ -147,7 +155,7 @@ def stand_in(exchange: Ranks, model: Path, root: Path) -> Any:
     start = save(policy, exchange, model, root / "start")
     norms = [update(policy, seed) for seed in range(3)]
     saved, weights = save(policy, exchange, model, root / "saved"), kept(policy)
-    went_on = (update(policy, 3), kept(policy))
+    continued = (update(policy, 3), kept(policy))
     policy.close()
     policy = build(exchange, model, **keys)
     policy.load(saved)
@@ -166,17 +174,17 @@ def stand_in(exchange: Ranks, model: Path, root: Path) -> Any:
     with pytest.raises(CheckpointError) as caught:
         policy.load(wide)
     policy.close()
-    return norms, went_on, resumed, [start, saved, cut, wide], str(caught.value)
+    return norms, continued, resumed, [start, saved, cut, wide], str(caught.value)
 
 
 def run(rank: int, world_size: int, models: Path, root: Path) -> dict[str, Any]:
     exchange = Ranks(rank, world_size, rank)
-    found: dict[str, Any] = {"golden": golden_updates()}
+    results: dict[str, Any] = {"golden": golden_updates()}
     for model in ("dense", "experts"):
-        found[model] = in_host_memory(exchange, models / model, root / model)
+        results[model] = in_host_memory(exchange, models / model, root / model)
     fused_adam.install()
-    found["stand_in"] = stand_in(exchange, models / "dense", root / "stand_in")
-    return found
+    results["replacement"] = replacement(exchange, models / "dense", root / "replacement")
+    return results
 
 
 # ------------------------------------------------------------------------------- the tests
@@ -190,27 +198,27 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(run, 2, 2, models, tmp_path_factory.mktemp("saved"), timeout=900.0)
 
 
-def test_megatron_around_torchs_adamw_is_the_golden_one(ranks: Any) -> None:
+def test_megatron_with_torchs_adamw_gives_the_golden_updates(ranks: Any) -> None:
     for rank in ranks:
         assert rank["golden"] == pytest.approx(GOLDEN["params_after"], rel=1e-14)
 
 
 @pytest.mark.parametrize("model", ["dense", "experts"])
 def test_state_in_host_memory_gives_the_same_updates(model: str, ranks: Any) -> None:
-    seen, norms = ranks[0][model]
+    copies, norms = ranks[0][model]
     for number, tolerance in TOLERANCES.items():
         for share in SHARES[1:]:
-            assert largest(seen[number][share], seen[number][0.0]) <= tolerance
-    for saved, went_on in norms:  # the weights are the same: nothing has been updated yet
-        assert saved == went_on
+            assert largest(copies[number][share], copies[number][0.0]) <= tolerance
+    for saved, continued in norms:  # the norm is computed before the update, with equal weights
+        assert saved == continued
 
 
-def test_moments_in_bfloat16_by_a_stand_in_are_saved_and_go_on(ranks: Any) -> None:
+def test_bfloat16_moments_survive_a_checkpoint_and_a_change_of_layout(ranks: Any) -> None:
     for rank in ranks:
-        norms, went_on, resumed, (start, saved, cut, wide), refusal = rank["stand_in"]
+        norms, continued, resumed, (start, saved, cut, wide), refusal = rank["replacement"]
         assert len(set(norms)) == 3
-        assert resumed[0] == went_on[0]
-        assert equal(resumed[1], went_on[1])
+        assert resumed[0] == continued[0]
+        assert equal(resumed[1], continued[1])
         assert not differences(saved, cut)
         state, wider = open_state(saved), open_state(wide)
         name = next(iter(state.weights.tensors))
@@ -229,26 +237,26 @@ def test_moments_in_bfloat16_by_a_stand_in_are_saved_and_go_on(ranks: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"optimizer__kernels": "apex"}, "optimizer.kernels: apex: needs an NVIDIA GPU"),
         ({"optimizer__kernels": "transformer_engine"}, "transformer_engine: needs an NVIDIA GPU"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(keys: dict[str, Any], said: str) -> None:
+def test_kernels_without_a_gpu_are_refused(keys: dict[str, Any], message: str) -> None:
     from dapo_megatron.policy.optimizer import build_optimizer
 
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         build_optimizer(tiny_config(**keys), [])
 
 
-def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_the_first_installed_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from dapo_megatron.policy import optimizer
 
     auto = tiny_config().optimizer
     assert optimizer.kernels(auto) == "torch"  # on a CPU, whatever is installed
     monkeypatch.setattr(optimizer, "has_cuda", lambda: True)
-    for missing, chosen in [
+    for missing, expected in [
         ((), "transformer_engine"),
         (("transformer_engine",), "apex"),
         (("transformer_engine", "apex"), "torch"),
@@ -256,10 +264,10 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             optimizer, "_why_not", lambda name, gone=missing: "gone" if name in gone else None
         )
-        assert optimizer.kernels(auto) == chosen
+        assert optimizer.kernels(auto) == expected
 
 
-def test_a_strangers_apex_is_not_taken_for_nvidias(
+def test_a_package_apex_without_fused_adamw_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from dapo_megatron.policy import optimizer
@@ -270,10 +278,12 @@ def test_a_strangers_apex_is_not_taken_for_nvidias(
     monkeypatch.setattr(optimizer, "has_cuda", lambda: True)
     assert "cannot be imported" in str(optimizer._why_not("apex"))
     (tmp_path / "apex" / "optimizers.py").write_text("FusedAdam = object")
-    assert "has no fused AdamW" in str(optimizer._why_not("apex"))  # without NVIDIA's extensions
+    assert "has no fused AdamW" in str(
+        optimizer._why_not("apex")
+    )  # apex without NVIDIA's extensions
 
 
-def test_megatron_is_told_for_as_long_as_it_asks() -> None:
+def test_megatrons_adamw_is_replaced_only_inside_use_adam() -> None:
     from megatron.core import optimizer as megatron
     from megatron.core.optimizer import distrib_optimizer
 
@@ -281,6 +291,6 @@ def test_megatron_is_told_for_as_long_as_it_asks() -> None:
 
     before = megatron.Adam, megatron.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam
     with optimizer._use_adam(fused_adam.FusedAdam):
-        told = megatron.Adam, megatron.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam
-        assert told == (fused_adam.FusedAdam, False, fused_adam.FusedAdam)
+        inside = megatron.Adam, megatron.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam
+        assert inside == (fused_adam.FusedAdam, False, fused_adam.FusedAdam)
     assert before == (megatron.Adam, megatron.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam)

@@ -1,6 +1,8 @@
-"""Gradients reduced and weights gathered while the passes run are those without overlap, bit by
-bit: also where an update was abandoned, where a pass without gradients comes in between, and right
-after an update, when the gathers are still under way."""
+"""Test that overlapping communication with computation changes no result, bitwise.
+
+This also holds after an abandoned update, with a pass without gradients in between, and right after
+an update, when weights are still being gathered.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.helpers.ranks import run_ranks
 LOSS = loss_with()
 LENGTHS = (5, 40, 17, 9, 33, 4, 40, 12) * 2
 BUCKET_ELEMENTS = 3000
-"""Small enough that every model here has many buckets, some of one parameter alone."""
+"""Small enough that every model here has many buckets, some with only one parameter."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "untied": ("llama", {"num_hidden_layers": 4}),
     "tied": ("qwen3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
@@ -37,23 +39,23 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cp2": ("tied", {"context_parallel": 2}),
     "ep2": ("experts", {"expert_parallel": 2}),
     "dp2 of experts": ("latent", {}),
-    # Of four ranks.
+    # On four ranks.
     "dp2 pp2": ("tied", {"pipeline_parallel": 2}),
     "dp2 interleaved": ("untied", INTERLEAVED),
     "dp2 tp2": ("tied", {"tensor_parallel": 2, "sequence_parallel": "true"}),
     "ep2 dp2": ("experts", {"expert_parallel": 2, "precision": "float64"}),
 }
 TOLERANCES = {"ep2 dp2": 1e-9}
-"""More than two ranks are added up in an order that depends on where in a bucket a number lies."""
-TWO, FOUR = list(LAYOUTS)[:6], list(LAYOUTS)[6:]
+"""With more than two ranks, the order of sums depends on the position in a bucket."""
+ON_TWO_RANKS, ON_FOUR_RANKS = list(LAYOUTS)[:6], list(LAYOUTS)[6:]
 
 
 class Abandoned(Exception):
-    """What a loss raises when the run is asked to stop."""
+    """Raised by a loss when the run is asked to stop."""
 
 
 def abandoning(when: int) -> Any:
-    """A loss that gives up at its call number `when`, as `stoppable` in run/build.py does."""
+    """Return a loss that raises after `when` calls, like `stoppable` in run/build.py."""
     calls = []
 
     def loss(*args: Any) -> Any:
@@ -75,7 +77,7 @@ def build(exchange: Ranks, model: Path, layout: dict[str, Any], *, overlap: bool
     config = tiny_config(
         model__path=model,
         train__max_tokens_per_microbatch=64,
-        # Never clipped: the norm, a sum of squares by rank, depends on who has which bucket.
+        # Never clip: the norm is a sum of squares per rank and depends on which rank owns a bucket.
         optimizer__clip_grad=1e6,
         **{f"policy__{key}": value for key, value in keys.items()},
     )
@@ -85,19 +87,19 @@ def build(exchange: Ranks, model: Path, layout: dict[str, Any], *, overlap: bool
 def observe(exchange: Ranks, model: Path, layout: dict[str, Any], *, overlap: bool) -> Any:
     batch = partial(random_batch, LENGTHS, vocab=99)
     policy = build(exchange, model, layout, overlap=overlap)
-    seen: list[Any] = [policy.gradients(batch(seed=0), LOSS)]
+    results: list[Any] = [policy.gradients(batch(seed=0), LOSS)]
     if "pipeline_parallel" not in layout:
         for when in (0, 1):  # before the first backward pass, and after one
             with pytest.raises(Abandoned):
                 policy.update(batch(seed=7), abandoning(when), 1e-3)
     shards = policy.shards()
     for seed in range(3):
-        seen.append(policy.update(batch(seed=seed), LOSS, 1e-3))
+        results.append(policy.update(batch(seed=seed), LOSS, 1e-3))
         if seed == 1:
-            found = policy.logprobs(batch(seed=seed))
-            seen += [found.logprobs, found.entropy]
-    # As a sync reads them, without a forward pass in between.
-    under_way = sum(
+            logprobs = policy.logprobs(batch(seed=seed))
+            results += [logprobs.logprobs, logprobs.entropy]
+    # Read the shards like a sync, without a forward pass in between.
+    num_gathering = sum(
         group.param_gather_handle is not None
         for chunk in policy._chunks
         for group in chunk.bucket_groups
@@ -107,15 +109,17 @@ def observe(exchange: Ranks, model: Path, layout: dict[str, Any], *, overlap: bo
     whole = {name: tensor.clone() for name, tensor in policy.weights()}
     num_buckets = sum(len(buffer.buckets) for chunk in policy._chunks for buffer in chunk.buffers)
     policy.close()
-    return [*seen, local, whole, num_buckets, under_way]
+    return [*results, local, whole, num_buckets, num_gathering]
 
 
 def run(rank: int, world_size: int, models: Path, names: list[str]) -> Any:
-    exchange, seen = Ranks(rank, world_size, rank), {}
+    exchange, by_layout = Ranks(rank, world_size, rank), {}
     for name in names:
         model, layout = LAYOUTS[name]
-        seen[name] = [observe(exchange, models / model, layout, overlap=on) for on in (False, True)]
-    return seen
+        by_layout[name] = [
+            observe(exchange, models / model, layout, overlap=on) for on in (False, True)
+        ]
+    return by_layout
 
 
 @pytest.fixture(scope="module")
@@ -127,20 +131,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(models: Path) -> list[dict[str, Any]]:
-    return run_ranks(run, 2, 2, models, TWO)
+def two_ranks(models: Path) -> list[dict[str, Any]]:
+    return run_ranks(run, 2, 2, models, ON_TWO_RANKS)
 
 
-@pytest.mark.parametrize("layout", TWO)
-def test_nothing_changes_by_a_bit(layout: str, two: Any) -> None:
-    check(layout, two)
+@pytest.mark.parametrize("layout", ON_TWO_RANKS)
+def test_overlap_changes_no_result(layout: str, two_ranks: Any) -> None:
+    check(layout, two_ranks)
 
 
 @pytest.mark.long
-def test_nothing_changes_by_a_bit_on_four_ranks(models: Path) -> None:
-    four = run_ranks(run, 4, 4, models, FOUR, timeout=900.0)
-    for layout in FOUR:
-        check(layout, four)
+def test_overlap_changes_no_result_on_four_ranks(models: Path) -> None:
+    four_ranks = run_ranks(run, 4, 4, models, ON_FOUR_RANKS, timeout=900.0)
+    for layout in ON_FOUR_RANKS:
+        check(layout, four_ranks)
 
 
 def check(layout: str, ranks: list[dict[str, Any]]) -> None:
@@ -149,18 +153,18 @@ def check(layout: str, ranks: list[dict[str, Any]]) -> None:
             assert same(before, after, TOLERANCES.get(layout, 0.0)), layout
         if "pp2" not in layout and "interleaved" not in layout:  # later stages have one bucket
             assert overlapped[-2] > plain[-2]
-        assert plain[-1] == 0 < overlapped[-1], "nothing was under way"
+        assert plain[-1] == 0 < overlapped[-1], "no weight was still being gathered"
 
 
 def same(a: Any, b: Any, tolerance: float) -> bool:
-    """Tensors and numbers to within `tolerance`, in whatever they are in."""
+    """Compare tensors and numbers in nested containers to within `tolerance`."""
     if isinstance(a, Tensor):
         return bool((a - b).abs().max() <= tolerance)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key], tolerance) for key in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(
-            same(one, other, tolerance) for one, other in zip(a, b, strict=True)
+            same(left, right, tolerance) for left, right in zip(a, b, strict=True)
         )
     if isinstance(a, StepStats):
         norms = a.grad_norm, b.grad_norm
@@ -177,5 +181,5 @@ def one_rank(rank: int, model: Path) -> Any:
     return chunk.ddp_config.overlap_grad_reduce, chunk.ddp_config.overlap_param_gather
 
 
-def test_one_rank_has_nothing_to_overlap(models: Path) -> None:
+def test_one_rank_overlaps_nothing(models: Path) -> None:
     assert run_ranks(one_rank, 1, models / "tied") == [(False, False)]

@@ -1,5 +1,5 @@
-"""The plan against what tiny models really take on a CPU: every part, and the peaks of updates and
-log-probs within 10%."""
+"""Compare the memory estimate with measurements of tiny models on a CPU: every part, and the peaks
+of updates and log-probs within 10%."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers.models import make_random_model
 from tests.helpers.peak import PeakMemory
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(2400)  # of the measurements, before the first test
+pytestmark = pytest.mark.timeout(2400)  # the first test does the measurements
 
 LOSS = loss_with()
 SIZES = {
@@ -71,9 +71,9 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts sequence": ("experts", 2, SEQUENCE),
 }
 EVERY_DAY = {"dense bfloat16", "full", "experts", "sequence", "pipeline", "context"}
-"""The others are marked `long`."""
+"""Cases that always run. The others are marked `long`."""
 TOKENS = 1024
-"""Of a rank's micro-batch: two sequences, or four with half of each on either rank."""
+"""Tokens of a micro-batch per rank: two sequences, or halves of four with context parallelism."""
 
 
 def config_of(models: Path, case: str) -> Config:
@@ -94,14 +94,14 @@ def plan_of(models: Path, case: str) -> MemoryEstimate:
 
 
 def measure(rank: int, models: Path, root: Path, case: str) -> dict[str, Any]:
-    """Bytes of this rank: weights, gradients, peaks of an update and of log-probs, files."""
+    """Return bytes of this rank: weights, gradients, peaks of an update and of log-probs, files."""
     from dapo_megatron.policy.policy import MegatronPolicy
     from dapo_megatron.run.build import planner
 
     config, world = config_of(models, case), CASES[case][1]
     exchange = Ranks(rank, world, rank)
     policy = MegatronPolicy(config, exchange, planner(config.policy, config.train))
-    found: dict[str, Any] = {
+    num_bytes: dict[str, Any] = {
         "weights": sum(p.nbytes for model in policy._models() for p in model.parameters()),
         "gradients": sum(
             bucket.grad_data.nbytes
@@ -110,34 +110,34 @@ def measure(rank: int, models: Path, root: Path, case: str) -> dict[str, Any]:
             for bucket in buffer.buckets
         ),
     }
-    # The optimizer makes its state in the first update.
+    # The optimizer creates its state in the first update.
     policy.update(random_batch([32] * 8, vocab=2000), LOSS, 1e-3)
     num_micro = 2 * config.policy.pipeline_parallel
     rows = num_micro * data_parallel(config.policy, world) * config.policy.context_parallel
     batch = random_batch([TOKENS // 2] * 2 * rows, vocab=2000)
     with PeakMemory() as peak:
         policy.update(batch, LOSS, 1e-3)
-    found["update"] = peak.peak_bytes
+    num_bytes["update"] = peak.peak_bytes
     with PeakMemory() as peak:
         policy.logprobs(batch)
-    found["logprobs"] = peak.peak_bytes
+    num_bytes["logprobs"] = peak.peak_bytes
     folder = root / case
     folder.mkdir(parents=True, exist_ok=True)
     policy.snapshot().write(folder)
     exchange.barrier()
     policy.close()
-    return found | {"files": on_disk(folder, rank)}
+    return num_bytes | {"files": on_disk(folder, rank)}
 
 
 def on_disk(folder: Path, rank: int) -> dict[str, int]:
-    """Bytes of a rank's file, by the first part of the tensors' names; `step` is a number."""
-    found: dict[str, int] = {}
+    """Return the bytes of a rank's file by the first part of the tensor names, without `step`."""
+    sizes: dict[str, int] = {}
     with safe_open(folder / f"rank_{rank:05d}.safetensors", framework="pt") as file:
         for key in file.keys():  # noqa: SIM118
             if not key.endswith("/step"):
-                room = key.partition("/")[0]
-                found[room] = found.get(room, 0) + file.get_tensor(key).nbytes
-    return found
+                kind = key.partition("/")[0]
+                sizes[kind] = sizes.get(kind, 0) + file.get_tensor(key).nbytes
+    return sizes
 
 
 def all_cases(rank: int, models: Path, root: Path, cases: list[str]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ Measured = tuple[Path, dict[str, list[dict[str, Any]]]]
 
 
 def every_case() -> list[Any]:
-    """Those of every day, and the others, marked `long`."""
+    """Return all cases. Those not in EVERY_DAY are marked `long`."""
     return [
         pytest.param(case, marks=() if case in EVERY_DAY else pytest.mark.long) for case in CASES
     ]
@@ -156,14 +156,14 @@ def every_case() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def measure_all(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Measured]:
-    """What is measured together, once: the cases of every day, or the others."""
+    """A function that measures the cases of EVERY_DAY, or all others, once each."""
 
     @cache
     def measure_them(every_day: bool) -> Measured:
         models, root = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("saved")
         for name, (family, sizes) in MODELS.items():
             make_random_model(family, models / name, **sizes)
-        found = {}
+        measurements = {}
         for world in (1, 2):
             cases = [
                 case
@@ -171,8 +171,8 @@ def measure_all(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Me
                 if size == world and (case in EVERY_DAY) == every_day
             ]
             ranks = run_ranks(all_cases, world, models, root, cases, timeout=1200.0)
-            found |= {case: [of_rank[case] for of_rank in ranks] for case in cases}
-        return models, found
+            measurements |= {case: [of_rank[case] for of_rank in ranks] for case in cases}
+        return models, measurements
 
     return measure_them
 
@@ -183,7 +183,7 @@ def measured(case: str, measure_all: Callable[[bool], Measured]) -> Measured:
 
 
 def of_stage(plan: MemoryEstimate, phase: str, rank: int) -> dict[str, MemoryItem]:
-    """The parts of this rank at the phase's fullest moment; without pipeline stages all have the
+    """Return the parts of a rank at the phase's peak. Without pipeline stages all ranks have the
     same."""
     kinds = list(plan.kinds.values())
     moment = fullest(kinds[rank if len(kinds) > 1 else 0][phase])
@@ -191,46 +191,50 @@ def of_stage(plan: MemoryEstimate, phase: str, rank: int) -> dict[str, MemoryIte
 
 
 @pytest.mark.parametrize("case", every_case())
-def test_what_is_counted_is_what_is_there(case: str, measured: Measured) -> None:
-    models, found = measured
-    plan, ranks = plan_of(models, case), found[case]
-    for rank, one in enumerate(ranks):
+def test_weights_gradients_and_checkpoint_files_have_the_estimated_size(
+    case: str, measured: Measured
+) -> None:
+    models, measurements = measured
+    plan, ranks = plan_of(models, case), measurements[case]
+    for rank, actual in enumerate(ranks):
         parts = of_stage(plan, "update", rank)
-        assert parts["policy weights"].num_bytes == one["weights"]
-        # Megatron pads its buffers: each parameter to 64 numbers, each bucket to 128 per rank.
+        assert parts["policy weights"].num_bytes == actual["weights"]
+        # Megatron pads its buffers: each parameter to 64 elements, each bucket to 128 per rank.
         counted = parts["gradients"].num_bytes
-        assert counted <= one["gradients"] < 1.1 * counted
-    # All ranks together are exact; which of them has a number more depends on the padding.
+        assert counted <= actual["gradients"] < 1.1 * counted
+    # The total of all ranks is exact. Padding decides which rank has an element more.
     disk = {part.name: part.num_bytes for part in plan.disk}
-    files = [one["files"]["model"] + one["files"]["optimizer"] for one in ranks]
+    files = [actual["files"]["model"] + actual["files"]["optimizer"] for actual in ranks]
     assert disk["checkpoint"] == sum(files)
     assert disk["checkpoint, a rank's part"] == pytest.approx(max(files), rel=0.02)
 
 
 @pytest.mark.parametrize("case", every_case())
 @pytest.mark.parametrize("phase", ["update", "logprobs"])
-def test_peaks_are_as_planned(case: str, phase: str, measured: Measured) -> None:
-    """Of what comes and goes; weights, gradients and optimizer are there all the time."""
-    models, found = measured
+def test_peaks_are_within_10_percent_of_the_estimate(
+    case: str, phase: str, measured: Measured
+) -> None:
+    """Compare only temporary memory, without weights, gradients and optimizer state."""
+    models, measurements = measured
     plan = plan_of(models, case)
     always = {"policy weights", "gradients", "optimizer"}
     always |= {"engine weights", "engine sampler", "engine workspace"}
-    for rank, one in enumerate(found[case]):
+    for rank, actual in enumerate(measurements[case]):
         parts = of_stage(plan, phase, rank).values()
         planned = sum(p.num_bytes for p in parts if p.name not in always | {"KV cache"})
-        print(f"{case:20} rank {rank} {phase:9} {planned / 1e6:8.1f} {one[phase] / 1e6:8.1f} MB")
-        assert planned == pytest.approx(one[phase], rel=0.1)
+        print(f"{case:20} rank {rank} {phase:9} {planned / 1e6:8.1f} {actual[phase] / 1e6:8.1f} MB")
+        assert planned == pytest.approx(actual[phase], rel=0.1)
 
 
 def test_memory_is_counted_until_it_is_freed() -> None:
-    """Of the instrument itself."""
+    """Test PeakMemory itself."""
     kept = torch.zeros(1000)
     with PeakMemory() as peak:
-        kept += 1  # was there before
+        kept += 1  # allocated before
         for _ in range(3):
-            one = torch.ones(500)
-            two = one * 2
-            del one, two
+            first = torch.ones(500)
+            second = first * 2
+            del first, second
         grown = torch.empty(0)
         grown.resize_(300)
     assert peak.peak_bytes == 2 * 4 * 500

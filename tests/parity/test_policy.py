@@ -1,4 +1,4 @@
-"""Policy parity, as a chain:  HF = Megatron on one process = any layout, any micro-batch split.
+"""Test policy parity as a chain: HF = Megatron on one process = any layout, any micro-batch split.
 
 The first link compares with plain torch on the HF model, the second with the one-process result.
 Both compare log-probs, entropy, every gradient tensor, and loss, gradient norm and weights over
@@ -39,7 +39,7 @@ ODD = {"tie_word_embeddings": True, "vocab_size": 99}
 MODELS = {
     **RANDOM_MODELS,
     "qwen3_tied": ("qwen3", ODD),
-    # Fewer key-value heads than tensor-parallel ranks, with norms on them and with biases.
+    # Fewer key-value heads than tensor-parallel ranks, once with norms and once with biases.
     "qwen3_one_group": ("qwen3", {**ODD, "num_key_value_heads": 1}),
     "qwen2_one_group": ("qwen2", {"num_key_value_heads": 1}),
 }
@@ -49,8 +49,11 @@ DEEP = ("qwen3_tied", "qwen3_moe")
 
 @dataclass
 class Observed:
-    """What one layout gives for the same mini-batch; `moved` is how far three updates move each
-    weight, which is about 1e-3 of the weight: their difference shows what weights would hide."""
+    """Results of one layout for the same mini-batch.
+
+    `moved` is the change of each weight over three updates. It is about 1e-3 of the weight, so
+    comparing it is more sensitive than comparing weights.
+    """
 
     logprobs: Tensor
     entropy: Tensor
@@ -65,13 +68,13 @@ def batch_for(model: str) -> TokenBatch:
 
 
 def observe(rank: int, world_size: int, folder: str, model: str, layout: Mapping[str, Any]) -> Any:
-    """Build the policy in this layout, measure, and take Megatron's groups down again."""
+    """Build the policy in this layout, observe it, and destroy Megatron's process groups."""
     from dapo_megatron.data.packing import plan_microbatches
     from dapo_megatron.policy.policy import MegatronPolicy
 
     torch.set_num_threads(1)
     split, tp = layout.get("max_tokens", 128), layout.get("tp", 1)
-    # Megatron trains experts on tensor-parallel ranks so alone.
+    # Megatron trains experts on tensor-parallel ranks only with sequence parallelism.
     by_tokens = layout.get("sequence", model == "qwen3_moe") and tp > 1
     config = tiny_config(
         model__path=folder,
@@ -93,30 +96,32 @@ def observe(rank: int, world_size: int, folder: str, model: str, layout: Mapping
         logprobs.logprobs,
         logprobs.entropy,
         gradients,
-        [one.loss for one in stats],
-        [one.grad_norm for one in stats],
+        [update.loss for update in stats],
+        [update.grad_norm for update in stats],
         moved,
     )
 
 
 def observe_all(rank: int, world_size: int, folders: dict[str, str], cases: Any) -> Any:
-    """Observe (model, layout) cases, by the names of both."""
+    """Return the Observed of each (model, layout) case."""
     return {
         (model, layout): observe(rank, world_size, folders[model], model, LAYOUTS[layout])
         for model, layout in cases
     }
 
 
-ONE = {"one": {}, "one_skewed": {"skewed": 1}, "one_small": {"max_tokens": 60}}
-COOL = {"one_cool": {"temperature": 0.7}}
-TWO = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}, "dp2_skewed": {"skewed": 1}}
-FOUR = {"tp2_pp2": {"tp": 2, "pp": 2}, "tp2_dp2": {"tp": 2}, "pp2_dp2": {"pp": 2}}
-FOUR |= {"tp4": {"tp": 4}, "tp4_sequence": {"tp": 4, "sequence": True}}  # on two key-value heads
-LAYOUTS: dict[str, dict[str, Any]] = ONE | COOL | TWO | FOUR
+ONE_RANK = {"one": {}, "one_skewed": {"skewed": 1}, "one_small": {"max_tokens": 60}}
+LOW_TEMPERATURE = {"one_low_temperature": {"temperature": 0.7}}
+TWO_RANKS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}, "dp2_skewed": {"skewed": 1}}
+FOUR_RANKS = {"tp2_pp2": {"tp": 2, "pp": 2}, "tp2_dp2": {"tp": 2}, "pp2_dp2": {"pp": 2}}
+# Models have two key-value heads.
+FOUR_RANKS |= {"tp4": {"tp": 4}, "tp4_sequence": {"tp": 4, "sequence": True}}
+LAYOUTS: dict[str, dict[str, Any]] = ONE_RANK | LOW_TEMPERATURE | TWO_RANKS | FOUR_RANKS
 
 
 def cases(layouts: Iterable[str], everywhere: str) -> list[Any]:
-    """Every model in every layout; long unless the model is of DEEP, or the layout `everywhere`."""
+    """Return every model in every layout. Cases are `long` unless the model is in DEEP or the
+    layout is `everywhere`."""
     return [
         pytest.param(
             model,
@@ -138,31 +143,38 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def one(folders: dict[str, str], request: pytest.FixtureRequest) -> dict[tuple[str, str], Observed]:
-    """What one process gives: for every model in the layout "one", and what the tests look at."""
+def one_rank(
+    folders: dict[str, str], request: pytest.FixtureRequest
+) -> dict[tuple[str, str], Observed]:
+    """Results of one process, for the selected tests and for their models in the layout "one"."""
     chosen = selected(request, "model", "layout") | {
         (model, "one") for (model,) in selected(request, "model")
     }
-    own = sorted((model, layout) for model, layout in chosen if layout in ONE | COOL)
+    own = sorted(
+        (model, layout) for model, layout in chosen if layout in ONE_RANK | LOW_TEMPERATURE
+    )
     return run_ranks(observe_all, 1, 1, folders, own)[0]
 
 
 @pytest.fixture(scope="module")
-def two(folders: dict[str, str], request: pytest.FixtureRequest) -> dict[tuple[str, str], Observed]:
-    """What two ranks give, in the layouts that the tests look at."""
-    own = sorted(case for case in selected(request, "model", "layout") if case[1] in TWO)
+def two_ranks(
+    folders: dict[str, str], request: pytest.FixtureRequest
+) -> dict[tuple[str, str], Observed]:
+    """Results of two ranks in the layouts of the selected tests."""
+    own = sorted(case for case in selected(request, "model", "layout") if case[1] in TWO_RANKS)
     first, second = run_ranks(observe_all, 2, 2, folders, own)
-    for key, seen in first.items():  # every rank sees the same
-        assert torch.equal(seen.logprobs, second[key].logprobs)
-        assert seen.losses == second[key].losses
+    for key, observed in first.items():  # both ranks must give the same
+        assert torch.equal(observed.logprobs, second[key].logprobs)
+        assert observed.losses == second[key].losses
     return first
 
 
 def hf_observed(folder: Path, batch: TokenBatch, temperature: float) -> Observed:
-    """The same figures by plain torch: one sequence at a time, one sum, one division."""
+    """Compute the same results with plain torch, one sequence at a time, with one sum and one
+    division."""
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)  # as in the ranks; more only wait for each other on tensors this small
+    torch.set_num_threads(1)  # as in the ranks; more threads would be slower on such small tensors
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     parameters = dict(model.named_parameters())
     before = {name: weight.detach().clone() for name, weight in parameters.items()}
@@ -174,7 +186,7 @@ def hf_observed(folder: Path, batch: TokenBatch, temperature: float) -> Observed
         eps=numbers.eps,
         weight_decay=numbers.weight_decay,
     )
-    seen: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
+    passes: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
     losses, norms = [], []
     for _ in range(3):
         logp, entropy = hf_logprobs(model, batch, temperature)
@@ -184,12 +196,12 @@ def hf_observed(folder: Path, batch: TokenBatch, temperature: float) -> Observed
         optimizer.zero_grad()
         (loss / batch.num_loss_tokens).backward()
         gradients = per_expert({name: weight.grad.clone() for name, weight in parameters.items()})
-        seen.append((logp.detach(), entropy.detach(), gradients))
+        passes.append((logp.detach(), entropy.detach(), gradients))
         losses.append(float(loss.detach()) / batch.num_loss_tokens)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), numbers.clip_grad)))
         optimizer.step()
     moved = {name: weight.detach() - before[name] for name, weight in parameters.items()}
-    return Observed(*seen[0], losses, norms, per_expert(moved))
+    return Observed(*passes[0], losses, norms, per_expert(moved))
 
 
 def hf_logprobs(model: Any, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -202,56 +214,69 @@ def hf_logprobs(model: Any, batch: TokenBatch, temperature: float) -> tuple[Tens
     return torch.cat(logprobs), torch.cat(entropy)
 
 
-def largest_difference(seen: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """Of any element of any tensor, absolute."""
-    assert seen.keys() == wanted.keys()
-    return max(float((seen[name] - wanted[name]).abs().max()) for name in wanted)
+def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the largest absolute difference of any element."""
+    assert actual.keys() == expected.keys()
+    return max(float((actual[name] - expected[name]).abs().max()) for name in expected)
 
 
-def distance(seen: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """|seen - wanted| / |wanted| in the Euclidean norm, of the tensor where it is largest."""
-    assert seen.keys() == wanted.keys()
-    return max(distances(seen, wanted).values())
+def distance(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the largest |actual - expected| / |expected| of a tensor, in the Euclidean norm."""
+    assert actual.keys() == expected.keys()
+    return max(distances(actual, expected).values())
 
 
-def worst(seen: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """Largest difference per tensor, relative to the tensor's largest element."""
-    assert seen.keys() == wanted.keys()
+def worst(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the largest difference relative to the largest element of the tensor."""
+    assert actual.keys() == expected.keys()
     return max(
-        float((seen[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in wanted
+        float((actual[name] - expected[name]).abs().max() / expected[name].abs().max())
+        for name in expected
     )
 
 
-def check_same(seen: Observed, wanted: Observed) -> None:
-    """The worst measured is in the comments (docs/decisions.md, 17): the largest of six models,
-    eight layouts and splits, two temperatures, and on both links of the chain."""
-    assert (seen.logprobs - wanted.logprobs).abs().max() < 1e-5  # 2.9e-6
-    assert (seen.entropy - wanted.entropy).abs().max() < 1e-5  # 3.3e-6
-    assert largest_difference(seen.gradients, wanted.gradients) < 1e-6  # 7.2e-7
-    assert distance(seen.gradients, wanted.gradients) < 5e-6  # 2.7e-6
-    assert worst(seen.gradients, wanted.gradients) < 1e-5  # 4.1e-6
-    assert seen.losses == pytest.approx(wanted.losses, abs=3e-7, rel=0)  # 7.7e-8
-    assert seen.grad_norms == pytest.approx(wanted.grad_norms, rel=3e-6)  # 9.9e-7
-    assert distance(seen.moved, wanted.moved) < 2e-3  # 7.5e-4
+def check_same(actual: Observed, expected: Observed) -> None:
+    """Assert the bounds of docs/decisions.md, 17.
+
+    Comments give the largest difference measured over six models, eight layouts and splits, two
+    temperatures, and both links of the chain.
+    """
+    assert (actual.logprobs - expected.logprobs).abs().max() < 1e-5  # 2.9e-6
+    assert (actual.entropy - expected.entropy).abs().max() < 1e-5  # 3.3e-6
+    assert largest_difference(actual.gradients, expected.gradients) < 1e-6  # 7.2e-7
+    assert distance(actual.gradients, expected.gradients) < 5e-6  # 2.7e-6
+    assert worst(actual.gradients, expected.gradients) < 1e-5  # 4.1e-6
+    assert actual.losses == pytest.approx(expected.losses, abs=3e-7, rel=0)  # 7.7e-8
+    assert actual.grad_norms == pytest.approx(expected.grad_norms, rel=3e-6)  # 9.9e-7
+    assert distance(actual.moved, expected.moved) < 2e-3  # 7.5e-4
 
 
-@pytest.mark.parametrize(("model", "layout"), cases(("one", *COOL), everywhere="one"))
-def test_hf_equals_megatron(model: str, layout: str, folders: dict[str, str], one: Any) -> None:
+@pytest.mark.parametrize(("model", "layout"), cases(("one", *LOW_TEMPERATURE), everywhere="one"))
+def test_megatron_on_one_rank_equals_hf(
+    model: str, layout: str, folders: dict[str, str], one_rank: Any
+) -> None:
     temperature = LAYOUTS[layout].get("temperature", 1.0)
-    wanted = hf_observed(Path(folders[model]), batch_for(model), temperature)
-    check_same(one[model, layout], wanted)
+    expected = hf_observed(Path(folders[model]), batch_for(model), temperature)
+    check_same(one_rank[model, layout], expected)
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"), cases([name for name in (*ONE, *TWO) if name != "one"], everywhere="tp2")
+    ("model", "layout"),
+    cases([name for name in (*ONE_RANK, *TWO_RANKS) if name != "one"], everywhere="tp2"),
 )
-def test_layout_gives_the_same(model: str, layout: str, one: Any, two: Any) -> None:
-    check_same({**one, **two}[model, layout], one[model, "one"])
+def test_every_layout_gives_the_result_of_one_rank(
+    model: str, layout: str, one_rank: Any, two_ranks: Any
+) -> None:
+    check_same({**one_rank, **two_ranks}[model, layout], one_rank[model, "one"])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["qwen3_tied", "qwen2_bias"])
-def test_four_ranks_give_the_same(model: str, folders: dict[str, str], one: Any) -> None:
-    four = run_ranks(observe_all, 4, 4, folders, [(model, layout) for layout in FOUR])[0]
-    for layout in FOUR:
-        check_same(four[model, layout], one[model, "one"])
+def test_layouts_on_four_ranks_give_the_result_of_one_rank(
+    model: str, folders: dict[str, str], one_rank: Any
+) -> None:
+    four_ranks = run_ranks(observe_all, 4, 4, folders, [(model, layout) for layout in FOUR_RANKS])[
+        0
+    ]
+    for layout in FOUR_RANKS:
+        check_same(four_ranks[model, layout], one_rank[model, "one"])

@@ -1,9 +1,9 @@
-"""A checkpoint read into another layout: weights and every field of the optimizer's state are the
-same numbers, bit by bit, once gathered by HF name; and the next update is the same one.
+"""Test that a checkpoint loads in another layout: weights and all fields of the optimizer state,
+gathered by HF name, are bitwise the same, and the next update is the same.
 
-What is compared is gathered twice: from the ranks' memory, through Megatron's groups, and from the
-files, through the bridge's stores. Each case trains in its first layout and then goes from one to
-the next, with the number of ranks before the colon.
+Tensors are gathered from the ranks' memory through Megatron's groups, and from the files through
+checkpoint stores. Each case trains in its first layout, then loads in one layout after the other.
+In a case, `2:tp2` means two ranks in the layout tp2.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2 pp2": {"expert_parallel": 2, "pipeline_parallel": 2},
 }
 CASES = {
-    # 99 entries: padded by every even size.
+    # A vocabulary of 99 is padded with every even tensor-parallel size.
     "tied": ("2:tp2 2:interleaved 2:cp2 2:dp", "float64"),
     "experts": ("2:ep2 2:tp2 sp 1:dp", "float64"),
     "bias": ("2:dp 2:tp2 2:pp2", "bfloat16"),
@@ -60,15 +60,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "latent": ("deepseek_v3", {"num_hidden_layers": 2}),
 }
 TOLERANCES = {"float64": 1e-9, "float32": 2e-5}
-"""Of weights after another update, of about 1e-3. (Megatron takes the norm of the gradient, by
-which it is clipped, in float32.) In bfloat16 too much depends on the order of sums."""
+"""Allowed difference of weights after another update, which moves them by about 1e-3. (Megatron
+computes the gradient norm, by which it clips, in float32.) bfloat16 depends too much on the order
+of sums."""
 Station = tuple[int, str, str]
 """Number of ranks, layout, precision."""
 
 
 def stations_of(route: str, precision: str) -> list[Station]:
-    found = re.findall(r"(\d):([^:]+?)(?= \d:|$)", route)
-    return [(int(ranks), layout, precision) for ranks, layout in found]
+    parts = re.findall(r"(\d):([^:]+?)(?= \d:|$)", route)
+    return [(int(ranks), layout, precision) for ranks, layout in parts]
 
 
 # ------------------------------------------------------------------------------- on the ranks
@@ -88,14 +89,14 @@ def build(exchange: Ranks, model: Path, layout: str, precision: str) -> Any:
 
 
 def gathered(policy: Any, exchange: Ranks) -> dict[str, dict[str, Tensor]]:
-    """Weights and the optimizer's fields by HF name, whole: from memory, by Megatron's groups."""
+    """Gather full weights and optimizer fields by HF name from memory, with Megatron's groups."""
     from dapo_megatron.policy.optimizer import state_tensors
 
     params = policy._named_parameters()
     state = state_tensors(policy._optimizer, params)
-    found = {"weights": kept(policy.weights())}
+    fields = {"weights": kept(policy.weights())}
     steps = {float(value) for key, value in state.items() if key.endswith("/step")}
-    found["step"] = {"step": torch.tensor(sorted(steps))}
+    fields["step"] = {"step": torch.tensor(sorted(steps))}
     has_main = any(key.endswith("/param") for key in state)
     for field in (*MOMENTS, *(["param"] if has_main else [])):
         wholes = {name: whole_field(state, name, field, param) for name, param in params.items()}
@@ -103,18 +104,18 @@ def gathered(policy: Any, exchange: Ranks) -> dict[str, dict[str, Tensor]]:
         shards = policy._shards_of(policy._models(), lambda param, by_id=by_id: by_id[id(param)])
         from dapo_megatron.bridge.transfer import gather_whole
 
-        found[field] = kept(gather_whole(shards, exchange, torch.device("cpu")))
-    return found
+        fields[field] = kept(gather_whole(shards, exchange, torch.device("cpu")))
+    return fields
 
 
 def whole_field(state: dict[str, Tensor], name: str, field: str, param: Tensor) -> Tensor:
-    """A field of a local parameter: each rank of its data-parallel group adds what it owns."""
+    """Gather a field of a local parameter. Each rank of its data-parallel group adds its range."""
     from megatron.core import parallel_state
 
-    mine = {key: value for key, value in state.items() if key.startswith(f"optimizer/{name}[")}
+    own = {key: value for key, value in state.items() if key.startswith(f"optimizer/{name}[")}
     dtype = next(value.dtype for key, value in state.items() if key.endswith(f"/{field}"))
     flat = torch.zeros(param.numel(), dtype=dtype)
-    for key, value in mine.items():
+    for key, value in own.items():
         if key.endswith(f"/{field}"):
             start, stop = map(int, key[key.index("[") + 1 : key.index("]")].split(":"))
             flat[start:stop] = value
@@ -130,8 +131,10 @@ def kept(tensors: Any) -> dict[str, Tensor]:
 
 
 def padding(policy: Any) -> float:
-    """The largest moment of rows that pad the vocabulary; then those and their weights are set to
-    a number that would be seen, if it were looked at."""
+    """Return the largest moment of rows that pad the vocabulary.
+
+    Then set these rows of moments and weights to 7, so that using them would change results.
+    """
     from megatron.core import parallel_state
 
     from dapo_megatron.policy.optimizer import state_tensors
@@ -154,11 +157,11 @@ def padding(policy: Any) -> float:
 
 
 Job = tuple[str, str, Path | None, Path]
-"""Layout, precision, folder to load or None to train, folder to save in."""
+"""Layout, precision, folder to load (None to train instead), folder to save to."""
 
 
 def visit(rank: int, world_size: int, model: Path, jobs: list[Job]) -> list[dict[str, Any]]:
-    """What each policy holds, then its weights and gradient norm after one more update."""
+    """Return the state of each policy, and its weights and gradient norm after one more update."""
     exchange = Ranks(rank, world_size, rank)
     done = []
     for layout, precision, source, target in jobs:
@@ -169,12 +172,12 @@ def visit(rank: int, world_size: int, model: Path, jobs: list[Job]) -> list[dict
         else:
             policy.load(source)
         save(policy, exchange, model, target)
-        found: dict[str, Any] = {"state": gathered(policy, exchange)}
-        found["padding"] = max(exchange.all_gather(padding(policy), float))
-        found["norm"] = update(policy, 2)
-        found["after"] = kept(policy.weights())
+        result: dict[str, Any] = {"state": gathered(policy, exchange)}
+        result["padding"] = max(exchange.all_gather(padding(policy), float))
+        result["norm"] = update(policy, 2)
+        result["after"] = kept(policy.weights())
         policy.close()
-        done.append(found if rank == 0 else {})
+        done.append(result if rank == 0 else {})
     return done
 
 
@@ -190,15 +193,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def travel(model: Path, root: Path, stations: list[Station]) -> list[Any]:
-    """Train at the first station, then go from one to the next; what was found at each. Stations
-    in a row with as many ranks share their processes."""
+    """Train at the first station, then load at each next one. Return the result of each station.
+
+    Consecutive stations with the same number of ranks share processes.
+    """
     root.mkdir(exist_ok=True)
     folders: list[Path | None] = [None, *(root / f"{n}" for n in range(len(stations)))]
-    found: list[Any] = []
+    results: list[Any] = []
     for ranks, group in groupby(enumerate(stations), key=lambda item: item[1][0]):
-        jobs = [(one[1], one[2], folders[n], folders[n + 1]) for n, one in group]
-        found += run_ranks(visit, ranks, ranks, model, jobs)[0]
-    return found
+        jobs = [
+            (layout, precision, folders[n], folders[n + 1]) for n, (_, layout, precision) in group
+        ]
+        results += run_ranks(visit, ranks, ranks, model, jobs)[0]
+    return results
 
 
 @pytest.mark.parametrize(
@@ -206,7 +213,7 @@ def travel(model: Path, root: Path, stations: list[Station]) -> list[Any]:
     [(model, *case) for model, case in CASES.items()]
     + [pytest.param(model, *case, marks=pytest.mark.long) for model, case in MORE_CASES.items()],
 )
-def test_state_is_the_same_in_every_layout_and_the_run_goes_on(
+def test_state_and_next_update_are_the_same_in_every_layout(
     model: str, route: str, precision: str, models: Path, tmp_path: Path
 ) -> None:
     stations = stations_of(route, precision)
@@ -218,25 +225,25 @@ def test_state_is_the_same_in_every_layout_and_the_run_goes_on(
         for name, weight in first["state"]["weights"].items()
         if not name.endswith("e_score_correction_bias")  # not trained
     )
-    for (_, layout, _), found in zip(stations[1:], others, strict=True):
-        assert found["state"].keys() == first["state"].keys(), layout
+    for (_, layout, _), result in zip(stations[1:], others, strict=True):
+        assert result["state"].keys() == first["state"].keys(), layout
         for field, tensors in first["state"].items():
-            assert equal(found["state"][field], tensors), (layout, field)
-        assert found["padding"] == 0.0
+            assert equal(result["state"][field], tensors), (layout, field)
+        assert result["padding"] == 0.0
         if precision in TOLERANCES:
             tolerance = TOLERANCES[precision]
-            assert found["norm"] == pytest.approx(first["norm"], rel=1e-6 + tolerance), layout
-            assert largest(found["after"], first["after"]) <= tolerance, layout
+            assert result["norm"] == pytest.approx(first["norm"], rel=1e-6 + tolerance), layout
+            assert largest(result["after"], first["after"]) <= tolerance, layout
     for before, after in pairwise(tmp_path / f"{number}" for number in range(len(stations))):
         assert not differences(before, after)
 
 
-def test_nothing_is_rounded_into_another_precision_and_back(models: Path, tmp_path: Path) -> None:
+def test_a_change_of_precision_and_back_rounds_nothing(models: Path, tmp_path: Path) -> None:
     stations = [(2, "dp", "float32"), (2, "tp2", "bfloat16"), (2, "pp2", "float32")]
     exact, short, back = travel(models / "bias", tmp_path, stations)
-    for found in (short, back):
+    for result in (short, back):
         for field in (*MOMENTS, "step"):
-            assert equal(found["state"][field], exact["state"][field])
+            assert equal(result["state"][field], exact["state"][field])
     weights = exact["state"]["weights"]
     assert equal(short["state"]["param"], weights)
     rounded = {name: weight.bfloat16() for name, weight in weights.items()}
@@ -254,21 +261,22 @@ def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def differences(left: Path, right: Path) -> list[str]:
-    """Of two checkpoints' weights and fields, and of copies within the second."""
+    """Return differences of two checkpoints' weights and fields, and of replicas in the second."""
     a, b = open_state(left), open_state(right)
     assert a.step == b.step
     pairs = [(a.weights, b.weights), *((a.fields[name], b.fields[name]) for name in a.fields)]
-    found = []
-    for one, other in pairs:
-        found += [*compare(one, other, lambda _: None), *compare_replicas(other, lambda _: None)]
-    return [f"{one.name}: {one.kind}: {one.text}" for one in found]
+    problems = []
+    for first, second in pairs:
+        problems += [*compare(first, second, lambda _: None)]
+        problems += [*compare_replicas(second, lambda _: None)]
+    return [f"{problem.name}: {problem.kind}: {problem.text}" for problem in problems]
 
 
 # ------------------------------------------------------------------------------- other optimizers
 
 
 class GroupAdam(torch.optim.Optimizer):
-    """AdamW that counts updates in its groups, as those of Transformer Engine and Apex do."""
+    """AdamW that counts updates per parameter group, like those of Transformer Engine and Apex."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -287,10 +295,10 @@ class GroupAdam(torch.optim.Optimizer):
 
 
 def with_group_adam(policy: Any) -> Any:
-    for one in policy._optimizer.chained_optimizers:
+    for chained in policy._optimizer.chained_optimizers:
         adam = GroupAdam([torch.zeros(1)], {})
-        adam.param_groups = one.optimizer.param_groups
-        one.optimizer = adam
+        adam.param_groups = chained.optimizer.param_groups
+        chained.optimizer = adam
     return policy
 
 
@@ -301,15 +309,17 @@ def count_in_groups(rank: int, model: Path, folder: Path) -> list[Any]:
         update(policy, seed)
     save(policy, exchange, model, folder)
     update(policy, 3)
-    went_on = kept(policy.weights())
+    continued = kept(policy.weights())
     policy.close()
     policy = with_group_adam(build(exchange, *args))
     policy.load(folder)
     update(policy, 3)
-    return [went_on, kept(policy.weights()), open_state(folder).step]
+    return [continued, kept(policy.weights()), open_state(folder).step]
 
 
-def test_updates_counted_in_groups_are_carried_over(models: Path, tmp_path: Path) -> None:
-    [(went_on, resumed, step)] = run_ranks(count_in_groups, 1, models / "bias", tmp_path / "step")
+def test_update_counts_of_parameter_groups_survive_a_checkpoint(
+    models: Path, tmp_path: Path
+) -> None:
+    [(continued, resumed, step)] = run_ranks(count_in_groups, 1, models / "bias", tmp_path / "step")
     assert step == 3.0
-    assert equal(resumed, went_on)
+    assert equal(resumed, continued)

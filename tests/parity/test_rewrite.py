@@ -1,5 +1,4 @@
-"""Weights that are replaced from outside: the model's, and the optimizer's copies of them, so that
-the next update goes on from there."""
+"""Test that `rewrite` replaces the weights and the optimizer's copies of them."""
 
 from __future__ import annotations
 
@@ -36,22 +35,22 @@ def run(rank: int, world_size: int, model: Path) -> dict[str, list[dict[str, Ten
     from dapo_megatron.policy.policy import MegatronPolicy
     from dapo_megatron.run.build import planner
 
-    exchange, seen = Ranks(rank, world_size, rank), {}
+    exchange, by_layout = Ranks(rank, world_size, rank), {}
     for layout, keys in LAYOUTS.items():
-        given = {"policy__tensor_parallel": 1, "train__max_tokens_per_microbatch": 128, **keys}
-        config = tiny_config(model__path=model, **given)
+        settings = {"policy__tensor_parallel": 1, "train__max_tokens_per_microbatch": 128, **keys}
+        config = tiny_config(model__path=model, **settings)
         policy = MegatronPolicy(config, exchange, planner(config.policy, config.train))
         batch = random_batch((5, 40, 17, 9), vocab=90, seed=1)
-        found = []
-        for _ in range(2):  # before there is state of the optimizer, and with it
-            found.append({name: tensor.clone() for name, tensor in policy.weights()})
+        snapshots = []
+        for _ in range(2):  # without and with optimizer state
+            snapshots.append({name: tensor.clone() for name, tensor in policy.weights()})
             policy.rewrite(double)
-            found.append({name: tensor.clone() for name, tensor in policy.weights()})
+            snapshots.append({name: tensor.clone() for name, tensor in policy.weights()})
             policy.update(batch, LOSS, 0.0)
-        found.append({name: tensor.clone() for name, tensor in policy.weights()})
+        snapshots.append({name: tensor.clone() for name, tensor in policy.weights()})
         policy.close()
-        seen[layout] = found
-    return seen
+        by_layout[layout] = snapshots
+    return by_layout
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +61,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_written_stays(layout: str, ranks: Any) -> None:
+def test_rewritten_weights_survive_the_next_update(layout: str, ranks: Any) -> None:
     for rank in ranks:
         first, doubled, updated, again, last = rank[layout]
         for name, tensor in first.items():
             assert torch.equal(doubled[name], 2 * tensor), name
-            # An update at a learning rate of zero brings in the optimizer's copies.
+            # An update with learning rate 0 copies the optimizer's weights into the model.
             assert torch.equal(updated[name], doubled[name]), name
             assert torch.equal(again[name], 4 * tensor), name
             assert torch.equal(last[name], again[name]), name

@@ -1,9 +1,8 @@
-"""The last links of the chain: HF = Megatron = vLLM, after conversion and after updates and syncs,
-between layouts of policy and engine that differ; and every fault of a sync is caught in that sync,
-by name.
+"""Test that HF = Megatron = vLLM after conversion and after updates and syncs, between different
+layouts of policy and engine.
 
-A vLLM start on four ranks takes a minute, so each engine layout is started once per family and
-every policy layout is built beside it in turn.
+A vLLM start on four ranks takes a minute, so each engine layout is started once per family, and
+each policy layout is built next to it in turn.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from tests.helpers.ranks import run_ranks
 NUM_RANKS = 4
 GAP = 1e-5  # nats, float32
 ODD_GAP = 5e-5
-"""For seven wide layers of random weights: there HF in float32 is 2.6e-5 from HF in float64, and
-the engine as near to it (2.5e-5)."""
+"""Bound for seven wide layers of random weights. There HF in float32 differs from HF in float64 by
+2.6e-5, and the engine by 2.5e-5."""
 POLICIES: dict[str, dict[str, int]] = {
     "tp1": {},  # four data-parallel copies
-    "tp2": {"tensor_parallel": 2},  # and two copies
+    "tp2": {"tensor_parallel": 2},  # and two data-parallel copies
     "tp4": {"tensor_parallel": 4},  # more ranks than key-value heads
     "tp2_pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
     "pp4": {"pipeline_parallel": 4},
@@ -40,7 +39,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tp1x4": {"tensor_parallel": 1},
     "tp2x2": {"tensor_parallel": 2},
     "tp4": {"tensor_parallel": 4},
-    "ep2x2": {"tensor_parallel": 2, "expert_parallel": True},  # whole experts
+    "ep2x2": {"tensor_parallel": 2, "expert_parallel": True},  # experts are not split
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
@@ -94,7 +93,7 @@ def policies(model: str) -> dict[str, dict[str, int]]:
         return ODD
     if model not in WITH_EXPERTS:
         return POLICIES
-    # Megatron trains experts under tensor parallelism with sequence parallelism alone.
+    # Megatron trains experts with tensor parallelism only if sequence parallelism is on.
     both = POLICIES | EXPERTS
     return {
         name: layout | {"sequence_parallel": "tensor_parallel" in layout}
@@ -105,9 +104,9 @@ def policies(model: str) -> dict[str, dict[str, int]]:
 def rank_main(
     rank: int, folder: Path, engine: dict[str, Any], layouts: dict[str, dict[str, int]]
 ) -> dict[str, Any]:
-    """Each policy layout's gaps: HF to engine and HF to policy at the start, policy to engine after
-    each of two updates; bytes received and the lower bound; and whether our table of what an engine
-    rank holds (for forecasts) is what vLLM's loaders take."""
+    """Return measurements of each policy layout: gaps between HF, policy and engine at the start,
+    the gap between policy and engine after each of two updates, bytes received and their lower
+    bound, and whether `engine_slices` (used for estimates) equals what vLLM's loaders take."""
     from dapo_megatron.bridge.bounds import canary_bounds
     from dapo_megatron.bridge.sync import WeightSync
     from dapo_megatron.bridge.verify import canary_batch, canary_sequences
@@ -118,13 +117,13 @@ def rank_main(
     from dapo_megatron.run import build
 
     exchange = Ranks(rank, NUM_RANKS, rank)
-    cut = {f"engine__{key}": value for key, value in engine.items()}
-    config = tiny_config(model__path=folder, **cut)
+    engine_keys = {f"engine__{key}": value for key, value in engine.items()}
+    config = tiny_config(model__path=folder, **engine_keys)
     running = VllmEngine(config, rank=rank, world_size=NUM_RANKS, local_rank=rank)
-    seen: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, layout in layouts.items():
         keys = {f"policy__{key}": value for key, value in {"tensor_parallel": 1, **layout}.items()}
-        config = tiny_config(model__path=folder, **cut, **keys)
+        config = tiny_config(model__path=folder, **engine_keys, **keys)
         policy = MegatronPolicy(config, exchange, build.planner(config.policy, config.train))
         vocab = policy.architecture.vocab_size
         sync = WeightSync(
@@ -140,20 +139,22 @@ def rank_main(
         reports = [sync(0)]
         fixed = canary_sequences(vocab, 32)
         hf = logprobs_of_hf(folder, fixed)
-        ours = policy.logprobs(canary_batch(fixed), temperature=1.0).logprobs.view(len(fixed), -1)
-        seen[name] = {
-            "hf_policy": float((ours[:, 1:] - hf).abs().max()),
+        policy_logprobs = policy.logprobs(canary_batch(fixed), temperature=1.0).logprobs.view(
+            len(fixed), -1
+        )
+        results[name] = {
+            "hf_policy": float((policy_logprobs[:, 1:] - hf).abs().max()),
             "hf_engine": float((torch.tensor(running.score(fixed)) - hf).abs().max()),
         }
         for version in (1, 2):
             policy.update(random_batch((30, 7, 18, 9), vocab=vocab), loss(), 1e-3)
             reports.append(sync(version))
         after = policy.logprobs(canary_batch(fixed), temperature=1.0).logprobs.view(len(fixed), -1)
-        seen[name] |= {
+        results[name] |= {
             "gap": max(max(report.canary_gap, report.decode_gap) for report in reports),
             "fingerprinted": all(report.fingerprinted for report in reports),
             "unread": max(report.unread_tensors for report in reports),
-            "moved": float((after - ours).abs().max()),
+            "moved": float((after - policy_logprobs).abs().max()),
             "bytes": sync.bytes_received,
             "bound": sync.plan.missing,
         }
@@ -164,9 +165,9 @@ def rank_main(
             torch.float32,
             expert_parallel=engine.get("expert_parallel", False),
         )
-        seen[name]["table"] = set(table) == set(sync.wanted[rank])
+        results[name]["table"] = set(table) == set(sync.wanted[rank])
         policy.close()
-    return seen
+    return results
 
 
 @torch.no_grad()
@@ -191,13 +192,13 @@ def fitting(model: str) -> list[str]:
 
 
 def cases() -> list[Any]:
-    whole = [
+    matrix = [
         pytest.param(model, engine, tuple(policies(model)), marks=pytest.mark.sync)
         for model in MODELS
         for engine in ENGINES
         if engine in fitting(model)
     ]
-    return [pytest.param(*DAILY), *whole]
+    return [pytest.param(*DAILY), *matrix]
 
 
 @pytest.mark.parametrize(("model", "engine", "names"), cases())
@@ -207,17 +208,17 @@ def test_engine_equals_policy_equals_hf(
     family, overrides = MODELS[model]
     folder = make_random_model(family, tmp_path, **{"num_hidden_layers": 4, **overrides})
     layouts = {name: policies(model)[name] for name in names}
-    seen, *others = run_ranks(rank_main, NUM_RANKS, folder, ENGINES[engine], layouts)
-    assert all(other.keys() == seen.keys() for other in others)
+    results, *others = run_ranks(rank_main, NUM_RANKS, folder, ENGINES[engine], layouts)
+    assert all(other.keys() == results.keys() for other in others)
     bound = ODD_GAP if model == "llama_odd" else GAP
-    for layout, figures in seen.items():
+    for layout, measured in results.items():
         where = f"{layout} -> {engine}"
-        print(where, figures)
-        assert figures["hf_policy"] < bound, where
-        assert figures["hf_engine"] < bound, where
-        assert figures["gap"] < bound, where
-        assert figures["moved"] > 1e-3, where  # the updates were worth a sync
-        assert figures["table"], where
-        assert figures["fingerprinted"] and not figures["unread"], where
-        for received, least in zip(figures["bytes"], figures["bound"], strict=True):
+        print(where, measured)
+        assert measured["hf_policy"] < bound, where
+        assert measured["hf_engine"] < bound, where
+        assert measured["gap"] < bound, where
+        assert measured["moved"] > 1e-3, where  # the updates changed the log-probs
+        assert measured["table"], where
+        assert measured["fingerprinted"] and not measured["unread"], where
+        for received, least in zip(measured["bytes"], measured["bound"], strict=True):
             assert received <= 1.05 * least, where

@@ -1,6 +1,7 @@
-"""Every fault of a sync is caught in that sync, by the check that is there for it, by name.
+"""Test that each fault of a sync is reported in that sync, with its tensor or rank, by the check
+intended for it.
 
-The table it prints (pytest -s) is the one in docs/results.md.
+`pytest -s` prints the table of docs/results.md.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def rank_main(rank: int, folder: Path, precision: str = "float32") -> dict[str, 
         policy__precision=precision,
         engine__tensor_parallel=1,
         sync__max_gap=1e-4 if precision == "float32" else 20.0,
-    )  # two policies and two engines: copies of everything
+    )  # two replicas of policy and engine
     engine = Saboteur(VllmEngine(config, rank=rank, world_size=2, local_rank=rank))
     policy = MegatronPolicy(config, exchange, build.planner(config.policy, config.train))
     vocab = policy.architecture.vocab_size
@@ -65,19 +66,19 @@ def rank_main(rank: int, folder: Path, precision: str = "float32") -> dict[str, 
         sync._verifier.check_fingerprints = lambda *_: None
     old: dict[str, Any] = {}
     engine.stream = lambda weights: old.update(saboteur.kept(weights)) or old.items()
-    said = {"nothing": attempt(sync, 0, SyncError)}
-    for number, (name, put_in) in enumerate(FAULTS.items(), start=1):
+    reported = {"nothing": attempt(sync, 0, SyncError)}
+    for number, (name, inject) in enumerate(FAULTS.items(), start=1):
         engine.heal()
         for shard in policy.shards():
-            shard.view.mul_(1.01)  # the policy moves on, on all ranks alike
+            shard.view.mul_(1.01)  # all ranks update the policy alike
         if rank == FAULTY_RANK:
-            with put_in(engine, policy, old):
-                said[name] = attempt(sync, number, SyncError)
+            with inject(engine, policy, old):
+                reported[name] = attempt(sync, number, SyncError)
         else:
-            said[name] = attempt(sync, number, SyncError)
+            reported[name] = attempt(sync, number, SyncError)
         engine.heal()
-        said[f"after: {name}"] = attempt(sync, number, SyncError)
-    return said
+        reported[f"after: {name}"] = attempt(sync, number, SyncError)
+    return reported
 
 
 def attempt(sync: Any, version: int, error: type[Exception]) -> str:
@@ -93,8 +94,8 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(name: str) -> Callable[[Callable[..., Iterator[None]]], None]:
-    def keep(put_in: Callable[..., Iterator[None]]) -> None:
-        FAULTS[name] = contextmanager(put_in)
+    def keep(inject: Callable[..., Iterator[None]]) -> None:
+        FAULTS[name] = contextmanager(inject)
 
     return keep
 
@@ -131,7 +132,7 @@ def _(engine: Saboteur, policy: Any, old: Any) -> Iterator[None]:
 
 @fault("an engine told an older version")
 def _(engine: Saboteur, policy: Any, old: Any) -> Iterator[None]:
-    engine.told = lambda version: version - 1
+    engine.sent_version = lambda version: version - 1
     yield
 
 
@@ -148,10 +149,10 @@ def _(engine: Saboteur, policy: Any, old: Any) -> Iterator[None]:
 def _(engine: Saboteur, policy: Any, old: Any) -> Iterator[None]:
     from dapo_megatron.engine import device
 
-    mended = device.forget_expert_kernels
+    original = device.forget_expert_kernels
     device.forget_expert_kernels = lambda model: None
     yield
-    device.forget_expert_kernels = mended
+    device.forget_expert_kernels = original
 
 
 @fault("decoding unlike scoring")
@@ -167,7 +168,7 @@ def _(engine: Saboteur, policy: Any, old: Any) -> Iterator[None]:
     yield
 
 
-WANTED = {
+EXPECTED = {
     "one bit flipped in the engine": (FINGERPRINT, NORM, "engine ranks 1 "),
     "a tensor dropped from the stream": (COVERAGE, NORM, "rank 1"),
     "a tensor given twice": ("twice", NORM, "rank 1"),
@@ -203,25 +204,27 @@ def messages(folder: Path, *more: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return messages(tmp_path_factory.mktemp("moe"))
 
 
-def test_a_sync_without_fault_says_nothing(said: dict[str, str]) -> None:
-    assert said["nothing"] == ""
+def test_a_sync_without_a_fault_reports_nothing(reported: dict[str, str]) -> None:
+    assert reported["nothing"] == ""
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_caught_by_name_at_that_sync(said: dict[str, str], name: str) -> None:
-    print(f"{name}: {said[name]}")
-    for words in WANTED[name]:
-        assert words in said[name]
+def test_a_fault_is_reported_by_the_intended_check_in_that_sync(
+    reported: dict[str, str], name: str
+) -> None:
+    print(f"{name}: {reported[name]}")
+    for words in EXPECTED[name]:
+        assert words in reported[name]
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_next_sync_mends_it(said: dict[str, str], name: str) -> None:
-    if name != "right weights, another computation":  # not a matter of weights
-        assert said[f"after: {name}"] == ""
+def test_the_next_sync_repairs_the_engine(reported: dict[str, str], name: str) -> None:
+    if name != "right weights, another computation":  # a sync of weights cannot repair it
+        assert reported[f"after: {name}"] == ""
 
 
 @pytest.mark.long

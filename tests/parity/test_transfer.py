@@ -1,4 +1,4 @@
-"""Weights carried between four real gloo ranks, cut at random on both sides: exact to the bit."""
+"""Move weights, sliced at random on both sides, between four gloo ranks: bitwise exact."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ BUCKET_BYTES = 4096  # several rounds, and some tensors larger than a bucket
 
 @dataclass(frozen=True)
 class Layout:
-    """What every rank holds and wants of every tensor."""
+    """The slices that each rank holds and wants."""
 
     held: list[list[TensorSlice]]
     wanted: list[list[TensorSlice]]
 
 
 def cut(shape: tuple[int, ...], num: int, dim: int, rng: random.Random) -> list[Region]:
-    """The tensor in `num` slabs along `dim`, of any sizes, some perhaps empty."""
+    """Cut a tensor into `num` slabs along `dim`, of random sizes that may be 0."""
     ends = [0, *sorted(rng.randint(0, shape[dim]) for _ in range(num - 1)), shape[dim]]
     slabs = []
     for first, last in pairwise(ends):
@@ -41,8 +41,8 @@ def cut(shape: tuple[int, ...], num: int, dim: int, rng: random.Random) -> list[
 
 
 def random_layout(num_tensors: int = 40, seed: int = 0) -> Layout:
-    """Rows, columns, whole, replicas; float32 and bfloat16; scalars and vectors; rank 3 holds
-    nothing and rank 0 wants nothing."""
+    """Make a layout with row slices, column slices, whole tensors and replicas, in float32 and
+    bfloat16, including scalars and vectors. Rank 3 holds nothing, rank 0 wants nothing."""
     rng = random.Random(seed)
     layout = Layout([[] for _ in range(NUM_RANKS)], [[] for _ in range(NUM_RANKS)])
     for number in range(num_tensors):
@@ -51,7 +51,7 @@ def random_layout(num_tensors: int = 40, seed: int = 0) -> Layout:
         name = f"model.layers.{number // 4}.part_{number}.weight"
 
         def deal(tensor_slices: list[list[TensorSlice]], ranks: list[int], num: int) -> None:
-            """Slabs dealt to `num` of `ranks` and repeated by the others."""
+            """Deal slabs to `num` of `ranks`. The other ranks repeat them."""
             rng.shuffle(ranks)
             dim = rng.randrange(len(shape)) if shape else 0  # noqa: B023
             regions = cut(shape, num, dim, rng) if shape else [whole(())]  # noqa: B023
@@ -65,13 +65,13 @@ def random_layout(num_tensors: int = 40, seed: int = 0) -> Layout:
 
 
 def contents(tensor_slice: TensorSlice, version: int) -> Tensor:
-    """The elements of the whole tensor at this version, in any process."""
+    """Return the whole tensor at this version, the same in every process."""
     generator = torch.Generator().manual_seed(sum(map(ord, tensor_slice.name)) + 1000 * version)
     return torch.randn(tensor_slice.global_shape, generator=generator).to(tensor_slice.dtype)
 
 
 def make_shards(tensor_slices: list[TensorSlice]) -> list[Shard]:
-    """Shards in memory that is NaN all around them; every other one stored with gaps."""
+    """Make shards surrounded by NaN. Every other shard is strided."""
     shards = []
     for number, tensor_slice in enumerate(tensor_slices):
         numel, gap = tensor_slice.region.numel, 1 + number % 2
@@ -81,13 +81,13 @@ def make_shards(tensor_slices: list[TensorSlice]) -> list[Shard]:
 
 
 def fill(shards: list[Shard], version: int) -> None:
-    """Write the elements of this version; nobody else's memory changes."""
+    """Write the elements of this version into the shards."""
     for shard in shards:
         shard.write(contents(shard.tensor_slice, version)[shard.tensor_slice.region.slices])
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN included."""
+    """Return whether shapes, dtypes and all bits are equal, also of NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return (
@@ -96,7 +96,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def carry(rank: int) -> dict[str, object]:
-    """Two syncs over one Transfer, with other weights in between."""
+    """Sync twice with the same Transfer, with other weights each time."""
     layout = random_layout()
     plan = make_plan(layout.held, layout.wanted, bucket_bytes=BUCKET_BYTES, ranks_per_node=2)
     shards = make_shards(layout.held[rank])
@@ -108,12 +108,13 @@ def carry(rank: int) -> dict[str, object]:
             (tensor_slice.name, tensor_slice.region): tensor_slice
             for tensor_slice in layout.wanted[rank]
         }
-        kept = [(name, found) for name, regions in transfer for found in [(name, *regions[0])]]
-        for name, (_, region, tensor) in kept:  # after the last round: buffers are not reused
+        # Compare after the last round: buffers must not be reused.
+        kept = [(name, *regions[0]) for name, regions in transfer]
+        for name, region, tensor in kept:
             tensor_slice = left.pop((name, region))
             if not same_bits(tensor, contents(tensor_slice, version)[region.slices]):
                 wrong.append(f"{name} {region} at version {version}")
-        wrong += [f"{name} {region} not brought" for name, region in left]
+        wrong += [f"{name} {region} did not arrive" for name, region in left]
     return {
         "wrong": wrong,
         "nbytes": transfer.nbytes_received,
@@ -128,19 +129,24 @@ def carry(rank: int) -> dict[str, object]:
     }
 
 
-def test_random_cuttings_arrive_to_the_bit() -> None:
-    found = run_ranks(carry, NUM_RANKS)
-    assert [one["wrong"] for one in found] == [[]] * NUM_RANKS
-    assert found[0]["rounds"] > 3
-    assert found[0]["nbytes"] == 0  # it wants nothing, and sends
-    assert found[0]["moves"] > 0
-    for one in found[1:]:
-        assert one["planned"] > 0
-        assert one["planned"] <= one["nbytes"] <= one["planned"] + 15 * one["moves"]
+def test_randomly_sliced_weights_arrive_bitwise_exact() -> None:
+    ranks = run_ranks(carry, NUM_RANKS)
+    assert [rank["wrong"] for rank in ranks] == [[]] * NUM_RANKS
+    assert ranks[0]["rounds"] > 3
+    assert ranks[0]["nbytes"] == 0  # it wants nothing, but sends
+    assert ranks[0]["moves"] > 0
+    for receiver in ranks[1:]:
+        assert receiver["planned"] > 0
+        assert (
+            receiver["planned"]
+            <= receiver["nbytes"]
+            <= receiver["planned"] + 15 * receiver["moves"]
+        )
 
 
 def gather(rank: int) -> dict[str, list[str]]:
-    """Whole tensors on all ranks, one, two, dealt to two; names of those right on this rank."""
+    """Gather whole tensors on all ranks, on one, on two, and dealt to two. Return the names of the
+    tensors that are correct on this rank."""
     layout = random_layout(seed=1)
     shards = make_shards(layout.held[rank])
     fill(shards, 1)
@@ -149,7 +155,7 @@ def gather(rank: int) -> dict[str, list[str]]:
         for tensor_slices in layout.held
         for tensor_slice in tensor_slices
     }
-    found = {}
+    correct = {}
     for case, options in {
         "all": {},
         "first": {"on": [0]},
@@ -157,24 +163,24 @@ def gather(rank: int) -> dict[str, list[str]]:
         "dealt": {"on": [1, 3], "deal": True},
     }.items():
         tensors = gather_whole(shards, Ranks(rank, NUM_RANKS, rank), CPU, **options)  # type: ignore[arg-type]
-        found[case] = [
+        correct[case] = [
             name for name, tensor in tensors if same_bits(tensor, contents(tensor_slices[name], 1))
         ]
-    return found
+    return correct
 
 
-def test_gather_whole() -> None:
-    found = run_ranks(gather, NUM_RANKS)
+def test_gather_whole_gives_every_tensor_to_the_requested_ranks() -> None:
+    ranks = run_ranks(gather, NUM_RANKS)
     nbytes = {
         tensor_slice.name: math.prod(tensor_slice.global_shape) * tensor_slice.dtype.itemsize
         for tensor_slice in random_layout(seed=1).held[0]
     }
     names = sorted(nbytes)
     assert len(names) == 40
-    assert [sorted(one["all"]) for one in found] == [names] * 4
-    assert [sorted(one["first"]) for one in found] == [names, [], [], []]
-    assert [sorted(one["two"]) for one in found] == [names, [], [], names]
-    dealt = [one["dealt"] for one in found]
+    assert [sorted(by_case["all"]) for by_case in ranks] == [names] * 4
+    assert [sorted(by_case["first"]) for by_case in ranks] == [names, [], [], []]
+    assert [sorted(by_case["two"]) for by_case in ranks] == [names, [], [], names]
+    dealt = [by_case["dealt"] for by_case in ranks]
     assert dealt[0] == dealt[2] == []
     assert sorted(dealt[1] + dealt[3]) == names
     shares = [sum(map(nbytes.__getitem__, dealt[rank])) for rank in (1, 3)]

@@ -1,12 +1,12 @@
-"""A Slurm cluster of emulated nodes on this machine, for tests; gone with the process that made it.
+"""Start a Slurm cluster of emulated nodes on this machine, which ends with its process.
 
-As root each node has its own network (an address on a bridge), host name, processes, /dev/shm and
-/scratch; `kill_node` is a power cut. Otherwise a node is just a slurmd on its own port. A node says
-that it has 224 CPUs, 2 TB and 8 H100s: Slurm only counts, so that real job headers run unchanged.
+As root each node has its own network (an address on a bridge), host name, processes and /dev/shm,
+and `kill_node` is a power cut. Otherwise a node is only a slurmd on its own port. A node claims 224
+CPUs, 2 TB and 8 H100s. Slurm does not check that, so real job headers run unchanged.
 
-    python -m tests.slurm.cluster      # keeps one up, and prints what to export, until Ctrl-C
+    python -m tests.slurm.cluster      # runs a cluster until Ctrl-C, and prints what to export
 
-The daemons stay in the foreground, as children that the kernel kills with their parent.
+The daemons run in the foreground, as children that the kernel kills with their parent.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ NODE_HARDWARE = (
     f"Sockets=2 CoresPerSocket=56 ThreadsPerCore=2 RealMemory=2000000 Gres=gpu:h100:{NUM_GPUS}"
 )
 REQUEUE_SECONDS = 5
-"""Slurm holds a requeued job back for as long as a credential is valid: 120 by default."""
+"""Lifetime of a credential. Slurm holds a requeued job back for as long: 120 s by default."""
 NEEDS_ROOT = "needs nodes with networks and mounts of their own: sudo make test-slurm"
-"""Why a test is skipped."""
+"""Reason why a test is skipped."""
 STUB = Path(__file__).with_name("container_stub.c")
 
 INSIDE_A_NODE = """
@@ -43,7 +43,7 @@ mount -t tmpfs -o size=2g tmpfs /dev/shm
 hostname "$1"
 slurmd -D -f "$0/etc/slurm.conf" -N "$1" & wait $!
 """
-"""$0: the cluster's folder, $1: the node's name. bash is process 1 in there, and reaps."""
+"""$0: the cluster's folder, $1: the node's name. bash is process 1 and reaps orphans."""
 
 
 class Cluster:
@@ -54,11 +54,11 @@ class Cluster:
         self.has_networks = os.geteuid() == 0
         self.tag = f"dm{os.getpid()}"
         self.network = f"10.77.{os.getpid() % 250}"
-        # Everyone must get at munge's socket, and socket names are short.
+        # All users must reach munge's socket, and socket paths must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.folder.chmod(0o755)
         self.small_disk = self.folder / "small"
-        """As root: 64 MiB that all nodes share, to be filled."""
+        """A disk of 64 MiB that all nodes share, for tests that fill it. Only as root."""
         self.env = {
             name: value
             for name, value in os.environ.items()
@@ -68,10 +68,10 @@ class Cluster:
 
     @property
     def node_names(self) -> list[str]:
-        """node1, node2, ..."""
+        """Names of the nodes: node1, node2, ..."""
         return [f"node{number}" for number in range(1, self.num_nodes + 1)]
 
-    # ------------------------------------------------------------------ up and down
+    # ------------------------------------------------------------------ start and stop
 
     def __enter__(self) -> Cluster:
         try:
@@ -104,7 +104,7 @@ class Cluster:
         wait_until((run / "munge.socket").exists, 10, "munged does not start")
         if self.has_networks:
             self._make_networks()
-            # Before the nodes, which see no mount that comes later.
+            # Mount before the nodes start. They do not see later mounts.
             self.small_disk.mkdir()
             small = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(self.small_disk)]
             subprocess.run(small, check=True)
@@ -114,7 +114,7 @@ class Cluster:
         wait_until(lambda: self.num_idle() == self.num_nodes, 30, lambda: self.logs())
 
     def stop(self) -> None:
-        """End all jobs, then the daemons."""
+        """Cancel all jobs, then end the daemons."""
         if "slurmctld" in self._daemons:
             self.cancel_all()
         for name in [*self.node_names, "slurmctld", "munged"]:
@@ -134,7 +134,7 @@ class Cluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start_node(self, name: str) -> None:
-        """Also how a killed node comes back."""
+        """Start a node, or restart a killed one."""
         (self.folder / "spool" / name).mkdir(exist_ok=True)
         if not self.has_networks:
             self._daemon(name, "slurmd", "-D", "-f", self.env["SLURM_CONF"], "-N", name)
@@ -147,17 +147,17 @@ class Cluster:
         )  # fmt: skip
 
     def kill_node(self, name: str) -> None:
-        """The node loses power (as an ordinary user: its slurmd dies, the tasks live on)."""
+        """Cut the power of a node. As an ordinary user, kill only its slurmd; its tasks live on."""
         daemon = self._daemons.pop(name)
         daemon.kill()
         daemon.wait()
 
     def set_down(self, name: str) -> None:
-        """The node is lost as far as Slurm knows: at once, not when it has noticed."""
+        """Set a node down in Slurm, without waiting until Slurm notices that it is lost."""
         self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=test")
 
     def repair(self) -> None:
-        """All nodes are up and idle again."""
+        """Restart killed nodes and wait until all are idle."""
         for name in self.node_names:
             if name not in self._daemons:
                 self.start_node(name)
@@ -179,7 +179,7 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> str:
-        """Output of a command, stderr included; `user`: another than this one (needs root)."""
+        """Run a command and return its output, stderr included. Another `user` needs root."""
         words = [str(word) for word in command]
         if user is not None:
             words = ["runuser", "-u", user, "--", *words]
@@ -192,12 +192,12 @@ class Cluster:
         return ran.stdout.strip()
 
     def num_idle(self) -> int:
-        """Nodes that would take a job."""
+        """Return the number of idle nodes."""
         counts = self.run("sinfo", "-h", "-t", "idle", "-o", "%D", check=False).split()
         return sum(int(count) for count in counts if count.isdigit())
 
     def cancel_all(self) -> None:
-        """Of every user; waits until all are gone."""
+        """Cancel the jobs of all users, and wait up to 20 s until they are gone."""
         live = ("squeue", "-h", "-t", "PD,R,CG", "-o", "%A")
         if jobs := self.run(*live, check=False).split():
             self.run("scancel", *jobs, check=False)
@@ -206,16 +206,16 @@ class Cluster:
                 time.sleep(0.2)
 
     def logs(self, num_lines: int = 12) -> str:
-        """The last lines of every daemon, for a failure's message."""
+        """Return the last log lines of every daemon, for the message of a failed test."""
         parts = [self.run("sinfo", "-N", "-l", check=False)]
         for path in sorted((self.folder / "log").iterdir()):
             lines = path.read_text(errors="replace").splitlines()
-            # Said at every start, and harmless.
+            # Harmless warnings of every start.
             lines = [line for line in lines if not re.search("pmix|PMIx|MPI: ", line)][-num_lines:]
             parts.append("\n".join([f"--- {path.name}", *lines]))
         return "\n".join(parts)
 
-    # ------------------------------------------------------------------ making it
+    # ------------------------------------------------------------------ set-up
 
     def _daemon(self, name: str, *command: str) -> None:
         with (self.folder / f"log/{name}.log").open("ab") as log:
@@ -248,15 +248,15 @@ class Cluster:
             self._ip("-n", inside, "link", "set", "lo", "up")
 
     def _sweep(self) -> None:
-        """Networks of clusters whose process was killed."""
+        """Delete the networks of clusters whose process was killed."""
         listed = subprocess.run(["ip", "-br", "link"], capture_output=True, text=True).stdout
         namespaces = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
-        for found in re.finditer(r"^brdm(\d+) ", listed, re.MULTILINE):
-            if not Path(f"/proc/{found[1]}").exists():
-                self._ip("link", "del", f"brdm{found[1]}", check=False)
-        for found in re.finditer(r"^dm(\d+)-\S+", namespaces, re.MULTILINE):
-            if not Path(f"/proc/{found[1]}").exists():
-                self._ip("netns", "del", found[0], check=False)
+        for match in re.finditer(r"^brdm(\d+) ", listed, re.MULTILINE):
+            if not Path(f"/proc/{match[1]}").exists():
+                self._ip("link", "del", f"brdm{match[1]}", check=False)
+        for match in re.finditer(r"^dm(\d+)-\S+", namespaces, re.MULTILINE):
+            if not Path(f"/proc/{match[1]}").exists():
+                self._ip("netns", "del", match[0], check=False)
 
     def _write_files(self) -> None:
         etc, dev = self.folder / "etc", self.folder / "dev"
@@ -283,7 +283,7 @@ class Cluster:
         if self.has_networks:
             hosts.append(f"{self.network}.254 outside")
         (etc / "hosts").write_text("\n".join([Path("/etc/hosts").read_text(), *hosts, ""]))
-        # A node reaches no name server: looking a name up would take until the time is out.
+        # A node reaches no name server. A lookup would block until it times out.
         (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
         (etc / "slurm.conf").write_text(self._slurm_conf(addresses))
 
@@ -303,7 +303,7 @@ class Cluster:
             f"{NODE_HARDWARE} State=UNKNOWN"
             for (name, address), port in zip(addresses.items(), ports[1:], strict=True)
         )
-        # Job ids never repeat, or a job would find what one of an earlier cluster left behind.
+        # Job ids must not repeat, or a job would find files of an earlier cluster's job.
         first_job = int(time.time()) % 10_000_000 + 1000
         folder = self.folder
         return f"""\
@@ -351,7 +351,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 def wait_until(
     is_true: Callable[[], object], seconds: float, message: str | Callable[[], str]
 ) -> None:
-    """Look ten times a second; AssertionError with `message` when `seconds` have passed."""
+    """Wait until `is_true()`, checked every 0.1 s. Raise AssertionError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not is_true():
         if time.monotonic() > deadline:
@@ -361,11 +361,11 @@ def wait_until(
 
 def _free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    for listener in sockets:
+        listener.bind(("127.0.0.1", 0))
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
     return ports
 
 
@@ -374,8 +374,9 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    with Cluster() as up:
-        print(f"export SLURM_CONF={up.env['SLURM_CONF']}\n{up.run('sinfo')}", flush=True)
+    with Cluster() as cluster:
+        conf = cluster.env["SLURM_CONF"]
+        print(f"export SLURM_CONF={conf}\n{cluster.run('sinfo')}", flush=True)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with contextlib.suppress(KeyboardInterrupt):
             signal.pause()

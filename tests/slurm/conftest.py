@@ -1,4 +1,4 @@
-"""One emulated cluster for all tests; between them nodes are mended and jobs ended."""
+"""Share one emulated cluster. After each test, jobs are cancelled and nodes restarted."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def whole_cluster() -> Iterator[Cluster]:
         pytest.fail(
             f"no {', '.join(missing)} here: run tests/slurm/install.sh, or `make test-slurm`"
         )
-    with Cluster(4) as up:
-        yield up
+    with Cluster(4) as started:
+        yield started
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def cluster(whole_cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture
 def project(cluster: Cluster) -> Iterator[Project]:
-    """The real scripts and a fake program, of an ordinary user where the tests are root's."""
+    """The real scripts and a fake program. Its user is `nobody` where the tests run as root."""
     made = Project.make(cluster, user="nobody" if os.geteuid() == 0 else None)
     yield made
     shutil.rmtree(made.folder, ignore_errors=True)
@@ -51,20 +51,20 @@ def checkout(whole_cluster: Cluster) -> Iterator[Project]:
 
 @pytest.fixture
 def training(checkout: Project, cluster: Cluster) -> Project:
-    """This checkout, for real runs, on a cluster that is mended after the test."""
+    """This checkout, for real runs. The cluster is repaired after the test."""
     return checkout
 
 
 @pytest.fixture(scope="session")
 def undisturbed(checkout: Project) -> Run:
-    """The run that others are compared with: made once."""
+    """The run that others are compared with. It runs once per session."""
     run = Run.start(checkout, "undisturbed")
     run.wait_for_end()
     return run
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The table of faults, for docs/results.md, and what was not tried."""
+    """Print the table of faults for docs/results.md, and the skipped tests."""
     if FAULTS:
         terminalreporter.write_sep("-", "faults")
         for row in (("fault", "what was lost", "seconds until further than before"), *FAULTS):
@@ -72,13 +72,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
     names = [report.nodeid for report in skipped if NEEDS_ROOT in str(report.longrepr)]
     if names:
-        terminalreporter.write_sep("-", f"NOT TRIED: {NEEDS_ROOT}", red=True)
+        terminalreporter.write_sep("-", f"NOT TESTED: {NEEDS_ROOT}", red=True)
         terminalreporter.write_line("\n".join(names))
 
 
 @pytest.fixture
 def unused_port() -> int:
-    """Of this machine."""
+    """A free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

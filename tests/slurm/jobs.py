@@ -1,4 +1,4 @@
-"""Submitting jobs to an emulated cluster, and looking at what became of them."""
+"""Submit jobs to an emulated cluster, and read their state, logs and records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "slurm"
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 ON_CPU = ("--ntasks-per-node=1", "--gpus-per-node=0")
-"""An emulated node with one rank and no GPU."""
+"""Options for one rank per node and no GPU."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Job:
     cluster: Cluster
     number: int
     folder: Path
-    """Where sbatch was run."""
+    """Working directory of sbatch."""
 
     def facts(self) -> dict[str, str]:
-        """What `scontrol show job` says: JobState, Restarts, ExitCode, ..."""
+        """Return the fields of `scontrol show job`: JobState, Restarts, ExitCode, ..."""
         shown = self.cluster.run("scontrol", "show", "job", str(self.number), "-o")
         return dict(re.findall(r"(\w+)=(\S*)", shown))
 
@@ -39,18 +39,18 @@ class Job:
 
     @property
     def log(self) -> str:
-        """What the script printed."""
+        """Output of the job script."""
         [path] = self.folder.glob(f"*-{self.number}.out")
         return path.read_text(encoding="utf-8")
 
     def wait_for(self, *states: str, seconds: float = 60) -> dict[str, str]:
-        """Until it is in one of the states (by default: has ended)."""
+        """Wait until the job is in one of the states, by default until it has ended."""
         wanted = set(states) or ENDED
         wait_until(lambda: self.state in wanted, seconds, self.story)
         return self.facts()
 
     def wait_for_text(self, text: str, seconds: float = 60) -> None:
-        """Until the script has printed `text`."""
+        """Wait until the script has printed `text`."""
         wait_until(
             lambda: any(self.folder.glob(f"*-{self.number}.out")) and text in self.log,
             seconds,
@@ -58,11 +58,11 @@ class Job:
         )
 
     def story(self) -> str:
-        """All that helps to see why a test failed."""
-        found = "".join(path.read_text() for path in self.folder.glob(f"*-{self.number}.out"))
+        """Return logs and job state for the message of a failed test."""
+        output = "".join(path.read_text() for path in self.folder.glob(f"*-{self.number}.out"))
         facts = self.facts()
         kept = {key: facts.get(key) for key in ("JobState", "Reason", "Restarts", "ExitCode")}
-        return f"{self.cluster.logs()}\njob {self.number}: {kept}\n{found}"
+        return f"{self.cluster.logs()}\njob {self.number}: {kept}\n{output}"
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class Project:
     folder: Path
     user: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
-    """Beside the cluster's, for sbatch."""
+    """Variables for sbatch, in addition to those of the cluster."""
 
     @classmethod
     def of_this_checkout(cls, cluster: Cluster) -> Project:
-        """The real thing: this checkout and this Python; jobs and logs in a folder of their own."""
+        """Use this checkout and Python. Jobs and logs are in a temporary folder."""
         folder = Path(tempfile.mkdtemp(prefix="project-", dir="/tmp"))
         env = {
             "DAPO_HOME": str(REPOSITORY),
@@ -86,12 +86,12 @@ class Project:
             "OMP_NUM_THREADS": "1",
         }
         if not cluster.has_networks:
-            env["DAPO_INTERFACE"] = "lo"  # nobody knows the nodes' names
+            env["DAPO_INTERFACE"] = "lo"  # the nodes' names cannot be resolved
         return cls(cluster, folder, env=env)
 
     @classmethod
     def make(cls, cluster: Cluster, user: str | None) -> Project:
-        """With the scripts of this checkout and a fake program for a .venv."""
+        """Make a project with the scripts of this checkout and a fake Python in .venv."""
         folder = Path(tempfile.mkdtemp(prefix="project-", dir="/tmp"))
         shutil.copytree(SCRIPTS, folder / "slurm")
         (folder / ".venv/bin").mkdir(parents=True)
@@ -102,20 +102,22 @@ class Project:
         return cls(cluster, folder, user)
 
     def sbatch(self, *words: str, script: str = "train.sbatch", **env: str) -> Job:
-        """`words`: options for sbatch, then from the first one without a dash on, arguments."""
+        """Submit a script. `words` are options of sbatch, then arguments of the script, which
+        start at the first word without a dash."""
         num_options = next(
             (i for i, word in enumerate(words) if not word.startswith("-")), len(words)
         )
         options, arguments = words[:num_options], words[num_options:]
         home = self.env.get("DAPO_HOME", self.folder)
-        said = self.cluster.run(
+        job_id = self.cluster.run(
             "sbatch", "--parsable", *options, f"{home}/slurm/{script}", *arguments,
             user=self.user, env={**self.env, **env}, cwd=self.folder,
         )  # fmt: skip
-        return Job(self.cluster, int(said.split(";")[0]), self.folder)
+        return Job(self.cluster, int(job_id.split(";")[0]), self.folder)
 
     def record(self, attempt: str, task: str) -> dict[str, list[str]]:
-        """What a task of the fake program wrote down: its first words, and what followed each."""
+        """Return the record of a task of the fake program: first word of a line -> rests of the
+        lines."""
         lines: dict[str, list[str]] = {}
         for line in (self.folder / "record" / attempt / task).read_text().splitlines():
             name, _, rest = line.partition(" ")
@@ -123,13 +125,13 @@ class Project:
         return lines
 
     def started(self, job: Job) -> list[str]:
-        """Attempts of the job in which training began."""
+        """Return the attempts of the job in which training started."""
         return sorted(
             path.parent.name for path in self.folder.glob(f"record/{job.number}.*/train-0")
         )
 
     def wait_until_ready(self, attempt: str, num_tasks: int) -> None:
-        """Until all tasks of an attempt wait for a signal."""
+        """Wait until all tasks of an attempt wait for a signal."""
 
         def are_ready() -> bool:
             files = list(self.folder.glob(f"record/{attempt}/train-*"))

@@ -1,4 +1,4 @@
-"""Real training runs on an emulated cluster, and comparing two of them."""
+"""Start real training runs on an emulated cluster, and compare two of them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ TRAINING = (
     "checkpoint.keep=3",
     "tracking.mlflow=false",
 )
-"""Short; every second step is saved, so that a fault can lose one, and every third is evaluated."""
+"""A short run. Every second step is saved, so that a fault can lose a step. Every third is
+evaluated."""
 START_SECONDS = 300.0
-"""For a run to begin with its first step, on a machine that is busy with other things."""
+"""Time allowed until the first step of a run, on a busy machine."""
 IS_TRAINING = b"\0-m\0dapo_megatron\0train\0"
 FAULTS: list[tuple[str, ...]] = []
 """Rows of a table for docs/results.md, printed at the end of the tests."""
@@ -55,7 +56,7 @@ class Run:
         cls, project: Project, name: str, *more: str, num_nodes: int = 2,
         directory: Path | None = None, options: tuple[str, ...] = (), **env: str,
     ) -> Run:  # fmt: skip
-        """Submit it; without the check of the nodes, unless told."""
+        """Submit a run. The node check is off unless `env` sets DAPO_PREFLIGHT."""
         run = cls(project, name, directory or project.folder / "runs")
         run.job = project.sbatch(
             f"-N{num_nodes}", *ON_CPU, "--time=30", f"--job-name={name}", *options,
@@ -66,94 +67,94 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """runs/<name>"""
+        """Run folder: <directory>/<name>."""
         return self.directory / self.name
 
     # ------------------------------------------------------------------ while it runs
 
     def num_steps(self) -> int:
-        """Steps whose metrics are written; there is a line of step 0 too, its evaluation."""
+        """Return the number of steps with metrics, without the evaluation of step 0."""
         path = self.folder / "metrics.jsonl"
         return max(0, path.read_text().count("\n") - 1) if path.exists() else 0
 
     def wait_for_step(self, step: int, seconds: float = START_SECONDS) -> None:
-        """Until its metrics are written."""
+        """Wait until the metrics of a step are written."""
         wait_until(lambda: self.num_steps() >= step, seconds, self.story)
 
     def wait_for_checkpoint(self, step: int) -> Path:
-        """Until it is published; its folder."""
+        """Wait until a checkpoint is published, and return its folder."""
         path = self.folder / f"checkpoints/step_{step:06d}"
         wait_until(path.exists, START_SECONDS, self.story)
         return path
 
     def newest_checkpoint(self) -> Path:
-        """The one that the next start would go on from; it may be of the middle of a step."""
-        found = newest(self.folder / "checkpoints")
-        assert found is not None, self.story()
-        return found
+        """Return the checkpoint that the next start would resume. It may be of a partial step."""
+        checkpoint = newest(self.folder / "checkpoints")
+        assert checkpoint is not None, self.story()
+        return checkpoint
 
     def pid_of_rank(self, rank: int) -> int:
-        """The process, by its number out here."""
+        """Return the process id of a rank, as seen outside of the node's namespace."""
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 command = (entry / "cmdline").read_bytes()
                 environment = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:  # ended meanwhile, or somebody else's
+            except OSError:  # it has ended, or belongs to another user
                 continue
             wanted = {f"SLURM_JOB_ID={self.job.number}", f"SLURM_PROCID={rank}"}
-            is_ours = wanted <= {word.decode(errors="replace") for word in environment}
-            if is_ours and command.split(b"\0")[0].endswith(b"/python") and IS_TRAINING in command:
+            is_rank = wanted <= {word.decode(errors="replace") for word in environment}
+            if is_rank and command.split(b"\0")[0].endswith(b"/python") and IS_TRAINING in command:
                 return int(entry.name)
         raise AssertionError(f"no process of rank {rank}\n{self.story()}")
 
     def wait_for_end(self, seconds: float = 2 * START_SECONDS) -> None:
-        """Until it is trained; AssertionError if it ends otherwise."""
+        """Wait until the run completes. Raise AssertionError if it ends otherwise."""
         facts = self.job.wait_for(seconds=seconds)
         assert facts["JobState"] == "COMPLETED", self.story()
 
     def story(self) -> str:
-        """The job's, and the last lines of its ranks."""
+        """Return the story of the job, and the last log lines of its ranks."""
         texts = [self.job.story()]
         for path in sorted(self.folder.glob("logs/rank_*.log")):
             lines = path.read_text(errors="replace").splitlines()[-12:]
             texts.append("\n".join([f"--- {path.name}", *lines]))
         return "\n".join(texts)
 
-    # ------------------------------------------------------------------ what became of it
+    # ------------------------------------------------------------------ results
 
     def resumed_from(self) -> list[int]:
-        """Steps of the checkpoints that later starts went on from; 0 for a start from none."""
-        found = []
+        """Return the checkpoint step that each later start resumed, 0 if it found none."""
+        steps = []
         attempts = self.project.folder.glob(f"slurm_logs/{self.name}/{self.job.number}.*/")
         for folder in sorted(attempts, key=lambda path: int(path.name.split(".")[1]))[1:]:
             logs = [path.read_text(errors="replace") for path in folder.glob("*-0.log")]
             text = "".join(logs)
             _, resumed, rest = text.partition("resumed from")
-            found.append(int(rest.split("step_")[1][:6]) if resumed else 0)
-        return found
+            steps.append(int(rest.split("step_")[1][:6]) if resumed else 0)
+        return steps
 
     def metrics(self) -> list[dict[str, Any]]:
-        """metrics.jsonl without what a clock says."""
+        """Return the rows of metrics.jsonl without times, memory and throughput."""
         rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
         clocks = ("time/", "memory/", "throughput/")
         return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
 
     def weights(self, step: int = NUM_STEPS) -> dict[str, str]:
-        """Sums of the tensors of a checkpoint: weights, optimizer, torch's random state."""
+        """Return checksums of a checkpoint's tensors: weights, optimizer, torch's random state."""
         folder = self.folder / f"checkpoints/step_{step:06d}"
-        return dict(self._sums(folder))
+        return dict(self._checksums(folder))
 
     @staticmethod
-    def _sums(folder: Path) -> Iterator[tuple[str, str]]:
+    def _checksums(folder: Path) -> Iterator[tuple[str, str]]:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118 (it is no dict)
+                for name in file.keys():  # noqa: SIM118 (file is no dict)
                     data = file.get_tensor(name).tobytes()
                     yield f"{path.name}/{name}", hashlib.sha256(data).hexdigest()
 
 
 def assert_same(run: Run, undisturbed: Run) -> None:
-    """Both have the same final weights, optimizer, random state and metrics, bit by bit."""
+    """Assert that final weights, optimizer, random state and metrics are bitwise the same."""
     assert run.weights(), "no checkpoint to compare"
     different = [*_different_metrics(run, undisturbed), *_different_weights(run, undisturbed)]
     assert not different, "\n".join([run.story(), "DIFFERENT:", *different[:20]])
@@ -176,14 +177,17 @@ def _different_weights(run: Run, other: Run) -> Iterator[str]:
             yield f"{name} of the last checkpoint"
 
 
-def recovered(run: Run, fault: str, do: Callable[[], object]) -> float:
-    """`do` the fault, wait until the run has got further than it was, write both down; seconds."""
+def recovered(run: Run, fault: str, inject: Callable[[], object]) -> float:
+    """Inject a fault and wait until the run is past the step at which it struck.
+
+    Add lost steps and seconds to FAULTS. Return the seconds.
+    """
     before = run.num_steps()
     restarts = int(run.job.facts()["Restarts"])
-    begun = time.monotonic()
-    do()
+    fault_time = time.monotonic()
+    inject()
     wait_until(lambda: int(run.job.facts()["Restarts"]) > restarts, START_SECONDS, run.story)
-    # The metrics are cut back to the checkpoint first, so that their number alone says little.
+    # A restart first cuts the metrics back to the checkpoint, so their number alone is not enough.
     started = time.time()
     wait_until(
         lambda: (
@@ -192,13 +196,13 @@ def recovered(run: Run, fault: str, do: Callable[[], object]) -> float:
         2 * START_SECONDS,
         run.story,
     )
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - fault_time
     [*_, resumed] = run.resumed_from()
     lost = before - resumed
-    note(fault, f"{lost} of {before} steps done again" if lost > 0 else "nothing", f"{seconds:.0f}")
+    note(fault, f"{lost} of {before} steps repeated" if lost > 0 else "nothing", f"{seconds:.0f}")
     return seconds
 
 
 def note(fault: str, lost: str, seconds: str) -> None:
-    """A row of the table."""
+    """Add a row to FAULTS."""
     FAULTS.append((fault, lost, seconds))

@@ -1,8 +1,8 @@
-"""What happens on a cluster, done to a training run, which then must end as if nothing had been.
+"""Inject cluster faults into training runs, which must end like the undisturbed run.
 
-Two nodes, one rank each; on-policy, in float32, so that "as if" means bit by bit: the final
-weights and optimizer moments, and every metric of every step that no clock is in.
-One undisturbed run serves all. The table that the tests print is for docs/results.md.
+Runs have two nodes with one rank each, are on-policy and in float32. Final weights, optimizer
+moments and all metrics except times are compared bitwise with one undisturbed run. The tests print
+the table for docs/results.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.slurm.runs import START_SECONDS, Run, assert_same, note, recovered
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
 AT_STEP = 3
-"""Steps done when the fault comes: the checkpoint of step 2 is there, step 3 is in none."""
+"""Steps done when the fault strikes. Step 2 has a checkpoint, step 3 has none."""
 WATCHDOG_SECONDS = 20
 WATCHDOG = tuple(
     f"watchdog.{phase}={WATCHDOG_SECONDS}.0"
@@ -40,7 +40,7 @@ def needs_networks(cluster: Cluster) -> None:
         pytest.skip(NEEDS_ROOT)
 
 
-def test_requeue(training: Project, undisturbed: Run) -> None:
+def test_a_requeued_job_resumes_to_the_same_result(training: Project, undisturbed: Run) -> None:
     run = Run.start(training, "requeue", DAPO_PREFLIGHT="1")
     run.wait_for_step(AT_STEP, 2 * START_SECONDS)
     recovered(
@@ -52,8 +52,10 @@ def test_requeue(training: Project, undisturbed: Run) -> None:
     assert_same(run, undisturbed)
 
 
-def test_usr1_before_the_limit(training: Project, undisturbed: Run) -> None:
-    """What Slurm sends before the limit, in the middle of a step."""
+def test_a_run_stopped_by_usr1_resumes_to_the_same_result(
+    training: Project, undisturbed: Run
+) -> None:
+    """SIGUSR1, which Slurm sends before the time limit, arrives in the middle of a step."""
     run = Run.start(training, "usr1")
     run.wait_for_step(AT_STEP)
     recovered(
@@ -62,12 +64,14 @@ def test_usr1_before_the_limit(training: Project, undisturbed: Run) -> None:
         lambda: training.cluster.run("scancel", "--batch", "--signal=USR1", str(run.job.number)),
     )
     assert "exit code 75" in run.job.log
-    assert run.resumed_from()[0] >= AT_STEP, "a stop that was asked for must lose nothing"
+    assert run.resumed_from()[0] >= AT_STEP, "a requested stop must not lose a step"
     run.wait_for_end()
     assert_same(run, undisturbed)
 
 
-def test_the_time_limit_comes(training: Project, undisturbed: Run) -> None:
+def test_a_run_that_reaches_the_time_limit_resumes_to_the_same_result(
+    training: Project, undisturbed: Run
+) -> None:
     run = Run.start(training, "limit", options=("--signal=B:USR1@120",))
     run.wait_for_step(AT_STEP)
     job = str(run.job.number)
@@ -76,7 +80,7 @@ def test_the_time_limit_comes(training: Project, undisturbed: Run) -> None:
         training.cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
 
     def come_to_the_limit() -> None:
-        # Slurm looks at limits every 30 s, in which the run would end: a rank is held until then.
+        # Slurm checks limits every 30 s. Stop a rank for that long, or the run would end before.
         rank = run.pid_of_rank(1)
         os.kill(rank, signal.SIGSTOP)
         try:
@@ -86,17 +90,17 @@ def test_the_time_limit_comes(training: Project, undisturbed: Run) -> None:
         finally:
             os.kill(rank, signal.SIGCONT)
         run.job.wait_for("PENDING", seconds=150)
-        set_minutes(30)  # for a start that has nothing to fear
+        set_minutes(30)  # long enough for the rest of the run
 
     recovered(run, "the time limit", come_to_the_limit)
     assert "exit code 75" in run.job.log
-    assert run.resumed_from()[0] >= AT_STEP, "a stop that was asked for must lose nothing"
+    assert run.resumed_from()[0] >= AT_STEP, "a requested stop must not lose a step"
     run.wait_for_end()
     assert_same(run, undisturbed)
 
 
 @pytest.mark.usefixtures("needs_networks")
-def test_a_node_loses_power(training: Project, undisturbed: Run) -> None:
+def test_a_run_survives_a_power_cut_of_a_node(training: Project, undisturbed: Run) -> None:
     run = Run.start(training, "node")
     run.wait_for_step(AT_STEP)
     recovered(run, "power cut of a node", lambda: training.cluster.kill_node("node2"))
@@ -104,42 +108,46 @@ def test_a_node_loses_power(training: Project, undisturbed: Run) -> None:
     assert_same(run, undisturbed)
 
 
-def test_a_rank_is_killed(training: Project, undisturbed: Run) -> None:
+def test_a_run_survives_sigkill_of_a_rank(training: Project, undisturbed: Run) -> None:
     run = Run.start(training, "killed")
     run.wait_for_step(AT_STEP)
-    begun = time.monotonic()
+    start_time = time.monotonic()
 
     def kill() -> None:
         os.kill(run.pid_of_rank(1), signal.SIGKILL)
         run.job.wait_for_text("this start ended with exit code")
-        note("... until all ranks have ended", "", f"{time.monotonic() - begun:.0f}")
+        note("... until all ranks have ended", "", f"{time.monotonic() - start_time:.0f}")
 
     recovered(run, "SIGKILL of a rank", kill)
     run.wait_for_end()
     assert_same(run, undisturbed)
 
 
-def test_a_rank_that_hangs_is_named(training: Project, undisturbed: Run) -> None:
+def test_the_watchdog_names_a_hung_rank_and_the_run_resumes(
+    training: Project, undisturbed: Run
+) -> None:
     run = Run.start(training, "hung", *WATCHDOG)
     run.wait_for_step(AT_STEP)
     verdict = training.folder / f"slurm_logs/hung/{run.job.number}.0/verdict"
 
     def stop() -> None:
-        begun = time.monotonic()
+        start_time = time.monotonic()
         os.kill(run.pid_of_rank(1), signal.SIGSTOP)
         wait_until(verdict.exists, WATCHDOG_SECONDS + 30, run.story)
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - start_time
         note(f"... until it is named, limit {WATCHDOG_SECONDS} s", "", f"{seconds:.1f}")
-        told = verdict.read_text()
-        assert told.startswith("98 ") and "rank 1" in told.splitlines()[0], told
-        assert seconds <= WATCHDOG_SECONDS + 5, f"named after {seconds:.1f} s"
+        text = verdict.read_text()
+        assert text.startswith("98 ") and "rank 1" in text.splitlines()[0], text
+        assert seconds <= WATCHDOG_SECONDS + 5, f"the rank was named after {seconds:.1f} s"
 
     recovered(run, "SIGSTOP of a rank", stop)
     run.wait_for_end()
     assert_same(run, undisturbed)
 
 
-def test_the_newest_checkpoint_is_damaged(training: Project, undisturbed: Run) -> None:
+def test_a_damaged_newest_checkpoint_is_set_aside_and_an_older_one_resumed(
+    training: Project, undisturbed: Run
+) -> None:
     run = Run.start(training, "damaged")
     run.wait_for_checkpoint(4)
     run.wait_for_step(5)
@@ -159,20 +167,20 @@ def test_the_newest_checkpoint_is_damaged(training: Project, undisturbed: Run) -
         *run.folder.glob("logs/rank_0.log"),
         *training.folder.glob(f"slurm_logs/damaged/{run.job.number}.1/*.log"),
     ]
-    said = "".join(path.read_text(errors="replace") for path in logs)
-    assert "CHECKPOINT DAMAGED" in said, run.story()
-    assert list(run.folder.glob("checkpoints/*.damaged*")), "it is not kept"
+    log_text = "".join(path.read_text(errors="replace") for path in logs)
+    assert "CHECKPOINT DAMAGED" in log_text, run.story()
+    assert list(run.folder.glob("checkpoints/*.damaged*")), "the damaged checkpoint was not kept"
     run.wait_for_end()
     assert_same(run, undisturbed)
 
 
 @pytest.mark.usefixtures("needs_networks")
-def test_the_disk_is_full_during_a_save(training: Project, undisturbed: Run) -> None:
+def test_a_run_goes_on_after_a_save_to_a_full_disk(training: Project, undisturbed: Run) -> None:
     small = training.cluster.small_disk
     run = Run.start(training, "full", directory=small)
     run.wait_for_checkpoint(2)
     filler = small / "filler"
-    # A mebibyte is left: enough for a line of metrics, not for a checkpoint.
+    # Leave 1 MiB: enough for a line of metrics, not for a checkpoint.
     filler.write_bytes(bytes(shutil.disk_usage(small).free - 2**20))
     console = training.folder / f"slurm_logs/full/{run.job.number}.0"
     wait_until(
@@ -190,7 +198,7 @@ def test_the_disk_is_full_during_a_save(training: Project, undisturbed: Run) -> 
 
 @contextmanager
 def mlflow_server(folder: Path, host: str, port: int) -> Iterator[None]:
-    """Up inside the `with`, killed without a warning at its end."""
+    """Run an MLflow server inside the `with` block, and SIGKILL it at the end."""
     command = [
         sys.executable, "-m", "mlflow", "server", f"--host={host}", f"--port={port}",
         f"--backend-store-uri=sqlite:///{folder}/mlflow.db", "--workers=1",
@@ -213,7 +221,7 @@ def mlflow_server(folder: Path, host: str, port: int) -> Iterator[None]:
         server.wait()
 
 
-def test_the_mlflow_server_is_killed(
+def test_metrics_reach_an_mlflow_server_that_was_killed_and_restarted(
     training: Project, undisturbed: Run, tmp_path: Path, unused_port: int
 ) -> None:
     from mlflow import MlflowClient
@@ -225,7 +233,7 @@ def test_the_mlflow_server_is_killed(
         run = Run.start(training, "mlflow", "tracking.mlflow=true", MLFLOW_TRACKING_URI=uri)
         run.wait_for_step(AT_STEP)
     killed = time.monotonic()
-    run.wait_for_step(AT_STEP + 2)  # nobody answers, and it goes on
+    run.wait_for_step(AT_STEP + 2)  # the run goes on while no server answers
     with mlflow_server(tmp_path, host, unused_port):
         run.wait_for_end()
         client = MlflowClient(tracking_uri=uri)

@@ -1,5 +1,7 @@
-"""What the job scripts do with a program that ends in every way; on an emulated cluster, with a
-fake program, as an ordinary user where the tests run as root."""
+"""Run the job scripts on an emulated cluster with a fake program that ends in various ways.
+
+Where the tests run as root, the jobs run as an ordinary user.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def files_with(text: str, folder: Path) -> list[Path]:
     return [path for path in files if text.encode() in path.read_bytes()]
 
 
-def test_done_ends_the_chain(project: Project) -> None:
+def test_a_completed_run_cancels_the_rest_of_its_chain(project: Project) -> None:
     chain = [project.sbatch(*TWO, "--dependency=singleton", "c.yaml", "a=1") for _ in range(3)]
     other = project.sbatch(*TWO, "--dependency=singleton", "--begin=now+1hour", "c.yaml", "a=2")
     assert chain[0].wait_for()["JobState"] == "COMPLETED", chain[0].story()
@@ -31,7 +33,7 @@ def test_done_ends_the_chain(project: Project) -> None:
     assert other.state == "PENDING", "a job of the same name that does something else was cancelled"
 
 
-def test_each_task_is_told_who_it_is(project: Project) -> None:
+def test_each_task_gets_its_rank_master_and_secret(project: Project) -> None:
     job = project.sbatch("-N2", "--ntasks-per-node=8", "c.yaml", "--overlay", "o.yaml", "a=1 2")
     assert job.wait_for()["JobState"] == "COMPLETED", job.story()
     attempt = f"{job.number}.0"
@@ -65,7 +67,9 @@ def test_each_task_is_told_who_it_is(project: Project) -> None:
 
 
 @pytest.mark.parametrize(("mask", "others"), [("", 0o077), ("027", 0o027)])
-def test_what_tasks_write_is_their_users_alone(project: Project, mask: str, others: int) -> None:
+def test_files_of_tasks_have_the_permissions_of_dapo_umask(
+    project: Project, mask: str, others: int
+) -> None:
     job = project.sbatch(*TWO, "c.yaml", **({"DAPO_UMASK": mask} if mask else {}))
     assert job.wait_for()["JobState"] == "COMPLETED", job.story()
     attempt = project.folder / "slurm_logs/dapo" / f"{job.number}.0"
@@ -78,7 +82,7 @@ def test_what_tasks_write_is_their_users_alone(project: Project, mask: str, othe
 
 
 def test_a_secret_from_outside_is_not_used(project: Project) -> None:
-    """Slurm keeps the environment of a submission, and env.txt is for everyone to read."""
+    """Slurm stores the environment of a submission, and env.txt is readable by all users."""
     outside = "ab" * 32
     job = project.sbatch(
         *TWO, "c.yaml", DAPO_MEGATRON_SECRET=outside, DAPO_MEGATRON_SECRET_FILE="/nowhere"
@@ -89,7 +93,7 @@ def test_a_secret_from_outside_is_not_used(project: Project) -> None:
     assert not files_with(outside, project.folder / "slurm_logs")
 
 
-def test_a_mistake_is_not_requeued(project: Project) -> None:
+def test_a_config_error_is_not_requeued_and_cancels_the_chain(project: Project) -> None:
     chain = [
         project.sbatch(*TWO, "--dependency=singleton", "c.yaml", FAKE="mistake") for _ in range(2)
     ]
@@ -98,7 +102,7 @@ def test_a_mistake_is_not_requeued(project: Project) -> None:
     assert chain[1].wait_for()["JobState"] == "CANCELLED"
 
 
-def test_usr1_reaches_the_tasks_once_and_the_job_goes_on(project: Project) -> None:
+def test_usr1_reaches_each_task_once_and_the_job_is_requeued(project: Project) -> None:
     job = project.sbatch(*TWO, "c.yaml", FAKE="wait ok")
     project.wait_until_ready(f"{job.number}.0", 2)
     project.cluster.run("scancel", "--batch", "--signal=USR1", str(job.number))
@@ -107,13 +111,13 @@ def test_usr1_reaches_the_tasks_once_and_the_job_goes_on(project: Project) -> No
     for rank in range(2):
         assert project.record(f"{job.number}.0", f"train-{rank}")["signal"] == ["USR1"]
     ports = {project.record(f"{job.number}.{n}", "train-0")["MASTER_PORT"][0] for n in range(2)}
-    assert len(ports) == 2, "a restart must not wait for the port of the start before"
+    assert len(ports) == 2, "a restart must not reuse the port, which may still be in use"
     starts = [project.record(f"{job.number}.{n}", "train-0") for n in range(2)]
     secrets = {start["DAPO_MEGATRON_SECRET"][0] for start in starts}
-    assert len(secrets) == 2, "what is left of a start must not join the next"
+    assert len(secrets) == 2, "ranks left over from a start must not be able to join the next"
 
 
-def test_usr1_leaves_the_rest_to_the_next_of_the_chain(project: Project) -> None:
+def test_after_usr1_the_next_job_of_the_chain_goes_on(project: Project) -> None:
     chain = [
         project.sbatch(*TWO, "--dependency=singleton", "c.yaml", FAKE="wait") for _ in range(2)
     ]
@@ -124,14 +128,14 @@ def test_usr1_leaves_the_rest_to_the_next_of_the_chain(project: Project) -> None
     project.wait_until_ready(f"{chain[1].number}.0", 2)
 
 
-def test_the_time_limit_is_told_beforehand(project: Project) -> None:
+def test_the_time_limit_is_announced_and_the_job_requeued(project: Project) -> None:
     job = project.sbatch(*TWO, "--time=1", "--signal=B:USR1@50", "c.yaml", FAKE="wait ok")
     facts = job.wait_for(seconds=120)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.story()
     assert "SIGUSR1: the time is nearly up" in job.log
 
 
-def test_a_crash_is_requeued_with_its_reason(project: Project) -> None:
+def test_a_crash_is_requeued_and_its_reason_logged(project: Project) -> None:
     job = project.sbatch(*TWO, "c.yaml", FAKE="crash ok")
     facts = job.wait_for()
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.story()
@@ -139,13 +143,13 @@ def test_a_crash_is_requeued_with_its_reason(project: Project) -> None:
     assert "output of rank 1" in job.log
 
 
-def test_a_hang_is_requeued(project: Project) -> None:
+def test_a_hang_is_requeued_and_the_silent_rank_logged(project: Project) -> None:
     job = project.sbatch(*TWO, "c.yaml", FAKE="hang ok")
     assert job.wait_for()["Restarts"] == "1", job.story()
     assert "exit code 98: rank 1 on node2 gave no sign of life" in job.log
 
 
-def test_crashes_at_once_end_after_three(project: Project) -> None:
+def test_three_immediate_crashes_end_the_job(project: Project) -> None:
     job = project.sbatch(*TWO, "c.yaml", FAKE="dead")
     facts = job.wait_for(seconds=90)
     assert (facts["JobState"], facts["Restarts"]) == ("FAILED", "2"), job.story()
@@ -159,7 +163,7 @@ def test_a_killed_rank_ends_the_others(project: Project) -> None:
     assert job.facts()["Restarts"] == "1"
 
 
-def test_a_rank_that_still_closes_the_run_is_waited_for(project: Project) -> None:
+def test_a_job_waits_for_a_rank_that_still_closes_the_run(project: Project) -> None:
     job = project.sbatch(*TWO, "c.yaml", FAKE="slow_end ok")
     assert job.wait_for()["JobState"] == "COMPLETED", job.story()
     assert "closed" in project.record(f"{job.number}.0", "train-0")
@@ -170,12 +174,12 @@ def test_requeue_can_be_turned_off(project: Project) -> None:
     assert job.wait_for()["JobState"] == "FAILED", job.story()
 
 
-def test_a_fenced_start_leaves_the_run_alone(project: Project) -> None:
+def test_a_fenced_start_ends_without_a_requeue(project: Project) -> None:
     job = project.sbatch(*TWO, "c.yaml", FAKE="fenced ok")
     assert job.wait_for()["ExitCode"] == "97:0", job.story()
 
 
-def test_a_start_that_is_named_is_not_begun_again(project: Project) -> None:
+def test_a_job_that_resumes_a_named_checkpoint_is_not_requeued(project: Project) -> None:
     job = project.sbatch(*TWO, "c.yaml", "resume=runs/old/step_000003", FAKE="crash")
     facts = job.wait_for()
     assert (facts["JobState"], facts["Requeue"]) == ("FAILED", "0"), job.story()
@@ -201,7 +205,7 @@ def test_scontrol_requeue_stops_cleanly(project: Project) -> None:
     assert job.wait_for()["JobState"] == "COMPLETED", job.story()
 
 
-def test_a_lost_node_is_left_by_slurm_itself(project: Project) -> None:
+def test_slurm_requeues_a_job_without_its_lost_node(project: Project) -> None:
     job = project.sbatch(*TWO, "c.yaml", FAKE="wait ok")
     project.wait_until_ready(f"{job.number}.0", 2)
     project.cluster.kill_node("node2")
@@ -227,12 +231,12 @@ def test_a_bad_node_is_excluded_and_the_job_goes_on(project: Project) -> None:
     job = project.sbatch(
         *TWO, *options, "c.yaml", "a=1", FAKE_BAD="node2", DAPO_EXCLUDE_BAD="1"
     )  # fmt: skip
-    asked = job.facts()
+    submitted = job.facts()
     facts = job.wait_for()
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.story()
     assert facts["ExcNodeList"] == "node4,node2"
     kept = ("MinMemoryNode", "MinCPUsNode", "TimeLimit", "TresPerNode")
-    assert [facts[name] for name in kept] == [asked[name] for name in kept]
+    assert [facts[name] for name in kept] == [submitted[name] for name in kept]
     assert "requeued without node2" in job.log
     assert project.started(job) == [f"{job.number}.1"]
     arguments = project.record(f"{job.number}.1", "train-0")["arguments"]
@@ -258,13 +262,13 @@ def test_a_bad_node_is_excluded_from_the_rest_of_the_chain(project: Project) -> 
     ].story()
 
 
-def test_a_node_that_hangs_in_the_check_is_bad(project: Project) -> None:
+def test_a_node_that_hangs_in_the_check_is_reported_bad(project: Project) -> None:
     job = project.sbatch(*TWO, "c.yaml", FAKE_STUCK="node2", DAPO_GRACE_SECONDS="2")
     assert job.wait_for()["ExitCode"] == "69:0", job.story()
     assert "bad node node2: it did not report" in job.log
 
 
-def test_a_check_in_which_all_wait_for_all_has_an_end(project: Project) -> None:
+def test_a_check_in_which_all_nodes_hang_ends_without_a_bad_node(project: Project) -> None:
     job = project.sbatch(
         "-N2", *ON_CPU, "c.yaml",
         FAKE_STUCK="node1 node2", DAPO_PREFLIGHT_SECONDS="3", DAPO_REQUEUE="0",
@@ -282,7 +286,7 @@ def test_the_check_can_be_skipped(project: Project) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "env", "said"),
+    ("words", "env", "message"),
     [
         ((*TWO,), {}, "usage: sbatch"),
         (
@@ -296,13 +300,15 @@ def test_the_check_can_be_skipped(project: Project) -> None:
         ((*TWO, "c.yaml"), {"DAPO_HOME": "/nowhere"}, "/nowhere is no checkout"),
     ],
 )
-def test_refusals(project: Project, words: tuple[str, ...], env: dict[str, str], said: str) -> None:
+def test_a_wrong_submission_is_refused_with_its_cause(
+    project: Project, words: tuple[str, ...], env: dict[str, str], message: str
+) -> None:
     job = project.sbatch(*words, **env)
     assert job.wait_for()["ExitCode"] == "2:0", job.story()
-    assert said in job.log
+    assert message in job.log
 
 
-def test_the_interface_chooses_the_address(project: Project) -> None:
+def test_the_master_address_is_that_of_dapo_interface(project: Project) -> None:
     if not project.cluster.has_networks:
         pytest.skip(NEEDS_ROOT)
     job = project.sbatch(*TWO, "c.yaml", DAPO_INTERFACE="eth0")
@@ -354,7 +360,7 @@ def test_apptainer_runs_the_program(project: Project) -> None:
     assert given.startswith(f"exec --no-home --bind {home}:{home},/data --pwd {home} a.sif")
 
 
-def test_evaluate_and_convert(project: Project) -> None:
+def test_evaluate_and_convert_sbatch_run_the_program(project: Project) -> None:
     evaluation = project.sbatch(*TWO, "c.yaml", "checkpoint=x", script="evaluate.sbatch")
     conversion = project.sbatch("megatron-to-hf", "a", "b", script="convert.sbatch")
     for job in (evaluation, conversion):
@@ -362,22 +368,22 @@ def test_evaluate_and_convert(project: Project) -> None:
         assert "output of rank 0" in job.log
     tasks = [project.record(f"{evaluation.number}.0", f"evaluate-{rank}") for rank in range(2)]
     assert len({task["DAPO_MEGATRON_SECRET"][0] for task in tasks}) == 1
-    [said] = tasks[1]["arguments"]
-    assert said == "-m dapo_megatron evaluate c.yaml checkpoint=x"
+    [arguments] = tasks[1]["arguments"]
+    assert arguments == "-m dapo_megatron evaluate c.yaml checkpoint=x"
     task = project.record(f"{conversion.number}.0", "convert_checkpoint-0")
     assert task["arguments"] == ["tools/convert_checkpoint.py megatron-to-hf a b"]
     assert task["SLURM_NTASKS"] == ["1"]
 
 
-def test_evaluate_hands_on_its_exit_code(project: Project) -> None:
+def test_evaluate_sbatch_returns_the_exit_code_of_the_program(project: Project) -> None:
     job = project.sbatch(*TWO, "c.yaml", script="evaluate.sbatch", FAKE="mistake")
     assert job.wait_for()["ExitCode"] == "2:0", job.story()
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("*.sbatch")))
-def test_slurm_takes_the_header_as_it_is(cluster: Cluster, script: str) -> None:
-    said = cluster.run("sbatch", "--test-only", SCRIPTS / script, "CONFIG")
-    assert "to start at" in said
+def test_slurm_accepts_the_header_of_every_script(cluster: Cluster, script: str) -> None:
+    output = cluster.run("sbatch", "--test-only", SCRIPTS / script, "CONFIG")
+    assert "to start at" in output
     lines = (SCRIPTS / script).read_text().splitlines()
     first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     assert not [line for line in lines[first_command:] if line.startswith("#SBATCH")]

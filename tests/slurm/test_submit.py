@@ -1,5 +1,7 @@
-"""submit.py refuses what would fail, and prints the plan of all that is shipped. Without Slurm, but
-for the last tests."""
+"""Test that submit.py refuses jobs that would fail, and plans every shipped config.
+
+Only the last tests need Slurm.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ submit = load()
 
 
 def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """submit.py with this Python as the venv, where no image is named."""
+    """Run submit.py, with this Python as the venv unless `words` name a venv or an image."""
     if not {"--venv", "--container", "--apptainer"} & set(words):
         words = (*words, "--venv", sys.prefix)
     program = SCRIPTS / "submit.py"
@@ -50,7 +52,7 @@ def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("config", TINY_CONFIGS)
-def test_the_plan_of_every_tiny_config(config: str) -> None:
+def test_every_tiny_config_can_be_planned(config: str) -> None:
     ran = run(f"model_configs/{config}", *ON_CPU, "--nodes=2", "--tasks-per-node=2", "--dry-run")
     assert ran.returncode == 0, ran.stderr
     assert "2 x 2 = 4 ranks" in ran.stdout
@@ -59,7 +61,7 @@ def test_the_plan_of_every_tiny_config(config: str) -> None:
 
 
 def of_the_paper(folder: Path) -> list[str]:
-    """The paper's config, over a folder that has of its model and data what a plan needs."""
+    """Return arguments for the paper's config, with the model config and an empty data file."""
     data = folder / "data.parquet"
     data.touch()
     hf = PUBLISHED["Qwen2.5-32B"][1]
@@ -68,7 +70,7 @@ def of_the_paper(folder: Path) -> list[str]:
     return ["model_configs/qwen2.5_32b_dapo.yaml", f"model.path={folder}", *paths, "--dry-run"]
 
 
-def test_the_plan_of_the_papers_run(tmp_path: Path) -> None:
+def test_the_papers_run_can_be_planned(tmp_path: Path) -> None:
     ran = run(*of_the_paper(tmp_path), "--nodes=16", "--chain=10", COLUMNS="200")
     assert ran.returncode == 0, ran.stderr
     for text in (
@@ -102,7 +104,7 @@ def test_a_run_that_does_not_fit_is_not_submitted(tmp_path: Path) -> None:
     assert "nothing was submitted" in ran.stderr
 
 
-def test_too_few_nodes_are_refused_with_how_many_would_do(tmp_path: Path) -> None:
+def test_too_few_nodes_are_refused_with_a_sufficient_number(tmp_path: Path) -> None:
     ran = run(*of_the_paper(tmp_path), "--nodes=1")
     assert ran.returncode == 2, ran.stdout
     assert "does not fit 8 GPUs of 80 GiB" in ran.stderr
@@ -113,13 +115,13 @@ def test_too_few_nodes_are_refused_with_how_many_would_do(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
-def test_the_plan_of_every_overlay(overlay: Path) -> None:
+def test_every_overlay_can_be_planned(overlay: Path) -> None:
     ran = run("model_configs/tiny_ladder.yaml", *ON_CPU, "--overlay", str(overlay), "--dry-run")
     assert ran.returncode == 0, ran.stderr
     assert f"--overlay model_configs/ladder/{overlay.name}" in ran.stdout
 
 
-def test_a_plan_with_gpus() -> None:
+def test_a_plan_on_gpus_shows_layout_chain_and_sbatch_options() -> None:
     ran = run(
         TINY, "--nodes=2", "--chain=3", "--account=a", "--partition=p", "--qos=q", "--dry-run",
         "--time=2-0", "run.stop_seconds=400", "policy.pipeline_parallel=2",
@@ -135,7 +137,7 @@ def test_a_plan_with_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("nowhere.yaml",), "nowhere.yaml"),
         ((TINY, "--overlay", "nowhere.yaml"), "nowhere.yaml"),
@@ -159,18 +161,20 @@ def test_a_plan_with_gpus() -> None:
         ),
     ],
 )  # fmt: skip
-def test_refusals(words: tuple[str, ...], said: str) -> None:
+def test_a_job_that_would_fail_is_refused_with_its_cause(
+    words: tuple[str, ...], message: str
+) -> None:
     ran = run(*words, "--dry-run")
     assert ran.returncode == 2, ran.stdout
-    assert said in ran.stderr
+    assert message in ran.stderr
     assert "nothing was submitted" in ran.stderr
 
 
-def test_a_registry_image_is_not_looked_for() -> None:
+def test_an_image_in_a_registry_need_not_exist_as_a_file() -> None:
     assert run(TINY, "--container", "registry/image:1", "--dry-run").returncode == 0
 
 
-def test_without_slurm_it_says_so(tmp_path: Path) -> None:
+def test_a_missing_sbatch_is_reported(tmp_path: Path) -> None:
     ran = run(TINY, PATH=str(tmp_path))
     assert ran.returncode == 2
     assert "sbatch: not found" in ran.stderr
@@ -180,7 +184,7 @@ def test_without_slurm_it_says_so(tmp_path: Path) -> None:
     days=st.integers(0, 30), hours=st.integers(0, 23), minutes=st.integers(0, 59),
     seconds=st.integers(0, 59),
 )  # fmt: skip
-def test_times_are_slurms(days: int, hours: int, minutes: int, seconds: int) -> None:
+def test_time_formats_are_those_of_slurm(days: int, hours: int, minutes: int, seconds: int) -> None:
     whole = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     assert submit.seconds_of(f"{days}-{hours}:{minutes}:{seconds}") == whole
     assert submit.seconds_of(f"{days * 24 + hours}:{minutes:02}:{seconds:02}") == whole
@@ -190,7 +194,7 @@ def test_times_are_slurms(days: int, hours: int, minutes: int, seconds: int) -> 
 
 
 @pytest.mark.parametrize("text", ["", "1h", "1:2:3:4", "-5", "1-", "24:00:00:00", "1.5"])
-def test_other_times_are_not(text: str) -> None:
+def test_other_time_formats_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         submit.seconds_of(text)
 
@@ -200,7 +204,7 @@ def test_other_times_are_not(text: str) -> None:
 
 @pytest.fixture
 def waiting(cluster: Cluster) -> Iterator[Cluster]:
-    """In which no job starts."""
+    """A cluster that accepts jobs but starts none."""
     cluster.run("scontrol", "update", "partitionname=all", "state=down")
     yield cluster
     cluster.cancel_all()
@@ -210,10 +214,10 @@ def waiting(cluster: Cluster) -> Iterator[Cluster]:
 @pytest.mark.slurm
 @pytest.mark.parametrize("config", TINY_CONFIGS)
 @pytest.mark.parametrize("machine", [(), (*ON_CPU, "--tasks-per-node=4")], ids=["gpu", "cpu"])
-def test_slurm_takes_every_tiny_config(
+def test_slurm_accepts_every_tiny_config(
     waiting: Cluster, config: str, machine: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """By submit.py itself, `sbatch --test-only` included."""
+    """submit.py submits it, after `sbatch --test-only`."""
     at = f"model_configs/{config}"
     ran = run(
         at, "--nodes=4", "--time=1-0", "--chain=2", *machine,
@@ -232,7 +236,7 @@ def test_slurm_takes_every_tiny_config(
 
 
 @pytest.mark.slurm
-def test_what_slurm_refuses_is_not_submitted(cluster: Cluster) -> None:
+def test_a_job_that_slurm_refuses_is_not_submitted(cluster: Cluster) -> None:
     ran = run(TINY, "--nodes=9", "--chain=2", SLURM_CONF=cluster.env["SLURM_CONF"])
     assert ran.returncode == 2
     assert "Slurm refuses the job" in ran.stderr
