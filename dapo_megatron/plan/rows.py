@@ -45,10 +45,12 @@ def preferred_multiple(policy: PolicyConfig, *, on_gpu: bool) -> int:
 
 
 def _fp8_multiple(policy: PolicyConfig, by_tokens: int) -> int:
-    """Return the multiple, in tokens, that a rank's share must have; 1 without FP8. FP8 matmuls need
-    16 (Transformer Engine, get_align_size_for_quantization). Ranks with partial blocks of 128
-    tokens would have to compute the blocks' scales again after the tensor-parallel all-gather
-    (Float8BlockQuantizer)."""
+    """Return the multiple, in tokens, that a rank's share must have; 1 without FP8.
+
+    FP8 matmuls need 16 (Transformer Engine, get_align_size_for_quantization). Ranks with partial
+    blocks of 128 tokens would have to compute the blocks' scales again after the tensor-parallel
+    all-gather (Float8BlockQuantizer).
+    """
     if policy.fp8 is None:
         return 1
     return 128 if policy.fp8.recipe == "blockwise" and by_tokens > 1 else 16
