@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
+from dapo_megatron.bridge.bounds import CanaryBounds
+from dapo_megatron.cluster.collectives import on_all_ranks
 from dapo_megatron.protocols import Exchange, RolloutEngine
 from dapo_megatron.types import SyncError
 
@@ -29,28 +31,33 @@ def check_decoding(
     sequences: Sequence[Sequence[int]],
     version: int,
     *,
-    max_gap: float,
+    bounds: CanaryBounds,
 ) -> float:
     """Return the largest gap, in nats, between the log-probs of decoded and of scored tokens.
 
     Each engine decodes the most likely tokens after the beginnings of `sequences`, which have the
-    same length. Raises SyncError if the gap is above `max_gap` on any rank. Collective.
+    same length. Raises SyncError if on any rank the largest gap or the mean exceeds the canary's
+    bound. Collective.
     """
-    gaps = exchange.all_gather(_gap(engine, sequences), float)
-    gap = max(gaps)
-    if gap > max_gap:
-        ranks = ", ".join(str(rank) for rank, value in enumerate(gaps) if value > max_gap)
-        raise SyncError(
-            f"weights {version}: decoded tokens have other log-probs than the same tokens scored "
-            f"in one pass, by {gap:.3g}, engine ranks {ranks}; sync.max_gap is {max_gap:g}. "
-            "Scoring agrees with the policy, so CUDA graphs read stale memory, or the kernels of "
-            "decoding compute something else. Try engine.enforce_eager=true"
-        )
-    return gap
+    rank_gap = on_all_ranks(exchange, lambda: _gap(engine, sequences))
+    gaps = exchange.all_gather(rank_gap, tuple[float, float])
+    for key, bound, values in (
+        ("sync.max_gap", bounds.max, [largest for largest, _ in gaps]),
+        ("sync.canary_mean_gap", bounds.mean, [mean for _, mean in gaps]),
+    ):
+        if max(values) > bound:
+            ranks = ", ".join(str(rank) for rank, value in enumerate(values) if value > bound)
+            raise SyncError(
+                f"weights {version}: decoded tokens have other log-probs than the same tokens "
+                f"scored in one pass, by {max(values):.3g}, engine ranks {ranks}; {key} is "
+                f"{bound:g}. Scoring agrees with the policy, so CUDA graphs read stale memory, or "
+                "the kernels of decoding compute something else. Try engine.enforce_eager=true"
+            )
+    return max(largest for largest, _ in gaps)
 
 
-def _gap(engine: RolloutEngine, sequences: Sequence[Sequence[int]]) -> float:
-    """Return the largest gap of this rank's engine. NaN counts as infinity."""
+def _gap(engine: RolloutEngine, sequences: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Return the largest and the mean gap of this rank's engine. NaN counts as infinity."""
     num_tokens = min(NUM_TOKENS, len(sequences[0]) - 1)
     prompts = [list(tokens[:-num_tokens]) for tokens in sequences]
     decoded = engine.decode(prompts, num_tokens)
@@ -60,4 +67,5 @@ def _gap(engine: RolloutEngine, sequences: Sequence[Sequence[int]]) -> float:
     expected = torch.tensor(scores, dtype=torch.float64)[:, -num_tokens:]
     logprobs = torch.tensor([logprobs for _, logprobs in decoded], dtype=torch.float64)
     gaps = (logprobs - expected).abs()
-    return float(torch.where(gaps.isnan(), torch.inf, gaps).max())
+    gaps = torch.where(gaps.isnan(), torch.inf, gaps)
+    return float(gaps.max()), float(gaps.mean())

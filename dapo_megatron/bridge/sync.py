@@ -70,7 +70,7 @@ class WeightSync:
         )
         num_tokens = max(2, min(config.canary_tokens, max_tokens))
         self._canary = canary_sequences(vocab, num_tokens)
-        self._max_gap = config.max_gap
+        self._bounds = bounds
         self._verifier = SyncVerifier(
             policy,
             engine,
@@ -108,7 +108,7 @@ class WeightSync:
         gap = self._verifier.check_canary(version, policy_logprobs, fingerprinted=share == 1.0)
         self._schedule.record(names, moved - awake, fingerprinted - moved)
         decode_gap = check_decoding(
-            self._engine, self._exchange, self._canary, version, max_gap=self._max_gap
+            self._engine, self._exchange, self._canary, version, bounds=self._bounds
         )
         return SyncReport(
             version=version,

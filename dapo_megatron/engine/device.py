@@ -132,17 +132,16 @@ def _graphs(max_sequences: int) -> dict[str, Any]:
     return {
         "mode": 0,
         "cudagraph_mode": "FULL_DECODE_ONLY",
-        "max_cudagraph_capture_size": _capture_size(max_sequences),
+        "cudagraph_capture_sizes": capture_sizes(max_sequences),
     }
 
 
-def _capture_size(max_sequences: int) -> int:
-    """Round up to a batch size that vLLM captures: 1, 2, 4, multiples of 8, from 256 of 16. It
-    rounds down itself, and larger batches would run without a graph."""
-    if max_sequences <= 4:
-        return 1 << (max_sequences - 1).bit_length()
-    multiple = 8 if max_sequences <= 256 else 16
-    return math.ceil(max_sequences / multiple) * multiple
+def capture_sizes(max_sequences: int) -> list[int]:
+    """Return the batch sizes to capture: vLLM's own grid, and `max_sequences` itself. vLLM drops
+    sizes above max_num_seqs, so a batch between the grid's last size and `max_sequences` would run
+    without a graph."""
+    grid = [1, 2, 4, *range(8, 256, 8), *range(256, max_sequences, 16)]
+    return [*(size for size in grid if size < max_sequences), max_sequences]
 
 
 def check_config(config: Config, arch: Architecture) -> None:

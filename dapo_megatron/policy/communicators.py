@@ -31,7 +31,13 @@ def connect(config: Config) -> None:
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         parallel_state.get_expert_model_parallel_group(),
         parallel_state.get_expert_data_parallel_group(),
+        # Of the gradient norm, of the experts' token exchange, and of their balance loss.
+        parallel_state.get_intra_distributed_optimizer_instance_group(),
+        parallel_state.get_expert_tensor_and_model_parallel_group(),
+        parallel_state.get_tensor_and_context_parallel_group(),
     )
-    for group in groups:
+    # Stages between the first and the last have no group of embeddings.
+    embedding = parallel_state.get_embedding_group(check_initialized=False)
+    for group in groups if embedding is None else (*groups, embedding):
         if dist.get_world_size(group) > 1:
             dist.all_reduce(value[:1], group=group)

@@ -40,10 +40,11 @@ def backend() -> str:
 
 def claim(local_rank: int) -> None:
     """Select the GPU of this process's local rank. Call before the process group is initialized."""
+    # CUDA reads it when it is first used, perhaps already to count devices. With more connections,
+    # the order in which Megatron's communication and computation are launched is lost, and they do
+    # not overlap.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if has_cuda():
-        # CUDA reads it when the device is first used. With more connections, the order in which
-        # Megatron's communication and computation are launched is lost, and they do not overlap.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(local_rank)
         # Partial sums of a matmul stay float32. torch would let cuBLAS round them to bfloat16.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

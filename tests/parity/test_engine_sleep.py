@@ -359,7 +359,7 @@ def test_cuda_graphs_capture_full_decode_without_compilation() -> None:
     assert graphs.mode == CompilationMode.NONE
     assert graphs.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
     assert not graphs.cudagraph_mode.requires_piecewise_compilation()
-    assert graphs.max_cudagraph_capture_size == 96
+    assert graphs.cudagraph_capture_sizes[-1] == 96
 
 
 def test_vllm_can_quantize_to_fp8_online() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_on_a_gpu_prefill_is_chunked_and_decoding_uses_cuda_graphs(gpu: None) ->
         engine__enforce_eager="false", engine__max_batched_tokens=8192, engine__max_sequences=96
     )
     arguments = device.arguments(config)
-    assert arguments.pop("compilation_config")["max_cudagraph_capture_size"] == 96
+    assert arguments.pop("compilation_config")["cudagraph_capture_sizes"][-1] == 96
     assert arguments == {
         "enforce_eager": False,
         "max_num_batched_tokens": 8192,
@@ -133,10 +134,30 @@ def test_kernels_compiled_at_run_time_are_off_by_default(
 
 @given(st.integers(1, 4096))
 def test_a_graph_is_captured_for_the_largest_batch(max_sequences: int) -> None:
-    """vLLM captures 1, 2, 4, multiples of 8, and from 256 on multiples of 16."""
-    size = device._capture_size(max_sequences)
-    captured = [1, 2, 4, *range(8, 256, 8), *range(256, 4200, 16)]
-    assert size == min(batch for batch in captured if batch >= max_sequences)
+    """vLLM's model runner V2 itself chooses which of the sizes it captures."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    sizes = device.capture_sizes(max_sequences)
+    manager = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes)
+        ),
+        cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,
+        max_num_reqs=max_sequences,
+        decode_query_len=1,
+        vllm_config=SimpleNamespace(speculative_config=None),
+        varlen_decode=False,
+        lora_capture_cases=[0],
+        _maybe_ubatch_twin=lambda _: None,
+        _candidates={},
+        _capture_descs={},
+        use_breakable_cg=False,
+    )
+    CudaGraphManager._init_candidates(manager)
+    captured = [each.num_tokens for descs in manager._capture_descs.values() for each in descs]
+    assert max(captured) == max_sequences
+    assert sorted(captured) == sizes
 
 
 # ------------------------------------------------------------------ rejections
