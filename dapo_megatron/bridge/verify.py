@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.bridge.bounds import CanaryBounds, CanaryGap, canary_gap
-from dapo_megatron.cluster.collectives import NAMED, gather_distinct
+from dapo_megatron.cluster.collectives import NAMED, gather_distinct, on_all_ranks
 from dapo_megatron.protocols import Exchange, Policy, RolloutEngine
 from dapo_megatron.types import Region, Shard, SyncError, TensorSlice, TokenBatch
 
@@ -36,7 +36,7 @@ _CHUNK = 2**22
 _MASK = 2**64 - 1
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 # Odd constants of splitmix64 (Steele, Lea, Flood 2014), as signed numbers.
-_STEP, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+_INCREMENT, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 Fingerprints = Sequence[Sequence[tuple[TensorSlice, int]]]
 """[rank] -> (slice, fingerprint) of each slice that the rank has."""
@@ -87,9 +87,9 @@ class SyncVerifier:
 
         Compares the tensors in `names`, which are the same on all ranks. None: all tensors.
         """
-        is_full = names is None or len(names) == len(self._names)
-        names = self._names if is_full or names is None else names
-        # Ranks at the same place of the layout have equal fingerprints, unless something is wrong.
+        names = self._names if names is None else names
+        is_full = len(names) == len(self._names)
+        # Ranks at the same place of both layouts send equal lists. Each distinct list travels once.
         values, value_of_rank = gather_distinct(
             self._exchange,
             (self._policy_prints(names), self._engine_prints(names)),
@@ -166,16 +166,31 @@ class SyncVerifier:
         excess = self._bounds.excess(gaps)
         if excess is None:
             return max(gap.max for gap in gaps)
+        disagreement = (
+            f"weights {version}: on canary sequences policy and engine disagree by {excess}"
+        )
         if not fingerprinted:
-            self._policy.onload()
+            try:
+                on_all_ranks(self._exchange, self._reload_policy)
+            except SyncError as error:
+                raise SyncError(f"{disagreement}. {error}") from error
             self.check_fingerprints(version)
         unread = f" ({self.num_unread} tensors cannot be read back)" if self.num_unread else ""
         raise SyncError(
-            f"weights {version}: on canary sequences policy and engine disagree by {excess}. "
-            f"The weights' fingerprints agree{unread}, so the engine packs or quantizes the "
-            "weights wrongly, or its kernels compute something else. If this gap is normal for "
-            "the model and its precisions, raise that key"
+            f"{disagreement}. The weights' fingerprints agree{unread}, so the engine packs or "
+            "quantizes the weights wrongly, or its kernels compute something else. If this gap is "
+            "normal for the model and its precisions, raise that key"
         )
+
+    def _reload_policy(self) -> None:
+        """Bring the policy back next to the KV cache. Raises SyncError if both do not fit."""
+        try:
+            self._policy.onload()
+        except torch.OutOfMemoryError as error:
+            raise SyncError(
+                "The fingerprints were not compared, because policy and KV cache do not fit on the "
+                "GPU together. sync.fingerprint_every=1 compares them before the cache is there"
+            ) from error
 
 
 # ------------------------------------------------------------------ canary sequences
@@ -207,7 +222,7 @@ def canary_batch(sequences: list[list[int]]) -> TokenBatch:
 
 
 def fingerprint(value: Tensor, region: Region) -> int:
-    """Return the summand of a tensor's fingerprint for its elements in `region`.
+    """Return the contribution of one region to its tensor's fingerprint.
 
     `value` has the region's shape, and elements of 1, 2 or 4 bytes. Subnormal numbers (below 1e-38
     in bfloat16 and float32) and -0.0 count as 0, because kernels through which weights are read
@@ -225,10 +240,11 @@ def fingerprints(values: Iterable[tuple[Tensor, Region]]) -> list[int]:
 
 @torch.no_grad()
 def _summand(value: Tensor, region: Region) -> Tensor:
-    """Return a fingerprint as a signed 64-bit number on the value's device."""
+    """Return `fingerprint` as a signed 64-bit number on the value's device."""
     dims = len(region.shape)
-    weights = [
-        _weights(dim, region.start[dim], region.shape[dim], value.device) for dim in range(dims)
+    coefficients = [
+        _coefficients(dim, region.start[dim], region.shape[dim], value.device)
+        for dim in range(dims)
     ]
     rows = value.reshape(region.shape[0], -1) if dims else value.reshape(1, 1)
     step = max(1, _CHUNK // max(rows.shape[1], 1))
@@ -240,9 +256,9 @@ def _summand(value: Tensor, region: Region) -> Tensor:
         sums = part.contiguous().view(_BITS[value.element_size()]).to(torch.int64)
         sums = sums.view(-1, *region.shape[1:])
         for dim in reversed(range(1, dims)):
-            sums = (sums * weights[dim]).sum(-1)
+            sums = (sums * coefficients[dim]).sum(-1)
         if dims:
-            sums = sums * weights[0][first : first + step]
+            sums = sums * coefficients[0][first : first + step]
         total += sums.sum()
     return total
 
@@ -253,13 +269,13 @@ def combine_fingerprints(*parts: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _weights(dim: int, first: int, size: int, device: torch.device) -> Tensor:
+def _coefficients(dim: int, first: int, size: int, device: torch.device) -> Tensor:
     """Return odd 64-bit coefficients of indices first ... first + size - 1 in dimension `dim`.
 
     Cached, because the tensors of a model have few shapes.
     """
     mixed = torch.arange(first + 1, first + 1 + size, dtype=torch.int64, device=device)
-    mixed = (mixed + (dim << 40)) * _STEP
+    mixed = (mixed + (dim << 40)) * _INCREMENT
     mixed = (mixed ^ (mixed >> 30)) * _MIX_1
     mixed = (mixed ^ (mixed >> 27)) * _MIX_2
     return (mixed ^ (mixed >> 31)) | 1

@@ -11,11 +11,11 @@ from math import lcm
 from dapo_megatron.config import PolicyConfig
 
 GPU_ROW_TOKENS = 512
-"""Number of tokens to a multiple of which each GPU's share of a row is padded."""
+"""Each GPU's share of a row is padded to a multiple of this many tokens."""
 
 
 def sequence_multiple(policy: PolicyConfig) -> int:
-    """Return the number of tokens to a multiple of which each sequence is padded.
+    """Return the multiple, in tokens, to which each sequence is padded.
 
     With context parallelism of size n a sequence is split into 2n equal chunks. Rank r holds chunks
     r and 2n - 1 - r, so that all ranks have the same work under a causal mask.
@@ -24,7 +24,7 @@ def sequence_multiple(policy: PolicyConfig) -> int:
 
 
 def row_multiple(policy: PolicyConfig) -> int:
-    """Return the number of tokens to a multiple of which a whole row is padded. A row is split over
+    """Return the multiple, in tokens, to which a whole row is padded. A row is split over
     the context-parallel ranks and, with `sequence_parallel`, also over the tensor-parallel ranks.
     The share of each rank must have a size that FP8 supports."""
     by_tokens = policy.tensor_parallel if policy.sequence_parallel else 1
@@ -33,8 +33,8 @@ def row_multiple(policy: PolicyConfig) -> int:
 
 
 def preferred_multiple(policy: PolicyConfig, *, on_gpu: bool) -> int:
-    """Return the number of tokens to a multiple of which a row is padded where the limit of a
-    micro-batch has room for it.
+    """Return the multiple, in tokens, to which a row is padded if the limit of a micro-batch has
+    room for it.
 
     On a GPU this keeps the number of different shapes small. With a new shape in every micro-batch,
     torch's allocator fragments the memory, and kernels are selected again. On a CPU it would only
@@ -45,10 +45,12 @@ def preferred_multiple(policy: PolicyConfig, *, on_gpu: bool) -> int:
 
 
 def _fp8_multiple(policy: PolicyConfig, by_tokens: int) -> int:
-    """Return the number of tokens of which a rank's share must be a multiple; 1 without FP8. FP8
-    matmuls need 16 (Transformer Engine, get_align_size_for_quantization). Scales of blocks of 128
-    tokens can be all-gathered over tensor-parallel ranks only if each rank has whole blocks;
-    otherwise they are computed again (Float8BlockQuantizer)."""
+    """Return the multiple, in tokens, that a rank's share must have; 1 without FP8.
+
+    FP8 matmuls need 16 (Transformer Engine, get_align_size_for_quantization). Ranks with partial
+    blocks of 128 tokens would have to compute the blocks' scales again after the tensor-parallel
+    all-gather (Float8BlockQuantizer).
+    """
     if policy.fp8 is None:
         return 1
     return 128 if policy.fp8.recipe == "blockwise" and by_tokens > 1 else 16

@@ -63,7 +63,7 @@ class RowShape:
 class Scored:
     """The tokens of a micro-batch whose log-probs this rank computes; all [n].
 
-    They are chosen on the host. A GPU would have to report their number, and the host would wait.
+    They are chosen on the host. Choosing them on the GPU would make the host wait for their number.
 
     hidden_rows  int64  row of the flattened hidden states [L * B, H] that predicts the token
     targets      int64  the token
@@ -190,8 +190,8 @@ def _packed(bounds: Tensor, cumulative: Tensor) -> PackedRow:
         qkv_format="thd",
         cu_seqlens_q=cumulative,
         cu_seqlens_kv=cumulative,
-        # Transformer Engine requires these under context parallelism. Passing the same tensor means
-        # that there is no padding between segments. The padding inside a segment comes last, where
+        # Transformer Engine requires these under context parallelism. Equal tensors declare that
+        # there is no padding between segments. Padding at the end of a segment is harmless, because
         # no real token attends to it.
         cu_seqlens_q_padded=cumulative,
         cu_seqlens_kv_padded=cumulative,

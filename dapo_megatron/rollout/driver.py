@@ -28,7 +28,7 @@ NUM_SHOWN = 20
 """Number of requests in flight that the report of a hanging rank lists."""
 
 Graded = tuple[int, int, Grade | None, str]
-"""(ticket, sample, grade or None, outcome of the grading)."""
+"""(ticket, sample, grade or None, "graded" or why there is no grade)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Events:
     """(ticket, finished completion), not graded yet."""
     graded: list[Graded]
     stop: str = ""
-    """Signal that asked a rank to stop, if any. `graded` is then empty: a signal to the whole job
-    also kills graders, so completions without a grade are graded again after a resume."""
+    """Name of the stop signal, or empty. If there is one, `graded` is empty: the signal may also
+    have killed graders, so these completions are graded again after a resume."""
 
 
 class Driver(Protocol):
@@ -50,7 +50,7 @@ class Driver(Protocol):
     max_sequences: int
     """Maximum number of requests that one replica runs at once."""
     grade_seconds: float
-    """Total time that this rank waited for graders with an idle engine, in seconds."""
+    """Total seconds that this rank waited for graders while its engine was idle."""
     last_errors: dict[str, str]
     """Last error of a grader, by data set."""
 
@@ -70,7 +70,7 @@ class Driver(Protocol):
         ...
 
     def interrupt(self) -> list[tuple[int, Completion]]:
-        """Stop all engines. Return (ticket, unfinished completion), sorted by ticket and
+        """Interrupt all engines. Return (ticket, unfinished completion), sorted by ticket and
         sample."""
         ...
 
@@ -234,7 +234,8 @@ class EngineDriver:
         for report in reports:
             self.last_errors |= report.errors
         if not self._deterministic:
-            # The last rank to arrive waited for no other rank, so its time is the exchange's cost.
+            # These are the seconds of the previous exchange. The rank that arrived last waited for
+            # no other rank, so the minimum is the cost of the exchange.
             cost = min(report.exchange_seconds for report in reports)
             self._period = min(max(cost / EXCHANGE_SHARE, MIN_SECONDS), MAX_SECONDS)
             # Use the time of the replica's first rank: all its ranks must run as many steps.

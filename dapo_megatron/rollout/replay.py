@@ -4,8 +4,8 @@ The samples/ folder of a run has the groups that each step trained on, with exac
 log-probs. From the same weights (initial, or of a checkpoint) and with the same layout, a replayed
 step gives the same update. Any difference is therefore not caused by sampling.
 
-Samples do not record in which step a group was decided. A replay computes accuracies and lengths
-over the groups that ended in the step.
+Samples do not record in which step the last completion of a group was graded. A replay computes
+accuracies and lengths over the groups that were closed in the step.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class Replay:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the folder of the recorded run. The step is saved elsewhere."""
+        """Return the folder of the recorded run. The step is saved in `Progress`."""
         return {"replay": str(self._run_folder)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Do nothing. The number of the next step selects the file to read, whether `state` is of
-        the recorded run or of a replay."""
+        """Do nothing. Only the step number selects the file to read, so a state of the recorded run
+        and one of a replay both work."""
 
     def _path(self, step: int) -> Path:
         return self._run_folder / "samples" / f"step_{step:06d}.jsonl"

@@ -181,6 +181,25 @@ def test_damage_seen_only_by_the_canary_is_located_by_reloading_the_policy() -> 
     assert both.calls == [*without_fingerprints, "onload", "held"]
 
 
+def test_a_canary_gap_is_reported_even_if_the_policy_no_longer_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def onload() -> None:
+        if "engine cache" in both.loaded:
+            raise torch.OutOfMemoryError("out of memory")
+        Accelerator.onload(both)
+
+    both = Accelerator()
+    sync = make_sync(both, fingerprint_every=10)
+    both.sleep()
+    sync(0)
+    both.sleep()
+    both.damage = lambda weight: weight + 1
+    monkeypatch.setattr(both, "onload", onload)
+    with pytest.raises(SyncError, match=r"canary .* disagree .* do not fit on the GPU together"):
+        sync(1)
+
+
 @pytest.mark.parametrize("error", [2e-3, math.nan])
 def test_decoding_with_other_log_probs_than_scoring_ends_the_run(error: float) -> None:
     both = Accelerator()

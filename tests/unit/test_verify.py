@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dapo_megatron.bridge.verify import (
-    _weights,
+    _coefficients,
     combine_fingerprints,
     describe_mismatches,
     fingerprint,
@@ -211,4 +211,4 @@ def test_any_two_shardings_agree_and_any_fault_is_reported(data: st.DataObject) 
 def test_fingerprint_weights_are_odd() -> None:
     # An even weight would hide a flipped top bit: 2^63 times an even number is 0 modulo 2^64.
     for dim in range(3):
-        assert (_weights(dim, 5, 1000, torch.device("cpu")) % 2 == 1).all()
+        assert (_coefficients(dim, 5, 1000, torch.device("cpu")) % 2 == 1).all()
