@@ -27,7 +27,7 @@ def mean_of_means() -> None:
     """Divide each micro-batch by its own tokens, then by the number of micro-batches."""
 
     def factor(state: Any, call: Any) -> Callable[[int], float]:
-        _, micro, num_tokens = call
+        micro, num_tokens = call
         num_means = len(micro) * state.get_data_parallel_world_size()
         return lambda own_tokens: num_tokens / (max(own_tokens, 1) * num_means)
 
@@ -78,21 +78,21 @@ FAULTS = {
 
 
 def _scale_loss(factor: Callable[[Any, Any], Any]) -> None:
-    """Multiply the loss of each micro-batch by `factor(parallel_state, (batch, micro-batches, loss
-    tokens of the mini-batch))`, a number or a function of the micro-batch's own loss tokens."""
+    """Multiply the loss of each micro-batch by `factor(parallel_state, (micro-batches, loss tokens of
+    the mini-batch))`, a number or a function of the micro-batch's own loss tokens."""
     from dapo_megatron.policy.step import Runner, parallel_state
 
     original = Runner.gradients
 
-    def broken(self: Any, batch: Any, micro: Any, loss: Any, num_tokens: int) -> Any:
-        scale = factor(parallel_state, (batch, micro, num_tokens))
+    def broken(self: Any, micro: Any, loss: Any, num_tokens: int) -> Any:
+        scale = factor(parallel_state, (micro, num_tokens))
 
         def scaled(logp: Any, inputs: Any) -> Any:
             result = loss(logp, inputs)
             by = scale(int(inputs.mask.sum())) if callable(scale) else scale
             return replace(result, total=result.total * by)
 
-        return original(self, batch, micro, scaled, num_tokens)
+        return original(self, micro, scaled, num_tokens)
 
     Runner.gradients = broken  # type: ignore[method-assign]
 

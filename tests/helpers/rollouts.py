@@ -104,7 +104,7 @@ class ScriptedDriver:
         tokens, segments = 0, ()
         if so_far is not None:
             assert so_far.finish is Finish.UNFINISHED
-            assert so_far.tokens == tuple(range(len(so_far.tokens)))
+            assert list(so_far.tokens) == list(range(len(so_far.tokens)))
             tokens, segments = len(so_far.tokens), so_far.segments
             assert 0 < tokens < self.length(*key)
         self._running[replica][key] = _Running(request, tokens, segments)

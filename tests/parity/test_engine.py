@@ -159,7 +159,7 @@ def test_random_samples_of_a_prompt_differ_and_greedy_samples_do_not(
     single_rank: Observations,
 ) -> None:
     def answers(ticket: int) -> set[tuple[int, ...]]:
-        return {single_rank["batch"][ticket, sample].tokens for sample in range(4)}
+        return {tuple(single_rank["batch"][ticket, sample].tokens) for sample in range(4)}
 
     assert len(answers(0)) == 4
     assert len(answers(2)) == 1

@@ -386,7 +386,7 @@ class History:
                 versions = [part.version for part in completion.segments]
                 assert versions == sorted(set(versions))
                 # Each token has the log-prob of the version that its segment names.
-                assert completion.logprobs == tuple(
+                assert list(completion.logprobs) == list(
                     -0.01 * (part.version + 1)
                     for part in completion.segments
                     for _ in range(part.num_tokens)

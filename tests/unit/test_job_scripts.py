@@ -141,7 +141,7 @@ def test_a_hostile_crash_count_is_not_executed(checkout: Checkout) -> None:
     count.write_text(f"{ATTACK}\n")
     completed = checkout.train(DAPO_MAX_QUICK_CRASHES="1")
     assert not (checkout.folder / "owned").exists()
-    assert f"{count}: no number in it; counted from 0" in completed.stdout
+    assert f"{count}: holds no number; counting from 0" in completed.stdout
     assert "crashed 1 times in a row" in completed.stdout
     assert count.read_text() == "1\n"
 
@@ -160,7 +160,7 @@ def test_a_hostile_exit_reason_file_is_not_executed(checkout: Checkout, verdict:
     completed = checkout.train(FAKE=fake, DAPO_REQUEUE="0")
     assert not (checkout.folder / "owned").exists()
     assert completed.returncode == 3, completed.stdout
-    assert "no exit code in it" in completed.stdout
+    assert "holds no exit code" in completed.stdout
     assert "this start ended with exit code 3" in completed.stdout
 
 
@@ -200,7 +200,7 @@ def test_invalid_node_names_are_not_passed_to_slurm(checkout: Checkout) -> None:
     completed = checkout.run(EXCLUDE_NODE, {})
     assert "sbatch --exclude=node2,node9 ..." in completed.stdout
     for line in ("--begin=now", "node3 node4", ATTACK):
-        assert f"bad_nodes: {line} is no node's name" in completed.stdout
+        assert f"bad_nodes: {line} is not the name of a node" in completed.stdout
     assert not (checkout.folder / "owned").exists()
 
 
@@ -217,4 +217,6 @@ def test_submit_rejects_invalid_node_names(tmp_path: Path) -> None:
         check=False,
     )
     assert completed.returncode == 2
-    assert f"error: {tmp_path}/bad_nodes: '--begin=now' is no node's name" in completed.stderr
+    assert (
+        f"error: {tmp_path}/bad_nodes: '--begin=now' is not the name of a node" in completed.stderr
+    )
