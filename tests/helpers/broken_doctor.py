@@ -78,8 +78,8 @@ FAULTS = {
 
 
 def _scale_loss(factor: Callable[[Any, Any], Any]) -> None:
-    """Multiply the loss of each micro-batch by `factor(parallel_state, (micro-batches, loss tokens of
-    the mini-batch))`, a number or a function of the micro-batch's own loss tokens."""
+    """Multiply the loss of each micro-batch by `factor(parallel_state, (micro-batches, loss tokens
+    of the mini-batch))`, a number or a function of the micro-batch's own loss tokens."""
     from dapo_megatron.policy.step import Runner, parallel_state
 
     original = Runner.gradients

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -386,11 +387,12 @@ class History:
                 versions = [part.version for part in completion.segments]
                 assert versions == sorted(set(versions))
                 # Each token has the log-prob of the version that its segment names.
-                assert list(completion.logprobs) == list(
+                expected = [
                     -0.01 * (part.version + 1)
                     for part in completion.segments
                     for _ in range(part.num_tokens)
-                )
+                ]
+                assert completion.logprobs == array("f", expected)
         self._check_order(tickets, version)
 
     def _check_order(self, tickets: list[int], version: int) -> None:
