@@ -99,6 +99,8 @@ def run_child(
 
     from dapo_megatron.cluster.launch import is_launched, launch
 
+    # The check's log then names the kernels that vLLM chose, and its memory.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     if tensor_parallel > 1 and check.processes == "ranks":
         if not is_launched():
             raise typer.Exit(launch([sys.executable, *sys.argv], tensor_parallel))

@@ -98,8 +98,6 @@ def join_ranks(setting: Setting) -> Ranks:
         alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         os.environ.update({name: str(value) for name, value in alone.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    # The check's log then names the kernels that vLLM chose, and its memory.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     prepare_scratch()
     claim(int(os.environ["LOCAL_RANK"]))
     return join(backend())
