@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,8 +61,8 @@ def test_one_transfer_keeps_values_shapes_and_dtypes() -> None:
 def test_claiming_a_gpu_limits_its_connections_and_keeps_partial_sums_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    matmul = torch.backends.cuda.matmul
-    monkeypatch.setattr(matmul, "allow_bf16_reduced_precision_reduction", True)
+    matmul = SimpleNamespace(allow_bf16_reduced_precision_reduction=True)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     claimed: list[int] = []
