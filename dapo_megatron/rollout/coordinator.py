@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 BOUND = 30
 """Default of rollout.max_prompts_per_step, in units of prompts_per_step."""
+MIN_ABSTAINED = 8
+"""Minimum number of abstained groups after which a grader counts as broken."""
 
 
 @dataclass
@@ -345,10 +347,11 @@ class Coordinator:
                     )
 
     def _check_graders(self) -> None:
-        """Raise StarvedError if all gradings of a data set failed, over a step's worth of
-        groups."""
+        """Raise StarvedError if all gradings of a data set failed, over a step's worth of groups
+        and at least MIN_ABSTAINED. In a tiny step a few failures mean nothing."""
+        limit = max(self._config.prompts_per_step, MIN_ABSTAINED)
         for source, num_groups in self._abstained.items():
-            if num_groups >= self._config.prompts_per_step and source not in self._answered:
+            if num_groups >= limit and source not in self._answered:
                 error = self._driver.last_errors.get(source, "it hung or died")
                 raise self._starved(
                     f"data set {source!r}: its grader failed on every completion of {num_groups} "
