@@ -60,12 +60,16 @@ class Routes:
     boxes: tuple[BoxTransfer, ...]
     sources: tuple[int, ...]
 
+    def with_sources(self) -> Iterator[tuple[BoxTransfer, int]]:
+        """Yield (box, source) in the plan's order."""
+        return zip(self.boxes, self.sources)
+
     @cached_property
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Bytes that each rank receives from others, and sends to others."""
         received: Counter[int] = Counter()
         sent: Counter[int] = Counter()
-        for box, source in zip(self.boxes, self.sources):
+        for box, source in self.with_sources():
             if source != box.target:
                 received[box.target] += box.nbytes
                 sent[source] += box.nbytes
@@ -75,7 +79,7 @@ class Routes:
     def by_rank(self) -> Mapping[int, Sequence[tuple[BoxTransfer, int]]]:
         """The (box, source) that each rank sends, receives or keeps, in the plan's order."""
         by_rank: dict[int, list[tuple[BoxTransfer, int]]] = {}
-        for box, source in zip(self.boxes, self.sources):
+        for box, source in self.with_sources():
             for rank in {source, box.target}:
                 by_rank.setdefault(rank, []).append((box, source))
         return by_rank
@@ -87,10 +91,6 @@ class TensorTransfer:
 
     name: str
     routes: Routes
-
-    def with_sources(self) -> Iterator[tuple[BoxTransfer, int]]:
-        """Yield (box, source) in the plan's order."""
-        return zip(self.routes.boxes, self.routes.sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +430,7 @@ def _split(routes: Routes, limit: int) -> list[Routes]:
         return [routes]
     parts: list[tuple[list[BoxTransfer], list[int]]] = []
     leaving: Counter[int] = Counter()
-    targets = groupby(zip(routes.boxes, routes.sources), key=lambda pair: pair[0].target)
+    targets = groupby(routes.with_sources(), key=lambda pair: pair[0].target)
     for _, pairs in targets:
         boxes, sources = map(list, zip(*pairs))
         more = Routes(tuple(boxes), tuple(sources)).traffic[1]

@@ -79,8 +79,7 @@ class WeightSync:
             held,
             self.wanted,
             bounds=bounds,
-            vocab=vocab,
-            num_tokens=num_tokens,
+            sequences=self._canary,
         )
 
     def __call__(self, version: int) -> SyncReport:

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from dapo_megatron.bridge.bounds import CanaryBounds, CanaryGap, canary_gap
+from dapo_megatron.bridge.islands import RankSlices
 from dapo_megatron.cluster.collectives import NAMED, gather_distinct, on_all_ranks
 from dapo_megatron.protocols import Exchange, Policy, RolloutEngine
 from dapo_megatron.types import Region, Shard, SyncError, TensorSlice, TokenBatch
@@ -55,15 +56,14 @@ class SyncVerifier:
         engine: RolloutEngine,
         exchange: Exchange,
         shards: Sequence[Shard],
-        held: Sequence[Sequence[TensorSlice]],
-        wanted: Sequence[Sequence[TensorSlice]],
+        held: RankSlices,
+        wanted: RankSlices,
         *,
         bounds: CanaryBounds,
-        vocab: int,
-        num_tokens: int,
+        sequences: list[list[int]],
     ) -> None:
         """Take this rank's policy `shards`, the slices that each rank's policy holds and its engine
-        wants, and the length of a canary sequence in tokens."""
+        wants, and the canary sequences."""
         self._policy = policy
         self._engine = engine
         self._exchange = exchange
@@ -75,10 +75,10 @@ class SyncVerifier:
         }
         self._bounds = bounds
         self._names = frozenset(
-            tensor_slice.name for tensor_slices in held for tensor_slice in tensor_slices
+            tensor_slice.name for tensor_slices in held.lists for tensor_slice in tensor_slices
         )
         self._ranks_per_engine = exchange.world_size // engine.num_replicas
-        self._sequences = canary_sequences(vocab, num_tokens)
+        self._sequences = sequences
         self.num_unread = 0
         """Tensors of this rank's engine that could not be read back at the last full check."""
 
@@ -95,27 +95,33 @@ class SyncVerifier:
             (self._policy_prints(names), self._engine_prints(names)),
             tuple[list[int], _Numbered],
         )
-        gathered = [values[number] for number in value_of_rank]
         # Each rank compares some of the tensors.
         rank, num_ranks = self._exchange.rank, self._exchange.world_size
         share = [len(names) * number // num_ranks for number in (rank, rank + 1)]
         compared = set(sorted(names)[slice(*share)])
-        policy = [
-            [
-                (tensor_slice, value)
-                for tensor_slice, value in zip(_only(tensor_slices, names), prints, strict=True)
+
+        @cache  # ranks that share a list and its fingerprints are handled once
+        def policy_prints(list_number: int, value_number: int) -> list[tuple[TensorSlice, int]]:
+            tensor_slices = _only(self._held.lists[list_number], names)
+            prints, _ = values[value_number]
+            return [
+                (tensor_slice, number)
+                for tensor_slice, number in zip(tensor_slices, prints, strict=True)
                 if tensor_slice.name in compared
             ]
-            for tensor_slices, (prints, _) in zip(self._held, gathered, strict=True)
-        ]
-        engines = [
-            [
-                (tensor_slices[index], value)
-                for index, value in prints
+
+        @cache
+        def engine_prints(list_number: int, value_number: int) -> list[tuple[TensorSlice, int]]:
+            tensor_slices = self._wanted.lists[list_number]
+            _, prints = values[value_number]
+            return [
+                (tensor_slices[index], number)
+                for index, number in prints
                 if tensor_slices[index].name in compared
             ]
-            for tensor_slices, (_, prints) in zip(self._wanted, gathered, strict=True)
-        ]
+
+        policy = list(map(policy_prints, self._held.list_of_rank, value_of_rank))
+        engines = list(map(engine_prints, self._wanted.list_of_rank, value_of_rank))
         rank_lines = describe_mismatches(policy, engines, self._ranks_per_engine)
         if lines := list(chain(*self._exchange.all_gather(rank_lines, list[str]))):
             more = f"\n... and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
@@ -125,7 +131,8 @@ class SyncVerifier:
                 + more
             )
         if is_full:
-            readable = {self._wanted[rank][index].name for index, _ in gathered[rank][1]}
+            _, rank_prints = values[value_of_rank[rank]]
+            readable = {self._wanted[rank][index].name for index, _ in rank_prints}
             self.num_unread = len(
                 {tensor_slice.name for tensor_slice in self._wanted[rank]} - readable
             )

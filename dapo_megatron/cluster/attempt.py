@@ -20,7 +20,8 @@ from dapo_megatron.files import parse_json, read_json
 from dapo_megatron.types import CheckpointError, ConfigError, Fenced
 
 STOPPED = 75
-"""Exit code: stopped by a signal and saved; resume=auto continues (EX_TEMPFAIL of sysexits)."""
+"""Exit code: stopped by a signal, and saved if there was anything to save. resume=auto continues
+(EX_TEMPFAIL of sysexits)."""
 FENCED = 97
 """Exit code: a newer attempt owns the run's folder."""
 HUNG = 98

@@ -27,7 +27,7 @@ from dapo_megatron.protocols import ReceivedTensor
 from dapo_megatron.types import Region, SyncError, TensorSlice
 
 Slices = Mapping[str, Mapping[Region, TensorSlice]]
-"""HF name -> region -> piece, of all slices that a rank wants."""
+"""HF name -> region -> slice, of all slices that a rank needs."""
 
 
 def by_name(tensor_slices: Iterable[TensorSlice]) -> Slices:

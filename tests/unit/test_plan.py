@@ -73,7 +73,7 @@ def situations(draw: st.DrawFn) -> tuple[Slices, Slices]:
 def boxes_of(tensors: Sequence[TensorTransfer]) -> Iterator[tuple[BoxTransfer, int]]:
     """All boxes of a round, with their sources."""
     for tensor in tensors:
-        yield from tensor.with_sources()
+        yield from tensor.routes.with_sources()
 
 
 def mask(shape: Sequence[int], boxes: Sequence[Region]) -> numpy.ndarray:
@@ -92,7 +92,7 @@ def test_every_wanted_element_arrives_once_from_a_rank_that_holds_it(
     plan = make_plan(held, wanted, bucket_bytes=64, ranks_per_node=2)
     arriving: dict[tuple[int, str, Region], list[Region]] = defaultdict(list)
     for tensor in (tensor for tensors in plan.rounds for tensor in tensors):
-        for move, source in tensor.with_sources():
+        for move, source in tensor.routes.with_sources():
             arriving[move.target, tensor.name, move.region].append(move.box)
             assert any(
                 tensor_slice.name == tensor.name
@@ -145,14 +145,18 @@ def test_the_bytes_of_a_round_are_bounded(
         for by_source, limit in ((False, bucket_bytes), (True, SENT_BUCKETS * bucket_bytes)):
             nbytes: dict[int, Counter[tuple[str, int]]] = defaultdict(Counter)
             for tensor in tensors:
-                for move, source in tensor.with_sources():
+                for move, source in tensor.routes.with_sources():
                     if source != move.target:
                         rank = source if by_source else move.target
                         nbytes[rank][tensor.name, move.target] += move.nbytes
             for wishes in nbytes.values():
                 assert wishes.total() <= limit or len(wishes) == 1
     wishes_by_round = [
-        {(tensor.name, move.target) for tensor in tensors for move, _ in tensor.with_sources()}
+        {
+            (tensor.name, move.target)
+            for tensor in tensors
+            for move, _ in tensor.routes.with_sources()
+        }
         for tensors in plan.rounds
     ]
     # What one rank wants of a tensor is sent in one round.

@@ -70,7 +70,7 @@ def digest(plan: TransferPlan) -> str:
         [
             (tensor.name, box.target, str(box.region), str(box.box), box.nbytes, source)
             for tensor in tensors
-            for box, source in tensor.with_sources()
+            for box, source in tensor.routes.with_sources()
         ]
         for tensors in plan.rounds
     ]

@@ -123,7 +123,7 @@ def test_random_layouts_are_transferred_bit_for_bit_at_every_sync(ranks: Threads
             source != box.target == rank
             for tensors in plan.rounds
             for tensor in tensors
-            for box, source in tensor.with_sources()
+            for box, source in tensor.routes.with_sources()
         )
         for rank in range(NUM_RANKS)
     ]

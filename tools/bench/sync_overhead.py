@@ -31,7 +31,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from weight_sync import DTYPE, MODELS, Layout
+from weight_sync import DTYPE, MODELS, Case, Layout, slices_of_ranks
 
 from dapo_megatron.bridge.plan import make_plan
 from dapo_megatron.bridge.transfer import Transfer
@@ -43,11 +43,11 @@ from dapo_megatron.engine.engine import VllmEngine
 from dapo_megatron.model import architecture, engine_slices, layout_of
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.tracking.provenance import facts
-from dapo_megatron.types import TensorSlice, whole
+from dapo_megatron.types import whole
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MODEL = "Qwen3-30B-A3B"
-POLICY, NUM_RANKS, ENGINE_TP = Layout(tp=4, ep=8), 16, 4
+CASE = Case("TP4 EP8 -> TP4 x 4", "Qwen3-30B-A3B", Layout(tp=4, ep=8), engine_tp=4)
+NUM_RANKS = 16
 NARROW = {
     "hidden_size": 64,
     "num_attention_heads": 2,
@@ -72,23 +72,19 @@ def fastest(sync: Callable[[], None], repeats: int) -> float:
 
 def measure_transfer(repeats: int) -> dict[str, float]:
     """Seconds of rank 0 to pack what it sends and to complete what it receives."""
-    arch, meta = architecture(MODELS[MODEL]), torch.device("meta")
-    held, places = [], POLICY.places(arch, NUM_RANKS)
-    for place in places:
-        parts = [part for slot in layout_of(arch, place).values() for part in slot.parts]
-        held.append([TensorSlice(p.name, p.global_shape, DTYPE, p.region) for p in parts])
-    engines = [engine_slices(arch, rank, ENGINE_TP, DTYPE) for rank in range(ENGINE_TP)]
-    wanted = [engines[rank % ENGINE_TP] for rank in range(NUM_RANKS)]
+    arch, meta = architecture(MODELS[CASE.model]), torch.device("meta")
+    held, wanted = slices_of_ranks(CASE, NUM_RANKS)
+    place = CASE.policy.places(arch, NUM_RANKS)[0]
     started = time.process_time()
     plan = make_plan(held, wanted)
     planning = time.process_time() - started
     params = {
-        name: torch.empty(slot.shape, dtype=DTYPE, device=meta)
-        for name, slot in layout_of(arch, places[0]).items()
+        name: torch.empty(local_parameter.shape, dtype=DTYPE, device=meta)
+        for name, local_parameter in layout_of(arch, place).items()
     }
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     started = time.process_time()
-    transfer = Transfer(plan, shards_of(params, arch, places[0]), wanted[0], 0, meta)
+    transfer = Transfer(plan, shards_of(params, arch, place), wanted[0], 0, meta)
     preparing = time.process_time() - started
     seconds = fastest(lambda: [None for _ in transfer] and None, repeats)
     dist.destroy_process_group()
@@ -122,7 +118,7 @@ def measure_load(folder: Path, repeats: int) -> dict[str, float]:
     tiny = REPOSITORY / "model_configs"
     for path in (tiny / "tiny_qwen3").iterdir():
         shutil.copy(path, folder)
-    model = {**MODELS[MODEL], **NARROW, "architectures": ["Qwen3MoeForCausalLM"]}
+    model = {**MODELS[CASE.model], **NARROW, "architectures": ["Qwen3MoeForCausalLM"]}
     (folder / "config.json").write_text(json.dumps({**model, "dtype": "bfloat16"}))
     config = load_config(
         tiny / "tiny_cpu.yaml",
@@ -185,7 +181,7 @@ def main(
         figures |= measure_load(Path(folder), repeats)
     total = figures["transfer_seconds"] + figures["load_seconds"]
     table = Table(
-        "", "CPU seconds", title=f"{MODEL}: Python time of a sync, one rank of {NUM_RANKS}"
+        "", "CPU seconds", title=f"{CASE.model}: Python time of a sync, one rank of {NUM_RANKS}"
     )
     for name in ("transfer", "load", "packing", "fingerprints", "preparing", "planning"):
         table.add_row(name, f"{figures[f'{name}_seconds']:.2f}")
