@@ -146,9 +146,74 @@ class Completion:
                 object.__setattr__(self, name, array(typecode, values))
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the response."""
+        return len(self.tokens)
+
+    @property
     def oldest_version(self) -> int:
         """Version of the weights that sampled the first token."""
         return self.segments[0].version
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionSummary:
+    """Description of a completion, without its tokens, which stay on the replica that sampled them.
+
+    This is what the coordinator decides by. `replica` holds the tokens. `logprob_mean` and
+    `logprob_min` are of the engine's log-probs, and None without tokens. The other fields are those
+    of `Completion`.
+    """
+
+    sample: int
+    num_tokens: int
+    finish: Finish
+    segments: tuple[Segment, ...]
+    replica: int
+    logprob_mean: float | None = None
+    logprob_min: float | None = None
+    grade: Grade | None = None
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the weights that sampled the first token."""
+        return self.segments[0].version
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSequence:
+    """Description of a sequence that a step trains on: a prompt and its completion. Every rank
+    knows those of all sequences; the tokens are only on ranks that train on them.
+
+    `replica` sampled the response and holds its tokens. `segments` add up to `response_tokens`.
+    `in_loss` is False for a truncated response that overlong.filter excludes from the loss.
+    """
+
+    ticket: int
+    sample: int
+    replica: int
+    prompt_tokens: int
+    response_tokens: int
+    segments: tuple[Segment, ...]
+    advantage: float
+    in_loss: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of prompt and response."""
+        return self.prompt_tokens + self.response_tokens
+
+    def __str__(self) -> str:
+        return f"ticket {self.ticket}, sample {self.sample}"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTokens:
+    """Tokens of one training sequence. `logprobs` are the engine's, one per response token."""
+
+    prompt: Int32s
+    response: Int32s
+    logprobs: Float32s
 
 
 @dataclass(frozen=True, slots=True)
