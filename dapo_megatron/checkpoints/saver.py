@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +56,8 @@ class _Job:
 
     step: int
     name: str
-    part: Snapshot
+    parts: Sequence[Snapshot]
+    """What this rank writes: its part of the policy, and of the rollouts."""
     state: str
     """Content of state.json. Encoded before the thread starts, because training changes the
     state."""
@@ -86,6 +87,9 @@ class CheckpointSaver:
     original model."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Values to save with every checkpoint (the MLflow run id)."""
+    flush: Callable[[], None] = lambda: None
+    """Waits until this rank's recorded rollouts are on disk. A checkpoint is published only after
+    the rollouts of all its steps, because a resumed run does not sample them again."""
 
     def __post_init__(self) -> None:
         self._last_save = time.monotonic()
@@ -116,9 +120,15 @@ class CheckpointSaver:
         self._part = self.snapshot()
 
     def commit(
-        self, step: int, state: Mapping[str, Any], *, is_open: bool = False
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        parts: Sequence[Snapshot] = (),
+        *,
+        is_open: bool = False,
     ) -> Callable[[], None]:
-        """Return a function that starts writing and publishing the copy. Collective.
+        """Return a function that starts writing and publishing the copy, `state` and this rank's
+        other `parts`. Collective.
 
         The copy is made now if `stage` was not called. `is_open` marks a checkpoint within the next
         step: it does not replace the checkpoint of `step`, and is kept until there is a newer one.
@@ -130,7 +140,8 @@ class CheckpointSaver:
         text = ""
         if self.exchange.rank == 0:
             text = json.dumps({**state, **self.extra, "manifest": True})
-        job = _Job(step, folders.name_of(step, is_open=is_open), part, text)
+        name = folders.name_of(step, is_open=is_open)
+        job = _Job(step, name, (part, *parts), text)
 
         def start() -> None:
             # A daemon thread, so that a failing run does not wait for the disk.
@@ -170,7 +181,8 @@ class CheckpointSaver:
     def _write(self, job: _Job) -> str | None:
         """Write and publish a checkpoint. Return the reason of a failure, the same on all ranks, or
         None."""
-        needed = sum(self.background.all_gather(job.part.num_bytes, int))
+        num_bytes = sum(part.num_bytes for part in job.parts)
+        needed = sum(self.background.all_gather(num_bytes, int))
         needed += self.export.num_bytes if self.export else 0
         partial = self.folder / folders.PARTIAL / self.attempt / job.name
         partial = self.background.broadcast(partial, Path)
@@ -196,15 +208,17 @@ class CheckpointSaver:
             raise CheckpointError("no room")
 
     def _write_parts(self, job: _Job, partial: Path) -> dict[str, Entry]:
-        """Write this rank's part, and its share of the export. Return the entries of all ranks'
+        """Write this rank's parts, and its share of the export. Return the entries of all ranks'
         files."""
 
         def write() -> dict[str, Entry]:
-            job.part.write(partial)
-            checksums = job.part.checksums
+            self.flush()
+            for part in job.parts:
+                part.write(partial)
             return {
                 name: ((partial / name).stat().st_size, checksum)
-                for name, checksum in checksums.items()
+                for part in job.parts
+                for name, checksum in part.checksums.items()
             }
 
         entries = self._all_ranks(write)

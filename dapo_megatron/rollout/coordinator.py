@@ -16,26 +16,26 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dapo_megatron.algo.sampling import verdict
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.batch import valid_completions
 from dapo_megatron.data.prompts import PromptStream
-from dapo_megatron.rollout.dispatch import Dispatcher, OpenGroup, Sampling
-from dapo_megatron.rollout.driver import Driver, Events
+from dapo_megatron.rollout.dispatch import Dispatcher, Events
+from dapo_megatron.rollout.driver import Driver
 from dapo_megatron.rollout.forecast import KeepRate
 from dapo_megatron.rollout.ledger import Ledger, TicketState
-from dapo_megatron.rollout.serialization import group_from_json, group_to_json
+from dapo_megatron.rollout.messages import Move, Sampling
+from dapo_megatron.rollout.open_group import OpenGroup
 from dapo_megatron.types import (
     CheckpointError,
     Collected,
-    Completion,
+    CompletionSummary,
     Finish,
     Group,
     Outcome,
-    Prompt,
     StarvedError,
     Stopped,
     Verdict,
@@ -60,7 +60,8 @@ class _Step:
 
 
 class Coordinator:
-    """Collects the groups of each step. Every rank has the same state."""
+    """Collects the groups of each step. Rank 0 has the only one. It sees summaries of completions;
+    their tokens stay with the replicas."""
 
     def __init__(
         self,
@@ -82,19 +83,22 @@ class Coordinator:
         self._stream = stream
         self._driver = driver
         sampling = Sampling(
-            num_samples=config.samples_per_prompt,
+            name=f"{seed}/train",
             max_tokens=config.max_response_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
-            seed_name=f"{seed}/train",
+            is_seeded=config.deterministic,
+            is_kept=True,
         )
-        self._dispatcher = Dispatcher(driver, sampling)
-        self._ended: list[tuple[Group, Outcome]] = []  # not returned by `collect` yet
+        self._dispatcher = Dispatcher(
+            driver, sampling, self.groups, lambda ticket: ticket < self.ledger.next_ticket
+        )
+        self._ended: list[tuple[OpenGroup, Outcome]] = []  # not returned by `collect` yet
         self._outcomes: dict[str, Counter[str]] = {}  # counts by data set, over the whole run
         # These two are not in the checkpoint, because a resumed run may have another grader.
         self._answered: set[str] = set()  # data sets with at least one graded completion
         self._abstained: Counter[str] = Counter()  # number of groups by data set
-        self._regrade: list[tuple[int, Prompt, Completion]] = []  # ungraded, from the checkpoint
+        self._regrade: list[tuple[int, int]] = []  # ungraded, from the checkpoint
         self._bound = config.max_prompts_per_step or BOUND * config.prompts_per_step
         self._max_overtake = 0 if config.on_policy else config.max_overtake
 
@@ -108,8 +112,9 @@ class Coordinator:
         """
         step = _Step(version)
         start = self.state() if self._config.deterministic else None
-        grade_seconds_before = self._driver.grade_seconds
+        grade_seconds = self._driver.grade_seconds
         self._expire(step)
+        self._dispatcher.start(version)
         for group in self.groups.values():
             self._submit(group)
         while (chosen := self._commit(step)) is None:
@@ -118,10 +123,11 @@ class Coordinator:
             self._regrade = []
             self._handle(events, step)
             if events.stop:
-                raise self._stopped(events.stop, start)
-            self._check_graders()
+                raise self._stopped(events.stop, step, start)
+            self._check_graders(step)
             on_progress(min(self._num_ready(), self._config.prompts_per_step))
-        return self._close(step, chosen, self._driver.grade_seconds - grade_seconds_before)
+        self._interrupt(step)
+        return self._close(step, chosen, self._driver.grade_seconds - grade_seconds)
 
     def state(self) -> dict[str, Any]:
         """Return JSON-compatible state for a checkpoint.
@@ -133,7 +139,7 @@ class Coordinator:
             "ledger": self.ledger.state(),
             "groups": [group.to_json() for group in self.groups.values()],
             "keep_rate": [self.keep_rate.kept, self.keep_rate.decided],
-            "ended": [[group_to_json(group), outcome.value] for group, outcome in self._ended],
+            "ended": [[group.to_json(), outcome.value] for group, outcome in self._ended],
             "fates": {source: dict(counts) for source, counts in self._outcomes.items()},
         }
 
@@ -141,17 +147,57 @@ class Coordinator:
         """Continue from `state`. The number of replicas may have changed."""
         self._stream.seek(state["position"])
         self.ledger = Ledger.from_state(state["ledger"])
-        groups = [OpenGroup.from_json(group) for group in state["groups"]]
-        self.groups = {group.ticket: group for group in groups}
+        num_replicas = self._driver.num_replicas
+        groups = [OpenGroup.from_json(group, num_replicas) for group in state["groups"]]
+        self.groups.clear()
+        self.groups.update((group.ticket, group) for group in groups)
         self.ledger.audit(self._open_groups())
         self._check_lengths()
         # Grade these again, because the graders' queues are not in the checkpoint.
-        self._regrade = [(g.ticket, g.prompt, c) for g in groups for c in g.to_grade()]
+        self._regrade = [(g.ticket, c.sample) for g in groups for c in g.to_grade()]
         self.keep_rate.kept, self.keep_rate.decided = state["keep_rate"]
         self._ended = [
-            (group_from_json(group), Outcome(outcome)) for group, outcome in state["ended"]
+            (OpenGroup.from_json(group, num_replicas), Outcome(outcome))
+            for group, outcome in state["ended"]
         ]
         self._outcomes = {source: Counter(counts) for source, counts in state["fates"].items()}
+
+    def held(self) -> list[tuple[int, int, int, int]]:
+        """Return (ticket, sample, replica, number of tokens) of every completion that a replica
+        should hold."""
+        groups = (*self.groups.values(), *(group for group, _ in self._ended))
+        return [
+            (group.ticket, completion.sample, completion.replica, completion.num_tokens)
+            for group in groups
+            for completion in group.completions.values()
+        ]
+
+    def rebalance(self) -> list[Move]:
+        """Decide which unfinished completions continue on another replica, and return them.
+
+        A completion stays with the replica that holds its tokens, unless that replica holds more
+        than it can run at once, as after a resume with fewer replicas. The newest ones then go to
+        the replica that holds the fewest.
+        """
+        held: list[list[tuple[OpenGroup, CompletionSummary]]] = [
+            [] for _ in range(self._driver.num_replicas)
+        ]
+        for group in self.groups.values():
+            for completion in group.completions.values():
+                if completion.finish is Finish.UNFINISHED:
+                    held[completion.replica].append((group, completion))
+        moves = []
+        for items in held:
+            while len(items) > self._driver.max_sequences:
+                target = min(range(len(held)), key=lambda replica: len(held[replica]))
+                if len(held[target]) + 1 >= len(items):
+                    break
+                group, completion = items.pop()
+                moved = replace(completion, replica=target)
+                group.completions[completion.sample] = moved
+                held[target].insert(0, (group, moved))
+                moves.append(Move(group.ticket, group.prompt, completion, target))
+        return moves
 
     # ------------------------------------------------------------------ issuing
 
@@ -249,7 +295,7 @@ class Coordinator:
             return None
         if num_ready and self._config.at_bound == "train_partial":
             return list(self.groups.values())
-        raise self._starved(self._shortage(step) + _ADVICE)
+        raise self._starved(self._shortage(step) + _ADVICE, step)
 
     def _first_ready(self, wanted: int) -> list[OpenGroup] | None:
         """Return the first `wanted` ready groups in ticket order, or None if they must wait.
@@ -269,7 +315,6 @@ class Coordinator:
         return None
 
     def _close(self, step: _Step, chosen: list[OpenGroup], grade_seconds: float) -> Collected:
-        self._interrupt()
         train = [group.group() for group in chosen]
         for group in chosen:
             self._end(group, Outcome.TRAINED)
@@ -283,7 +328,10 @@ class Coordinator:
         ended, self._ended = self._ended, []
         return Collected(
             train=train,
-            ended=sorted(ended, key=lambda item: item[0].ticket),
+            ended=sorted(
+                ((group.group(), outcome) for group, outcome in ended),
+                key=lambda item: item[0].ticket,
+            ),
             decided=step.decided,
             version=step.version,
             counts=self.ledger.close_step(self._open_groups()),
@@ -297,9 +345,12 @@ class Coordinator:
             grade_seconds=grade_seconds,
         )
 
-    def _interrupt(self) -> None:
-        """Stop the engines and store unfinished completions in their groups."""
-        for ticket, completion in self._dispatcher.interrupt():
+    def _interrupt(self, step: _Step) -> None:
+        """Stop the engines, handle their last events, and store unfinished completions in their
+        groups."""
+        events = self._dispatcher.interrupt()
+        self._handle(events, step)
+        for ticket, completion in events.unfinished:
             self.groups[ticket].completions[completion.sample] = completion
         for ticket, state in self.ledger.open.items():
             if state is TicketState.RUNNING:
@@ -321,7 +372,7 @@ class Coordinator:
     def _end(self, group: OpenGroup, outcome: Outcome) -> None:
         self.ledger.close_ticket(group.ticket, outcome)
         self._outcomes.setdefault(group.prompt.source, Counter())[outcome.value] += 1
-        self._ended.append((group.group(), outcome))
+        self._ended.append((group, outcome))
         del self.groups[group.ticket]
 
     def _open_groups(self) -> dict[int, bool]:
@@ -329,7 +380,7 @@ class Coordinator:
         return {ticket: group.is_ready for ticket, group in self.groups.items()}
 
     def _num_ready(self) -> int:
-        return list(self.ledger.open.values()).count(TicketState.READY)
+        return self.ledger.num_ready
 
     # ------------------------------------------------------------------ errors
 
@@ -338,15 +389,15 @@ class Coordinator:
         limit = self._config.max_response_tokens
         for group in self.groups.values():
             for completion in group.completions.values():
-                if completion.finish is Finish.UNFINISHED and len(completion.tokens) >= limit:
+                if completion.finish is Finish.UNFINISHED and completion.num_tokens >= limit:
                     raise CheckpointError(
                         f"rollout.max_response_tokens: {limit}, but ticket {group.ticket}, sample "
                         f"{completion.sample} of the checkpoint is unfinished with "
-                        f"{len(completion.tokens)} tokens; resume with the limit of the run that "
+                        f"{completion.num_tokens} tokens; resume with the limit of the run that "
                         "saved the checkpoint"
                     )
 
-    def _check_graders(self) -> None:
+    def _check_graders(self, step: _Step) -> None:
         """Raise StarvedError if all gradings of a data set failed, over a step's worth of groups
         and at least MIN_ABSTAINED. In a tiny step a few failures mean nothing."""
         limit = max(self._config.prompts_per_step, MIN_ABSTAINED)
@@ -357,20 +408,22 @@ class Coordinator:
                     f"data set {source!r}: its grader failed on every completion of {num_groups} "
                     f"groups; last error: {error}. Fix the grader configured for this data set "
                     "(its limits are rewards.timeout_seconds and rewards.memory_mib)",
+                    step,
                 )
 
-    def _starved(self, message: str) -> StarvedError:
+    def _starved(self, message: str, step: _Step) -> StarvedError:
         """Stop the engines, so that `state` is complete, and return the error to raise."""
-        self._interrupt()
+        self._interrupt(step)
         return StarvedError(message)
 
-    def _stopped(self, by: str, start: Mapping[str, Any] | None) -> Stopped:
+    def _stopped(self, by: str, step: _Step, start: Mapping[str, Any] | None) -> Stopped:
         """Stop the engines and return the error to raise.
 
         All tokens sampled so far are carried. A deterministic run returns to the start of the step
-        instead, because an interrupted completion continues with other random numbers.
+        instead, because an interrupted completion continues with other random numbers. The
+        completions that replicas hold return with it (EngineCollector).
         """
-        self._interrupt()
+        self._interrupt(step)
         if start is not None:
             self.restore(start)
         return Stopped(f"stopped by {by}")

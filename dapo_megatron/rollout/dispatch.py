@@ -1,212 +1,224 @@
-"""Open groups, and the queue of requests for their unfinished completions.
+"""The queue of requests for unfinished completions, and the checks of what replicas report.
 
-An `OpenGroup` records which completions of a prompt are sampled and graded. The dispatcher creates
-requests for the others, keeps them in one queue for all replicas, and records which replica got
-which request. A request that was handed out is kept by the engine only.
+The dispatcher hands requests to replicas with free slots and records which replica has which. An
+unfinished completion of an earlier step continues on the replica that holds its tokens. A report
+that contradicts the record is refused as a whole, by name, before anything is changed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import heapq
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from dapo_megatron.rollout.driver import Driver, Events
-from dapo_megatron.rollout.serialization import group_from_json, group_to_json
-from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, SampleRequest
-
-
-@dataclass
-class OpenGroup:
-    """Completions of one prompt so far. Each of the `num_samples` completions is missing,
-    unfinished (carried from an earlier step), finished, or graded."""
-
-    ticket: int
-    prompt: Prompt
-    num_samples: int
-    completions: dict[int, Completion] = field(default_factory=dict)
-    ungradable: set[int] = field(default_factory=set)
-    """Indices of samples that could not be graded: the grader hung, died or raised."""
-    overtaken: int = 0
-    """Number of steps that trained on a later group while this group was not ready."""
-    is_ready: bool = False
-    """Whether the group is decided and waits to be trained on."""
-
-    def to_sample(self) -> list[tuple[int, Completion | None]]:
-        """Return (sample, completion so far or None) for every completion to be sampled."""
-        so_far = ((sample, self.completions.get(sample)) for sample in range(self.num_samples))
-        return [
-            (sample, completion)
-            for sample, completion in so_far
-            if completion is None or completion.finish is Finish.UNFINISHED
-        ]
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether every completion is finished."""
-        return len(self.completions) == self.num_samples and all(
-            c.finish is not Finish.UNFINISHED for c in self.completions.values()
-        )
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether every completion is finished and was graded or failed to be graded."""
-        return self.is_sampled and not self.to_grade()
-
-    def to_grade(self) -> list[Completion]:
-        """Return the finished completions without a result from a grader."""
-        return [
-            completion
-            for sample, completion in self.completions.items()
-            if completion.finish is not Finish.UNFINISHED
-            and completion.grade is None
-            and sample not in self.ungradable
-        ]
-
-    def set_grade(self, sample: int, grade: Grade | None) -> None:
-        """Record the result of a grader; None if the completion could not be graded."""
-        if grade is None:
-            self.ungradable.add(sample)
-        self.completions[sample] = replace(self.completions[sample], grade=grade)
-
-    @property
-    def oldest_version(self) -> int:
-        """Oldest weight version that sampled a token of the group.
-
-        Raises ValueError if the group has no completions yet.
-        """
-        return min(completion.oldest_version for completion in self.completions.values())
-
-    def group(self) -> Group:
-        """Return the completions so far as an immutable `Group`."""
-        completions = sorted(self.completions.values(), key=lambda c: c.sample)
-        return Group(self.ticket, self.prompt, tuple(completions))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON-compatible state for a checkpoint."""
-        return {
-            "group": group_to_json(self.group()),
-            "num_samples": self.num_samples,
-            "ungradable": sorted(self.ungradable),
-            "overtaken": self.overtaken,
-            "is_ready": self.is_ready,
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> OpenGroup:
-        """Return the group that `to_json` serialized."""
-        group = group_from_json(value["group"])
-        return cls(
-            ticket=group.ticket,
-            prompt=group.prompt,
-            num_samples=value["num_samples"],
-            completions={completion.sample: completion for completion in group.completions},
-            ungradable=set(value["ungradable"]),
-            overtaken=value["overtaken"],
-            is_ready=value["is_ready"],
-        )
+from dapo_megatron.rollout.driver import Driver
+from dapo_megatron.rollout.messages import Graded, GroupRequest, Report, Sampled, Sampling
+from dapo_megatron.rollout.open_group import OpenGroup
+from dapo_megatron.types import CompletionSummary, Finish, RankError, Segment
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sampling parameters, with `num_samples` completions per prompt. `seed_name` separates the
-    random numbers of different uses (training, each evaluation set)."""
+class Events:
+    """News from all replicas."""
 
-    num_samples: int
-    max_tokens: int
-    temperature: float
-    top_p: float
-    seed_name: str
-
-    def request(
-        self, ticket: int, prompt: Prompt, sample: int, so_far: Completion | None = None
-    ) -> SampleRequest:
-        """Return the request for completion `sample`, or for the rest of it after `so_far`."""
-        num_tokens = 0 if so_far is None else len(so_far.tokens)
-        return SampleRequest(
-            ticket=ticket,
-            sample=sample,
-            prompt=prompt,
-            seed=sample_seed(self.seed_name, ticket, sample, num_tokens),
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            so_far=so_far,
-        )
+    sampled: list[Sampled]
+    """Finished completions, not graded yet."""
+    graded: list[Graded]
+    unfinished: list[Sampled]
+    """Unfinished completions, after an interrupt."""
+    stop: str = ""
+    """Name of the stop signal, or empty. If there is one, `graded` is empty: the signal may also
+    have killed graders, so these completions are graded again after a resume."""
 
 
-def sample_seed(seed_name: str, ticket: int, sample: int, num_tokens: int = 0) -> int:
-    """Return a seed in [0, 2^62) that depends on the arguments only, not on layout, replica or
-    time. A completion that continues after `num_tokens` tokens gets another seed than at its
-    start."""
-    digest = hashlib.blake2b(
-        f"{seed_name}/{ticket}/{sample}/{num_tokens}".encode(), digest_size=8
-    ).digest()
-    return int.from_bytes(digest, "big") >> 2
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A request that a replica has."""
+
+    replica: int
+    segments: tuple[Segment, ...]
+    """Those of the completion so far."""
 
 
 class Dispatcher:
-    """One queue of requests for all replicas, in ticket order. Every rank has the same queue."""
+    """One queue of requests for all replicas, in ticket order, for one phase at a time.
 
-    def __init__(self, driver: Driver, sampling: Sampling) -> None:
+    groups      open groups by ticket, kept up to date by the caller
+    is_closed   whether a ticket was open once and is not any more
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        sampling: Sampling,
+        groups: Mapping[int, OpenGroup],
+        is_closed: Callable[[int], bool] = lambda ticket: False,
+    ) -> None:
         self._driver = driver
         self._sampling = sampling
-        self._queue: list[tuple[int, int, SampleRequest]] = []
-        self._replica_of: dict[tuple[int, int], int] = {}
+        self._groups = groups
+        self._is_closed = is_closed
+        self._version: int | None = None
+        self._queue: list[tuple[int, int]] = []
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self._running = [0] * driver.num_replicas
 
     @property
     def room(self) -> int:
         """Free engine capacity, in requests, minus the queue length; may be negative."""
         capacity = self._driver.max_sequences * self._driver.num_replicas
-        return capacity - len(self._replica_of) - len(self._queue)
+        return capacity - len(self._in_flight) - len(self._queue)
+
+    def start(self, version: int | None = None) -> None:
+        """Start a phase. New tokens must be of the weights `version`; None: of any."""
+        self._version = version
+        self._driver.start(self._sampling)
 
     def submit(self, group: OpenGroup) -> bool:
         """Queue requests for the unfinished completions of a group; lower tickets go first. Return
         whether there were any."""
         unfinished = group.to_sample()
-        for sample, so_far in unfinished:
-            request = self._sampling.request(group.ticket, group.prompt, sample, so_far)
-            heapq.heappush(self._queue, (group.ticket, sample, request))
+        for sample, _ in unfinished:
+            heapq.heappush(self._queue, (group.ticket, sample))
         return bool(unfinished)
 
-    def advance(self, grade: Sequence[tuple[int, Prompt, Completion]] = ()) -> Events:
-        """Fill the engines from the queue and run them until the next exchange."""
-        events = self._driver.advance(self._hand_out(), grade, self._sampling.seed_name)
-        for ticket, completion in events.sampled:
-            del self._replica_of[ticket, completion.sample]
+    def advance(self, regrade: Sequence[tuple[int, int]] = ()) -> Events:
+        """Fill the engines from the queue, and wait for news from them.
+
+        `regrade` are finished completions of a resumed run, as (ticket, sample). Raises RankError
+        naming the replica whose report contradicts what it was asked for.
+        """
+        by_replica: list[list[tuple[int, int]]] = [[] for _ in self._running]
+        for ticket, sample in regrade:
+            by_replica[self._groups[ticket].completions[sample].replica].append((ticket, sample))
+        return self._take(self._driver.advance(self._hand_out(), by_replica))
+
+    def interrupt(self) -> Events:
+        """Clear the queue and stop the engines. Return the last events, with an unfinished
+        completion for each request that has tokens. Raises RankError as `advance` does."""
+        self._queue.clear()
+        events = self._take(self._driver.interrupt())
+        self._in_flight.clear()
+        self._running = [0] * self._driver.num_replicas
         return events
 
-    def interrupt(self) -> list[tuple[int, Completion]]:
-        """Clear the queue and stop the engines. Return (ticket, unfinished completion) for each
-        request of the engines that has tokens."""
-        self._queue.clear()
-        self._replica_of.clear()
-        return self._driver.interrupt()
+    # ------------------------------------------------------------------ handing out
 
-    def _hand_out(self) -> list[list[SampleRequest]]:
-        """Take requests from the queue for each replica. A group goes to the replica with the most
-        room. Its completions stay together if they fit, to share the prompt in the prefix
-        cache."""
-        requests: list[list[SampleRequest]] = [[] for _ in range(self._driver.num_replicas)]
-        if not self._queue:
-            return requests
-        count = Counter(self._replica_of.values())
-        running = [count[index] for index in range(self._driver.num_replicas)]
-        last_ticket, replica = -1, 0
-        while self._queue:
-            if (ticket := self._queue[0][0]) != last_ticket or self._is_full(running[replica]):
-                replica = min(range(len(running)), key=running.__getitem__)
+    def _hand_out(self) -> list[list[GroupRequest]]:
+        """Take requests from the queue for each replica. Return them by replica.
+
+        A completion with tokens goes to the replica that holds them. The other completions of a
+        group go to the replica with the most room, and stay together if they fit, to share the
+        prompt in the prefix cache.
+        """
+        requests: list[list[GroupRequest]] = [[] for _ in self._running]
+        waiting: list[tuple[int, int]] = []
+        last_ticket, preferred = -1, 0
+        while self._queue and not all(map(self._is_full, range(len(self._running)))):
+            ticket, sample = heapq.heappop(self._queue)
+            group = self._groups[ticket]
+            so_far = group.completions.get(sample)
+            if so_far is not None:
+                replica = so_far.replica
+            elif ticket != last_ticket or self._is_full(preferred):
+                replica = preferred = min(range(len(self._running)), key=self._running.__getitem__)
                 last_ticket = ticket
-            if self._is_full(running[replica]):
-                break
-            _, sample, request = heapq.heappop(self._queue)
-            requests[replica].append(request)
-            self._replica_of[ticket, sample] = replica
-            running[replica] += 1
+            else:
+                replica = preferred
+            if self._is_full(replica):
+                waiting.append((ticket, sample))
+                continue
+            num_tokens = 0 if so_far is None else so_far.num_tokens
+            last = requests[replica][-1] if requests[replica] else None
+            samples = ((sample, num_tokens),)
+            if last is not None and last.ticket == ticket:
+                samples = (*last.samples, *samples)
+                requests[replica].pop()
+            requests[replica].append(GroupRequest(ticket, group.prompt, samples))
+            segments = () if so_far is None else so_far.segments
+            self._in_flight[ticket, sample] = _InFlight(replica, segments)
+            self._running[replica] += 1
+        for item in waiting:
+            heapq.heappush(self._queue, item)
         return requests
 
-    def _is_full(self, num_running: int) -> bool:
-        return num_running >= self._driver.max_sequences
+    def _is_full(self, replica: int) -> bool:
+        return self._running[replica] >= self._driver.max_sequences
+
+    # ------------------------------------------------------------------ checking reports
+
+    def _take(self, reports: Sequence[tuple[int, Report]]) -> Events:
+        """Check reports, given as (replica, report), and return them as events."""
+        finished: set[tuple[int, int]] = set()
+        reported: set[tuple[int, int]] = set()
+        graded: set[tuple[int, int]] = set()
+        for replica, report in reports:
+            for is_finished, ticket, completion in (
+                *((True, *item) for item in report.sampled),
+                *((False, *item) for item in report.unfinished or ()),
+            ):
+                key = ticket, completion.sample
+                fault = self._fault(replica, ticket, completion, is_finished=is_finished)
+                if fault or key in reported:
+                    self._refuse(replica, ticket, completion.sample, fault or "reported twice")
+                reported.add(key)
+                if is_finished:
+                    finished.add(key)
+            for ticket, sample, _, _ in report.graded:
+                key = ticket, sample
+                if key in graded or not (key in finished or self._awaits_grade(ticket, sample)):
+                    self._refuse(replica, ticket, sample, "a grade that was not asked for")
+                graded.add(key)
+        for ticket, sample in finished:
+            self._running[self._in_flight.pop((ticket, sample)).replica] -= 1
+        stop = next((report.stop for _, report in reports if report.stop), "")
+        return Events(
+            sampled=[item for _, report in reports for item in report.sampled],
+            graded=[] if stop else [item for _, report in reports for item in report.graded],
+            unfinished=[item for _, report in reports for item in report.unfinished or ()],
+            stop=stop,
+        )
+
+    def _fault(
+        self, replica: int, ticket: int, completion: CompletionSummary, *, is_finished: bool
+    ) -> str:
+        """Return what is wrong with a completion; an empty string if nothing is."""
+        in_flight = self._in_flight.get((ticket, completion.sample))
+        if in_flight is None or not in_flight.replica == replica == completion.replica:
+            return "a completion that this replica was not asked for"
+        if is_finished == (completion.finish is Finish.UNFINISHED):
+            return f"reported as {'finished' if is_finished else 'unfinished'}, but it is not"
+        if sum(segment.num_tokens for segment in completion.segments) != completion.num_tokens:
+            return f"segments {completion.segments} for {completion.num_tokens} tokens"
+        if not 0 < completion.num_tokens <= self._sampling.max_tokens:
+            return f"{completion.num_tokens} tokens, with a limit of {self._sampling.max_tokens}"
+        if not is_finished and completion.segments == in_flight.segments:
+            return ""  # interrupted before its first new token
+        return _segment_fault(in_flight.segments, completion.segments, self._version)
+
+    def _awaits_grade(self, ticket: int, sample: int) -> bool:
+        """Return whether a grade may arrive. That of a closed ticket is late (on_policy)."""
+        group = self._groups.get(ticket)
+        return self._is_closed(ticket) if group is None else group.awaits(sample)
+
+    def _refuse(self, replica: int, ticket: int, sample: int, fault: str) -> None:
+        raise RankError(
+            f"{self._driver.name(replica)}: its report was refused and changed nothing: ticket "
+            f"{ticket}, sample {sample}: {fault}"
+        )
+
+
+def _segment_fault(
+    so_far: tuple[Segment, ...], segments: tuple[Segment, ...], version: int | None
+) -> str:
+    """Return why `segments` do not continue `so_far` under weights of `version` (None: any); an
+    empty string if they do."""
+    *before, last = segments
+    if version is not None and last.version != version:
+        return f"its last tokens are of weights {last.version}, not {version}"
+    expected = so_far
+    if so_far and so_far[-1].version == last.version:  # the run resumed: this segment grows
+        expected = so_far[:-1]
+        if last.num_tokens <= so_far[-1].num_tokens:
+            return f"segments {segments} after {so_far}"
+    return "" if tuple(before) == expected else f"segments {segments} after {so_far}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dapo_megatron.algo.evaluation import (
     avg_per_problem,
@@ -13,41 +14,34 @@ from dapo_megatron.algo.evaluation import (
     pass_per_problem,
 )
 from dapo_megatron.config import EvaluationConfig
-from dapo_megatron.rollout.dispatch import Dispatcher, OpenGroup, Sampling
+from dapo_megatron.rollout.dispatch import Dispatcher
 from dapo_megatron.rollout.driver import Driver
+from dapo_megatron.rollout.engines import Engines
+from dapo_megatron.rollout.messages import Sampling
+from dapo_megatron.rollout.open_group import OpenGroup
 from dapo_megatron.types import Group, Prompt, Stopped
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates sets of held-out problems, by set name. The same on every rank."""
+    """Evaluates sets of held-out problems, by set name. Implements protocols.Evaluations."""
 
     config: EvaluationConfig
     sets: Mapping[str, Sequence[Prompt]]
-    driver: Driver
+    engines: Engines
     max_tokens: int
     """Limit of rollouts; used if `evaluation.max_response_tokens` is null."""
     seed: int
 
     def run(self) -> dict[str, float]:
-        """Evaluate all sets and return metrics such as `eval/<set>/avg@k`.
+        """Evaluate all sets and return metrics such as `eval/<set>/avg@k`, on every rank.
 
         Every call uses the same seeds, so two evaluations differ by their weights only.
         """
         metrics: dict[str, float] = {}
-        for name, prompts in self.sets.items():
-            sampling = Sampling(
-                num_samples=self.config.samples,
-                max_tokens=self.config.max_response_tokens or self.max_tokens,
-                temperature=self.config.temperature,
-                top_p=self.config.top_p,
-                seed_name=f"{self.seed}/evaluate/{name}",
-            )
-            groups = sample_all(self.driver, list(enumerate(prompts)), sampling)
-            set_metrics = evaluation_metrics(
-                groups, resamples=self.config.resamples, seed=self.seed
-            )
-            metrics |= {f"eval/{name}/{metric}": value for metric, value in set_metrics.items()}
+        for name in self.sets:
+            evaluate = partial(self._evaluate, name)
+            metrics |= self.engines.run(evaluate, dict[str, float])
         return metrics
 
     def due(self, step: int, last: int) -> bool:
@@ -56,24 +50,41 @@ class Evaluator:
             return False
         return step in (0, last) or (self.config.every > 0 and step % self.config.every == 0)
 
+    def _evaluate(self, name: str, driver: Driver) -> dict[str, float]:
+        """Return the metrics of a set. Runs on rank 0."""
+        sampling = Sampling(
+            name=f"{self.seed}/evaluate/{name}",
+            max_tokens=self.config.max_response_tokens or self.max_tokens,
+            temperature=self.config.temperature,
+            top_p=self.config.top_p,
+            is_seeded=True,
+            is_kept=False,
+        )
+        prompts = list(enumerate(self.sets[name]))
+        groups = sample_all(driver, prompts, sampling, self.config.samples)
+        metrics = evaluation_metrics(groups, resamples=self.config.resamples, seed=self.seed)
+        return {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
+
 
 def sample_all(
     driver: Driver,
     tickets: Sequence[tuple[int, Prompt]],
     sampling: Sampling,
+    num_samples: int,
     on_progress: Callable[[int], None] = lambda num_groups: None,
 ) -> list[Group]:
-    """Sample and grade all (ticket, prompt) pairs. Every rank returns all groups, in this order.
+    """Sample and grade `num_samples` completions of all (ticket, prompt) pairs. Return the groups
+    in this order.
 
     The grade of a completion that could not be graded is None. `on_progress` is called with the
     number of decided groups. Raises Stopped, after stopping the engines, if a rank was asked to
     stop.
     """
-    dispatcher = Dispatcher(driver, sampling)
-    groups = [OpenGroup(ticket, prompt, sampling.num_samples) for ticket, prompt in tickets]
-    for group in groups:
+    groups = {ticket: OpenGroup(ticket, prompt, num_samples) for ticket, prompt in tickets}
+    dispatcher = Dispatcher(driver, sampling, groups)
+    dispatcher.start()
+    for group in groups.values():
         dispatcher.submit(group)
-    by_ticket = {group.ticket: group for group in groups}
     num_decided = 0
     while num_decided < len(groups):
         events = dispatcher.advance()
@@ -81,12 +92,12 @@ def sample_all(
             dispatcher.interrupt()
             raise Stopped(f"stopped by {events.stop}")
         for ticket, completion in events.sampled:
-            by_ticket[ticket].completions[completion.sample] = completion
+            groups[ticket].completions[completion.sample] = completion
         for ticket, sample, grade, _ in events.graded:
-            by_ticket[ticket].set_grade(sample, grade)
-            num_decided += by_ticket[ticket].is_decided
+            groups[ticket].set_grade(sample, grade)
+            num_decided += groups[ticket].is_decided
         on_progress(num_decided)
-    return [group.group() for group in groups]
+    return [group.group() for group in groups.values()]
 
 
 def evaluation_metrics(groups: Sequence[Group], *, resamples: int, seed: int) -> dict[str, float]:

@@ -62,6 +62,8 @@ class Ledger:
     """State of each open ticket."""
     step: Counter[str] = field(default_factory=Counter)
     """Number of tickets issued, and with each outcome, since the last `close_step`."""
+    num_ready: int = 0
+    """Number of open tickets that are ready. Counted, because it is needed after every event."""
 
     def issue(self, num_tickets: int) -> range:
         """Issue and return the next tickets."""
@@ -75,11 +77,12 @@ class Ledger:
         """Move an open ticket to `state`. Raises DapoError if the transition is not allowed."""
         self._check(ticket, state)
         self.open[ticket] = state
+        self.num_ready += state is TicketState.READY
 
     def close_ticket(self, ticket: int, outcome: Outcome) -> None:
         """End an open ticket with `outcome`. Raises DapoError if the transition is not allowed."""
         self._check(ticket, outcome)
-        del self.open[ticket]
+        self.num_ready -= self.open.pop(ticket) is TicketState.READY
         self.totals[outcome.value] += 1  # by value, for readable messages
         self.step[outcome.value] += 1
 
@@ -143,6 +146,7 @@ class Ledger:
         for ticket, ticket_state in ledger.open.items():
             if ticket_state is TicketState.RUNNING:
                 ledger.open[ticket] = TicketState.ISSUED
+        ledger.num_ready = list(ledger.open.values()).count(TicketState.READY)
         return ledger
 
     def _check(self, ticket: int, to: TicketState | Outcome) -> None:

@@ -73,17 +73,20 @@ class Core:
     engine: RolloutEngine
     sync: WeightSync
     loss: LossFn
-    grading: GradingPool | None
-    driver: EngineDriver
+    engines: Engines
+    leaders: list[int]
+    """Rank of each replica's leader."""
+    store: CompletionStore
+    to_close: list[GradingPool | Hub | Member]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Stop the grading processes and, without an error, the engine. Closing it is collective,
-        and after an error the other ranks may never come."""
-        if self.grading is not None:
-            self.grading.close()
+        """Stop the grading processes, close the sockets and, without an error, the engine. Closing
+        it is collective, and after an error the other ranks may never come."""
+        for part in self.to_close:
+            part.close()
         if error is None:
             self.engine.close()
 
@@ -264,27 +267,70 @@ def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, W
 
 
 def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
-    """Build models and graders. Collective."""
+    """Build models, graders, and the channel to the coordinator. Collective."""
     loss = loss_function(config.loss)  # first, so that its errors come before models are built
     policy, engine, sync = build_models(config, ranks)
-    grading = None
-    if engine.is_leader:
-        sources = (*config.data.train, *config.evaluation.sets)
-        grading = GradingPool(
-            {source.name: source.grader for source in sources},
-            config.rewards.workers,
-            config.rewards.timeout_seconds,
-            config.rewards.memory_mib,
-            config.rewards.environment,
-        )
-    driver = EngineDriver(
-        engine,
-        grading,
-        ranks,
-        deterministic=config.rollout.deterministic,
-        stop=lambda: (stop and stop.signal) or "",
+    replicas = ranks.all_gather((engine.replica, engine.is_leader), tuple[int, bool])
+    peers = ranks.subgroup(
+        [rank for rank, (replica, _) in enumerate(replicas) if replica == engine.replica]
     )
-    return Core(policy, engine, sync, loss, grading, driver)
+    hub, member = open_channel(
+        ranks, engine.replica if engine.is_leader else None, engine.num_replicas
+    )
+    is_deterministic = config.rollout.deterministic
+    driver = hub and EngineDriver(
+        hub,
+        engine.num_replicas,
+        engine.max_sequences,
+        deterministic=is_deterministic,
+        silence_seconds=config.watchdog.generate,
+    )
+
+    def signal() -> str:
+        return (stop and stop.signal) or ""
+
+    store = CompletionStore()
+    grading: GradingPool | None = None
+    worker: Leader | Follower
+    if member is None:
+        worker = Follower(engine, peers, stop=signal, on_activity=ranks.on_activity)
+    else:
+        grading = _grading_pool(config)
+        worker = Leader(
+            engine,
+            grading,
+            member,
+            peers,
+            store,
+            deterministic=is_deterministic,
+            stop=signal,
+            on_activity=ranks.on_activity,
+        )
+    leaders = sorted(
+        (rank for rank, (_, is_leader) in enumerate(replicas) if is_leader),
+        key=lambda rank: replicas[rank][0],
+    )
+    return Core(
+        policy=policy,
+        engine=engine,
+        sync=sync,
+        loss=loss,
+        engines=Engines(worker, driver, ranks),
+        leaders=leaders,
+        store=store,
+        to_close=[part for part in (grading, member, hub) if part is not None],
+    )
+
+
+def _grading_pool(config: Config) -> GradingPool:
+    sources = (*config.data.train, *config.evaluation.sets)
+    return GradingPool(
+        {source.name: source.grader for source in sources},
+        config.rewards.workers,
+        config.rewards.timeout_seconds,
+        config.rewards.memory_mib,
+        config.rewards.environment,
+    )
 
 
 def build_evaluator(config: Config, prompts: Prompts, core: Core) -> Evaluator:
@@ -292,7 +338,7 @@ def build_evaluator(config: Config, prompts: Prompts, core: Core) -> Evaluator:
     return Evaluator(
         config=config.evaluation,
         sets=prompts.evaluation,
-        driver=core.driver,
+        engines=core.engines,
         max_tokens=config.rollout.max_response_tokens,
         seed=config.seed,
     )

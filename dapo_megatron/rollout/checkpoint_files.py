@@ -1,0 +1,64 @@
+"""Files of completions in a checkpoint, each written by one rank in the background.
+
+carried_00003.parquet    completions of open groups that replica 3 holds
+open_step_00001.parquet  sequences that data-parallel index 1 trains on, and their old log-probs, of
+                         a step that was stopped in the middle
+
+state.json describes all of them. A run that resumes with other replicas, or in another layout,
+reads them wherever they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from dapo_megatron.rollout.completion_files import CompletionRow, write_completions
+
+CARRIED, OPEN_STEP = "carried", "open_step"
+_ROW_BYTES = 512
+"""Rough size of a row without its tokens and texts."""
+
+
+class CompletionsSnapshot:
+    """The file of one rank. Implements protocols.Snapshot. Without rows no file is written.
+
+    kind     CARRIED or OPEN_STEP
+    number   replica or data-parallel index
+    """
+
+    def __init__(self, kind: str, number: int, rows: Sequence[CompletionRow]) -> None:
+        self.checksums: dict[str, str] = {}
+        self._name = f"{kind}_{number:05d}.parquet"
+        self._rows = rows
+
+    @property
+    def num_bytes(self) -> int:
+        """Size on disk in bytes, at most."""
+        return sum(
+            _ROW_BYTES
+            + 16 * row.completion.num_tokens
+            + 4 * (len(row.prompt.tokens) + len(row.prompt.text) + len(row.completion.text))
+            for row in self._rows
+        )
+
+    def write(self, folder: Path) -> None:
+        """See protocols.Snapshot."""
+        if not self._rows:
+            return
+        path = folder / self._name
+        write_completions(path, self._rows)
+        with path.open("rb") as file:
+            self.checksums[self._name] = hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_of(kind: str, folder: Path) -> dict[int, Path]:
+    """Return the files of `kind` in a checkpoint, by number."""
+    name = re.compile(rf"{kind}_(\d{{5,}})\.parquet")
+    return {
+        int(match[1]): path
+        for path in sorted(folder.iterdir())
+        if (match := name.fullmatch(path.name))
+    }

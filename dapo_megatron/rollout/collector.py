@@ -1,0 +1,159 @@
+"""Collects the training sequences of each step: decisions on rank 0, tokens where they are needed.
+
+The coordinator on rank 0 chooses the groups by what replicas report about them. Then every rank
+learns which sequences the step trains on, and one exchange brings the tokens of each from the
+replica that sampled it to the ranks that train on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
+from dapo_megatron.config import Config
+from dapo_megatron.data.batch import describe, reward
+from dapo_megatron.protocols import DataParallel, Recorder
+from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot, files_of
+from dapo_megatron.rollout.completion_files import CompletionRow, read_completions
+from dapo_megatron.rollout.coordinator import Coordinator
+from dapo_megatron.rollout.driver import EngineDriver
+from dapo_megatron.rollout.engines import Engines
+from dapo_megatron.rollout.exchange import TokenExchange
+from dapo_megatron.rollout.messages import StepPlan
+from dapo_megatron.rollout.metrics import rollout_metrics
+from dapo_megatron.rollout.open_group import holder
+from dapo_megatron.rollout.store import CompletionStore
+from dapo_megatron.types import CheckpointError, Group, Rollouts, Stopped, Verdict
+
+
+@dataclass
+class EngineCollector:
+    """Source of rollouts from the engines. Implements protocols.Collector.
+
+    replica   replica that this rank leads; None on other ranks
+    store     completions that this rank holds; empty except on a leader
+    """
+
+    config: Config
+    coordinator: Coordinator | None
+    engines: Engines
+    exchange_tokens: TokenExchange
+    data_parallel: DataParallel
+    recorder: Recorder
+    replica: int | None
+    store: CompletionStore
+
+    def collect(self, version: int, on_progress: Callable[[int], None]) -> Rollouts:
+        """See protocols.Collector. Raises as Coordinator.collect does, on every rank."""
+        if self.config.rollout.deterministic:
+            self.store.save_point()
+        try:
+            plan = self.engines.run(partial(self._plan, version, on_progress), StepPlan)
+        except Stopped:
+            if self.config.rollout.deterministic:
+                self.store.roll_back()
+            raise
+        started = time.perf_counter()
+        owners = self.data_parallel.owners([sequence.num_tokens for sequence in plan.sequences])
+        tokens = self.exchange_tokens(plan.sequences, owners, plan.moves)
+        seconds = time.perf_counter() - started
+        if self.replica is not None:
+            self.recorder.completions(version + 1, self.replica, self._close(plan))
+        return Rollouts(plan.sequences, tokens, plan.metrics | {"time/exchange": seconds})
+
+    def state(self) -> dict[str, Any]:
+        """See protocols.Collector. Empty except on rank 0."""
+        return {} if self.coordinator is None else self.coordinator.state()
+
+    def snapshot(self) -> CompletionsSnapshot:
+        """See protocols.Collector."""
+        return CompletionsSnapshot(CARRIED, self.replica or 0, self.store.rows())
+
+    def restore(self, state: Mapping[str, Any], folder: Path) -> None:
+        """See protocols.Collector. The number of replicas may have changed.
+
+        Raises CheckpointError naming a completion of the state that the files in `folder` lack.
+        """
+        on_rank0(self.engines.exchange, lambda: self._restore(state))
+        exchange, coordinator = self.engines.exchange, self.coordinator
+        held = None if coordinator is None else coordinator.held()
+        held = exchange.broadcast(held, Held | None)
+        on_all_ranks(exchange, lambda: self._load(folder, cast(Held, held)))
+
+    def _plan(
+        self, version: int, on_progress: Callable[[int], None], _driver: EngineDriver
+    ) -> StepPlan:
+        """Collect a step, in the coordinator's thread on rank 0."""
+        assert self.coordinator is not None
+        collected = self.coordinator.collect(version, on_progress)
+        self.recorder.ended(version + 1, collected.ended)
+        return StepPlan(
+            sequences=describe(
+                collected.train,
+                overlong=self.config.overlong,
+                eps=self.config.loss.advantage_eps,
+            ),
+            closed=[
+                (group.ticket, outcome, group_verdict(group)) for group, outcome in collected.ended
+            ],
+            moves=self.coordinator.rebalance(),
+            metrics=rollout_metrics(collected, self.config.overlong),
+        )
+
+    def _close(self, plan: StepPlan) -> list[CompletionRow]:
+        """Remove the completions of closed tickets from the store, and return them as recorded."""
+        rows = []
+        for ticket, outcome, verdict in plan.closed:
+            for row in self.store.close(ticket):
+                parts = reward(row.completion, self.config.overlong)
+                rows.append(
+                    replace(
+                        row,
+                        outcome=outcome.value,
+                        verdict=verdict,
+                        reward=None if parts is None else parts.total,
+                    )
+                )
+        return rows
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        assert self.coordinator is not None
+        self.coordinator.restore(state)
+
+    def _load(self, folder: Path, held: Held) -> None:
+        """Fill the store of a leader from a checkpoint."""
+        if self.replica is None:
+            return
+        num_replicas = len(self.exchange_tokens.leaders)
+        self.store.fill(
+            row
+            for number, path in files_of(CARRIED, folder).items()
+            if holder(number, num_replicas) == self.replica
+            for row in read_completions(path)
+        )
+        for ticket, sample, replica, num_tokens in held:
+            if replica == self.replica and self.store.num_tokens(ticket, sample) != num_tokens:
+                raise CheckpointError(
+                    f"{folder}: ticket {ticket}, sample {sample} has {num_tokens} tokens in "
+                    f"state.json, and {self.store.num_tokens(ticket, sample)} in carried_*.parquet;"
+                    " resume from another checkpoint"
+                )
+
+
+Held = list[tuple[int, int, int, int]]
+"""(ticket, sample, replica, number of tokens) of every completion of an open group."""
+
+
+def group_verdict(group: Group) -> Verdict | None:
+    """Return the verdict of a group by its grades; None without any."""
+    grades = {c.grade.correct for c in group.completions if c.grade is not None}
+    if not grades:
+        return None
+    if len(grades) == 2:
+        return Verdict.MIXED
+    return Verdict.ALL_CORRECT if grades.pop() else Verdict.ALL_WRONG

@@ -1,0 +1,181 @@
+"""The exchange that brings tokens from the replicas that sampled them to the ranks that need them.
+
+Each training sequence goes to the ranks of the data-parallel index that trains on it, and a carried
+completion that another replica continues goes to the leader of that replica. Every rank knows the
+sizes of all messages from the lengths. A message holds, for each sequence in the order of the step,
+its prompt tokens, response tokens (int32) and the engine's log-probs (float32), and then the tokens
+and log-probs of each move.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dapo_megatron.data.owners import DataParallel
+from dapo_megatron.protocols import Exchange
+from dapo_megatron.rollout.messages import Move
+from dapo_megatron.rollout.store import CompletionStore
+from dapo_megatron.types import (
+    Completion,
+    CompletionSummary,
+    DapoError,
+    SequenceTokens,
+    TrainingSequence,
+)
+
+BYTES = 4
+"""Bytes of a token, and of a log-prob."""
+
+
+@dataclass(frozen=True)
+class TokenExchange:
+    """Exchange between the leaders of replicas and the ranks that train.
+
+    leaders   rank of each replica's leader
+    store     completions held on this rank; empty except on a leader
+    """
+
+    exchange: Exchange
+    data_parallel: DataParallel
+    leaders: Sequence[int]
+    store: CompletionStore
+
+    def __call__(
+        self, sequences: Sequence[TrainingSequence], owners: Sequence[int], moves: Sequence[Move]
+    ) -> dict[int, SequenceTokens]:
+        """Return the tokens of the sequences that this rank trains on, by index, and store the
+        completions that move here. Collective.
+
+        `owners` are the data-parallel indices that train on each sequence. Raises DapoError naming
+        a completion that this rank does not hold as announced.
+        """
+        shares = _shares(sequences, owners)
+        own = self.exchange.rank
+        sizes = [0] * self.exchange.world_size
+        for replica, leader in enumerate(self.leaders):
+            share = shares.get((replica, self.data_parallel.index), [])
+            sizes[leader] = sum(map(_num_bytes, (sequences[index] for index in share)))
+            sizes[leader] += sum(
+                2 * BYTES * move.summary.num_tokens for move in self._moves(moves, replica, own)
+            )
+        received = self.exchange.all_to_all(self._outgoing(sequences, shares, moves), sizes)
+        tokens: dict[int, SequenceTokens] = {}
+        for replica, leader in enumerate(self.leaders):
+            message = _Message(received[leader])
+            for index in shares.get((replica, self.data_parallel.index), []):
+                tokens[index] = message.sequence(sequences[index])
+            for move in self._moves(moves, replica, own):
+                self.store.put(move.ticket, move.prompt, message.completion(move.summary))
+        return dict(sorted(tokens.items()))
+
+    def _outgoing(
+        self, sequences: Sequence[TrainingSequence], shares: _Shares, moves: Sequence[Move]
+    ) -> list[bytes]:
+        """Return the message of this rank to each rank; empty ones if it leads no replica."""
+        own = self.exchange.rank
+        if own not in self.leaders:
+            return [b""] * self.exchange.world_size
+        replica = self.leaders.index(own)
+        # The ranks of one data-parallel index get the same sequences: one buffer for all of them.
+        buffers = [
+            self._pack(sequences, shares.get((replica, index), []))
+            for index in range(self.data_parallel.size)
+        ]
+        parts = [buffers[index] for index in self.data_parallel.indices]
+        for move in (move for move in moves if move.summary.replica == replica):
+            completion = self.store.take(move.ticket, move.summary.sample)
+            _check(f"ticket {move.ticket}, sample {completion.sample}", completion, move.summary)
+            target = self.leaders[move.target]
+            parts[target] += completion.tokens.tobytes() + completion.logprobs.tobytes()
+        return parts
+
+    def _pack(self, sequences: Sequence[TrainingSequence], share: Sequence[int]) -> bytes:
+        """Return the message with these sequences, which this rank holds."""
+        spans: list[bytes | memoryview] = []
+        for sequence in (sequences[index] for index in share):
+            completion = self.store.get(sequence.ticket, sequence.sample)
+            prompt = self.store.prompt(sequence.ticket)
+            _check(str(sequence), completion, sequence)
+            if len(prompt.tokens) != sequence.prompt_tokens:
+                raise DapoError(
+                    f"{sequence}: {len(prompt.tokens)} prompt tokens here, but the coordinator "
+                    f"knows of {sequence.prompt_tokens}"
+                )
+            spans.append(np.array(prompt.tokens, np.int32).tobytes())
+            spans += [memoryview(completion.tokens), memoryview(completion.logprobs)]
+        return b"".join(spans)
+
+    def _moves(self, moves: Sequence[Move], source: int, target: int) -> Iterator[Move]:
+        """Yield the moves from replica `source` to the leader on rank `target`, in order."""
+        for move in moves:
+            if move.summary.replica == source and self.leaders[move.target] == target:
+                yield move
+
+
+_Shares = dict[tuple[int, int], list[int]]
+"""(replica, data-parallel index) -> indices of the sequences that go from one to the other."""
+
+
+def _shares(sequences: Sequence[TrainingSequence], owners: Sequence[int]) -> _Shares:
+    shares: _Shares = {}
+    for index, (sequence, owner) in enumerate(zip(sequences, owners, strict=True)):
+        shares.setdefault((sequence.replica, owner), []).append(index)
+    return shares
+
+
+def _num_bytes(sequence: TrainingSequence) -> int:
+    """Return the size of a sequence in a message."""
+    return BYTES * (sequence.prompt_tokens + 2 * sequence.response_tokens)
+
+
+def _check(name: str, completion: Completion, known: TrainingSequence | CompletionSummary) -> None:
+    """Raise DapoError if the coordinator knows of another number of tokens."""
+    expected = (
+        known.response_tokens if isinstance(known, TrainingSequence) else known.num_tokens
+    )
+    if not completion.num_tokens == len(completion.logprobs) == expected:
+        raise DapoError(
+            f"{name}: {completion.num_tokens} tokens and {len(completion.logprobs)} log-probs "
+            f"here, but the coordinator knows of {expected} tokens"
+        )
+
+
+class _Message:
+    """Reader of a received message. What it returns are views of the message, without copies."""
+
+    def __init__(self, message: memoryview) -> None:
+        self._bytes = np.frombuffer(message, np.uint8)
+        self._start = 0
+
+    def sequence(self, sequence: TrainingSequence) -> SequenceTokens:
+        """Return the next sequence."""
+        return SequenceTokens(
+            prompt=self._next(sequence.prompt_tokens, np.int32),
+            response=self._next(sequence.response_tokens, np.int32),
+            logprobs=self._next(sequence.response_tokens, np.float32),
+        )
+
+    def completion(self, summary: CompletionSummary) -> Completion:
+        """Return the next completion, an unfinished one."""
+        tokens = self._next(summary.num_tokens, np.int32)
+        logprobs = self._next(summary.num_tokens, np.float32)
+        return Completion(
+            sample=summary.sample,
+            tokens=array("i", tokens.tobytes()),
+            logprobs=array("f", logprobs.tobytes()),
+            text="",
+            finish=summary.finish,
+            segments=summary.segments,
+        )
+
+    def _next(self, number: int, dtype: Any) -> NDArray[Any]:
+        stop = self._start + BYTES * number
+        values = self._bytes[self._start : stop].view(dtype)
+        self._start = stop
+        return values
