@@ -8,9 +8,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from dapo_megatron.algo.mismatch import check_gap
+from dapo_megatron.algo.mismatch import GapStatistics, check_gap, gap_statistics, merge
 from dapo_megatron.config import Config
-from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, split
+from dapo_megatron.data.batch import assemble, describe, diagnose, fresh_mask, split, tokens_of
+from dapo_megatron.data.owners import gather_diagnostics
 from dapo_megatron.protocols import Parts
 from dapo_megatron.rollout import metrics as step_metrics
 from dapo_megatron.rollout.partial_step import PartialStep
@@ -109,7 +110,7 @@ def train_step(
     accelerator. Returns the step's metrics and its number of tokens (prompts and responses).
     """
     phase = parts.instruments.phase
-    if partial_step.train is None:
+    if partial_step.sequences is None:
         with (
             phase(Phase.GENERATE),
             parts.recorder.progress(config.rollout.prompts_per_step) as show,
@@ -117,21 +118,33 @@ def train_step(
             collected = parts.coordinator.collect(version=step - 1, on_progress=show)
         parts.recorder.samples(step, collected.ended)
         metrics = step_metrics.rollout_metrics(collected, config.overlong)
-        partial_step.begin(collected.train, metrics)
-    groups = partial_step.train or []
+        partial_step.begin(
+            describe(collected.train, overlong=config.overlong, eps=config.loss.advantage_eps),
+            tokens_of(collected.train, config.overlong),
+            metrics,
+        )
+    sequences = partial_step.sequences or []
     parts.sync.switch_to_policy()
-    batch = assemble(groups, overlong=config.overlong, eps=config.loss.advantage_eps)
+    owners = parts.data_parallel.owners([sequence.num_tokens for sequence in sequences])
+    index = parts.data_parallel.index
+    partial_step.keep([number for number, owner in enumerate(owners) if owner == index])
+    batch = assemble(sequences, partial_step.tokens, owners)
     if partial_step.old_logprobs is None:
         parts.check_stop()
         with phase(Phase.LOGPROBS):
             outputs = parts.policy.logprobs(batch)
         partial_step.old_logprobs = outputs.logprobs
-        sequences = diagnose(groups, batch, outputs, overlong=config.overlong)
-        parts.recorder.sequence_diagnostics(step, sequences)
+        diagnostics = gather_diagnostics(
+            diagnose(sequences, batch, outputs),
+            parts.data_parallel,
+            config.tracking.inspected_groups,
+        )
+        parts.recorder.sequence_diagnostics(step, diagnostics)
     batch = dataclasses.replace(batch, old_logprobs=partial_step.old_logprobs)
-    gap = check_gap(
-        batch,
-        fresh_mask(groups, version=step - 1, overlong=config.overlong),
+    own_gap = gap_statistics(batch, fresh_mask(sequences, batch, version=step - 1))
+    gap = merge(parts.data_parallel.all_gather(own_gap, GapStatistics))
+    check_gap(
+        gap,
         version=step - 1,
         max_gap=config.sync.max_gap,
         max_mean_gap=config.sync.max_mean_gap,
@@ -140,7 +153,7 @@ def train_step(
     with phase(Phase.UPDATE):
         update(config, parts, batch, step, partial_step)
     metrics = partial_step.metrics | step_metrics.update_metrics(partial_step.updates)
-    return metrics, int(batch.tokens.numel())
+    return metrics, int(batch.lengths.sum())
 
 
 def update(
@@ -166,7 +179,9 @@ def save(
     progress.seconds = time.time() - started
     state = {
         "progress": dict(vars(progress)),
-        "open_step": partial_step.state(config),
+        "open_step": partial_step.state(config, parts.data_parallel),
         "coordinator": parts.coordinator.state(),
     }
-    return parts.checkpoints.commit(progress.step, state, is_open=partial_step.train is not None)
+    return parts.checkpoints.commit(
+        progress.step, state, is_open=partial_step.sequences is not None
+    )

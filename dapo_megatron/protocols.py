@@ -78,6 +78,29 @@ class Exchange(Protocol):
         ...
 
 
+class DataParallel(Protocol):
+    """Which sequences each rank trains on; see data/owners.py."""
+
+    @property
+    def index(self) -> int:
+        """Data-parallel index of this rank."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of data-parallel indices."""
+        ...
+
+    def owners(self, lengths: Sequence[int]) -> list[int]:
+        """Return the data-parallel index that trains on each sequence of a step. Not collective."""
+        ...
+
+    def all_gather(self, value: T, of: object) -> list[T]:
+        """Return the value of each data-parallel index, that of its first rank. `of` is the type of
+        the values."""
+        ...
+
+
 class Snapshot(Protocol):
     """A rank's part of a checkpoint, in host memory. Any thread may write it at any time."""
 
@@ -99,13 +122,23 @@ class Snapshot(Protocol):
 class Policy(Protocol):
     """The model being trained, sharded over all ranks."""
 
+    @property
+    def data_parallel_index(self) -> int:
+        """Data-parallel index of this rank."""
+        ...
+
     def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
-        """Return log-prob and entropy of each token of `batch`, without grad. Every rank gets the
-        complete result. `temperature` None means rollout.temperature."""
+        """Return log-prob and entropy of each held token of `batch`, without grad. `temperature`
+        None means rollout.temperature.
+
+        Without `batch.owners`, the sequences are distributed over all ranks, and every rank gets
+        the complete result. Otherwise each rank gets that of the sequences it holds.
+        """
         ...
 
     def update(self, mini: TokenBatch, loss: LossFn, lr: float) -> StepStats:
-        """Run forward, backward, gradient clipping and one optimizer step on one mini-batch.
+        """Run forward, backward, gradient clipping and one optimizer step on one mini-batch. Each
+        rank holds at least the sequences that it trains on.
 
         Raises Diverged before the optimizer step if the loss or the gradient is not finite.
         """
@@ -336,6 +369,7 @@ class Parts:
     loss: LossFn
     learning_rate: Callable[[int], float]
     """Learning rate of all updates of a rollout step; steps are counted from 1."""
+    data_parallel: DataParallel
     coordinator: Collector
     evaluator: Evaluations
     recorder: Recorder

@@ -3,8 +3,8 @@
 All records are frozen. A later stage makes a new record (`dataclasses.replace`) instead of editing
 one, so that recorder, checkpoint and training use the same values.
 
-Shapes: T is the number of tokens of all sequences of a batch, concatenated; S is the number of
-sequences.
+Shapes: S is the number of sequences of a batch, H the number of those whose tokens this rank holds,
+and T the number of these tokens, concatenated.
 """
 
 from __future__ import annotations
@@ -268,30 +268,41 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Concatenated sequences, with the per-token inputs of the loss.
+    """The sequences of a step or mini-batch, with the per-token inputs of the loss.
+
+    Fields [S] describe all sequences, on every rank. Fields [T] hold the tokens of some sequences
+    only, concatenated in order: those that this rank trains on. All ranks of a data-parallel index
+    hold the same ones.
 
     The log-prob at position t is that of `tokens[t]` given the preceding tokens of its sequence.
 
-    tokens          int64 [T]    prompt and response
     lengths         int64 [S]    tokens of each sequence
+    loss_tokens     int64 [S]    tokens of each sequence that enter the loss
+    group_ids       int64 [S]    ticket of the group that each sequence belongs to
+    sequence_names  S strings    "ticket 12, sample 3", to name a token in an error
+    tokens          int32 [T]    prompt and response
     loss_mask       bool  [T]    response tokens that enter the loss
     advantages      float [T]    group advantage, 0 outside the response
     weights         float [T]    1 for the token-level loss; other aggregations reweigh tokens
     engine_logprobs float [T]    the engine's log-probs, 0 outside the response
-    group_ids       int64 [S]    ticket of the group that each sequence belongs to
     old_logprobs    float [T]    the policy's log-probs before the step's first update; or None
-    sequence_names  S strings    "ticket 12, sample 3", to name a token in an error
+    owners          int64 [S]    data-parallel index that trains on each sequence; None if every
+                                 rank holds all sequences
+    held            int64 [H]    sequences that this rank holds, ascending; None: all of them
     """
 
-    tokens: Tensor
     lengths: Tensor
+    loss_tokens: Tensor
+    group_ids: Tensor
+    tokens: Tensor
     loss_mask: Tensor
     advantages: Tensor
     weights: Tensor
     engine_logprobs: Tensor
-    group_ids: Tensor
     old_logprobs: Tensor | None = None
     sequence_names: tuple[str, ...] = ()
+    owners: Tensor | None = None
+    held: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -300,8 +311,30 @@ class TokenBatch:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Tokens under the loss mask. The loss of a mini-batch is divided by this number only."""
-        return int(self.loss_mask.sum())
+        """Tokens of all sequences that enter the loss. The loss of a mini-batch is divided by this
+        number only."""
+        return int(self.loss_tokens.sum())
+
+    @property
+    def held_lengths(self) -> Tensor:
+        """Tokens of each sequence that this rank holds, int64 [H]."""
+        return self.lengths if self.held is None else self.lengths[self.held]
+
+    @property
+    def starts(self) -> Tensor:
+        """Index of each sequence's first token in the fields [T], int64 [S]; -1 for a sequence that
+        this rank does not hold."""
+        held_lengths = self.held_lengths
+        held_starts = held_lengths.cumsum(0) - held_lengths
+        if self.held is None:
+            return held_starts
+        starts = self.lengths.new_full(self.lengths.shape, -1)
+        starts[self.held] = held_starts
+        return starts
+
+    def sequence_name(self, index: int) -> str:
+        """Return the name of a sequence for an error; its index if the batch has no names."""
+        return self.sequence_names[index] if self.sequence_names else f"sequence {index}"
 
 
 @dataclass(frozen=True, slots=True)

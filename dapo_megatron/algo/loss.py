@@ -197,20 +197,32 @@ def aggregation_weights(
             f"{keep_T.numel()} tokens, {lengths.numel()} lengths summing to {int(lengths.sum())}, "
             f"{group_ids.numel()} group ids"
         )
+    number_S = torch.arange(lengths.numel(), device=lengths.device)
+    loss_tokens_S = number_S.repeat_interleave(lengths)[keep_T].bincount(minlength=len(number_S))
+    weight_S = sequence_weights(kind, loss_tokens=loss_tokens_S, group_ids=group_ids)
+    return torch.where(keep_T, weight_S.repeat_interleave(lengths), 0.0).to(dtype)
+
+
+def sequence_weights(kind: Aggregation, *, loss_tokens: Tensor, group_ids: Tensor) -> Tensor:
+    """Return the weight that `aggregation_weights` gives to the masked-in tokens of each sequence.
+
+    loss_tokens  int [S]: masked-in tokens of each sequence
+
+    The result is float64 [S], 0 for a sequence without masked-in tokens. Raises ValueError if
+    `kind` is unknown.
+    """
     if kind == "token":
-        return keep_T.to(dtype)
+        return (loss_tokens > 0).double()
     if kind == "prompt":
         unit_S = torch.unique(group_ids, return_inverse=True)[1]
     elif kind == "sequence":
-        unit_S = torch.arange(lengths.numel(), device=lengths.device)
+        unit_S = torch.arange(loss_tokens.numel(), device=loss_tokens.device)
     else:
         raise ValueError(f"unknown aggregation {kind!r}")
-
-    unit_T = unit_S.repeat_interleave(lengths)
-    tokens_per_unit = torch.bincount(unit_T, weights=keep_T.double())
+    tokens_per_unit = torch.bincount(unit_S, weights=loss_tokens.double())
     num_units = (tokens_per_unit > 0).sum()
-    weight_T = keep_T.sum() / (num_units * tokens_per_unit[unit_T])
-    return torch.where(keep_T, weight_T, 0.0).to(dtype)
+    weight_S = loss_tokens.sum() / (num_units * tokens_per_unit[unit_S])
+    return torch.where(loss_tokens > 0, weight_S, 0.0)
 
 
 def tis_weights(old_logp: Tensor, engine_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:

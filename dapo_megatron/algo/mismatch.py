@@ -7,6 +7,7 @@ J. Schulman, "Approximating KL Divergence" (2020), which is unbiased and never n
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,81 +15,139 @@ from torch import Tensor
 
 from dapo_megatron.types import SyncError, TokenBatch
 
+CHUNK = 2**20
+"""Number of tokens whose gaps are computed at a time. Each takes about 50 bytes meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGap:
+    """Log-probs of one token. `position` counts from the start of the sequence, prompt included."""
+
+    sequence_name: str
+    position: int
+    token: int
+    engine_logprob: float
+    policy_logprob: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sequence_name}, token {self.position} (id {self.token}): log-prob "
+            f"{self.engine_logprob:.6f} by the engine, {self.policy_logprob:.6f} by the policy"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class GapStatistics:
-    """Statistics of the log-prob gap |engine - policy| over masked-in tokens, in nats.
+    """Statistics of the log-prob gap |engine - policy| over masked-in tokens, in nats. Sums and
+    maxima of several parts of a batch can be merged.
 
-    mean, max    mean and maximum of the gap; inf if any gap is not finite
-    kl           estimate of KL(engine || policy): mean of exp(d) - 1 - d with d = policy - engine
-    worst_token  flat index of the token with the largest gap; None if there are no tokens
-    num_tokens   number of masked-in tokens
+    total       sum of the gaps; inf if any gap is not finite
+    max         largest gap
+    kl_total    sum of estimates of KL(engine || policy): exp(d) - 1 - d with d = policy - engine
+    num_tokens  number of masked-in tokens
+    worst       the token with the largest gap; None if there are no tokens
     """
 
-    mean: float
-    max: float
-    kl: float
-    worst_token: int | None
-    num_tokens: int
+    total: float = 0.0
+    max: float = 0.0
+    kl_total: float = 0.0
+    num_tokens: int = 0
+    worst: TokenGap | None = None
+
+    @property
+    def mean(self) -> float:
+        """Mean gap; 0 without tokens."""
+        return self.total / max(self.num_tokens, 1)
+
+    @property
+    def kl(self) -> float:
+        """Mean estimate of KL(engine || policy); 0 without tokens."""
+        return self.kl_total / max(self.num_tokens, 1)
 
 
-def gap_statistics(engine_logp: Tensor, policy_logp: Tensor, mask: Tensor) -> GapStatistics:
-    """Return gap statistics over the tokens where `mask` is set.
+def gap_statistics(batch: TokenBatch, mask: Tensor) -> GapStatistics:
+    """Return gap statistics over the held tokens of a batch where `mask` (bool [T]) is set.
 
-    The three tensors have the same shape, of any rank. A nan or inf where the mask is set makes
-    the gap infinite, so that `max > bound` never misses it. Values outside the mask are ignored.
-    All statistics are 0 for an empty mask. Raises ValueError if the shapes differ.
+    A nan or inf where the mask is set makes the gap infinite, so that `max > bound` never misses
+    it. Values outside the mask are ignored. Raises ValueError if the mask has another shape.
     """
-    if not engine_logp.shape == policy_logp.shape == mask.shape:
+    assert batch.old_logprobs is not None
+    if mask.shape != batch.old_logprobs.shape or mask.shape != batch.engine_logprobs.shape:
         raise ValueError(
-            f"shapes differ: engine {tuple(engine_logp.shape)}, policy "
-            f"{tuple(policy_logp.shape)}, mask {tuple(mask.shape)}"
+            f"shapes differ: mask {tuple(mask.shape)}, engine "
+            f"{tuple(batch.engine_logprobs.shape)}, policy {tuple(batch.old_logprobs.shape)}"
         )
-    token_index = mask.reshape(-1).nonzero().reshape(-1)
+    starts = range(0, mask.numel(), CHUNK)
+    return merge(
+        [
+            _statistics(batch, mask[first : first + CHUNK].nonzero()[:, 0] + first)
+            for first in starts
+        ]
+    )
+
+
+def _statistics(batch: TokenBatch, token_index: Tensor) -> GapStatistics:
+    """Return gap statistics over the tokens at these indices of the fields [T]."""
+    assert batch.old_logprobs is not None
     if token_index.numel() == 0:
-        return GapStatistics(mean=0.0, max=0.0, kl=0.0, worst_token=None, num_tokens=0)
-    policy = policy_logp.detach().reshape(-1)[token_index].double()
-    engine = engine_logp.detach().reshape(-1)[token_index].double()
-    difference = policy - engine
+        return GapStatistics()
+    policy = batch.old_logprobs.detach()[token_index].double()
+    difference = policy - batch.engine_logprobs[token_index].double()
     gap = torch.where(difference.isfinite(), difference.abs(), math.inf)
     kl = torch.where(difference.isfinite(), difference.expm1() - difference, math.inf)
     worst = int(gap.argmax())
     return GapStatistics(
-        mean=float(gap.mean()),
+        total=float(gap.sum()),
         max=float(gap[worst]),
-        kl=float(kl.mean()),
-        worst_token=int(token_index[worst]),
+        kl_total=float(kl.sum()),
         num_tokens=token_index.numel(),
+        worst=_token_gap(batch, int(token_index[worst])),
+    )
+
+
+def _token_gap(batch: TokenBatch, index: int) -> TokenGap:
+    assert batch.old_logprobs is not None
+    lengths = batch.held_lengths
+    ends = lengths.cumsum(0)
+    row = int((ends <= index).sum())
+    return TokenGap(
+        sequence_name=batch.sequence_name(row if batch.held is None else int(batch.held[row])),
+        position=index - int(ends[row] - lengths[row]),
+        token=int(batch.tokens[index]),
+        engine_logprob=float(batch.engine_logprobs[index]),
+        policy_logprob=float(batch.old_logprobs[index]),
+    )
+
+
+def merge(parts: Sequence[GapStatistics]) -> GapStatistics:
+    """Return the statistics over the tokens of all parts. They share no token."""
+    largest = max(parts, key=lambda part: (part.num_tokens > 0, part.max), default=GapStatistics())
+    return GapStatistics(
+        total=sum(part.total for part in parts),
+        max=largest.max,
+        kl_total=sum(part.kl_total for part in parts),
+        num_tokens=sum(part.num_tokens for part in parts),
+        worst=largest.worst,
     )
 
 
 def check_gap(
-    batch: TokenBatch, mask: Tensor, *, version: int, max_gap: float, max_mean_gap: float | None
-) -> GapStatistics:
-    """Compare engine and policy log-probs on the tokens sampled by the policy's current weights.
+    gap: GapStatistics, *, version: int, max_gap: float, max_mean_gap: float | None
+) -> None:
+    """Check the gap on the tokens that the policy's current weights sampled.
 
-    `mask` (bool [T]) selects these tokens; `version` is the version of the weights.
-    Raises SyncError if the mean gap exceeds `max_mean_gap`, or if the largest gap exceeds
-    `max_gap`; the error then names the worst token.
+    `version` is the version of these weights. Raises SyncError if the mean gap exceeds
+    `max_mean_gap`, or if the largest gap exceeds `max_gap`; the error then names the worst token.
     """
-    assert batch.old_logprobs is not None
-    gap = gap_statistics(batch.engine_logprobs, batch.old_logprobs, mask)
     if max_mean_gap is not None and gap.mean > max_mean_gap:
         raise SyncError(
             f"weights {version}: engine and policy disagree by {gap.mean:.3g} on the mean of "
             f"{gap.num_tokens} tokens; sync.max_mean_gap is {max_mean_gap:g}. The engine samples "
             "with other weights than the policy trains, or computes with too low a precision"
         )
-    if gap.max > max_gap and gap.worst_token is not None:
-        token = gap.worst_token
-        ends = batch.lengths.cumsum(0)
-        sequence = int((ends <= token).sum())
-        position = token - int(ends[sequence] - batch.lengths[sequence])
+    if gap.max > max_gap and gap.worst is not None:
         raise SyncError(
-            f"weights {version}: engine and policy disagree by {gap.max:.3g} on "
-            f"{batch.sequence_names[sequence]}, token {position} (id {int(batch.tokens[token])}): "
-            f"log-prob {float(batch.engine_logprobs[token]):.6f} by the engine, "
-            f"{float(batch.old_logprobs[token]):.6f} by the policy; sync.max_gap is {max_gap:g}. "
-            "The engine samples with other weights than the policy trains"
+            f"weights {version}: engine and policy disagree by {gap.max:.3g} on {gap.worst}; "
+            f"sync.max_gap is {max_gap:g}. The engine samples with other weights than the policy "
+            "trains"
         )
-    return gap

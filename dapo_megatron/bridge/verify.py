@@ -215,13 +215,16 @@ def canary_batch(sequences: list[list[int]]) -> TokenBatch:
     num_tokens = sum(map(len, sequences))
     zeros = torch.zeros(num_tokens)
     return TokenBatch(
-        tokens=torch.tensor([token for sequence in sequences for token in sequence]),
         lengths=torch.tensor([len(sequence) for sequence in sequences]),
+        loss_tokens=torch.zeros(len(sequences), dtype=torch.int64),
+        group_ids=torch.arange(len(sequences)),
+        tokens=torch.tensor(
+            [token for sequence in sequences for token in sequence], dtype=torch.int32
+        ),
         loss_mask=torch.zeros(num_tokens, dtype=torch.bool),
         advantages=zeros,
         weights=zeros,
         engine_logprobs=zeros,
-        group_ids=torch.arange(len(sequences)),
     )
 
 

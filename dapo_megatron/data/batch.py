@@ -1,15 +1,16 @@
-"""Assembles the token batch of a rollout step from graded groups, and splits it into mini-batches.
+"""Describes the sequences of a rollout step, assembles a rank's tokens, and splits the step into
+mini-batches.
 
-Shapes: T is the number of tokens (all sequences concatenated), S the number of sequences.
+Shapes: S is the number of sequences of a step or mini-batch, H the number of those whose tokens
+this rank holds, and T the number of these tokens (all held sequences concatenated).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +18,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dapo_megatron.algo.advantage import group_advantage
-from dapo_megatron.algo.loss import Aggregation, aggregation_weights
+from dapo_megatron.algo.loss import Aggregation, sequence_weights
 from dapo_megatron.algo.overlong import Reward, completion_reward
 from dapo_megatron.config import OverlongConfig
-from dapo_megatron.types import Completion, Finish, Group, LogProbs, SequenceDiagnostics, TokenBatch
+from dapo_megatron.data.packing import minibatch_ranges
+from dapo_megatron.types import (
+    Completion,
+    CompletionSummary,
+    Finish,
+    Group,
+    LogProbs,
+    SequenceDiagnostics,
+    SequenceTokens,
+    TokenBatch,
+    TrainingSequence,
+)
 
 
 def valid_completions(group: Group, overlong: OverlongConfig) -> list[Completion]:
@@ -34,163 +46,245 @@ def valid_completions(group: Group, overlong: OverlongConfig) -> list[Completion
     return [c for c in group.completions if c.finish is not Finish.LENGTH]
 
 
-def reward(completion: Completion, overlong: OverlongConfig) -> Reward | None:
+def reward(completion: Completion | CompletionSummary, overlong: OverlongConfig) -> Reward | None:
     """Return the reward of a completion, or None if it has no grade."""
     if completion.grade is None:
         return None
     return completion_reward(
         completion.grade.score,
-        len(completion.tokens),
+        completion.num_tokens,
         penalty=overlong.penalty,
         max_tokens=overlong.max_tokens,
         buffer_tokens=overlong.buffer_tokens,
     )
 
 
-def assemble(groups: Sequence[Group], *, overlong: OverlongConfig, eps: float) -> TokenBatch:
-    """Return a batch of the valid completions of `groups`, in order. All loss weights are 1.
+def describe(
+    groups: Sequence[Group], *, overlong: OverlongConfig, eps: float
+) -> list[TrainingSequence]:
+    """Return descriptions of the valid completions of `groups`, in order.
 
     The advantage of a completion is relative to the valid completions of its group. Truncated
-    completions that are filtered but valid are excluded from the loss mask. Without sequences the
-    batch is empty (T = S = 0). Raises ValueError naming a completion that has no grade, or whose
-    number of log-probs differs from its number of tokens.
+    completions that are filtered but valid are excluded from the loss. Raises ValueError naming a
+    completion that has no grade.
     """
-    sequences = _sequences(groups, overlong)
+    completions = [(group, c) for group in groups for c in valid_completions(group, overlong)]
     rewards: list[float] = []
-    for group, completion in sequences:
+    for group, completion in completions:
         shaped = reward(completion, overlong)
         if shaped is None:
-            raise ValueError(f"{_name(group, completion)}: no grade; its group must abstain")
-        rewards.append(shaped.total)
-    group_ids = torch.tensor([group.ticket for group, _ in sequences], dtype=torch.int64)
-    advantages = group_advantage(
-        torch.tensor(rewards, dtype=torch.float32), group_ids, eps=eps
-    ).tolist()
-    # A prompt and its response are two spans, within which mask and advantage are constant.
-    tokens: list[NDArray[np.int32]] = []
-    logprobs: list[NDArray[np.float32]] = []
-    in_loss: list[bool] = []
-    advantage: list[float] = []
-    for (group, completion), value in zip(sequences, advantages, strict=True):
-        prompt, response = group.prompt.tokens, completion.tokens
-        if len(completion.logprobs) != len(response):
             raise ValueError(
-                f"{_name(group, completion)}: {len(completion.logprobs)} log-probs for "
-                f"{len(response)} tokens"
+                f"ticket {group.ticket}, sample {completion.sample}: no grade; its group must "
+                "abstain"
             )
-        tokens += [np.asarray(prompt, dtype=np.int32), np.asarray(response)]
-        logprobs += [np.zeros(len(prompt), dtype=np.float32), np.asarray(completion.logprobs)]
-        in_loss += [False, not (overlong.filter and completion.finish is Finish.LENGTH)]
-        advantage += [0.0, value]
-    spans = torch.tensor([len(span) for span in tokens], dtype=torch.int64)
+        rewards.append(shaped.total)
+    group_ids = torch.tensor([group.ticket for group, _ in completions], dtype=torch.int64)
+    advantages = group_advantage(torch.tensor(rewards, dtype=torch.float32), group_ids, eps=eps)
+    return [
+        TrainingSequence(
+            ticket=group.ticket,
+            sample=completion.sample,
+            replica=getattr(completion, "replica", 0),
+            prompt_tokens=len(group.prompt.tokens),
+            response_tokens=completion.num_tokens,
+            segments=completion.segments,
+            advantage=advantage,
+            in_loss=not (overlong.filter and completion.finish is Finish.LENGTH),
+        )
+        for (group, completion), advantage in zip(completions, advantages.tolist(), strict=True)
+    ]
+
+
+def tokens_of(groups: Sequence[Group], overlong: OverlongConfig) -> dict[int, SequenceTokens]:
+    """Return the tokens of the sequences that `describe` makes of `groups`, by their index."""
+    completions = ((group, c) for group in groups for c in valid_completions(group, overlong))
+    return {
+        index: SequenceTokens(
+            prompt=array("i", group.prompt.tokens),
+            response=completion.tokens,
+            logprobs=completion.logprobs,
+        )
+        for index, (group, completion) in enumerate(completions)
+    }
+
+
+def assemble(
+    sequences: Sequence[TrainingSequence],
+    tokens: Mapping[int, SequenceTokens],
+    owners: Sequence[int] | None = None,
+) -> TokenBatch:
+    """Return the batch of a rollout step. All loss weights are 1.
+
+    sequences  all sequences of the step
+    tokens     tokens of the sequences that this rank holds, by index in `sequences`
+    owners     data-parallel index that trains on each sequence; None if `tokens` has all sequences
+
+    Without sequences the batch is empty (S = T = 0). Raises ValueError naming a sequence whose
+    segments, tokens or log-probs do not match its description.
+    """
+    held = list(range(len(sequences))) if owners is None else sorted(tokens)
+    for sequence in sequences:
+        _check_segments(sequence)
+    for index in held:
+        _check_tokens(sequences[index], tokens.get(index))
+    # A prompt and its response are two spans, within which mask and advantage are constant.
+    spans, in_loss, advantages = [], [], []
+    for sequence in map(sequences.__getitem__, held):
+        spans += [sequence.prompt_tokens, sequence.response_tokens]
+        in_loss += [False, sequence.in_loss]
+        advantages += [0.0, sequence.advantage]
+    values = [tokens[index] for index in held]
+    num_tokens = sum(spans)
     return TokenBatch(
-        tokens=_concatenate(tokens, torch.int64),
-        lengths=spans.view(-1, 2).sum(1),
-        loss_mask=torch.tensor(in_loss, dtype=torch.bool).repeat_interleave(spans),
-        advantages=torch.tensor(advantage, dtype=torch.float32).repeat_interleave(spans),
-        weights=torch.ones(int(spans.sum()), dtype=torch.float32),
-        engine_logprobs=_concatenate(logprobs, torch.float32),
-        group_ids=group_ids,
-        sequence_names=tuple(_name(group, completion) for group, completion in sequences),
+        lengths=_int64([sequence.num_tokens for sequence in sequences]),
+        loss_tokens=_int64([s.response_tokens if s.in_loss else 0 for s in sequences]),
+        group_ids=_int64([sequence.ticket for sequence in sequences]),
+        tokens=torch.from_numpy(_concatenate_tokens(values, num_tokens)),
+        loss_mask=_repeat(np.array(in_loss, dtype=np.bool_), spans),
+        advantages=_repeat(np.array(advantages, dtype=np.float32), spans),
+        # A single 1 in memory, seen from every token.
+        weights=torch.ones(1, dtype=torch.float32).expand(num_tokens),
+        engine_logprobs=torch.from_numpy(_concatenate_logprobs(values, num_tokens)),
+        sequence_names=tuple(map(str, sequences)),
+        owners=None if owners is None else _int64(owners),
+        held=None if owners is None else _int64(held),
     )
 
 
-def fresh_mask(groups: Sequence[Group], *, version: int, overlong: OverlongConfig) -> Tensor:
-    """Return a bool mask [T] over the batch that `assemble` makes of the same groups: True for
+def fresh_mask(sequences: Sequence[TrainingSequence], batch: TokenBatch, *, version: int) -> Tensor:
+    """Return a bool mask [T] over the batch that `assemble` makes of the same sequences: True for
     response tokens sampled by weights `version`.
 
     The gap between engine and policy is measured on these tokens only, because log-probs of older
-    weights differ anyway. Raises ValueError if the segments of a completion do not add up to its
-    tokens.
+    weights differ anyway.
     """
     spans: list[int] = []
     is_fresh: list[bool] = []
-    for group, completion in _sequences(groups, overlong):
-        if sum(segment.num_tokens for segment in completion.segments) != len(completion.tokens):
-            raise ValueError(
-                f"{_name(group, completion)}: segments {completion.segments} for "
-                f"{len(completion.tokens)} tokens"
-            )
-        spans += [len(group.prompt.tokens), *(part.num_tokens for part in completion.segments)]
-        is_fresh += [False, *(part.version == version for part in completion.segments)]
-    return torch.tensor(is_fresh, dtype=torch.bool).repeat_interleave(
-        torch.tensor(spans, dtype=torch.int64)
-    )
+    for index in _held(batch):
+        sequence = sequences[index]
+        spans += [sequence.prompt_tokens, *(part.num_tokens for part in sequence.segments)]
+        is_fresh += [False, *(part.version == version for part in sequence.segments)]
+    return _repeat(np.array(is_fresh, dtype=np.bool_), spans)
 
 
 def diagnose(
-    groups: Sequence[Group], batch: TokenBatch, policy: LogProbs, *, overlong: OverlongConfig
+    sequences: Sequence[TrainingSequence], batch: TokenBatch, policy: LogProbs
 ) -> Iterator[SequenceDiagnostics]:
-    """Yield the diagnostics of each sequence of `batch`, in order, computed lazily.
+    """Yield the diagnostics of each held sequence of `batch`, in order, computed lazily.
 
-    groups   the groups that `assemble` made `batch` from
-    policy   log-probs and entropy [T] of the policy
+    sequences  those that `assemble` made `batch` from
+    policy     log-probs and entropy [T] of the policy
     """
-    ends = batch.lengths.cumsum(0).tolist()
-    for (group, completion), end in zip(_sequences(groups, overlong), ends, strict=True):
-        response = slice(end - len(completion.tokens), end)
+    ends = batch.held_lengths.cumsum(0).tolist()
+    for index, end in zip(_held(batch), ends, strict=True):
+        sequence = sequences[index]
+        response = slice(end - sequence.response_tokens, end)
         logprobs = policy.logprobs[response]
         gap = (logprobs - batch.engine_logprobs[response]).abs()
         yield SequenceDiagnostics(
-            ticket=group.ticket,
-            sample=completion.sample,
-            advantage=float(batch.advantages[end - 1]),
+            ticket=sequence.ticket,
+            sample=sequence.sample,
+            advantage=sequence.advantage,
             gap_mean=float(gap.mean()),
-            gap_max=float(gap.amax()) if completion.tokens else math.nan,
+            gap_max=float(gap.amax()) if sequence.response_tokens else math.nan,
             logprobs=logprobs,
             entropy=policy.entropy[response],
         )
 
 
 def split(batch: TokenBatch, num_updates: int, aggregation: Aggregation) -> list[TokenBatch]:
-    """Return the mini-batches of a step: consecutive sequences, in numbers that differ by at most
-    one.
+    """Return the mini-batches of a step; see `minibatch_ranges`.
 
-    There are `num_updates` mini-batches, or one per sequence if there are fewer sequences; none is
-    empty. Loss weights follow `aggregation`, with the denominators of each mini-batch.
+    Loss weights follow `aggregation`, with the denominators of each mini-batch over all ranks.
     """
-    num_minis = min(num_updates, batch.num_sequences)
-    if num_minis == 0:
-        return []
-    bounds = [mini * batch.num_sequences // num_minis for mini in range(num_minis + 1)]
-    return [_reweigh(_slice(batch, first, last), aggregation) for first, last in pairwise(bounds)]
+    return [
+        _reweigh(_slice(batch, minibatch), aggregation)
+        for minibatch in minibatch_ranges(batch.num_sequences, num_updates)
+    ]
 
 
-def _name(group: Group, completion: Completion) -> str:
-    return f"ticket {group.ticket}, sample {completion.sample}"
+def _check_segments(sequence: TrainingSequence) -> None:
+    if sum(segment.num_tokens for segment in sequence.segments) != sequence.response_tokens:
+        raise ValueError(
+            f"{sequence}: segments {sequence.segments} for {sequence.response_tokens} tokens"
+        )
 
 
-def _sequences(groups: Sequence[Group], overlong: OverlongConfig) -> list[tuple[Group, Completion]]:
-    return [(group, c) for group in groups for c in valid_completions(group, overlong)]
+def _check_tokens(sequence: TrainingSequence, values: SequenceTokens | None) -> None:
+    if values is None:
+        raise ValueError(f"{sequence}: its tokens are missing")
+    expected = (sequence.prompt_tokens, sequence.response_tokens, sequence.response_tokens)
+    actual = (len(values.prompt), len(values.response), len(values.logprobs))
+    if actual != expected:
+        raise ValueError(
+            "{}: {} prompt tokens, {} response tokens and {} log-probs for {}, {} and {}".format(
+                sequence, *actual, *expected
+            )
+        )
 
 
-def _concatenate(spans: Sequence[NDArray[Any]], dtype: torch.dtype) -> Tensor:
-    return (
-        torch.from_numpy(np.concatenate(spans)).to(dtype) if spans else torch.empty(0, dtype=dtype)
-    )
+def _concatenate_tokens(values: Sequence[SequenceTokens], num_tokens: int) -> NDArray[np.int32]:
+    spans = [np.asarray(span) for value in values for span in (value.prompt, value.response)]
+    result = np.empty(num_tokens, dtype=np.int32)
+    return np.concatenate(spans, out=result) if spans else result
 
 
-def _slice(batch: TokenBatch, first: int, last: int) -> TokenBatch:
-    """Return sequences first..last-1 of `batch`."""
-    starts = [0, *batch.lengths.cumsum(0).tolist()]
-    tokens, rows = slice(starts[first], starts[last]), slice(first, last)
-    old = batch.old_logprobs
+def _concatenate_logprobs(values: Sequence[SequenceTokens], num_tokens: int) -> NDArray[np.float32]:
+    """Return the engine's log-probs, with zeros for the prompts."""
+    result = np.zeros(num_tokens, dtype=np.float32)
+    end = 0
+    for value in values:
+        start = end + len(value.prompt)
+        end = start + len(value.response)
+        result[start:end] = np.asarray(value.logprobs)
+    return result
+
+
+def _repeat(values: NDArray[np.generic], counts: Sequence[int]) -> Tensor:
+    """Repeat each value. `Tensor.repeat_interleave` would also make an index of 8 bytes per
+    token."""
+    return torch.from_numpy(np.repeat(values, np.array(counts, dtype=np.int64)))
+
+
+def _int64(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _held(batch: TokenBatch) -> Sequence[int]:
+    """Return the indices of the held sequences."""
+    return range(batch.num_sequences) if batch.held is None else batch.held.tolist()
+
+
+def _slice(batch: TokenBatch, minibatch: range) -> TokenBatch:
+    """Return consecutive sequences of `batch`. Their tokens are views."""
+    rows = slice(minibatch.start, minibatch.stop)
+    positions = rows
+    if batch.held is not None:
+        bounds = torch.tensor([minibatch.start, minibatch.stop])
+        positions = slice(*torch.searchsorted(batch.held, bounds).tolist())
+    starts = [0, *batch.held_lengths.cumsum(0).tolist()]
+    tokens = slice(starts[positions.start], starts[positions.stop])
     return replace(
         batch,
-        tokens=batch.tokens[tokens],
         lengths=batch.lengths[rows],
+        loss_tokens=batch.loss_tokens[rows],
+        group_ids=batch.group_ids[rows],
+        tokens=batch.tokens[tokens],
         loss_mask=batch.loss_mask[tokens],
         advantages=batch.advantages[tokens],
         weights=batch.weights[tokens],
         engine_logprobs=batch.engine_logprobs[tokens],
-        group_ids=batch.group_ids[rows],
-        old_logprobs=None if old is None else old[tokens],
+        old_logprobs=None if batch.old_logprobs is None else batch.old_logprobs[tokens],
         sequence_names=batch.sequence_names[rows],
+        owners=None if batch.owners is None else batch.owners[rows],
+        held=None if batch.held is None else batch.held[positions] - minibatch.start,
     )
 
 
 def _reweigh(mini: TokenBatch, aggregation: Aggregation) -> TokenBatch:
-    weights = aggregation_weights(
-        aggregation, lengths=mini.lengths, mask=mini.loss_mask, group_ids=mini.group_ids
-    )
-    return replace(mini, weights=weights)
+    weights = sequence_weights(
+        aggregation, loss_tokens=mini.loss_tokens, group_ids=mini.group_ids
+    ).to(torch.float32)
+    held_weights = weights if mini.held is None else weights[mini.held]
+    weights_T = _repeat(held_weights.numpy(), mini.held_lengths.tolist())
+    return replace(mini, weights=weights_T.mul_(mini.loss_mask))

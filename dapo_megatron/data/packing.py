@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 LINEAR_TOKENS = 24_576
 """Sequence length at which attention costs as much as the rest of a layer: 6 times a hidden size of
@@ -77,6 +78,18 @@ def plan_microbatches(
     else:
         plan = _plan_padded(lengths, num_ranks, tokens, max_tokens, num_multiple)
     return [sorted(map(sorted, micros), key=costliest_first) for micros in plan]
+
+
+def minibatch_ranges(num_sequences: int, num_updates: int) -> list[range]:
+    """Return the sequences of each mini-batch: consecutive ones, in numbers that differ by at most
+    one.
+
+    There are `num_updates` mini-batches, or one per sequence if there are fewer sequences. None is
+    empty.
+    """
+    num_minis = min(num_updates, num_sequences)
+    bounds = [mini * num_sequences // num_minis for mini in range(num_minis + 1)]
+    return [range(first, last) for first, last in pairwise(bounds)]
 
 
 def work(length: int) -> int:

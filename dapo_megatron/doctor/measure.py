@@ -44,15 +44,16 @@ def random_minibatch(vocab: int, aggregation: Aggregation, seed: int = 0) -> Tok
     mask_T = (torch.arange(len(number_T)) - start_T >= PROMPT) & (number_T != NO_LOSS)
     advantages_S = torch.randn(len(LENGTHS), generator=generator)
     return TokenBatch(
-        tokens=torch.randint(0, vocab, number_T.shape, generator=generator),
         lengths=lengths_S,
+        loss_tokens=number_T[mask_T].bincount(minlength=len(LENGTHS)),
+        group_ids=group_ids_S,
+        tokens=torch.randint(0, vocab, number_T.shape, generator=generator).int(),
         loss_mask=mask_T,
         advantages=torch.where(mask_T, advantages_S[number_T], 0.0),
         weights=aggregation_weights(
             aggregation, mask=mask_T, lengths=lengths_S, group_ids=group_ids_S
         ),
         engine_logprobs=torch.zeros(number_T.shape),
-        group_ids=group_ids_S,
     )
 
 

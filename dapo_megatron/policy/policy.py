@@ -84,10 +84,16 @@ class MegatronPolicy:
 
     # ------------------------------------------------------------------ protocols.Policy
 
+    @property
+    def data_parallel_index(self) -> int:
+        """See protocols.Policy."""
+        return int(parallel_state.get_data_parallel_rank())
+
     def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
         """See protocols.Policy."""
         self._assert_onloaded()
-        micro = self._microbatches(batch)
+        is_local = batch.owners is not None
+        micro = self._microbatches(batch, (self._held_plan if is_local else self._share)(batch))
         exact = torch.promote_types(torch_dtype(self._config.policy.precision), torch.float32)
         whole = torch.zeros(2, batch.tokens.numel(), device=self._device, dtype=exact)
         with megatron_device():
@@ -99,7 +105,9 @@ class MegatronPolicy:
                 whole[0, indices] = logp
                 whole[1, indices] = entropy
         # Exactly one rank fills each token, the others have zeros: the all-reduce is a gather.
-        dist.all_reduce(whole)
+        for group in _groups_of_one_index() if is_local else (None,):
+            if dist.get_world_size(group) > 1:
+                dist.all_reduce(whole, group=group)
         whole = whole.cpu()
         return LogProbs(logprobs=whole[0], entropy=whole[1])
 
@@ -242,12 +250,48 @@ class MegatronPolicy:
             )
         ]
 
-    def _microbatches(self, batch: TokenBatch, *, with_loss: bool = False) -> list[Rows]:
+    def _share(self, batch: TokenBatch) -> list[list[int]]:
+        """Return the micro-batches of this data-parallel index, if `batch` is distributed over all
+        of them."""
         plans = self._plan(batch.lengths.tolist(), parallel_state.get_data_parallel_world_size())
-        plan = list(plans[parallel_state.get_data_parallel_rank()])
-        if self._config.policy.virtual_pipeline_parallel:
-            # The interleaved schedule needs a multiple of the number of stages.
-            plan += [[]] * (-len(plan) % self._config.policy.pipeline_parallel)
+        return self._whole_rounds(plans[self.data_parallel_index])
+
+    def _held_plan(self, batch: TokenBatch) -> list[list[int]]:
+        """Return the micro-batches of the sequences that this data-parallel index owns.
+
+        All indices run as many micro-batches as the one that needs most, because ranks with experts
+        in common exchange tokens in each.
+        """
+        assert batch.owners is not None
+        lengths = batch.lengths.tolist()
+        owned: list[list[int]] = [[] for _ in range(parallel_state.get_data_parallel_world_size())]
+        for sequence, owner in enumerate(batch.owners.tolist()):
+            owned[owner].append(sequence)
+        plans = [self._plan([lengths[index] for index in share], 1)[0] for share in owned]
+        share = owned[self.data_parallel_index]
+        plan = [[share[index] for index in micro] for micro in plans[self.data_parallel_index]]
+        plan += [[]] * (max(map(len, plans)) - len(plan))
+        return self._whole_rounds(plan)
+
+    def _whole_rounds(self, plan: list[list[int]]) -> list[list[int]]:
+        """Append empty micro-batches: the interleaved schedule needs a multiple of the number of
+        stages."""
+        if not self._config.policy.virtual_pipeline_parallel:
+            return plan
+        return plan + [[]] * (-len(plan) % self._config.policy.pipeline_parallel)
+
+    def _microbatches(
+        self, batch: TokenBatch, plan: Sequence[Sequence[int]], *, with_loss: bool = False
+    ) -> list[Rows]:
+        """Return the rows of micro-batches. Raises ValueError naming a sequence whose tokens this
+        rank does not hold."""
+        starts = batch.starts.tolist()
+        for sequence in (sequence for micro in plan for sequence in micro):
+            if starts[sequence] < 0:
+                raise ValueError(
+                    f"{batch.sequence_name(sequence)}: data-parallel index "
+                    f"{self.data_parallel_index} trains on it but does not hold its tokens"
+                )
         return [
             make_rows(batch, sequences, self._rows, self._device, with_loss=with_loss)
             for sequences in plan
@@ -262,7 +306,7 @@ class MegatronPolicy:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        micro = self._microbatches(mini, with_loss=True)
+        micro = self._microbatches(mini, self._share(mini), with_loss=True)
         balance = self._config.policy.moe_aux_loss / max(mini.num_sequences, 1)
         set_balance(self._chunks, balance, max(rows.num_sequences for rows in micro))
         # A loss may abandon the mini-batch by raising (run/build.py). This is safe because the
@@ -314,6 +358,16 @@ class MegatronPolicy:
                     part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
                 )
         return norm
+
+
+def _groups_of_one_index() -> tuple[Any, ...]:
+    """Return groups of this rank that together span its data-parallel index. A run has their
+    communicators anyway; that of Megatron's model-parallel group would take more GPU memory."""
+    return (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+    )
 
 
 def _gradient(parameter: Any) -> Tensor:

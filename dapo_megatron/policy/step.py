@@ -115,7 +115,7 @@ def make_rows(
     the forward and backward pass. Otherwise the other ranks would hang.
     """
     lengths = batch.lengths[list(sequences)] if sequences else torch.tensor([0])
-    starts = (batch.lengths.cumsum(0) - batch.lengths)[list(sequences)] if sequences else lengths
+    starts = batch.starts[list(sequences)] if sequences else lengths
     segments = _segments(lengths, shape)
     sequence = torch.arange(len(segments)).repeat_interleave(segments)
     bounds = torch.nn.functional.pad(segments.cumsum(0), (1, 0))
@@ -124,7 +124,8 @@ def make_rows(
     sequence, position = sequence[is_local], position[is_local]
     real = position < lengths[sequence]
     source = starts[sequence] + position
-    tokens = torch.where(real, batch.tokens[torch.where(real, source, 0)], 0)
+    tokens = torch.zeros_like(position)
+    tokens[real] = batch.tokens[source[real]].long()
     predicting = (position < lengths[sequence] - 1).nonzero().squeeze(1)
     if with_loss:
         # Prompts need no log-prob. The head is the costliest layer of small models.
@@ -137,7 +138,7 @@ def make_rows(
     on_host += [
         bounds.to(torch.int32),
         predicting % row_length * num_rows + predicting // row_length,
-        batch.tokens[indices],
+        batch.tokens[indices].long(),
         indices,
         *(_loss_inputs(batch, indices) if with_loss else ()),
     ]

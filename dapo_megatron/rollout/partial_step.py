@@ -1,14 +1,15 @@
 """The state of a rollout step in progress.
 
 A run can be stopped after any optimizer step and continues from there. The checkpoint contains the
-groups of the step, their old log-probs and the statistics of its updates so far. The old log-probs
-cannot be recomputed, because they are of the weights at the start of the step.
+sequences of the step, their old log-probs and the statistics of its updates so far. The old
+log-probs cannot be recomputed, because they are of the weights at the start of the step.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,8 +17,15 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.config import Config, refuse
-from dapo_megatron.rollout.serialization import group_from_json, group_to_json
-from dapo_megatron.types import Group, StepStats, dtype_name, torch_dtype
+from dapo_megatron.protocols import DataParallel
+from dapo_megatron.types import (
+    Segment,
+    SequenceTokens,
+    StepStats,
+    TrainingSequence,
+    dtype_name,
+    torch_dtype,
+)
 
 
 def batching_keys(config: Config) -> dict[str, Any]:
@@ -37,38 +45,64 @@ def batching_keys(config: Config) -> dict[str, Any]:
 class PartialStep:
     """A rollout step in progress. All fields are empty between two steps."""
 
-    train: list[Group] | None = None
-    """Groups that the step trains on; None until they are collected."""
+    sequences: list[TrainingSequence] | None = None
+    """All sequences that the step trains on; None until they are collected."""
+    tokens: dict[int, SequenceTokens] = field(default_factory=dict)
+    """Tokens of the sequences that this rank holds, by index in `sequences`, ascending."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the step so far, except those of its updates."""
     old_logprobs: Tensor | None = None
-    """float [T], for all tokens of the step's batch."""
+    """float [T], for the tokens of all sequences that this rank holds, prompts included."""
     updates: list[StepStats] = field(default_factory=list)
 
-    def begin(self, train: list[Group], metrics: Mapping[str, float]) -> None:
-        """Record the collected groups and their metrics."""
-        self.train, self.metrics = train, dict(metrics)
+    def begin(
+        self,
+        sequences: list[TrainingSequence],
+        tokens: dict[int, SequenceTokens],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Record the collected sequences and their metrics."""
+        self.sequences, self.tokens, self.metrics = sequences, tokens, dict(metrics)
+
+    def keep(self, held: Sequence[int]) -> None:
+        """Drop the tokens and log-probs of all sequences except `held`, which is ascending."""
+        if self.old_logprobs is not None and list(self.tokens) != list(held):
+            of_sequence = dict(zip(self.tokens, self._split(self.old_logprobs), strict=True))
+            parts = [of_sequence[index] for index in held]
+            self.old_logprobs = torch.cat([self.old_logprobs[:0], *parts])
+        self.tokens = {index: self.tokens[index] for index in held}
 
     def close(self) -> None:
         """Clear all fields at the end of the step."""
-        self.train, self.old_logprobs = None, None
-        self.metrics, self.updates = {}, []
+        self.sequences, self.old_logprobs = None, None
+        self.tokens, self.metrics, self.updates = {}, {}, []
 
-    def state(self, config: Config) -> dict[str, Any] | None:
-        """Return JSON-compatible state for a checkpoint; None between two steps."""
-        if self.train is None:
+    def state(self, config: Config, data_parallel: DataParallel) -> dict[str, Any] | None:
+        """Return JSON-compatible state for a checkpoint; None between two steps. Collective."""
+        if self.sequences is None:
             return None
+        logprobs = self.old_logprobs
+        texts = (
+            [None] * len(self.tokens) if logprobs is None else map(_encode, self._split(logprobs))
+        )
+        own = {
+            index: {**_tokens_to_json(values), "old_logprobs": text}
+            for (index, values), text in zip(self.tokens.items(), texts, strict=True)
+        }
+        gathered = data_parallel.all_gather(own, dict[int, dict[str, str | None]])
+        tokens = {index: values for part in gathered for index, values in part.items()}
         return {
             "cut_by": batching_keys(config),
-            "train": [group_to_json(group) for group in self.train],
+            "sequences": [asdict(sequence) for sequence in self.sequences],
+            "tokens": [tokens[index] for index in range(len(self.sequences))],
+            "logprobs_dtype": None if logprobs is None else dtype_name(logprobs.dtype),
             "metrics": self.metrics,
-            "old_logprobs": None if self.old_logprobs is None else _to_text(self.old_logprobs),
             "updates": [asdict(update) for update in self.updates],
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any] | None, config: Config) -> PartialStep:
-        """Return the step that `state` describes.
+        """Return the step that `state` describes, with the tokens of all sequences.
 
         Raises ConfigError naming each batching key that has changed since.
         """
@@ -80,21 +114,45 @@ class PartialStep:
             for key, value in state["cut_by"].items()
             if batching_keys(config).get(key) != value
         )
-        logprobs = state["old_logprobs"]
+        logprobs, dtype = None, state["logprobs_dtype"]
+        if dtype is not None:
+            parts = [base64.b64decode(values["old_logprobs"]) for values in state["tokens"]]
+            logprobs = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch_dtype(dtype))
         return cls(
-            train=[group_from_json(group) for group in state["train"]],
+            sequences=[_sequence(value) for value in state["sequences"]],
+            tokens={index: _tokens(values) for index, values in enumerate(state["tokens"])},
             metrics=state["metrics"],
-            old_logprobs=None if logprobs is None else _from_text(logprobs),
+            old_logprobs=logprobs,
             updates=[StepStats(**update) for update in state["updates"]],
         )
 
+    def _split(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Split a tensor [T] by held sequence."""
+        assert self.sequences is not None
+        return torch.split(values, [self.sequences[index].num_tokens for index in self.tokens])
 
-def _to_text(values: Tensor) -> dict[str, str]:
-    """Encode a tensor exactly. Base64 takes about a third of the space of decimal digits."""
+
+def _tokens_to_json(values: SequenceTokens) -> dict[str, str]:
+    """Encode the tokens exactly. Base64 takes about a third of the space of decimal digits."""
+    return {
+        name: base64.b64encode(values_of).decode() for name, values_of in asdict(values).items()
+    }
+
+
+def _encode(values: Tensor) -> str:
     data = values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return {"dtype": dtype_name(values.dtype), "base64": base64.b64encode(data).decode()}
+    return base64.b64encode(data).decode()
 
 
-def _from_text(value: Mapping[str, str]) -> Tensor:
-    data = bytearray(base64.b64decode(value["base64"]))
-    return torch.frombuffer(data, dtype=torch_dtype(value["dtype"]))
+def _tokens(value: Mapping[str, str]) -> SequenceTokens:
+    def numbers(name: str, typecode: str) -> array[Any]:
+        return array(typecode, base64.b64decode(value[name]))
+
+    return SequenceTokens(
+        numbers("prompt", "i"), numbers("response", "i"), numbers("logprobs", "f")
+    )
+
+
+def _sequence(value: Mapping[str, Any]) -> TrainingSequence:
+    segments = tuple(Segment(**segment) for segment in value["segments"])
+    return TrainingSequence(**{**value, "segments": segments})

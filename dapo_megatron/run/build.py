@@ -36,6 +36,7 @@ from dapo_megatron.config import (
     Source,
     TrainConfig,
 )
+from dapo_megatron.data.owners import DataParallelRanks
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.prompts import PromptStream, load_source
 from dapo_megatron.model import hf_tensors, read_architecture
@@ -370,6 +371,7 @@ def build_parts(
         sync=core.sync,
         loss=stoppable(core.loss, config.policy, check_stop),
         learning_rate=learning_rate(config.optimizer),
+        data_parallel=_data_parallel(config, ranks, core.policy),
         coordinator=Coordinator(
             config=config.rollout,
             overlong=config.overlong,
@@ -399,13 +401,14 @@ def build_replay(
     This needs a policy but no engine and no graders. Collective."""
     from dapo_megatron.policy.policy import MegatronPolicy
 
-    loss = loss_function(config.loss)
+    loss = stoppable(loss_function(config.loss), config.policy, check_stop)
     policy = MegatronPolicy(config, ranks, planner(config.policy, config.train))
     return Parts(
         policy=policy,
         sync=NoSync(),
-        loss=stoppable(loss, config.policy, check_stop),
+        loss=loss,
         learning_rate=learning_rate(config.optimizer),
+        data_parallel=_data_parallel(config, ranks, policy),
         coordinator=Replay(recorded),
         evaluator=NoEvaluation(),
         recorder=recorder,
@@ -423,6 +426,11 @@ def build_instruments(
     return StepInstruments(watchdog, MemoryMeter(ranks), timeline)
 
 
+def _data_parallel(config: Config, ranks: Ranks, policy: Policy) -> DataParallelRanks:
+    plan, num_updates = planner(config.policy, config.train), config.train.updates_per_step
+    return DataParallelRanks.join(ranks, policy.data_parallel_index, plan, num_updates)
+
+
 def _checkpoints(
     config: Config,
     ranks: Ranks,
@@ -430,6 +438,7 @@ def _checkpoints(
     folder: RunFolder,
     recorder: RunRecorder | SilentRecorder,
 ) -> CheckpointSaver:
+    dtype = torch_dtype(config.policy.precision)
     return CheckpointSaver(
         config,
         folder.checkpoints,
@@ -440,18 +449,13 @@ def _checkpoints(
         check_owner=folder.check_owner,
         note=recorder.note,
         export=HfExport(config) if config.checkpoint.export_hf else None,
-        describe=partial(
-            copy_companions,
-            Path(config.model.path),
-            dtype=torch_dtype(config.policy.precision),
-        ),
+        describe=partial(copy_companions, Path(config.model.path), dtype=dtype),
         extra={"mlflow_run": recorder.run_id},
     )
 
 
 class HfExport:
-    """Exports a training checkpoint as an HF folder, without the policy. Implements
-    checkpoints.Export."""
+    """Exports a training checkpoint as an HF folder. Implements checkpoints.Export."""
 
     def __init__(self, config: Config) -> None:
         self._model = Path(config.model.path)

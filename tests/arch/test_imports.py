@@ -45,7 +45,7 @@ ROOMS = {
     "model": room("types files config", "torch"),  # torch for annotations only
     "algo": room("types", "torch"),
     "data": room(
-        "types files config algo rewards",
+        "types files protocols config algo rewards",
         "torch transformers numpy jinja2 pyarrow datasets reasoning_gym",
     ),
     # cluster for child processes.
@@ -82,7 +82,7 @@ ROOMS = {
 
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
-LONG_FILES: dict[str, tuple[int, str]] = {"types.py": (540, "all records of a run, in one file")}
+LONG_FILES: dict[str, tuple[int, str]] = {"types.py": (580, "all records of a run, in one file")}
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 
 

@@ -22,12 +22,13 @@ def random_batch(
     mask = torch.cat([torch.arange(length) >= prompt for length in lengths])
     old = -4.6 + 0.3 * torch.randn(num_tokens, generator=generator)
     return TokenBatch(
-        tokens=torch.randint(4, vocab, (num_tokens,), generator=generator),
         lengths=torch.tensor(lengths),
+        loss_tokens=(torch.tensor(lengths) - prompt).clamp(min=0),
+        group_ids=torch.arange(len(lengths)),
+        tokens=torch.randint(4, vocab, (num_tokens,), generator=generator).int(),
         loss_mask=mask,
         advantages=torch.where(mask, torch.randn(num_tokens, generator=generator), 0.0),
         weights=torch.ones(num_tokens),
         engine_logprobs=torch.where(mask, old, 0.0),
-        group_ids=torch.arange(len(lengths)),
         old_logprobs=torch.where(mask, old, 0.0),
     )

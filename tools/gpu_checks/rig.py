@@ -156,13 +156,14 @@ def random_batch(lengths: Sequence[int], vocab: int, *, prompt: int = 1) -> Toke
     mask_T = torch.cat([torch.arange(length) >= prompt for length in lengths])
     zeros_T = torch.zeros(num_tokens)
     return TokenBatch(
-        tokens=torch.randint(4, vocab, (num_tokens,), generator=generator),
         lengths=torch.tensor(lengths),
+        loss_tokens=(torch.tensor(lengths) - prompt).clamp(min=0),
+        group_ids=torch.arange(len(lengths)),
+        tokens=torch.randint(4, vocab, (num_tokens,), generator=generator).int(),
         loss_mask=mask_T,
         advantages=torch.where(mask_T, 1.0, 0.0),
         weights=torch.ones(num_tokens),
         engine_logprobs=zeros_T,
-        group_ids=torch.arange(len(lengths)),
         old_logprobs=zeros_T,
     )
 

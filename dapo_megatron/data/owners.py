@@ -1,0 +1,124 @@
+"""Which rank trains on which sequence, and values of the data-parallel ranks.
+
+Ranks of one data-parallel index (all its tensor-, pipeline- and context-parallel ranks) train on
+the same sequences and hold their tokens. Every rank computes all owners from the lengths.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Self, TypeVar, cast
+
+import torch
+
+from dapo_megatron.data.packing import minibatch_ranges
+from dapo_megatron.protocols import DataParallel, Exchange, MicrobatchPlanner
+from dapo_megatron.types import Float32s, SequenceDiagnostics
+
+T = TypeVar("T")
+_Record = tuple[int, int, float, float, float, Float32s, Float32s]
+
+
+def owners(
+    lengths: Sequence[int], num_updates: int, plan: MicrobatchPlanner, num_ranks: int
+) -> list[int]:
+    """Return the data-parallel index that trains on each sequence of a step.
+
+    It is the one that `plan` gives to the sequence in its mini-batch, also if the mini-batch has no
+    loss tokens. So updates use the same plans.
+    """
+    result = [0] * len(lengths)
+    if num_ranks == 1:
+        return result
+    for minibatch in minibatch_ranges(len(lengths), num_updates):
+        shares = plan(lengths[minibatch.start : minibatch.stop], num_ranks)
+        for rank, micros in enumerate(shares):
+            for micro in micros:
+                for index in micro:
+                    result[minibatch.start + index] = rank
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelRanks:
+    """Implementation of protocols.DataParallel. `join` creates it.
+
+    indices      data-parallel index of each rank
+    plan         splits a mini-batch over data-parallel indices
+    num_updates  mini-batches of a step
+    """
+
+    exchange: Exchange
+    indices: tuple[int, ...]
+    plan: MicrobatchPlanner
+    num_updates: int
+
+    @classmethod
+    def join(
+        cls, exchange: Exchange, index: int, plan: MicrobatchPlanner, num_updates: int
+    ) -> Self:
+        """Return the data-parallel ranks of a run. `index` is that of this rank. Collective."""
+        return cls(exchange, tuple(exchange.all_gather(index, int)), plan, num_updates)
+
+    @property
+    def index(self) -> int:
+        """Data-parallel index of this rank."""
+        return self.indices[self.exchange.rank]
+
+    @property
+    def size(self) -> int:
+        """Number of data-parallel indices."""
+        return max(self.indices) + 1
+
+    @property
+    def firsts(self) -> list[int]:
+        """First rank of each data-parallel index."""
+        return [self.indices.index(index) for index in range(self.size)]
+
+    def owners(self, lengths: Sequence[int]) -> list[int]:
+        """Return the data-parallel index that trains on each sequence of a step."""
+        return owners(lengths, self.num_updates, self.plan, self.size)
+
+    def all_gather(self, value: T, of: object) -> list[T]:
+        """Return the value of each data-parallel index, that of its first rank. Collective over all
+        ranks."""
+        if self.size == 1:
+            return [value]
+        is_first = self.exchange.rank in self.firsts
+        values = self.exchange.all_gather(value if is_first else None, cast(Any, of) | None)
+        return [cast(T, values[rank]) for rank in self.firsts]
+
+
+def gather_diagnostics(
+    diagnostics: Iterator[SequenceDiagnostics], data_parallel: DataParallel, num_detailed: int
+) -> Iterable[SequenceDiagnostics]:
+    """Return the diagnostics of all sequences of a step, by ticket and sample. Collective.
+
+    Only those of the first `num_detailed` tickets of each data-parallel index have values of
+    tokens, unless there is a single index.
+    """
+    if data_parallel.size == 1:
+        return diagnostics
+    tickets: set[int] = set()
+    own: list[_Record] = []
+    for sequence in diagnostics:
+        tickets.add(sequence.ticket)
+        num_tokens = len(sequence.logprobs) if len(tickets) <= num_detailed else 0
+        logprobs = array("f", sequence.logprobs[:num_tokens].tolist())
+        entropy = array("f", sequence.entropy[:num_tokens].tolist())
+        summary = (
+            sequence.ticket,
+            sequence.sample,
+            sequence.advantage,
+            sequence.gap_mean,
+            sequence.gap_max,
+        )
+        own.append((*summary, logprobs, entropy))
+    rows = chain.from_iterable(data_parallel.all_gather(own, list[_Record]))
+    return [
+        SequenceDiagnostics(*row[:5], torch.tensor(row[5]), torch.tensor(row[6]))
+        for row in sorted(rows, key=lambda row: row[:2])
+    ]
