@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from dapo_megatron.algo.mismatch import GapStatistics, check_gap, gap_statistics, merge
 from dapo_megatron.config import Config
-from dapo_megatron.data.batch import assemble, describe, diagnose, fresh_mask, split, tokens_of
-from dapo_megatron.data.owners import gather_diagnostics
+from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, split
 from dapo_megatron.protocols import Parts
 from dapo_megatron.rollout import metrics as step_metrics
 from dapo_megatron.rollout.partial_step import PartialStep
@@ -115,31 +114,17 @@ def train_step(
             phase(Phase.GENERATE),
             parts.recorder.progress(config.rollout.prompts_per_step) as show,
         ):
-            collected = parts.coordinator.collect(version=step - 1, on_progress=show)
-        parts.recorder.samples(step, collected.ended)
-        metrics = step_metrics.rollout_metrics(collected, config.overlong)
-        partial_step.begin(
-            describe(collected.train, overlong=config.overlong, eps=config.loss.advantage_eps),
-            tokens_of(collected.train, config.overlong),
-            metrics,
-        )
+            partial_step.begin(parts.collector.collect(version=step - 1, on_progress=show))
     sequences = partial_step.sequences or []
     parts.sync.switch_to_policy()
     owners = parts.data_parallel.owners([sequence.num_tokens for sequence in sequences])
-    index = parts.data_parallel.index
-    partial_step.keep([number for number, owner in enumerate(owners) if owner == index])
     batch = assemble(sequences, partial_step.tokens, owners)
     if partial_step.old_logprobs is None:
         parts.check_stop()
         with phase(Phase.LOGPROBS):
             outputs = parts.policy.logprobs(batch)
         partial_step.old_logprobs = outputs.logprobs
-        diagnostics = gather_diagnostics(
-            diagnose(sequences, batch, outputs),
-            parts.data_parallel,
-            config.tracking.inspected_groups,
-        )
-        parts.recorder.sequence_diagnostics(step, diagnostics)
+        parts.recorder.sequence_diagnostics(step, diagnose(sequences, batch, outputs))
     batch = dataclasses.replace(batch, old_logprobs=partial_step.old_logprobs)
     own_gap = gap_statistics(batch, fresh_mask(sequences, batch, version=step - 1))
     gap = merge(parts.data_parallel.all_gather(own_gap, GapStatistics))
@@ -179,9 +164,10 @@ def save(
     progress.seconds = time.time() - started
     state = {
         "progress": dict(vars(progress)),
-        "open_step": partial_step.state(config, parts.data_parallel),
-        "coordinator": parts.coordinator.state(),
+        "open_step": partial_step.state(config),
+        "coordinator": parts.collector.state(),
     }
+    rollouts = (parts.collector.snapshot(), partial_step.snapshot(parts.data_parallel))
     return parts.checkpoints.commit(
-        progress.step, state, is_open=partial_step.sequences is not None
+        progress.step, state, rollouts, is_open=partial_step.sequences is not None
     )

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dapo_megatron.types import (
-    Collected,
     Completion,
     Group,
     LogProbs,
     LossOutput,
     MicroTokens,
     Region,
+    Rollouts,
     SampleRequest,
     SequenceDiagnostics,
     Shard,
@@ -305,17 +305,32 @@ class Recorder(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def trained(self, lengths: Sequence[int], num_scored: int) -> None: ...
-    def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None: ...
+    def ended(self, step: int, groups: Sequence[tuple[Group, str]]) -> None: ...
+    def completions(self, step: int, replica: int, rows: Sequence[CompletionRow]) -> None: ...
     def sequence_diagnostics(self, step: int, sequences: Iterable[SequenceDiagnostics]) -> None: ...
     def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]: ...
 
 
 class Collector(Protocol):
-    """Source of a step's groups: the coordinator, or a recorded run (rollout/replay.py)."""
+    """Source of a step's rollouts: the engines (rollout/collector.py), or a recorded run
+    (rollout/replay.py)."""
 
-    def collect(self, version: int, on_progress: Callable[[int], None]) -> Collected: ...
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def collect(self, version: int, on_progress: Callable[[int], None]) -> Rollouts:
+        """Return the rollouts of a step that starts from weights `version`. `on_progress` is called
+        on rank 0 with the number of groups that are ready."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return JSON-compatible state for a checkpoint; rank 0's counts. Not collective."""
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """Return this rank's completions of open groups, for a checkpoint. Not collective."""
+        ...
+
+    def restore(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Continue from `state` and the completions in the checkpoint `folder`."""
+        ...
 
 
 class Sync(Protocol):
@@ -348,10 +363,15 @@ class Checkpoints(Protocol):
         ...
 
     def commit(
-        self, step: int, state: Mapping[str, Any], *, is_open: bool = False
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        parts: Sequence[Snapshot] = (),
+        *,
+        is_open: bool = False,
     ) -> Callable[[], None]:
-        """Return a function that writes and publishes the snapshot and `state` in the background.
-        `is_open` means that the next step has started; the checkpoint then gets another name than
+        """Return a function that writes and publishes the snapshot of the policy, `state` and this
+        rank's other `parts` in the background. `is_open` means that the next step has started; the checkpoint then gets another name than
         that of `step`."""
         ...
 
@@ -370,7 +390,7 @@ class Parts:
     learning_rate: Callable[[int], float]
     """Learning rate of all updates of a rollout step; steps are counted from 1."""
     data_parallel: DataParallel
-    coordinator: Collector
+    collector: Collector
     evaluator: Evaluations
     recorder: Recorder
     checkpoints: Checkpoints

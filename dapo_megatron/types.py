@@ -267,6 +267,16 @@ class Collected:
 
 
 @dataclass(frozen=True, slots=True)
+class Rollouts:
+    """What a step trains on: the same sequences and metrics on every rank, and the tokens of those
+    that this rank trains on, by their index."""
+
+    sequences: list[TrainingSequence]
+    tokens: dict[int, SequenceTokens]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenBatch:
     """The sequences of a step or mini-batch, with the per-token inputs of the loss.
 

@@ -2,29 +2,37 @@
 
 A run can be stopped after any optimizer step and continues from there. The checkpoint contains the
 sequences of the step, their old log-probs and the statistics of its updates so far. The old
-log-probs cannot be recomputed, because they are of the weights at the start of the step.
+log-probs cannot be recomputed, because they are of the weights at the start of the step. Tokens and
+log-probs are in files of the ranks that train on them, everything else is in the state.
 """
 
 from __future__ import annotations
 
-import base64
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dapo_megatron.config import Config, refuse
 from dapo_megatron.protocols import DataParallel
+from dapo_megatron.rollout.checkpoint_files import OPEN_STEP, CompletionsSnapshot, files_of
+from dapo_megatron.rollout.completion_files import read_completions
 from dapo_megatron.types import (
+    CheckpointError,
+    Completion,
+    CompletionRow,
+    Finish,
+    Prompt,
+    Rollouts,
     Segment,
     SequenceTokens,
     StepStats,
     TrainingSequence,
-    dtype_name,
-    torch_dtype,
 )
 
 
@@ -55,54 +63,37 @@ class PartialStep:
     """float [T], for the tokens of all sequences that this rank holds, prompts included."""
     updates: list[StepStats] = field(default_factory=list)
 
-    def begin(
-        self,
-        sequences: list[TrainingSequence],
-        tokens: dict[int, SequenceTokens],
-        metrics: Mapping[str, float],
-    ) -> None:
+    def begin(self, rollouts: Rollouts) -> None:
         """Record the collected sequences and their metrics."""
-        self.sequences, self.tokens, self.metrics = sequences, tokens, dict(metrics)
-
-    def keep(self, held: Sequence[int]) -> None:
-        """Drop the tokens and log-probs of all sequences except `held`, which is ascending."""
-        if self.old_logprobs is not None and list(self.tokens) != list(held):
-            of_sequence = dict(zip(self.tokens, self._split(self.old_logprobs), strict=True))
-            parts = [of_sequence[index] for index in held]
-            self.old_logprobs = torch.cat([self.old_logprobs[:0], *parts])
-        self.tokens = {index: self.tokens[index] for index in held}
+        self.sequences, self.tokens = rollouts.sequences, rollouts.tokens
+        self.metrics = dict(rollouts.metrics)
 
     def close(self) -> None:
         """Clear all fields at the end of the step."""
         self.sequences, self.old_logprobs = None, None
         self.tokens, self.metrics, self.updates = {}, {}, []
 
-    def state(self, config: Config, data_parallel: DataParallel) -> dict[str, Any] | None:
-        """Return JSON-compatible state for a checkpoint; None between two steps. Collective."""
+    def state(self, config: Config) -> dict[str, Any] | None:
+        """Return JSON-compatible state for a checkpoint, without tokens; None between two steps."""
         if self.sequences is None:
             return None
-        logprobs = self.old_logprobs
-        texts = (
-            [None] * len(self.tokens) if logprobs is None else map(_encode, self._split(logprobs))
-        )
-        own = {
-            index: {**_tokens_to_json(values), "old_logprobs": text}
-            for (index, values), text in zip(self.tokens.items(), texts, strict=True)
-        }
-        gathered = data_parallel.all_gather(own, dict[int, dict[str, str | None]])
-        tokens = {index: values for part in gathered for index, values in part.items()}
         return {
             "cut_by": batching_keys(config),
-            "sequences": [asdict(sequence) for sequence in self.sequences],
-            "tokens": [tokens[index] for index in range(len(self.sequences))],
-            "logprobs_dtype": None if logprobs is None else dtype_name(logprobs.dtype),
+            "sequences": [_to_json(sequence) for sequence in self.sequences],
             "metrics": self.metrics,
+            "has_logprobs": self.old_logprobs is not None,
             "updates": [asdict(update) for update in self.updates],
         }
 
+    def snapshot(self, data_parallel: DataParallel) -> CompletionsSnapshot:
+        """Return the sequences that this data-parallel index trains on, for a checkpoint. Only its
+        first rank writes them."""
+        rows = self._rows() if data_parallel.is_first else []
+        return CompletionsSnapshot(OPEN_STEP, data_parallel.index, rows)
+
     @classmethod
     def from_state(cls, state: Mapping[str, Any] | None, config: Config) -> PartialStep:
-        """Return the step that `state` describes, with the tokens of all sequences.
+        """Return the step that `state` describes, without tokens.
 
         Raises ConfigError naming each batching key that has changed since.
         """
@@ -114,45 +105,112 @@ class PartialStep:
             for key, value in state["cut_by"].items()
             if batching_keys(config).get(key) != value
         )
-        logprobs, dtype = None, state["logprobs_dtype"]
-        if dtype is not None:
-            parts = [base64.b64decode(values["old_logprobs"]) for values in state["tokens"]]
-            logprobs = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch_dtype(dtype))
         return cls(
-            sequences=[_sequence(value) for value in state["sequences"]],
-            tokens={index: _tokens(values) for index, values in enumerate(state["tokens"])},
+            sequences=[_from_json(value) for value in state["sequences"]],
             metrics=state["metrics"],
-            old_logprobs=logprobs,
+            # The values are loaded later, on the ranks that train on them.
+            old_logprobs=torch.empty(0) if state["has_logprobs"] else None,
             updates=[StepStats(**update) for update in state["updates"]],
         )
 
-    def _split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Split a tensor [T] by held sequence."""
-        assert self.sequences is not None
-        return torch.split(values, [self.sequences[index].num_tokens for index in self.tokens])
+    def load(self, folder: Path, data_parallel: DataParallel) -> None:
+        """Load the tokens and old log-probs that this rank needs from the checkpoint `folder`. The
+        layout may have changed.
+
+        Raises CheckpointError naming a sequence that is missing or does not match its description.
+        """
+        if self.sequences is None:
+            return
+        owners = data_parallel.owners([sequence.num_tokens for sequence in self.sequences])
+        own = {
+            (sequence.ticket, sequence.sample): index
+            for index, (sequence, owner) in enumerate(zip(self.sequences, owners, strict=True))
+            if owner == data_parallel.index
+        }
+        tokens: dict[int, SequenceTokens] = {}
+        logprobs: dict[int, Tensor] = {}
+        for path in files_of(OPEN_STEP, folder).values():
+            for row in read_completions(path, sequences=own):
+                index = own[row.ticket, row.completion.sample]
+                tokens[index] = _tokens(row)
+                if row.old_logprobs is not None:
+                    values = np.pad(row.old_logprobs, (len(row.prompt.tokens), 0))
+                    logprobs[index] = torch.from_numpy(values)
+        for index in own.values():
+            has_logprobs = self.old_logprobs is None or index in logprobs
+            if index not in tokens or not has_logprobs:
+                raise CheckpointError(
+                    f"{folder}: {self.sequences[index]} is missing from open_step_*.parquet; resume "
+                    "from another checkpoint"
+                )
+        self.tokens = dict(sorted(tokens.items()))
+        if self.old_logprobs is not None:
+            parts = [logprobs[index] for index in self.tokens]
+            self.old_logprobs = torch.cat(parts) if parts else torch.empty(0)
+
+    def _rows(self) -> list[CompletionRow]:
+        """Return the sequences that this rank holds, as rows of a file."""
+        if self.sequences is None:
+            return []
+        lengths = [self.sequences[index].num_tokens for index in self.tokens]
+        logprobs: Sequence[Tensor | None] = [None] * len(lengths)
+        if self.old_logprobs is not None:
+            logprobs = torch.split(self.old_logprobs, lengths)
+        return [
+            _row(self.sequences[index], tokens, old)
+            for (index, tokens), old in zip(self.tokens.items(), logprobs, strict=True)
+        ]
 
 
-def _tokens_to_json(values: SequenceTokens) -> dict[str, str]:
-    """Encode the tokens exactly. Base64 takes about a third of the space of decimal digits."""
-    return {
-        name: base64.b64encode(values_of).decode() for name, values_of in asdict(values).items()
-    }
-
-
-def _encode(values: Tensor) -> str:
-    data = values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return base64.b64encode(data).decode()
-
-
-def _tokens(value: Mapping[str, str]) -> SequenceTokens:
-    def numbers(name: str, typecode: str) -> array[Any]:
-        return array(typecode, base64.b64decode(value[name]))
-
-    return SequenceTokens(
-        numbers("prompt", "i"), numbers("response", "i"), numbers("logprobs", "f")
+def _row(sequence: TrainingSequence, tokens: SequenceTokens, old: Tensor | None) -> CompletionRow:
+    """Return the row of a sequence. Log-probs of the prompt are never used again."""
+    prompt = np.asarray(tokens.prompt).tolist()
+    return CompletionRow(
+        ticket=sequence.ticket,
+        prompt=Prompt(source="", index=0, tokens=tuple(prompt), text="", truth=""),
+        completion=Completion(
+            sample=sequence.sample,
+            tokens=array("i", np.asarray(tokens.response).tobytes()),
+            logprobs=array("f", np.asarray(tokens.logprobs).tobytes()),
+            text="",
+            finish=Finish.STOP,
+            segments=sequence.segments,
+        ),
+        old_logprobs=None if old is None else old[sequence.prompt_tokens :].numpy(),
     )
 
 
-def _sequence(value: Mapping[str, Any]) -> TrainingSequence:
-    segments = tuple(Segment(**segment) for segment in value["segments"])
-    return TrainingSequence(**{**value, "segments": segments})
+def _tokens(row: CompletionRow) -> SequenceTokens:
+    return SequenceTokens(
+        prompt=array("i", row.prompt.tokens),
+        response=row.completion.tokens,
+        logprobs=row.completion.logprobs,
+    )
+
+
+def _to_json(sequence: TrainingSequence) -> list[Any]:
+    """Return a sequence as a list, because a step may have tens of thousands."""
+    return [
+        sequence.ticket,
+        sequence.sample,
+        sequence.replica,
+        sequence.prompt_tokens,
+        sequence.response_tokens,
+        [[segment.version, segment.num_tokens] for segment in sequence.segments],
+        sequence.advantage,
+        sequence.in_loss,
+    ]
+
+
+def _from_json(value: Sequence[Any]) -> TrainingSequence:
+    ticket, sample, replica, prompt_tokens, response_tokens, segments, advantage, in_loss = value
+    return TrainingSequence(
+        ticket=ticket,
+        sample=sample,
+        replica=replica,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+        segments=tuple(Segment(*segment) for segment in segments),
+        advantage=advantage,
+        in_loss=in_loss,
+    )
