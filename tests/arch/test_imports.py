@@ -50,7 +50,7 @@ ROOMS = {
     ),
     # cluster for child processes.
     "rewards": room("types files cluster", "math_verify msgspec reasoning_gym sympy"),
-    "cluster": room(LOW, "torch msgspec rich"),
+    "cluster": room(LOW, "torch msgspec psutil rich zmq"),
     "plan": room("types files config model bridge", "torch rich"),
     # cluster for ranks that fail together.
     "bridge": room("types protocols config cluster", "torch"),

@@ -1,0 +1,151 @@
+"""Decides which peers may connect to a ZeroMQ socket, and logs the addresses of those refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+logger = logging.getLogger(__name__)
+
+DOMAIN = b"dapo_megatron"
+LOG_SECONDS = 60.0
+MAX_LOGGED = 10
+"""Maximum number of refused peers that are logged in LOG_SECONDS."""
+MAX_ADDRESSES = 10_000
+"""Maximum number of addresses that are remembered as logged."""
+_STOP = "inproc://admission.stop"
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class Admission:
+    """Thread that admits to a server's socket only the peers with known CURVE keys.
+
+    Create it before the socket is bound. It answers ZAP, the protocol with which libzmq asks for
+    permission when a peer has proved that it owns a key (RFC 27). libzmq itself refuses a peer that
+    does not follow the protocol or uses no CURVE.
+
+    members   CURVE public key in Z85 -> member number, which becomes the "User-Id" of the peer's messages
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        server: zmq.Socket[bytes],
+        members: Mapping[str, int],
+    ) -> None:
+        self._members = dict(members)
+        self._refusals = _RefusalLog()
+        self._peers: dict[int, str] = {}
+        """File descriptor of an accepted connection -> address of its peer."""
+        self._zap = context.socket(zmq.REP)
+        self._zap.bind("inproc://zeromq.zap.01")
+        server.zap_domain = DOMAIN
+        # Without a handler of the domain, libzmq would admit every key.
+        server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        self._monitor = server.get_monitor_socket(
+            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
+        )
+        self._stop_receiver = context.socket(zmq.PAIR)
+        self._stop_receiver.bind(_STOP)
+        self._stop = context.socket(zmq.PAIR)
+        self._stop.connect(_STOP)
+        self._thread = threading.Thread(target=self._run, name="admission", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. Call it after the server's socket is closed."""
+        self._stop.send(b"")
+        self._thread.join()
+        self._stop.close(0)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._zap, self._monitor, self._stop_receiver):
+            poller.register(source, zmq.POLLIN)
+        has_failed = False
+        while self._stop_receiver not in (ready := dict(poller.poll())):
+            if self._zap in ready:
+                self._answer()
+            if self._monitor in ready:
+                has_failed = self._observe(has_failed)
+        for source in (self._zap, self._monitor, self._stop_receiver):
+            source.close(0)
+
+    def _answer(self) -> None:
+        version, request, _, address, _, mechanism, *credentials = self._zap.recv_multipart()
+        key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" else ""
+        member = self._members.get(key)
+        if member is None:
+            self._refusals.add(address.decode(), "it has no key of this run")
+            answer = [b"400", b"unknown key", b""]
+        else:
+            answer = [b"200", b"", str(member).encode()]
+        self._zap.send_multipart([version, request, *answer, b""])
+
+    def _observe(self, has_failed: bool) -> bool:
+        """Handle an event of the server's socket. Return whether it is a failed handshake.
+
+        Only the events of connections that open and close have a file descriptor. libzmq closes the
+        connection of a failed handshake at once, so the next event is that of its end.
+        """
+        message = recv_monitor_message(self._monitor)
+        event, descriptor = message["event"], int(message["value"])
+        if event == zmq.EVENT_ACCEPTED:
+            self._peers[descriptor] = _peer_address(descriptor)
+        elif event == zmq.EVENT_DISCONNECTED:
+            address = self._peers.pop(descriptor, "unknown")
+            if has_failed:
+                self._refusals.add(address, "it does not speak the protocol of this run")
+        return bool(event & _HANDSHAKE_FAILED)
+
+
+def _peer_address(descriptor: int) -> str:
+    """Return the IP address of a connection's peer, or "unknown" if the connection is closed."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            return str(connection.getpeername()[0])
+    except OSError:
+        return "unknown"
+
+
+class _RefusalLog:
+    """Logs each address once, and a limited number of addresses per minute."""
+
+    def __init__(self) -> None:
+        self._addresses: set[str] = set()
+        self._num_logged = 0
+        self._num_skipped = 0
+        self._since = time.monotonic()
+
+    def add(self, address: str, why: str) -> None:
+        if address in self._addresses:
+            return
+        now = time.monotonic()
+        if now - self._since >= LOG_SECONDS:
+            self._since, self._num_logged = now, 0
+        if self._num_logged >= MAX_LOGGED:
+            self._num_skipped += 1
+            return
+        if len(self._addresses) >= MAX_ADDRESSES:
+            self._addresses.clear()
+        self._addresses.add(address)
+        self._num_logged += 1
+        logger.warning(
+            "refused a connection from %s to the control channel: %s%s",
+            address,
+            why,
+            f" ({self._num_skipped} other refusals were not logged)" if self._num_skipped else "",
+        )
+        self._num_skipped = 0
