@@ -24,6 +24,7 @@ from dapo_megatron.checkpoints.formats.store import Store, blocks
 from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
 from dapo_megatron.checkpoints.formats.weights_folder import copy_companions
 from dapo_megatron.cluster.instruments import MemoryMeter, StepInstruments, TimelineRecorder
+from dapo_megatron.cluster.messages import Hub, Member, open_channel
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watchdog import Watchdog
@@ -47,11 +48,16 @@ from dapo_megatron.plan.rows import row_multiple, sequence_multiple
 from dapo_megatron.protocols import LossFn, MicrobatchPlanner, Parts, Policy, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rewards.registry import user_function
+from dapo_megatron.rollout.collector import EngineCollector
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import EngineDriver
+from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.evaluate import Evaluator
+from dapo_megatron.rollout.exchange import TokenExchange
 from dapo_megatron.rollout.metrics import METRICS_OF_AN_UPDATE
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
+from dapo_megatron.rollout.store import CompletionStore
+from dapo_megatron.rollout.worker import Follower, Leader
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder
 from dapo_megatron.types import ConfigError, LossOutput, MicroTokens, Prompt, torch_dtype, whole
@@ -361,29 +367,47 @@ def build_parts(
     if ranks.rank == 0 and torch.cuda.is_available():
         _, gpu_bytes = torch.cuda.mem_get_info()
         save_estimate(config, folder.plan, recorder.note, ranks.world_size, gpu_bytes)
-    if core.engine.is_leader:
-        engine, timeline = core.engine, instruments.timeline
-        core.driver.on_running = timeline.follow(engine.replica, engine.max_sequences)
+    engine, worker = core.engine, core.engines.worker
+    if isinstance(worker, Leader):
+        timeline = instruments.timeline
+        worker.on_running = timeline.follow(engine.replica, engine.max_sequences)
         where = f" in replica {engine.replica}" if engine.num_replicas > 1 else ""
         recorder.ask_requests(lambda: f"{timeline.requests} of {engine.max_sequences}{where}")
+    data_parallel = _data_parallel(config, ranks, core.policy)
     return Parts(
         policy=core.policy,
         sync=core.sync,
         loss=stoppable(core.loss, config.policy, check_stop),
         learning_rate=learning_rate(config.optimizer),
-        data_parallel=_data_parallel(config, ranks, core.policy),
-        coordinator=Coordinator(
-            config=config.rollout,
-            overlong=config.overlong,
-            stream=PromptStream(prompts.train, seed=config.seed, shuffle=config.data.shuffle),
-            driver=core.driver,
-            seed=config.seed,
+        data_parallel=data_parallel,
+        collector=EngineCollector(
+            config=config,
+            coordinator=_coordinator(config, core, prompts),
+            engines=core.engines,
+            exchange_tokens=TokenExchange(ranks, data_parallel, core.leaders, core.store),
+            data_parallel=data_parallel,
+            recorder=recorder,
+            replica=engine.replica if engine.is_leader else None,
+            store=core.store,
         ),
         evaluator=build_evaluator(config, prompts, core),
         recorder=recorder,
         checkpoints=_checkpoints(config, ranks, core.policy, folder, recorder),
         instruments=instruments,
         check_stop=check_stop,
+    )
+
+
+def _coordinator(config: Config, core: Core, prompts: Prompts) -> Coordinator | None:
+    """Return the coordinator on rank 0, None on other ranks."""
+    if core.engines.driver is None:
+        return None
+    return Coordinator(
+        config=config.rollout,
+        overlong=config.overlong,
+        stream=PromptStream(prompts.train, seed=config.seed, shuffle=config.data.shuffle),
+        driver=core.engines.driver,
+        seed=config.seed,
     )
 
 
@@ -403,13 +427,14 @@ def build_replay(
 
     loss = stoppable(loss_function(config.loss), config.policy, check_stop)
     policy = MegatronPolicy(config, ranks, planner(config.policy, config.train))
+    data_parallel = _data_parallel(config, ranks, policy)
     return Parts(
         policy=policy,
         sync=NoSync(),
         loss=loss,
         learning_rate=learning_rate(config.optimizer),
-        data_parallel=_data_parallel(config, ranks, policy),
-        coordinator=Replay(recorded),
+        data_parallel=data_parallel,
+        collector=Replay(config, recorded, ranks, data_parallel),
         evaluator=NoEvaluation(),
         recorder=recorder,
         checkpoints=_checkpoints(config, ranks, policy, folder, recorder),
@@ -451,6 +476,7 @@ def _checkpoints(
         export=HfExport(config) if config.checkpoint.export_hf else None,
         describe=partial(copy_companions, Path(config.model.path), dtype=dtype),
         extra={"mlflow_run": recorder.run_id},
+        flush=recorder.flush,
     )
 
 

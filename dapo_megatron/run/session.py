@@ -81,7 +81,8 @@ def _train(context: RunContext, replay: Path | None) -> None:
         if state is not None and source is not None:
             parts.policy.load(source)
             with restoring(source):
-                parts.coordinator.restore(state["coordinator"])
+                parts.collector.restore(state["coordinator"], source)
+                partial_step.load(source, parts.data_parallel)
         started = started_at() - progress.seconds
         context.stop.hold()
         try:
@@ -113,7 +114,7 @@ def _live_parts(
         record.keep_reports(config, folder)
         record.keep_tokenizer(config, folder, recorder)
     core = stack.enter_context(build.build_core(config, ranks, context.stop))
-    context.watchdog.add_diagnostic("in flight", core.driver.in_flight)
+    context.watchdog.add_diagnostic("in flight", core.engines.worker.in_flight)
     return build.build_parts(
         config,
         ranks,

@@ -1,17 +1,25 @@
-"""Replace EngineDriver by scripted engines, whose every response is known in advance."""
+"""Replace EngineDriver by scripted replicas, whose every response is known in advance."""
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.coordinator import Coordinator
-from dapo_megatron.rollout.driver import Events
-from dapo_megatron.types import Collected, Completion, Finish, Grade, Prompt, SampleRequest, Segment
+from dapo_megatron.rollout.messages import GroupRequest, Report, Sampling
+from dapo_megatron.types import (
+    Collected,
+    CompletionSummary,
+    Finish,
+    Grade,
+    Prompt,
+    Segment,
+)
 
 Correct = Callable[[int, int], bool | None]
 """(ticket, sample) -> whether it is correct, or None if the grader times out."""
@@ -26,18 +34,34 @@ class Killed(Exception):
 
 
 @dataclass
-class _Running:
-    request: SampleRequest
-    tokens: int
-    segments: tuple[Segment, ...]
+class _Response:
+    """A response on a replica, running or waiting to be continued."""
+
+    replica: int
+    tokens: int = 0
+    segments: tuple[Segment, ...] = ()
+
+    def sample(self, num_tokens: int, version: int) -> None:
+        """Add tokens sampled by weights of `version`."""
+        self.tokens += num_tokens
+        *older, last = self.segments or (Segment(version, 0),)
+        if last.version == version:
+            self.segments = (*older, Segment(version, last.num_tokens + num_tokens))
+        else:
+            self.segments = (*older, last, Segment(version, num_tokens))
+
+    def summary(self, sample: int, finish: Finish) -> CompletionSummary:
+        """Return the summary of the response so far."""
+        return CompletionSummary(sample, self.tokens, finish, self.segments, self.replica)
 
 
 @dataclass
 class ScriptedDriver:
-    """Replicas that advance at random (`rng`). Responses depend only on ticket and sample.
+    """Driver of replicas that advance at random (`rng`). Responses depend only on ticket and
+    sample.
 
     Requests are checked: no completion is requested twice, no replica exceeds `max_sequences`, and
-    a continuation starts with exactly the tokens sampled so far.
+    a completion continues on the replica that holds it, with exactly the tokens sampled so far.
     """
 
     correct: Correct
@@ -51,99 +75,107 @@ class ScriptedDriver:
     last_errors: dict[str, str] = field(default_factory=dict)
     on_advance: Callable[[], None] = lambda: None
     stop: str = ""
-    """Name of a signal to report at the next exchange."""
-    requests: list[SampleRequest] = field(default_factory=list)
+    """Name of a signal to report at the next turn."""
+    requests: list[GroupRequest] = field(default_factory=list)
     """Every request so far."""
+    held: dict[tuple[int, int], _Response] = field(default_factory=dict)
+    """Responses that are unfinished or finished, as the leaders of replicas hold them."""
 
     def __post_init__(self) -> None:
-        self._running: list[dict[tuple[int, int], _Running]] = [
+        self._running: list[dict[tuple[int, int], _Response]] = [
             {} for _ in range(self.num_replicas)
         ]
-        self._to_grade: list[tuple[int, Completion]] = []
+        self._to_grade: list[tuple[int, int]] = []
+
+    def name(self, replica: int) -> str:
+        return f"replica {replica}"
+
+    def start(self, sampling: Sampling) -> None:
+        assert not any(self._running)
 
     def advance(
         self,
-        requests: Sequence[Sequence[SampleRequest]],
-        grade: Sequence[tuple[int, Prompt, Completion]] = (),
-        use: str = "",
-    ) -> Events:
+        requests: Sequence[Sequence[GroupRequest]],
+        regrade: Sequence[Sequence[tuple[int, int]]],
+    ) -> list[tuple[int, Report]]:
         assert len(requests) == self.num_replicas
-        for replica, started in enumerate(requests):
-            for request in started:
-                self._start(replica, request)
+        for replica, groups in enumerate(requests):
+            for group in groups:
+                self._start(replica, group)
         self.on_advance()
-        self._to_grade += [(ticket, completion) for ticket, _, completion in grade]
-        sampled = [item for running in self._running for item in self._move_on(running)]
-        self.rng.shuffle(sampled)
-        if self.stop:  # like the real driver: grades are ignored after a stop signal
-            return Events(sampled, [], self.stop)
-        self._to_grade += sampled
-        graded = [item for item in self._to_grade if self.grade_at_once or self.rng.random() < 0.5]
-        self._to_grade = [item for item in self._to_grade if item not in graded]
-        self.grade_seconds += 0.5
-        return Events(
-            sampled,
-            [(ticket, item.sample, *self._grade(ticket, item)) for ticket, item in graded],
-        )
-
-    def interrupt(self) -> list[tuple[int, Completion]]:
-        unfinished = [
-            (ticket, self._completion(running, Finish.UNFINISHED))
-            for replica in self._running
-            for (ticket, _), running in replica.items()
-            if running.tokens
+        for replica, keys in enumerate(regrade):
+            assert all(self.held[key].replica == replica for key in keys)
+            self._to_grade += keys
+        sampled = [self._move_on(running) for running in self._running]
+        self._to_grade += [
+            (ticket, summary.sample) for items in sampled for ticket, summary in items
         ]
-        for replica in self._running:
-            replica.clear()
-        return sorted(unfinished, key=lambda item: (item[0], item[1].sample))
+        graded = [key for key in self._to_grade if self.grade_at_once or self.rng.random() < 0.5]
+        self._to_grade = [key for key in self._to_grade if key not in graded]
+        self.grade_seconds += 0.5
+        reports = [
+            (
+                replica,
+                Report(
+                    sampled=items,
+                    graded=[
+                        (*key, *self._grade(*key))
+                        for key in graded
+                        if self.held[key].replica == replica
+                    ],
+                    stop=self.stop,
+                ),
+            )
+            for replica, items in enumerate(sampled)
+        ]
+        self.rng.shuffle(reports)
+        return reports
 
-    def _start(self, replica: int, request: SampleRequest) -> None:
-        key = request.ticket, request.sample
-        assert not any(key in running for running in self._running), f"{key} requested twice"
-        so_far = request.so_far
-        tokens, segments = 0, ()
-        if so_far is not None:
-            assert so_far.finish is Finish.UNFINISHED
-            assert list(so_far.tokens) == list(range(len(so_far.tokens)))
-            tokens, segments = len(so_far.tokens), so_far.segments
-            assert 0 < tokens < self.length(*key)
-        self._running[replica][key] = _Running(request, tokens, segments)
+    def interrupt(self) -> list[tuple[int, Report]]:
+        reports = [
+            (
+                replica,
+                Report(
+                    unfinished=[
+                        (ticket, response.summary(sample, Finish.UNFINISHED))
+                        for (ticket, sample), response in running.items()
+                        if response.tokens
+                    ]
+                ),
+            )
+            for replica, running in enumerate(self._running)
+        ]
+        for running in self._running:
+            running.clear()
+        return reports
+
+    def _start(self, replica: int, group: GroupRequest) -> None:
+        for sample, num_tokens in group.samples:
+            key = group.ticket, sample
+            assert not any(key in running for running in self._running), f"{key} requested twice"
+            response = self.held[key] if num_tokens else _Response(replica)
+            assert response.replica == replica
+            assert response.tokens == num_tokens < self.length(*key)
+            self.held[key] = self._running[replica][key] = response
         assert len(self._running[replica]) <= self.max_sequences
-        self.requests.append(request)
+        self.requests.append(group)
 
-    def _move_on(self, replica: dict[tuple[int, int], _Running]) -> list[tuple[int, Completion]]:
+    def _move_on(
+        self, running: dict[tuple[int, int], _Response]
+    ) -> list[tuple[int, CompletionSummary]]:
         finished = []
-        for (ticket, sample), running in list(replica.items()):
-            more = min(self.rng.randint(0, 2), self.length(ticket, sample) - running.tokens)
+        for (ticket, sample), response in list(running.items()):
+            more = min(self.rng.randint(0, 2), self.length(ticket, sample) - response.tokens)
             if more:
-                running.tokens += more
-                *older, last = running.segments or (Segment(self.version, 0),)
-                if last.version == self.version:
-                    running.segments = (*older, Segment(self.version, last.num_tokens + more))
-                else:
-                    running.segments = (*older, last, Segment(self.version, more))
-            if running.tokens == self.length(ticket, sample):
-                del replica[ticket, sample]
-                finish = Finish.LENGTH if running.tokens >= MAX_TOKENS else Finish.STOP
-                finished.append((ticket, self._completion(running, finish)))
+                response.sample(more, self.version)
+            if response.tokens == self.length(ticket, sample):
+                del running[ticket, sample]
+                finish = Finish.LENGTH if response.tokens >= MAX_TOKENS else Finish.STOP
+                finished.append((ticket, response.summary(sample, finish)))
         return finished
 
-    def _completion(self, running: _Running, finish: Finish) -> Completion:
-        return Completion(
-            sample=running.request.sample,
-            tokens=tuple(range(running.tokens)),
-            logprobs=tuple(
-                -0.01 * (part.version + 1)
-                for part in running.segments
-                for _ in range(part.num_tokens)
-            ),
-            text="" if finish is Finish.UNFINISHED else "7",
-            finish=finish,
-            segments=running.segments,
-        )
-
-    def _grade(self, ticket: int, completion: Completion) -> tuple[Grade | None, str]:
-        right = self.correct(ticket, completion.sample)
+    def _grade(self, ticket: int, sample: int) -> tuple[Grade | None, str]:
+        right = self.correct(ticket, sample)
         if right is None:
             return None, "timeout"
         return Grade(1.0 if right else -1.0, right, "7"), "graded"
@@ -189,6 +221,20 @@ def collect(coordinator: Coordinator, driver: ScriptedDriver, version: int) -> C
     return coordinator.collect(version, lambda done: None)
 
 
+def resume(coordinator: Coordinator, driver: ScriptedDriver, state: Mapping[str, Any]) -> None:
+    """Restore `state`, and let replicas hold what it describes."""
+    coordinator.restore(json.loads(json.dumps(state)))
+    driver.held = {
+        (group.ticket, completion.sample): _Response(
+            completion.replica, completion.num_tokens, completion.segments
+        )
+        for group in coordinator.groups.values()
+        for completion in group.completions.values()
+    }
+
+
 def moved(driver: ScriptedDriver, num_replicas: int) -> ScriptedDriver:
     """Return a driver with the same script, as after a restart with `num_replicas` replicas."""
-    return replace(driver, num_replicas=num_replicas, requests=[], on_advance=lambda: None)
+    return replace(
+        driver, num_replicas=num_replicas, requests=[], held={}, on_advance=lambda: None
+    )

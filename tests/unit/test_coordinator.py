@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from array import array
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.rollout.coordinator import BOUND, Coordinator
+from dapo_megatron.rollout.messages import sample_seed
 from dapo_megatron.types import (
     CheckpointError,
     Collected,
@@ -32,6 +32,7 @@ from tests.helpers.rollouts import (
     collect,
     make_coordinator,
     moved,
+    resume,
 )
 
 
@@ -240,7 +241,7 @@ def test_starving_reports_the_data_set_and_leaves_a_resumable_state(
 
     easier = ScriptedDriver(mixed_every(1))
     resumed = make_coordinator(easier, **settings)
-    resumed.restore(json.loads(json.dumps(coordinator.state())))
+    resume(resumed, easier, coordinator.state())
     collected = collect(resumed, easier, 0)
     assert trained(collected) == sorted([*mixed, 12, 13, 14, 15])[:4]
 
@@ -329,7 +330,7 @@ def test_no_ticket_is_lost_or_ends_twice_in_any_order_and_after_any_kill(
             # Resume from any moment, also within a step, with another number of replicas.
             driver = moved(driver, 1 + (driver.num_replicas % 3))
             coordinator = make_coordinator(driver, **run)
-            coordinator.restore(json.loads(json.dumps(history.saved)))
+            resume(coordinator, driver, history.saved)
             version = history.return_to_saved(coordinator)
     history.check_totals()
 
@@ -383,16 +384,10 @@ class History:
             for completion in group.completions:
                 assert completion.grade is not None
                 assert completion.finish is not Finish.UNFINISHED
-                assert len(completion.tokens) == len(completion.logprobs)
                 versions = [part.version for part in completion.segments]
                 assert versions == sorted(set(versions))
-                # Each token has the log-prob of the version that its segment names.
-                expected = [
-                    -0.01 * (part.version + 1)
-                    for part in completion.segments
-                    for _ in range(part.num_tokens)
-                ]
-                assert completion.logprobs == array("f", expected)
+                num_tokens = sum(part.num_tokens for part in completion.segments)
+                assert completion.num_tokens == num_tokens
         self._check_order(tickets, version)
 
     def _check_order(self, tickets: list[int], version: int) -> None:
@@ -433,7 +428,7 @@ def test_a_resumed_run_continues_exactly_like_an_uninterrupted_one(on_policy: bo
     expected = [collect(straight, driver, version) for version in range(3, 6)]
 
     driver, resumed = fresh()
-    resumed.restore(state)
+    resume(resumed, driver, state)
     driver.rng.seed(2)
     driver.grade_seconds = expected[0].grade_seconds  # a measured time, which affects no decision
     resumed_steps = [collect(resumed, driver, version) for version in range(3, 6)]
@@ -475,7 +470,7 @@ def test_tokens_sampled_before_a_stop_signal_are_kept(
     driver = moved(driver, 1)
     driver.stop = ""
     coordinator = make_coordinator(driver, **run)
-    coordinator.restore(state)
+    resume(coordinator, driver, state)
     while version < 8:
         steps.append(collect(coordinator, driver, version))
         version += 1
@@ -487,9 +482,10 @@ def test_tokens_sampled_before_a_stop_signal_are_kept(
     }
     for key, completion in sampled_before.items():
         if key in final:
-            later = final[key]
-            assert later.tokens[: len(completion.tokens)] == completion.tokens
-            assert later.logprobs[: len(completion.tokens)] == completion.logprobs
+            # Its first tokens are still those, sampled by the same weights.
+            older = completion.segments
+            assert final[key].segments[: len(older) - 1] == older[:-1]
+            assert final[key].segments[len(older) - 1].version == older[-1].version
     ended = [group.ticket for step in steps for group, _ in step.ended]
     assert len(ended) == len(set(ended))
     assert set(ended) | set(coordinator.groups) == set(range(coordinator.ledger.next_ticket))
@@ -512,16 +508,14 @@ def test_a_continued_completion_gets_a_new_seed() -> None:
     coordinator = make_coordinator(driver, max_overtake=8)
     for version in range(4):
         collect(coordinator, driver, version)
-    seeds = {request.seed for request in driver.requests}
-    # A request that was interrupted before its first token is repeated with the same seed.
-    request_keys = {
-        (request.ticket, request.sample, len(request.so_far.tokens) if request.so_far else 0)
+    requests = [
+        (request.ticket, sample, num_tokens)
         for request in driver.requests
-    }
-    continued = [request for request in driver.requests if request.so_far is not None]
-    assert continued
-    assert len(seeds) == len(request_keys)
-    assert all(request.max_tokens == MAX_TOKENS for request in continued)
+        for sample, num_tokens in request.samples
+    ]
+    assert any(num_tokens for _, _, num_tokens in requests)
+    # A request that was interrupted before its first token is repeated with the same seed.
+    assert len({sample_seed("0/train", *request) for request in requests}) == len(set(requests))
 
 
 def test_a_finished_group_that_waits_too_long_expires_and_is_counted() -> None:
@@ -570,7 +564,7 @@ def test_on_policy_expires_groups_carried_by_an_earlier_off_policy_run() -> None
     for version in range(3):
         collect(carrying, driver, version)
     resumed = make_coordinator(driver, on_policy=True)
-    resumed.restore(json.loads(json.dumps(carrying.state())))
+    resume(resumed, driver, carrying.state())
     collected = collect(resumed, driver, 3)
     assert {p.version for g in collected.train for c in g.completions for p in c.segments} == {3}
     assert collected.counts["expired"] > 0
@@ -582,7 +576,7 @@ def test_a_response_limit_below_carried_completions_is_rejected() -> None:
     for version in range(4):
         collect(coordinator, driver, version)
     assert any(
-        len(c.tokens) > 2 and c.finish is Finish.UNFINISHED
+        c.num_tokens > 2 and c.finish is Finish.UNFINISHED
         for group in coordinator.groups.values()
         for c in group.completions.values()
     )
