@@ -73,6 +73,16 @@ class Exchange(Protocol):
         """Return the value of rank `source` on every rank."""
         ...
 
+    def all_to_all(
+        self, parts: Sequence[bytes | bytearray | memoryview], sizes: Sequence[int]
+    ) -> list[memoryview]:
+        """Send `parts[r]` to rank r, and return the bytes from each rank.
+
+        `sizes[r]` is the number of bytes that rank r sends. The own part is returned without a
+        copy. Raises RankError naming a rank that sends another number of bytes.
+        """
+        ...
+
     def barrier(self) -> None:
         """Wait for every rank."""
         ...

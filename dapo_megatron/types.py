@@ -571,4 +571,4 @@ class Diverged(DapoError):
 
 
 class RankError(DapoError):
-    """Another rank does not know the run's secret or sent an invalid message. Names that rank."""
+    """Another rank does not know the run's secret, or its message is invalid or lost. Names it."""

@@ -36,7 +36,7 @@ class Admission:
     permission when a peer has proved that it owns a key (RFC 27). libzmq itself refuses a peer that
     does not follow the protocol or uses no CURVE.
 
-    members   CURVE public key in Z85 -> member number, which becomes the "User-Id" of the peer's messages
+    members   CURVE public key in Z85 -> member number, the "User-Id" of the peer's messages
     """
 
     def __init__(

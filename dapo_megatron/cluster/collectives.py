@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -126,14 +126,15 @@ def encode(value: object) -> bytes:
         return _encoder().encode(_without_surrogates(plain))
 
 
-def decode(message: bytes | memoryview, of: Any, rank: int) -> Any:
-    """Return the value of type `of` in a message from `rank`. Raises RankError naming the rank."""
+def decode(message: bytes | memoryview, of: Any, sender: str) -> Any:
+    """Return the value of type `of` in a message. Raises RankError naming the sender, such as
+    "rank 3"."""
     try:
         return _decoder(of).decode(message)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RankError(
-            f"rank {rank}: sent a message that cannot be read ({error}). Do all ranks run the "
-            "same version of dapo_megatron?"
+            f"{sender}: sent a message that cannot be read ({error}). Do all ranks run the same "
+            "version of dapo_megatron?"
         ) from None
 
 
@@ -153,25 +154,55 @@ def all_gather(value: T, of: object, group: Any) -> list[T]:
     padding = torch.zeros(longest - message.numel(), dtype=torch.uint8)
     dist.all_gather(received, torch.cat([message, padding]), group=group)
     return [
-        decode(_view(tensor, int(size)), of, rank)
-        for rank, (tensor, size) in enumerate(zip(received, sizes, strict=True))
+        decode(_view(tensor, int(size)), of, f"rank {rank}")
+        for rank, tensor, size in zip(_global_ranks(group), received, sizes, strict=True)
     ]
 
 
 def broadcast(value: T, of: object, group: Any, source: int = 0) -> T:
-    """Return the value of rank `source` on every rank of a gloo group. Collective. See
+    """Return the value of rank `source` of a gloo group on each of its ranks. Collective. See
     `all_gather`."""
     import torch
     import torch.distributed as dist
 
-    is_sender = dist.get_rank() == source
+    is_sender = dist.get_rank(group) == source
     message = _tensor(encode(value)) if is_sender else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([message.numel()])
-    dist.broadcast(size, src=source, group=group)
+    dist.broadcast(size, group=group, group_src=source)
     if not is_sender:
         message = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(message, src=source, group=group)
-    return value if is_sender else decode(_view(message, int(size)), of, source)
+    dist.broadcast(message, group=group, group_src=source)
+    if is_sender:
+        return value
+    return cast(T, decode(_view(message, int(size)), of, f"rank {_global_ranks(group)[source]}"))
+
+
+def all_to_all(
+    parts: Sequence[bytes | bytearray | memoryview], sizes: Sequence[int], group: Any
+) -> list[memoryview]:
+    """Send `parts[r]` to rank r of a gloo group, and return the part from each rank. Collective.
+
+    `sizes[r]` is the number of bytes that rank r sends. Parts are sent from the caller's memory and
+    received where they stay. The own part is returned without a copy. Raises RankError naming the
+    rank that has another size.
+    """
+    import torch
+    import torch.distributed as dist
+
+    own, views = dist.get_rank(group), [_bytes_of(part) for part in parts]
+    # gloo ends the process if a message is too long, and accepts one that is too short.
+    announced = torch.empty(len(views), dtype=torch.int64)
+    dist.all_to_all_single(announced, torch.tensor([len(view) for view in views]), group=group)
+    for rank, sent, size in zip(_global_ranks(group), announced.tolist(), sizes, strict=True):
+        if sent != size:
+            raise RankError(f"rank {rank}: sends {sent} bytes where {size} are expected")
+    received = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    others = [rank for rank in range(len(views)) if rank != own]
+    works = [dist.irecv(received[r], group=group, group_src=r) for r in others if sizes[r]]
+    works += [dist.isend(_shared(views[r]), group=group, group_dst=r) for r in others if views[r]]
+    for work in filter(None, works):
+        work.wait()
+    return [views[own] if r == own else _view(part, sizes[r]) for r, part in enumerate(received)]
 
 
 def all_reduce(tensor: Tensor, op: Any, group: Any) -> None:
@@ -232,6 +263,26 @@ def _without_surrogates(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_surrogates(item) for item in value]
     return value
+
+
+def _global_ranks(group: Any) -> list[int]:
+    """Return the ranks of a group's members in the world, which errors name."""
+    import torch.distributed as dist
+
+    return dist.get_process_group_ranks(group)
+
+
+def _bytes_of(part: bytes | bytearray | memoryview) -> memoryview:
+    view = memoryview(part)
+    # An empty array of several dimensions cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _shared(view: memoryview) -> Tensor:
+    """Return a tensor with the memory of `view`, or a copy if `view` is read-only."""
+    import torch
+
+    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 
 def _tensor(message: bytes) -> Tensor:

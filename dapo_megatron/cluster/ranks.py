@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -43,13 +43,33 @@ class Ranks:
     def second(self) -> Ranks:
         """Return the same ranks with a separate process group, for another thread. Collective.
         Raises RankError as `join` does."""
+        return replace(self.subgroup(range(self.world_size)), on_activity=lambda _: None)
+
+    def subgroup(self, ranks: Sequence[int]) -> Ranks:
+        """Return these ranks, in ascending order, as a world of their own with its own process
+        group. Collective over them; others do not take part. Raises RankError as `join` does.
+        """
         import torch.distributed as dist
 
-        timeout = timedelta(minutes=TIMEOUT_MINUTES)
-        group = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
-        ranks = replace(self, group=group, on_activity=lambda _: None, _numbers=itertools.count(1))
-        ranks.check_members()
-        return ranks
+        members = sorted(ranks)
+        group = None
+        if len(members) > 1:
+            world = dist.get_process_group_ranks(self.group)
+            group = dist.new_group(
+                [world[rank] for rank in members],
+                backend="gloo",
+                timeout=timedelta(minutes=TIMEOUT_MINUTES),
+                use_local_synchronization=True,  # else every rank waits for all groups
+            )
+        subgroup = replace(
+            self,
+            rank=members.index(self.rank),
+            world_size=len(members),
+            group=group,
+            _numbers=itertools.count(1),
+        )
+        subgroup.check_members()
+        return subgroup
 
     def all_gather(self, value: T, of: object) -> list[T]:
         """Return the value of each rank, in rank order. `of` is the type of the values."""
@@ -66,6 +86,17 @@ class Ranks:
             return value
         with self._reporting_activity("broadcast"):
             return collectives.broadcast(value, of, self.group, source)
+
+    def all_to_all(
+        self, parts: Sequence[bytes | bytearray | memoryview], sizes: Sequence[int]
+    ) -> list[memoryview]:
+        """Send `parts[r]` to rank r and return the part from each rank; `sizes[r]` is the number of
+        bytes that rank r sends. Raises RankError naming a rank with another size."""
+        if self.world_size == 1:
+            self.on_activity("all_to_all, one rank")
+            return [memoryview(parts[0])]
+        with self._reporting_activity("all_to_all"):
+            return collectives.all_to_all(parts, sizes, self.group)
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -213,7 +213,7 @@ class LayoutProof:
         )
         values = encode([] if logprobs is None else logprobs.double().tolist())
         values = self.worlds.tell("log-probs of the mini-batch", values)
-        return with_old_logprobs(mini, torch.tensor(decode(values, list[float], rank=0)))
+        return with_old_logprobs(mini, torch.tensor(decode(values, list[float], "rank 0")))
 
 
 def _reference_precision(precision: str) -> str:

@@ -108,7 +108,7 @@ def exact_form(value: Any) -> Any:
 @given(MESSAGES)
 def test_a_message_is_received_exactly_as_sent(message: tuple[Any, Any]) -> None:
     value, expected_type = message
-    assert exact_form(decode(encode(value), expected_type, 0)) == exact_form(value)
+    assert exact_form(decode(encode(value), expected_type, "rank 0")) == exact_form(value)
 
 
 @given(
@@ -119,11 +119,11 @@ def test_any_bytes_give_a_valid_value_or_an_error_with_the_rank(
     data: bytes, expected_type: Any
 ) -> None:
     try:
-        value = decode(data, expected_type, 3)
+        value = decode(data, expected_type, "rank 3")
     except RankError as error:
         assert "rank 3" in str(error)
     else:
-        assert exact_form(decode(encode(value), expected_type, 3)) == exact_form(value)
+        assert exact_form(decode(encode(value), expected_type, "rank 3")) == exact_form(value)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_any_bytes_give_a_valid_value_or_an_error_with_the_rank(
 )
 def test_a_value_of_another_type_is_rejected(sent: Any, expected_type: Any) -> None:
     with pytest.raises(RankError, match="rank 5: sent a message that cannot be read"):
-        decode(encode(sent), expected_type, 5)
+        decode(encode(sent), expected_type, "rank 5")
 
 
 class Payload:
@@ -161,7 +161,7 @@ class Payload:
 def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         with pytest.raises(RankError, match="rank 1"):
-            decode(pickle.dumps(Payload(tmp_path / "ran"), protocol), RankReport, 1)
+            decode(pickle.dumps(Payload(tmp_path / "ran"), protocol), RankReport, "rank 1")
     assert not list(tmp_path.iterdir())
     with pytest.raises(TypeError, match="Payload: ranks cannot send"):
         encode(Payload(tmp_path / "ran"))
@@ -170,7 +170,7 @@ def test_pickles_are_not_loaded(tmp_path: Path) -> None:
 def test_a_lone_surrogate_is_replaced_and_does_not_end_the_run() -> None:
     """The text of a grader, or an OSError about a file name, may contain one."""
     grade = Grade(1.0, True, "a\ud800b")
-    assert decode(encode((grade, b"\xff")), tuple[Grade, bytes], 0) == (
+    assert decode(encode((grade, b"\xff")), tuple[Grade, bytes], "rank 0") == (
         Grade(1.0, True, "a\ufffdb"),
         b"\xff",
     )

@@ -301,7 +301,7 @@ def plan_cluster(case: Case, num_ranks: int) -> dict[str, Any]:
     messages = [encode(list(slices)) for slices in (*held.lists, *wanted.lists)]
     forget_peak()
     before, started = resident_bytes("VmRSS"), time.process_time()
-    lists = [decode(message, list[TensorSlice], 0) for message in messages]
+    lists = [decode(message, list[TensorSlice], "rank 0") for message in messages]
     decoded = time.process_time()
     num_held = len(held.lists)
     plan = make_plan(
