@@ -18,7 +18,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
     Int32s = array[int]
@@ -211,9 +213,9 @@ class TrainingSequence:
 class SequenceTokens:
     """Tokens of one training sequence. `logprobs` are the engine's, one per response token."""
 
-    prompt: Int32s
-    response: Int32s
-    logprobs: Float32s
+    prompt: NDArray[np.int32]
+    response: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +223,14 @@ class SampleRequest:
     """A request to an engine: sample a new completion, or continue an interrupted one.
 
     `so_far` is the interrupted completion (at least one token), or None. `max_tokens` limits the
-    whole response. `seed` depends only on the run, ticket, sample and number of tokens so far.
+    whole response. `seed` depends only on the run, ticket, sample and number of tokens so far. None
+    samples from the engine's own generator.
     """
 
     ticket: int
     sample: int
     prompt: Prompt
-    seed: int
+    seed: int | None
     max_tokens: int
     temperature: float
     top_p: float
@@ -236,11 +239,12 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The completions of one prompt. `ticket` is its serial number over the whole run."""
+    """The completions of one prompt, without their tokens. `ticket` is its serial number over the
+    whole run."""
 
     ticket: int
     prompt: Prompt
-    completions: tuple[Completion, ...]
+    completions: tuple[CompletionSummary, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,8 @@ class Ranks:
             rank=members.index(self.rank),
             world_size=len(members),
             group=group,
+            # With another first word, because the watchdog compares the exchanges of all ranks.
+            on_activity=lambda what: self.on_activity(f"subgroup {what}"),
             _numbers=itertools.count(1),
         )
         subgroup.check_members()

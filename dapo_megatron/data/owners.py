@@ -74,6 +74,11 @@ class DataParallelRanks:
         return max(self.indices) + 1
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of its index."""
+        return self.firsts[self.index] == self.exchange.rank
+
+    @property
     def firsts(self) -> list[int]:
         """First rank of each data-parallel index."""
         return [self.indices.index(index) for index in range(self.size)]

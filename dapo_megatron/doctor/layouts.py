@@ -52,7 +52,7 @@ from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.compatibility.rule import Machine
 from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.policy.device import claim, has_cuda
-from dapo_megatron.run.build import loss_function
+from dapo_megatron.run.loss import loss_function
 from dapo_megatron.tracking.provenance import facts
 from dapo_megatron.types import ConfigError, TokenBatch
 

@@ -130,7 +130,7 @@ class Dispatcher:
                 continue
             num_tokens = 0 if so_far is None else so_far.num_tokens
             last = requests[replica][-1] if requests[replica] else None
-            samples = ((sample, num_tokens),)
+            samples: tuple[tuple[int, int], ...] = ((sample, num_tokens),)
             if last is not None and last.ticket == ticket:
                 samples = (*last.samples, *samples)
                 requests[replica].pop()

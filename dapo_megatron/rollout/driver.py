@@ -131,9 +131,10 @@ class EngineDriver:
             reports += self._receive()
         return sorted(reports, key=lambda item: item[0]) if self._deterministic else reports
 
-    def end(self) -> None:
-        """End the phase on all replicas."""
-        self._send_all(Order(OrderKind.END))
+    def end(self, *, only_here: bool = False) -> None:
+        """End the phase on all replicas, or only on that of rank 0."""
+        for replica in range(1 if only_here else self.num_replicas):
+            self._send(replica, Order(OrderKind.END))
 
     def _one_each(self) -> list[tuple[int, Report]]:
         """Return one report of each replica, in the order of replicas."""

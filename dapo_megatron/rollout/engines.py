@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar, cast
 
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.protocols import Exchange
@@ -44,13 +44,15 @@ class Engines:
         """
         if self.driver is None:
             self.worker.serve()
-            return self.exchange.broadcast(on_rank0(self.exchange, _nothing), of)
-        running = _Running(task, self.driver)
-        self.worker.serve()
-        running.thread.join()
-        if isinstance(running.error, RankError):
-            raise running.error
-        return self.exchange.broadcast(on_rank0(self.exchange, running.outcome), of)
+            result = on_rank0(self.exchange, _nowhere)
+        else:
+            running = _Running(task, self.driver)
+            self.worker.serve()
+            running.thread.join()
+            if isinstance(running.error, RankError):
+                raise running.error
+            result = on_rank0(self.exchange, running.outcome)
+        return cast(T, self.exchange.broadcast(result, of))
 
 
 class _Running(Generic[T]):
@@ -79,5 +81,5 @@ class _Running(Generic[T]):
         self._driver.end(only_here=isinstance(self.error, RankError))
 
 
-def _nothing() -> None:
-    """Take part in `on_rank0` on another rank, where no action runs."""
+def _nowhere() -> NoReturn:
+    raise AssertionError("runs on rank 0 only")

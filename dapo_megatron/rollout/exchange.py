@@ -12,13 +12,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dapo_megatron.data.owners import DataParallel
-from dapo_megatron.protocols import Exchange
+from dapo_megatron.protocols import DataParallel, Exchange
 from dapo_megatron.rollout.messages import Move
 from dapo_megatron.rollout.store import CompletionStore
 from dapo_megatron.types import (
@@ -29,6 +28,7 @@ from dapo_megatron.types import (
     TrainingSequence,
 )
 
+_Number = TypeVar("_Number", np.int32, np.float32)
 BYTES = 4
 """Bytes of a token, and of a log-prob."""
 
@@ -136,9 +136,7 @@ def _num_bytes(sequence: TrainingSequence) -> int:
 
 def _check(name: str, completion: Completion, known: TrainingSequence | CompletionSummary) -> None:
     """Raise DapoError if the coordinator knows of another number of tokens."""
-    expected = (
-        known.response_tokens if isinstance(known, TrainingSequence) else known.num_tokens
-    )
+    expected = known.response_tokens if isinstance(known, TrainingSequence) else known.num_tokens
     if not completion.num_tokens == len(completion.logprobs) == expected:
         raise DapoError(
             f"{name}: {completion.num_tokens} tokens and {len(completion.logprobs)} log-probs "
@@ -174,8 +172,8 @@ class _Message:
             segments=summary.segments,
         )
 
-    def _next(self, number: int, dtype: Any) -> NDArray[Any]:
+    def _next(self, number: int, dtype: type[_Number]) -> NDArray[_Number]:
         stop = self._start + BYTES * number
-        values = self._bytes[self._start : stop].view(dtype)
+        values: NDArray[_Number] = self._bytes[self._start : stop].view(dtype)
         self._start = stop
         return values

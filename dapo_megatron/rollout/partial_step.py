@@ -21,11 +21,10 @@ from torch import Tensor
 from dapo_megatron.config import Config, refuse
 from dapo_megatron.protocols import DataParallel
 from dapo_megatron.rollout.checkpoint_files import OPEN_STEP, CompletionsSnapshot, files_of
-from dapo_megatron.rollout.completion_files import read_completions
+from dapo_megatron.rollout.completion_files import CompletionRow, read_completions
 from dapo_megatron.types import (
     CheckpointError,
     Completion,
-    CompletionRow,
     Finish,
     Prompt,
     Rollouts,
@@ -140,8 +139,8 @@ class PartialStep:
             has_logprobs = self.old_logprobs is None or index in logprobs
             if index not in tokens or not has_logprobs:
                 raise CheckpointError(
-                    f"{folder}: {self.sequences[index]} is missing from open_step_*.parquet; resume "
-                    "from another checkpoint"
+                    f"{folder}: {self.sequences[index]} is missing from open_step_*.parquet; "
+                    "resume from another checkpoint"
                 )
         self.tokens = dict(sorted(tokens.items()))
         if self.old_logprobs is not None:
@@ -164,14 +163,14 @@ class PartialStep:
 
 def _row(sequence: TrainingSequence, tokens: SequenceTokens, old: Tensor | None) -> CompletionRow:
     """Return the row of a sequence. Log-probs of the prompt are never used again."""
-    prompt = np.asarray(tokens.prompt).tolist()
+    prompt = tokens.prompt.tolist()
     return CompletionRow(
         ticket=sequence.ticket,
         prompt=Prompt(source="", index=0, tokens=tuple(prompt), text="", truth=""),
         completion=Completion(
             sample=sequence.sample,
-            tokens=array("i", np.asarray(tokens.response).tobytes()),
-            logprobs=array("f", np.asarray(tokens.logprobs).tobytes()),
+            tokens=array("i", tokens.response.tobytes()),
+            logprobs=array("f", tokens.logprobs.tobytes()),
             text="",
             finish=Finish.STOP,
             segments=sequence.segments,
@@ -182,9 +181,9 @@ def _row(sequence: TrainingSequence, tokens: SequenceTokens, old: Tensor | None)
 
 def _tokens(row: CompletionRow) -> SequenceTokens:
     return SequenceTokens(
-        prompt=array("i", row.prompt.tokens),
-        response=row.completion.tokens,
-        logprobs=row.completion.logprobs,
+        prompt=np.array(row.prompt.tokens, np.int32),
+        response=np.asarray(row.completion.tokens),
+        logprobs=np.asarray(row.completion.logprobs),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from typing import cast
 
 from dapo_megatron.cluster.collectives import decode, encode
 from dapo_megatron.cluster.messages import Member
@@ -64,7 +65,7 @@ class Follower:
         """Follow the leader until the end of the phase."""
         is_over = False
         while not is_over:
-            turn: Turn = self._peers.broadcast(None, Turn)
+            turn = cast(Turn, self._peers.broadcast(None, Turn))
             self._on_activity("turn")
             self._take(turn)
             is_over = turn.end
@@ -196,9 +197,7 @@ class Leader:
                     f"ticket {group.ticket}, sample {sample}: {so_far.num_tokens} tokens here, but "
                     f"the coordinator knows of {num_tokens}"
                 )
-            requests.append(
-                self._sampling.request(group.ticket, group.prompt, sample, so_far)
-            )
+            requests.append(self._sampling.request(group.ticket, group.prompt, sample, so_far))
         return requests
 
     def _take(self, turn: Turn) -> None:

@@ -4,16 +4,14 @@ and vLLM."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
-from torch import Tensor
 
-from dapo_megatron.algo.loss import dapo_loss
 from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.bridge.bounds import canary_bounds
 from dapo_megatron.bridge.sync import WeightSync
@@ -31,7 +29,6 @@ from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.config import (
     Columns,
     Config,
-    LossConfig,
     OptimizerConfig,
     PolicyConfig,
     Source,
@@ -47,20 +44,19 @@ from dapo_megatron.plan.estimate import save_estimate
 from dapo_megatron.plan.rows import row_multiple, sequence_multiple
 from dapo_megatron.protocols import LossFn, MicrobatchPlanner, Parts, Policy, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
-from dapo_megatron.rewards.registry import user_function
 from dapo_megatron.rollout.collector import EngineCollector
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.rollout.exchange import TokenExchange
-from dapo_megatron.rollout.metrics import METRICS_OF_AN_UPDATE
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
 from dapo_megatron.rollout.store import CompletionStore
 from dapo_megatron.rollout.worker import Follower, Leader
 from dapo_megatron.run.folder import RunFolder
+from dapo_megatron.run.loss import loss_function, stoppable
 from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder
-from dapo_megatron.types import ConfigError, LossOutput, MicroTokens, Prompt, torch_dtype, whole
+from dapo_megatron.types import ConfigError, Prompt, torch_dtype, whole
 
 
 @dataclass
@@ -152,92 +148,6 @@ def learning_rate(optimizer: OptimizerConfig) -> Callable[[int], float]:
     return partial(warmup_lr, lr=optimizer.lr, warmup_rollout_steps=optimizer.warmup_rollout_steps)
 
 
-def loss_function(loss: LossConfig) -> LossFn:
-    """Return the configured loss function, with its numbers bound.
-
-    A user-defined loss is tried on two tokens. Raises ConfigError naming loss.function if it cannot
-    be imported or called, or does not return a valid LossOutput.
-    """
-    if loss.function is None:
-        return partial(dapo_loss, **loss.numbers)
-    try:
-        function = partial(user_function(loss.function), **loss.numbers)
-        _try_loss(function)
-    except ConfigError as error:
-        raise ConfigError(f"loss.function: {loss.function}: {error}") from error
-    return function
-
-
-def _try_loss(function: Callable[..., Any]) -> None:
-    ones = torch.ones(2)
-    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    tokens = MicroTokens(
-        old_logprobs=logprobs.detach(),
-        advantages=ones,
-        weights=ones,
-        engine_logprobs=logprobs.detach(),
-        mask=ones.bool(),
-    )
-    try:
-        output = function(logprobs, tokens)
-    except Exception as error:  # a user's code may raise anything
-        raise ConfigError(
-            f"raised {error!r} when called with two tokens; it must accept (logprobs, tokens, *, "
-            f"{', '.join(LossConfig.NUMBERS)})"
-        ) from error
-    if not isinstance(output, LossOutput) or not isinstance(output.sums, Mapping):
-        raise ConfigError(
-            f"returned {output!r:.60}; it must return a dapo_megatron.types.LossOutput"
-        )
-    if reserved := output.sums.keys() & METRICS_OF_AN_UPDATE:
-        raise ConfigError(
-            f"sums: {', '.join(sorted(reserved))} would hide a metric of the trainer; rename it"
-        )
-    for name, value in {"total": output.total, **output.sums}.items():
-        if not isinstance(value, Tensor) or value.dim() or not value.isfinite():
-            raise ConfigError(f"{name} is {value!r:.60}, not a finite scalar tensor")
-        if value.requires_grad != (name == "total"):
-            raise ConfigError(
-                f"its {name}: total must require a gradient, and sums must not (use detach())"
-            )
-
-
-STOP_CHECK_SECONDS = 10.0
-"""Approximate time between two stop checks within a mini-batch."""
-
-
-class StoppableLoss:
-    """A loss that also checks, about every STOP_CHECK_SECONDS, whether the run must stop.
-
-    A stop abandons the mini-batch. `check` is collective; at every micro-batch it would make all
-    ranks wait for the slowest. It is therefore called at every n-th micro-batch, where n is
-    computed from the seconds since this loss's previous check. `check` returns a clock in seconds,
-    the same on all ranks, and all ranks have the same number of micro-batches, so they call it
-    together.
-    """
-
-    def __init__(self, loss: LossFn, check: Callable[[], float]) -> None:
-        self._loss, self._check = loss, check
-        self._interval = self._left = 1
-        self._checked_at = 0.0
-
-    def __call__(self, logprobs: Tensor, tokens: MicroTokens) -> LossOutput:
-        """Compute the loss. Raises Stopped."""
-        self._left -= 1
-        if self._left == 0:
-            now = self._check()
-            per_call, self._checked_at = (now - self._checked_at) / self._interval, now
-            fitting = int(STOP_CHECK_SECONDS / max(per_call, 1e-6))
-            self._left = self._interval = min(max(fitting, 1), 2 * self._interval)
-        return self._loss(logprobs, tokens)
-
-
-def stoppable(loss: LossFn, policy: PolicyConfig, check: Callable[[], float]) -> LossFn:
-    """Return `loss` with stop checks. With pipeline parallelism `loss` is returned unchanged,
-    because only the last stage computes it."""
-    return loss if policy.pipeline_parallel > 1 else StoppableLoss(loss, check)
-
-
 def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, WeightSync]:
     """Build engine, policy and their sync. Collective.
 
@@ -285,13 +195,15 @@ def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
         ranks, engine.replica if engine.is_leader else None, engine.num_replicas
     )
     is_deterministic = config.rollout.deterministic
-    driver = hub and EngineDriver(
-        hub,
-        engine.num_replicas,
-        engine.max_sequences,
-        deterministic=is_deterministic,
-        silence_seconds=config.watchdog.generate,
-    )
+    driver: EngineDriver | None = None
+    if hub is not None:
+        driver = EngineDriver(
+            hub,
+            engine.num_replicas,
+            engine.max_sequences,
+            deterministic=is_deterministic,
+            silence_seconds=config.watchdog.generate,
+        )
 
     def signal() -> str:
         return (stop and stop.signal) or ""

@@ -235,6 +235,4 @@ def resume(coordinator: Coordinator, driver: ScriptedDriver, state: Mapping[str,
 
 def moved(driver: ScriptedDriver, num_replicas: int) -> ScriptedDriver:
     """Return a driver with the same script, as after a restart with `num_replicas` replicas."""
-    return replace(
-        driver, num_replicas=num_replicas, requests=[], held={}, on_advance=lambda: None
-    )
+    return replace(driver, num_replicas=num_replicas, requests=[], held={}, on_advance=lambda: None)

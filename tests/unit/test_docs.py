@@ -17,7 +17,7 @@ from dapo_megatron.config import Columns
 from dapo_megatron.config.file import load_config
 from dapo_megatron.data.rows import checked_row
 from dapo_megatron.rewards.registry import resolve
-from dapo_megatron.run.build import loss_function
+from dapo_megatron.run.loss import loss_function
 from dapo_megatron.types import MicroTokens
 from tests.helpers.configs import tiny_config
 

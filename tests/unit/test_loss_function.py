@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dapo_megatron.config import LossConfig
-from dapo_megatron.run.build import loss_function, stoppable
+from dapo_megatron.run.loss import loss_function, stoppable
 from dapo_megatron.types import ConfigError, MicroTokens, Stopped
 from tests.helpers.configs import tiny_config
 

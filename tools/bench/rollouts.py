@@ -46,7 +46,8 @@ from dapo_megatron.rollout.driver import Driver, EngineDriver
 from dapo_megatron.rollout.evaluate import Evaluator, sample_all
 from dapo_megatron.rollout.partial_step import PartialStep
 from dapo_megatron.run import build
-from dapo_megatron.run.build import learning_rate, loss_function
+from dapo_megatron.run.build import learning_rate
+from dapo_megatron.run.loss import loss_function
 from dapo_megatron.tracking.provenance import facts
 from dapo_megatron.tracking.recorder import SilentRecorder
 from dapo_megatron.types import Collected, Grade, Group, Outcome, Prompt, SampleRequest
