@@ -61,7 +61,7 @@ ROOMS = {
         "torch megatron transformer_engine safetensors triton",
     ),
     "engine": room("types protocols config model cluster", "torch vllm numpy"),
-    "rollout": room(f"{LOW} config algo data rewards", "torch"),
+    "rollout": room(f"{LOW} config algo data rewards", "torch numpy pyarrow"),
     "loop": room("types protocols config algo data rollout"),
     # rollout for the file format of a group, checkpoints for the names of their folders, torch for
     # the name of the GPU.
@@ -257,6 +257,7 @@ def test_megatron_vllm_and_mlflow_are_each_imported_in_one_room() -> None:
 HEAVY = "torch transformers vllm megatron mlflow datasets reasoning_gym math_verify pyarrow numpy"
 LIGHT = (
     "types protocols config config.file model plan.layout plan.compatibility rollout.serialization "
+    "rollout.completion_files "
     "run.folder cluster.collectives cluster.launch cluster.ranks rewards run.session __main__"
 )
 

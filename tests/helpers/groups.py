@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+
+import numpy as np
 from hypothesis import strategies as st
 
+from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, Segment
 
-TEXT = st.text(max_size=8)
+INT64 = st.integers(0, 2**63 - 1)
+TEXT = st.text(max_size=8) | st.sampled_from(["\0", "\0[1]", "a \ud800", "\udc80\udcff"])
 FLOAT = st.floats(allow_nan=False)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple)
 PLAIN = st.recursive(
@@ -29,11 +34,11 @@ COMPLETIONS = st.builds(
 )
 GROUPS = st.builds(
     Group,
-    ticket=st.integers(0),
+    ticket=INT64,
     prompt=st.builds(
         Prompt,
         source=TEXT,
-        index=st.integers(0),
+        index=INT64,
         tokens=TOKENS,
         text=TEXT,
         truth=TEXT,
@@ -41,3 +46,52 @@ GROUPS = st.builds(
     ),
     completions=st.lists(COMPLETIONS, max_size=3).map(tuple),
 )
+
+
+BITS = st.integers(0, 2**32 - 1)
+"""The bits of a float32, also of a NaN."""
+
+
+def _floats(bits: list[int]) -> array[float]:
+    values = array("f")
+    values.frombytes(array("I", bits).tobytes())
+    return values
+
+
+@st.composite
+def rows_of_completions(draw: st.DrawFn) -> list[CompletionRow]:
+    """Draw rows with any content, in any order, of distinct (ticket, sample)."""
+    prompts = draw(st.lists(GROUPS.map(lambda group: group.prompt), min_size=1, max_size=3))
+    keys = draw(st.lists(st.tuples(INT64, st.integers(0, 2**31 - 1)), max_size=4, unique=True))
+    is_float64 = draw(st.booleans())
+    rows = []
+    for ticket, sample in keys:
+        tokens = draw(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4))
+        bits = draw(st.lists(BITS, min_size=len(tokens), max_size=len(tokens)))
+        old = np.frombuffer(_floats(bits), np.float32)
+        rows.append(
+            CompletionRow(
+                ticket=ticket,
+                prompt=draw(st.sampled_from(prompts)),
+                completion=Completion(
+                    sample=sample,
+                    tokens=array("i", tokens),
+                    logprobs=_floats(bits),
+                    text=draw(TEXT),
+                    finish=draw(st.sampled_from(Finish)),
+                    segments=draw(
+                        st.lists(
+                            st.builds(Segment, version=INT64, num_tokens=INT64), max_size=3
+                        ).map(tuple)
+                    ),
+                    grade=draw(COMPLETIONS).grade,
+                ),
+                outcome=draw(TEXT),
+                verdict=draw(st.none() | TEXT),
+                reward=draw(st.none() | FLOAT),
+                old_logprobs=draw(
+                    st.sampled_from([None, old.astype(np.float64) if is_float64 else old])
+                ),
+            )
+        )
+    return rows
