@@ -15,7 +15,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from dapo_megatron.rollout.completion_files import CompletionRow, write_completions
+from dapo_megatron.rollout.completion_files import write_completions
+from dapo_megatron.rollout.completion_rows import CompletionRow
 
 CARRIED, OPEN_STEP = "carried", "open_step"
 _ROW_BYTES = 512

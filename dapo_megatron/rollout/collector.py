@@ -19,7 +19,8 @@ from dapo_megatron.config import Config
 from dapo_megatron.data.batch import describe, reward
 from dapo_megatron.protocols import DataParallel, Recorder
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot, files_of
-from dapo_megatron.rollout.completion_files import CompletionRow, read_completions
+from dapo_megatron.rollout.completion_files import read_completions
+from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.rollout.engines import Engines

@@ -21,7 +21,8 @@ from torch import Tensor
 from dapo_megatron.config import Config, refuse
 from dapo_megatron.protocols import DataParallel
 from dapo_megatron.rollout.checkpoint_files import OPEN_STEP, CompletionsSnapshot, files_of
-from dapo_megatron.rollout.completion_files import CompletionRow, read_completions
+from dapo_megatron.rollout.completion_files import read_completions
+from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.types import (
     CheckpointError,
     Completion,

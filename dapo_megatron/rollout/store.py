@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from dapo_megatron.rollout.completion_files import CompletionRow
+from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.types import Completion, DapoError, Grade, Prompt
 
 

@@ -16,7 +16,7 @@ from dapo_megatron.cluster.collectives import decode, encode
 from dapo_megatron.cluster.messages import Member
 from dapo_megatron.protocols import Exchange, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
-from dapo_megatron.rollout.completion_files import summarize
+from dapo_megatron.rollout.completion_rows import summarize
 from dapo_megatron.rollout.driver import ALIVE_SECONDS
 from dapo_megatron.rollout.messages import (
     STEPS,
