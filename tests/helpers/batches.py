@@ -1,12 +1,23 @@
-"""Make token batches of random tokens, ready for an update."""
+"""Make token batches: of random tokens, ready for an update, and of groups."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from dapo_megatron.types import TokenBatch
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.config import OverlongConfig
+from dapo_megatron.data.batch import assemble, describe, tokens_of
+from dapo_megatron.data.owners import DataParallelRanks
+from dapo_megatron.data.packing import plan_microbatches
+from dapo_megatron.types import Group, TokenBatch
+
+ONE_INDEX = DataParallelRanks(
+    Ranks(0, 1, 0), (0,), partial(plan_microbatches, max_tokens=4096), num_updates=4
+)
+"""The data-parallel ranks of a run on one rank."""
 
 
 def random_batch(
@@ -32,3 +43,11 @@ def random_batch(
         engine_logprobs=torch.where(mask, old, 0.0),
         old_logprobs=torch.where(mask, old, 0.0),
     )
+
+
+def assemble_groups(
+    groups: Sequence[Group], overlong: OverlongConfig, *, eps: float = 1e-6
+) -> TokenBatch:
+    """Assemble the sequences of `groups`. This rank holds all of them."""
+    sequences = describe(groups, overlong=overlong, eps=eps)
+    return assemble(sequences, tokens_of(groups, overlong))
