@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -51,3 +52,16 @@ def assemble_groups(
     """Assemble the sequences of `groups`. This rank holds all of them."""
     sequences = describe(groups, overlong=overlong, eps=eps)
     return assemble(sequences, tokens_of(groups, overlong))
+
+
+def hold(batch: TokenBatch, owners: Sequence[int], index: int) -> TokenBatch:
+    """Return `batch` with only the tokens of the sequences that data-parallel `index` owns."""
+    held = [number for number, owner in enumerate(owners) if owner == index]
+    is_held = torch.tensor([owner == index for owner in owners]).repeat_interleave(batch.lengths)
+    per_token = ("tokens", "loss_mask", "advantages", "weights", "engine_logprobs", "old_logprobs")
+    return replace(
+        batch,
+        **{name: getattr(batch, name)[is_held] for name in per_token},
+        owners=torch.tensor(owners),
+        held=torch.tensor(held, dtype=torch.int64),
+    )
