@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
 
 LINEAR_TOKENS = 24_576
 """Sequence length at which attention costs as much as the rest of a layer: 6 times a hidden size of
@@ -88,8 +87,10 @@ def minibatch_ranges(num_sequences: int, num_updates: int) -> list[range]:
     empty.
     """
     num_minis = min(num_updates, num_sequences)
-    bounds = [mini * num_sequences // num_minis for mini in range(num_minis + 1)]
-    return [range(first, last) for first, last in pairwise(bounds)]
+    return [
+        range(mini * num_sequences // num_minis, (mini + 1) * num_sequences // num_minis)
+        for mini in range(num_minis)
+    ]
 
 
 def work(length: int) -> int:

@@ -1,12 +1,24 @@
-"""Make token batches of random tokens, ready for an update."""
+"""Make token batches: of random tokens, ready for an update, and of groups."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from dapo_megatron.types import TokenBatch
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.config import OverlongConfig
+from dapo_megatron.data.batch import assemble, describe, tokens_of
+from dapo_megatron.data.owners import DataParallelRanks
+from dapo_megatron.data.packing import plan_microbatches
+from dapo_megatron.types import Group, TokenBatch
+
+ONE_INDEX = DataParallelRanks(
+    Ranks(0, 1, 0), (0,), partial(plan_microbatches, max_tokens=4096), num_updates=4
+)
+"""The data-parallel ranks of a run on one rank."""
 
 
 def random_batch(
@@ -31,4 +43,25 @@ def random_batch(
         weights=torch.ones(num_tokens),
         engine_logprobs=torch.where(mask, old, 0.0),
         old_logprobs=torch.where(mask, old, 0.0),
+    )
+
+
+def assemble_groups(
+    groups: Sequence[Group], overlong: OverlongConfig, *, eps: float = 1e-6
+) -> TokenBatch:
+    """Assemble the sequences of `groups`. This rank holds all of them."""
+    sequences = describe(groups, overlong=overlong, eps=eps)
+    return assemble(sequences, tokens_of(groups, overlong))
+
+
+def hold(batch: TokenBatch, owners: Sequence[int], index: int) -> TokenBatch:
+    """Return `batch` with only the tokens of the sequences that data-parallel `index` owns."""
+    held = [number for number, owner in enumerate(owners) if owner == index]
+    is_held = torch.tensor([owner == index for owner in owners]).repeat_interleave(batch.lengths)
+    per_token = ("tokens", "loss_mask", "advantages", "weights", "engine_logprobs", "old_logprobs")
+    return replace(
+        batch,
+        **{name: getattr(batch, name)[is_held] for name in per_token},
+        owners=torch.tensor(owners),
+        held=torch.tensor(held, dtype=torch.int64),
     )

@@ -87,7 +87,7 @@ def _observe(exchange: Ranks, folder: str, overrides: dict[str, Any]) -> Observe
     batch, loss = random_batch(LENGTHS, vocab=99), loss_with()
 
     def lengths() -> set[int]:
-        return {rows.tokens.shape[1] for rows in policy._microbatches(batch)}
+        return {rows.tokens.shape[1] for rows in policy._microbatches(batch, policy._share(batch))}
 
     not_padded = lengths(), policy.gradients(batch, loss)[1]
     shape = policy._rows
@@ -101,7 +101,7 @@ def _observe(exchange: Ranks, folder: str, overrides: dict[str, Any]) -> Observe
     with synchronizations.counted() as places:
         policy.update(batch, loss, 1e-3)
         in_update = Counter(places)
-    num_micro = len(policy._microbatches(batch))
+    num_micro = len(policy._microbatches(batch, policy._share(batch)))
     policy.close()
     return Observed(num_micro, in_logprobs, in_update, *not_padded, *padded)
 

@@ -207,6 +207,7 @@ def hf_observed(folder: Path, batch: TokenBatch, temperature: float) -> Observed
 def hf_logprobs(model: Any, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
     logprobs, entropy = [], []
     for tokens in batch.tokens.split(batch.lengths.tolist()):
+        tokens = tokens.long()
         dist = (model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
         zero = torch.zeros(1)
         logprobs.append(torch.cat([zero, dist.gather(-1, tokens[1:, None])[:, 0]]))

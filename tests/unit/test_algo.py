@@ -5,15 +5,24 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dapo_megatron.algo import mismatch
 from dapo_megatron.algo.advantage import group_advantage
 from dapo_megatron.algo.evaluation import avg_at_k, cons_at_k, pass_at_k
-from dapo_megatron.algo.mismatch import GapStatistics, check_gap, gap_statistics
+from dapo_megatron.algo.mismatch import (
+    GapStatistics,
+    TokenGap,
+    check_gap,
+    gap_statistics,
+    merge,
+)
 from dapo_megatron.algo.overlong import completion_reward, overlong_penalty
 from dapo_megatron.algo.sampling import Verdict, verdict
 from dapo_megatron.algo.schedule import warmup_lr
@@ -129,59 +138,96 @@ def test_evaluation_without_samples_is_rejected() -> None:
 # ------------------------------------------------------------------------ mismatch
 
 
+def batch_with_gaps(
+    engine: Sequence[float], policy: Sequence[float], lengths: Sequence[int] = ()
+) -> TokenBatch:
+    """Sequences of these lengths, or a single one, with tokens 10, 11, ..."""
+    num_tokens = len(engine)
+    zeros_T, lengths_S = torch.zeros(num_tokens), torch.tensor(lengths or [num_tokens])
+    return TokenBatch(
+        lengths=lengths_S, loss_tokens=torch.zeros_like(lengths_S),
+        group_ids=torch.arange(len(lengths_S)), tokens=torch.arange(10, 10 + num_tokens),
+        loss_mask=zeros_T.bool(), advantages=zeros_T, weights=zeros_T,
+        engine_logprobs=torch.tensor(engine), old_logprobs=torch.tensor(policy),
+        sequence_names=tuple(f"ticket {4 + 3 * n}, sample {2 * n}" for n in range(len(lengths_S))),
+    )  # fmt: skip
+
+
+def all_of(batch: TokenBatch) -> torch.Tensor:
+    return torch.ones(len(batch.tokens), dtype=torch.bool)
+
+
 def test_gap_statistics() -> None:
-    engine = torch.tensor([[-1.0, math.nan, -2.0], [-3.0, -1.0, 0.0]])
-    policy = torch.tensor([[-1.5, 0.0, -2.0], [-2.0, -1.0, math.inf]])
-    mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
-    gap = gap_statistics(engine, policy, mask)
-    assert (gap.mean, gap.max, gap.worst_token, gap.num_tokens) == (0.375, 1.0, 3, 4)
+    batch = batch_with_gaps(
+        (-1.0, math.nan, -2.0, -3.0, -1.0, 0.0), (-1.5, 0.0, -2.0, -2.0, -1.0, math.inf)
+    )
+    gap = gap_statistics(batch, torch.tensor([1, 0, 1, 1, 1, 0]).bool())
+    assert (gap.mean, gap.max, gap.num_tokens) == (0.375, 1.0, 4)
+    assert gap.worst == TokenGap("ticket 4, sample 0", 3, 13, -3.0, -2.0)
     assert gap.kl == pytest.approx(((math.exp(-0.5) - 0.5) + (math.e - 2)) / 4)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_gap_counts_as_infinite(bad: float) -> None:
-    gap = gap_statistics(torch.tensor([-1.0, bad]), torch.tensor([-3.0, -1.0]), torch.ones(2))
+    batch = batch_with_gaps((-1.0, bad), (-3.0, -1.0))
+    gap = gap_statistics(batch, all_of(batch))
     assert gap.max == gap.mean == gap.kl == math.inf
-    assert gap.worst_token == 1
+    assert gap.worst is not None
+    assert gap.worst.position == 1
 
 
 def test_gap_of_no_tokens_is_zero_and_shapes_must_match() -> None:
-    no_tokens = gap_statistics(torch.ones(2), torch.zeros(2), torch.zeros(2))
-    assert no_tokens == GapStatistics(mean=0.0, max=0.0, kl=0.0, worst_token=None, num_tokens=0)
+    batch = batch_with_gaps((1.0, 1.0), (0.0, 0.0))
+    no_tokens = gap_statistics(batch, torch.zeros(2).bool())
+    assert no_tokens == GapStatistics() == merge([]) == merge([GapStatistics()] * 2)
+    assert (no_tokens.mean, no_tokens.max, no_tokens.kl, no_tokens.worst) == (0.0, 0.0, 0.0, None)
     with pytest.raises(ValueError, match="shapes differ"):
-        gap_statistics(torch.ones(2), torch.zeros(1), torch.ones(2))
+        gap_statistics(batch, torch.ones(3).bool())
+
+
+@given(st.lists(st.sampled_from([0.0, 0.125, -0.5, 1.0]), min_size=1, max_size=12), st.data())
+def test_merged_gaps_equal_those_of_all_tokens(gaps: list[float], data: st.DataObject) -> None:
+    batch = batch_with_gaps([0.0] * len(gaps), gaps, [1] * len(gaps))
+    part_T = torch.tensor([data.draw(st.integers(0, 2)) for _ in gaps])
+    parts = [gap_statistics(batch, part_T == part) for part in range(3)]
+    whole, merged = gap_statistics(batch, all_of(batch)), merge(parts)
+    assert (merged.total, merged.max, merged.num_tokens) == (whole.total, whole.max, len(gaps))
+    assert merged.kl == pytest.approx(whole.kl)
+    assert merged.worst is not None
+    assert abs(merged.worst.policy_logprob) == whole.max
+
+
+def test_gaps_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_with_gaps([0.0] * 7, [0.0, 0.5, 0.25, 0.0, 0.0, -1.0, 0.25], [3, 4])
+    mask = torch.tensor([1, 1, 0, 1, 1, 1, 1]).bool()
+    whole = gap_statistics(batch, mask)
+    monkeypatch.setattr(mismatch, "CHUNK", 2)
+    chunked = gap_statistics(batch, mask)
+    assert (chunked.total, chunked.num_tokens, chunked.worst) == (1.75, 6, whole.worst)
+    assert chunked.kl == pytest.approx(whole.kl)
 
 
 def disagreeing_batch() -> TokenBatch:
     """Two sequences of 2 and 3 tokens; the gaps are 0.25 at tokens 1 and 3, and 0.5 at token 2."""
-    engine = torch.tensor([-1.0, -2.0, -3.0, -1.0, -2.0])
-    zeros = torch.zeros(5)
-    return TokenBatch(
-        tokens=torch.arange(10, 15), lengths=torch.tensor([2, 3]), loss_mask=zeros.bool(),
-        advantages=zeros, weights=zeros, engine_logprobs=engine, group_ids=torch.tensor([0, 1]),
-        old_logprobs=engine + torch.tensor([0.0, 0.25, -0.5, 0.25, 0.0]),
-        sequence_names=("ticket 4, sample 0", "ticket 7, sample 2"),
-    )  # fmt: skip
+    return batch_with_gaps((-1.0, -2.0, -3.0, -1.0, -2.0), (-1.0, -1.75, -3.5, -0.75, -2.0), (2, 3))
 
 
 def test_gaps_equal_to_their_bounds_pass() -> None:
-    batch, mask = disagreeing_batch(), torch.tensor([1, 1, 1, 1, 0]).bool()
-    gap = check_gap(batch, mask, version=3, max_gap=0.5, max_mean_gap=0.25)
-    assert (gap.mean, gap.max, gap.num_tokens, gap.worst_token) == (0.25, 0.5, 4, 2)
-    assert check_gap(batch, mask, version=3, max_gap=0.5, max_mean_gap=None) == gap
-    no_tokens = check_gap(batch, torch.zeros(5).bool(), version=3, max_gap=-1.0, max_mean_gap=None)
-    assert no_tokens.num_tokens == 0
+    gap = gap_statistics(disagreeing_batch(), torch.tensor([1, 1, 1, 1, 0]).bool())
+    assert (gap.mean, gap.max, gap.num_tokens) == (0.25, 0.5, 4)
+    check_gap(gap, version=3, max_gap=0.5, max_mean_gap=0.25)
+    check_gap(gap, version=3, max_gap=0.5, max_mean_gap=None)
+    check_gap(GapStatistics(), version=3, max_gap=-1.0, max_mean_gap=None)
 
 
 def test_a_mean_gap_above_its_bound_is_reported() -> None:
-    batch = disagreeing_batch()
-    mask = torch.tensor([1, 1, 1, 1, 0]).bool()
+    gap = gap_statistics(disagreeing_batch(), torch.tensor([1, 1, 1, 1, 0]).bool())
     with pytest.raises(
         SyncError,
         match=r"^weights 3: engine and policy disagree by 0\.25 on the mean of 4 tokens; "
         r"sync\.max_mean_gap is 0\.2\. ",
     ):
-        check_gap(batch, mask, version=3, max_gap=9.0, max_mean_gap=0.2)
+        check_gap(gap, version=3, max_gap=9.0, max_mean_gap=0.2)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +239,29 @@ def test_a_mean_gap_above_its_bound_is_reported() -> None:
         ([0, 0, 0, 1, 1], r"0\.25 on ticket 7, sample 2, token 1 \(id 13\): log-prob -1\.000000"),
     ],
 )  # fmt: skip
-def test_the_token_with_the_largest_gap_is_reported(mask_values: list[int], message: str) -> None:
-    mask = torch.tensor(mask_values).bool()
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_token_with_the_largest_gap_is_reported(
+    mask_values: list[int], message: str, rank: int
+) -> None:
+    """Also if another rank holds it: then its statistics are merged with those of others."""
+    own = gap_statistics(disagreeing_batch(), torch.tensor(mask_values).bool())
+    other = GapStatistics(total=0.1, max=0.1, num_tokens=8, worst=TokenGap("other", 0, 1, 0.1, 0.0))
+    gap = merge([own, other] if rank == 0 else [GapStatistics(), other, own])
     with pytest.raises(SyncError, match=f"^weights 3: engine and policy disagree by {message}"):
-        check_gap(disagreeing_batch(), mask, version=3, max_gap=0.2, max_mean_gap=None)
+        check_gap(gap, version=3, max_gap=0.2, max_mean_gap=None)
     with pytest.raises(SyncError, match=r"sync\.max_gap is 0\.2\. "):
-        check_gap(disagreeing_batch(), mask, version=3, max_gap=0.2, max_mean_gap=0.5)
+        check_gap(gap, version=3, max_gap=0.2, max_mean_gap=0.5)
+
+
+def test_the_worst_token_of_held_sequences_has_its_name_in_the_step() -> None:
+    whole = disagreeing_batch()
+    held = replace(
+        whole, owners=torch.tensor([0, 1]), held=torch.tensor([1]),
+        tokens=whole.tokens[2:], engine_logprobs=whole.engine_logprobs[2:],
+        old_logprobs=whole.old_logprobs[2:],
+    )  # fmt: skip
+    gap = gap_statistics(held, torch.tensor([0, 1, 1]).bool())
+    assert gap.worst == TokenGap("ticket 7, sample 2", 1, 13, -1.0, -0.75)
 
 
 def test_algo_imports_neither_megatron_nor_vllm_nor_the_config() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.config import OverlongConfig
-from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, split, valid_completions
+from dapo_megatron.data.batch import (
+    assemble,
+    describe,
+    diagnose,
+    fresh_mask,
+    split,
+    tokens_of,
+    valid_completions,
+)
 from dapo_megatron.types import (
     Completion,
     Finish,
@@ -21,7 +31,9 @@ from dapo_megatron.types import (
     Prompt,
     Segment,
     TokenBatch,
+    TrainingSequence,
 )
+from tests.helpers.batches import assemble_groups
 
 RIGHT, WRONG = Grade(1.0, True, "7"), Grade(-1.0, False, "8")
 
@@ -54,7 +66,11 @@ def overlong(
 
 
 def assembled(*groups: Group, **mode: bool) -> TokenBatch:
-    return assemble(groups, overlong=overlong(**mode), eps=1e-6)
+    return assemble_groups(groups, overlong(**mode))
+
+
+def described(*groups: Group, **mode: bool) -> list[TrainingSequence]:
+    return describe(groups, overlong=overlong(**mode), eps=1e-6)
 
 
 def advantages(batch: TokenBatch) -> list[float]:
@@ -83,7 +99,10 @@ def test_sequences_are_concatenated_into_flat_tensors() -> None:
     a = 2**-0.5  # (1 - 0) / sqrt(2), ddof 1
     expected = [0, 0, a, a, 0, 0, -a, 0, a, 0, -a]
     torch.testing.assert_close(batch.advantages, torch.tensor(expected), atol=1e-5, rtol=0)
-    assert {batch.tokens.dtype, batch.lengths.dtype, batch.group_ids.dtype} == {torch.int64}
+    assert batch.loss_tokens.tolist() == [2, 1, 1, 1]
+    assert batch.tokens.dtype is torch.int32
+    of_sequences = (batch.lengths, batch.loss_tokens, batch.group_ids)
+    assert {tensor.dtype for tensor in of_sequences} == {torch.int64}
     assert batch.loss_mask.dtype is torch.bool
     floats = (batch.advantages, batch.weights, batch.engine_logprobs)
     assert {tensor.dtype for tensor in floats} == {torch.float32}
@@ -105,7 +124,7 @@ def test_a_batch_does_not_depend_on_the_default_dtype_of_torch() -> None:
 
 def test_eps_is_added_to_the_standard_deviation() -> None:
     groups = [group(1, completion(0, 1, RIGHT), completion(1, 1, WRONG))]
-    batch = assemble(groups, overlong=overlong(), eps=1.0)
+    batch = assemble_groups(groups, overlong(), eps=1.0)
     assert advantages(batch) == pytest.approx([2**0.5 - 1, 1 - 2**0.5])
 
 
@@ -154,7 +173,7 @@ def test_overlong_modes(mode: dict[str, bool], expected: list[float]) -> None:
     )
     assert batch.num_loss_tokens == (8 if mode.get("filter") else 16)
     assert not mode.get("filter") or not batch.loss_mask[12:].any()
-    fresh = fresh_mask([TRUNCATED], version=3, overlong=overlong(**mode))
+    fresh = fresh_mask(described(TRUNCATED, **mode), batch, version=3)
     assert fresh.numel() == batch.tokens.numel()
 
 
@@ -185,14 +204,14 @@ def test_fresh_tokens_are_response_tokens_of_this_version() -> None:
     no, yes = False, True
 
     def fresh(version: int) -> list[bool]:
-        return fresh_mask(groups, version=version, overlong=overlong()).tolist()
+        return fresh_mask(described(*groups), assembled(*groups), version=version).tolist()
 
     assert fresh(3) == [no, no, no, no, no, yes, yes, no, no, no]
     assert fresh(2) == [no, no, no, no, yes, no, no, no, no, yes]
     assert not any(fresh(4))
     short = completion(5, 3, RIGHT, segments=(Segment(1, 2),))
     with pytest.raises(ValueError, match=r"ticket 9, sample 5: .* for 3 tokens"):
-        fresh_mask([group(9, short)], version=1, overlong=overlong())
+        assembled(group(9, short))
 
 
 def test_diagnostics_cover_the_response_tokens_of_each_sequence() -> None:
@@ -205,7 +224,7 @@ def test_diagnostics_cover_the_response_tokens_of_each_sequence() -> None:
     # The gap to the engine grows with the position. Prompt positions must not count.
     offsets = torch.arange(batch.tokens.numel()) / 64
     policy = LogProbs(batch.engine_logprobs + offsets, 10 + offsets)
-    sequences = list(diagnose(groups, batch, policy, overlong=overlong(filter=True)))
+    sequences = list(diagnose(described(*groups, filter=True), batch, policy))
     first, _, third = sequences
     assert [(sequence.ticket, sequence.sample) for sequence in sequences] == [
         (7, 0),
@@ -223,26 +242,30 @@ def test_a_response_without_a_token_has_no_gap() -> None:
     groups = [group(7, completion(0, 0, WRONG), completion(1, 2, RIGHT))]
     batch = assembled(*groups)
     policy = LogProbs(batch.engine_logprobs, batch.engine_logprobs)
-    empty, other = diagnose(groups, batch, policy, overlong=overlong())
+    empty, other = diagnose(described(*groups), batch, policy)
     assert math.isnan(empty.gap_mean)
     assert math.isnan(empty.gap_max)
     assert empty.logprobs.tolist() == []
     assert other.gap_max == 0.0
 
 
-def test_diagnostics_reject_groups_that_do_not_match_the_batch() -> None:
-    groups = [group(7, completion(0, 3, RIGHT), completion(2, 1, WRONG))]
-    batch = assembled(*groups)
-    policy = LogProbs(batch.engine_logprobs, batch.engine_logprobs)
-    other = replace(groups[0], completions=groups[0].completions[:1])
-    with pytest.raises(ValueError, match="longer than"):
-        list(diagnose([other], batch, policy, overlong=overlong()))
-
-
-def test_a_completion_with_fewer_logprobs_than_tokens_is_rejected() -> None:
-    broken = replace(completion(4, 2, RIGHT), logprobs=(-0.5,))
-    with pytest.raises(ValueError, match=r"ticket 9, sample 4: 1 log-probs for 2 tokens"):
-        assembled(group(9, broken))
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"logprobs": array("f", [-0.5])}, "2 prompt tokens, 2 response tokens and 1 log-probs"),
+        ({"response": array("i", [1, 2, 3])}, "2 prompt tokens, 3 response tokens and 2"),
+        ({"prompt": array("i")}, "0 prompt tokens, 2 response tokens and 2"),
+        (None, "its tokens are missing"),
+    ],
+)
+def test_tokens_that_do_not_match_their_description_are_rejected(
+    broken: dict[str, Any] | None, message: str
+) -> None:
+    groups = [group(9, completion(4, 2, RIGHT))]
+    tokens = tokens_of(groups, overlong())
+    tokens = {} if broken is None else {0: replace(tokens[0], **broken)}
+    with pytest.raises(ValueError, match=f"^ticket 9, sample 4: {message}"):
+        assemble(described(*groups), tokens)
 
 
 @settings(deadline=None)

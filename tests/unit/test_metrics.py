@@ -149,7 +149,7 @@ def test_update_metrics_are_means_over_tokens() -> None:
 
 
 def test_metrics_of_the_mismatch_and_of_a_sync() -> None:
-    gap = GapStatistics(mean=0.1, max=0.3, kl=0.2, worst_token=5, num_tokens=9)
+    gap = GapStatistics(total=0.9, max=0.3, kl_total=1.8, num_tokens=9)
     assert mismatch_metrics(gap) == {
         "mismatch/gap_mean": 0.1,
         "mismatch/gap_max": 0.3,

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.config import OverlongConfig
-from dapo_megatron.data.batch import assemble
 from dapo_megatron.rollout.metrics import rollout_metrics
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay, check_recorded
 from dapo_megatron.tracking.samples import write_samples
@@ -26,6 +25,7 @@ from dapo_megatron.types import (
     Segment,
     SyncReport,
 )
+from tests.helpers.batches import assemble_groups
 
 OVERLONG = OverlongConfig(
     max_tokens=8, buffer_tokens=4, penalty=True, filter=False, filtered_in_mean=False
@@ -82,9 +82,7 @@ def test_the_replayed_batch_equals_the_recorded_one_bit_for_bit(
     recorded = [(trained_group, Outcome.TRAINED) for trained_group in trained]
     replayed = record(folder, recorded).collect(0, lambda _: None)
     assert repr(replayed.train) == repr(trained)
-    batches = [
-        assemble(groups, overlong=OVERLONG, eps=1e-6) for groups in (replayed.train, trained)
-    ]
+    batches = [assemble_groups(groups, OVERLONG) for groups in (replayed.train, trained)]
     for name in ("tokens", "lengths", "loss_mask", "advantages", "engine_logprobs", "group_ids"):
         assert getattr(batches[0], name).equal(getattr(batches[1], name)), name
 

@@ -37,7 +37,9 @@ from dapo_megatron.types import (
     TokenBatch,
     whole,
 )
+from tests.helpers.batches import ONE_INDEX
 from tests.helpers.configs import tiny_config
+from tests.unit.test_batch import RIGHT, WRONG, completion, group
 
 NAME = "model.norm.weight"
 VOCAB, NUM_TOKENS = 64, 8
@@ -236,7 +238,8 @@ class World:
         self.both.record(f"collect {version}", "engine weights", "engine cache")
         if self.error is not None and version == 1:
             raise self.error
-        return SimpleNamespace(train=[], ended=[])  # type: ignore[return-value]
+        completions = (completion(0, 1, RIGHT), completion(1, 1, WRONG))
+        return SimpleNamespace(train=[group(1, *completions)], ended=[])  # type: ignore[return-value]
 
     def run(self) -> dict[str, float]:
         self.both.record("evaluate", "engine weights", "engine cache")
@@ -280,24 +283,18 @@ class World:
 
 
 def train(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> tuple[Any, World]:
-    """Run two steps of the real loop, each on two made-up mini-batches."""
+    """Run two steps of the real loop, each on two mini-batches of one sequence."""
     both, ranks = Accelerator(), Ranks(0, 1, 0)
     world = World(both, error)
     sync = make_sync(both)
     both.sleep()
     both.calls.clear()
-    ones = torch.ones(4)
-    batch = TokenBatch(
-        tokens=torch.ones(4, dtype=torch.long), lengths=torch.tensor([2, 2]), loss_mask=ones.bool(),
-        advantages=ones, weights=ones, engine_logprobs=ones, group_ids=torch.arange(2),
-    )  # fmt: skip
-    monkeypatch.setattr(loop, "assemble", lambda *_, **__: batch)
-    monkeypatch.setattr(loop, "split", lambda *_: [batch, batch])
-    monkeypatch.setattr(loop, "check_gap", lambda *_, **__: SimpleNamespace(num_tokens=0))
+    monkeypatch.setattr(loop, "check_gap", lambda *_, **__: None)
     monkeypatch.setattr(loop.step_metrics, "rollout_metrics", lambda *_: {})
     parts: Any = SimpleNamespace(
         policy=both, sync=sync, coordinator=world, evaluator=world, recorder=world,
-        checkpoints=world, loss=None, learning_rate=lambda step: 1e-4, check_stop=lambda: None,
+        checkpoints=world, data_parallel=ONE_INDEX, loss=None,
+        learning_rate=lambda step: 1e-4, check_stop=lambda: None,
         instruments=StepInstruments(world, MemoryMeter(ranks), TimelineRecorder(ranks, every=0)),
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=2)

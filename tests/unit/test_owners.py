@@ -1,0 +1,141 @@
+"""Owners of sequences: one data-parallel index trains on each, and only it has the tokens."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapo_megatron.algo.loss import Aggregation
+from dapo_megatron.cluster.collectives import decode, encode
+from dapo_megatron.data.batch import assemble, describe, fresh_mask, split, tokens_of
+from dapo_megatron.data.owners import DataParallelRanks, gather_diagnostics, owners
+from dapo_megatron.data.packing import plan_microbatches
+from dapo_megatron.types import Segment, SequenceDiagnostics
+from tests.unit.test_batch import RIGHT, WRONG, completion, group, overlong
+
+PLAN = partial(plan_microbatches, max_tokens=64)
+PADDED = partial(plan_microbatches, max_tokens=64, packed=False, num_multiple=2)
+
+
+def groups_of(responses: list[list[int]]) -> list[Any]:
+    """Make groups whose completions have these numbers of tokens, the first of an older version."""
+    return [
+        group(ticket, *(
+            completion(
+                sample, num_tokens, (RIGHT, WRONG)[sample % 2],
+                segments=(Segment(2, num_tokens // 2), Segment(3, num_tokens - num_tokens // 2)),
+            )
+            for sample, num_tokens in enumerate(row)
+        ), num_prompt_tokens=1 + ticket % 3)
+        for ticket, row in enumerate(responses)
+    ]  # fmt: skip
+
+
+@settings(deadline=None)
+@given(
+    responses=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), max_size=6),
+    num_updates=st.integers(1, 7),
+    num_ranks=st.integers(1, 5),
+    plan=st.sampled_from([PLAN, PADDED]),
+    aggregation=st.sampled_from(["token", "prompt", "sequence"]),
+)
+def test_local_batches_are_disjoint_parts_of_the_whole_one(
+    responses: list[list[int]],
+    num_updates: int,
+    num_ranks: int,
+    plan: Any,
+    aggregation: Aggregation,
+) -> None:
+    groups = groups_of(responses)
+    sequences = describe(groups, overlong=overlong(), eps=1e-6)
+    tokens = tokens_of(groups, overlong())
+    lengths = [sequence.num_tokens for sequence in sequences]
+    owner = owners(lengths, num_updates, plan, num_ranks)
+    whole = assemble(sequences, tokens)
+    whole_minis = split(whole, num_updates, aggregation)
+    whole_fresh = fresh_mask(sequences, whole, version=3)
+    seen = []
+    for rank in range(num_ranks):
+        own = {index: tokens[index] for index in tokens if owner[index] == rank}
+        batch = assemble(sequences, own, owner)
+        assert batch.held is not None
+        seen += batch.held.tolist()
+        assert torch.equal(
+            fresh_mask(sequences, batch, version=3), of_held(whole_fresh, whole, batch)
+        )
+        minis = split(batch, num_updates, aggregation)
+        for mini, whole_mini in zip(minis, whole_minis, strict=True):
+            share = plan(mini.lengths.tolist(), num_ranks)[rank]
+            assert sorted(index for micro in share for index in micro) == mini.held.tolist()
+            for name in ("lengths", "loss_tokens", "group_ids"):
+                assert torch.equal(getattr(mini, name), getattr(whole_mini, name))
+            assert mini.sequence_names == whole_mini.sequence_names
+            assert mini.num_loss_tokens == int(whole_mini.loss_mask.sum())
+            for name in ("tokens", "loss_mask", "advantages", "weights", "engine_logprobs"):
+                expected = of_held(getattr(whole_mini, name), whole_mini, mini)
+                assert torch.equal(getattr(mini, name), expected), name
+    assert sorted(seen) == list(range(len(sequences)))
+
+
+def of_held(values_T: torch.Tensor, whole: Any, batch: Any) -> torch.Tensor:
+    """Return the values of a whole batch at the tokens of the sequences that `batch` holds."""
+    parts = values_T.split(whole.lengths.tolist())
+    return torch.cat([values_T[:0], *(parts[index] for index in batch.held.tolist())])
+
+
+def test_starts_locate_held_sequences_only() -> None:
+    groups = groups_of([[3, 1, 2]])
+    sequences, tokens = (
+        describe(groups, overlong=overlong(), eps=1e-6),
+        tokens_of(groups, overlong()),
+    )
+    batch = assemble(sequences, {2: tokens[2], 0: tokens[0]}, [1, 0, 1])
+    assert batch.starts.tolist() == [0, -1, 4]
+    assert batch.tokens.tolist() == [10, 100, 101, 102, 10, 100, 101]
+    assert batch.num_loss_tokens == 6
+    assert assemble(sequences, tokens).starts.tolist() == [0, 4, 6]
+    with pytest.raises(ValueError, match=r"ticket 0, sample 1: its tokens are missing"):
+        assemble(sequences, {0: tokens[0], 2: tokens[2]})
+
+
+@dataclass
+class Recorded:
+    """Exchange of rank 0 with ranks whose messages are known."""
+
+    others: list[Any]
+    rank = 0
+
+    def all_gather(self, value: Any, of: Any) -> list[Any]:
+        return [decode(encode(part), of, 0) for part in (value, *self.others)]
+
+
+def test_one_value_is_gathered_of_each_index() -> None:
+    ranks = DataParallelRanks.join(Recorded([1, 0, 1]), 0, PLAN, 2)  # type: ignore[arg-type]
+    assert (ranks.index, ranks.size, ranks.firsts) == (0, 2, [0, 1])
+    ranks.exchange.others = ["of 1", None, None]  # type: ignore[attr-defined]
+    assert ranks.all_gather("of 0", str) == ["of 0", "of 1"]
+
+
+def test_diagnostics_of_all_indices_are_sorted_by_sequence() -> None:
+    def diagnostics(ticket: int, sample: int) -> SequenceDiagnostics:
+        logprobs = torch.tensor([-0.5, -float(ticket)])
+        return SequenceDiagnostics(ticket, sample, 0.5, 0.125, 0.25, logprobs, logprobs + 1)
+
+    values = (array("f", [-0.5, -3.0]), array("f", [0.5, -2.0]))
+    recorded: Any = Recorded([[(3, 1, 0.5, 0.125, 0.25, *values)]])
+    ranks = DataParallelRanks(recorded, (0, 1), PLAN, 2)
+    own = iter([diagnostics(3, 0), diagnostics(5, 1)])
+    gathered = list(gather_diagnostics(own, ranks, 1))
+    assert [(part.ticket, part.sample) for part in gathered] == [(3, 0), (3, 1), (5, 1)]
+    assert [part.logprobs.tolist() for part in gathered] == [[-0.5, -3.0], [-0.5, -3.0], []]
+    assert [part.entropy.tolist() for part in gathered] == [[0.5, -2.0], [0.5, -2.0], []]
+    assert {(part.advantage, part.gap_mean, part.gap_max) for part in gathered} == {
+        (0.5, 0.125, 0.25)
+    }
