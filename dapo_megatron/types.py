@@ -221,13 +221,14 @@ class SampleRequest:
     """A request to an engine: sample a new completion, or continue an interrupted one.
 
     `so_far` is the interrupted completion (at least one token), or None. `max_tokens` limits the
-    whole response. `seed` depends only on the run, ticket, sample and number of tokens so far.
+    whole response. `seed` depends only on the run, ticket, sample and number of tokens so far. If
+    it is None, the engine uses its own random numbers, which takes less time.
     """
 
     ticket: int
     sample: int
     prompt: Prompt
-    seed: int
+    seed: int | None
     max_tokens: int
     temperature: float
     top_p: float

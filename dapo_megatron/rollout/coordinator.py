@@ -87,6 +87,7 @@ class Coordinator:
             temperature=config.temperature,
             top_p=config.top_p,
             seed_name=f"{seed}/train",
+            is_seeded=config.deterministic,
         )
         self._dispatcher = Dispatcher(driver, sampling)
         self._ended: list[tuple[Group, Outcome]] = []  # not returned by `collect` yet

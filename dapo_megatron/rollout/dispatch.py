@@ -113,24 +113,27 @@ class OpenGroup:
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling parameters, with `num_samples` completions per prompt. `seed_name` separates the
-    random numbers of different uses (training, each evaluation set)."""
+    random numbers of different uses (training, each evaluation set). Unless `is_seeded`, requests
+    use the engine's random numbers instead of their own."""
 
     num_samples: int
     max_tokens: int
     temperature: float
     top_p: float
     seed_name: str
+    is_seeded: bool = True
 
     def request(
         self, ticket: int, prompt: Prompt, sample: int, so_far: Completion | None = None
     ) -> SampleRequest:
         """Return the request for completion `sample`, or for the rest of it after `so_far`."""
         num_tokens = 0 if so_far is None else len(so_far.tokens)
+        seed = sample_seed(self.seed_name, ticket, sample, num_tokens) if self.is_seeded else None
         return SampleRequest(
             ticket=ticket,
             sample=sample,
             prompt=prompt,
-            seed=sample_seed(self.seed_name, ticket, sample, num_tokens),
+            seed=seed,
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,

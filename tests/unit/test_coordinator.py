@@ -509,7 +509,7 @@ def test_a_deterministic_run_stopped_within_a_step_repeats_that_step() -> None:
 
 def test_a_continued_completion_gets_a_new_seed() -> None:
     driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: MAX_TOKENS - ticket % 3)
-    coordinator = make_coordinator(driver, max_overtake=8)
+    coordinator = make_coordinator(driver, max_overtake=8, deterministic=True)
     for version in range(4):
         collect(coordinator, driver, version)
     seeds = {request.seed for request in driver.requests}
@@ -522,6 +522,13 @@ def test_a_continued_completion_gets_a_new_seed() -> None:
     assert continued
     assert len(seeds) == len(request_keys)
     assert all(request.max_tokens == MAX_TOKENS for request in continued)
+
+
+def test_requests_have_seeds_only_in_a_deterministic_run() -> None:
+    for deterministic in (False, True):
+        driver = ScriptedDriver(mixed_every(1))
+        collect(make_coordinator(driver, deterministic=deterministic), driver, 0)
+        assert {request.seed is None for request in driver.requests} == {not deterministic}
 
 
 def test_a_finished_group_that_waits_too_long_expires_and_is_counted() -> None:
