@@ -251,10 +251,10 @@ def test_tensor_parallel_ranks_draw_the_same_random_numbers(
     _check_random(*first)
 
 
-def _check_random(one: Results, other: Results) -> None:
+def _check_random(first: Results, second: Results) -> None:
     """Check that samples at temperature 1 or 0.7 differ, and that greedy ones do not."""
-    for (ticket, sample), completion in one.items():
-        assert (completion.tokens == other[ticket, sample].tokens) == (ticket % 3 == 2)
+    for (ticket, sample), completion in first.items():
+        assert (completion.tokens == second[ticket, sample].tokens) == (ticket % 3 == 2)
 
 
 def test_replicas_draw_different_random_numbers(replicas: list[Observations]) -> None:
