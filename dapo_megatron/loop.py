@@ -124,7 +124,8 @@ def train_step(
         with phase(Phase.LOGPROBS):
             outputs = parts.policy.logprobs(batch)
         partial_step.old_logprobs = outputs.logprobs
-        parts.recorder.sequence_diagnostics(step, diagnose(sequences, batch, outputs))
+        diagnostics = diagnose(sequences, batch, outputs)
+        parts.recorder.sequence_diagnostics(step, diagnostics, sequences, parts.data_parallel)
     batch = dataclasses.replace(batch, old_logprobs=partial_step.old_logprobs)
     own_gap = gap_statistics(batch, fresh_mask(sequences, batch, version=step - 1))
     gap = merge(parts.data_parallel.all_gather(own_gap, GapStatistics))

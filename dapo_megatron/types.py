@@ -223,8 +223,8 @@ class SampleRequest:
     """A request to an engine: sample a new completion, or continue an interrupted one.
 
     `so_far` is the interrupted completion (at least one token), or None. `max_tokens` limits the
-    whole response. `seed` depends only on the run, ticket, sample and number of tokens so far. None
-    samples from the engine's own generator.
+    whole response. `seed` depends only on the run, ticket, sample and number of tokens so far. If
+    it is None, the engine uses its own random numbers, which takes less time.
     """
 
     ticket: int

@@ -70,9 +70,9 @@ class RolloutConfig(Section):
     expected_keep_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     """Initial estimate of the share of mixed groups, replaced by observed values."""
     deterministic: bool = False
-    """Make decisions depend only on engine steps, never on the clock. A run on CPU then repeats and
-    resumes bit for bit. Each step waits for all replicas and gradings, so leave this off on a
-    cluster."""
+    """Make decisions depend only on engine steps, never on the clock, and give each completion its
+    own seed. A run on CPU then repeats and resumes bit for bit. Leave this off on a cluster,
+    because each step waits for all replicas and gradings, and vLLM samples more slowly."""
 
 
 class OverlongConfig(Section):

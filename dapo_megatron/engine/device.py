@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import secrets
 import warnings
 from collections.abc import Iterator
@@ -17,12 +16,12 @@ from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dapo_megatron.cluster.imports import disable_compiler
 from dapo_megatron.cluster.scratch import clear_abandoned, locked
+from dapo_megatron.engine.generators import random_state
 from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
@@ -221,7 +220,7 @@ def construction() -> Iterator[None]:
     environment = {name: os.environ.get(name) for name in names}
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     try:
-        with random_state(cuda=has_cuda()), warnings.catch_warnings():
+        with random_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             with _shared_memory():
                 if not has_cuda():
@@ -271,24 +270,6 @@ class _NamedMemory(shared_memory.SharedMemory):
     def unlink(self) -> None:
         """Delete the name, unless another rank has deleted it."""
         (_SHARED_MEMORY / self.name).unlink(missing_ok=True)
-
-
-@contextmanager
-def random_state(cuda: bool = False) -> Iterator[None]:
-    """Restore the states of the global random generators after the context.
-
-    On CPU each sampling step of vLLM draws from torch's global generator, even if every request has
-    its own seed. Without this, the generators of the ranks would diverge with the work of their
-    engines. `cuda`: also restore the GPU's generator. Reading its state synchronizes with the GPU.
-    """
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if cuda else []
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _keep_process_groups() -> None:

@@ -2,7 +2,7 @@
 
 vLLM divides the world into groups of `tensor_parallel` consecutive ranks. Each group is a separate
 engine, a replica. The ranks of a group schedule and sample independently. They agree because they
-get the same requests, in the same order, between the same steps.
+get the same requests, in the same order, between the same steps, and draw the same random numbers.
 
 Log-probs are vLLM's `processed_logprobs`: at the request's temperature (at temperature 0, those at
 temperature 1) and after top-p. At top-p 1, which the config requires for rollouts, they are those
@@ -12,7 +12,6 @@ wrong at temperatures other than 1.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,14 @@ from typing import TYPE_CHECKING
 
 from dapo_megatron.config import Config
 from dapo_megatron.engine import device, memory
+from dapo_megatron.engine.continuation import (
+    append_tokens,
+    prompt_of,
+    sampled_so_far,
+    tokens_left,
+)
 from dapo_megatron.engine.fixed_requests import greedy, prompt_logprobs, scoring
+from dapo_megatron.engine.generators import EngineGenerators
 from dapo_megatron.engine.shutdown import shut_down
 from dapo_megatron.model import read_architecture
 from dapo_megatron.types import (
@@ -29,7 +35,6 @@ from dapo_megatron.types import (
     DapoError,
     Finish,
     SampleRequest,
-    Segment,
     SyncError,
 )
 
@@ -82,6 +87,8 @@ class VllmEngine:
         self._requests: dict[str, SampleRequest] = {}
         self._sleeps = config.engine.sleep
         self._asleep: set[memory.MemoryTag] = set()
+        self._seed = config.seed
+        self._generators: EngineGenerators | None = None
         device.prepare_environment(rank, local_rank)
         self._llm = _start(config, "dummy" if is_empty else "auto")
         self._tokenizer = self._llm.get_tokenizer()
@@ -108,8 +115,7 @@ class VllmEngine:
     def step(self) -> list[tuple[SampleRequest, Completion]]:
         """Advance by one engine step. Return the requests that finished, with their completions."""
         self._require_awake()
-        with device.random_state():
-            outputs = self._llm.llm_engine.step()
+        outputs = self._step()
         return [self._finished(output) for output in outputs if output.finished]
 
     @property
@@ -210,10 +216,19 @@ class VllmEngine:
             engine.add_request(str(index), {"prompt_token_ids": list(tokens)}, sampling)
         finished: dict[str, RequestOutput] = {}
         while engine.has_unfinished_requests():
-            with device.random_state():
-                outputs = engine.step()
-            finished |= {output.request_id: output for output in outputs}
+            finished |= {output.request_id: output for output in self._step()}
         return [finished[str(index)] for index in range(len(prompts))]
+
+    def _step(self) -> list[RequestOutput]:
+        """Run one step of vLLM with the engine's own random numbers.
+
+        Replicas draw different numbers, and so does a resumed run, because its first weights have
+        another version.
+        """
+        if self._generators is None:
+            self._generators = EngineGenerators(self._seed, self.replica, self.version)
+        with self._generators.in_use():
+            return self._llm.llm_engine.step()
 
     def sleep(self) -> None:
         """Free the accelerator's memory for the policy. Weights and cached prefixes are lost. Does
@@ -360,86 +375,3 @@ def _stop_ids(llm: LLM) -> list[int]:
     for source in sources:
         ids |= {source} if isinstance(source, int) else set(source or ())
     return sorted(ids)
-
-
-# ------------------------------------------------------------------ interrupted requests
-
-
-def tokens_left(request: SampleRequest) -> int:
-    """Return how many tokens may still be sampled. Raises DapoError if there are none. vLLM's own
-    error would not name the request."""
-    left = request.max_tokens - len(_tokens(request))
-    if left < 1:
-        raise DapoError(
-            f"ticket {request.ticket}, sample {request.sample}: asked to continue "
-            f"{len(_tokens(request))} tokens, but rollout.max_response_tokens is "
-            f"{request.max_tokens}. It was larger when they were sampled. Resume with that limit"
-        )
-    return left
-
-
-def prompt_of(request: SampleRequest) -> list[int]:
-    """Return the tokens to continue from: the prompt and the response so far."""
-    return [*request.prompt.tokens, *_tokens(request)]
-
-
-def append_tokens(
-    request: SampleRequest,
-    tokens: Sequence[int],
-    logprobs: Sequence[float],
-    version: int,
-    finish: Finish = Finish.UNFINISHED,
-) -> Completion:
-    """Append `tokens`, sampled by weights `version`, to the completion so far. Text is left empty.
-
-    Without new tokens, the completion so far is returned unchanged. A request without a completion
-    so far must have a new token. Raises ValueError if tokens and log-probs differ in number.
-    """
-    if len(tokens) != len(logprobs):
-        raise ValueError(
-            f"ticket {request.ticket}, sample {request.sample}: {len(logprobs)} log-probs for "
-            f"{len(tokens)} new tokens"
-        )
-    so_far = request.so_far
-    if not tokens and so_far is not None:
-        return so_far
-    new_tokens, new_logprobs = array("i", tokens), array("f", logprobs)
-    return Completion(
-        sample=request.sample,
-        tokens=so_far.tokens + new_tokens if so_far else new_tokens,
-        logprobs=so_far.logprobs + new_logprobs if so_far else new_logprobs,
-        text="",
-        finish=finish,
-        segments=_appended(so_far.segments if so_far else (), Segment(version, len(tokens))),
-    )
-
-
-def sampled_so_far(llm: LLM) -> dict[str, tuple[list[int], list[float]]]:
-    """Return the (tokens, log-probs) that the engine has sampled so far, by request id.
-
-    Both are empty for a queued request. This reads internals of vLLM 0.32, which has no API for
-    it. Cumulative outputs would create an object for each sequence and step. vLLM makes final
-    outputs from the same lists, so tokens and log-probs match. With asynchronous scheduling (CUDA)
-    the engine core is one step ahead. The tokens of that step are lost: vLLM skips them once their
-    requests are aborted.
-    """
-    states = llm.llm_engine.output_processor.request_states.values()
-    return {
-        state.external_req_id: (
-            state.detokenizer.output_token_ids,
-            state.logprobs_processor.logprobs.logprobs,
-        )
-        for state in states
-    }
-
-
-def _tokens(request: SampleRequest) -> Sequence[int]:
-    return request.so_far.tokens if request.so_far else ()
-
-
-def _appended(segments: tuple[Segment, ...], new: Segment) -> tuple[Segment, ...]:
-    """Append `new`, merging it with the last segment if that has the same version."""
-    if segments and segments[-1].version == new.version:
-        last = Segment(new.version, segments[-1].num_tokens + new.num_tokens)
-        return (*segments[:-1], last)
-    return (*segments, new)

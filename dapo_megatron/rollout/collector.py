@@ -28,8 +28,9 @@ from dapo_megatron.rollout.exchange import TokenExchange
 from dapo_megatron.rollout.messages import StepPlan
 from dapo_megatron.rollout.metrics import rollout_metrics
 from dapo_megatron.rollout.open_group import holder
+from dapo_megatron.rollout.sample_index import verdict_of
 from dapo_megatron.rollout.store import CompletionStore
-from dapo_megatron.types import CheckpointError, Group, Rollouts, Stopped, Verdict
+from dapo_megatron.types import CheckpointError, Rollouts, Stopped
 
 
 @dataclass
@@ -100,7 +101,8 @@ class EngineCollector:
                 eps=self.config.loss.advantage_eps,
             ),
             closed=[
-                (group.ticket, outcome, group_verdict(group)) for group, outcome in collected.ended
+                (group.ticket, outcome, verdict_of(c.grade for c in group.completions))
+                for group, outcome in collected.ended
             ],
             moves=self.coordinator.rebalance(),
             metrics=rollout_metrics(collected, self.config.overlong),
@@ -148,13 +150,3 @@ class EngineCollector:
 
 Held = list[tuple[int, int, int, int]]
 """(ticket, sample, replica, number of tokens) of every completion of an open group."""
-
-
-def group_verdict(group: Group) -> Verdict | None:
-    """Return the verdict of a group by its grades; None without any."""
-    grades = {c.grade.correct for c in group.completions if c.grade is not None}
-    if not grades:
-        return None
-    if len(grades) == 2:
-        return Verdict.MIXED
-    return Verdict.ALL_CORRECT if grades.pop() else Verdict.ALL_WRONG

@@ -20,7 +20,6 @@ from dapo_megatron.types import (
     Prompt,
     SampleRequest,
     TrainingSequence,
-    Verdict,
 )
 
 STEPS = 8
@@ -162,7 +161,7 @@ class StepPlan:
 
     sequences: list[TrainingSequence]
     """The sequences that the step trains on."""
-    closed: list[tuple[int, Outcome, Verdict | None]]
-    """Tickets that ended in the step."""
+    closed: list[tuple[int, Outcome, str | None]]
+    """Tickets that ended in the step, with the verdicts of their grades."""
     moves: list[Move]
     metrics: dict[str, float]

@@ -132,7 +132,7 @@ class PartialStep:
         for path in files_of(OPEN_STEP, folder).values():
             for row in read_completions(path, sequences=own):
                 index = own[row.ticket, row.completion.sample]
-                tokens[index] = _tokens(row)
+                tokens[index] = tokens_of(row)
                 if row.old_logprobs is not None:
                     values = np.pad(row.old_logprobs, (len(row.prompt.tokens), 0))
                     logprobs[index] = torch.from_numpy(values)
@@ -180,7 +180,8 @@ def _row(sequence: TrainingSequence, tokens: SequenceTokens, old: Tensor | None)
     )
 
 
-def _tokens(row: CompletionRow) -> SequenceTokens:
+def tokens_of(row: CompletionRow) -> SequenceTokens:
+    """Return the tokens of a row of a file."""
     return SequenceTokens(
         prompt=np.array(row.prompt.tokens, np.int32),
         response=np.asarray(row.completion.tokens),

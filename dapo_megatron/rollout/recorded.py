@@ -53,7 +53,9 @@ def recorded_steps(samples: Path) -> dict[int, Path]:
 
 def completion_files(folder: Path) -> dict[int, Path]:
     """Return replica -> file of a step, in order."""
-    return {number: path for number, path in _numbered(folder, _PART, 2) if _is(path, "completions")}
+    return {
+        number: path for number, path in _numbered(folder, _PART, 2) if _is(path, "completions")
+    }
 
 
 def policy_files(folder: Path) -> list[Path]:

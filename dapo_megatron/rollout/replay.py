@@ -11,47 +11,102 @@ accuracies and lengths over the groups that were closed in the step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from dapo_megatron.files import parse_json
-from dapo_megatron.rollout.serialization import group_from_json
-from dapo_megatron.types import Collected, ConfigError, DataError, Group, Outcome, SyncReport
+from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
+from dapo_megatron.config import Config
+from dapo_megatron.data.batch import describe
+from dapo_megatron.protocols import DataParallel, Exchange
+from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
+from dapo_megatron.rollout.completion_rows import SummaryRow
+from dapo_megatron.rollout.messages import StepPlan
+from dapo_megatron.rollout.metrics import rollout_metrics
+from dapo_megatron.rollout.partial_step import tokens_of
+from dapo_megatron.rollout.recorded import (
+    check_complete,
+    old_samples,
+    recorded_steps,
+    step_completions,
+    step_folder,
+    step_summaries,
+)
+from dapo_megatron.types import (
+    Collected,
+    ConfigError,
+    DataError,
+    Group,
+    Outcome,
+    Prompt,
+    Rollouts,
+    SequenceTokens,
+    SyncReport,
+    TrainingSequence,
+)
 
 
 def check_recorded(recorded: Path, own: Path) -> None:
     """Raise ConfigError if `recorded` has no rollouts, or is the folder of the replay itself."""
     if recorded.resolve() == own.resolve():
         raise ConfigError(f"run.name: {own} is the run to replay; choose another name")
-    if not any((recorded / "samples").glob("step_*.jsonl")):
+    if message := old_samples(recorded / "samples"):
+        raise ConfigError(f"--replay: {message}")
+    if not recorded_steps(recorded / "samples"):
         raise ConfigError(
-            f"--replay: {recorded}/samples has no step_*.jsonl; pass the folder of a run that had "
+            f"--replay: {recorded}/samples has no step_000001; pass the folder of a run that had "
             "tracking.samples=true"
         )
 
 
+@dataclass(frozen=True)
 class Replay:
-    """Replaces the coordinator: reads the groups of each step from `run_folder`. Every rank reads
-    the files and gets the same groups."""
+    """Source of rollouts that a run recorded. Implements protocols.Collector.
 
-    def __init__(self, run_folder: Path) -> None:
-        self._run_folder = run_folder
+    Rank 0 reads what the step trained on, and every rank reads the tokens of its own sequences.
+    """
 
-    def collect(self, version: int, on_progress: Callable[[int], None]) -> Collected:
-        """Return the recorded groups of step `version` + 1, which started from weights `version`.
+    config: Config
+    run_folder: Path
+    exchange: Exchange
+    data_parallel: DataParallel
 
-        Raises DataError naming the file if the step was not recorded or trained on no group, or
-        naming the line that is not a group.
+    def collect(self, version: int, on_progress: Callable[[int], None]) -> Rollouts:
+        """Return the recorded rollouts of step `version` + 1, which started from weights `version`.
+
+        Raises DataError naming the file if the step was not recorded completely, or trained on no
+        group.
         """
-        ended = self._read(version + 1)
+        plan = on_rank0(self.exchange, lambda: self._plan(version, on_progress))
+        plan = cast(StepPlan, self.exchange.broadcast(plan, StepPlan | None))
+        tokens = on_all_ranks(self.exchange, lambda: self._tokens(version + 1, plan.sequences))
+        return Rollouts(plan.sequences, tokens, plan.metrics)
+
+    def state(self) -> dict[str, Any]:
+        """Return the folder of the recorded run. The step is saved in `Progress`."""
+        return {"replay": str(self.run_folder)}
+
+    def snapshot(self) -> CompletionsSnapshot:
+        """Return no completions: none are carried."""
+        return CompletionsSnapshot(CARRIED, 0, [])
+
+    def restore(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Do nothing. Only the step number selects the files to read, so a state of the recorded
+        run and one of a replay both work."""
+
+    def _plan(self, version: int, on_progress: Callable[[int], None]) -> StepPlan:
+        folder = self._folder(version + 1)
+        groups = [_group(rows) for rows in _by_ticket(step_summaries(folder))]
+        ended = [(group, Outcome(outcome)) for group, outcome in groups]
         train = [group for group, outcome in ended if outcome is Outcome.TRAINED]
         decided = [group for group, outcome in ended if outcome is not Outcome.EXPIRED]
         if not train:
-            raise DataError(f"{self._path(version + 1)}: no group was trained on in this step")
+            raise DataError(f"{folder}: no group was trained on in this step")
         on_progress(len(train))
         counts = Counter(outcome.value for _, outcome in ended)
-        return Collected(
+        collected = Collected(
             train=train,
             ended=ended,
             decided=decided,
@@ -62,31 +117,43 @@ class Replay:
             interrupted=0,
             grade_seconds=0.0,
         )
+        return StepPlan(
+            sequences=describe(
+                train, overlong=self.config.overlong, eps=self.config.loss.advantage_eps
+            ),
+            closed=[],
+            moves=[],
+            metrics=rollout_metrics(collected, self.config.overlong),
+        )
 
-    def state(self) -> dict[str, Any]:
-        """Return the folder of the recorded run. The step is saved in `Progress`."""
-        return {"replay": str(self._run_folder)}
+    def _tokens(
+        self, step: int, sequences: Sequence[TrainingSequence]
+    ) -> dict[int, SequenceTokens]:
+        """Return the tokens of the sequences that this rank trains on, by index."""
+        owners = self.data_parallel.owners([sequence.num_tokens for sequence in sequences])
+        own = {
+            (sequence.ticket, sequence.sample): index
+            for index, (sequence, owner) in enumerate(zip(sequences, owners, strict=True))
+            if owner == self.data_parallel.index
+        }
+        rows = step_completions(self._folder(step), sequences=own)
+        tokens = {own[row.ticket, row.completion.sample]: tokens_of(row) for row in rows}
+        return dict(sorted(tokens.items()))
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Do nothing. Only the step number selects the file to read, so a state of the recorded run
-        and one of a replay both work."""
-
-    def _path(self, step: int) -> Path:
-        return self._run_folder / "samples" / f"step_{step:06d}.jsonl"
-
-    def _read(self, step: int) -> list[tuple[Group, Outcome]]:
-        """Return the groups that ended in `step`, in file order."""
-        path = self._path(step)
-        if not path.exists():
-            recorded = sorted(path.parent.glob("step_*.jsonl"))
+    def _folder(self, step: int) -> Path:
+        """Return the folder of a step. Raises DataError if it was not recorded completely."""
+        samples = self.run_folder / "samples"
+        folder = step_folder(samples, step)
+        if not folder.exists():
+            recorded = list(recorded_steps(samples).values())
             raise DataError(
-                f"{path}: not recorded, so step {step} cannot be replayed. Recorded files: "
+                f"{folder}: not recorded, so step {step} cannot be replayed. Recorded steps: "
                 + (f"{recorded[0].name} to {recorded[-1].name}" if recorded else "none")
                 + ". Set train.rollout_steps to the last recorded step, or resume=PATH to a "
                 "checkpoint before a recorded step"
             )
-        with path.open(encoding="utf-8") as file:
-            return [_group(line, f"{path}, line {number}") for number, line in enumerate(file, 1)]
+        check_complete(folder)
+        return folder
 
 
 class NoEvaluation:
@@ -122,9 +189,15 @@ class NoSync:
         """Do nothing: the policy always has the accelerator."""
 
 
-def _group(line: str, where: str) -> tuple[Group, Outcome]:
-    try:
-        value = parse_json(line)
-        return group_from_json(value), Outcome(value["fate"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{where}: not a recorded group ({error!r})") from error
+def _by_ticket(rows: Iterable[SummaryRow]) -> Iterator[list[SummaryRow]]:
+    """Yield the rows of each ticket; `rows` are sorted by ticket."""
+    for _, members in groupby(rows, key=lambda row: row.ticket):
+        yield list(members)
+
+
+def _group(rows: Sequence[SummaryRow]) -> tuple[Group, str]:
+    """Return the group of these rows and its outcome."""
+    first = rows[0]
+    # Only the number of prompt tokens matters. Tokens are read where they are trained on.
+    prompt = Prompt(first.source, first.index, (0,) * first.prompt_tokens, text="", truth="")
+    return Group(first.ticket, prompt, tuple(row.summary for row in rows)), first.outcome

@@ -55,7 +55,7 @@ from dapo_megatron.rollout.store import CompletionStore
 from dapo_megatron.rollout.worker import Follower, Leader
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.run.loss import loss_function, stoppable
-from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder
+from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
 from dapo_megatron.types import ConfigError, Prompt, torch_dtype, whole
 
 
@@ -270,7 +270,7 @@ def build_parts(
     core: Core,
     prompts: Prompts,
     *,
-    recorder: RunRecorder | SilentRecorder,
+    recorder: RunRecorder | RankRecorder,
     instruments: StepInstruments,
     check_stop: Callable[[], float],
 ) -> Parts:
@@ -329,7 +329,7 @@ def build_replay(
     folder: RunFolder,
     recorded: Path,
     *,
-    recorder: RunRecorder | SilentRecorder,
+    recorder: RunRecorder | RankRecorder,
     instruments: StepInstruments,
     check_stop: Callable[[], float],
 ) -> Parts:
@@ -356,7 +356,7 @@ def build_replay(
 
 
 def build_instruments(
-    config: Config, ranks: Ranks, recorder: RunRecorder | SilentRecorder, watchdog: Watchdog
+    config: Config, ranks: Ranks, recorder: RunRecorder | RankRecorder, watchdog: Watchdog
 ) -> StepInstruments:
     """Build the timers and meters of this rank."""
     timeline = TimelineRecorder(ranks, config.tracking.timeline_every, recorder.timeline)
@@ -373,7 +373,7 @@ def _checkpoints(
     ranks: Ranks,
     policy: Policy,
     folder: RunFolder,
-    recorder: RunRecorder | SilentRecorder,
+    recorder: RunRecorder | RankRecorder,
 ) -> CheckpointSaver:
     dtype = torch_dtype(config.policy.precision)
     return CheckpointSaver(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,23 +14,23 @@ import torch
 from dapo_megatron.checkpoints import newest, read_state
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.config import Config, FileSource, OverlongConfig, source_file_name
+from dapo_megatron.config import Config, FileSource, source_file_name
 from dapo_megatron.config.file import dump_config
-from dapo_megatron.data.batch import reward
 from dapo_megatron.data.prompts import report_of
 from dapo_megatron.files import write_json, write_text
 from dapo_megatron.model import read_architecture
 from dapo_megatron.model.flops import model_flops, peak_flops
 from dapo_megatron.plan.layout import describe
 from dapo_megatron.protocols import Tracker
+from dapo_megatron.rollout.recorded import forget_after
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_tracker import MlflowTracker
 from dapo_megatron.tracking.provenance import cpu_name, run_tags
-from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder, Speedometer
+from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder, Speedometer
+from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.tracking.run_report import WAIT_SECONDS, RunReport
 from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker
-from dapo_megatron.types import Completion
 
 
 def open_recorder(
@@ -38,18 +39,21 @@ def open_recorder(
     folder: RunFolder,
     *,
     step: int,
+    last_recorded: int,
     resumed_from: Path | None,
     terminal: TextIO,
     is_stopping: Callable[[], bool],
-) -> RunRecorder | SilentRecorder:
-    """Return the recorder of rank 0; other ranks get a SilentRecorder. Collective.
+) -> RunRecorder | RankRecorder:
+    """Return the recorder of rank 0; other ranks get a RankRecorder. Collective.
 
     Rank 0 also prints the run's header, and writes its config and provenance. A run resumed after
-    `step` continues its own files and MLflow run. `is_stopping` is called while the report is
+    `step` continues its own files and MLflow run. Rollouts of steps after `last_recorded` are
+    deleted, because the run samples them again. `is_stopping` is called while the report is
     written at the end.
     """
 
     def make() -> RunRecorder:
+        forget_after(folder.samples, last_recorded)
         write_text(folder.config, dump_config(config))
         console = RunConsole(num_steps=config.train.rollout_steps, file=terminal)
         chosen = _chosen(config)
@@ -69,23 +73,26 @@ def open_recorder(
         return RunRecorder(
             tracker=CompositeTracker(*trackers),
             console=console,
-            samples_folder=folder.samples if config.tracking.samples else None,
+            writer=_writer(config, folder, console.warn),
             num_devices=ranks.world_size,
             inspected_groups=config.tracking.inspected_groups,
             timeline_folder=folder.timeline,
             speedometer=_speedometer(config, ranks.world_size),
             mlflow=mlflow,
             report=run_report(config, folder, console, is_stopping),
-            reward=partial(total_reward, overlong=config.overlong),
         )
 
-    return on_rank0(ranks, make) or SilentRecorder()
+    recorder = on_rank0(ranks, make)
+    if recorder is not None:
+        return recorder
+    return RankRecorder(
+        writer=_writer(config, folder, partial(print, file=sys.stderr)),
+        inspected_groups=config.tracking.inspected_groups,
+    )
 
 
-def total_reward(completion: Completion, overlong: OverlongConfig) -> float | None:
-    """Return the reward of a completion, including the length penalty, or None without a grade."""
-    parts = reward(completion, overlong)
-    return None if parts is None else parts.total
+def _writer(config: Config, folder: RunFolder, warn: Callable[[str], None]) -> RolloutWriter | None:
+    return RolloutWriter(folder.samples, warn) if config.tracking.samples else None
 
 
 def keep_reports(config: Config, folder: RunFolder) -> None:
@@ -97,9 +104,7 @@ def keep_reports(config: Config, folder: RunFolder) -> None:
             shutil.copyfile(report, folder.data / f"{source_file_name(source.name)}.report.json")
 
 
-def keep_tokenizer(
-    config: Config, folder: RunFolder, recorder: RunRecorder | SilentRecorder
-) -> None:
+def keep_tokenizer(config: Config, folder: RunFolder, recorder: RunRecorder | RankRecorder) -> None:
     """Write the run's tokenizer in the format of the `tokenizers` library. Called on rank 0.
 
     The tokens in samples/ can then be shown without the model's folder. A tokenizer without this

@@ -29,7 +29,7 @@ from dapo_megatron.types import CheckpointError, DapoError, Fenced, Phase, Stopp
 if TYPE_CHECKING:
     from dapo_megatron.cluster.instruments import StepInstruments
     from dapo_megatron.protocols import Parts
-    from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder
+    from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
 
 
 def train(config: Config, replay: Path | None = None) -> None:
@@ -65,6 +65,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
         ranks,
         folder,
         step=progress.step,
+        last_recorded=progress.step + (partial_step.sequences is not None),
         resumed_from=source,
         terminal=context.terminal,
         is_stopping=lambda: context.stop.signal is not None,
@@ -99,7 +100,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
 
 def _live_parts(
     context: RunContext,
-    recorder: RunRecorder | SilentRecorder,
+    recorder: RunRecorder | RankRecorder,
     instruments: StepInstruments,
     stack: ExitStack,
 ) -> Parts:
@@ -129,7 +130,7 @@ def _live_parts(
 
 def _replay_parts(
     context: RunContext,
-    recorder: RunRecorder | SilentRecorder,
+    recorder: RunRecorder | RankRecorder,
     instruments: StepInstruments,
     replay: Path,
 ) -> tuple[Config, Parts]:
@@ -154,7 +155,7 @@ def _replay_parts(
 
 
 @contextmanager
-def _true_status(context: RunContext, recorder: RunRecorder | SilentRecorder) -> Iterator[None]:
+def _true_status(context: RunContext, recorder: RunRecorder | RankRecorder) -> Iterator[None]:
     """Close the recorder with the run's status: FINISHED, FAILED or KILLED. An error is reported
     first, because MLflow may take longer than a launcher waits."""
     status = "FAILED"

@@ -11,7 +11,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_megatron.rollout.parquet import ParquetReader, Schema, Table, lists, views_of, write_parquet
+from dapo_megatron.rollout.parquet import (
+    ParquetReader,
+    Schema,
+    Table,
+    lists,
+    views_of,
+    write_parquet,
+)
 from dapo_megatron.types import SequenceDiagnostics
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 """Recorder of a run: metrics to the trackers, rollouts to samples/, progress to the console. Rank 0
-has a RunRecorder; every other rank has a SilentRecorder."""
+has a RunRecorder; every other rank has a RankRecorder."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dapo_megatron.files import write_json
-from dapo_megatron.protocols import Tracker
+from dapo_megatron.protocols import DataParallel, Tracker
+from dapo_megatron.rollout.completion_rows import CompletionRow
+from dapo_megatron.rollout.sample_index import IndexedGroup, verdict_of
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_tracker import MlflowTracker
+from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.tracking.run_report import RunReport
-from dapo_megatron.tracking.samples import write_policy, write_samples
-from dapo_megatron.types import Completion, Group, SequenceDiagnostics
+from dapo_megatron.types import Group, SequenceDiagnostics, TrainingSequence
 
 TERA = 1e12
 
@@ -53,26 +55,61 @@ class Speedometer:
 
 
 @dataclass(frozen=True)
-class RunRecorder:
+class RolloutRecorder:
+    """Recorder of the rollouts that a rank has. Files are written in the background.
+
+    writer             None writes nothing
+    inspected_groups   first groups of a step whose per-token policy log-probs are written
+    """
+
+    writer: RolloutWriter | None = None
+    inspected_groups: int = 0
+
+    def completions(self, step: int, replica: int, rows: Sequence[CompletionRow]) -> None:
+        """Write the completions of groups that ended in `step`, which `replica` sampled."""
+        if self.writer is not None:
+            self.writer.completions(step, replica, rows)
+
+    def ended(self, step: int, groups: Sequence[tuple[Group, str]]) -> None:
+        """Write the index of the groups that ended in `step`, each with its outcome."""
+        if self.writer is not None:
+            self.writer.index(step, map(_indexed, groups))
+
+    def sequence_diagnostics(
+        self,
+        step: int,
+        diagnostics: Iterable[SequenceDiagnostics],
+        sequences: Sequence[TrainingSequence],
+        data_parallel: DataParallel,
+    ) -> None:
+        """Write the policy's values of the sequences that this data-parallel index trains on, on
+        its first rank. `sequences` are those of all."""
+        if self.writer is not None and data_parallel.is_first:
+            tickets = dict.fromkeys(sequence.ticket for sequence in sequences)
+            inspected = list(tickets)[: self.inspected_groups]
+            self.writer.policy(step, data_parallel.index, diagnostics, inspected)
+
+    def flush(self) -> None:
+        """Wait until everything recorded so far is on disk."""
+        if self.writer is not None:
+            self.writer.flush()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecorder(RolloutRecorder):
     """Recorder of rank 0.
 
-    samples_folder     where rollouts are written; None writes none
-    inspected_groups   first groups of a step whose per-token policy log-probs are written
     timeline_folder    where timelines are written; None writes none
     mlflow             the MLflow tracker, if any; `tracker` includes it
-    reward             reward of a completion, None without a grade
     """
 
     tracker: Tracker
     console: RunConsole
-    samples_folder: Path | None
     num_devices: int
-    inspected_groups: int = 0
     timeline_folder: Path | None = None
     speedometer: Speedometer | None = None
     mlflow: MlflowTracker | None = None
     report: RunReport | None = None
-    reward: Callable[[Completion], float | None] | None = None
 
     @property
     def run_id(self) -> str | None:
@@ -93,23 +130,6 @@ class RunRecorder:
         """Count an update on sequences of `lengths`, with `num_scored` loss tokens."""
         if self.speedometer is not None:
             self.speedometer.trained(lengths, num_scored)
-
-    def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None:
-        """Write the step's rollouts, each group with its outcome. Disk errors are only warnings."""
-        if self.samples_folder is None:
-            return
-        with self._warn_on_error(f"samples of step {step}"):
-            _, index = write_samples(self.samples_folder, step, groups, self.reward)
-            with self._warn_on_error(f"index entries of step {step}"):
-                index.write(self.samples_folder)
-
-    def sequence_diagnostics(self, step: int, sequences: Iterable[SequenceDiagnostics]) -> None:
-        """Write the policy's log-probs of the step's training sequences next to its rollouts. On a
-        disk error, warn and continue."""
-        if self.samples_folder is None:
-            return
-        with self._warn_on_error(f"policy log-probs of step {step}"):
-            write_policy(self.samples_folder, step, sequences, self.inspected_groups)
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
         """Write the step's timeline (cluster/instruments.py). Disk errors are only warnings."""
@@ -146,6 +166,7 @@ class RunRecorder:
     def finish(self, status: str) -> None:
         """Write the report, then close the trackers with the run's final status."""
         try:
+            self.flush()
             if self.report is not None:
                 self.report.write(status)
         finally:  # a second Ctrl-C during the report must not lose the status
@@ -162,24 +183,27 @@ class RunRecorder:
             ui=self.mlflow.ui if self.mlflow else None,
         )
 
-    @contextmanager
-    def _warn_on_error(self, files: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.console.warn(f"{files} were not written: {error}")
+
+def _indexed(item: tuple[Group, str]) -> IndexedGroup:
+    group, outcome = item
+    verdict = verdict_of(completion.grade for completion in group.completions)
+    return IndexedGroup(group.ticket, group.prompt.source, str(outcome), verdict, group.completions)
 
 
-class SilentRecorder:
-    """Recorder of every rank except 0: the same methods, without effect."""
+class RankRecorder(RolloutRecorder):
+    """Recorder of every rank except 0. It records this rank's rollouts; the other methods have no
+    effect."""
 
-    run_id: str | None = None
+    run_id: ClassVar[str | None] = None
 
     def _nothing(self, *_: object, **__: object) -> None:
         """Do nothing."""
 
-    log = trained = samples = timeline = sequence_diagnostics = _nothing
-    ask_requests = note = finish = summary = _nothing
+    log = trained = timeline = ask_requests = note = summary = _nothing
+
+    def finish(self, status: str) -> None:
+        """Wait until this rank's rollouts are on disk."""
+        self.flush()
 
     def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]:
         """Show nothing."""

@@ -29,7 +29,7 @@ def observe(rank: int, folder: str) -> dict[str, Any]:
 
 
 def requests(engine: Any) -> dict[str, Any]:
-    from dapo_megatron.engine.engine import sampled_so_far
+    from dapo_megatron.engine.continuation import sampled_so_far
 
     llm = engine._llm
     engine.submit(engines.requests([7], temperature=1.0)[:2])

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from dapo_megatron.types import Finish, Segment
 from tests.helpers.engines import (
     GAP,
     PROMPT_TOKENS,
     RESPONSE_TOKENS,
+    Results,
     gap,
     hf_model,
     requests,
@@ -74,12 +77,38 @@ def _one_rank(rank: int, folder: Path) -> Observations:
     observed["alone"] = {}
     for request in requests(range(6)):
         observed["alone"] |= run(engine, [request])
+    observed["counts"], observed["expected"] = _first_tokens(engine, folder, 2_000)
     observed["state"] = (before, _global_state())
     # More prompt tokens than fit into one vLLM step (4096), with no cached prefix.
     observed["flood"] = len(run(engine, requests(range(12), num_tokens=120, temperature=1.0)))
     observed["gaps"], observed["versions"] = _gaps_over_syncs(engine, folder, 3)
     observed["prefix"] = _gap_of_cached_prompt(engine, folder)
     return observed
+
+
+def _first_tokens(engine: Any, folder: Path, num: int) -> tuple[Tensor, Tensor]:
+    """Sample the first token after one prompt `num` times without seeds. Return how often each
+    token of the vocabulary was sampled, and how often it is expected."""
+    first = replace(requests([0])[0], seed=None, max_tokens=1)
+    sampled = run(engine, [replace(first, sample=sample) for sample in range(num)])
+    tokens = [completion.tokens[0] for completion in sampled.values()]
+    with torch.no_grad():
+        logits = hf_model(folder)(torch.tensor([first.prompt.tokens])).logits[0, -1]
+    return torch.tensor(tokens).bincount(minlength=len(logits)), num * logits.softmax(-1)
+
+
+def _unseeded(engine: Any, rank: int) -> Results:
+    """Sample without seeds, while the policy of each rank uses the global generators differently
+    between two steps."""
+    engine.submit([replace(request, seed=None) for request in requests(range(6))])
+    results: Results = {}
+    while engine.requests:
+        torch.manual_seed(rank)
+        np.random.seed(rank)
+        torch.rand(rank)
+        for request, completion in engine.step():
+            results[request.ticket, request.sample] = completion
+    return results
 
 
 def _gap_of_cached_prompt(engine: Any, folder: Path) -> float:
@@ -99,6 +128,7 @@ def _two_ranks(rank: int, folder: Path, engine_ranks: int) -> Observations:
     engine = start(folder, rank, 2, engine_ranks)
     observed: Observations = {"identity": (engine.replica, engine.num_replicas, engine.is_leader)}
     observed["batch"] = run(engine, requests(range(6)))
+    observed["unseeded"] = [_unseeded(engine, rank) for _ in range(2)]
     observed["gaps"], observed["versions"] = _gaps_over_syncs(engine, folder, 3)
     # Another test's engine may start at the same time. Look only for files of this one.
     own_prefix = f"dapo-{os.geteuid()}-{os.environ['MASTER_PORT']}"
@@ -155,6 +185,15 @@ def test_the_same_seed_gives_the_same_completion_in_any_batch(single_rank: Obser
         assert single_rank["alone"][place].logprobs == pytest.approx(completion.logprobs, abs=GAP)
 
 
+def test_tokens_sampled_without_seeds_follow_the_distribution(single_rank: Observations) -> None:
+    """64 sequences per step: rows of a step, and steps, must have random numbers of their own."""
+    counts, expected = single_rank["counts"], single_rank["expected"]
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    freedom = len(counts) - 1
+    assert expected.min() > 1  # enough for the approximation by a normal distribution
+    assert abs(chi_square - freedom) < 4 * (2 * freedom) ** 0.5
+
+
 def test_random_samples_of_a_prompt_differ_and_greedy_samples_do_not(
     single_rank: Observations,
 ) -> None:
@@ -200,6 +239,28 @@ def test_tensor_parallel_ranks_agree_with_each_other_and_with_hf(
     assert all(gap < GAP for gap in first["gaps"] + second["gaps"])
     assert first["versions"] == [0, 1, 2, 3]
     assert first["left in /dev/shm"] == []
+
+
+def test_tensor_parallel_ranks_draw_the_same_random_numbers(
+    tensor_parallel: list[Observations],
+) -> None:
+    first, second = (rank["unseeded"] for rank in tensor_parallel)
+    assert [list(results.items()) for results in first] == [
+        list(results.items()) for results in second
+    ]
+    _check_random(*first)
+
+
+def _check_random(first: Results, second: Results) -> None:
+    """Check that samples at temperature 1 or 0.7 differ, and that greedy ones do not."""
+    for (ticket, sample), completion in first.items():
+        assert (completion.tokens == second[ticket, sample].tokens) == (ticket % 3 == 2)
+
+
+def test_replicas_draw_different_random_numbers(replicas: list[Observations]) -> None:
+    first, second = (rank["unseeded"] for rank in replicas)
+    _check_random(first[0], second[0])
+    _check_random(first[0], first[1])
 
 
 def test_replicas_give_the_same_completions_for_the_same_requests(

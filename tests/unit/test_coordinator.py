@@ -505,7 +505,7 @@ def test_a_deterministic_run_stopped_within_a_step_repeats_that_step() -> None:
 
 def test_a_continued_completion_gets_a_new_seed() -> None:
     driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: MAX_TOKENS - ticket % 3)
-    coordinator = make_coordinator(driver, max_overtake=8)
+    coordinator = make_coordinator(driver, max_overtake=8, deterministic=True)
     for version in range(4):
         collect(coordinator, driver, version)
     requests = [

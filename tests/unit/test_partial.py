@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.engine.engine import append_tokens, prompt_of, tokens_left
+from dapo_megatron.engine.continuation import append_tokens, prompt_of, tokens_left
 from dapo_megatron.types import Completion, DapoError, Finish, Prompt, SampleRequest, Segment
 
 REQUEST = SampleRequest(

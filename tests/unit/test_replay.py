@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from dapo_megatron.tracking.samples import write_samples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.rollout.metrics import rollout_metrics
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay, check_recorded
-from dapo_megatron.tracking.samples import write_samples
 from dapo_megatron.types import (
     Completion,
     ConfigError,

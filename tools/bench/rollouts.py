@@ -49,7 +49,7 @@ from dapo_megatron.run import build
 from dapo_megatron.run.build import learning_rate
 from dapo_megatron.run.loss import loss_function
 from dapo_megatron.tracking.provenance import facts
-from dapo_megatron.tracking.recorder import SilentRecorder
+from dapo_megatron.tracking.recorder import RankRecorder
 from dapo_megatron.types import Collected, Grade, Group, Outcome, Prompt, SampleRequest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -202,7 +202,7 @@ def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, 
                 learning_rate=learning_rate(config.optimizer),
                 coordinator=collector,
                 evaluator=Evaluator(config.evaluation, {}, driver, MAX_TOKENS, 0),
-                recorder=SilentRecorder(),
+                recorder=RankRecorder(),
                 checkpoints=None,  # type: ignore[arg-type]
                 instruments=instruments,
             )

@@ -1,0 +1,92 @@
+"""Requests that continue an interrupted completion."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dapo_megatron.types import Completion, DapoError, Finish, SampleRequest, Segment
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+def tokens_left(request: SampleRequest) -> int:
+    """Return how many tokens may still be sampled. Raises DapoError if there are none. vLLM's own
+    error would not name the request."""
+    left = request.max_tokens - len(_tokens(request))
+    if left < 1:
+        raise DapoError(
+            f"ticket {request.ticket}, sample {request.sample}: asked to continue "
+            f"{len(_tokens(request))} tokens, but rollout.max_response_tokens is "
+            f"{request.max_tokens}. It was larger when they were sampled. Resume with that limit"
+        )
+    return left
+
+
+def prompt_of(request: SampleRequest) -> list[int]:
+    """Return the tokens to continue from: the prompt and the response so far."""
+    return [*request.prompt.tokens, *_tokens(request)]
+
+
+def append_tokens(
+    request: SampleRequest,
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    version: int,
+    finish: Finish = Finish.UNFINISHED,
+) -> Completion:
+    """Append `tokens`, sampled by weights `version`, to the completion so far. Text is left empty.
+
+    Without new tokens, the completion so far is returned unchanged. A request without a completion
+    so far must have a new token. Raises ValueError if tokens and log-probs differ in number.
+    """
+    if len(tokens) != len(logprobs):
+        raise ValueError(
+            f"ticket {request.ticket}, sample {request.sample}: {len(logprobs)} log-probs for "
+            f"{len(tokens)} new tokens"
+        )
+    so_far = request.so_far
+    if not tokens and so_far is not None:
+        return so_far
+    new_tokens, new_logprobs = array("i", tokens), array("f", logprobs)
+    return Completion(
+        sample=request.sample,
+        tokens=so_far.tokens + new_tokens if so_far else new_tokens,
+        logprobs=so_far.logprobs + new_logprobs if so_far else new_logprobs,
+        text="",
+        finish=finish,
+        segments=_appended(so_far.segments if so_far else (), Segment(version, len(tokens))),
+    )
+
+
+def sampled_so_far(llm: LLM) -> dict[str, tuple[list[int], list[float]]]:
+    """Return the (tokens, log-probs) that the engine has sampled so far, by request id.
+
+    Both are empty for a queued request. This reads internals of vLLM 0.32, which has no API for
+    it. Cumulative outputs would create an object for each sequence and step. vLLM makes final
+    outputs from the same lists, so tokens and log-probs match. With asynchronous scheduling (CUDA)
+    the engine core is one step ahead. The tokens of that step are lost: vLLM skips them once their
+    requests are aborted.
+    """
+    states = llm.llm_engine.output_processor.request_states.values()
+    return {
+        state.external_req_id: (
+            state.detokenizer.output_token_ids,
+            state.logprobs_processor.logprobs.logprobs,
+        )
+        for state in states
+    }
+
+
+def _tokens(request: SampleRequest) -> Sequence[int]:
+    return request.so_far.tokens if request.so_far else ()
+
+
+def _appended(segments: tuple[Segment, ...], new: Segment) -> tuple[Segment, ...]:
+    """Append `new`, merging it with the last segment if that has the same version."""
+    if segments and segments[-1].version == new.version:
+        last = Segment(new.version, segments[-1].num_tokens + new.num_tokens)
+        return (*segments[:-1], last)
+    return (*segments, new)
