@@ -27,6 +27,7 @@ from dapo_megatron.types import (
     SyncReport,
     TensorSlice,
     TokenBatch,
+    TrainingSequence,
 )
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ this rank holds, and T the number of these tokens (all held sequences concatenat
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -35,7 +34,7 @@ from dapo_megatron.types import (
 )
 
 
-def valid_completions(group: Group, overlong: OverlongConfig) -> list[Completion]:
+def valid_completions(group: Group, overlong: OverlongConfig) -> list[CompletionSummary]:
     """Return the completions that count for their group's verdict, its mean and the batch.
 
     With `overlong.filter` and without `overlong.filtered_in_mean`, truncated completions do not
@@ -84,7 +83,7 @@ def describe(
         TrainingSequence(
             ticket=group.ticket,
             sample=completion.sample,
-            replica=getattr(completion, "replica", 0),
+            replica=completion.replica,
             prompt_tokens=len(group.prompt.tokens),
             response_tokens=completion.num_tokens,
             segments=completion.segments,
@@ -93,19 +92,6 @@ def describe(
         )
         for (group, completion), advantage in zip(completions, advantages.tolist(), strict=True)
     ]
-
-
-def tokens_of(groups: Sequence[Group], overlong: OverlongConfig) -> dict[int, SequenceTokens]:
-    """Return the tokens of the sequences that `describe` makes of `groups`, by their index."""
-    completions = ((group, c) for group in groups for c in valid_completions(group, overlong))
-    return {
-        index: SequenceTokens(
-            prompt=array("i", group.prompt.tokens),
-            response=completion.tokens,
-            logprobs=completion.logprobs,
-        )
-        for index, (group, completion) in enumerate(completions)
-    }
 
 
 def assemble(

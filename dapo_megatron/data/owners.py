@@ -6,17 +6,13 @@ the same sequences and hold their tokens. Every rank computes all owners from th
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Self, TypeVar, cast
 
-import torch
-
 from dapo_megatron.data.packing import minibatch_ranges
-from dapo_megatron.protocols import DataParallel, Exchange, MicrobatchPlanner
-from dapo_megatron.types import Float32s, SequenceDiagnostics
+from dapo_megatron.protocols import Exchange, MicrobatchPlanner
+from dapo_megatron.types import Float32s
 
 T = TypeVar("T")
 _Record = tuple[int, int, float, float, float, Float32s, Float32s]
@@ -95,35 +91,3 @@ class DataParallelRanks:
         is_first = self.exchange.rank in self.firsts
         values = self.exchange.all_gather(value if is_first else None, cast(Any, of) | None)
         return [cast(T, values[rank]) for rank in self.firsts]
-
-
-def gather_diagnostics(
-    diagnostics: Iterator[SequenceDiagnostics], data_parallel: DataParallel, num_detailed: int
-) -> Iterable[SequenceDiagnostics]:
-    """Return the diagnostics of all sequences of a step, by ticket and sample. Collective.
-
-    Only those of the first `num_detailed` tickets of each data-parallel index have values of
-    tokens, unless there is a single index.
-    """
-    if data_parallel.size == 1:
-        return diagnostics
-    tickets: set[int] = set()
-    own: list[_Record] = []
-    for sequence in diagnostics:
-        tickets.add(sequence.ticket)
-        num_tokens = len(sequence.logprobs) if len(tickets) <= num_detailed else 0
-        logprobs = array("f", sequence.logprobs[:num_tokens].tolist())
-        entropy = array("f", sequence.entropy[:num_tokens].tolist())
-        summary = (
-            sequence.ticket,
-            sequence.sample,
-            sequence.advantage,
-            sequence.gap_mean,
-            sequence.gap_max,
-        )
-        own.append((*summary, logprobs, entropy))
-    rows = chain.from_iterable(data_parallel.all_gather(own, list[_Record]))
-    return [
-        SequenceDiagnostics(*row[:5], torch.tensor(row[5]), torch.tensor(row[6]))
-        for row in sorted(rows, key=lambda row: row[:2])
-    ]
