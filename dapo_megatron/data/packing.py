@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heapreplace
+from operator import itemgetter
 
 LINEAR_TOKENS = 24_576
 """Sequence length at which attention costs as much as the rest of a layer: 6 times a hidden size of
@@ -120,8 +121,9 @@ def padded_tokens(
     Padded: each row is as long as the longest sequence, rounded up to `row_multiple`.
     """
     if packed:
-        row = sum(_round_up(length, sequence_multiple) for length in lengths)
-        return _round_up(row, row_multiple)
+        if sequence_multiple > 1:
+            lengths = [_round_up(length, sequence_multiple) for length in lengths]
+        return _round_up(sum(lengths), row_multiple)
     return len(lengths) * _round_up(max(lengths, default=0), row_multiple)
 
 
@@ -142,7 +144,7 @@ def partition(weights: Sequence[int], num_parts: int) -> list[list[int]]:
     heapify(heap)
     while len(heap) > 1:
         _, tie, first = heappop(heap)
-        _, _, second = heappop(heap)
+        _, _, second = heap[0]
         joined = max(len(first) + len(second) - num_parts, 0)
         keep_first, keep_second = len(first) - joined, len(second) - joined
         parts = first[:keep_first] + second[:keep_second]
@@ -150,9 +152,9 @@ def partition(weights: Sequence[int], num_parts: int) -> list[list[int]]:
             first[keep_first:], reversed(second[keep_second:])
         ):
             parts.append((sum_first + sum_second, indices_first + indices_second))
-        parts.sort(key=lambda part: -part[0])
+        parts.sort(key=itemgetter(0), reverse=True)
         smallest = parts[-1][0] if len(parts) == num_parts else 0
-        heappush(heap, (smallest - parts[0][0], tie, parts))
+        heapreplace(heap, (smallest - parts[0][0], tie, parts))
     nonempty = [indices for _, indices in heap[0][2]] if heap else []
     return nonempty + [[] for _ in range(num_parts - len(nonempty))]
 

@@ -32,7 +32,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2_dp2": ("dense", {"policy__tensor_parallel": 2}),
     "cp2_dp2": ("dense", {"policy__context_parallel": 2}),
-    "cp2_dp2_padded": ("dense", {"policy__context_parallel": 2, "train__packing": "false"}),
     "vpp2_dp2": (
         "deep",
         {"policy__pipeline_parallel": 2, "policy__virtual_pipeline_parallel": 2},
