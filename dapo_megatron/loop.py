@@ -161,12 +161,19 @@ def save(
     config: Config, parts: Parts, progress: Progress, partial_step: PartialStep, started: float
 ) -> Callable[[], None]:
     """Prepare a checkpoint of the current state, with the policy snapshot that
-    `parts.checkpoints.stage` made. Calling the returned function writes and publishes it in the
-    background."""
+    `parts.checkpoints.stage` made. Calling the returned function waits for the recorded rollouts,
+    and writes and publishes the checkpoint in the background."""
     progress.seconds = time.time() - started
     state = {
         "progress": dict(vars(progress)),
         "open_step": partial_step.state(config),
         "coordinator": parts.coordinator.state(),
     }
-    return parts.checkpoints.commit(progress.step, state, is_open=partial_step.train is not None)
+    is_open = partial_step.train is not None
+    commit = parts.checkpoints.commit(progress.step, state, is_open=is_open)
+
+    def publish() -> None:
+        parts.recorder.flush()
+        commit()
+
+    return publish

@@ -12,11 +12,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.files import parse_json
-from dapo_megatron.rollout.serialization import group_from_json
+from dapo_megatron.rollout.recorded import (
+    check_complete,
+    old_samples,
+    recorded_steps,
+    step_completions,
+    step_folder,
+)
 from dapo_megatron.types import Collected, ConfigError, DataError, Group, Outcome, SyncReport
 
 
@@ -24,10 +30,12 @@ def check_recorded(recorded: Path, own: Path) -> None:
     """Raise ConfigError if `recorded` has no rollouts, or is the folder of the replay itself."""
     if recorded.resolve() == own.resolve():
         raise ConfigError(f"run.name: {own} is the run to replay; choose another name")
-    if not any((recorded / "samples").glob("step_*.jsonl")):
+    if message := old_samples(recorded / "samples"):
+        raise ConfigError(f"--replay: {message}")
+    if not recorded_steps(recorded / "samples"):
         raise ConfigError(
-            f"--replay: {recorded}/samples has no step_*.jsonl; pass the folder of a run that had "
-            "tracking.samples=true"
+            f"--replay: {recorded}/samples has no recorded steps; pass the folder of a run that "
+            "had tracking.samples=true"
         )
 
 
@@ -41,14 +49,14 @@ class Replay:
     def collect(self, version: int, on_progress: Callable[[int], None]) -> Collected:
         """Return the recorded groups of step `version` + 1, which started from weights `version`.
 
-        Raises DataError naming the file if the step was not recorded or trained on no group, or
-        naming the line that is not a group.
+        Raises DataError naming the folder or the file if the step was not recorded completely, if a
+        file is damaged, or if the step trained on no group.
         """
         ended = self._read(version + 1)
         train = [group for group, outcome in ended if outcome is Outcome.TRAINED]
         decided = [group for group, outcome in ended if outcome is not Outcome.EXPIRED]
         if not train:
-            raise DataError(f"{self._path(version + 1)}: no group was trained on in this step")
+            raise DataError(f"{self._folder(version + 1)}: no group was trained on in this step")
         on_progress(len(train))
         counts = Counter(outcome.value for _, outcome in ended)
         return Collected(
@@ -71,22 +79,33 @@ class Replay:
         """Do nothing. Only the step number selects the file to read, so a state of the recorded run
         and one of a replay both work."""
 
-    def _path(self, step: int) -> Path:
-        return self._run_folder / "samples" / f"step_{step:06d}.jsonl"
+    def _folder(self, step: int) -> Path:
+        return step_folder(self._run_folder / "samples", step)
 
     def _read(self, step: int) -> list[tuple[Group, Outcome]]:
-        """Return the groups that ended in `step`, in file order."""
-        path = self._path(step)
-        if not path.exists():
-            recorded = sorted(path.parent.glob("step_*.jsonl"))
+        """Return the groups that ended in `step`, sorted by ticket."""
+        folder = self._folder(step)
+        if not folder.exists():
+            recorded = [path.name for path in recorded_steps(folder.parent).values()]
             raise DataError(
-                f"{path}: not recorded, so step {step} cannot be replayed. Recorded files: "
-                + (f"{recorded[0].name} to {recorded[-1].name}" if recorded else "none")
+                f"{folder}: not recorded, so step {step} cannot be replayed. Recorded steps: "
+                + (f"{recorded[0]} to {recorded[-1]}" if recorded else "none")
                 + ". Set train.rollout_steps to the last recorded step, or resume=PATH to a "
                 "checkpoint before a recorded step"
             )
-        with path.open(encoding="utf-8") as file:
-            return [_group(line, f"{path}, line {number}") for number, line in enumerate(file, 1)]
+        check_complete(folder)
+        rows = list(step_completions(folder))
+        rows.sort(key=lambda row: (row.ticket, row.completion.sample))
+        ended = []
+        for ticket, members in groupby(rows, key=lambda row: row.ticket):
+            first, *others = members
+            completions = tuple(row.completion for row in (first, *others))
+            try:
+                outcome = Outcome(first.outcome)
+            except ValueError as error:
+                raise DataError(f"{folder}: ticket {ticket}: {error}") from error
+            ended.append((Group(ticket, first.prompt, completions), outcome))
+        return ended
 
 
 class NoEvaluation:
@@ -120,11 +139,3 @@ class NoSync:
 
     def switch_to_policy(self) -> None:
         """Do nothing: the policy always has the accelerator."""
-
-
-def _group(line: str, where: str) -> tuple[Group, Outcome]:
-    try:
-        value = parse_json(line)
-        return group_from_json(value), Outcome(value["fate"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{where}: not a recorded group ({error!r})") from error

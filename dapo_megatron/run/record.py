@@ -22,11 +22,13 @@ from dapo_megatron.model import read_architecture
 from dapo_megatron.model.flops import model_flops, peak_flops
 from dapo_megatron.plan.layout import describe
 from dapo_megatron.protocols import Tracker
+from dapo_megatron.rollout.recorded import forget_after
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_tracker import MlflowTracker
 from dapo_megatron.tracking.provenance import cpu_name, run_tags
 from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder, Speedometer
+from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.tracking.run_report import WAIT_SECONDS, RunReport
 from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker
 from dapo_megatron.types import Completion
@@ -38,6 +40,7 @@ def open_recorder(
     folder: RunFolder,
     *,
     step: int,
+    recorded_step: int,
     resumed_from: Path | None,
     terminal: TextIO,
     is_stopping: Callable[[], bool],
@@ -45,8 +48,9 @@ def open_recorder(
     """Return the recorder of rank 0; other ranks get a SilentRecorder. Collective.
 
     Rank 0 also prints the run's header, and writes its config and provenance. A run resumed after
-    `step` continues its own files and MLflow run. `is_stopping` is called while the report is
-    written at the end.
+    `step` continues its own files and MLflow run. It keeps the rollouts up to `recorded_step`,
+    which is the next step if that has collected its groups. `is_stopping` is called while the
+    report is written at the end.
     """
 
     def make() -> RunRecorder:
@@ -66,10 +70,12 @@ def open_recorder(
         if config.tracking.mlflow:
             mlflow = MlflowTracker(config, _mlflow_run(folder), console.warn)
             trackers.append(mlflow)
+        forget_after(folder.samples, recorded_step)
+        writer = RolloutWriter(folder.samples, console.warn) if config.tracking.samples else None
         return RunRecorder(
             tracker=CompositeTracker(*trackers),
             console=console,
-            samples_folder=folder.samples if config.tracking.samples else None,
+            writer=writer,
             num_devices=ranks.world_size,
             inspected_groups=config.tracking.inspected_groups,
             timeline_folder=folder.timeline,

@@ -65,6 +65,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
         ranks,
         folder,
         step=progress.step,
+        recorded_step=progress.step + (partial_step.train is not None),
         resumed_from=source,
         terminal=context.terminal,
         is_stopping=lambda: context.stop.signal is not None,

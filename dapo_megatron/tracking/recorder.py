@@ -13,8 +13,8 @@ from dapo_megatron.files import write_json
 from dapo_megatron.protocols import Tracker
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_tracker import MlflowTracker
+from dapo_megatron.tracking.rollout_writer import RolloutWriter, record_groups
 from dapo_megatron.tracking.run_report import RunReport
-from dapo_megatron.tracking.samples import write_policy, write_samples
 from dapo_megatron.types import Completion, Group, SequenceDiagnostics
 
 TERA = 1e12
@@ -56,7 +56,7 @@ class Speedometer:
 class RunRecorder:
     """Recorder of rank 0.
 
-    samples_folder     where rollouts are written; None writes none
+    writer             writes rollouts; None writes none
     inspected_groups   first groups of a step whose per-token policy log-probs are written
     timeline_folder    where timelines are written; None writes none
     mlflow             the MLflow tracker, if any; `tracker` includes it
@@ -65,7 +65,7 @@ class RunRecorder:
 
     tracker: Tracker
     console: RunConsole
-    samples_folder: Path | None
+    writer: RolloutWriter | None
     num_devices: int
     inspected_groups: int = 0
     timeline_folder: Path | None = None
@@ -95,21 +95,25 @@ class RunRecorder:
             self.speedometer.trained(lengths, num_scored)
 
     def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None:
-        """Write the step's rollouts, each group with its outcome. Disk errors are only warnings."""
-        if self.samples_folder is None:
+        """Write the step's rollouts, each group with its outcome, in the background. Disk errors
+        are only warnings."""
+        if self.writer is None:
             return
-        with self._warn_on_error(f"samples of step {step}"):
-            _, index = write_samples(self.samples_folder, step, groups, self.reward)
-            with self._warn_on_error(f"index entries of step {step}"):
-                index.write(self.samples_folder)
+        record_groups(self.writer, step, groups, self.reward)
 
     def sequence_diagnostics(self, step: int, sequences: Iterable[SequenceDiagnostics]) -> None:
         """Write the policy's log-probs of the step's training sequences next to its rollouts. On a
         disk error, warn and continue."""
-        if self.samples_folder is None:
+        if self.writer is None:
             return
-        with self._warn_on_error(f"policy log-probs of step {step}"):
-            write_policy(self.samples_folder, step, sequences, self.inspected_groups)
+        sequences = list(sequences)
+        tickets = list(dict.fromkeys(sequence.ticket for sequence in sequences))
+        self.writer.policy(step, 0, sequences, frozenset(tickets[: self.inspected_groups]))
+
+    def flush(self) -> None:
+        """Wait until all rollouts are on disk."""
+        if self.writer is not None:
+            self.writer.flush()
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
         """Write the step's timeline (cluster/instruments.py). Disk errors are only warnings."""
@@ -144,8 +148,11 @@ class RunRecorder:
         self.console.note(text)
 
     def finish(self, status: str) -> None:
-        """Write the report, then close the trackers with the run's final status."""
+        """Write the remaining rollouts and the report, then close the trackers with the run's final
+        status."""
         try:
+            if self.writer is not None:
+                self.writer.close()
             if self.report is not None:
                 self.report.write(status)
         finally:  # a second Ctrl-C during the report must not lose the status
@@ -162,13 +169,6 @@ class RunRecorder:
             ui=self.mlflow.ui if self.mlflow else None,
         )
 
-    @contextmanager
-    def _warn_on_error(self, files: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.console.warn(f"{files} were not written: {error}")
-
 
 class SilentRecorder:
     """Recorder of every rank except 0: the same methods, without effect."""
@@ -179,7 +179,7 @@ class SilentRecorder:
         """Do nothing."""
 
     log = trained = samples = timeline = sequence_diagnostics = _nothing
-    ask_requests = note = finish = summary = _nothing
+    flush = ask_requests = note = finish = summary = _nothing
 
     def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]:
         """Show nothing."""

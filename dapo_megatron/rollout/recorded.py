@@ -1,0 +1,149 @@
+"""Recorded rollouts of a run, a folder per step:
+
+samples/step_000012/completions_00003.parquet   completions that replica 3 sampled
+samples/step_000012/policy_00001.parquet        policy values of the sequences that data-parallel
+                                                rank 1 trained on (tracking/policy_files.py)
+samples/step_000012/index.json                  columns for display, and the replicas
+
+Files are written independently of each other. The index lists how many rows each replica recorded,
+so a reader notices a step whose recording was interrupted.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from dapo_megatron.files import read_json
+from dapo_megatron.rollout.completion_files import num_rows, read_completions, read_summaries
+from dapo_megatron.rollout.completion_rows import CompletionRow, SummaryRow
+from dapo_megatron.types import DataError
+
+_STEP = re.compile(r"step_(\d{6,18})")
+_PART = re.compile(r"(completions|policy)_(\d{5,18})\.parquet")
+_OLD = "step_*.jsonl"
+
+
+def step_folder(samples: Path, step: int) -> Path:
+    """Return the folder of a step; `samples` is the run's samples/."""
+    return samples / f"step_{step:06d}"
+
+
+def completions_path(folder: Path, replica: int) -> Path:
+    """Return the file of the completions that a replica sampled; `folder` is a step's."""
+    return folder / f"completions_{replica:05d}.parquet"
+
+
+def policy_path(folder: Path, index: int) -> Path:
+    """Return the file of the policy values of a data-parallel index."""
+    return folder / f"policy_{index:05d}.parquet"
+
+
+def index_path(folder: Path) -> Path:
+    """Return the file of a step's index."""
+    return folder / "index.json"
+
+
+def recorded_steps(samples: Path) -> dict[int, Path]:
+    """Return step -> folder, in step order; empty without a folder."""
+    return {step: path for step, path in _numbered(samples, _STEP, 1) if path.is_dir()}
+
+
+def completion_files(folder: Path) -> dict[int, Path]:
+    """Return replica -> file of a step, in order."""
+    return {
+        number: path for number, path in _numbered(folder, _PART, 2) if _is(path, "completions")
+    }
+
+
+def policy_files(folder: Path) -> list[Path]:
+    """Return the files of policy values of a step, in order."""
+    return [path for _, path in _numbered(folder, _PART, 2) if _is(path, "policy")]
+
+
+def _is(path: Path, kind: str) -> bool:
+    return path.name.startswith(kind)
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str], group: int) -> list[tuple[int, Path]]:
+    """Return (number, path) of the entries whose names match, sorted by number."""
+    try:
+        paths = list(folder.iterdir())
+    except OSError:
+        return []
+    return sorted(
+        (int(match[group]), path) for path in paths if (match := pattern.fullmatch(path.name))
+    )
+
+
+def forget_after(samples: Path, step: int) -> None:
+    """Delete what was recorded of steps after `step`, because a run that resumes there repeats
+    them. Raises OSError."""
+    for later, folder in reversed(recorded_steps(samples).items()):
+        if later > step:
+            shutil.rmtree(folder)
+
+
+def old_samples(samples: Path) -> str | None:
+    """Return a message if the folder has rollouts only in the form of earlier versions, which are
+    not read; None otherwise."""
+    old = sorted(samples.glob(_OLD))
+    if not old or recorded_steps(samples):
+        return None
+    return (
+        f"{old[0]}: rollouts as JSON lines, which this version does not read. Read them with the "
+        "version of dapo_megatron that recorded them, or run again to record Parquet files"
+    )
+
+
+def check_complete(folder: Path) -> None:
+    """Raise DataError if a file of the step's completions is missing or has not all rows."""
+    path = index_path(folder)
+    if not path.exists():
+        raise DataError(
+            f"{folder}: no {path.name}, because the run was killed while it recorded this step"
+        )
+    files = completion_files(folder)
+    for replica, rows in replica_rows(path).items():
+        if replica not in files:
+            raise DataError(
+                f"{completions_path(folder, replica)}: missing, but {path.name} lists {rows} "
+                "completions of it; the step was not recorded completely"
+            )
+        if (recorded := num_rows(files[replica])) != rows:
+            raise DataError(
+                f"{files[replica]}: {recorded} completions, but {path.name} lists {rows}; they are "
+                "of different attempts at the step"
+            )
+
+
+def replica_rows(path: Path) -> dict[int, int]:
+    """Return replica -> number of rows in its file, from the index at `path`. Raises DataError."""
+    replicas = read_json(path, error=DataError).get("replicas")
+    try:
+        return {int(replica): int(rows) for replica, rows in dict(replicas or {}).items()}
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{path}: `replicas` is damaged ({error})") from error
+
+
+def step_summaries(folder: Path) -> list[SummaryRow]:
+    """Return all completions of a step without their tokens, sorted by ticket and sample. Raises
+    DataError for a damaged file."""
+    rows = [
+        row
+        for replica, path in completion_files(folder).items()
+        for row in read_summaries(path, replica)
+    ]
+    return sorted(rows, key=lambda row: (row.ticket, row.summary.sample))
+
+
+def step_completions(
+    folder: Path,
+    tickets: Collection[int] | None = None,
+    sequences: Collection[tuple[int, int]] | None = None,
+) -> Iterator[CompletionRow]:
+    """Yield the completions of a step, of one file after the other; see `read_completions`."""
+    for path in completion_files(folder).values():
+        yield from read_completions(path, tickets, sequences)
