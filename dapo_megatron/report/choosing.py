@@ -27,11 +27,11 @@ KEPT = 8
 
 @dataclass(frozen=True)
 class Pick:
-    """A selected group, the byte offset of its line in the samples, and the reasons."""
+    """A selected group, the replicas that sampled its completions, and the reasons."""
 
     step: int
     ticket: int
-    offset: int
+    replicas: tuple[int, ...]
     reasons: dict[int | None, list[str]] = field(default_factory=dict)
     """Sample -> reasons. None holds the reasons for the whole group."""
 
@@ -60,12 +60,12 @@ def frames(
     groups = pd.DataFrame(
         {
             name: list(chain.from_iterable(index["groups"][name] for index in indexes.values()))
-            for name in ("ticket", "offset", "source", "fate")
+            for name in ("ticket", "source", "outcome")
         }
     )
     sizes = [len(index["groups"]["ticket"]) for index in indexes.values()]
     groups["step"] = pd.Series([*indexes], dtype=int).repeat(sizes).to_numpy()
-    trained = groups["fate"] == "trained"
+    trained = groups["outcome"] == "trained"
     is_among_first = trained.groupby(groups["step"]).cumsum() <= inspected
     groups["inspected"] = trained & is_among_first & groups["step"].isin(policy_steps)
     columns = [index["completions"] for index in indexes.values()]
@@ -73,7 +73,7 @@ def frames(
     completions = pd.DataFrame(
         {
             name: list(chain.from_iterable(step_columns[name] for step_columns in columns))  # type: ignore[literal-required]
-            for name in ("sample", "num_tokens", "finish", *numbers)
+            for name in ("sample", "replica", "num_tokens", "finish", *numbers)
         }
     ).astype(dict.fromkeys(numbers, float))
     completions["ticket"] = [
@@ -100,7 +100,8 @@ def choose(
     """
     groups = groups.drop_duplicates("ticket").set_index("ticket")
     sizes = completions["ticket"].value_counts().to_dict()
-    locations = groups[["step", "offset"]].to_dict("index")
+    steps = groups["step"].to_dict()
+    replicas = completions.groupby("ticket")["replica"].unique().to_dict()
     picks: dict[int, Pick] = {}
     num_left = num
     asked = ((ASKED, ticket, None) for ticket in sorted(tickets))
@@ -109,15 +110,15 @@ def choose(
     for reason, ticket, sample in filter(None, chain(asked, chain.from_iterable(alternating))):
         if reason != ASKED and num_left <= 0:
             break
-        if ticket not in locations or (ticket in picks and reason == RANDOM):
+        if ticket not in steps or (ticket in picks and reason == RANDOM):
             continue
         if ticket not in picks:
             size = sizes.get(ticket, 0)
             if reason != ASKED and size > num_left and picks:
                 continue
             num_left -= size
-            location = locations[ticket]
-            picks[ticket] = Pick(int(location["step"]), ticket, int(location["offset"]))
+            of_replicas = tuple(sorted(map(int, replicas.get(ticket, ()))))
+            picks[ticket] = Pick(int(steps[ticket]), ticket, of_replicas)
         picks[ticket].reasons.setdefault(sample, []).append(reason)
     return list(picks.values())
 
@@ -162,7 +163,7 @@ def _measures(groups: DataFrame, completions: DataFrame) -> dict[str, Series]:
         LONE_WRONG: share[(share > 0.5) & (correct == 0)],
         LONE_RIGHT: -share[(share < 0.5) & (correct == 1)],
     }
-    for name, column in (("set", "source"), ("fate", "fate")):
+    for name, column in (("set", "source"), ("fate", "outcome")):
         values = completions["ticket"].map(groups[column])
         kinds = values.unique()
         if name == "fate" or len(kinds) > 1:

@@ -22,7 +22,7 @@ NAME = "report.html"
 LIMIT_SECONDS = 600.0
 """Time limit of the process that writes a report after a run. Older partial files are garbage."""
 
-_WRITTEN = (*MARKS, "provenance.json", "plan.json", "samples", "samples/index", "timeline")
+_WRITTEN = (*MARKS, "provenance.json", "plan.json", "samples", "timeline")
 
 
 def report(folders: Sequence[Path], output: Path | None, options: Options) -> None:

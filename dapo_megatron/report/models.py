@@ -6,7 +6,7 @@ A record that does not match its schema is corrupt or from an unknown version, a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
+from typing import Annotated, TypedDict, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -60,62 +60,21 @@ class PlanFile(TypedDict, total=False):
     note: str | None
 
 
-class CompletionRecord(TypedDict):
-    """A completion in a line of samples/."""
-
-    sample: Whole
-    text: str
-    finish: str
-    score: Number | None
-    correct: bool | None
-    parsed: bool | None
-    pred: str | None
-    segments: list[tuple[Natural, Natural]]
-    tokens: list[Natural]
-    logprobs: list[float]
-    reward: NotRequired[Number | None]
-
-
-class GroupRecord(TypedDict):
-    """A line of samples/."""
-
-    ticket: Whole
-    source: str
-    fate: str
-    verdict: str | None
-    prompt: str
-    truth: str
-    extra: NotRequired[dict[str, Any]]
-    completions: list[CompletionRecord]
-
-
-class PolicyValues(TypedDict):
-    """A line of samples/policy/."""
-
-    ticket: Whole
-    sample: Whole
-    advantage: Number | None
-    gap_mean: Number | None
-    gap_max: Number | None
-    logprobs: list[float | None] | None
-    entropy: list[float | None] | None
-
-
 class IndexGroups(TypedDict):
-    """Columns of the groups in a file of samples/index/."""
+    """Columns of the groups in a step's index.json."""
 
-    offset: list[Natural]
     ticket: list[Whole]
     source: list[str]
-    fate: list[str]
+    outcome: list[str]
     verdict: list[str | None]
 
 
 class IndexCompletions(TypedDict):
-    """Columns of the completions in a file of samples/index/."""
+    """Columns of the completions in a step's index.json."""
 
     group: list[Natural]
     sample: list[Whole]
+    replica: list[Natural]
     score: list[Number | None]
     correct: list[bool | None]
     parsed: list[bool | None]
@@ -127,7 +86,7 @@ class IndexCompletions(TypedDict):
 
 
 class StepIndex(TypedDict):
-    """A file of samples/index/: the completions of a step."""
+    """A step's index.json: its completions (rollout/sample_index.py)."""
 
     groups: IndexGroups
     completions: IndexCompletions

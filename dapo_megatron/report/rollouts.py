@@ -7,33 +7,32 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dapo_megatron.report import sample_files
 from dapo_megatron.report.choosing import Pick, choose, frames
-from dapo_megatron.report.run_data import RunData, size_of
+from dapo_megatron.report.run_data import RunData
 from dapo_megatron.report.token_text import TokenPieces, find_tokenizer
 from dapo_megatron.report.viewer_data import group_data
 from dapo_megatron.report.wording import first_few
-from dapo_megatron.rollout.serialization import rounded, significant, summary
+from dapo_megatron.rollout.completion_rows import CompletionRow, summarize
+from dapo_megatron.rollout.recorded import old_samples, policy_files, recorded_steps
+from dapo_megatron.rollout.sample_index import display_values, rounded, significant
+from dapo_megatron.tracking.policy_files import PolicyRow
+from dapo_megatron.types import Outcome
 
 MAX_BLOB_BYTES = 18_000_000
 """Maximum size of all blobs together, compressed; base64 makes them a third larger. Runs that share
 a page share this budget in proportion to their completions."""
 FULL_PAGE = 2000
 """Number of completions that may use all of MAX_BLOB_BYTES."""
-MAX_READ_BYTES = 200_000_000
-"""Maximum number of bytes to read of samples without an index."""
-MAX_POLICY_BYTES = 200_000_000
-"""Maximum number of bytes of policy values to search for the largest gaps."""
+MAX_POLICY_FILES = 2000
+"""Maximum number of files of policy values to search for the largest gaps."""
 MAX_GAPS = 8
 _INSPECTED = 4
 """Default of tracking.inspected_groups, for configs without it."""
-_NOT_READ = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError)
-"""Errors caused by a group of another version, or by corruption that passes the schema."""
 
 Row = dict[str, Any]
 
@@ -64,7 +63,8 @@ def rollouts(
     """
     reading = _Reading(run, steps)
     if not reading.samples:
-        return None
+        message = old_samples(run.path / "samples")
+        return None if message is None else Rollouts([], {}, 0, message, [message])
     picks, total = reading.select(completions, frozenset(tickets))
     max_bytes = MAX_BLOB_BYTES * min(completions, FULL_PAGE) // FULL_PAGE
     rows, blobs = reading.load(picks, max_bytes)
@@ -88,29 +88,22 @@ class _Reading:
     """Reads the files of a run's rollouts. Collects notes and warnings for the reader."""
 
     def __init__(self, run: RunData, steps: tuple[int | None, int | None] | None) -> None:
-        folder = run.path / "samples"
         self.run = run
         self.first, self.last = steps or (None, None)
         self.warnings: list[str] = []
         self.notes: list[str] = []
-        self.samples = sample_files.step_files(folder, ".jsonl")
-        self.indexes = sample_files.step_files(folder / "index", ".json")
-        self.policy = sample_files.step_files(folder / "policy", ".jsonl")
+        self.samples = recorded_steps(run.path / "samples")
+        self.policy = [step for step, folder in self.samples.items() if policy_files(folder)]
 
     def select(self, num: int, tickets: frozenset[int]) -> tuple[list[Pick], int]:
         """Return the selected groups, and the number of completions to select from. Outside the
         wanted steps, only `tickets` are selected."""
         inspected = self.run.count("tracking.inspected_groups") or _INSPECTED
-        steps = [step for step in self.samples if tickets or self._is_wanted(step)]
-        readable = self._readable_without_index(steps)
         indexes, damaged = {}, []
-        for step in steps:
-            if step in self.indexes:
-                index = sample_files.read_index(self.indexes[step])
-            elif step in readable:
-                index = sample_files.index_of_samples(self.samples[step], step)
-            else:
+        for step, folder in self.samples.items():
+            if not tickets and not self._is_wanted(step):
                 continue
+            index = sample_files.read_index(folder, step)
             if index is None:
                 damaged.append(step)
             else:
@@ -155,20 +148,15 @@ class _Reading:
 
     def _load_group(self, pick: Pick, pieces: TokenPieces | None) -> tuple[list[Row], bytes] | None:
         """Return the rows and the blob of a group; None if it cannot be read."""
-        group = sample_files.read_group(self.samples[pick.step], pick.offset, pick.ticket)
-        if group is None:
+        folder = self.samples[pick.step]
+        rows = sample_files.read_group(folder, pick.ticket, pick.replicas)
+        if rows is None:
             return None
-        path = self.policy.get(pick.step)
-        has_policy = path is not None and group["fate"] == "trained"
-        policy = sample_files.policy_of(path, pick.ticket) if path and has_policy else {}
-        with suppress(*_NOT_READ):
-            rows = [
-                _row(pick, group, completion, policy.get(completion["sample"], {}))
-                for completion in group["completions"]
-            ]
-            data = group_data(group, policy, pieces)
-            return rows, json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
-        return None
+        is_trained = rows[0].outcome == Outcome.TRAINED
+        policy = sample_files.policy_of(folder, pick.ticket) if is_trained else {}
+        data = json.dumps(group_data(rows, policy, pieces), separators=(",", ":"), allow_nan=False)
+        table_rows = [_row(pick, row, policy.get(row.completion.sample)) for row in rows]
+        return table_rows, data.encode()
 
     def _is_wanted(self, step: int) -> bool:
         """Return True if `step` is within the range to select from."""
@@ -181,22 +169,9 @@ class _Reading:
         largest = dict(zip(metrics.steps, metrics.column("mismatch/gap_max")))
         steps = filter(self._is_wanted, self.policy)
         order = sorted(steps, key=lambda step: -(largest.get(step) or 0.0))
-        paths = (self.policy[step] for step in order)
-        gaps = sample_files.largest_gaps(paths, MAX_POLICY_BYTES, MAX_GAPS)
+        folders = (self.samples[step] for step in order)
+        gaps = sample_files.largest_gaps(folders, MAX_POLICY_FILES, MAX_GAPS)
         return {ticket: sample for _, ticket, sample in gaps}
-
-    def _readable_without_index(self, steps: Sequence[int]) -> set[int]:
-        """Return evenly spread steps without an index, of at most about MAX_READ_BYTES in total."""
-        steps = [step for step in steps if step not in self.indexes]
-        num_bytes = sum(size_of(self.samples[step]) for step in steps)
-        num = len(steps)
-        if num_bytes > MAX_READ_BYTES:
-            num = max(1, num * MAX_READ_BYTES // num_bytes)
-            self.notes.append(
-                f"This run recorded no index: {len(steps) - num:,} of {len(self.samples):,} steps "
-                "were not read"
-            )
-        return {steps[index * len(steps) // num] for index in range(num)}
 
     def _warn(self, numbers: Sequence[int], plural: str, singular: str) -> None:
         """Add a warning for steps or groups that cannot be read, if there are any."""
@@ -205,23 +180,28 @@ class _Reading:
             self.warnings.append(f"samples: {len(numbers)} {plural} cannot be read {which}")
 
 
-def _row(
-    pick: Pick, group: Mapping[str, Any], completion: Mapping[str, Any], policy: Mapping[str, Any]
-) -> Row:
+def _row(pick: Pick, row: CompletionRow, policy: PolicyRow | None) -> Row:
     """Return the row of a completion in the table."""
-    brief = summary(pick.step, completion)
-    wrong = "wrong" if completion["parsed"] else "no answer"
-    graded = "right" if completion["correct"] else wrong
+    completion, grade = row.completion, row.completion.grade
+    brief = display_values(pick.step, summarize(completion, replica=0))
+    graded = "no grade"
+    if grade is not None:
+        wrong = "wrong" if grade.parsed else "no answer"
+        graded = "right" if grade.correct else wrong
     return {
         "step": pick.step,
-        **{name: group[name] for name in ("ticket", "source", "fate", "verdict")},
-        **{name: completion[name] for name in ("sample", "finish")},
+        "ticket": row.ticket,
+        "source": row.prompt.source,
+        "fate": row.outcome,
+        "verdict": row.verdict,
+        "sample": completion.sample,
+        "finish": completion.finish.value,
         **{name: brief[name] for name in ("num_tokens", "age", "logprob_mean", "logprob_min")},
-        "graded": "no grade" if completion["score"] is None else graded,
-        "reward": rounded(completion.get("reward")),
-        "advantage": rounded(policy.get("advantage")),
-        "gap_max": significant(policy.get("gap_max")),
-        "why": pick.why(completion["sample"]),
+        "graded": graded,
+        "reward": rounded(row.reward),
+        "advantage": rounded(policy.advantage) if policy else None,
+        "gap_max": significant(policy.gap_max) if policy else None,
+        "why": pick.why(completion.sample),
     }
 
 

@@ -1,5 +1,5 @@
-"""Readers of a run's recorded rollouts: the index of a step, a group by its byte offset, and the
-policy's values of a group.
+"""Readers of a run's recorded rollouts (rollout/recorded.py): the index of a step, the rows of a
+group, and the policy's values of a group.
 
 The run may still be writing, and files may be missing or corrupt. Data that cannot be read is None
 or skipped; the caller reports it.
@@ -8,36 +8,31 @@ or skipped; the caller reports it.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from dapo_megatron.report.models import GroupRecord, PolicyValues, StepIndex, decode
-from dapo_megatron.rollout.serialization import SampleIndex
+from dapo_megatron.report.models import StepIndex, decode
+from dapo_megatron.rollout.completion_files import read_completions
+from dapo_megatron.rollout.completion_rows import CompletionRow
+from dapo_megatron.rollout.recorded import (
+    completions_path,
+    index_path,
+    policy_files,
+    step_summaries,
+)
+from dapo_megatron.rollout.sample_index import groups_of, index_of
+from dapo_megatron.tracking.policy_files import PolicyRow, read_gaps, read_policy
+from dapo_megatron.types import DataError
 
-_STEP = re.compile(r"step_(\d+)\.jsonl?")
-_POLICY_BEGIN = re.compile(rb'\{"ticket": ?(\d{1,18}), ?"sample": ?(\d{1,18})\b')
-_GAP_MAX = re.compile(rb'"gap_max": ?(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)')
-_LINE_BEGIN = 400
-"""Number of bytes at the start of a line of policy values that contain its scalars."""
 
-
-def step_files(folder: Path, ending: str) -> dict[int, Path]:
-    """Return step -> file in `folder`, in step order; empty without a folder."""
+def read_index(folder: Path, step: int) -> StepIndex | None:
+    """Return the index of `step`, or None if it cannot be read. Without an index file, because the
+    run was killed or is recording the step, it is made from the files of completions."""
     try:
-        paths = [path for path in folder.iterdir() if path.suffix == ending]
-    except OSError:
-        return {}
-    files = {int(m[1]): path for path in paths if (m := _STEP.fullmatch(path.name))}
-    return dict(sorted(files.items()))
-
-
-def read_index(path: Path) -> StepIndex | None:
-    """Return the index of a step, or None if it cannot be read."""
-    try:
-        index = decode(path.read_bytes(), StepIndex)
+        index = decode(index_path(folder).read_bytes(), StepIndex)
+    except FileNotFoundError:
+        return _made_index(folder, step)
     except (OSError, ValueError):
         return None
     groups, completions = index["groups"], index["completions"]
@@ -49,77 +44,52 @@ def read_index(path: Path) -> StepIndex | None:
     return index if is_consistent else None
 
 
-def index_of_samples(path: Path, step: int) -> StepIndex | None:
-    """Return the index of a step that has no index file, built by reading all of its groups."""
-    index, offset = SampleIndex(step), 0
+def _made_index(folder: Path, step: int) -> StepIndex | None:
     try:
-        with path.open("rb") as file:
-            for line in file:
-                with suppress(ValueError):  # skip corrupt lines
-                    index.add(_group(line), offset)
-                offset += len(line)
-    except OSError:
+        rows = step_summaries(folder)
+    except DataError:
         return None
-    columns = index.columns()
-    return {"groups": columns["groups"], "completions": columns["completions"]}
+    index = index_of(step, groups_of(rows))
+    return {"groups": index["groups"], "completions": index["completions"]}
 
 
-def read_group(path: Path, offset: int, ticket: int) -> dict[str, Any] | None:
-    """Return the group whose line starts at byte `offset`; None if it is not `ticket`."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            group = _group(file.readline())
-    except (OSError, ValueError):
-        return None
-    return group if group["ticket"] == ticket else None
+def read_group(folder: Path, ticket: int, replicas: Iterable[int]) -> list[CompletionRow] | None:
+    """Return the completions of a group, by sample, from the files of these replicas. None if a
+    file cannot be read or has none."""
+    rows: list[CompletionRow] = []
+    for replica in replicas:
+        num_before = len(rows)
+        with suppress(DataError):
+            rows += read_completions(completions_path(folder, replica), [ticket])
+        if len(rows) == num_before:
+            return None
+    return sorted(rows, key=lambda row: row.completion.sample) or None
 
 
-def policy_of(path: Path, ticket: int) -> dict[int, dict[str, Any]]:
-    """Return sample -> the policy's values of a group before the step's first update.
-
-    Stops after the group's last line, because the file of a step may have tens of megabytes.
-    """
-    by_sample: dict[int, dict[str, Any]] = {}
-    for line, line_ticket, sample in _policy_lines(path):
-        if line_ticket == ticket:
-            with suppress(ValueError):
-                by_sample[sample] = {**decode(line, PolicyValues)}
-        elif by_sample:
-            break
+def policy_of(folder: Path, ticket: int) -> dict[int, PolicyRow]:
+    """Return sample -> the policy's values of a group before the step's first update."""
+    by_sample: dict[int, PolicyRow] = {}
+    for path in policy_files(folder):
+        with suppress(DataError):
+            by_sample |= {row.sample: row for row in read_policy(path, [ticket])}
     return by_sample
 
 
-def largest_gaps(paths: Iterable[Path], max_bytes: int, num: int) -> list[tuple[float, int, int]]:
+def largest_gaps(folders: Iterable[Path], max_files: int, num: int) -> list[tuple[float, int, int]]:
     """Return the `num` largest gaps of sequences as (gap, ticket, sample), largest first, at most
     one per group.
 
-    Reads the files in the given order, and starts no further file after `max_bytes`.
+    Reads the steps in the given order, and starts no further step after `max_files` files.
     """
     best: dict[int, tuple[float, int, int]] = {}
-    num_bytes = 0
-    for path in paths:
-        if num_bytes >= max_bytes:
+    num_files = 0
+    for folder in folders:
+        if num_files >= max_files:
             break
-        for line, ticket, sample in _policy_lines(path):
-            num_bytes += len(line)
-            match = _GAP_MAX.search(line, 0, _LINE_BEGIN)
-            if match and math.isfinite(gap := float(match[1])):
-                best[ticket] = max(best.get(ticket, (gap, ticket, sample)), (gap, ticket, sample))
+        for path in policy_files(folder):
+            num_files += 1
+            with suppress(DataError):
+                for row in read_gaps(path):
+                    if math.isfinite(row[0]):
+                        best[row[1]] = max(best.get(row[1], row), row)
     return sorted(best.values(), reverse=True)[:num]
-
-
-def _policy_lines(path: Path) -> Iterator[tuple[bytes, int, int]]:
-    with suppress(OSError), path.open("rb") as file:
-        for line in file:
-            if begin := _POLICY_BEGIN.match(line):
-                yield line, int(begin[1]), int(begin[2])
-
-
-def _group(line: bytes) -> dict[str, Any]:
-    """Parse a line of the samples. Raises ValueError if it does not match the schema."""
-    group: dict[str, Any] = {**decode(line, GroupRecord)}
-    for completion in group["completions"]:
-        if len(completion["tokens"]) != len(completion["logprobs"]):
-            raise ValueError("numbers of tokens and log-probs differ")
-    return group

@@ -8,6 +8,9 @@ from typing import Any
 
 from dapo_megatron.report.token_text import TokenPieces
 from dapo_megatron.report.wording import visible
+from dapo_megatron.rollout.completion_rows import CompletionRow
+from dapo_megatron.tracking.policy_files import PolicyRow
+from dapo_megatron.types import Completion
 
 MAX_TOKENS = 32_768
 """Maximum number of tokens to show of a completion. The middle of a longer one is cut."""
@@ -19,19 +22,21 @@ _CHARACTERS_PER_TOKEN = 4
 
 
 def group_data(
-    group: Mapping[str, Any], policy: Mapping[int, Mapping[str, Any]], pieces: TokenPieces | None
+    rows: Sequence[CompletionRow], policy: Mapping[int, PolicyRow], pieces: TokenPieces | None
 ) -> dict[str, Any]:
-    """Return the data of a group. `policy` has the policy's values by sample. Tokens are indices
-    into `ids` and `pieces`. Without a tokenizer, completions have a `text` instead."""
+    """Return the data of a group, from the rows of its completions. `policy` has the policy's
+    values by sample. Tokens are indices into `ids` and `pieces`. Without a tokenizer, completions
+    have a `text` instead."""
     indices: dict[tuple[int, str], int] = {}
     completions = [
-        _completion(completion, policy.get(completion["sample"], {}), pieces, indices)
-        for completion in group["completions"]
+        _completion(row.completion, policy.get(row.completion.sample), pieces, indices)
+        for row in rows
     ]
+    prompt = rows[0].prompt
     gaps = [abs(gap) for data in completions for gap in data["gap"] or [] if gap is not None]
     return {
-        "prompt": _shown(group["prompt"], _MAX_PROMPT),
-        "truth": _shown(group["truth"]) or "none: the grader needs none",
+        "prompt": _shown(prompt.text, _MAX_PROMPT),
+        "truth": _shown(prompt.truth) or "none: the grader needs none",
         "ids": [token for token, _ in indices],
         "pieces": [visible(piece) for _, piece in indices],
         "special": [
@@ -43,27 +48,29 @@ def group_data(
 
 
 def _completion(
-    completion: Mapping[str, Any],
-    policy: Mapping[str, Any],
+    completion: Completion,
+    policy: PolicyRow | None,
     pieces: TokenPieces | None,
     indices: dict[tuple[int, str], int],
 ) -> dict[str, Any]:
-    num = len(completion["tokens"])
+    num = completion.num_tokens
     num_cut = max(num - MAX_TOKENS, 0)
     first = MAX_TOKENS // 2 if num_cut else num
 
     def kept(values: Sequence[Any]) -> Sequence[Any]:
         return [*values[:first], *values[first + num_cut :]] if num_cut else values
 
-    segments = completion["segments"]
-    logprobs, policy_logprobs = completion["logprobs"], policy.get("logprobs")
-    entropy = policy.get("entropy")
-    versions = [version for version, count in segments for _ in range(min(count, num))]
-    has_grade = completion["score"] is not None
+    logprobs, grade = completion.logprobs, completion.grade
+    policy_logprobs, entropy = (policy.logprobs, policy.entropy) if policy else (None, None)
+    versions = [
+        segment.version
+        for segment in completion.segments
+        for _ in range(min(segment.num_tokens, num))
+    ]
     data: dict[str, Any] = {
-        "sample": completion["sample"],
-        "correct": completion["correct"],
-        "answer": _shown(completion["pred"] or "") if has_grade else "",
+        "sample": completion.sample,
+        "correct": None if grade is None else grade.correct,
+        "answer": "" if grade is None else _shown(grade.pred),
         "num_tokens": num,
         "cut": [first, num_cut] if num_cut else None,
         "logprob": [_rounded(value) for value in kept(logprobs)],
@@ -73,15 +80,15 @@ def _completion(
     }
     if policy_logprobs is not None and len(policy_logprobs) == num:
         data["gap"] = [
-            None if by_policy is None else _significant(by_engine - by_policy)
-            for by_engine, by_policy in zip(kept(logprobs), kept(policy_logprobs))
+            _significant(by_engine - by_policy)
+            for by_engine, by_policy in zip(kept(logprobs), kept(policy_logprobs.tolist()))
         ]
     if entropy is not None and len(entropy) == num:
-        data["entropy"] = [_rounded(value) for value in kept(entropy)]
+        data["entropy"] = [_rounded(value) for value in kept(entropy.tolist())]
     if pieces is None:
-        data["text"] = _shown(completion["text"], MAX_TOKENS * _CHARACTERS_PER_TOKEN)
+        data["text"] = _shown(completion.text, MAX_TOKENS * _CHARACTERS_PER_TOKEN)
     else:
-        tokens = kept(completion["tokens"])
+        tokens = kept(completion.tokens.tolist())
         pairs = zip(tokens, pieces.split(tokens))
         data["tokens"] = [indices.setdefault(pair, len(indices)) for pair in pairs]
     return data
@@ -94,8 +101,8 @@ def _shown(text: str, max_length: int = MAX_SHOWN) -> str:
     return visible(text)
 
 
-def _rounded(value: float | None) -> float | None:
-    return round(value, 3) if value is not None and math.isfinite(value) else None
+def _rounded(value: float) -> float | None:
+    return round(value, 3) if math.isfinite(value) else None
 
 
 def _significant(value: float) -> float | None:

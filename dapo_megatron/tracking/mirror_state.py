@@ -42,16 +42,16 @@ RUN_FILE = "mlflow_run.json"
 LOG = "logs/mlflow.log"
 CHECKPOINTS = f"{FOLDER}/checkpoints.json"
 ARTIFACTS = {
-    "samples/*.jsonl": "samples",
-    "samples/index/*.json": "samples/index",
-    "samples/policy/*.jsonl": "samples/policy",
-    "timeline/*.json": "timeline",
-    "data/*.report.json": "",
-    CHECKPOINTS: "",
-    SUMMARY: "",
-    REPORT: "",
+    "samples/step_*/completions_*.parquet": True,
+    "samples/step_*/policy_*.parquet": True,
+    "samples/step_*/index.json": True,
+    "timeline/*.json": True,
+    "data/*.report.json": False,
+    CHECKPOINTS: False,
+    SUMMARY: False,
+    REPORT: False,
 }
-"""Pattern of files in the run's folder -> artifact folder of the MLflow run."""
+"""Pattern of files in the run's folder -> whether the artifact has their folder, or none."""
 FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 """Signals that reach all processes of a job step. The mirror process ignores them."""
 MISSING = [0, 0]
@@ -206,9 +206,10 @@ class MirrorState:
     def files(self, *, known: bool) -> Iterator[tuple[str, str, list[int]]]:
         """Yield (name, artifact folder, stamp) of each file that MLflow lacks. Files that were sent
         before are checked for changes only if `known`."""
-        for pattern, folder in ARTIFACTS.items():
+        for pattern, has_folder in ARTIFACTS.items():
             for path in sorted(self.folder.glob(pattern)):
                 name = str(path.relative_to(self.folder))
+                folder = name.rpartition("/")[0] if has_folder else ""
                 if known or name not in self.cursor.files:
                     stamp = stamp_of(path)
                     if stamp not in (MISSING, self.cursor.files.get(name)):

@@ -94,6 +94,11 @@ class RolloutRecorder:
         if self.writer is not None:
             self.writer.flush()
 
+    def close(self) -> None:
+        """Wait until everything recorded is on disk, and record no more."""
+        if self.writer is not None:
+            self.writer.close()
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecorder(RolloutRecorder):
@@ -166,7 +171,7 @@ class RunRecorder(RolloutRecorder):
     def finish(self, status: str) -> None:
         """Write the report, then close the trackers with the run's final status."""
         try:
-            self.flush()
+            self.close()
             if self.report is not None:
                 self.report.write(status)
         finally:  # a second Ctrl-C during the report must not lose the status
@@ -203,7 +208,7 @@ class RankRecorder(RolloutRecorder):
 
     def finish(self, status: str) -> None:
         """Wait until this rank's rollouts are on disk."""
-        self.flush()
+        self.close()
 
     def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]:
         """Show nothing."""

@@ -65,7 +65,9 @@ ROOMS = {
     "loop": room("types protocols config algo data rollout"),
     # rollout for the file format of a group, checkpoints for the names of their folders, torch for
     # the name of the GPU.
-    "tracking": room(f"{LOW} config cluster checkpoints rollout", "mlflow rich torch"),
+    "tracking": room(
+        f"{LOW} config cluster checkpoints rollout", "mlflow rich torch numpy pyarrow"
+    ),
     "doctor": room(
         f"{LOW} config model algo policy cluster plan tracking run",
         "torch transformers psutil rich",

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 from playwright.sync_api import Locator, Page, expect
 
 Json = dict[str, Any]
@@ -31,18 +32,15 @@ def metrics(run: Path) -> dict[int, Json]:
 
 
 def completions(run: Path) -> list[Json]:
-    """Return every completion in samples/, with the step, fate, verdict, ticket, prompt, truth and
-    source of its group."""
+    """Return every completion in samples/, with its step and the columns of its file."""
     rows = []
-    for path in sorted((run / "samples").glob("step_*.jsonl")):
-        step = int(path.stem.removeprefix("step_"))
-        for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
-            group = json.loads(line)
-            keys = ("fate", "verdict", "ticket", "prompt", "truth", "source")
-            group_fields = {key: group[key] for key in keys}
-            rows += [
-                {"step": step, **group_fields, **completion} for completion in group["completions"]
-            ]
+    for path in sorted((run / "samples").glob("step_*/completions_*.parquet")):
+        step = int(path.parent.name.removeprefix("step_"))
+        for row in pq.read_table(path).to_pylist():
+            for name in ("text", "prompt", "truth", "source", "pred"):
+                if row[name] and row[name].startswith("\0"):  # a text that UTF-8 cannot encode
+                    row[name] = json.loads(row[name][1:])
+            rows.append({"step": step, **row})
     return rows
 
 

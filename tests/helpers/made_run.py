@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models
 from dapo_megatron.cluster.heartbeat import Heartbeat, RankState, write_heartbeat
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.files import write_json
-from dapo_megatron.tracking.samples import write_policy, write_samples
+from dapo_megatron.tracking.rollout_writer import RolloutWriter, record_groups
 from dapo_megatron.tracking.trackers import JsonlTracker
 from dapo_megatron.types import (
     Completion,
@@ -91,6 +91,10 @@ class MadeRun:
         return folder
 
 
+def _fail(warning: str) -> None:
+    raise OSError(warning)
+
+
 def _reward(completion: Completion) -> float | None:
     return None if completion.grade is None else completion.grade.score
 
@@ -116,18 +120,19 @@ class _Writer:
         self._config()
         self._tokenizer()
         self._answers()
-        samples = self.folder / "samples"
+        writer = RolloutWriter(self.folder / "samples", _fail)
         tracker = JsonlTracker(self.folder / "metrics.jsonl")
         tracker.log(0, self._evaluation(0))
         for step in range(1, self.run.num_steps + 1):
             groups = list(self._groups(step))
-            _, index = write_samples(samples, step, groups, _reward)
-            index.write(samples)
-            diagnostics = self._inspected(groups)
-            write_policy(samples, step, diagnostics, self.run.inspected_groups)
+            record_groups(writer, step, groups, _reward)
+            trained = [group.ticket for group, outcome in groups if outcome == "trained"]
+            inspected = trained[: self.run.inspected_groups]
+            writer.policy(step, 0, self._inspected(groups), inspected)
             if step == 1 or (self.run.timeline_every and step % self.run.timeline_every == 0):
                 self._timeline(step)
             tracker.log(step, self._metrics(step, groups))
+        writer.close()
         tracker.finish("FINISHED")
         self._ends()
 
