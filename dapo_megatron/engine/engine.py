@@ -83,7 +83,9 @@ class VllmEngine:
         ranks = config.engine_tensor_parallel
         if world_size % ranks:
             raise ConfigError(f"engine.tensor_parallel: {ranks} does not divide {world_size} ranks")
-        self.groups = engine_groups(config, world_size, ranks_per_node or world_size)
+        self.groups = engine_groups(
+            config, read_architecture(config), world_size, ranks_per_node or world_size
+        )
         self.replica = next(index for index, group in enumerate(self.groups) if rank in group)
         self.num_replicas = len(self.groups)
         self.is_leader = rank == self.groups[self.replica][0]

@@ -12,16 +12,22 @@ Policy ranks hold the slices of a tensor in rank order. Take a policy of TP 4 an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from dapo_megatron.config import Config
+from dapo_megatron.model.architecture import Architecture
+from dapo_megatron.model.tensors import hf_tensors
 
 Groups = Sequence[Sequence[int]]
 """The ranks of each engine, in ascending order, which is the order of its slices."""
 
 
-def engine_groups(config: Config, num_ranks: int, ranks_per_node: int) -> Groups:
+def engine_groups(
+    config: Config, arch: Architecture, num_ranks: int, ranks_per_node: int
+) -> Groups:
     """Return the ranks of each engine of a run."""
     return place_engines(
+        arch,
         num_ranks,
         config.engine_tensor_parallel,
         policy_tp=config.policy.tensor_parallel,
@@ -32,6 +38,7 @@ def engine_groups(config: Config, num_ranks: int, ranks_per_node: int) -> Groups
 
 
 def place_engines(
+    arch: Architecture,
     num_ranks: int,
     engine_tp: int,
     *,
@@ -59,14 +66,18 @@ def place_engines(
     def num_nodes(groups: Groups) -> int:
         return sum(len({rank // ranks_per_node for rank in group}) for group in groups)
 
-    def local_share(groups: Groups) -> tuple[int, int]:
-        """Return how much of what ranks need they have: of experts, then of other tensors."""
+    sizes = {name: prod(shape) for name, shape in hf_tensors(arch).items()}
+    expert_size = sum(size for name, size in sizes.items() if ".experts." in name)
+    other_size = sum(sizes.values()) - expert_size
+
+    def num_local(groups: Groups) -> int:
+        """Return how much of what ranks need they have, in elements times a constant."""
         places = [place for group in groups for place in enumerate(group)]
-        tensors = sum(_overlap(rank % policy_tp, policy_tp, at, engine_tp) for at, rank in places)
+        others = sum(_overlap(rank % policy_tp, policy_tp, at, engine_tp) for at, rank in places)
         if not whole_experts:  # each rank has an equal share of the slices of all experts
-            return 0, tensors
+            return others
         experts = sum(_overlap(rank % policy_ep, policy_ep, at, engine_tp) for at, rank in places)
-        return experts, tensors
+        return experts * expert_size * policy_tp + others * other_size * policy_ep
 
     consecutive = spread_over(engine_tp)
     others = [
@@ -75,7 +86,7 @@ def place_engines(
         if size % engine_tp == 0 and num_ranks % size == 0
     ]
     allowed = [groups for groups in others if num_nodes(groups) <= num_nodes(consecutive)]
-    return max([consecutive, *allowed], key=local_share)
+    return max([consecutive, *allowed], key=num_local)
 
 
 def _overlap(part: int, num_parts: int, other: int, num_others: int) -> int:

@@ -116,6 +116,7 @@ class Case:
     def engines(self, num_ranks: int) -> Groups:
         """Return the ranks of each engine, on nodes of NODE_RANKS ranks."""
         return place_engines(
+            architecture(MODELS[self.model]),
             num_ranks,
             self.engine_tp,
             policy_tp=self.policy.tp,
