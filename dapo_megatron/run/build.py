@@ -165,11 +165,13 @@ def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, W
 
     check(config, read_architecture(config), Machine.here())
     connect(config)
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
     engine = VllmEngine(
         config,
         rank=ranks.rank,
         world_size=ranks.world_size,
         local_rank=ranks.local_rank,
+        ranks_per_node=ranks_per_node,
         is_empty=True,
     )
     engine.sleep()
@@ -182,7 +184,7 @@ def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, W
         bounds=canary_bounds(config, has_experts=bool(policy.architecture.num_experts)),
         vocab=policy.architecture.vocab_size,
         max_tokens=config.rollout.max_prompt_tokens,
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
+        ranks_per_node=ranks_per_node,
     )
     return policy, engine, sync
 
