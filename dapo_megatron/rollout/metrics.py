@@ -73,7 +73,7 @@ def _decided_metrics(groups: Sequence[Group], overlong: OverlongConfig) -> dict[
     rewards = [shaped for c in completions if (shaped := reward(c, overlong)) is not None]
     if not rewards:
         return {}
-    lengths = [len(c.tokens) for c in completions]
+    lengths = [c.num_tokens for c in completions]
     truncated = fmean(c.finish is Finish.LENGTH for c in completions)
     penalties = [shaped.penalty for shaped in rewards]
     return {
