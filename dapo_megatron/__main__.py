@@ -22,7 +22,7 @@ from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.rewards.registry import check_grader, grader_names, user_function
-from dapo_megatron.rollout.replay import check_recorded
+from dapo_megatron.rollout.recorded import check_recorded
 from dapo_megatron.types import ConfigError, DapoError
 
 app = typer.Typer(

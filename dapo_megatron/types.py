@@ -272,8 +272,8 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """What a step trains on: the same sequences and metrics on every rank, and the tokens of those
-    that this rank trains on, by their index."""
+    """Rollouts that a step trains on: the same sequences and metrics on every rank, and the tokens
+    of those that this rank trains on, by their index."""
 
     sequences: list[TrainingSequence]
     tokens: dict[int, SequenceTokens]

@@ -77,7 +77,7 @@ class SyncVerifier:
         self._names = frozenset(
             tensor_slice.name for tensor_slices in held.lists for tensor_slice in tensor_slices
         )
-        self._ranks_per_engine = exchange.world_size // engine.num_replicas
+        self._replica_of_rank = exchange.all_gather(engine.replica, int)
         self._sequences = sequences
         self.num_unread = 0
         """Tensors of this rank's engine that could not be read back at the last full check."""
@@ -122,7 +122,7 @@ class SyncVerifier:
 
         policy = list(map(policy_prints, self._held.list_of_rank, value_of_rank))
         engines = list(map(engine_prints, self._wanted.list_of_rank, value_of_rank))
-        rank_lines = describe_mismatches(policy, engines, self._ranks_per_engine)
+        rank_lines = describe_mismatches(policy, engines, self._replica_of_rank)
         if lines := list(chain(*self._exchange.all_gather(rank_lines, list[str]))):
             more = f"\n... and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
             raise SyncError(
@@ -295,9 +295,10 @@ def _coefficients(dim: int, first: int, size: int, device: torch.device) -> Tens
 
 
 def describe_mismatches(
-    policy: Fingerprints, engines: Fingerprints, ranks_per_engine: int
+    policy: Fingerprints, engines: Fingerprints, replica_of_rank: Sequence[int]
 ) -> list[str]:
-    """Return a line for each mismatch, naming tensor and ranks.
+    """Return a line for each mismatch, naming tensor and ranks. `replica_of_rank` is the replica
+    that each engine rank belongs to.
 
     Copies of one region must be equal, among policy ranks and among engine ranks. Shards of policy
     and engine are compared over the smallest unions of boxes that both sides cover.
@@ -310,10 +311,11 @@ def describe_mismatches(
         lines += unequal
         if unequal:
             continue  # it is unknown which copy the engine should hold
-        engine_ranks = sorted({rank for rank, _, _ in wanted.get(name, ())})
-        for first in sorted({rank - rank % ranks_per_engine for rank in engine_ranks}):
-            ranks = range(first, first + ranks_per_engine)
-            sampled = _boxes(entry for entry in wanted[name] if entry[0] in ranks)
+        replicas: dict[int, list[tuple[int, Region, int]]] = defaultdict(list)
+        for entry in wanted.get(name, ()):
+            replicas[replica_of_rank[entry[0]]].append(entry)
+        for _, entries in sorted(replicas.items()):
+            sampled = _boxes(entries)
             lines += _differences(name, trained, sampled)
     return lines
 

@@ -57,7 +57,7 @@ class _Job:
     step: int
     name: str
     parts: Sequence[Snapshot]
-    """What this rank writes: its part of the policy, and of the rollouts."""
+    """Files that this rank writes: of the policy, and of the rollouts."""
     state: str
     """Content of state.json. Encoded before the thread starts, because training changes the
     state."""

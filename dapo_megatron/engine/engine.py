@@ -1,8 +1,9 @@
 """A vLLM engine in this process, one shard per rank, driven step by step.
 
-vLLM divides the world into groups of `tensor_parallel` consecutive ranks. Each group is a separate
-engine, a replica. The ranks of a group schedule and sample independently. They agree because they
-get the same requests, in the same order, between the same steps, and draw the same random numbers.
+The world is divided into groups of `tensor_parallel` ranks (model/placement.py). Each group is a
+separate engine, a replica. The ranks of a group schedule and sample independently. They agree
+because they get the same requests, in the same order, between the same steps, and draw the same
+random numbers.
 
 Log-probs are vLLM's `processed_logprobs`: at the request's temperature (at temperature 0, those at
 temperature 1) and after top-p. At top-p 1, which the config requires for rollouts, they are those
@@ -27,8 +28,9 @@ from dapo_megatron.engine.continuation import (
 )
 from dapo_megatron.engine.fixed_requests import greedy, prompt_logprobs, scoring
 from dapo_megatron.engine.generators import EngineGenerators
+from dapo_megatron.engine.groups import vllm_groups
 from dapo_megatron.engine.shutdown import shut_down
-from dapo_megatron.model import read_architecture
+from dapo_megatron.model import engine_groups, read_architecture
 from dapo_megatron.types import (
     Completion,
     ConfigError,
@@ -59,6 +61,8 @@ class VllmEngine:
     """Implements `protocols.RolloutEngine`. Construction is collective over all ranks, with
     torch.distributed initialized.
 
+    `groups` has the ranks of each replica. `ranks_per_node` None: all ranks are on one node.
+
     With `is_empty` it starts with random weights, and `receive` must be called before the first
     request. The checkpoint, in any format, is then read only once, by the policy.
 
@@ -73,14 +77,18 @@ class VllmEngine:
         rank: int,
         world_size: int,
         local_rank: int,
+        ranks_per_node: int | None = None,
         is_empty: bool = False,
     ) -> None:
         ranks = config.engine_tensor_parallel
         if world_size % ranks:
             raise ConfigError(f"engine.tensor_parallel: {ranks} does not divide {world_size} ranks")
-        self.replica = rank // ranks
-        self.num_replicas = world_size // ranks
-        self.is_leader = rank % ranks == 0
+        self.groups = engine_groups(
+            config, read_architecture(config), world_size, ranks_per_node or world_size
+        )
+        self.replica = next(index for index, group in enumerate(self.groups) if rank in group)
+        self.num_replicas = len(self.groups)
+        self.is_leader = rank == self.groups[self.replica][0]
         self.version = 0
         self.max_sequences = config.engine.max_sequences
         self._unusable = _NO_WEIGHTS if is_empty else ""
@@ -90,7 +98,8 @@ class VllmEngine:
         self._seed = config.seed
         self._generators: EngineGenerators | None = None
         device.prepare_environment(rank, local_rank)
-        self._llm = _start(config, "dummy" if is_empty else "auto")
+        with vllm_groups(self.groups):
+            self._llm = _start(config, "dummy" if is_empty else "auto")
         self._tokenizer = self._llm.get_tokenizer()
         self._stop_ids = _stop_ids(self._llm)
 

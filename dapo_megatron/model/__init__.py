@@ -4,6 +4,7 @@
 parameters and its own fields. To add a family, add a file and a line in `families/__init__.py`.
 `published.py` has the dimensions of published models, for plans without a checkpoint.
 `sharding.py` has the ways to shard a parameter, and `tensors.py` lists the parts of each rank.
+`placement.py` chooses the ranks of each engine.
 """
 
 from dapo_megatron.model.architecture import Architecture, ChunkPlace, GroupedRouting, Latent, Rope
@@ -15,6 +16,7 @@ from dapo_megatron.model.hf_config import (
     read_architecture,
     to_hf_config,
 )
+from dapo_megatron.model.placement import Groups, engine_groups, place_engines
 from dapo_megatron.model.sharding import LocalParameter, ParameterPart
 from dapo_megatron.model.tensors import engine_slices, hf_tensors, layout_of
 
@@ -23,14 +25,17 @@ __all__ = [
     "Architecture",
     "ChunkPlace",
     "GroupedRouting",
+    "Groups",
     "Latent",
     "LocalParameter",
     "ParameterPart",
     "Rope",
     "architecture",
+    "engine_groups",
     "engine_slices",
     "hf_tensors",
     "layout_of",
+    "place_engines",
     "planned_architecture",
     "published_notes",
     "read_architecture",

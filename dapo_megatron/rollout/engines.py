@@ -77,8 +77,13 @@ class _Running(Generic[T]):
             self._result.append(self._task(self._driver))
         except BaseException as error:  # noqa: BLE001 - raised again in the main thread
             self.error = error
-        # Leaders wait for orders in any case. A lost rank cannot be told.
-        self._driver.end(only_here=isinstance(self.error, RankError))
+        try:
+            if not isinstance(self.error, RankError):
+                self._driver.end()
+        except RankError as error:
+            self.error = error
+        if isinstance(self.error, RankError):  # a lost rank cannot be told
+            self._driver.end(only_here=True)
 
 
 def _nowhere() -> NoReturn:

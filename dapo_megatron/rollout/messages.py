@@ -157,7 +157,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What rank 0 tells all ranks at the end of a collection."""
+    """Result of a collection, which rank 0 sends to all ranks."""
 
     sequences: list[TrainingSequence]
     """The sequences that the step trains on."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from dapo_megatron.files import read_json
 from dapo_megatron.rollout.completion_files import num_rows, read_completions, read_summaries
 from dapo_megatron.rollout.completion_rows import CompletionRow, SummaryRow
-from dapo_megatron.types import DataError
+from dapo_megatron.types import ConfigError, DataError
 
 _STEP = re.compile(r"step_(\d{6,18})")
 _PART = re.compile(r"(completions|policy)_(\d{5,18})\.parquet")
@@ -147,3 +147,16 @@ def step_completions(
     """Yield the completions of a step, of one file after the other; see `read_completions`."""
     for path in completion_files(folder).values():
         yield from read_completions(path, tickets, sequences)
+
+
+def check_recorded(recorded: Path, own: Path) -> None:
+    """Raise ConfigError if `recorded` has no rollouts, or is the folder of the replay itself."""
+    if recorded.resolve() == own.resolve():
+        raise ConfigError(f"run.name: {own} is the run to replay; choose another name")
+    if message := old_samples(recorded / "samples"):
+        raise ConfigError(f"--replay: {message}")
+    if not recorded_steps(recorded / "samples"):
+        raise ConfigError(
+            f"--replay: {recorded}/samples has no step_000001; pass the folder of a run that had "
+            "tracking.samples=true"
+        )

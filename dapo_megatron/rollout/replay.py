@@ -28,7 +28,6 @@ from dapo_megatron.rollout.metrics import rollout_metrics
 from dapo_megatron.rollout.partial_step import tokens_of
 from dapo_megatron.rollout.recorded import (
     check_complete,
-    old_samples,
     recorded_steps,
     step_completions,
     step_folder,
@@ -36,7 +35,6 @@ from dapo_megatron.rollout.recorded import (
 )
 from dapo_megatron.types import (
     Collected,
-    ConfigError,
     DataError,
     Group,
     Outcome,
@@ -46,19 +44,6 @@ from dapo_megatron.types import (
     SyncReport,
     TrainingSequence,
 )
-
-
-def check_recorded(recorded: Path, own: Path) -> None:
-    """Raise ConfigError if `recorded` has no rollouts, or is the folder of the replay itself."""
-    if recorded.resolve() == own.resolve():
-        raise ConfigError(f"run.name: {own} is the run to replay; choose another name")
-    if message := old_samples(recorded / "samples"):
-        raise ConfigError(f"--replay: {message}")
-    if not recorded_steps(recorded / "samples"):
-        raise ConfigError(
-            f"--replay: {recorded}/samples has no step_000001; pass the folder of a run that had "
-            "tracking.samples=true"
-        )
 
 
 @dataclass(frozen=True)

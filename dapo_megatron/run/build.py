@@ -80,17 +80,21 @@ class Core:
     leaders: list[int]
     """Rank of each replica's leader."""
     store: CompletionStore
-    to_close: list[GradingPool | Hub | Member]
+    grading: GradingPool | None
+    channel: list[Member | Hub]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Stop the grading processes, close the sockets and, without an error, the engine. Closing
-        it is collective, and after an error the other ranks may never come."""
-        for part in self.to_close:
-            part.close()
+        """Stop the grading processes and, without an error, close the sockets and the engine. After
+        an error the coordinator's thread may still use the sockets, and the other ranks may never
+        come to the engine's collective."""
+        if self.grading is not None:
+            self.grading.close()
         if error is None:
+            for end in self.channel:
+                end.close()
             self.engine.close()
 
 
@@ -161,11 +165,13 @@ def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, W
 
     check(config, read_architecture(config), Machine.here())
     connect(config)
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
     engine = VllmEngine(
         config,
         rank=ranks.rank,
         world_size=ranks.world_size,
         local_rank=ranks.local_rank,
+        ranks_per_node=ranks_per_node,
         is_empty=True,
     )
     engine.sleep()
@@ -178,7 +184,7 @@ def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, W
         bounds=canary_bounds(config, has_experts=bool(policy.architecture.num_experts)),
         vocab=policy.architecture.vocab_size,
         max_tokens=config.rollout.max_prompt_tokens,
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
+        ranks_per_node=ranks_per_node,
     )
     return policy, engine, sync
 
@@ -237,7 +243,8 @@ def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
         engines=Engines(worker, driver, ranks),
         leaders=leaders,
         store=store,
-        to_close=[part for part in (grading, member, hub) if part is not None],
+        grading=grading,
+        channel=[end for end in (member, hub) if end is not None],
     )
 
 

@@ -38,7 +38,9 @@ EVERYTHING = (
 )
 ROOMS = {
     "__init__": room(),
-    "types": room("", "torch"),  # annotations only, see test_light_modules_import_nothing_heavy
+    "types": room(
+        "", "torch numpy"
+    ),  # annotations only, see test_light_modules_import_nothing_heavy
     "files": room("types"),
     "protocols": room("types", "torch"),
     "config": room("types", "pydantic pydantic_core yaml"),
@@ -61,7 +63,8 @@ ROOMS = {
         "torch megatron transformer_engine safetensors triton",
     ),
     "engine": room("types protocols config model cluster", "torch vllm numpy"),
-    "rollout": room(f"{LOW} config algo data rewards", "torch numpy pyarrow"),
+    # cluster for the channel between coordinator and leaders.
+    "rollout": room(f"{LOW} config algo data rewards cluster", "torch numpy pyarrow"),
     "loop": room("types protocols config algo data rollout"),
     # rollout for the file format of a group, checkpoints for the names of their folders, torch for
     # the name of the GPU.
@@ -258,8 +261,8 @@ def test_megatron_vllm_and_mlflow_are_each_imported_in_one_room() -> None:
 
 HEAVY = "torch transformers vllm megatron mlflow datasets reasoning_gym math_verify pyarrow numpy"
 LIGHT = (
-    "types protocols config config.file model plan.layout plan.compatibility rollout.serialization "
-    "rollout.completion_files "
+    "types protocols config config.file model plan.layout plan.compatibility "
+    "rollout.completion_files rollout.messages "
     "run.folder cluster.collectives cluster.launch cluster.ranks rewards run.session __main__"
 )
 

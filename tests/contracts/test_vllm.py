@@ -37,6 +37,7 @@ NAMES = {
     # Replaced.
     "vllm.v1.engine.core:cleanup_dist_env_and_memory": "engine/device.py",
     "vllm.distributed.parallel_state:_TP": "engine/device.py",
+    "vllm.distributed.parallel_state:init_model_parallel_group": "engine/groups.py",
     **{
         f"vllm.distributed.parallel_state:{name}": "engine/shutdown.py"
         for name in ("_WORLD", "_INNER_DP_WORLD", "_NODE_COUNT", "destroy_model_parallel")

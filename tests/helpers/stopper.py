@@ -17,10 +17,10 @@ if __name__ == "__main__":
     stop_at, calls = int(sys.argv[1]), count(1)
     check = Stop.check
 
-    def counted(self: Stop, exchange: Exchange) -> None:
+    def counted(self: Stop, exchange: Exchange) -> float:
         if next(calls) == stop_at:
             self.signal = "SIGUSR1"
-        check(self, exchange)
+        return check(self, exchange)
 
     Stop.check = counted  # type: ignore[method-assign]
     sys.argv = ["dapo_megatron", *sys.argv[2:]]

@@ -118,7 +118,7 @@ def test_a_run_stopped_between_in_and_before_updates_resumes_to_the_same_weights
     folder = directory / "stopped"
     state = newest_state(folder)
     assert len(state["open_step"]["updates"]) == 1
-    assert state["open_step"]["old_logprobs"] is not None
+    assert state["open_step"]["logprobs_dtype"] == "float32"
 
     # The checks of this start: start of step 2, before its second update, in its micro-batch.
     done = start(directory, "stopped", 3)
@@ -129,8 +129,8 @@ def test_a_run_stopped_between_in_and_before_updates_resumes_to_the_same_weights
     assert done.returncode == STOPPED, done.stdout + done.stderr
     state = newest_state(folder)
     assert state["progress"]["step"] == 2
-    assert state["open_step"]["train"]
-    assert state["open_step"]["old_logprobs"] is None
+    assert state["open_step"]["sequences"]
+    assert state["open_step"]["logprobs_dtype"] is None
 
     done = start(directory, "stopped")
     assert done.returncode == 0, done.stdout + done.stderr

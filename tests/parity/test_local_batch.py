@@ -60,7 +60,7 @@ class Observed:
     local: dict[str, tuple[list[int], LogProbs]]
     """By name: owners of the sequences, and log-probs of the rank's own ones."""
     gradients: list[tuple[float, dict[str, Tensor]]]
-    """Of the whole and of the local batch."""
+    """Loss and gradients, first of the whole batch, then of the local one."""
     stats: list[StepStats]
     refusal: str
 

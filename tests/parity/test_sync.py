@@ -7,6 +7,8 @@ each policy layout is built next to it in turn.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
+from tests.helpers.engines import gap, hf_model, requests, run
 from tests.helpers.models import make_random_model
 from tests.helpers.ranks import run_ranks
 
@@ -84,8 +87,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WITH_EXPERTS = ("qwen3_moe", "deepseek_v3")
 ODD = {"tp1": {}, "pp2_4_and_3": {"pipeline_parallel": 2, "first_stage_layers": 4}}
-DAILY = ("qwen3_moe", "tp4", ("tp1", "tp2_pp2", "tp2_ep4"))
-"""(model, engine, policies) of the only case that is not marked `sync` (make test-sync)."""
+DAILY = ("qwen3_moe", {"tp4": ("tp1", "tp2_pp2", "tp2_ep4"), "tp2x2": ("tp4",)})
+"""(model, policies of each engine) of the only case that is not marked `sync` (make test-sync). The
+second engine has ranks 0 and 2, or 1 and 3."""
 
 
 def policies(model: str) -> dict[str, dict[str, int]]:
@@ -102,13 +106,25 @@ def policies(model: str) -> dict[str, dict[str, int]]:
 
 
 def rank_main(
+    rank: int, folder: Path, cases: list[tuple[dict[str, Any], dict[str, dict[str, int]]]]
+) -> list[dict[str, Any]]:
+    """Return the measurements of each engine with its policy layouts."""
+    return [measure(rank, folder, engine, layouts) for engine, layouts in cases]
+
+
+def measure(
     rank: int, folder: Path, engine: dict[str, Any], layouts: dict[str, dict[str, int]]
 ) -> dict[str, Any]:
     """Return measurements of each policy layout: gaps between HF, policy and engine at the start,
-    the gap between policy and engine after each of two updates, bytes received and their lower
-    bound, and whether `engine_slices` (used for estimates) equals what vLLM's loaders take."""
+    completions, the gap between policy and engine after each of two updates, bytes received, their
+    lower bound, and the one for engines of consecutive ranks, and whether `engine_slices` (used for
+    estimates) equals what vLLM's loaders take.
+
+    The engine's ranks are chosen for the first layout."""
     from dapo_megatron.bridge.bounds import canary_bounds
+    from dapo_megatron.bridge.plan import make_plan
     from dapo_megatron.bridge.sync import WeightSync
+    from dapo_megatron.bridge.transfer import gather_slices
     from dapo_megatron.bridge.verify import canary_batch, canary_sequences
     from dapo_megatron.cluster.ranks import Ranks
     from dapo_megatron.engine.engine import VllmEngine
@@ -118,7 +134,10 @@ def rank_main(
 
     exchange = Ranks(rank, NUM_RANKS, rank)
     engine_keys = {f"engine__{key}": value for key, value in engine.items()}
-    config = tiny_config(model__path=folder, **engine_keys)
+    first = {f"policy__{key}": value for key, value in next(iter(layouts.values())).items()}
+    config = tiny_config(
+        model__path=folder, **engine_keys, **{"policy__tensor_parallel": 1, **first}
+    )
     running = VllmEngine(config, rank=rank, world_size=NUM_RANKS, local_rank=rank)
     results: dict[str, Any] = {}
     for name, layout in layouts.items():
@@ -142,7 +161,12 @@ def rank_main(
         policy_logprobs = policy.logprobs(canary_batch(fixed), temperature=1.0).logprobs.view(
             len(fixed), -1
         )
+        requested = [replace(request, seed=None) for request in requests(range(2))]
+        samples = run(running, requested)
         results[name] = {
+            "replica": running.replica,
+            "samples": samples,
+            "hf_samples": gap(hf_model(folder), requested, samples),
             "hf_policy": float((policy_logprobs[:, 1:] - hf).abs().max()),
             "hf_engine": float((torch.tensor(running.score(fixed)) - hf).abs().max()),
         }
@@ -158,15 +182,22 @@ def rank_main(
             "bytes": sync.bytes_received,
             "bound": sync.plan.missing,
         }
-        table = engine_slices(
-            policy.architecture,
-            rank % engine["tensor_parallel"],
-            engine["tensor_parallel"],
-            torch.float32,
-            expert_parallel=engine.get("expert_parallel", False),
-        )
-        results[name]["table"] = set(table) == set(sync.wanted[rank])
+        size, whole_experts = engine["tensor_parallel"], engine.get("expert_parallel", False)
+        table = [
+            engine_slices(
+                policy.architecture, number, size, torch.float32, expert_parallel=whole_experts
+            )
+            for number in range(size)
+        ]
+        position = running.groups[running.replica].index(rank)
+        held = gather_slices(exchange, [shard.tensor_slice for shard in policy.shards()])
+        consecutive = make_plan(held, [table[number % size] for number in range(NUM_RANKS)])
+        results[name] |= {
+            "table": set(table[position]) == set(sync.wanted[rank]),
+            "bound_consecutive": consecutive.missing,
+        }
         policy.close()
+    running.close()
     return results
 
 
@@ -193,32 +224,69 @@ def fitting(model: str) -> list[str]:
 
 def cases() -> list[Any]:
     matrix = [
-        pytest.param(model, engine, tuple(policies(model)), marks=pytest.mark.sync)
+        pytest.param(
+            model, {engine: tuple(policies(model))}, marks=pytest.mark.sync, id=f"{model}-{engine}"
+        )
         for model in MODELS
         for engine in ENGINES
         if engine in fitting(model)
     ]
-    return [pytest.param(*DAILY), *matrix]
+    spread = [
+        pytest.param(
+            model,
+            {engine: ("tp4",) for engine in ("tp2x2", "ep2x2") if engine in fitting(model)},
+            marks=pytest.mark.sync,
+            id=f"{model}-spread",
+        )
+        for model in MODELS
+        if model != "llama_odd"
+    ]
+    return [pytest.param(*DAILY, id="daily"), *matrix, *spread]
 
 
-@pytest.mark.parametrize(("model", "engine", "names"), cases())
+@pytest.mark.parametrize(("model", "names"), cases())
 def test_engine_equals_policy_equals_hf(
-    model: str, engine: str, names: tuple[str, ...], tmp_path: Path
+    model: str, names: dict[str, tuple[str, ...]], tmp_path: Path
 ) -> None:
     family, overrides = MODELS[model]
     folder = make_random_model(family, tmp_path, **{"num_hidden_layers": 4, **overrides})
-    layouts = {name: policies(model)[name] for name in names}
-    results, *others = run_ranks(rank_main, NUM_RANKS, folder, ENGINES[engine], layouts)
-    assert all(other.keys() == results.keys() for other in others)
+    layouts = [
+        (ENGINES[engine], {name: policies(model)[name] for name in names[engine]})
+        for engine in names
+    ]
+    ranks = run_ranks(rank_main, NUM_RANKS, folder, layouts)
     bound = ODD_GAP if model == "llama_odd" else GAP
-    for layout, measured in results.items():
-        where = f"{layout} -> {engine}"
-        print(where, measured)
-        assert measured["hf_policy"] < bound, where
-        assert measured["hf_engine"] < bound, where
-        assert measured["gap"] < bound, where
-        assert measured["moved"] > 1e-3, where  # the updates changed the log-probs
-        assert measured["table"], where
-        assert measured["fingerprinted"] and not measured["unread"], where
-        for received, least in zip(measured["bytes"], measured["bound"], strict=True):
-            assert received <= 1.05 * least, where
+    for engine, measured_on_ranks in zip(names, zip(*ranks, strict=True), strict=True):
+        for layout in names[engine]:
+            where = f"{layout} -> {engine}"
+            measured = [measured[layout] for measured in measured_on_ranks]
+            check(measured, bound, where)
+            if names[engine][0] == "tp4" and engine != "tp4":
+                check_spread(measured)
+
+
+def check(measured_on_ranks: list[dict[str, Any]], bound: float, where: str) -> None:
+    """Check the measurements of all ranks with one layout. `bound`: of gaps, in nats."""
+    measured = measured_on_ranks[0]
+    print(where, {name: value for name, value in measured.items() if name != "samples"})
+    for rank in measured_on_ranks:
+        assert rank["hf_policy"] < bound, where
+        assert rank["hf_engine"] < bound, where
+        assert rank["hf_samples"] < bound, where
+        assert rank["gap"] < bound, where
+        assert rank["table"], where
+    assert measured["moved"] > 1e-3, where  # the updates changed the log-probs
+    assert measured["fingerprinted"] and not measured["unread"], where
+    for received, least in zip(measured["bytes"], measured["bound"], strict=True):
+        assert received <= 1.05 * least, where
+    samples = {rank["replica"]: rank["samples"] for rank in measured_on_ranks}
+    assert all(rank["samples"] == samples[rank["replica"]] for rank in measured_on_ranks), where
+    assert all(first != second for first, second in combinations(samples.values(), 2)), where
+
+
+def check_spread(measured_on_ranks: list[dict[str, Any]]) -> None:
+    """Check that engines of every second rank receive half of what consecutive ranks would."""
+    assert [rank["replica"] for rank in measured_on_ranks] == [0, 1, 0, 1]
+    measured = measured_on_ranks[0]
+    # Megatron divides the rows of two key-value heads over four ranks, vLLM the heads.
+    assert 2 * max(measured["bound"]) <= 1.1 * max(measured["bound_consecutive"])

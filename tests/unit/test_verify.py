@@ -136,22 +136,23 @@ def fingerprints(
     ]
 
 
-LAYOUTS = {
-    "equal": (HALVES * 2, HALVES * 2, 2),
-    "policy finer": (QUARTERS, HALVES * 2, 2),
-    "engine finer": (HALVES * 2, QUARTERS, 4),
-    "across": (HALVES * 2, COLUMNS * 2, 2),
-    "whole to halves": ([box()] * 4, HALVES * 2, 2),
-    "one holder": ([box()], [box()] * 4, 1),
+LAYOUTS = {  # regions of policy ranks, of engine ranks, and the replica of each engine rank
+    "equal": (HALVES * 2, HALVES * 2, [0, 0, 1, 1]),
+    "policy finer": (QUARTERS, HALVES * 2, [0, 0, 1, 1]),
+    "engine finer": (HALVES * 2, QUARTERS, [0] * 4),
+    "across": (HALVES * 2, COLUMNS * 2, [0, 0, 1, 1]),
+    "whole to halves": ([box()] * 4, HALVES * 2, [0, 0, 1, 1]),
+    "every second rank": (QUARTERS, [HALVES[0]] * 2 + [HALVES[1]] * 2, [0, 1, 0, 1]),
+    "one holder": ([box()], [box()] * 4, [0, 1, 2, 3]),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equal_weights_agree_in_all_layouts(layout: str) -> None:
-    held, wanted, ranks = LAYOUTS[layout]
+    held, wanted, replicas = LAYOUTS[layout]
     tensor = random_tensor(SHAPE, torch.float32)
     policy = fingerprints(held, [tensor] * len(held))
-    assert describe_mismatches(policy, fingerprints(wanted, [tensor] * len(wanted)), ranks) == []
+    assert describe_mismatches(policy, fingerprints(wanted, [tensor] * len(wanted)), replicas) == []
 
 
 @pytest.mark.parametrize(
@@ -162,15 +163,16 @@ def test_equal_weights_agree_in_all_layouts(layout: str) -> None:
         ("engine finer", 2, "weight: engine ranks 2, 3 hold"),
         ("across", 2, "weight: engine ranks 2, 3 hold"),
         ("whole to halves", 0, "weight: engine ranks 0, 1 hold"),
+        ("every second rank", 2, "[6:12, 0:8]: engine ranks 2 hold"),
         ("one holder", 2, "engine ranks 2 hold"),
     ],
 )
 def test_a_stale_engine_rank_is_named(layout: str, stale: int, named: str) -> None:
-    held, wanted, ranks = LAYOUTS[layout]
+    held, wanted, replicas = LAYOUTS[layout]
     new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
     sampled = [old if rank == stale else new for rank in range(len(wanted))]
     [line] = describe_mismatches(
-        fingerprints(held, [new] * len(held)), fingerprints(wanted, sampled), ranks
+        fingerprints(held, [new] * len(held)), fingerprints(wanted, sampled), replicas
     )
     assert line.startswith(NAME) and named in line
 
@@ -179,7 +181,7 @@ def test_a_policy_rank_that_drifted_is_named_even_if_its_engine_follows_it() -> 
     new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
     state = [new, new, old, new]
     lines = describe_mismatches(
-        fingerprints([box()] * 4, state), fingerprints([box()] * 4, state), 1
+        fingerprints([box()] * 4, state), fingerprints([box()] * 4, state), range(4)
     )
     assert lines == [f"{NAME}[0:12, 0:8]: policy ranks 2 hold other values than ranks 0, 1, 3"]
 
@@ -189,7 +191,7 @@ def test_copies_inside_one_engine_are_compared_with_each_other() -> None:
     new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
     wanted = [HALVES[0], HALVES[0], HALVES[1], HALVES[1]]
     [line] = describe_mismatches(
-        fingerprints([box()], [new]), fingerprints(wanted, [new, old, new, new]), 4
+        fingerprints([box()], [new]), fingerprints(wanted, [new, old, new, new]), [0] * 4
     )
     assert "engine ranks" in line and "1" in line
 
@@ -199,13 +201,11 @@ def test_copies_inside_one_engine_are_compared_with_each_other() -> None:
 def test_any_two_shardings_agree_and_any_fault_is_reported(data: st.DataObject) -> None:
     tensor = random_tensor(SHAPE, torch.float32)
     held, wanted = data.draw(cuts(SHAPE)), data.draw(cuts(SHAPE))
-    policy = fingerprints(held, [tensor] * len(held))
-    assert (
-        describe_mismatches(policy, fingerprints(wanted, [tensor] * len(wanted)), len(wanted)) == []
-    )
+    policy, replicas = fingerprints(held, [tensor] * len(held)), [0] * len(wanted)
+    assert describe_mismatches(policy, fingerprints(wanted, [tensor] * len(wanted)), replicas) == []
     wrong = tensor.clone()
     wrong[data.draw(st.integers(0, 11)), data.draw(st.integers(0, 7))] += 1.0
-    assert describe_mismatches(policy, fingerprints(wanted, [wrong] * len(wanted)), len(wanted))
+    assert describe_mismatches(policy, fingerprints(wanted, [wrong] * len(wanted)), replicas)
 
 
 def test_fingerprint_weights_are_odd() -> None:

@@ -40,7 +40,15 @@ from dapo_megatron.cluster.collectives import decode, encode
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.processes import forget_peak, resident_bytes
 from dapo_megatron.cluster.ranks import Ranks, join
-from dapo_megatron.model import Architecture, ChunkPlace, architecture, engine_slices, layout_of
+from dapo_megatron.model import (
+    Architecture,
+    ChunkPlace,
+    Groups,
+    architecture,
+    engine_slices,
+    layout_of,
+    place_engines,
+)
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.tracking.provenance import facts
 from dapo_megatron.types import Region, Shard, TensorSlice, whole
@@ -48,6 +56,7 @@ from dapo_megatron.types import Region, Shard, TensorSlice, whole
 DTYPE = torch.bfloat16
 CPU = torch.device("cpu")
 NUM_PROCESSES = 4
+NODE_RANKS = 8
 MIB, GIB = 2**20, 2**30
 MAX_RATIO = 1.05
 MIN_GAIN = 2.0
@@ -101,6 +110,37 @@ class Case:
     model: str
     policy: Layout
     engine_tp: int
+    whole_experts: bool = False
+    """Whether engines distribute complete experts over their ranks."""
+
+    def engines(self, num_ranks: int) -> Groups:
+        """Return the ranks of each engine, on nodes of NODE_RANKS ranks."""
+        return place_engines(
+            architecture(MODELS[self.model]),
+            num_ranks,
+            self.engine_tp,
+            policy_tp=self.policy.tp,
+            policy_ep=self.policy.ep,
+            whole_experts=self.whole_experts,
+            ranks_per_node=NODE_RANKS,
+        )
+
+    def engine_ranks(self, num_ranks: int) -> list[int]:
+        """Return the tensor-parallel rank that each rank has in its engine."""
+        engine_rank = {
+            rank: at for group in self.engines(num_ranks) for at, rank in enumerate(group)
+        }
+        return [engine_rank[rank] for rank in range(num_ranks)]
+
+    def needed(self, engine_rank: int) -> list[TensorSlice]:
+        """Return the slices that a tensor-parallel rank of an engine needs."""
+        return engine_slices(
+            architecture(MODELS[self.model]),
+            engine_rank,
+            self.engine_tp,
+            DTYPE,
+            expert_parallel=self.whole_experts,
+        )
 
 
 def config(
@@ -237,7 +277,7 @@ def measure(case: Case, ranks: Ranks, repeats: int, bucket: int) -> dict[str, An
     arch = architecture(MODELS[case.model])
     places = case.policy.places(arch, ranks.world_size)
     shards = make_shards(arch, places[ranks.rank])
-    wanted = engine_slices(arch, ranks.rank % case.engine_tp, case.engine_tp, DTYPE)
+    wanted = case.needed(case.engine_ranks(ranks.world_size)[ranks.rank])
     engine = {(p.name, p.region): torch.empty(p.region.shape, dtype=DTYPE) for p in wanted}
     started = time.perf_counter()
     held = ranks.all_gather([shard.tensor_slice for shard in shards], list[TensorSlice])
@@ -288,10 +328,10 @@ def slices_of_ranks(case: Case, num_ranks: int) -> tuple[RankSlices, RankSlices]
         ]
         for place in numbers
     ]
-    wanted = [engine_slices(arch, rank, case.engine_tp, DTYPE) for rank in range(case.engine_tp)]
+    wanted = [case.needed(engine_rank) for engine_rank in range(case.engine_tp)]
     return (
         RankSlices(held, list_of_rank),
-        RankSlices(wanted, [rank % case.engine_tp for rank in range(num_ranks)]),
+        RankSlices(wanted, case.engine_ranks(num_ranks)),
     )
 
 
