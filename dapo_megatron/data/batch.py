@@ -137,6 +137,26 @@ def assemble(
     )
 
 
+def held_tokens(
+    sequences: Sequence[TrainingSequence], batch: TokenBatch
+) -> dict[int, SequenceTokens]:
+    """Return the tokens of the held sequences, by index, as views of the batch that `assemble` made
+    of them."""
+    result = {}
+    start = 0
+    tokens, logprobs = batch.tokens.numpy(), batch.engine_logprobs.numpy()
+    for index in _held(batch):
+        response = start + sequences[index].prompt_tokens
+        end = start + sequences[index].num_tokens
+        result[index] = SequenceTokens(
+            prompt=tokens[start:response],
+            response=tokens[response:end],
+            logprobs=logprobs[response:end],
+        )
+        start = end
+    return result
+
+
 def fresh_mask(sequences: Sequence[TrainingSequence], batch: TokenBatch, *, version: int) -> Tensor:
     """Return a bool mask [T] over the batch that `assemble` makes of the same sequences: True for
     response tokens sampled by weights `version`.

@@ -52,12 +52,13 @@ OVERLONG = OverlongConfig(
 def completion(generator: Generator, ticket: int, sample: int) -> Completion:
     """Return a finished completion."""
     length = generator.length(ticket, sample)
-    tokens, logprobs, text = generator.values(length, (ticket, sample, length))
+    key = ticket, sample, length
+    tokens, logprobs = generator.values(length, key)
     return Completion(
         sample=sample,
         tokens=tokens,
         logprobs=logprobs,
-        text=text,
+        text=generator.text(length, key),
         finish=Finish.LENGTH if length == MAX_TOKENS else Finish.STOP,
         segments=(Segment(0, length),),
     )

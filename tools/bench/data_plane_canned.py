@@ -40,20 +40,24 @@ class Generator:
         length = np.random.default_rng([self._seed, ticket, sample]).lognormal(self._mu, SIGMA)
         return min(max(round(length), 1), MAX_TOKENS)
 
-    def values(self, num_tokens: int, key: Sequence[int]) -> tuple[array[int], array[float], str]:
-        """Return fresh tokens, log-probs and text of a completion with `num_tokens` tokens."""
+    def values(self, num_tokens: int, key: Sequence[int]) -> tuple[array[int], array[float]]:
+        """Return fresh tokens and log-probs."""
         rng = np.random.default_rng([self._seed, *key])
         # About as compressible as text: frequent tokens have small numbers.
         tokens = (VOCABULARY ** rng.random(num_tokens, np.float32)).astype(np.int32)
         logprobs = rng.standard_exponential(num_tokens, np.float32)
         np.negative(logprobs, out=logprobs)
-        size = int(num_tokens * CHARACTERS_PER_TOKEN)
-        start = int(rng.integers(_POOL_CHARACTERS - size)) if size < _POOL_CHARACTERS else 0
         packed = array("i", [])
         packed.frombytes(tokens.data.cast("B"))
         packed_logprobs = array("f", [])
         packed_logprobs.frombytes(logprobs.data.cast("B"))
-        return packed, packed_logprobs, self._text[start : start + size]
+        return packed, packed_logprobs
+
+    def text(self, num_tokens: int, key: Sequence[int]) -> str:
+        """Return the text of a completion with `num_tokens` tokens."""
+        size = int(num_tokens * CHARACTERS_PER_TOKEN)
+        start = int(np.random.default_rng([self._seed, *key]).integers(_POOL_CHARACTERS - size))
+        return self._text[start : start + size]
 
     def prompt(self, index: int) -> Prompt:
         """Return a prompt."""
@@ -66,27 +70,26 @@ class Generator:
 class CannedEngine:
     """Engine that makes up its completions. Implements what a worker uses of a RolloutEngine.
 
+    Only that of a leader returns completions; the worker of another rank would drop them.
+
     tokens_per_step   tokens of each running sequence that a call of `step` samples
     step_seconds      minimum time between the ends of two steps; meanwhile the engine sleeps
-    seconds           CPU seconds that making up completions took, in the thread of the caller
     """
-
-    num_replicas: int
-    is_leader: bool
 
     def __init__(
         self,
         generator: Generator,
         replica: int,
+        is_leader: bool,
         max_sequences: int,
         tokens_per_step: int,
         step_seconds: float,
     ) -> None:
         self.replica = replica
+        self.is_leader = is_leader
         self.max_sequences = max_sequences
         self.version = 0
-        self.seconds = 0.0
-        self.num_steps = 0
+        self.num_steps = self.tokens_given = 0
         self._generator = generator
         self._tokens_per_step = tokens_per_step
         self._step_seconds = step_seconds
@@ -103,15 +106,15 @@ class CannedEngine:
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """See RolloutEngine."""
-        started = time.thread_time()
         self._requests.update(((request.ticket, request.sample), request) for request in requests)
         self._queue.extend(requests)
+        if not self.is_leader:
+            so_far = (request.so_far for request in requests)
+            self.tokens_given += sum(before.num_tokens for before in so_far if before is not None)
         self._admit()
-        self.seconds += time.thread_time() - started
 
     def step(self) -> list[tuple[SampleRequest, Completion]]:
         """See RolloutEngine."""
-        started = time.thread_time()
         self.num_steps += 1
         time.sleep(max(self._last_step + self._step_seconds - time.monotonic(), 0.0))
         self._last_step = time.monotonic()
@@ -124,25 +127,23 @@ class CannedEngine:
             del self._running[key]
             request = self._requests.pop(key)
             finish = Finish.LENGTH if length == MAX_TOKENS else Finish.STOP
-            finished.append((request, self._completion(request, length, finish)))
+            if self.is_leader:
+                finished.append((request, self._completion(request, length, finish)))
         self._admit()
-        self.seconds += time.thread_time() - started
         return finished
 
     def interrupt(self) -> list[tuple[SampleRequest, Completion]]:
         """See RolloutEngine."""
-        started = time.thread_time()
         unfinished = [
             (self._requests[key], self._completion(self._requests[key], so_far, Finish.UNFINISHED))
             for key, (so_far, _) in self._running.items()
-            if so_far
+            if so_far and self.is_leader
         ]
         unfinished += [
             (request, request.so_far) for request in self._queue if request.so_far is not None
         ]
         for items in (self._requests, self._running, self._queue):
             items.clear()
-        self.seconds += time.thread_time() - started
         return unfinished
 
     def _admit(self) -> None:
@@ -160,11 +161,10 @@ class CannedEngine:
         if before is not None and not new:
             return before
         key = request.ticket, request.sample, num_tokens
-        tokens, logprobs, text = self._generator.values(new, key)
+        tokens, logprobs = self._generator.values(new, key)
         segments = before.segments if before else ()
         if before is not None:
             tokens, logprobs = before.tokens + tokens, before.logprobs + logprobs
-            text = before.text + text
         if segments and segments[-1].version == self.version:
             new += segments[-1].num_tokens
             segments = segments[:-1]
@@ -172,7 +172,7 @@ class CannedEngine:
             sample=request.sample,
             tokens=tokens,
             logprobs=logprobs,
-            text=text,
+            text="" if finish is Finish.UNFINISHED else self._generator.text(num_tokens, key),
             finish=finish,
             segments=(*segments, Segment(self.version, new)),
         )

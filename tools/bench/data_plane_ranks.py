@@ -40,7 +40,7 @@ from dapo_megatron.cluster.processes import forget_peak, resident_bytes
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
-from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, split
+from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, held_tokens, split
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.coordinator import Coordinator
@@ -55,6 +55,7 @@ from dapo_megatron.types import LogProbs, SequenceTokens
 REPOSITORY = Path(__file__).resolve().parents[2]
 RAW_BYTES = 8
 """Bytes of a token and its log-prob."""
+TOKEN_BYTES = 4
 NUM_PROMPTS = 1_000
 MAX_MICROBATCH_TOKENS = 24_576
 INSPECTED_GROUPS = 8
@@ -112,7 +113,8 @@ class Figures:
     """Size of the step's plan, as broadcast; 0 except on rank 0."""
     raw_bytes: int
     """RAW_BYTES per token of the completions that a leader held before the step was closed, and of
-    the sequences that the rank trains on."""
+    the sequences that the rank trains on. TOKEN_BYTES per token of the completions that the engine
+    of another rank than a leader continued."""
     peak_bytes: int
     """Largest resident memory in the step, without that of an idle start."""
     state_bytes: int
@@ -166,7 +168,7 @@ class Rank:
         meter, step, partial_step = self.meter, version + 1, PartialStep()
         self.ranks.barrier()
         meter.reset()
-        self.engine.version, self.engine.num_steps = version, 0
+        self.engine.version, self.engine.num_steps, self.engine.tokens_given = version, 0, 0
         gc.collect()
         forget_peak()
         started = time.process_time()
@@ -175,7 +177,7 @@ class Rank:
         sequences = partial_step.sequences or []
         num_tokens = sum(sequence.num_tokens for sequence in sequences)
         own_bytes = sum(map(_num_bytes, partial_step.tokens.values()))
-        own_tokens = sum(len(tokens.response) for tokens in partial_step.tokens.values())
+        own_tokens = sum(sequences[index].num_tokens for index in partial_step.tokens)
         self._train(step, partial_step)
         partial_step.close()
         with meter.part("save"):
@@ -200,7 +202,8 @@ class Rank:
             own_bytes=own_bytes,
             received_bytes=meter.received_bytes,
             plan_bytes=meter.plan_bytes,
-            raw_bytes=RAW_BYTES * (meter.held_tokens + own_tokens),
+            raw_bytes=RAW_BYTES * (meter.held_tokens + own_tokens)
+            + TOKEN_BYTES * self.engine.tokens_given,
             peak_bytes=resident_bytes() - self.idle_bytes,
             state_bytes=state_bytes,
             file_bytes=0 if self.ranks.rank else _remove_files(self.folder),
@@ -213,6 +216,7 @@ class Rank:
         owners = data_parallel.owners([sequence.num_tokens for sequence in sequences])
         with meter.part("assemble"):
             batch = assemble(sequences, partial_step.tokens, owners)
+            partial_step.tokens = held_tokens(sequences, batch)
         with meter.part(BENCH):  # a policy would return these
             old_logprobs = batch.engine_logprobs.clone()
         partial_step.old_logprobs = old_logprobs
@@ -293,6 +297,7 @@ def build(setting: Setting, folder: Path) -> Rank:
     engine = CannedEngine(
         generator,
         replica,
+        not place,
         setting.max_sequences,
         setting.tokens_per_turn,
         setting.turn_seconds,

@@ -34,10 +34,10 @@ from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest, Segme
 CAPACITY = 9_000
 """Tokens per second of an engine, as in tools/lab/virtual_engines.py."""
 MAX_SEQUENCES = 48
-"""Sequences of an engine. Fewer than the coordinator wants in flight, so that its queue is never
-empty."""
 PROMPTS_PER_LEADER = 2
 """512 prompts per step at 256 leaders."""
+LOOKAHEAD = 4.0
+"""More prompts than engines have room for, so that the coordinator's queue is never empty."""
 STEP_SECONDS = 0.1
 """Seconds between two looks of a leader at its orders: an engine step, in which it cannot look."""
 GRADE_SECONDS = 0.05
@@ -231,7 +231,10 @@ def measure(setting: Setting, leaders: int, steps: int) -> Scaling:
     counts = _counted(hub)
     driver = EngineDriver(hub, leaders, MAX_SEQUENCES, deterministic=False, silence_seconds=600)
     generator = Generator(setting.mean_tokens, setting.seed)
-    coordinator = coordinator_of(config_of(setting), driver, generator)
+    config = config_of(setting)
+    rollout = config.rollout.model_copy(update={"lookahead": LOOKAHEAD})
+    config = config.model_copy(update={"rollout": rollout})
+    coordinator = coordinator_of(config, driver, generator)
     completions = 0
     for version in range(steps + 1):
         for pipe in pipes:
@@ -242,6 +245,7 @@ def measure(setting: Setting, leaders: int, steps: int) -> Scaling:
             counts.clear()
             started = time.monotonic(), time.thread_time(), time.process_time()
             completions = 0
+            if globals().get("PROFILE"): PROFILE.enable()
         collected = coordinator.collect(version, lambda num_ready: None)
         completions += sum(collected.gradings.values())
     ended = time.monotonic(), time.thread_time(), time.process_time()
@@ -293,4 +297,7 @@ def _counted(hub: Hub) -> Counter[str]:
 
 
 if __name__ == "__main__":  # one size, to profile it
+    import cProfile, pstats
+    PROFILE = cProfile.Profile(time.thread_time) if len(sys.argv) > 3 else None
     print(asdict(measure(Setting(), int(sys.argv[1]), int(sys.argv[2]))), Path(__file__).name)
+    if PROFILE: pstats.Stats(PROFILE).sort_stats("tottime").print_stats(30)
