@@ -27,7 +27,7 @@ COMPLETIONS = st.builds(
     text=TEXT,
     finish=st.sampled_from(Finish),
     segments=st.lists(
-        st.builds(Segment, version=st.integers(0, 10_000), num_tokens=st.integers(1)), max_size=3
+        st.builds(Segment, version=st.integers(0, 10_000), num_tokens=INT64), max_size=3
     ).map(tuple),
     grade=st.none()
     | st.builds(Grade, score=FLOAT, correct=st.booleans(), pred=TEXT, parsed=st.booleans()),
