@@ -15,10 +15,9 @@ from dapo_megatron.data.batch import assemble
 from dapo_megatron.rollout.completion_files import write_completions
 from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.rollout.metrics import rollout_metrics
-from dapo_megatron.rollout.recorded import completions_path, step_folder
-from dapo_megatron.rollout.recorded import check_recorded
+from dapo_megatron.rollout.recorded import check_recorded, completions_path, step_folder
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
-from dapo_megatron.tracking.rollout_writer import RolloutWriter, record_groups
+from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.types import (
     Completion,
     ConfigError,
@@ -31,6 +30,7 @@ from dapo_megatron.types import (
     Segment,
     SyncReport,
 )
+from tests.helpers.groups import record_groups
 
 OVERLONG = OverlongConfig(
     max_tokens=8, buffer_tokens=4, penalty=True, filter=False, filtered_in_mean=False

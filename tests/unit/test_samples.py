@@ -46,7 +46,7 @@ from dapo_megatron.run.record import total_reward
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.policy_files import PolicyRow, read_gaps, read_policy, write_policy
 from dapo_megatron.tracking.recorder import RunRecorder
-from dapo_megatron.tracking.rollout_writer import RolloutWriter, record_groups
+from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.tracking.trackers import CompositeTracker
 from dapo_megatron.types import (
     Completion,
@@ -58,7 +58,7 @@ from dapo_megatron.types import (
     Segment,
     SequenceDiagnostics,
 )
-from tests.helpers.groups import GROUPS
+from tests.helpers.groups import GROUPS, record_groups
 
 
 def group(ticket: int = 12) -> Group:

@@ -29,8 +29,9 @@ from scipy.stats import ks_2samp
 from simulate_rollouts import MAX_AGE_MEAN, MIN_BUSY, MIN_P, PRESETS, Preset, main
 from virtual_engines import EngineModel, VirtualDriver, VirtualEngine
 
-from dapo_megatron.tracking.rollout_writer import RolloutWriter, record_groups
+from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, SampleRequest, Segment
+from tests.helpers.groups import record_groups
 
 LIMIT = 500
 PROMPT = Prompt("simulated", 0, (1, 2, 3), "", "")
