@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import assemble
 from dapo_megatron.rollout.completion_files import write_completions
 from dapo_megatron.rollout.completion_rows import CompletionRow
-from dapo_megatron.rollout.metrics import rollout_metrics
 from dapo_megatron.rollout.recorded import check_recorded, completions_path, step_folder
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
 from dapo_megatron.tracking.rollout_writer import RolloutWriter
@@ -30,11 +28,9 @@ from dapo_megatron.types import (
     Segment,
     SyncReport,
 )
+from tests.helpers.batches import ONE_INDEX, assemble_groups, described, tokens_of
+from tests.helpers.configs import tiny_config
 from tests.helpers.groups import record_groups
-
-OVERLONG = OverlongConfig(
-    max_tokens=8, buffer_tokens=4, penalty=True, filter=False, filtered_in_mean=False
-)
 
 
 def group(ticket: int, *, step: int = 1, logprob: float = -0.1) -> Group:
@@ -48,13 +44,20 @@ def group(ticket: int, *, step: int = 1, logprob: float = -0.1) -> Group:
     return Group(ticket, prompt, (correct, incorrect))
 
 
+CONFIG = tiny_config()
+
+
+def replay_of(folder: Path) -> Replay:
+    return Replay(CONFIG, folder, ONE_INDEX.exchange, ONE_INDEX)
+
+
 def record(folder: Path, *steps: list[tuple[Group, Outcome]]) -> Replay:
     """Write a run folder in which the groups of `steps` ended in steps 1, 2, ..."""
     writer = RolloutWriter(folder / "samples", pytest.fail)
     for step, ended in enumerate(steps, start=1):
         record_groups(writer, step, ended)
     writer.close()
-    return Replay(folder)
+    return replay_of(folder)
 
 
 def test_a_step_trains_on_the_groups_recorded_as_trained(tmp_path: Path) -> None:
@@ -69,15 +72,15 @@ def test_a_step_trains_on_the_groups_recorded_as_trained(tmp_path: Path) -> None
     replay = record(tmp_path, first, second)
     progress: list[int] = []
     step = replay.collect(0, progress.append)
-    assert step.train == [group(1), group(4)]
-    assert step.ended == first
-    assert [ended.ticket for ended in step.decided] == [0, 1, 2, 4]
-    assert (step.version, step.counts["trained"], step.counts["expired"]) == (0, 2, 1)
-    assert (step.counts["issued"], step.interrupted, step.grade_seconds) == (0, 0, 0.0)
-    assert step.keep_rate == 2 / 4
+    assert step.sequences == described([group(1), group(4)], CONFIG.overlong)
     assert progress == [2]
-    assert replay.collect(1, progress.append).train == [group(3, step=2)]
-    assert rollout_metrics(step, OVERLONG)["groups/trained"] == 2.0
+    metrics = step.metrics
+    assert [metrics[f"groups/{name}"] for name in ("trained", "expired", "issued")] == [2, 1, 0]
+    assert (metrics["groups/interrupted_completions"], metrics["time/grade"]) == (0.0, 0.0)
+    assert metrics["groups/keep_rate"] == 2 / 4
+    assert metrics["accuracy/raw"] == 0.5
+    second_step = replay.collect(1, progress.append)
+    assert second_step.sequences == described([group(3, step=2)], CONFIG.overlong)
 
 
 @settings(max_examples=25)
@@ -89,9 +92,9 @@ def test_the_replayed_batch_equals_the_recorded_one_bit_for_bit(
     folder = tmp_path_factory.mktemp("run")
     recorded = [(trained_group, Outcome.TRAINED) for trained_group in trained]
     replayed = record(folder, recorded).collect(0, lambda _: None)
-    assert repr(replayed.train) == repr(trained)
     batches = [
-        assemble(groups, overlong=OVERLONG, eps=1e-6) for groups in (replayed.train, trained)
+        assemble(replayed.sequences, replayed.tokens),
+        assemble_groups(trained, CONFIG.overlong),
     ]
     for name in ("tokens", "lengths", "loss_mask", "advantages", "engine_logprobs", "group_ids"):
         assert getattr(batches[0], name).equal(getattr(batches[1], name)), name
@@ -107,7 +110,7 @@ def test_a_step_that_was_not_recorded_is_reported(tmp_path: Path) -> None:
 
 def test_a_run_without_records_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Recorded steps: none"):
-        Replay(tmp_path).collect(0, lambda _: None)
+        replay_of(tmp_path).collect(0, lambda _: None)
 
 
 def test_a_step_without_trained_groups_is_reported(tmp_path: Path) -> None:
@@ -166,7 +169,14 @@ def test_groups_of_several_replicas_are_joined(tmp_path: Path) -> None:
         ]
         write_completions(completions_path(folder, replica), rows)
     (folder / "index.json").write_text('{"replicas": {"0": 3, "1": 3}}')
-    assert Replay(tmp_path).collect(0, lambda _: None).train == groups
+    replayed = replay_of(tmp_path).collect(0, lambda _: None)
+    assert [(sequence.ticket, sequence.sample) for sequence in replayed.sequences] == [
+        (ticket, sample) for ticket in range(3) for sample in (0, 1)
+    ]
+    assert [sequence.replica for sequence in replayed.sequences] == [1, 0] * 3
+    expected = tokens_of(groups, CONFIG.overlong)
+    for index, tokens in replayed.tokens.items():
+        assert tokens.response.tolist() == list(expected[index].response)
 
 
 def test_unfinished_and_ungraded_completions_are_read(tmp_path: Path) -> None:
@@ -177,7 +187,9 @@ def test_unfinished_and_ungraded_completions_are_read(tmp_path: Path) -> None:
         completions=(replace(finished.completions[0], finish=Finish.UNFINISHED, grade=None),),
     )
     replay = record(tmp_path, [(finished, Outcome.TRAINED), (unfinished, Outcome.EXPIRED)])
-    assert replay.collect(0, lambda _: None).ended[1] == (unfinished, Outcome.EXPIRED)
+    step = replay.collect(0, lambda _: None)
+    assert step.metrics["groups/expired"] == 1
+    assert {sequence.ticket for sequence in step.sequences} == {0}
 
 
 def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:
@@ -214,4 +226,4 @@ def test_a_folder_without_rollouts_and_the_folder_of_this_run_are_refused(tmp_pa
 
 
 def test_the_state_of_a_replay_names_the_recorded_run(tmp_path: Path) -> None:
-    assert Replay(tmp_path).state() == {"replay": str(tmp_path)}
+    assert replay_of(tmp_path).state() == {"replay": str(tmp_path)}
