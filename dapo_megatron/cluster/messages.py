@@ -270,7 +270,7 @@ class Hub:
                     f"{missing[0]}{others}: did not connect to rank 0 at {endpoint} within "
                     f"{OPEN_SECONDS:.0f} s. Does a firewall refuse connections between the nodes?"
                 )
-            self._early = self.receive(min(0.02, seconds_left))
+            self._early += self._receive(min(0.02, seconds_left))
 
     def name(self, member: int) -> str:
         """Return a member's name for errors, such as "replica 3 (rank 12, host n4)"."""
@@ -298,14 +298,10 @@ class Hub:
 
         Raises RankError naming a member whose message is lost or invalid.
         """
-        messages, self._early = self._early, []
-        with self._exclusive():
-            for timeout_ms in _timeouts(0.0 if messages else timeout_seconds):
-                if self._poller.poll(timeout_ms):
-                    self._drain(messages)
-                if messages:
-                    break
-        return messages
+        if self._early:
+            early, self._early = self._early, []
+            return early
+        return self._receive(timeout_seconds)
 
     def close(self) -> None:
         """Close the channel and the local member. Idempotent. Waits at most LINGER_SECONDS."""
@@ -315,6 +311,16 @@ class Hub:
         if self._admission is not None:
             self._admission.close()
         self._context.term()
+
+    def _receive(self, timeout_seconds: float) -> list[tuple[int, bytes]]:
+        messages: list[tuple[int, bytes]] = []
+        with self._exclusive():
+            for timeout_ms in _timeouts(timeout_seconds):
+                if self._poller.poll(timeout_ms):
+                    self._drain(messages)
+                if messages:
+                    break
+        return messages
 
     def _try_send(self, peer: Peer, frame: bytes) -> bool:
         try:

@@ -248,10 +248,12 @@ def test_messages_of_many_sizes_arrive_unchanged() -> None:
 def test_messages_that_arrive_before_all_are_connected_are_kept() -> None:
     with channel(2, absent=1) as opened:
         with raw_member(opened, 1) as raw:
-            raw.send(frame(1, b"early"))
-            raw.send(frame(1, kind=b"dcnt"))
+            early = [b"%d" % number for number in range(2 * messages.MAX_BATCH)]
+            for number, content in enumerate(early, start=1):
+                raw.send(frame(number, content))
+            raw.send(frame(len(early), kind=b"dcnt"))
             opened.hub.wait_for_members()
-        assert received_by_hub(opened.hub, 1) == [(1, b"early")]
+        assert received_by_hub(opened.hub, 1) == [(1, content) for content in early]
 
 
 def test_receive_returns_at_most_a_batch_and_the_rest_later(
@@ -333,6 +335,7 @@ def plain_bytes(opened: Channel, source: str, content: bytes) -> None:
             stranger.settimeout(PATIENCE_SECONDS)
             while stranger.recv(4096):
                 pass
+    wait_until(lambda: list(peers.values()).count(source) == before)
 
 
 HANDSHAKE_FAILED = (
