@@ -102,12 +102,13 @@ def cut(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
 
-def flip(data: bytes) -> bytes:
-    at = len(data) // 8  # in the first columns
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+def overwrite(data: bytes) -> bytes:
+    """Overwrite bytes of the first columns."""
+    at = len(data) // 8
+    return data[:at] + bytes(byte ^ 1 for byte in data[at : at + 64]) + data[at + 64 :]
 
 
-@pytest.mark.parametrize("damage", [cut, flip, lambda _: b""], ids=["cut", "bit", "empty"])
+@pytest.mark.parametrize("damage", [cut, overwrite, lambda _: b""], ids=["cut", "bytes", "empty"])
 def test_unreadable_completions_are_reported_and_the_other_steps_are_shown(
     folder: Path, damage: Callable[[bytes], bytes], undamaged: Payload
 ) -> None:
@@ -126,7 +127,7 @@ def test_unreadable_completions_are_reported_and_the_other_steps_are_shown(
     assert shown.blobs.keys() == {row["ticket"] for row in rows}
 
 
-@pytest.mark.parametrize("damage", [cut, flip], ids=["cut", "bit"])
+@pytest.mark.parametrize("damage", [cut, overwrite], ids=["cut", "bytes"])
 def test_damaged_policy_values_of_a_step_are_left_out(
     folder: Path, damage: Callable[[bytes], bytes]
 ) -> None:
