@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from dapo_megatron.rollout.serialization import COMPLETION_COLUMNS, GROUP_COLUMNS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -22,7 +23,6 @@ from dapo_megatron.report.models import StepIndex
 from dapo_megatron.report.rollouts import Rollouts, Row, rollouts
 from dapo_megatron.report.run_data import read_run
 from dapo_megatron.report.token_text import TokenPieces
-from dapo_megatron.rollout.serialization import COMPLETION_COLUMNS, GROUP_COLUMNS
 from tests.helpers.configs import REPOSITORY
 from tests.helpers.made_run import MadeRun
 

@@ -17,14 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-
-from dapo_megatron.config import OverlongConfig
 from dapo_megatron.rollout.serialization import group_from_json
-from dapo_megatron.run.record import total_reward
-from dapo_megatron.tracking.console import RunConsole
-from dapo_megatron.tracking.recorder import RunRecorder
 from dapo_megatron.tracking.samples import (
     index_path,
     policy_path,
@@ -32,6 +25,13 @@ from dapo_megatron.tracking.samples import (
     write_policy,
     write_samples,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_megatron.config import OverlongConfig
+from dapo_megatron.run.record import total_reward
+from dapo_megatron.tracking.console import RunConsole
+from dapo_megatron.tracking.recorder import RunRecorder
 from dapo_megatron.tracking.trackers import CompositeTracker
 from dapo_megatron.types import (
     Completion,

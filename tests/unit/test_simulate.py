@@ -11,6 +11,7 @@ from statistics import fmean
 from xml.etree import ElementTree
 
 import pytest
+from dapo_megatron.rollout.serialization import group_to_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_frontier import Point, draw
@@ -29,7 +30,6 @@ from scipy.stats import ks_2samp
 from simulate_rollouts import MAX_AGE_MEAN, MIN_BUSY, MIN_P, PRESETS, Preset, main
 from virtual_engines import EngineModel, VirtualDriver, VirtualEngine
 
-from dapo_megatron.rollout.serialization import group_to_json
 from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, SampleRequest, Segment
 
 LIMIT = 500
