@@ -137,23 +137,17 @@ def assemble(
     )
 
 
-def held_tokens(
+def tokens_in(
     sequences: Sequence[TrainingSequence], batch: TokenBatch
 ) -> dict[int, SequenceTokens]:
-    """Return the tokens of the held sequences, by index, as views of the batch that `assemble` made
-    of them."""
-    result = {}
-    start = 0
+    """Return the tokens of the held sequences, by index, as views of `batch`. What it was assembled
+    from can then be freed."""
     tokens, logprobs = batch.tokens.numpy(), batch.engine_logprobs.numpy()
+    result, end = {}, 0
     for index in _held(batch):
-        response = start + sequences[index].prompt_tokens
-        end = start + sequences[index].num_tokens
-        result[index] = SequenceTokens(
-            prompt=tokens[start:response],
-            response=tokens[response:end],
-            logprobs=logprobs[response:end],
-        )
-        start = end
+        start = end + sequences[index].prompt_tokens
+        first, end = end, end + sequences[index].num_tokens
+        result[index] = SequenceTokens(tokens[first:start], tokens[start:end], logprobs[start:end])
     return result
 
 

@@ -23,14 +23,14 @@ import pytest
 import zmq
 from psutil._ntuples import snicaddr
 
-from dapo_megatron.cluster import address, admission, messages
+from dapo_megatron.cluster import address, admission, messages, numbered
 from dapo_megatron.cluster.address import cluster_address
 from dapo_megatron.cluster.messages import Address, Hub, Introduction, Member, open_channel
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import ConfigError, RankError
 from tests.helpers.ranks import run_ranks
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 300.0
 """Time limit for what must happen."""
 
 
@@ -228,7 +228,7 @@ def test_one_member_opens_no_port() -> None:
 
 def test_messages_of_many_sizes_arrive_unchanged() -> None:
     rng = random.Random(2)
-    sizes = [0, 1, 255, 256, 65_535, 65_536, messages.MAX_MESSAGE_BYTES, 0]
+    sizes = [0, 1, 255, 256, 65_535, 65_536, numbered.MAX_MESSAGE_BYTES, 0]
     contents = [rng.randbytes(size) for size in sizes]
     with channel(2) as opened:
         for content in contents:
@@ -240,7 +240,7 @@ def test_messages_of_many_sizes_arrive_unchanged() -> None:
             assert [content for sender, content in received if sender == number] == contents
             assert received_by(member, len(sizes)) == contents
             with pytest.raises(ValueError, match="16777217 bytes"):
-                member.send(bytes(messages.MAX_MESSAGE_BYTES + 1))
+                member.send(bytes(numbered.MAX_MESSAGE_BYTES + 1))
             member.send(b"after")
         assert sorted(received_by_hub(opened.hub, 2)) == [(0, b"after"), (1, b"after")]
 
@@ -248,10 +248,12 @@ def test_messages_of_many_sizes_arrive_unchanged() -> None:
 def test_messages_that_arrive_before_all_are_connected_are_kept() -> None:
     with channel(2, absent=1) as opened:
         with raw_member(opened, 1) as raw:
-            raw.send(frame(1, b"early"))
-            raw.send(frame(1, kind=b"dcnt"))
+            early = [b"%d" % number for number in range(2 * messages.MAX_BATCH)]
+            for number, content in enumerate(early, start=1):
+                raw.send(frame(number, content))
+            raw.send(frame(len(early), kind=b"dcnt"))
             opened.hub.wait_for_members()
-        assert received_by_hub(opened.hub, 1) == [(1, b"early")]
+        assert received_by_hub(opened.hub, 1) == [(1, content) for content in early]
 
 
 def test_receive_returns_at_most_a_batch_and_the_rest_later(
@@ -333,6 +335,7 @@ def plain_bytes(opened: Channel, source: str, content: bytes) -> None:
             stranger.settimeout(PATIENCE_SECONDS)
             while stranger.recv(4096):
                 pass
+    wait_until(lambda: list(peers.values()).count(source) == before)
 
 
 HANDSHAKE_FAILED = (

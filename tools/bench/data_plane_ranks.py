@@ -40,7 +40,7 @@ from dapo_megatron.cluster.processes import forget_peak, resident_bytes
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
-from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, held_tokens, split
+from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, tokens_in, split
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.coordinator import Coordinator
@@ -202,7 +202,7 @@ class Rank:
             own_bytes=own_bytes,
             received_bytes=meter.received_bytes,
             plan_bytes=meter.plan_bytes,
-            raw_bytes=RAW_BYTES * (meter.held_tokens + own_tokens)
+            raw_bytes=RAW_BYTES * (meter.tokens_in + own_tokens)
             + TOKEN_BYTES * self.engine.tokens_given,
             peak_bytes=resident_bytes() - self.idle_bytes,
             state_bytes=state_bytes,
@@ -216,7 +216,7 @@ class Rank:
         owners = data_parallel.owners([sequence.num_tokens for sequence in sequences])
         with meter.part("assemble"):
             batch = assemble(sequences, partial_step.tokens, owners)
-            partial_step.tokens = held_tokens(sequences, batch)
+            partial_step.tokens = tokens_in(sequences, batch)
         with meter.part(BENCH):  # a policy would return these
             old_logprobs = batch.engine_logprobs.clone()
         partial_step.old_logprobs = old_logprobs
