@@ -93,7 +93,9 @@ class TokenExchange:
             _check(f"ticket {move.ticket}, sample {completion.sample}", completion, move.summary)
             target = self.leaders[move.target]
             # A new buffer, because several ranks may share the old one.
-            parts[target] = parts[target] + completion.tokens.tobytes() + completion.logprobs.tobytes()
+            parts[target] = (
+                parts[target] + completion.tokens.tobytes() + completion.logprobs.tobytes()
+            )
         return parts
 
     def _pack(self, sequences: Sequence[TrainingSequence], share: Sequence[int]) -> bytearray:

@@ -38,6 +38,9 @@ GRADING_SECONDS = 0.005
 """Interval at which a leader with an idle engine looks for grades."""
 REPORT_SECONDS = 0.02
 """Minimum time between two reports while the engine is running."""
+REPORT_SECONDS_PER_REPLICA = 0.004
+"""The same, per replica of the run, so that rank 0 gets at most 250 reports per second. The engine
+has queued requests meanwhile (driver.QUEUED_SHARE)."""
 NUM_SHOWN = 20
 """Number of requests in flight that the report of a hanging rank lists."""
 
@@ -125,6 +128,7 @@ class Leader:
         self._grade_seconds = 0.0
         self._stop_signal = ""
         self._reported = self._asked = 0.0
+        self._report_seconds = max(REPORT_SECONDS, REPORT_SECONDS_PER_REPLICA * engine.num_replicas)
 
     def serve(self) -> None:
         """Obey the coordinator until it ends the phase."""
@@ -274,7 +278,7 @@ class Leader:
         is_idle = not self._engine.requests
         is_due = is_due or unfinished is not None
         if not self._deterministic:
-            is_due = is_due or (has_news and (is_idle or since > REPORT_SECONDS))
+            is_due = is_due or (has_news and (is_idle or since > self._report_seconds))
         if not is_due and since < ALIVE_SECONDS:
             return
         self._reported = time.monotonic()

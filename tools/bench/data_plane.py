@@ -24,8 +24,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -70,82 +71,106 @@ NAMES = {
 RECORDING_PARTS = ("close", "diagnose", "save")
 
 
-def measure_step(setting: Setting) -> list[list[dict[str, Any]]]:
-    """Run the processes. Return the figures as [step][rank]."""
+Ranks = Sequence[dict[str, Any]]
+"""Figures of all ranks in a step."""
+
+
+def _all(ranks: Ranks) -> Ranks:
+    return ranks
+
+
+def _rank0(ranks: Ranks) -> Ranks:
+    return ranks[:1]
+
+
+def _leaders(ranks: Ranks) -> Ranks:
+    return [rank for rank in ranks[1:] if rank["is_leader"]] or ranks[:1]
+
+
+def _followers(ranks: Ranks) -> Ranks:
+    return [rank for rank in ranks if not rank["is_leader"]] or ranks[:1]
+
+
+GROUPS = {"rank 0": _rank0, "other leaders": _leaders, "others": _followers}
+"""Ranks whose largest figure is printed."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Figures of all measured steps."""
+
+    steps: Sequence[Ranks]
+
+    def largest(
+        self, value: Callable[[dict[str, Any]], float], of: Callable[[Ranks], Ranks] = _all
+    ) -> float:
+        """Return the largest value of some ranks, mean over steps."""
+        return fmean(max(map(value, of(ranks))) for ranks in self.steps)
+
+    def total(self, value: Callable[[dict[str, Any]], float]) -> float:
+        """Return the sum over all ranks, mean over steps."""
+        return fmean(sum(map(value, ranks)) for ranks in self.steps)
+
+
+def part(*names: str) -> Callable[[dict[str, Any]], float]:
+    """Return a function from a rank's figures to its seconds in these parts; without names, in all
+    of them."""
+
+    def seconds(rank: dict[str, Any]) -> float:
+        parts: dict[str, float] = rank["seconds"]
+        return sum(parts.get(name, 0.0) for name in names or parts)
+
+    return seconds
+
+
+def summarize(steps: Steps) -> dict[str, Any]:
+    """Return the figures of the JSON line."""
+
+    def peak(rank: dict[str, Any]) -> float:
+        return float(rank["peak_bytes"] / 2**20)
+
+    parts = dict.fromkeys(name for rank in steps.steps[-1] for name in rank["seconds"])
+    return {
+        "tokens": round(steps.largest(itemgetter("num_tokens"), _rank0)),
+        "sequences": round(steps.largest(itemgetter("num_sequences"), _rank0)),
+        "rank0_cpu_seconds": steps.largest(part(), _rank0),
+        "other_cpu_seconds_max": steps.largest(part(), lambda ranks: ranks[1:]),
+        "follower_cpu_seconds_max": steps.largest(part(), _followers),
+        "record_blocking_seconds": steps.largest(part(*RECORDING_PARTS)),
+        "record_cpu_seconds": steps.total(
+            lambda rank: rank["record_seconds"] + rank["checkpoint_seconds"]
+        ),
+        "received_over_own_max": steps.largest(
+            lambda rank: rank["received_bytes"] / max(rank["own_bytes"], 1)
+        ),
+        "rss_over_raw_max": steps.largest(
+            lambda rank: rank["peak_bytes"] / max(rank["raw_bytes"], 1)
+        ),
+        "rss_over_raw": {
+            name: steps.largest(lambda rank: rank["peak_bytes"] / max(rank["raw_bytes"], 1), group)
+            for name, group in GROUPS.items()
+        },
+        "peak_mib": {name: steps.largest(peak, group) for name, group in GROUPS.items()},
+        "plan_bytes": steps.largest(itemgetter("plan_bytes"), _rank0),
+        "state_bytes": steps.largest(itemgetter("state_bytes"), _rank0),
+        "file_bytes": steps.largest(itemgetter("file_bytes"), _rank0),
+        "bench_seconds_max": steps.largest(itemgetter("bench_seconds")),
+        "turns": steps.largest(itemgetter("turns")),
+        "parts": {
+            name: {label: steps.largest(part(name), group) for label, group in GROUPS.items()}
+            for name in parts
+        },
+    }
+
+
+def measure_step(setting: Setting) -> Steps:
+    """Run the processes."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         command = [sys.executable, __file__, "--rank-of", json.dumps(asdict(setting)), "--folder"]
         if launch([*command, folder], setting.processes):
             raise SystemExit("a process failed")
-        steps: list[list[dict[str, Any]]] = json.loads(result.read_text())["steps"]
-        return steps
-
-
-def summarize(setting: Setting, steps: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the figures of the JSON line: means over steps of sums or maxima over ranks."""
-
-    def mean(value: Any) -> float:
-        return fmean(value(ranks) for ranks in steps)
-
-    def blocking(rank: dict[str, Any]) -> float:
-        return float(sum(rank["seconds"].values()))
-
-    def largest(ranks: Sequence[dict[str, Any]], value: Any) -> float:
-        return float(max(map(value, ranks)))
-
-    parts = dict.fromkeys(name for rank in steps[-1] for name in rank["seconds"])
-    return {
-        "tokens": round(mean(lambda ranks: ranks[0]["num_tokens"])),
-        "sequences": round(mean(lambda ranks: ranks[0]["num_sequences"])),
-        "rank0_cpu_seconds": mean(lambda ranks: blocking(ranks[0])),
-        "other_cpu_seconds_max": mean(lambda ranks: largest(ranks[1:], blocking)),
-        "follower_cpu_seconds_max": mean(
-            lambda ranks: largest([r for r in ranks if not r["is_leader"]] or ranks, blocking)
-        ),
-        "record_blocking_seconds": mean(
-            lambda ranks: largest(
-                ranks, lambda rank: sum(rank["seconds"].get(part, 0.0) for part in RECORDING_PARTS)
-            )
-        ),
-        "record_cpu_seconds": mean(
-            lambda ranks: sum(rank["record_seconds"] + rank["checkpoint_seconds"] for rank in ranks)
-        ),
-        "received_over_own_max": mean(
-            lambda ranks: largest(
-                ranks, lambda rank: rank["received_bytes"] / max(rank["own_bytes"], 1)
-            )
-        ),
-        "rss_over_raw_max": mean(
-            lambda ranks: largest(
-                ranks, lambda rank: rank["peak_bytes"] / max(rank["raw_bytes"], 1)
-            )
-        ),
-        "peak_mib": {
-            name: mean(lambda ranks: largest(ranks_of(ranks), lambda r: r["peak_bytes"])) / 2**20
-            for name, ranks_of in GROUPS.items()
-        },
-        "plan_bytes": mean(lambda ranks: ranks[0]["plan_bytes"]),
-        "state_bytes": mean(lambda ranks: ranks[0]["state_bytes"]),
-        "file_bytes": mean(lambda ranks: ranks[0]["file_bytes"]),
-        "bench_seconds_max": mean(lambda ranks: largest(ranks, lambda r: r["bench_seconds"])),
-        "parts": {
-            part: {
-                name: mean(
-                    lambda ranks: largest(ranks_of(ranks), lambda r: r["seconds"].get(part, 0.0))
-                )
-                for name, ranks_of in GROUPS.items()
-            }
-            for part in parts
-        },
-    }
-
-
-GROUPS = {
-    "rank 0": lambda ranks: ranks[:1],
-    "other leaders": lambda ranks: [rank for rank in ranks[1:] if rank["is_leader"]] or ranks[:1],
-    "others": lambda ranks: [rank for rank in ranks if not rank["is_leader"]] or ranks[:1],
-}
-"""Ranks whose largest figure is printed."""
+        return Steps(json.loads(result.read_text())["steps"])
 
 
 # ---------------------------------------------------------------------------- before
@@ -274,13 +299,11 @@ def main(
     if is_launched() and folder is not None:
         run(Setting(**json.loads(rank_of)), folder, folder / "result.json")
         return
-    setting = Setting(
-        processes, prompts, samples, mean_tokens, steps, engine_ranks, seed=seed
-    )
+    setting = Setting(processes, prompts, samples, mean_tokens, steps, engine_ranks, seed=seed)
     if quick:
         setting = Setting(2, 4, 4, 50, 1, 1, turn_seconds=0.0, updates=2, seed=seed)
         leaders, baseline = [0], ""
-    figures = {"processes": setting.processes, **summarize(setting, measure_step(setting))}
+    figures = {"processes": setting.processes, **summarize(measure_step(setting))}
     rows = [measure(setting, number, 1) for number in leaders or LEADERS if number]
     if rows and rows[-1].leaders >= 256:
         figures["coordinator_share_2048"] = GENERATION_SHARE * rows[-1].share
@@ -295,9 +318,7 @@ def main(
     print_targets(console, figures, before, title)
     scaling = [{**asdict(row), "share": row.share} for row in rows]
     print(
-        json.dumps(
-            {**facts(), **asdict(setting), **figures, "scaling": scaling, "before": before}
-        )
+        json.dumps({**facts(), **asdict(setting), **figures, "scaling": scaling, "before": before})
     )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dapo_megatron.tracking.samples import write_policy, write_samples
 from data_plane_canned import MAX_TOKENS, Generator
 
 from dapo_megatron.cluster.launch import is_launched, launch
@@ -28,7 +29,6 @@ from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import assemble, diagnose, fresh_mask
 from dapo_megatron.rollout.driver import RankReport
 from dapo_megatron.rollout.open_group import OpenGroup
-from dapo_megatron.tracking.samples import write_policy, write_samples
 from dapo_megatron.types import (
     Completion,
     Finish,

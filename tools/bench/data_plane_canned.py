@@ -80,12 +80,14 @@ class CannedEngine:
         self,
         generator: Generator,
         replica: int,
+        num_replicas: int,
         is_leader: bool,
         max_sequences: int,
         tokens_per_step: int,
         step_seconds: float,
     ) -> None:
         self.replica = replica
+        self.num_replicas = num_replicas
         self.is_leader = is_leader
         self.max_sequences = max_sequences
         self.version = 0

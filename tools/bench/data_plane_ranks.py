@@ -40,7 +40,7 @@ from dapo_megatron.cluster.processes import forget_peak, resident_bytes
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
-from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, tokens_in, split
+from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, split, tokens_in
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.coordinator import Coordinator
@@ -202,7 +202,7 @@ class Rank:
             own_bytes=own_bytes,
             received_bytes=meter.received_bytes,
             plan_bytes=meter.plan_bytes,
-            raw_bytes=RAW_BYTES * (meter.tokens_in + own_tokens)
+            raw_bytes=RAW_BYTES * (meter.held_tokens + own_tokens)
             + TOKEN_BYTES * self.engine.tokens_given,
             peak_bytes=resident_bytes() - self.idle_bytes,
             state_bytes=state_bytes,
@@ -247,7 +247,7 @@ def _num_bytes(tokens: SequenceTokens) -> int:
 
 def _remove_files(folder: Path) -> int:
     """Delete the files of a step. Return their size."""
-    paths = [path for path in folder.rglob("*.parquet")]
+    paths = list(folder.rglob("*.parquet"))
     num_bytes = sum(path.stat().st_size for path in paths)
     for path in paths:
         path.unlink()
@@ -297,6 +297,7 @@ def build(setting: Setting, folder: Path) -> Rank:
     engine = CannedEngine(
         generator,
         replica,
+        setting.replicas,
         not place,
         setting.max_sequences,
         setting.tokens_per_turn,

@@ -14,9 +14,8 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ CAPACITY = 9_000
 MAX_SEQUENCES = 48
 PROMPTS_PER_LEADER = 2
 """512 prompts per step at 256 leaders."""
-LOOKAHEAD = 4.0
+LOOKAHEAD = 16.0
 """More prompts than engines have room for, so that the coordinator's queue is never empty."""
 STEP_SECONDS = 0.1
 """Seconds between two looks of a leader at its orders: an engine step, in which it cannot look."""
@@ -80,8 +79,9 @@ class Scaling:
 class IdleEngine:
     """Engine that finishes `CAPACITY` tokens per second and computes nothing."""
 
-    def __init__(self, generator: Generator, replica: int) -> None:
+    def __init__(self, generator: Generator, replica: int, num_replicas: int) -> None:
         self.replica = replica
+        self.num_replicas = num_replicas
         self.max_sequences = MAX_SEQUENCES
         self.version = 0
         self.wait_seconds: list[float] = []
@@ -89,6 +89,7 @@ class IdleEngine:
         self._generator = generator
         self._rate = CAPACITY / MAX_SEQUENCES
         self._requests: dict[tuple[int, int], SampleRequest] = {}
+        self._queue: deque[tuple[int, int]] = deque()
         self._started: dict[tuple[int, int], float] = {}
         self._ends: list[tuple[float, tuple[int, int]]] = []
         self._free_since: deque[float] = deque()
@@ -104,13 +105,10 @@ class IdleEngine:
         if requests and not self._requests and self._free_since:
             self.idle_seconds += now - self._free_since[-1]
         for request in requests:
-            if self._free_since:
-                self.wait_seconds.append(now - self._free_since.popleft())
             key = request.ticket, request.sample
-            num_tokens = request.so_far.num_tokens if request.so_far else 0
-            self._requests[key], self._started[key] = request, now - num_tokens / self._rate
-            length = min(self._generator.length(*key), request.max_tokens)
-            heapq.heappush(self._ends, (self._started[key] + length / self._rate, key))
+            self._requests[key] = request
+            self._queue.append(key)
+        self._admit(now)
 
     def step(self) -> list[tuple[SampleRequest, Completion]]:
         """See RolloutEngine."""
@@ -123,7 +121,20 @@ class IdleEngine:
             finished.append((self._requests[key], self._completion(key, length, finish)))
             del self._requests[key], self._started[key]
             self._free_since.append(now)
+        self._admit(now)
         return finished
+
+    def _admit(self, now: float) -> None:
+        """Start queued requests in free slots."""
+        while self._queue and len(self._ends) < MAX_SEQUENCES:
+            key = self._queue.popleft()
+            if self._free_since:
+                self.wait_seconds.append(now - self._free_since.popleft())
+            request = self._requests[key]
+            num_tokens = request.so_far.num_tokens if request.so_far else 0
+            self._started[key] = now - num_tokens / self._rate
+            length = min(self._generator.length(*key), request.max_tokens)
+            heapq.heappush(self._ends, (self._started[key] + length / self._rate, key))
 
     def interrupt(self) -> list[tuple[SampleRequest, Completion]]:
         """See RolloutEngine."""
@@ -131,11 +142,12 @@ class IdleEngine:
         for key, request in self._requests.items():
             so_far = request.so_far.num_tokens if request.so_far else 0
             most = self._generator.length(*key) - 1
-            num_tokens = max(min(int((now - self._started[key]) * self._rate), most), so_far)
+            seconds = now - self._started.get(key, now)
+            num_tokens = max(min(int(seconds * self._rate), most), so_far)
             if num_tokens:
                 completion = self._completion(key, num_tokens, Finish.UNFINISHED)
                 unfinished.append((request, completion))
-        for items in (self._requests, self._started, self._ends, self._free_since):
+        for items in (self._requests, self._queue, self._started, self._ends, self._free_since):
             items.clear()
         return unfinished
 
@@ -171,6 +183,7 @@ def _lead(
     keys: dict[int, tuple[bytes, bytes]],
     mean_tokens: float,
     seed: int,
+    leaders: int,
     versions: Connection,
 ) -> None:
     """Run leaders in threads of this process. Send back their engines' waits."""
@@ -178,7 +191,7 @@ def _lead(
     generator = Generator(mean_tokens, seed)
     engines, threads = [], []
     for number, pair in keys.items():
-        engine = IdleEngine(generator, number)
+        engine = IdleEngine(generator, number, leaders)
         member = Member(address, b"member %d" % number, pair)
         grading: Any = ScriptedGrading(GRADE_SECONDS)
         leader = Leader(
@@ -223,7 +236,7 @@ def measure(setting: Setting, leaders: int, steps: int) -> Scaling:
     for process in range(min(NUM_PROCESSES, leaders)):
         share = {n: pair for n, pair in keys.items() if n % NUM_PROCESSES == process}
         pipe, other = context.Pipe()
-        arguments = (hub.address, share, setting.mean_tokens, setting.seed, other)
+        arguments = (hub.address, share, setting.mean_tokens, setting.seed, leaders, other)
         processes.append(context.Process(target=_lead, args=arguments, daemon=True))
         processes[-1].start()
         pipes.append(pipe)
@@ -245,7 +258,6 @@ def measure(setting: Setting, leaders: int, steps: int) -> Scaling:
             counts.clear()
             started = time.monotonic(), time.thread_time(), time.process_time()
             completions = 0
-            if globals().get("PROFILE"): PROFILE.enable()
         collected = coordinator.collect(version, lambda num_ready: None)
         completions += sum(collected.gradings.values())
     ended = time.monotonic(), time.thread_time(), time.process_time()
@@ -294,10 +306,3 @@ def _counted(hub: Hub) -> Counter[str]:
 
     hub.send, hub.receive = counted_send, counted_receive  # type: ignore[method-assign]
     return counts
-
-
-if __name__ == "__main__":  # one size, to profile it
-    import cProfile, pstats
-    PROFILE = cProfile.Profile(time.thread_time) if len(sys.argv) > 3 else None
-    print(asdict(measure(Setting(), int(sys.argv[1]), int(sys.argv[2]))), Path(__file__).name)
-    if PROFILE: pstats.Stats(PROFILE).sort_stats("tottime").print_stats(30)
