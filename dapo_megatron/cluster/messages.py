@@ -130,6 +130,8 @@ class Member:
 
     def close(self) -> None:
         """Close the connection. Idempotent. Waits at most LINGER_SECONDS."""
+        if self._exclusive.is_forked():
+            return
         self._monitor.close(0)
         self._socket.close(_linger_ms())
         if self._own_context is not None:
@@ -245,6 +247,8 @@ class Hub:
 
     def close(self) -> None:
         """Close the channel and the local member. Idempotent. Waits at most LINGER_SECONDS."""
+        if self._exclusive.is_forked():
+            return
         if self._local_member is not None:
             self._local_member.close()
         self._socket.close(_linger_ms())
@@ -388,9 +392,13 @@ class _Exclusive:
     _process: int = field(default_factory=os.getpid)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def is_forked(self) -> bool:
+        """Return whether this is a fork of the process that opened the socket."""
+        return os.getpid() != self._process
+
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        if os.getpid() != self._process:
+        if self.is_forked():
             raise RuntimeError("a forked process cannot use the control channel of its parent")
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("two threads use the same end of the control channel")

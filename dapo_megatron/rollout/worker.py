@@ -216,7 +216,7 @@ class Leader:
             signals = self._peers.all_gather(self._stop(), str)
             self._stop_signal = next(filter(None, signals), "")
         self._engine.submit(requests)
-        self.on_running(len(self._engine.requests))
+        self._show_running()
 
     # ------------------------------------------------------------------ engine and graders
 
@@ -231,7 +231,7 @@ class Leader:
                 self._sampled.append((request.ticket, summary))
                 self._grade(request.ticket, request.prompt, completion)
             self._on_activity("engine step")
-            self.on_running(len(self._engine.requests))
+            self._show_running()
 
     def _interrupt(self) -> list[Sampled]:
         """Interrupt the engine. Store and return its unfinished completions."""
@@ -241,6 +241,10 @@ class Leader:
             unfinished.append((request.ticket, summarize(completion, self._engine.replica)))
         self.on_running(0)
         return unfinished
+
+    def _show_running(self) -> None:
+        """Pass on how many requests run. Others may be queued in the engine."""
+        self.on_running(min(len(self._engine.requests), self._engine.max_sequences))
 
     def _keep(self, request: SampleRequest, completion: Completion) -> None:
         if self._sampling is not None and self._sampling.is_kept:
