@@ -98,7 +98,7 @@ class UnevenEngine(VllmEngine):
         return params
 
     def step(self) -> list[tuple[SampleRequest, Completion]]:
-        """Return completions as if they had ended by themselves, unless they are MAX_TOKENS long."""
+        """Return completions as ended by themselves, unless they are MAX_TOKENS long."""
         return [
             (request, completion)
             if completion.num_tokens == MAX_TOKENS
@@ -135,7 +135,7 @@ class ScriptedGrading:
 
 @dataclass
 class WholeRounds:
-    """Stands in for a coordinator. It issues rounds of prompts and waits for each, until N groups are
+    """Stands in for a coordinator: issues rounds of prompts and waits for each, until N groups are
     mixed."""
 
     config: Config
