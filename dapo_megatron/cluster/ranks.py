@@ -41,13 +41,22 @@ class Ranks:
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def second(self) -> Ranks:
-        """Return the same ranks with a separate process group, for another thread. Collective.
-        Raises RankError as `join` does."""
-        return replace(self.subgroup(range(self.world_size)), on_activity=lambda _: None)
+        """Return the ranks of the world with a separate process group, for another thread.
+        Collective. Raises RankError as `join` does."""
+        import torch.distributed as dist
+
+        timeout = timedelta(minutes=TIMEOUT_MINUTES)
+        group = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
+        ranks = replace(self, group=group, on_activity=lambda _: None, _numbers=itertools.count(1))
+        ranks.check_members()
+        return ranks
 
     def subgroup(self, ranks: Sequence[int]) -> Ranks:
         """Return these ranks, in ascending order, as a world of their own with its own process
         group. Collective over them; others do not take part. Raises RankError as `join` does.
+
+        torch names such a group by its ranks and the number of groups, so it may refuse one that is
+        made after other groups were destroyed.
         """
         import torch.distributed as dist
 

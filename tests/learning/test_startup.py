@@ -26,7 +26,6 @@ NOT_ON_A_RANK = {
     "math_verify",
     "networkx",
     "pandas",
-    "pyarrow",
     "ray",
 }
 LAUNCHER = """

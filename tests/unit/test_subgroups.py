@@ -94,7 +94,6 @@ def use_subgroups(rank: int) -> None:
     # The same ranks again, one of them only, and a group whose ranks are not consecutive.
     again = pair.subgroup([0, 1])
     assert again.group is not pair.group
-    assert again.second().all_gather(rank, int) == [first, first + 1]
     alone = again.subgroup([again.rank])
     assert (alone.rank, alone.world_size, alone.all_gather(rank, int)) == (0, 1, [rank])
     assert alone.all_to_all([b"own"], [3]) == [b"own"]
