@@ -19,6 +19,7 @@ from dapo_megatron.rollout.parquet import (
     Table,
     data_errors,
     lists,
+    numbers,
     strings,
     texts_of,
     views_of,
@@ -187,7 +188,7 @@ def table_of(batch: Batch, schema: Schema) -> Table:
         if field.name in _TOKENS:
             values = lists(values, field.type)
         elif isinstance(values, list):
-            values = pa.array(values, field.type)
+            values = numbers(values, field.type)
         arrays.append(values)
     return pa.Table.from_arrays(arrays, schema=schema)
 
@@ -201,12 +202,12 @@ def _segments(completions: list[Completion], kind: Any) -> Any:
     segments = [segment for completion in completions for segment in completion.segments]
     values = pa.StructArray.from_arrays(
         [
-            pa.array([segment.version for segment in segments], pa.int64()),
-            pa.array([segment.num_tokens for segment in segments], pa.int64()),
+            numbers([segment.version for segment in segments], pa.int64()),
+            numbers([segment.num_tokens for segment in segments], pa.int64()),
         ],
         fields=list(kind.value_type),
     )
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values, type=kind)
+    return pa.ListArray.from_arrays(numbers(ends, pa.int32()), values, type=kind)
 
 
 def _mean_and_min(logprobs: array[float]) -> tuple[float | None, float | None]:

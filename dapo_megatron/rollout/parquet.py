@@ -225,7 +225,39 @@ def strings(texts: Iterable[str | None]) -> Array:
     NUL and its JSON form; so does a text that begins with NUL."""
     import pyarrow as pa
 
-    return pa.array([None if text is None else _escaped(text) for text in texts], pa.string())
+    encoded = [None if text is None else _escaped(text).encode() for text in texts]
+    data = b"".join(text for text in encoded if text is not None)
+    buffers = [_validity(encoded), _offsets(encoded), pa.py_buffer(data)]
+    return pa.Array.from_buffers(pa.string(), len(encoded), buffers)
+
+
+def numbers(values: Sequence[Any], kind: DataType) -> Array:
+    """Return numbers or bools, with None as null, as an array. `pyarrow.array` would import
+    pandas."""
+    import numpy as np
+    import pyarrow as pa
+
+    filled = np.array([0 if value is None else value for value in values], kind.to_pandas_dtype())
+    data = np.packbits(filled, bitorder="little") if pa.types.is_boolean(kind) else filled
+    return pa.Array.from_buffers(kind, len(values), [_validity(values), pa.py_buffer(data)])
+
+
+def _validity(values: Sequence[Any]) -> Any:
+    """Return the bitmap of the values that are not None; None if all are."""
+    import numpy as np
+    import pyarrow as pa
+
+    is_valid = np.array([value is not None for value in values], np.bool_)
+    return None if is_valid.all() else pa.py_buffer(np.packbits(is_valid, bitorder="little"))
+
+
+def _offsets(values: Sequence[Any]) -> Any:
+    """Return the buffer with the start of each value in the concatenation of all."""
+    import numpy as np
+    import pyarrow as pa
+
+    lengths = [0 if value is None else len(value) for value in values]
+    return pa.py_buffer(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
 
 
 def texts_of(column: Array) -> list[Any]:
@@ -254,12 +286,10 @@ def lists(values: Sequence[Any], kind: DataType) -> Array:
 
     dtype = kind.value_type.to_pandas_dtype()
     views = [_view(value, dtype) for value in values if value is not None and len(value)]
-    lengths = [0 if value is None else len(value) for value in values]
-    offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     flat = np.concatenate(views) if views else np.empty(0, dtype)
-    nulls = [value is None for value in values]
-    mask = pa.array(nulls, pa.bool_()) if any(nulls) else None
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), type=kind, mask=mask)
+    elements = pa.Array.from_buffers(kind.value_type, len(flat), [None, pa.py_buffer(flat)])
+    buffers = [_validity(values), _offsets(values)]
+    return pa.Array.from_buffers(kind, len(values), buffers, children=[elements])
 
 
 def _view(value: Any, dtype: type) -> Any:

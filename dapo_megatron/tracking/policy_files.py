@@ -16,6 +16,7 @@ from dapo_megatron.rollout.parquet import (
     Schema,
     Table,
     lists,
+    numbers,
     views_of,
     write_parquet,
 )
@@ -116,5 +117,5 @@ def _table(rows: list[PolicyRow]) -> Table:
     for field in _schema():
         values = [getattr(row, field.name) for row in rows]
         is_list = pa.types.is_list(field.type)
-        arrays.append(lists(values, field.type) if is_list else pa.array(values, field.type))
+        arrays.append(lists(values, field.type) if is_list else numbers(values, field.type))
     return pa.Table.from_arrays(arrays, schema=_schema())

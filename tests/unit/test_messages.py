@@ -41,7 +41,6 @@ from dapo_megatron.types import (
     Prompt,
     RankError,
     Region,
-    SampleRequest,
     Segment,
     TensorSlice,
     TrainingSequence,
@@ -89,38 +88,34 @@ reports = st.builds(
     errors=st.dictionaries(texts, texts, max_size=3),
     is_alive_only=st.booleans(),
 )
+
+
+def packed(tokens: list[int]) -> array[int]:
+    return array("i", tokens)
+
+
 samplings = st.builds(Sampling, texts, numbers, floats, floats, st.booleans(), st.booleans())
+group_requests = st.lists(
+    st.builds(
+        GroupRequest,
+        numbers,
+        prompts,
+        st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple),
+    ),
+    max_size=2,
+)
 orders = st.builds(
     Order,
     kind=st.sampled_from(OrderKind),
     sampling=st.none() | samplings,
-    requests=st.lists(
-        st.builds(
-            GroupRequest,
-            numbers,
-            prompts,
-            st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple),
-        ),
-        max_size=2,
-    ),
+    requests=group_requests,
     regrade=st.lists(st.tuples(numbers, numbers), max_size=3),
 )
 turns = st.builds(
     Turn,
-    requests=st.lists(
-        st.builds(
-            SampleRequest,
-            ticket=numbers,
-            sample=numbers,
-            prompt=prompts,
-            seed=st.none() | numbers,
-            max_tokens=numbers,
-            temperature=floats,
-            top_p=floats,
-            so_far=st.none() | completions,
-        ),
-        max_size=2,
-    ),
+    sampling=st.none() | samplings,
+    groups=group_requests,
+    tokens=st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=3).map(packed), max_size=2),
     num_steps=numbers,
     interrupt=st.booleans(),
     end=st.booleans(),
