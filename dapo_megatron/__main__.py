@@ -1,4 +1,4 @@
-"""The command line: train, evaluate, plan, track, report, doctor."""
+"""The command line: train, evaluate, plan, track, report, samples, doctor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.rewards.registry import check_grader, grader_names, user_function
 from dapo_megatron.rollout.recorded import check_recorded
-from dapo_megatron.types import ConfigError, DapoError
+from dapo_megatron.types import ConfigError, DapoError, Outcome
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -196,6 +196,30 @@ def report(
         command.watch(run_folders, output, options, every)
     else:
         command.report(run_folders, output, options)
+
+
+@app.command()
+def samples(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="runs/<name>")],
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Step of the groups. Default: the last recorded one.")
+    ] = None,
+    ticket: Annotated[
+        list[int] | None, typer.Option(help="Only the group of this ticket; repeatable.")
+    ] = None,
+    outcome: Annotated[
+        Outcome | None, typer.Option(help="Only groups that ended like this.")
+    ] = None,
+    num: Annotated[int, typer.Option(min=1, help="Maximum number of groups.")] = 4,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Print each token with its log-prob and version.")
+    ] = False,
+) -> None:
+    """Print recorded rollouts: prompts, completions and their grades."""
+    from dapo_megatron.report import samples_command
+
+    selection = samples_command.Selection(step, tuple(ticket or ()), outcome, num)
+    samples_command.samples(run_folder, selection, with_tokens=tokens)
 
 
 @doctor.command()

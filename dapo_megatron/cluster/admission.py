@@ -21,12 +21,8 @@ MAX_LOGGED = 10
 """Maximum number of refused peers that are logged in LOG_SECONDS."""
 MAX_ADDRESSES = 10_000
 """Maximum number of addresses that are remembered as logged."""
+UNKNOWN = "an unknown address"
 _STOP = "inproc://admission.stop"
-_HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 
 class Admission:
@@ -49,14 +45,14 @@ class Admission:
         self._refusals = _RefusalLog()
         self._peers: dict[int, str] = {}
         """File descriptor of an accepted connection -> address of its peer."""
+        self._known: dict[int, str] = {}
+        """File descriptor of a member's connection -> name of the member."""
         self._zap = context.socket(zmq.REP)
         self._zap.bind("inproc://zeromq.zap.01")
         server.zap_domain = DOMAIN
         # Without a handler of the domain, libzmq would admit every key.
         server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        self._monitor = server.get_monitor_socket(
-            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
-        )
+        self._monitor = server.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._stop_receiver = context.socket(zmq.PAIR)
         self._stop_receiver.bind(_STOP)
         self._stop = context.socket(zmq.PAIR)
@@ -64,8 +60,14 @@ class Admission:
         self._thread = threading.Thread(target=self._run, name="admission", daemon=True)
         self._thread.start()
 
+    def know(self, descriptor: int, name: str) -> None:
+        """Note that a message of a member came from a connection. Any thread may call this."""
+        self._known[descriptor] = name
+
     def close(self) -> None:
-        """End the thread. Call it after the server's socket is closed."""
+        """End the thread. Call it after the server's socket is closed. Idempotent."""
+        if self._stop.closed:
+            return
         self._stop.send(b"")
         self._thread.join()
         self._stop.close(0)
@@ -74,12 +76,11 @@ class Admission:
         poller = zmq.Poller()
         for source in (self._zap, self._monitor, self._stop_receiver):
             poller.register(source, zmq.POLLIN)
-        has_failed = False
         while self._stop_receiver not in (ready := dict(poller.poll())):
             if self._zap in ready:
                 self._answer()
             if self._monitor in ready:
-                has_failed = self._observe(has_failed)
+                self._observe()
         for source in (self._zap, self._monitor, self._stop_receiver):
             source.close(0)
 
@@ -94,30 +95,31 @@ class Admission:
             answer = [b"200", b"", str(member).encode()]
         self._zap.send_multipart([version, request, *answer, b""])
 
-    def _observe(self, has_failed: bool) -> bool:
-        """Handle an event of the server's socket. Return whether it is a failed handshake.
-
-        Only the events of connections that open and close have a file descriptor. libzmq closes the
-        connection of a failed handshake at once, so the next event is that of its end.
-        """
+    def _observe(self) -> None:
+        """Log the end of a connection. libzmq ends the connection of a peer that it refuses."""
         message = recv_monitor_message(self._monitor)
-        event, descriptor = message["event"], int(message["value"])
-        if event == zmq.EVENT_ACCEPTED:
+        descriptor = int(message["value"])
+        if message["event"] == zmq.EVENT_ACCEPTED:
             self._peers[descriptor] = _peer_address(descriptor)
-        elif event == zmq.EVENT_DISCONNECTED:
-            address = self._peers.pop(descriptor, "unknown")
-            if has_failed:
-                self._refusals.add(address, "it does not speak the protocol of this run")
-        return bool(event & _HANDSHAKE_FAILED)
+            return
+        address = self._peers.pop(descriptor, UNKNOWN)
+        if name := self._known.pop(descriptor, None):
+            logger.info("%s: its connection to rank 0 has ended", name)
+        else:
+            self._refusals.add(address, "it did not prove that it belongs to this run")
 
 
 def _peer_address(descriptor: int) -> str:
-    """Return the IP address of a connection's peer, or "unknown" if the connection is closed."""
+    """Return the IP address of a connection's peer.
+
+    It is UNKNOWN if libzmq has already closed the connection. This can happen if a stranger's first
+    bytes arrive together with its connection.
+    """
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             return str(connection.getpeername()[0])
     except OSError:
-        return "unknown"
+        return UNKNOWN
 
 
 class _RefusalLog:
@@ -140,7 +142,8 @@ class _RefusalLog:
             return
         if len(self._addresses) >= MAX_ADDRESSES:
             self._addresses.clear()
-        self._addresses.add(address)
+        if address != UNKNOWN:
+            self._addresses.add(address)
         self._num_logged += 1
         logger.warning(
             "refused a connection from %s to the control channel: %s%s",

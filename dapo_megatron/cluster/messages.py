@@ -11,8 +11,9 @@ is slow. The messages of each member are numbered from 1, and so are those to it
 and drops a number that it has seen, and raises RankError if a number is missing.
 
 If a TCP connection breaks, libzmq connects again and sends the messages that it still has. Messages
-that were on their way may be lost. So both sides then send how many messages they have sent, and
-the other side raises RankError if some are missing, even if no message follows.
+that were on their way, or that the hub has not yet read, may be lost. So both sides then send how
+many messages they have sent, and the other side raises RankError if some are missing, even if no
+message follows. If none is missing, the run goes on.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from dapo_megatron.types import RankError
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 2**26
+MAX_MESSAGE_BYTES = 2**24
 """Maximum size of a message. It bounds the memory that a stranger's connection can use."""
 MAX_BATCH = 1_000
 """Maximum number of messages that `receive` returns."""
@@ -129,8 +130,8 @@ class Peer:
         first = self.received + 1
         numbers = f"message {first}" if first == last else f"messages {first} to {last}"
         return RankError(
-            f"{self.name}: {numbers} did not arrive, because its connection broke. Start the run "
-            "again; it continues from its last checkpoint"
+            f"{self.name}: {numbers} did not arrive. Its connection to this rank probably broke. "
+            "Resume the run from its last checkpoint"
         )
 
 
@@ -226,6 +227,8 @@ class Hub:
         self._peers = [Peer(name, _routing_id(number)) for number, name in enumerate(names)]
         self._local = local
         self._local_member: Member | None = None
+        self._early: list[tuple[int, bytes]] = []
+        """Messages that arrived while others were still connecting."""
         if local is not None:
             # A member of another process has a user id. The local one has an id that only this
             # process knows.
@@ -267,7 +270,7 @@ class Hub:
                     f"{missing[0]}{others}: did not connect to rank 0 at {endpoint} within "
                     f"{OPEN_SECONDS:.0f} s. Does a firewall refuse connections between the nodes?"
                 )
-            self.receive(min(1.0, seconds_left))
+            self._early += self._receive(min(0.02, seconds_left))
 
     def name(self, member: int) -> str:
         """Return a member's name for errors, such as "replica 3 (rank 12, host n4)"."""
@@ -295,14 +298,10 @@ class Hub:
 
         Raises RankError naming a member whose message is lost or invalid.
         """
-        messages: list[tuple[int, bytes]] = []
-        with self._exclusive():
-            for timeout_ms in _timeouts(timeout_seconds):
-                if self._poller.poll(timeout_ms):
-                    self._drain(messages)
-                if messages:
-                    break
-        return messages
+        if self._early:
+            early, self._early = self._early, []
+            return early
+        return self._receive(timeout_seconds)
 
     def close(self) -> None:
         """Close the channel and the local member. Idempotent. Waits at most LINGER_SECONDS."""
@@ -312,6 +311,16 @@ class Hub:
         if self._admission is not None:
             self._admission.close()
         self._context.term()
+
+    def _receive(self, timeout_seconds: float) -> list[tuple[int, bytes]]:
+        messages: list[tuple[int, bytes]] = []
+        with self._exclusive():
+            for timeout_ms in _timeouts(timeout_seconds):
+                if self._poller.poll(timeout_ms):
+                    self._drain(messages)
+                if messages:
+                    break
+        return messages
 
     def _try_send(self, peer: Peer, frame: bytes) -> bool:
         try:
@@ -341,6 +350,8 @@ class Hub:
                 messages.append((member, message))
             elif content.startswith(_COUNT):
                 self._try_send(peer, peer.count())
+                if self._admission is not None and member != self._local:
+                    self._admission.know(int(frame.get(zmq.SRCFD)), peer.name)
 
     def _member_of(self, frame: zmq.Frame, routing_id: bytes) -> int:
         """Return the member that sent a frame, by its key."""

@@ -21,7 +21,7 @@ from dapo_megatron.rollout.completion_rows import CompletionRow, summarize
 from dapo_megatron.rollout.recorded import old_samples, policy_files, recorded_steps
 from dapo_megatron.rollout.sample_index import display_values, rounded, significant
 from dapo_megatron.tracking.policy_files import PolicyRow
-from dapo_megatron.types import Outcome
+from dapo_megatron.types import Grade, Outcome
 
 MAX_BLOB_BYTES = 18_000_000
 """Maximum size of all blobs together, compressed; base64 makes them a third larger. Runs that share
@@ -182,12 +182,8 @@ class _Reading:
 
 def _row(pick: Pick, row: CompletionRow, policy: PolicyRow | None) -> Row:
     """Return the row of a completion in the table."""
-    completion, grade = row.completion, row.completion.grade
+    completion = row.completion
     brief = display_values(pick.step, summarize(completion, replica=0))
-    graded = "no grade"
-    if grade is not None:
-        wrong = "wrong" if grade.parsed else "no answer"
-        graded = "right" if grade.correct else wrong
     return {
         "step": pick.step,
         "ticket": row.ticket,
@@ -197,12 +193,21 @@ def _row(pick: Pick, row: CompletionRow, policy: PolicyRow | None) -> Row:
         "sample": completion.sample,
         "finish": completion.finish.value,
         **{name: brief[name] for name in ("num_tokens", "age", "logprob_mean", "logprob_min")},
-        "graded": graded,
+        "graded": graded_as(completion.grade),
         "reward": rounded(row.reward),
         "advantage": rounded(policy.advantage) if policy else None,
         "gap_max": significant(policy.gap_max) if policy else None,
         "why": pick.why(completion.sample),
     }
+
+
+def graded_as(grade: Grade | None) -> str:
+    """Return a grade as a word: right, wrong, no answer or no grade."""
+    if grade is None:
+        return "no grade"
+    if grade.correct:
+        return "right"
+    return "wrong" if grade.parsed else "no answer"
 
 
 def _steps(first: int | None, last: int | None) -> str:

@@ -119,8 +119,9 @@ class Coordinator:
             self._submit(group)
         while (chosen := self._commit(step)) is None:
             self._top_up(step)
-            events = self._dispatcher.advance(self._regrade)
-            self._regrade = []
+            regrade, self._regrade = self._regrade, []
+            # Some may have expired before the first turn (on_policy).
+            events = self._dispatcher.advance([key for key in regrade if key[0] in self.groups])
             self._handle(events, step)
             if events.stop:
                 raise self._stopped(events.stop, step, start)

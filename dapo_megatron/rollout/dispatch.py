@@ -91,13 +91,14 @@ class Dispatcher:
         by_replica: list[list[tuple[int, int]]] = [[] for _ in self._running]
         for ticket, sample in regrade:
             by_replica[self._groups[ticket].completions[sample].replica].append((ticket, sample))
-        return self._take(self._driver.advance(self._hand_out(), by_replica))
+        reports = self._driver.advance(self._hand_out(), by_replica)
+        return self._take(reports, is_interrupted=False)
 
     def interrupt(self) -> Events:
         """Clear the queue and stop the engines. Return the last events, with an unfinished
         completion for each request that has tokens. Raises RankError as `advance` does."""
         self._queue.clear()
-        events = self._take(self._driver.interrupt())
+        events = self._take(self._driver.interrupt(), is_interrupted=True)
         self._in_flight.clear()
         self._running = [0] * self._driver.num_replicas
         return events
@@ -147,9 +148,9 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ checking reports
 
-    def _take(self, reports: Sequence[tuple[int, Report]]) -> Events:
+    def _take(self, reports: Sequence[tuple[int, Report]], *, is_interrupted: bool) -> Events:
         """Check reports, given as (replica, report), and return them as events."""
-        finished: set[tuple[int, int]] = set()
+        finished: dict[tuple[int, int], int] = {}
         reported: set[tuple[int, int]] = set()
         graded: set[tuple[int, int]] = set()
         for replica, report in reports:
@@ -159,14 +160,17 @@ class Dispatcher:
             ):
                 key = ticket, completion.sample
                 fault = self._fault(replica, ticket, completion, is_finished=is_finished)
+                if not is_finished and not is_interrupted:
+                    fault = "reported as unfinished without an interrupt"
                 if fault or key in reported:
                     self._refuse(replica, ticket, completion.sample, fault or "reported twice")
                 reported.add(key)
                 if is_finished:
-                    finished.add(key)
+                    finished[key] = replica
             for ticket, sample, _, _ in report.graded:
                 key = ticket, sample
-                if key in graded or not (key in finished or self._awaits_grade(ticket, sample)):
+                is_expected = finished.get(key) == replica or self._awaits_grade(replica, *key)
+                if key in graded or not is_expected:
                     self._refuse(replica, ticket, sample, "a grade that was not asked for")
                 graded.add(key)
         for ticket, sample in finished:
@@ -192,14 +196,22 @@ class Dispatcher:
             return f"segments {completion.segments} for {completion.num_tokens} tokens"
         if not 0 < completion.num_tokens <= self._sampling.max_tokens:
             return f"{completion.num_tokens} tokens, with a limit of {self._sampling.max_tokens}"
+        is_long = completion.num_tokens == self._sampling.max_tokens
+        if is_long != (completion.finish is Finish.LENGTH) and completion.finish is not Finish.STOP:
+            return f"{completion.finish.value} with {completion.num_tokens} tokens"
+        if completion.grade is not None:
+            return "graded before its grade was reported"
         if not is_finished and completion.segments == in_flight.segments:
             return ""  # interrupted before its first new token
         return _segment_fault(in_flight.segments, completion.segments, self._version)
 
-    def _awaits_grade(self, ticket: int, sample: int) -> bool:
-        """Return whether a grade may arrive. That of a closed ticket is late (on_policy)."""
+    def _awaits_grade(self, replica: int, ticket: int, sample: int) -> bool:
+        """Return whether a replica may report a grade. That of a closed ticket is late
+        (on_policy)."""
         group = self._groups.get(ticket)
-        return self._is_closed(ticket) if group is None else group.awaits(sample)
+        if group is None:
+            return self._is_closed(ticket)
+        return group.awaits(sample) and group.completions[sample].replica == replica
 
     def _refuse(self, replica: int, ticket: int, sample: int, fault: str) -> None:
         raise RankError(
@@ -214,6 +226,8 @@ def _segment_fault(
     """Return why `segments` do not continue `so_far` under weights of `version` (None: any); an
     empty string if they do."""
     *before, last = segments
+    if last.num_tokens < 1:
+        return f"segments {segments}"
     if version is not None and last.version != version:
         return f"its last tokens are of weights {last.version}, not {version}"
     expected = so_far

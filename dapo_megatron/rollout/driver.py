@@ -69,7 +69,8 @@ class Driver(Protocol):
 class EngineDriver:
     """Driver over the sockets of a run. Only the coordinator's thread uses it.
 
-    silence_seconds   a replica without any sign of life for so long counts as lost
+    silence_seconds   a replica without any sign of life for so long counts as lost; at least three
+                      times ALIVE_SECONDS, because an idle replica shows none more often
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class EngineDriver:
         self.last_errors: dict[str, str] = {}
         self._hub = hub
         self._deterministic = deterministic
-        self._silence_seconds = silence_seconds
+        self._silence_seconds = max(silence_seconds, 3 * ALIVE_SECONDS)
         self._grade_seconds = [0.0] * num_replicas
         self._heard = self._told = [0.0] * num_replicas
         self._answered = 0.0
@@ -127,8 +128,14 @@ class EngineDriver:
         """See `Driver`."""
         self._send_all(Order(OrderKind.INTERRUPT))
         reports: list[tuple[int, Report]] = []
-        while sum(report.unfinished is not None for _, report in reports) < self.num_replicas:
-            reports += self._receive()
+        interrupted: set[int] = set()
+        while len(interrupted) < self.num_replicas:
+            for replica, report in self._receive():
+                if replica in interrupted:
+                    raise RankError(f"{self.name(replica)}: reports although it was interrupted")
+                if report.unfinished is not None:
+                    interrupted.add(replica)
+                reports.append((replica, report))
         return sorted(reports, key=lambda item: item[0]) if self._deterministic else reports
 
     def end(self, *, only_here: bool = False) -> None:

@@ -29,6 +29,7 @@ Array: TypeAlias = Any
 Table: TypeAlias = Any
 Schema: TypeAlias = Any
 DataType: TypeAlias = Any
+Field: TypeAlias = Any
 
 FORMAT_VERSION = 1
 ROW_GROUP_BYTES = 8 * 2**20
@@ -63,7 +64,7 @@ def write_parquet(path: Path, kind: str, schema: Schema, tables: Iterable[Table]
             schema,
             compression="zstd",
             compression_level=1,
-            use_dictionary=[field.name for field in schema if _repeats(field.type)],
+            use_dictionary=[field.name for field in schema if _repeats(field)],
             column_encoding=_encodings(schema),
             write_page_checksum=True,
             # Dictionaries of long prompts; beyond this size their repetitions are written.
@@ -96,11 +97,11 @@ def _footer(path: Path) -> bytes:
         return file.read(length)
 
 
-def _repeats(kind: DataType) -> bool:
-    """Return True for types whose values repeat often enough for a dictionary."""
+def _repeats(field: Field) -> bool:
+    """Return True for columns whose values repeat often enough for a dictionary."""
     import pyarrow as pa
 
-    return bool(pa.types.is_string(kind))
+    return bool(pa.types.is_string(field.type)) and field.name != "text"
 
 
 def _encodings(schema: Schema) -> dict[str, str]:

@@ -134,6 +134,7 @@ class PartialStep:
             for row in read_completions(path, sequences=own):
                 index = own[row.ticket, row.completion.sample]
                 tokens[index] = tokens_of(row)
+                self._check(path, index, tokens[index])
                 if row.old_logprobs is not None:
                     values = np.pad(row.old_logprobs, (len(row.prompt.tokens), 0))
                     logprobs[index] = torch.from_numpy(values)
@@ -148,6 +149,17 @@ class PartialStep:
         if self.old_logprobs is not None:
             parts = [logprobs[index] for index in self.tokens]
             self.old_logprobs = torch.cat(parts) if parts else torch.empty(0)
+
+    def _check(self, path: Path, index: int, tokens: SequenceTokens) -> None:
+        assert self.sequences is not None
+        sequence = self.sequences[index]
+        lengths = len(tokens.prompt), len(tokens.response)
+        if lengths != (sequence.prompt_tokens, sequence.response_tokens):
+            raise CheckpointError(
+                f"{path}: {sequence} has {lengths[0]} prompt tokens and {lengths[1]} response "
+                f"tokens, but {sequence.prompt_tokens} and {sequence.response_tokens} in "
+                "state.json; resume from another checkpoint"
+            )
 
     def _rows(self) -> list[CompletionRow]:
         """Return the sequences that this rank holds, as rows of a file."""

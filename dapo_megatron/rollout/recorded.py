@@ -157,6 +157,6 @@ def check_recorded(recorded: Path, own: Path) -> None:
         raise ConfigError(f"--replay: {message}")
     if not recorded_steps(recorded / "samples"):
         raise ConfigError(
-            f"--replay: {recorded}/samples has no step_000001; pass the folder of a run that had "
-            "tracking.samples=true"
+            f"--replay: {recorded}/samples has no recorded steps; pass the folder of a run that "
+            "had tracking.samples=true"
         )

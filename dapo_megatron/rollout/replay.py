@@ -83,8 +83,7 @@ class Replay:
 
     def _plan(self, version: int, on_progress: Callable[[int], None]) -> StepPlan:
         folder = self._folder(version + 1)
-        groups = [_group(rows) for rows in _by_ticket(step_summaries(folder))]
-        ended = [(group, Outcome(outcome)) for group, outcome in groups]
+        ended = [_ended(folder, rows) for rows in _by_ticket(step_summaries(folder))]
         train = [group for group, outcome in ended if outcome is Outcome.TRAINED]
         decided = [group for group, outcome in ended if outcome is not Outcome.EXPIRED]
         if not train:
@@ -183,9 +182,13 @@ def _by_ticket(rows: Iterable[SummaryRow]) -> Iterator[list[SummaryRow]]:
         yield list(members)
 
 
-def _group(rows: Sequence[SummaryRow]) -> tuple[Group, str]:
+def _ended(folder: Path, rows: Sequence[SummaryRow]) -> tuple[Group, Outcome]:
     """Return the group of these rows and its outcome."""
     first = rows[0]
+    try:
+        outcome = Outcome(first.outcome)
+    except ValueError as error:
+        raise DataError(f"{folder}: ticket {first.ticket}: {error}") from error
     # Only the number of prompt tokens matters. Tokens are read where they are trained on.
     prompt = Prompt(first.source, first.index, (0,) * first.prompt_tokens, text="", truth="")
-    return Group(first.ticket, prompt, tuple(row.summary for row in rows)), first.outcome
+    return Group(first.ticket, prompt, tuple(row.summary for row in rows)), outcome

@@ -119,6 +119,7 @@ class Leader:
         self._stop = stop
         self._on_activity = on_activity
         self._sampling: Sampling | None = None
+        self._is_interrupted = False  # since the last answer to an interrupt, until the next phase
         self._sampled: list[Sampled] = []
         self._grades: defaultdict[str, list[Graded]] = defaultdict(list)
         self._grade_seconds = 0.0
@@ -170,7 +171,7 @@ class Leader:
         kinds = {order.kind for order in orders}
         for order in orders:
             if order.sampling is not None:
-                self._sampling = order.sampling
+                self._sampling, self._is_interrupted = order.sampling, False
             for request in order.requests:
                 requests += self._sample_requests(request)
         num_steps = STEPS if OrderKind.RUN in kinds else 0
@@ -258,9 +259,14 @@ class Leader:
             self._grade_seconds += time.perf_counter() - started
 
     def _report(self, unfinished: list[Sampled] | None, *, is_due: bool) -> None:
-        """Send a report, if there is news and the last one is not too recent, or one is due."""
+        """Send a report, if there is news and the last one is not too recent, or one is due.
+
+        After the answer to an interrupt there is none: the next phase may be of another use, and
+        would get it. Late grades wait for the next phase of their use.
+        """
         name = "" if self._sampling is None else self._sampling.name
         has_news = bool(self._sampled or self._grades[name] or self._stop_signal)
+        has_news = has_news and not self._is_interrupted
         since = time.monotonic() - self._reported
         is_idle = not self._engine.requests
         is_due = is_due or unfinished is not None
@@ -269,6 +275,7 @@ class Leader:
         if not is_due and since < ALIVE_SECONDS:
             return
         self._reported = time.monotonic()
+        self._is_interrupted = self._is_interrupted or unfinished is not None
         report = Report(is_alive_only=True, grade_seconds=self._grade_seconds)
         if is_due:
             report = Report(

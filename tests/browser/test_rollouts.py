@@ -3,10 +3,10 @@ text, and a completion's text is never interpreted as HTML or JavaScript."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
@@ -66,7 +66,7 @@ def test_the_table_shows_the_recorded_completions(
     for place, values in zip(shown, rows, strict=True):
         completion, row = every[place], dict(zip(names, values, strict=True))
         assert (row["fate"], row["source"]) == (
-            completion["fate"].replace("_", " "),
+            completion["outcome"].replace("_", " "),
             completion["source"],
         )
         assert row["finish"] == completion["finish"]
@@ -74,7 +74,7 @@ def test_the_table_shows_the_recorded_completions(
         assert int(row["step"]) == completion["step"]
         assert int(row["num_tokens"]) == len(completion["tokens"])
         assert float(row["logprob_min"]) == pytest.approx(min(completion["logprobs"]), abs=1e-4)
-        assert int(row["age"]) == completion["step"] - 1 - completion["segments"][0][0]
+        assert int(row["age"]) == completion["step"] - 1 - completion["segments"][0]["version"]
 
 
 def test_filters_and_sorting_agree_with_python(
@@ -228,11 +228,11 @@ def test_gaps_below_1e_4_still_have_visible_colors(
     page = open_page(recorded)
     every = {(row["ticket"], row["sample"]): row for row in completions(recorded_run)}
     gaps = {}
-    for path in (recorded_run / "samples" / "policy").iterdir():
-        for policy_line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-            name = policy_line["ticket"], policy_line["sample"]
+    for path in (recorded_run / "samples").glob("step_*/policy_*.parquet"):
+        for policy_row in pq.read_table(path).to_pylist():
+            name = policy_row["ticket"], policy_row["sample"]
             engine_logprobs = every[name]["logprobs"] if name in every else []
-            pairs = zip(engine_logprobs, policy_line["logprobs"] or [])
+            pairs = zip(engine_logprobs, policy_row["logprobs"] or [])
             gaps[name] = [abs(engine - policy) for engine, policy in pairs]
     few = {
         name: token_gaps
@@ -245,7 +245,9 @@ def test_gaps_below_1e_4_still_have_visible_colors(
     viewer = open_completion(page, *name)
     viewer.locator("[value=gap]").check()
     assert depths(viewer)[few[name].index(largest)] > 40
-    no_policy = next(name for name, completion in every.items() if completion["fate"] != "trained")
+    no_policy = next(
+        name for name, completion in every.items() if completion["outcome"] != "trained"
+    )
     page.keyboard.press("Escape")
     viewer = open_completion(page, *no_policy)
     expect(viewer.locator("[value=gap]")).to_be_disabled()

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import OverlongConfig
-from dapo_megatron.data.batch import assemble, describe, tokens_of
+from dapo_megatron.data.batch import assemble, describe, valid_completions
 from dapo_megatron.data.owners import DataParallelRanks
 from dapo_megatron.data.packing import plan_microbatches
-from dapo_megatron.types import Group, TokenBatch
+from dapo_megatron.rollout.completion_rows import summarize
+from dapo_megatron.types import Completion, Group, SequenceTokens, TokenBatch, TrainingSequence
 
 ONE_INDEX = DataParallelRanks(
     Ranks(0, 1, 0), (0,), partial(plan_microbatches, max_tokens=4096), num_updates=4
@@ -50,8 +52,33 @@ def assemble_groups(
     groups: Sequence[Group], overlong: OverlongConfig, *, eps: float = 1e-6
 ) -> TokenBatch:
     """Assemble the sequences of `groups`. This rank holds all of them."""
-    sequences = describe(groups, overlong=overlong, eps=eps)
-    return assemble(sequences, tokens_of(groups, overlong))
+    return assemble(described(groups, overlong, eps=eps), tokens_of(groups, overlong))
+
+
+def described(
+    groups: Sequence[Group], overlong: OverlongConfig, *, eps: float = 1e-6
+) -> list[TrainingSequence]:
+    """Describe the sequences of groups whose completions have tokens. Replica 0 sampled them."""
+    summaries = [
+        replace(group, completions=tuple(summarize(c, 0) for c in group.completions))  # type: ignore[arg-type]
+        for group in groups
+    ]
+    return describe(summaries, overlong=overlong, eps=eps)
+
+
+def tokens_of(groups: Sequence[Group], overlong: OverlongConfig) -> dict[int, SequenceTokens]:
+    """Return the tokens of the sequences that `described` describes, by their index."""
+    pairs = [
+        (np.array(group.prompt.tokens, np.int32), completion)
+        for group in groups
+        for completion in valid_completions(group, overlong)
+    ]
+    tokens = {}
+    for index, (prompt, completion) in enumerate(pairs):
+        assert isinstance(completion, Completion)
+        response, logprobs = np.asarray(completion.tokens), np.asarray(completion.logprobs)
+        tokens[index] = SequenceTokens(prompt, response, logprobs)
+    return tokens
 
 
 def hold(batch: TokenBatch, owners: Sequence[int], index: int) -> TokenBatch:

@@ -51,3 +51,10 @@ def near(response: str, truth: str, extra: object) -> bool:
     """Grade by the parity of the sum of the character codes, so that groups of any model are
     mixed."""
     return sum(map(ord, response)) % 2 == 0
+
+
+def gated(response: str, truth: str, extra: Mapping[str, Any]) -> bool:
+    """Like `moody`, but first wait until the file `extra["gate"]` exists, if one is named."""
+    while "gate" in extra and not Path(extra["gate"]).exists():
+        time.sleep(0.002)
+    return moody(response, truth, extra)

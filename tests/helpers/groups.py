@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from dapo_megatron.rollout.completion_rows import CompletionRow
+from dapo_megatron.rollout.completion_rows import CompletionRow, summarize
+from dapo_megatron.rollout.sample_index import IndexedGroup, verdict_of
+from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, Segment
 
 INT64 = st.integers(0, 2**63 - 1)
@@ -27,7 +31,7 @@ COMPLETIONS = st.builds(
     text=TEXT,
     finish=st.sampled_from(Finish),
     segments=st.lists(
-        st.builds(Segment, version=st.integers(0, 10_000), num_tokens=st.integers(1)), max_size=3
+        st.builds(Segment, version=st.integers(0, 10_000), num_tokens=INT64), max_size=3
     ).map(tuple),
     grade=st.none()
     | st.builds(Grade, score=FLOAT, correct=st.booleans(), pred=TEXT, parsed=st.booleans()),
@@ -95,3 +99,45 @@ def rows_of_completions(draw: st.DrawFn) -> list[CompletionRow]:
             )
         )
     return rows
+
+
+def record_groups(
+    writer: RolloutWriter,
+    step: int,
+    groups: Iterable[tuple[Any, str]],
+    reward: Callable[[Completion], float | None] | None = None,
+    replica: int = 0,
+) -> None:
+    """Record groups whose completions have tokens, each with its outcome, as completions of one
+    replica, and their index.
+
+    reward   score plus length penalty of a completion; None without a grade
+    """
+    ended = [
+        (group, str(outcome), verdict_of(completion.grade for completion in group.completions))
+        for group, outcome in groups
+    ]
+    rows = (
+        CompletionRow(
+            ticket=group.ticket,
+            prompt=group.prompt,
+            completion=completion,
+            outcome=outcome,
+            verdict=verdict,
+            reward=None if reward is None else reward(completion),
+        )
+        for group, outcome, verdict in ended
+        for completion in group.completions
+    )
+    indexed = (
+        IndexedGroup(
+            ticket=group.ticket,
+            source=group.prompt.source,
+            outcome=outcome,
+            verdict=verdict,
+            completions=[summarize(completion, replica) for completion in group.completions],
+        )
+        for group, outcome, verdict in ended
+    )
+    writer.completions(step, replica, rows)
+    writer.index(step, indexed)

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models
 from dapo_megatron.cluster.heartbeat import Heartbeat, RankState, write_heartbeat
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.files import write_json
-from dapo_megatron.tracking.rollout_writer import RolloutWriter, record_groups
+from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.tracking.trackers import JsonlTracker
 from dapo_megatron.types import (
     Completion,
@@ -35,6 +35,7 @@ from dapo_megatron.types import (
     SequenceDiagnostics,
 )
 from tests.helpers.configs import REPOSITORY, tiny_config
+from tests.helpers.groups import record_groups
 
 TOKENIZER = REPOSITORY / "model_configs" / "tiny_qwen3" / "tokenizer.json"
 ATTEMPT = "20260101-000000"

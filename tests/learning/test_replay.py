@@ -89,7 +89,7 @@ def test_final_weights_and_optimizer_state_are_equal(
 def test_a_step_that_was_not_recorded_ends_the_replay(
     recorded: Path, replayed: tuple[Path, str]
 ) -> None:
-    missing = recorded / "samples" / f"step_{STEPS + 1:06d}.jsonl"
+    missing = recorded / "samples" / f"step_{STEPS + 1:06d}"
     assert f"error: {missing}: not recorded" in replayed[1]
 
 

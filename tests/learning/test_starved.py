@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dapo_megatron.rollout.recorded import recorded_steps, step_summaries
+from dapo_megatron.rollout.sample_index import groups_of
 from tests.helpers.commands import run
 from tests.helpers.configs import TINY
 
@@ -68,9 +70,9 @@ def test_a_grader_that_always_raises_is_named_and_the_run_resumes_with_another(
     done = train(tmp_path, rows, "tests.helpers.graders:near", "resume=auto")
     assert done.returncode == 0, done.stdout + done.stderr
     tickets = [
-        json.loads(line)["ticket"]
-        for step in sorted((folder / "samples").glob("step_*.jsonl"))
-        for line in step.read_text().splitlines()
+        group.ticket
+        for step in recorded_steps(folder / "samples").values()
+        for group in groups_of(step_summaries(step))
     ]
     assert len(tickets) == len(set(tickets))
     assert min(tickets) == 0  # groups that abstained before the restart are written as well

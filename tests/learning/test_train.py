@@ -14,6 +14,13 @@ from typing import Any
 
 import pytest
 
+from dapo_megatron.rollout.recorded import (
+    check_complete,
+    policy_files,
+    recorded_steps,
+    step_completions,
+)
+from dapo_megatron.tracking.policy_files import read_policy
 from tests.helpers.commands import Running, run, started
 from tests.helpers.configs import REPOSITORY, TINY
 
@@ -132,7 +139,7 @@ def test_the_run_folder_is_complete_and_every_group_is_accounted_for(straight: P
     issued = sum(row.get("groups/issued", 0) for row in rows)
     closed = sum(row.get(f"groups/{fate}", 0) for row in rows for fate in ended)
     assert issued == closed + rows[-1]["groups/carried"]
-    assert len(list((straight / "samples").glob("step_*.jsonl"))) == STEPS
+    assert [*recorded_steps(straight / "samples")] == [*range(1, STEPS + 1)]
     assert sorted(path.name for path in (straight / "checkpoints").glob("step_*")) == [
         "step_000006",
         "step_000007",
@@ -167,51 +174,47 @@ def test_timelines_agree_with_the_time_metrics(straight: Path) -> None:
         assert 0.0 < row["throughput/running_mean"] <= 1.0
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
-
-
 def test_the_index_describes_the_samples(straight: Path) -> None:
-    for path in (straight / "samples").glob("step_*.jsonl"):
-        groups = read_lines(path)
-        index = json.loads((straight / "samples" / "index" / f"{path.stem}.json").read_text())
-        assert index["groups"]["ticket"] == [group["ticket"] for group in groups]
-        assert index["groups"]["fate"] == [group["fate"] for group in groups]
-        data = path.read_bytes()
-        for offset, group in zip(index["groups"]["offset"], groups, strict=True):
-            assert json.loads(data[offset : data.index(b"\n", offset)]) == group
-        rows, completions = (
-            index["completions"],
-            [completion for group in groups for completion in group["completions"]],
-        )
-        assert rows["num_tokens"] == [len(completion["tokens"]) for completion in completions]
-        assert rows["correct"] == [completion["correct"] for completion in completions]
-        assert min(rows["age"]) >= 0
+    for step, folder in recorded_steps(straight / "samples").items():
+        check_complete(folder)
+        rows = list(step_completions(folder))
+        index = json.loads((folder / "index.json").read_text())
+        outcomes = {row.ticket: row.outcome for row in rows}
+        assert index["step"] == step
+        assert index["groups"]["ticket"] == list(outcomes)
+        assert index["groups"]["outcome"] == list(outcomes.values())
+        columns, completions = index["completions"], [row.completion for row in rows]
+        assert columns["num_tokens"] == [completion.num_tokens for completion in completions]
+        assert columns["correct"] == [
+            completion.grade and completion.grade.correct for completion in completions
+        ]
+        assert min(columns["age"]) >= 0
 
 
 def test_policy_log_probs_are_written_for_every_trained_completion(straight: Path) -> None:
     metrics = {row["step"]: row for row in read_metrics(straight)}
     num_fresh = 0
-    for path in (straight / "samples").glob("step_*.jsonl"):
-        policy_lines = read_lines(straight / "samples" / "policy" / path.name)
-        trained = [group for group in read_lines(path) if group["fate"] == "trained"]
-        completions = [(group, row) for group in trained for row in group["completions"]]
-        by_place = {(group["ticket"], row["sample"]): row for group, row in completions}
-        assert {(line["ticket"], line["sample"]) for line in policy_lines} == set(by_place)
-        assert len(policy_lines) == len(by_place)
-        inspected = {line["ticket"] for line in policy_lines if line["logprobs"] is not None}
-        assert len(inspected) == 4  # tracking.inspected_groups
-        for line in (line for line in policy_lines if line["ticket"] in inspected):
-            engine = by_place[line["ticket"], line["sample"]]["logprobs"]
-            assert len(line["entropy"]) == len(line["logprobs"]) == len(engine)
-            gap = max(abs(a - b) for a, b in zip(engine, line["logprobs"], strict=True))
-            assert gap == pytest.approx(
-                line["gap_max"], rel=1e-3, abs=1e-6
-            )  # written values are rounded
-        step_metrics = metrics[int(path.stem.removeprefix("step_"))]
+    for step, folder in recorded_steps(straight / "samples").items():
+        [path] = policy_files(folder)
+        policy_rows = list(read_policy(path))
+        logprobs_of = {
+            (row.ticket, row.completion.sample): row.completion.logprobs
+            for row in step_completions(folder)
+            if row.outcome == "trained"
+        }
+        assert [(row.ticket, row.sample) for row in policy_rows] == list(logprobs_of)
+        inspected = [row for row in policy_rows if row.logprobs is not None]
+        assert len({row.ticket for row in inspected}) == 4  # tracking.inspected_groups
+        for row in inspected:
+            assert row.logprobs is not None and row.entropy is not None
+            engine = logprobs_of[row.ticket, row.sample]
+            assert len(row.entropy) == len(row.logprobs) == len(engine)
+            gap = max(abs(a - b) for a, b in zip(engine, row.logprobs.tolist(), strict=True))
+            assert gap == pytest.approx(row.gap_max, rel=1e-3, abs=1e-6)
+        step_metrics = metrics[step]
         if step_metrics["groups/fresh_token_fraction"] == 1:
             num_fresh += 1
-            largest = max(line["gap_max"] for line in policy_lines)
+            largest = max(row.gap_max for row in policy_rows)
             assert largest == pytest.approx(step_metrics["mismatch/gap_max"], rel=1e-3)
     assert num_fresh
 
@@ -225,8 +228,9 @@ def test_the_folder_records_the_provenance_of_the_run(straight: Path) -> None:
     assert provenance["facts"]["folder"] == str(straight)
     assert {"attempt", "host", "version.torch", "chosen.adamw"} <= provenance["tags"].keys()
     tokenizer = Tokenizer.from_file(str(straight / "tokenizer.json"))
-    [group, *_] = read_lines(straight / "samples" / "step_000001.jsonl")
-    assert group["prompt"] in tokenizer.decode(group["prompt_tokens"], skip_special_tokens=False)
+    row = next(step_completions(straight / "samples" / "step_000001"))
+    tokens = list(row.prompt.tokens)
+    assert row.prompt.text in tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def test_the_report_shows_that_the_run_ended(straight: Path) -> None:
@@ -259,8 +263,9 @@ def test_mlflow_has_every_metric_and_the_true_status(directory: Path, straight: 
         ]
     kept = {item.path for item in client.list_artifacts(run.info.run_id)}
     assert {"samples", "report.html"} <= kept
-    kept = {item.path for item in client.list_artifacts(run.info.run_id, "samples")}
-    assert {"samples/step_000001.jsonl", "samples/index", "samples/policy"} <= kept
+    kept = {item.path for item in client.list_artifacts(run.info.run_id, "samples/step_000001")}
+    names = ("completions_00000.parquet", "index.json", "policy_00000.parquet")
+    assert kept == {f"samples/step_000001/{name}" for name in names}
     assert "report.html" in run.data.tags["mlflow.note.content"]
     provenance = json.loads((straight / "provenance.json").read_text())
     assert provenance["tags"].items() <= run.data.tags.items()

@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import (
     assemble,
-    describe,
     diagnose,
     fresh_mask,
     split,
-    tokens_of,
     valid_completions,
 )
 from dapo_megatron.types import (
@@ -33,7 +31,8 @@ from dapo_megatron.types import (
     TokenBatch,
     TrainingSequence,
 )
-from tests.helpers.batches import assemble_groups
+from tests.helpers import batches
+from tests.helpers.batches import assemble_groups, tokens_of
 
 RIGHT, WRONG = Grade(1.0, True, "7"), Grade(-1.0, False, "8")
 
@@ -54,7 +53,7 @@ def completion(
 
 def group(ticket: int, *completions: Completion, num_prompt_tokens: int = 2) -> Group:
     tokens = tuple(range(10, 10 + num_prompt_tokens))
-    return Group(ticket, Prompt("s", ticket, tokens, "4 + 3 =", "7"), completions)
+    return Group(ticket, Prompt("s", ticket, tokens, "4 + 3 =", "7"), completions)  # type: ignore[arg-type]
 
 
 def overlong(
@@ -70,7 +69,7 @@ def assembled(*groups: Group, **mode: bool) -> TokenBatch:
 
 
 def described(*groups: Group, **mode: bool) -> list[TrainingSequence]:
-    return describe(groups, overlong=overlong(**mode), eps=1e-6)
+    return batches.described(groups, overlong(**mode))
 
 
 def advantages(batch: TokenBatch) -> list[float]:

@@ -95,6 +95,7 @@ def test_a_config_error_is_one_line_with_the_key_and_the_nearest_key() -> None:
         (("train", TINY, "data.train.0.grader=dapo_mth"), "data.train.0.grader: grader 'dapo_mth'"),
         (("evaluate", TINY, "evaluation.sets=[]"), "evaluation.sets: empty"),
         (("evaluate", TINY, "checkpoint=nowhere"), "checkpoint: nowhere is not a checkpoint"),
+        (("samples", "nowhere", "--step", "3"), "nowhere/samples has no recorded steps; "),
     ],
 )
 def test_errors_are_reported_before_anything_starts(
@@ -113,7 +114,7 @@ def test_a_replay_of_an_empty_run_or_of_itself_is_rejected(tmp_path: Path) -> No
         return completed.stderr
 
     other = tmp_path / "other"
-    assert refusal(other).startswith(f"error: --replay: {other}/samples has no step_*.jsonl; ")
+    assert refusal(other).startswith(f"error: --replay: {other}/samples has no recorded steps; ")
     itself = tmp_path / "other" / ".." / "mine"
     assert refusal(itself).startswith(f"error: run.name: {tmp_path}/mine is the run to replay")
 

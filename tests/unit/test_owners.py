@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,10 +13,11 @@ from hypothesis import strategies as st
 
 from dapo_megatron.algo.loss import Aggregation
 from dapo_megatron.cluster.collectives import decode, encode
-from dapo_megatron.data.batch import assemble, describe, fresh_mask, split, tokens_of
-from dapo_megatron.data.owners import DataParallelRanks, gather_diagnostics, owners
+from dapo_megatron.data.batch import assemble, fresh_mask, split
+from dapo_megatron.data.owners import DataParallelRanks, owners
 from dapo_megatron.data.packing import plan_microbatches
-from dapo_megatron.types import Segment, SequenceDiagnostics
+from dapo_megatron.types import Segment
+from tests.helpers.batches import described, tokens_of
 from tests.unit.test_batch import RIGHT, WRONG, completion, group, overlong
 
 PLAN = partial(plan_microbatches, max_tokens=64)
@@ -54,7 +54,7 @@ def test_local_batches_are_disjoint_parts_of_the_whole_one(
     aggregation: Aggregation,
 ) -> None:
     groups = groups_of(responses)
-    sequences = describe(groups, overlong=overlong(), eps=1e-6)
+    sequences = described(groups, overlong())
     tokens = tokens_of(groups, overlong())
     lengths = [sequence.num_tokens for sequence in sequences]
     owner = owners(lengths, num_updates, plan, num_ranks)
@@ -93,7 +93,7 @@ def of_held(values_T: torch.Tensor, whole: Any, batch: Any) -> torch.Tensor:
 def test_starts_locate_held_sequences_only() -> None:
     groups = groups_of([[3, 1, 2]])
     sequences, tokens = (
-        describe(groups, overlong=overlong(), eps=1e-6),
+        described(groups, overlong()),
         tokens_of(groups, overlong()),
     )
     batch = assemble(sequences, {2: tokens[2], 0: tokens[0]}, [1, 0, 1])
@@ -113,7 +113,7 @@ class Recorded:
     rank = 0
 
     def all_gather(self, value: Any, of: Any) -> list[Any]:
-        return [decode(encode(part), of, 0) for part in (value, *self.others)]
+        return [decode(encode(part), of, "rank 0") for part in (value, *self.others)]
 
 
 def test_one_value_is_gathered_of_each_index() -> None:
@@ -121,21 +121,3 @@ def test_one_value_is_gathered_of_each_index() -> None:
     assert (ranks.index, ranks.size, ranks.firsts) == (0, 2, [0, 1])
     ranks.exchange.others = ["of 1", None, None]  # type: ignore[attr-defined]
     assert ranks.all_gather("of 0", str) == ["of 0", "of 1"]
-
-
-def test_diagnostics_of_all_indices_are_sorted_by_sequence() -> None:
-    def diagnostics(ticket: int, sample: int) -> SequenceDiagnostics:
-        logprobs = torch.tensor([-0.5, -float(ticket)])
-        return SequenceDiagnostics(ticket, sample, 0.5, 0.125, 0.25, logprobs, logprobs + 1)
-
-    values = (array("f", [-0.5, -3.0]), array("f", [0.5, -2.0]))
-    recorded: Any = Recorded([[(3, 1, 0.5, 0.125, 0.25, *values)]])
-    ranks = DataParallelRanks(recorded, (0, 1), PLAN, 2)
-    own = iter([diagnostics(3, 0), diagnostics(5, 1)])
-    gathered = list(gather_diagnostics(own, ranks, 1))
-    assert [(part.ticket, part.sample) for part in gathered] == [(3, 0), (3, 1), (5, 1)]
-    assert [part.logprobs.tolist() for part in gathered] == [[-0.5, -3.0], [-0.5, -3.0], []]
-    assert [part.entropy.tolist() for part in gathered] == [[0.5, -2.0], [0.5, -2.0], []]
-    assert {(part.advantage, part.gap_mean, part.gap_max) for part in gathered} == {
-        (0.5, 0.125, 0.25)
-    }

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from dapo_megatron.tracking.samples import write_samples
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.config import OverlongConfig
-from dapo_megatron.rollout.metrics import rollout_metrics
-from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay, check_recorded
+from dapo_megatron.data.batch import assemble
+from dapo_megatron.rollout.completion_files import write_completions
+from dapo_megatron.rollout.completion_rows import CompletionRow
+from dapo_megatron.rollout.recorded import check_recorded, completions_path, step_folder
+from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
+from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.types import (
     Completion,
     ConfigError,
@@ -25,11 +28,9 @@ from dapo_megatron.types import (
     Segment,
     SyncReport,
 )
-from tests.helpers.batches import assemble_groups
-
-OVERLONG = OverlongConfig(
-    max_tokens=8, buffer_tokens=4, penalty=True, filter=False, filtered_in_mean=False
-)
+from tests.helpers.batches import ONE_INDEX, assemble_groups, described, tokens_of
+from tests.helpers.configs import tiny_config
+from tests.helpers.groups import record_groups
 
 
 def group(ticket: int, *, step: int = 1, logprob: float = -0.1) -> Group:
@@ -43,11 +44,20 @@ def group(ticket: int, *, step: int = 1, logprob: float = -0.1) -> Group:
     return Group(ticket, prompt, (correct, incorrect))
 
 
+CONFIG = tiny_config()
+
+
+def replay_of(folder: Path) -> Replay:
+    return Replay(CONFIG, folder, ONE_INDEX.exchange, ONE_INDEX)
+
+
 def record(folder: Path, *steps: list[tuple[Group, Outcome]]) -> Replay:
     """Write a run folder in which the groups of `steps` ended in steps 1, 2, ..."""
+    writer = RolloutWriter(folder / "samples", pytest.fail)
     for step, ended in enumerate(steps, start=1):
-        write_samples(folder / "samples", step, ended)
-    return Replay(folder)
+        record_groups(writer, step, ended)
+    writer.close()
+    return replay_of(folder)
 
 
 def test_a_step_trains_on_the_groups_recorded_as_trained(tmp_path: Path) -> None:
@@ -62,17 +72,18 @@ def test_a_step_trains_on_the_groups_recorded_as_trained(tmp_path: Path) -> None
     replay = record(tmp_path, first, second)
     progress: list[int] = []
     step = replay.collect(0, progress.append)
-    assert step.train == [group(1), group(4)]
-    assert step.ended == first
-    assert [ended.ticket for ended in step.decided] == [0, 1, 2, 4]
-    assert (step.version, step.counts["trained"], step.counts["expired"]) == (0, 2, 1)
-    assert (step.counts["issued"], step.interrupted, step.grade_seconds) == (0, 0, 0.0)
-    assert step.keep_rate == 2 / 4
+    assert step.sequences == described([group(1), group(4)], CONFIG.overlong)
     assert progress == [2]
-    assert replay.collect(1, progress.append).train == [group(3, step=2)]
-    assert rollout_metrics(step, OVERLONG)["groups/trained"] == 2.0
+    metrics = step.metrics
+    assert [metrics[f"groups/{name}"] for name in ("trained", "expired", "issued")] == [2, 1, 0]
+    assert (metrics["groups/interrupted_completions"], metrics["time/grade"]) == (0.0, 0.0)
+    assert metrics["groups/keep_rate"] == 2 / 4
+    assert metrics["accuracy/raw"] == 0.5
+    second_step = replay.collect(1, progress.append)
+    assert second_step.sequences == described([group(3, step=2)], CONFIG.overlong)
 
 
+@settings(max_examples=25)
 @given(st.lists(st.floats(max_value=0.0, allow_infinity=False), min_size=1, max_size=6))
 def test_the_replayed_batch_equals_the_recorded_one_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory, logprobs: list[float]
@@ -81,8 +92,10 @@ def test_the_replayed_batch_equals_the_recorded_one_bit_for_bit(
     folder = tmp_path_factory.mktemp("run")
     recorded = [(trained_group, Outcome.TRAINED) for trained_group in trained]
     replayed = record(folder, recorded).collect(0, lambda _: None)
-    assert repr(replayed.train) == repr(trained)
-    batches = [assemble_groups(groups, OVERLONG) for groups in (replayed.train, trained)]
+    batches = [
+        assemble(replayed.sequences, replayed.tokens),
+        assemble_groups(trained, CONFIG.overlong),
+    ]
     for name in ("tokens", "lengths", "loss_mask", "advantages", "engine_logprobs", "group_ids"):
         assert getattr(batches[0], name).equal(getattr(batches[1], name)), name
 
@@ -91,42 +104,79 @@ def test_a_step_that_was_not_recorded_is_reported(tmp_path: Path) -> None:
     replay = record(tmp_path, [(group(0), Outcome.TRAINED)], [(group(1), Outcome.TRAINED)])
     with pytest.raises(DataError) as caught:
         replay.collect(2, lambda _: None)
-    assert str(caught.value).startswith(f"{tmp_path}/samples/step_000003.jsonl: not recorded")
-    assert "Recorded files: step_000001.jsonl to step_000002.jsonl. " in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}/samples/step_000003: not recorded")
+    assert "Recorded steps: step_000001 to step_000002. " in str(caught.value)
 
 
 def test_a_run_without_records_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="Recorded files: none"):
-        Replay(tmp_path).collect(0, lambda _: None)
+    with pytest.raises(DataError, match="Recorded steps: none"):
+        replay_of(tmp_path).collect(0, lambda _: None)
 
 
 def test_a_step_without_trained_groups_is_reported(tmp_path: Path) -> None:
     replay = record(tmp_path, [(group(0), Outcome.ALL_WRONG)])
-    with pytest.raises(DataError, match=r"step_000001.jsonl: no group was trained on"):
+    with pytest.raises(DataError, match=r"step_000001: no group was trained on"):
         replay.collect(0, lambda _: None)
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "message"),
     [
-        lambda line: line[: len(line) // 2],
-        lambda line: "[]",
-        lambda line: line.replace('"trained"', '"lost"'),
-        lambda line: line.replace('"logprobs"', '"lps"'),
-        lambda line: line.replace('"segments": [[', '"segments": [[7, '),
+        (lambda file: file.write_bytes(file.read_bytes()[:-100]), "completions_00000.parquet: "),
+        (lambda file: file.unlink(), "completions_00000.parquet: missing, but index.json lists 4"),
+        (
+            lambda file: file.with_name("index.json").unlink(),
+            "step_000001: no index.json, because the run was killed while it recorded this step",
+        ),
+        (
+            lambda file: file.with_name("index.json").write_text('{"replicas": {"0": 3}}'),
+            "completions_00000.parquet: 4 completions, but index.json lists 3",
+        ),
+        (
+            lambda file: file.with_name("index.json").write_text('{"replicas": {"x": 3}}'),
+            "index.json: `replicas` is damaged",
+        ),
+        (
+            lambda file: write_completions(file, ROWS),
+            "step_000001: ticket 0: 'lost' is not a valid",
+        ),
     ],
-    ids=["truncated", "not a mapping", "unknown fate", "unknown key", "bad segment"],
+    ids=["truncated", "missing", "no index", "other rows", "bad index", "unknown outcome"],
 )
-def test_a_line_that_is_not_a_group_is_reported_with_its_number(
-    tmp_path: Path, damage: object
+def test_a_damaged_or_incomplete_step_is_reported(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
-    assert callable(damage)
     replay = record(tmp_path, [(group(0), Outcome.TRAINED), (group(1), Outcome.TRAINED)])
-    path = tmp_path / "samples" / "step_000001.jsonl"
-    first, second = path.read_text().splitlines()
-    path.write_text(f"{first}\n{damage(second)}\n")
-    with pytest.raises(DataError, match=r"step_000001.jsonl, line 2: not a recorded group"):
+    damage(tmp_path / "samples" / "step_000001" / "completions_00000.parquet")
+    with pytest.raises(DataError, match=message):
         replay.collect(0, lambda _: None)
+
+
+ROWS = [
+    CompletionRow(recorded.ticket, recorded.prompt, completion, "lost")
+    for recorded in (group(0), group(1))
+    for completion in recorded.completions
+]
+
+
+def test_groups_of_several_replicas_are_joined(tmp_path: Path) -> None:
+    folder = step_folder(tmp_path / "samples", 1)
+    groups = [group(ticket) for ticket in range(3)]
+    for replica in (0, 1):
+        rows = [
+            CompletionRow(made.ticket, made.prompt, made.completions[1 - replica], "trained")
+            for made in groups
+        ]
+        write_completions(completions_path(folder, replica), rows)
+    (folder / "index.json").write_text('{"replicas": {"0": 3, "1": 3}}')
+    replayed = replay_of(tmp_path).collect(0, lambda _: None)
+    assert [(sequence.ticket, sequence.sample) for sequence in replayed.sequences] == [
+        (ticket, sample) for ticket in range(3) for sample in (0, 1)
+    ]
+    assert [sequence.replica for sequence in replayed.sequences] == [1, 0] * 3
+    expected = tokens_of(groups, CONFIG.overlong)
+    for index, tokens in replayed.tokens.items():
+        assert tokens.response.tolist() == list(expected[index].response)
 
 
 def test_unfinished_and_ungraded_completions_are_read(tmp_path: Path) -> None:
@@ -137,7 +187,9 @@ def test_unfinished_and_ungraded_completions_are_read(tmp_path: Path) -> None:
         completions=(replace(finished.completions[0], finish=Finish.UNFINISHED, grade=None),),
     )
     replay = record(tmp_path, [(finished, Outcome.TRAINED), (unfinished, Outcome.EXPIRED)])
-    assert replay.collect(0, lambda _: None).ended[1] == (unfinished, Outcome.EXPIRED)
+    step = replay.collect(0, lambda _: None)
+    assert step.metrics["groups/expired"] == 1
+    assert {sequence.ticket for sequence in step.sequences} == {0}
 
 
 def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:
@@ -165,9 +217,13 @@ def test_a_folder_without_rollouts_and_the_folder_of_this_run_are_refused(tmp_pa
         check_recorded(tmp_path / "own" / ".." / "recorded", recorded)
     (own / "samples").mkdir(parents=True)
     (own / "samples" / "step_000001.json").touch()
-    with pytest.raises(ConfigError, match=f"^--replay: {own}/samples has no step_"):
+    with pytest.raises(ConfigError, match=f"^--replay: {own}/samples has no recorded steps; "):
+        check_recorded(own, recorded)
+    (own / "samples" / "step_000001.jsonl").touch()
+    message = f"^--replay: {own}/samples/step_000001.jsonl: rollouts as JSON lines, which this "
+    with pytest.raises(ConfigError, match=message):
         check_recorded(own, recorded)
 
 
 def test_the_state_of_a_replay_names_the_recorded_run(tmp_path: Path) -> None:
-    assert Replay(tmp_path).state() == {"replay": str(tmp_path)}
+    assert replay_of(tmp_path).state() == {"replay": str(tmp_path)}

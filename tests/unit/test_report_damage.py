@@ -98,33 +98,28 @@ def test_a_config_value_of_a_wrong_type_is_ignored(folder: Path, key: str) -> No
     assert rollouts_of(report_of(folder)).rows
 
 
-# Each field is missing once, and has each wrong type once.
-WRONG_FIELDS = [
-    *((name, "gone") for name in ("segments", "pred", "parsed", "score", "finish", "text")),
-    *((name, {"a": 1}) for name in ("segments", "pred", "tokens", "logprobs", "reward")),
-    *(("score", value) for value in (float("nan"), 10**400, True)),
-    *(("text", value) for value in (float("nan"), None)),
-]
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG_FIELDS)
-def test_an_unreadable_group_is_reported_and_the_others_are_shown(
-    folder: Path, name: str, value: Any, undamaged: Payload
+def overwrite(data: bytes) -> bytes:
+    """Overwrite bytes of the first columns."""
+    at = len(data) // 8
+    return data[:at] + bytes(byte ^ 1 for byte in data[at : at + 64]) + data[at + 64 :]
+
+
+@pytest.mark.parametrize("damage", [cut, overwrite, lambda _: b""], ids=["cut", "bytes", "empty"])
+def test_unreadable_completions_are_reported_and_the_other_steps_are_shown(
+    folder: Path, damage: Callable[[bytes], bytes], undamaged: Payload
 ) -> None:
-    def damage(group: dict[str, Any]) -> None:
-        completion = group["completions"][3]
-        completion.pop(name, None)
-        if value != "gone":
-            completion[name] = value
-
-    path = folder / "samples" / "step_000001.jsonl"
-    ticket = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["ticket"]
-    change_object(path, damage)
+    path = folder / "samples" / "step_000001" / "completions_00000.parquet"
+    path.write_bytes(damage(path.read_bytes()))
     payload = report_of(folder)
-    assert f"samples: 1 groups cannot be read (ticket {ticket})" in payload.views[0].warnings
     shown, before = rollouts_of(payload), rollouts_of(undamaged)
-    rows = [row for row in before.rows if row["ticket"] != ticket]
-    assert len(rows) < len(before.rows)
+    rows = [row for row in before.rows if row["step"] != 1]
+    tickets = {row["ticket"] for row in before.rows if row["step"] == 1}
+    [warning] = [text for text in payload.views[0].warnings if text.startswith("samples")]
+    assert warning.startswith(f"samples: {len(tickets)} groups cannot be read (ticket ")
     key = ("ticket", "sample")
     assert [[row[column] for column in key] for row in shown.rows] == [
         [row[column] for column in key] for row in rows
@@ -132,23 +127,23 @@ def test_an_unreadable_group_is_reported_and_the_others_are_shown(
     assert shown.blobs.keys() == {row["ticket"] for row in rows}
 
 
-@pytest.mark.parametrize("name", ["advantage", "gap_max", "logprobs", "entropy"])
-def test_damaged_policy_values_of_a_sequence_are_left_out(folder: Path, name: str) -> None:
-    path = folder / "samples" / "policy" / "step_000001.jsonl"
-    change_object(path, lambda line: line.update({name: "x"}))
+@pytest.mark.parametrize("damage", [cut, overwrite], ids=["cut", "bytes"])
+def test_damaged_policy_values_of_a_step_are_left_out(
+    folder: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    path = folder / "samples" / "step_000001" / "policy_00000.parquet"
+    path.write_bytes(damage(path.read_bytes()))
     payload = report_of(folder)
     assert payload.views[0].warnings == []
-    last = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
-    key = (last["ticket"], last["sample"])
-    [row] = [row for row in rollouts_of(payload).rows if (row["ticket"], row["sample"]) == key]
-    assert row["gap_max"] is None
-    assert row["advantage"] is None
+    rows = [row for row in rollouts_of(payload).rows if row["fate"] == "trained"]
+    assert {row["gap_max"] is None for row in rows if row["step"] == 1} == {True}
+    assert {row["advantage"] is None for row in rows if row["step"] != 1} == {False}
 
 
 # Each wrong value in one column, and one wrong value in each column.
 WRONG_COLUMNS = [
     *(("num_tokens", value) for value in ([], "x", float("nan"), 2**64, -1, None)),
-    *((column, []) for column in ("sample", "score", "source", "offset", "verdict")),
+    *((column, []) for column in ("sample", "score", "source", "replica", "verdict")),
 ]
 
 
@@ -156,7 +151,7 @@ WRONG_COLUMNS = [
 def test_an_index_with_a_wrong_value_is_left_out_and_reported(
     folder: Path, column: str, value: Any
 ) -> None:
-    path = folder / "samples" / "index" / "step_000001.json"
+    path = folder / "samples" / "step_000001" / "index.json"
 
     def damage(index: dict[str, Any]) -> None:
         part = "groups" if column in index["groups"] else "completions"
@@ -252,7 +247,23 @@ def damage_lines(text: str, rng: random.Random) -> str:
     return "\n".join(lines) + "\n"
 
 
+def damage_bytes(data: bytes, rng: random.Random) -> bytes:
+    """Truncate bytes, or change, remove or insert some."""
+    at = rng.randrange(len(data) + 1)
+    return rng.choice(
+        (
+            data[:at],
+            data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :],
+            data[:at] + data[at + rng.randrange(1, 40) :],
+            data[:at] + rng.randbytes(40) + data[at:],
+        )
+    )
+
+
 def damage_file(path: Path, rng: random.Random) -> None:
+    if path.suffix == ".parquet":
+        path.write_bytes(damage_bytes(path.read_bytes(), rng))
+        return
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         if rng.random() < 0.1 or not text:
@@ -277,12 +288,13 @@ def damage_file(path: Path, rng: random.Random) -> None:
 )
 def test_no_damage_stops_a_report(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
-    if rng.random() < 0.5:  # with an index, groups that have moved are not read
-        shutil.rmtree(folder / "samples" / "index")
+    if rng.random() < 0.5:  # then the index is made from the completions
+        for path in (folder / "samples").glob("step_*/index.json"):
+            path.unlink()
     by_kind: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            by_kind.setdefault(path.parent.name + path.suffix, []).append(path)
+            by_kind.setdefault(path.name.partition("_")[0] + path.suffix, []).append(path)
             by_kind.setdefault(path.name if path.parent == folder else "", []).append(path)
     for _ in range(NUM_PLACES):
         damage_file(rng.choice(by_kind[rng.choice(sorted(by_kind))]), rng)

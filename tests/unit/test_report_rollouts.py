@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import html
 import json
 import random
+import shutil
 import time
 import zlib
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,10 +23,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from dapo_megatron.report import sample_files, viewer_data
 from dapo_megatron.report.choosing import ASKED, RANDOM, Pick, choose, frames
 from dapo_megatron.report.models import StepIndex
+from dapo_megatron.report.page import Options, make_payload, render
 from dapo_megatron.report.rollouts import Rollouts, Row, rollouts
 from dapo_megatron.report.run_data import read_run
 from dapo_megatron.report.token_text import TokenPieces
-from dapo_megatron.rollout.serialization import COMPLETION_COLUMNS, GROUP_COLUMNS
+from dapo_megatron.rollout.completion_files import read_completions, write_completions
+from dapo_megatron.rollout.completion_rows import CompletionRow
+from dapo_megatron.rollout.recorded import (
+    policy_files,
+    recorded_steps,
+    step_completions,
+    step_folder,
+)
+from dapo_megatron.rollout.sample_index import COMPLETION_COLUMNS, GROUP_COLUMNS
+from dapo_megatron.tracking.policy_files import read_policy, write_policy
 from tests.helpers.configs import REPOSITORY
 from tests.helpers.made_run import MadeRun
 
@@ -43,7 +57,7 @@ def runs(draw: st.DrawFn) -> list[StepIndex]:
     for _ in range(draw(st.integers(1, 12))):
         groups, completions = [], []
         for place in range(rng.randint(0, 6)):
-            groups.append((100 * place, ticket, rng.choice("ab"), rng.choice(OUTCOMES), None))
+            groups.append((ticket, rng.choice("ab"), rng.choice(OUTCOMES), None))
             ticket += 1
             completions += [completion(rng, place, sample) for sample in range(size)]
         made.append(index_of(groups, completions))
@@ -56,7 +70,15 @@ def completion(rng: random.Random, place: int, sample: int) -> tuple[Any, ...]:
     num_tokens = rng.randint(0, 50)
     logprob = -rng.random() if num_tokens else None
     return (
-        *(place, sample, score, None if score is None else score > 0, parsed, num_tokens),
+        *(
+            place,
+            sample,
+            rng.randint(0, 1),
+            score,
+            None if score is None else score > 0,
+            parsed,
+            num_tokens,
+        ),
         *(rng.choice(("stop", "length")), rng.choice((None, 0, 3)), logprob, logprob),
     )
 
@@ -97,8 +119,10 @@ def test_whole_groups_are_chosen_within_the_budget_plus_requested_ones(
     assert taken <= max(room, 0) or len(picks) == 1
     assert all(pick.why(sample) for pick in picks for sample in range(sizes[pick.ticket]))
     for pick in picks:
-        groups = indexes[pick.step - 1]["groups"]
-        assert groups["offset"][groups["ticket"].index(pick.ticket)] == pick.offset
+        groups, rows = indexes[pick.step - 1]["groups"], indexes[pick.step - 1]["completions"]
+        place = groups["ticket"].index(pick.ticket)
+        replicas = {of for at, of in zip(rows["group"], rows["replica"]) if at == place}
+        assert set(pick.replicas) == replicas
     assert chosen(indexes, most, asked) == picks, "the choice is deterministic"
 
 
@@ -128,9 +152,20 @@ def test_extreme_completions_are_chosen_with_their_reason(indexes: list[StepInde
 
 
 def test_the_only_wrong_completion_of_a_correct_group_is_chosen_among_many_groups() -> None:
-    groups = [(0, ticket, "a", "trained", "mixed") for ticket in range(200)]
+    groups = [(ticket, "a", "trained", "mixed") for ticket in range(200)]
     rows = [
-        (place, sample, *((-1.0, False) if lone else (1.0, True)), True, 9, "stop", 0, -0.1, -0.2)
+        (
+            place,
+            sample,
+            0,
+            *((-1.0, False) if lone else (1.0, True)),
+            True,
+            9,
+            "stop",
+            0,
+            -0.1,
+            -0.2,
+        )
         for place in range(200)
         for sample in range(8)
         for lone in [sample == 5 if place == 137 else sample < 4]
@@ -141,17 +176,17 @@ def test_the_only_wrong_completion_of_a_correct_group_is_chosen_among_many_group
 
 
 def test_random_groups_are_spread_evenly_over_the_steps() -> None:
-    rows = [(0, 0, 1.0, True, True, 9, "stop", 0, -0.1, -0.2)]
-    indexes = [index_of([(0, step, "a", "trained", None)], rows) for step in range(1, 301)]
+    rows = [(0, 0, 0, 1.0, True, True, 9, "stop", 0, -0.1, -0.2)]
+    indexes = [index_of([(step, "a", "trained", None)], rows) for step in range(1, 301)]
     steps = sorted(pick.step for pick in chosen(indexes, 50) if RANDOM in pick.why(0))
     assert len(steps) > 20
     assert max(after - before for before, after in zip([0, *steps], [*steps, 300])) < 30
 
 
 def test_groups_with_policy_values_are_among_the_random_ones() -> None:
-    groups = [(0, ticket, "a", "trained", None) for ticket in range(500)]
+    groups = [(ticket, "a", "trained", None) for ticket in range(500)]
     rows = [
-        (place, 0, 1.0, True, True, min(place, 9), "stop", 0, -0.1 * place, -0.2 * place)
+        (place, 0, 0, 1.0, True, True, min(place, 9), "stop", 0, -0.1 * place, -0.2 * place)
         for place in range(500)
     ]
     picks = {pick.ticket: pick for pick in chosen([index_of(groups, rows)], 60)}
@@ -263,12 +298,15 @@ def opened(result: Rollouts, row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     return blob, next(item for item in blob["completions"] if item["sample"] == row["sample"])
 
 
-def recorded_completion(folder: Path, row: Row) -> dict[str, Any]:
-    path = folder / "samples" / f"step_{row['step']:06d}.jsonl"
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    group = next(group for group in lines if group["ticket"] == row["ticket"])
-    completion: dict[str, Any] = group["completions"][row["sample"]]
-    return completion
+def recorded_row(folder: Path, row: Row) -> CompletionRow:
+    step = step_folder(folder / "samples", row["step"])
+    [recorded] = step_completions(step, sequences=[(row["ticket"], row["sample"])])
+    return recorded
+
+
+def step_files(folder: Path, name: str) -> list[Path]:
+    """Return the files of this name of all steps."""
+    return sorted((folder / "samples").glob(f"step_*/{name}"))
 
 
 def test_the_viewer_data_equal_the_recorded_samples(folder: Path) -> None:
@@ -277,36 +315,40 @@ def test_the_viewer_data_equal_the_recorded_samples(folder: Path) -> None:
     assert result.warnings == []
     for row in result.rows:
         blob, shown = opened(result, row)
-        truth = recorded_completion(folder, row)
-        assert [blob["ids"][place] for place in shown["tokens"]] == truth["tokens"]
+        recorded = recorded_row(folder, row)
+        truth = recorded.completion
+        assert [blob["ids"][place] for place in shown["tokens"]] == list(truth.tokens)
         text = "".join(
             blob["pieces"][place] for place in shown["tokens"] if place not in blob["special"]
         )
-        assert text == truth["text"]
-        assert shown["logprob"] == [round(value, 3) for value in truth["logprobs"]]
-        assert shown["version"] == [v for v, num in truth["segments"] for _ in range(num)]
-        assert row["num_tokens"] == len(truth["tokens"]) == len(shown["version"])
-        assert row["reward"] == truth["reward"]
+        assert text == truth.text
+        assert shown["logprob"] == [round(value, 3) for value in truth.logprobs]
+        versions = [part.version for part in truth.segments for _ in range(part.num_tokens)]
+        assert shown["version"] == versions
+        assert row["num_tokens"] == truth.num_tokens == len(shown["version"])
+        assert row["reward"] == recorded.reward
         assert (shown["gap"] is None) == (row["fate"] != "trained")
 
 
 def test_policy_values_and_advantages_equal_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
     run = copied(folder, tmp_path / "run")
-    for path in (run / "samples" / "policy").iterdir():
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        for line in lines:
-            line["logprobs"] = [round(value - 0.25, 4) for value in line["logprobs"]]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    for path in step_files(run, "policy_*.parquet"):
+        rows = [
+            replace(row, logprobs=None if row.logprobs is None else row.logprobs - 0.25)
+            for row in read_policy(path)
+        ]
+        write_policy(path, rows)
     result = reported(run)
     row = next(row for row in result.rows if row["fate"] == "trained")
     blob, shown = opened(result, row)
-    path = run / "samples" / "policy" / f"step_{row['step']:06d}.jsonl"
-    policy = sample_files.policy_of(path, row["ticket"])[shown["sample"]]
-    assert row["advantage"] == pytest.approx(policy["advantage"], abs=1e-4)
-    assert row["gap_max"] == pytest.approx(policy["gap_max"], rel=1e-3)
-    assert shown["entropy"] == [round(value, 3) for value in policy["entropy"]]
-    engine_logprobs = recorded_completion(run, row)["logprobs"]
-    gaps = [engine - other for engine, other in zip(engine_logprobs, policy["logprobs"])]
+    step = step_folder(run / "samples", row["step"])
+    policy = sample_files.policy_of(step, row["ticket"])[shown["sample"]]
+    assert row["advantage"] == pytest.approx(policy.advantage, abs=1e-4)
+    assert row["gap_max"] == pytest.approx(policy.gap_max, rel=1e-3)
+    assert policy.entropy is not None and policy.logprobs is not None
+    assert shown["entropy"] == [round(value, 3) for value in policy.entropy.tolist()]
+    engine_logprobs = recorded_row(run, row).completion.logprobs
+    gaps = [engine - other for engine, other in zip(engine_logprobs, policy.logprobs.tolist())]
     assert shown["gap"] == pytest.approx(gaps, rel=5e-3)
     assert min(shown["gap"]) > 0.2, "engine minus policy"
     assert blob["largest_gap"] == max(gap for item in blob["completions"] for gap in item["gap"])
@@ -314,21 +356,22 @@ def test_policy_values_and_advantages_equal_the_recorded_ones(folder: Path, tmp_
 
 def test_small_gaps_keep_their_precision(folder: Path, tmp_path: Path) -> None:
     run = copied(folder, tmp_path / "run")
-    path = run / "samples" / "policy" / "step_000001.jsonl"
-    line = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
-    engine_logprobs = recorded_completion(run, line | {"step": 1})["logprobs"]
-    line["logprobs"] = [value - 2e-6 for value in engine_logprobs]
-    path.write_text(json.dumps(line) + "\n", encoding="utf-8")
+    step = step_folder(run / "samples", 1)
+    [path] = policy_files(step)
+    policy, *_ = read_policy(path)
+    key = (policy.ticket, policy.sample)
+    [recorded] = step_completions(step, sequences=[key])
+    engine_logprobs = np.array(recorded.completion.logprobs, np.float32)
+    write_policy(path, [replace(policy, logprobs=engine_logprobs - np.float32(2e-6))])
     result = reported(run, steps=(1, 1))
-    key = line["ticket"], line["sample"]
     row = next(row for row in result.rows if (row["ticket"], row["sample"]) == key)
-    assert opened(result, row)[1]["gap"] == pytest.approx([2e-6] * len(engine_logprobs), rel=0.01)
+    assert opened(result, row)[1]["gap"] == pytest.approx([2e-6] * len(engine_logprobs), rel=0.1)
 
 
 def test_largest_gaps_are_read_from_the_steps_with_the_largest_metric(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dapo_megatron.report.rollouts.MAX_POLICY_BYTES", 1)
+    monkeypatch.setattr("dapo_megatron.report.rollouts.MAX_POLICY_FILES", 1)
     metrics = read_run(folder).metrics
     gaps = dict(zip(metrics.steps, metrics.column("mismatch/gap_max")))
     steps = {row["step"] for row in reported(folder).rows if "largest gap" in row["why"]}
@@ -359,7 +402,7 @@ def test_a_requested_ticket_is_shown_for_any_range_of_steps(
     folder: Path, tmp_path: Path, steps: tuple[int, int | None]
 ) -> None:
     bare = copied(folder, tmp_path / "bare")
-    for path in (bare / "samples" / "index").iterdir():
+    for path in step_files(bare, "index.json"):
         path.unlink()
     for run in (folder, bare):
         result = reported(run, steps=steps, tickets=(0, 4711))
@@ -373,8 +416,8 @@ def test_a_run_without_an_index_or_policy_values_shows_the_same_completions(
     folder: Path, tmp_path: Path
 ) -> None:
     old = copied(folder, tmp_path / "old")
-    for name in ("index", "policy"):
-        for path in (old / "samples" / name).iterdir():
+    for name in ("index.json", "policy_*.parquet"):
+        for path in step_files(old, name):
             path.unlink()
     (old / "tokenizer.json").unlink()
     key = ("step", "ticket", "sample", "graded", "num_tokens", "logprob_min", "age")
@@ -389,24 +432,29 @@ def test_a_run_without_an_index_or_policy_values_shows_the_same_completions(
     assert "tokens" in shown, "the tokenizer of model.path is used"
 
 
-def test_an_index_made_from_samples_equals_the_recorded_one(folder: Path) -> None:
-    samples = folder / "samples"
-    for step, path in sample_files.step_files(samples, ".jsonl").items():
-        index = sample_files.read_index(samples / "index" / f"step_{step:06d}.json")
-        assert index is not None and index == sample_files.index_of_samples(path, step)
-
-
-def test_without_an_index_only_some_steps_of_a_large_run_are_read(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_index_made_from_the_completions_equals_the_recorded_one(
+    folder: Path, tmp_path: Path
 ) -> None:
-    old = copied(folder, tmp_path / "old")
-    for path in (old / "samples" / "index").iterdir():
+    bare = copied(folder, tmp_path / "bare")
+    for path in step_files(bare, "index.json"):
         path.unlink()
-    num_bytes = sum(path.stat().st_size for path in (old / "samples").glob("*.jsonl"))
-    monkeypatch.setattr("dapo_megatron.report.rollouts.MAX_READ_BYTES", num_bytes // 2 + 1)
-    result = reported(old)
-    assert steps_of(result) == {1, 3, 5}
-    assert "3 of 6 steps were not read" in result.note
+    for step, recorded in recorded_steps(folder / "samples").items():
+        index = sample_files.read_index(recorded, step)
+        made = sample_files.read_index(step_folder(bare / "samples", step), step)
+        assert index is not None and index == made
+
+
+def test_a_group_that_several_replicas_sampled_is_shown_whole(folder: Path, tmp_path: Path) -> None:
+    run = copied(folder, tmp_path / "run")
+    for path in step_files(run, "completions_00000.parquet"):
+        rows = list(read_completions(path))
+        write_completions(path, [row for row in rows if row.completion.sample % 2])
+        others = [row for row in rows if row.completion.sample % 2 == 0]
+        write_completions(path.with_name("completions_00007.parquet"), others)
+        path.with_name("index.json").unlink()
+    result, expected = reported(run), reported(folder)
+    assert result.rows == expected.rows
+    assert result.blobs == expected.blobs
 
 
 def test_without_a_tokenizer_texts_are_shown_unsplit(folder: Path, tmp_path: Path) -> None:
@@ -418,17 +466,19 @@ def test_without_a_tokenizer_texts_are_shown_unsplit(folder: Path, tmp_path: Pat
     _, shown = opened(result, result.rows[0])
     assert "tokens" not in shown
     assert "No tokenizer was found" in result.note
-    assert shown["text"] == recorded_completion(bare, result.rows[0])["text"]
+    assert shown["text"] == recorded_row(bare, result.rows[0]).completion.text
 
 
 def test_damaged_files_are_reported_and_the_rest_is_shown(folder: Path, tmp_path: Path) -> None:
     damaged = copied(folder, tmp_path / "hurt")
-    samples = damaged / "samples"
-    (samples / "index" / "step_000002.json").write_text('{"step": 2, "groups"', encoding="utf-8")
-    (samples / "step_000003.jsonl").write_text("{\n", encoding="utf-8")
-    (samples / "policy" / "step_000004.jsonl").write_text("{\n", encoding="utf-8")
-    replaced = samples / "step_000005.jsonl"  # changed after its index was written
-    replaced.write_bytes(b"".join(reversed(replaced.read_bytes().splitlines(keepends=True))))
+    files = {
+        step: {path.name.partition("_")[0]: path for path in folder.iterdir()}
+        for step, folder in recorded_steps(damaged / "samples").items()
+    }
+    files[2]["index.json"].write_text('{"step": 2, "groups"', encoding="utf-8")
+    files[3]["completions"].write_text("{\n", encoding="utf-8")
+    files[4]["policy"].write_text("{\n", encoding="utf-8")
+    files[5]["completions"].write_bytes(files[6]["completions"].read_bytes())
     result = reported(damaged)
     assert steps_of(result) == {1, 4, 6}
     assert any("step 2" in warning for warning in result.warnings)
@@ -437,9 +487,21 @@ def test_damaged_files_are_reported_and_the_rest_is_shown(folder: Path, tmp_path
 
 def test_a_run_without_samples_has_no_rollouts(folder: Path, tmp_path: Path) -> None:
     bare = copied(folder, tmp_path / "bare")
-    for path in (bare / "samples").glob("*.jsonl"):
-        path.unlink()
+    shutil.rmtree(bare / "samples")
     assert rollouts(read_run(bare)) is None
+
+
+def test_a_run_with_samples_of_earlier_versions_is_shown_with_a_message(
+    folder: Path, tmp_path: Path
+) -> None:
+    old = copied(folder, tmp_path / "old")
+    shutil.rmtree(old / "samples")
+    (old / "samples").mkdir()
+    (old / "samples" / "step_000001.jsonl").write_text("{}\n", encoding="utf-8")
+    payload = make_payload([read_run(old)], Options())
+    [warning] = payload.views[0].warnings
+    assert warning.startswith(f"{old}/samples/step_000001.jsonl: rollouts as JSON lines, which")
+    assert warning in html.unescape(render(payload))
 
 
 def test_the_middle_of_a_very_long_completion_is_cut_and_marked(
@@ -448,7 +510,7 @@ def test_the_middle_of_a_very_long_completion_is_cut_and_marked(
     monkeypatch.setattr(viewer_data, "MAX_TOKENS", 20)
     result = reported(folder)
     blob, shown = opened(result, result.rows[0])
-    tokens = recorded_completion(folder, result.rows[0])["tokens"]
+    tokens = list(recorded_row(folder, result.rows[0]).completion.tokens)
     assert shown["cut"] == [10, len(tokens) - 20]
     assert [blob["ids"][place] for place in shown["tokens"]] == tokens[:10] + tokens[-10:]
     assert len(shown["logprob"]) == len(shown["gap"]) == len(shown["version"]) == 20
@@ -470,7 +532,11 @@ def test_rollouts_beyond_the_size_limit_are_left_out_and_reported(
 def test_any_bytes_as_an_index_are_ignored(
     junk: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    path = tmp_path_factory.mktemp("junk") / "step_000001.json"
-    path.write_bytes(junk)
-    assert sample_files.read_index(path) is None
-    assert sample_files.policy_of(path, 1) == {}
+    folder = tmp_path_factory.mktemp("junk")
+    for name in ("index.json", "completions_00000.parquet", "policy_00000.parquet"):
+        (folder / name).write_bytes(junk)
+    assert sample_files.read_index(folder, 1) is None
+    assert sample_files.policy_of(folder, 1) == {}
+    assert sample_files.read_group(folder, 1, [0]) is None
+    (folder / "index.json").unlink()
+    assert sample_files.read_index(folder, 1) is None

@@ -1,5 +1,5 @@
-"""Rollouts of a step on disk: the groups, bit for bit, an index of their places, and the policy's
-values on the trained ones."""
+"""Rollouts of a step on disk: written in the background, with an index and the policy's values, and
+how a reader notices a step that was not recorded completely."""
 
 from __future__ import annotations
 
@@ -8,33 +8,49 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.config import OverlongConfig
-from dapo_megatron.rollout.serialization import group_from_json
+from dapo_megatron.rollout.completion_rows import CompletionRow, summarize
+from dapo_megatron.rollout.recorded import (
+    check_complete,
+    completion_files,
+    forget_after,
+    old_samples,
+    policy_path,
+    recorded_steps,
+    step_completions,
+    step_folder,
+    step_summaries,
+)
+from dapo_megatron.rollout.sample_index import (
+    IndexedGroup,
+    display_values,
+    groups_of,
+    index_of,
+    verdict_of,
+)
 from dapo_megatron.run.record import total_reward
 from dapo_megatron.tracking.console import RunConsole
+from dapo_megatron.tracking.policy_files import PolicyRow, read_gaps, read_policy, write_policy
 from dapo_megatron.tracking.recorder import RunRecorder
-from dapo_megatron.tracking.samples import (
-    index_path,
-    policy_path,
-    samples_path,
-    write_policy,
-    write_samples,
-)
+from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.tracking.trackers import CompositeTracker
 from dapo_megatron.types import (
     Completion,
+    DataError,
     Finish,
     Grade,
     Group,
@@ -42,13 +58,13 @@ from dapo_megatron.types import (
     Segment,
     SequenceDiagnostics,
 )
-from tests.helpers.groups import GROUPS
+from tests.helpers.groups import GROUPS, record_groups
 
 
-def group() -> Group:
+def group(ticket: int = 12) -> Group:
     older, newer = Segment(3, 1), Segment(4, 1)
     return Group(
-        12,
+        ticket,
         Prompt("chain_sum", 17, (12, 9, 3), "4 + 3 =", "7", {"entry": {}}),
         (
             Completion(
@@ -59,111 +75,106 @@ def group() -> Group:
     )
 
 
-def test_samples_contain_all_fields_of_a_group(tmp_path: Path) -> None:
-    path, _ = write_samples(tmp_path / "samples", 12, [(group(), "trained"), (group(), "expired")])
-    assert list((tmp_path / "samples").iterdir()) == [path]
-    assert path.name == "step_000012.jsonl"
-    first, second = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    assert first == {
-        "fate": "trained",
-        "verdict": "all_correct",
-        "versions": [3, 4],
-        "ticket": 12,
-        "source": "chain_sum",
-        "index": 17,
-        "prompt": "4 + 3 =",
-        "truth": "7",
-        "extra": {"entry": {}},
-        "prompt_tokens": [12, 9, 3],
-        "completions": [
-            {
-                "sample": 0,
-                "text": "7",
-                "finish": "stop",
-                "score": 1.0,
-                "correct": True,
-                "pred": "7",
-                "parsed": True,
-                "segments": [[3, 1], [4, 1]],
-                "tokens": [9, 2],
-                "logprobs": [-0.125, -0.75],
-            },
-            {
-                "sample": 1,
-                "text": "é",
-                "finish": "length",
-                "score": None,
-                "correct": None,
-                "pred": None,
-                "parsed": None,
-                "segments": [[3, 1]],
-                "tokens": [8],
-                "logprobs": [-2.5],
-            },
-        ],
-    }
-    assert second["fate"] == "expired"
-    assert group_from_json(first) == group()
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[RolloutWriter]:
+    writer = RolloutWriter(tmp_path, pytest.fail)
+    yield writer
+    writer.close()
 
 
-def test_lone_surrogates_survive(tmp_path: Path) -> None:
-    broken = group()
-    broken = replace(
-        broken, prompt=replace(broken.prompt, text="a \ud800 b \udcff", truth="\udc80")
-    )
-    path, _ = write_samples(tmp_path, 1, [(broken, "trained")])
-    assert group_from_json(json.loads(path.read_text(encoding="utf-8"))) == broken
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize(
-    ("correct", "verdict"),
-    [
-        ((True, False), "mixed"),
-        ((True, None), "all_correct"),
-        ((False, False), "all_wrong"),
-        ((None, None), None),
-    ],
-)
-def test_the_verdict_of_a_group_is_recorded(
-    tmp_path: Path, correct: tuple[bool | None, ...], verdict: str | None
-) -> None:
-    first = group().completions[0]
-    grades = [None if is_correct is None else Grade(1.0, is_correct, "7") for is_correct in correct]
-    judged = replace(group(), completions=tuple(replace(first, grade=grade) for grade in grades))
-    path, _ = write_samples(tmp_path, 1, [(judged, "abstained")])
-    assert json.loads(path.read_text())["verdict"] == verdict
+def read_index(folder: Path, step: int) -> dict[str, Any]:
+    path = step_folder(folder, step) / "index.json"
+    index = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert isinstance(index, dict)
+    return index
 
 
-def test_samples_are_written_atomically(tmp_path: Path) -> None:
-    old = write_samples(tmp_path, 1, [(group(), "mixed")])[0].read_bytes()
-
-    def failing() -> Any:
-        yield group(), "mixed"
-        yield group(), "mixed"
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_samples(tmp_path, 1, failing())
-    assert (tmp_path / "step_000001.jsonl").read_bytes() == old
+# ---------------------------------------------------------------------------- the writer
 
 
-def test_the_reward_of_each_completion_is_recorded(tmp_path: Path) -> None:
+def test_a_step_has_rows_of_all_groups_and_an_index(writer: RolloutWriter, tmp_path: Path) -> None:
     overlong = OverlongConfig(
         penalty=True, max_tokens=4, buffer_tokens=3, filter=False, filtered_in_mean=False
     )
     reward = partial(total_reward, overlong=overlong)
-    path, _ = write_samples(tmp_path, 1, [(group(), "trained")], reward)
-    [line] = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    assert [entry["reward"] for entry in line["completions"]] == [pytest.approx(1 - 1 / 3), None]
-    assert group_from_json(line) == group()
+    record_groups(writer, 12, [(group(13), "expired"), (group(12), "trained")], reward, replica=3)
+    writer.flush()
+    assert files_in(tmp_path) == [
+        "step_000012/completions_00003.parquet",
+        "step_000012/index.json",
+    ]
+    rows = list(step_completions(step_folder(tmp_path, 12)))
+    assert rows == [
+        CompletionRow(
+            ticket, group().prompt, completion, outcome, "all_correct", reward(completion)
+        )
+        for ticket, outcome in ((12, "trained"), (13, "expired"))
+        for completion in group().completions
+    ]
+    assert [row.reward for row in rows[:2]] == [pytest.approx(1 - 1 / 3), None]
+    check_complete(step_folder(tmp_path, 12))
 
 
-def recorder(folder: Path, out: io.StringIO) -> RunRecorder:
-    return RunRecorder(CompositeTracker(), RunConsole(num_steps=3, file=out), folder, num_devices=1)
+def test_files_are_written_in_the_background(tmp_path: Path) -> None:
+    """The writer's thread waits inside the first file; until it continues, the caller does not."""
+    may_continue, warnings = threading.Event(), list[str]()
+    writer = RolloutWriter(tmp_path, warnings.append, max_waiting=4)
+
+    def rows() -> Iterator[CompletionRow]:
+        assert may_continue.wait(60)
+        yield CompletionRow(1, group().prompt, group().completions[0], "trained")
+
+    writer.completions(1, 0, rows())
+    record_groups(writer, 2, [(group(), "trained")])
+    assert files_in(tmp_path) == []
+    may_continue.set()
+    writer.flush()
+    assert len(files_in(tmp_path)) == 3
+    writer.close()
+    record_groups(writer, 3, [(group(), "trained")])  # a closed writer starts again
+    writer.close()
+    assert [*recorded_steps(tmp_path)] == [1, 2, 3]
+    assert not any(thread.name == "rollout writer" for thread in threading.enumerate())
+    assert warnings == []
 
 
-def files_in(folder: Path) -> list[Path]:
-    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+def test_a_full_queue_makes_the_caller_wait_for_the_disk(tmp_path: Path) -> None:
+    may_continue = threading.Event()
+    writer = RolloutWriter(tmp_path, pytest.fail, max_waiting=1)
+    writer.completions(1, 0, (may_continue.wait(60) and row for row in ()))
+
+    def rows() -> Iterator[CompletionRow]:
+        assert may_continue.wait(60)
+        yield from ()
+
+    def fill() -> None:
+        for step in range(2, 6):
+            writer.completions(step, 0, rows())
+
+    filling = threading.Thread(target=fill)
+    filling.start()
+    filling.join(0.05)
+    assert filling.is_alive()
+    may_continue.set()
+    filling.join(60)
+    writer.close()
+    assert [*recorded_steps(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_an_error_that_is_not_of_the_disk_is_raised_by_flush(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path, pytest.fail)
+    record_groups(writer, 1, [(group(), "trained"), (group(), "trained")])
+    with pytest.raises(ValueError, match="ticket 12, sample 0: two rows"):
+        writer.flush()
+    writer.close()
+
+
+def recorder(writer: RolloutWriter | None, out: io.StringIO) -> RunRecorder:
+    return RunRecorder(CompositeTracker(), RunConsole(num_steps=3, file=out), writer, num_devices=1)
 
 
 def full_disk(after: int) -> Callable[[int], None]:
@@ -181,49 +192,55 @@ def full_disk(after: int) -> Callable[[int], None]:
 
 @pytest.mark.parametrize(
     ("room", "kept", "left_out"),
-    [(0, [], "samples"), (1, [Path("step_000001.jsonl")], "index entries")],
+    [
+        (0, [], ["samples", "index entries"]),
+        (1, ["step_000001/completions_00000.parquet"], ["index entries"]),
+    ],
 )
 def test_a_full_disk_is_a_warning_and_the_next_step_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, kept: list[Path], left_out: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    room: int,
+    kept: list[str],
+    left_out: list[str],
 ) -> None:
-    out = io.StringIO()
+    out, warnings = io.StringIO(), list[str]()
+    recording = recorder(RolloutWriter(tmp_path, warnings.append), out)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk(room))
-        recorder(tmp_path, out).samples(1, [(group(), "mixed")])
+        recording.samples(1, [(group(), "mixed")])
+        recording.flush()
     assert files_in(tmp_path) == kept, "partly written files are removed"
-    assert out.getvalue().startswith(f"WARNING: {left_out} of step 1 were not written: ")
-    recorder(tmp_path, out).samples(2, [(group(), "mixed")])
+    message = f"of step 1 were not written: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}"
+    assert warnings == [f"{files} {message}" for files in left_out]
+    recording.samples(2, [(group(), "mixed")])
+    recording.finish("FINISHED")
     assert set(files_in(tmp_path)) - set(kept) == {
-        Path("step_000002.jsonl"),
-        Path("index/step_000002.json"),
+        "step_000002/completions_00000.parquet",
+        "step_000002/index.json",
     }
 
 
 # ---------------------------------------------------------------------------- index
 
 
-def read_index(folder: Path, step: int) -> dict[str, Any]:
-    index = json.loads(index_path(folder, step).read_text(), parse_constant=pytest.fail)
-    assert isinstance(index, dict)
-    return index
-
-
-def test_the_index_has_a_row_per_completion(tmp_path: Path) -> None:
-    other = replace(group(), ticket=13, prompt=replace(group().prompt, source="é"))
-    path, index = write_samples(tmp_path, 6, [(group(), "trained"), (other, "expired")])
-    assert index.write(tmp_path) == tmp_path / "index" / "step_000006.json"
+def test_the_index_has_a_row_per_completion(writer: RolloutWriter, tmp_path: Path) -> None:
+    other = replace(group(13), prompt=replace(group().prompt, source="é"))
+    record_groups(writer, 6, [(group(), "trained"), (other, "expired")], replica=2)
+    writer.flush()
     assert read_index(tmp_path, 6) == {
         "step": 6,
+        "replicas": {"2": 4},
         "groups": {
-            "offset": [0, path.read_bytes().index(b"\n") + 1],
             "ticket": [12, 13],
             "source": ["chain_sum", "é"],
-            "fate": ["trained", "expired"],
+            "outcome": ["trained", "expired"],
             "verdict": ["all_correct", "all_correct"],
         },
         "completions": {
             "group": [0, 0, 1, 1],
             "sample": [0, 1, 0, 1],
+            "replica": [2, 2, 2, 2],
             "score": [1.0, None, 1.0, None],
             "correct": [True, None, True, None],
             "parsed": [True, None, True, None],
@@ -236,44 +253,116 @@ def test_the_index_has_a_row_per_completion(tmp_path: Path) -> None:
     }
 
 
-@given(
-    st.lists(st.tuples(GROUPS, st.sampled_from(["trained", "all_wrong", "expired"])), max_size=4)
+@settings(max_examples=30)
+@given(st.lists(GROUPS, max_size=4, unique_by=lambda group: group.ticket), st.integers(1, 3))
+def test_an_index_made_from_the_files_equals_the_written_one(
+    groups: list[Group], replicas: int
+) -> None:
+    with TemporaryDirectory() as name:
+        folder = step_folder(Path(name), 3)
+        writer = RolloutWriter(Path(name), pytest.fail)
+        rows: list[list[CompletionRow]] = [[] for _ in range(replicas)]
+        indexed = []
+        for made in sorted(groups, key=lambda group: group.ticket):
+            verdict = verdict_of(completion.grade for completion in made.completions)
+            summaries = []
+            for sample, completion in enumerate(made.completions):
+                completion = replace(completion, sample=sample)
+                rows[sample % replicas].append(
+                    CompletionRow(made.ticket, made.prompt, completion, "trained", verdict)
+                )
+                summaries.append(summarize(completion, sample % replicas))
+            indexed.append(
+                IndexedGroup(made.ticket, made.prompt.source, "trained", verdict, summaries)
+            )
+        for replica in range(replicas):
+            if rows[replica]:
+                writer.completions(3, replica, rows[replica])
+        writer.index(3, indexed)
+        writer.close()
+        columns = read_index(Path(name), 3)
+        check_complete(folder)
+        read = groups_of(step_summaries(folder))
+    # A group without completions is in no file of completions.
+    assert read == [
+        replace(made, completions=tuple(made.completions)) for made in indexed if made.completions
+    ]
+    if all(made.completions for made in indexed):
+        assert json.loads(json.dumps(index_of(3, read))) == columns
+    assert {len(column) for column in columns["completions"].values()} == {
+        sum(map(len, (made.completions for made in indexed)))
+    }
+
+
+def test_values_that_json_lacks_are_null_in_the_index() -> None:
+    summary = summarize(
+        replace(group().completions[0], logprobs=(-math.inf, -1.0), segments=()), replica=0
+    )
+    values = display_values(5, summary)
+    assert (values["logprob_mean"], values["logprob_min"], values["age"]) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("correct", "verdict"),
+    [
+        ((True, False), "mixed"),
+        ((True, None), "all_correct"),
+        ((False, False), "all_wrong"),
+        ((None, None), None),
+    ],
 )
-def test_the_index_gives_offsets_and_columns_of_all_groups(groups: list[tuple[Group, str]]) -> None:
-    with TemporaryDirectory() as folder:
-        path, index = write_samples(Path(folder), 3, groups)
-        index.write(Path(folder))
-        columns = read_index(Path(folder), 3)
-        with path.open("rb") as file:
-            lines = [
-                (file.seek(at) and b"") or file.readline() for at in columns["groups"]["offset"]
-            ]
-    read = [group_from_json(json.loads(line)) for line in lines]
-    assert read == [written for written, _ in groups]
-    assert columns["groups"]["fate"] == [fate for _, fate in groups]
-    assert columns["groups"]["ticket"] == [group.ticket for group in read]
-    completions = [
-        (place, completion) for place, group in enumerate(read) for completion in group.completions
-    ]
-    rows = columns["completions"]
-    assert rows["group"] == [place for place, _ in completions]
-    assert rows["num_tokens"] == [len(completion.tokens) for _, completion in completions]
-    assert rows["correct"] == [
-        completion.grade and completion.grade.correct for _, completion in completions
-    ]
-    assert rows["age"] == [
-        2 - completion.segments[0].version if completion.segments else None
-        for _, completion in completions
-    ]
-    assert {len(column) for column in rows.values()} == {len(completions)}
+def test_the_verdict_ignores_missing_grades(
+    correct: tuple[bool | None, ...], verdict: str | None
+) -> None:
+    grades = [None if is_correct is None else Grade(1.0, is_correct, "7") for is_correct in correct]
+    assert verdict_of(grades) == verdict
 
 
-def test_a_repeated_step_removes_the_files_of_the_first_attempt(tmp_path: Path) -> None:
-    write_samples(tmp_path, 1, [(group(), "mixed")])[1].write(tmp_path)
-    policy_path(tmp_path, 1).parent.mkdir()
-    policy_path(tmp_path, 1).write_text("{}")
-    write_samples(tmp_path, 1, [(group(), "mixed"), (group(), "mixed")])
-    assert files_in(tmp_path) == [samples_path(Path(), 1)]
+# ---------------------------------------------------------------------------- steps of a run
+
+
+def test_steps_after_the_checkpoint_are_forgotten(writer: RolloutWriter, tmp_path: Path) -> None:
+    for step in (1, 2, 3, 1_000_000):
+        record_groups(writer, step, [(group(), "trained")])
+    writer.flush()
+    (tmp_path / "step_000003.jsonl").touch()
+    (tmp_path / "notes").mkdir()
+    forget_after(tmp_path, 3)
+    assert [*recorded_steps(tmp_path)] == [1, 2, 3]
+    forget_after(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "notes",
+        "step_000001",
+        "step_000003.jsonl",
+    ]
+    forget_after(tmp_path / "missing", 0)
+
+
+def test_a_step_without_an_index_or_a_file_is_incomplete(
+    writer: RolloutWriter, tmp_path: Path
+) -> None:
+    folder = step_folder(tmp_path, 1)
+    record_groups(writer, 1, [(group(), "trained")], replica=1)
+    writer.flush()
+    (folder / ".completions_00000.parquet.7.partial").touch()  # of a killed process
+    assert [*completion_files(folder)] == [1]
+    check_complete(folder)
+    (folder / "completions_00001.parquet").unlink()
+    with pytest.raises(DataError, match=r"completions_00001.parquet: missing, but index.json"):
+        check_complete(folder)
+    (folder / "index.json").unlink()
+    with pytest.raises(DataError, match=r"no index\.json, because the run was killed"):
+        check_complete(folder)
+
+
+def test_json_lines_of_earlier_versions_are_named(tmp_path: Path) -> None:
+    assert old_samples(tmp_path) is None
+    (tmp_path / "step_000001.jsonl").touch()
+    message = old_samples(tmp_path)
+    assert message is not None
+    assert message.startswith(f"{tmp_path}/step_000001.jsonl: rollouts as JSON lines, which this ")
+    step_folder(tmp_path, 2).mkdir()
+    assert old_samples(tmp_path) is None
 
 
 # ---------------------------------------------------------------------------- policy
@@ -287,47 +376,62 @@ def inspected(ticket: int, sample: int, **changes: Any) -> SequenceDiagnostics:
     return replace(sequence, **changes)
 
 
-def read_policy(folder: Path, step: int) -> list[dict[str, Any]]:
-    lines = policy_path(folder, step).read_text().splitlines()
-    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+def test_the_policy_file_has_token_values_only_of_inspected_groups(
+    writer: RolloutWriter, tmp_path: Path
+) -> None:
+    sequences = [inspected(7, 3), inspected(7, 0), inspected(4, 1), inspected(9, 0)]
+    tokens = torch.tensor([-1.5, -2.5])
+    sequences.append(inspected(10, 0, logprobs=tokens))
+    writer.policy(2, 1, iter(sequences), {7, 4, 10})
+    tokens.zero_()  # the writer has its own copy
+    writer.flush()
+    path = policy_path(step_folder(tmp_path, 2), 1)
+    assert files_in(tmp_path) == ["step_000002/policy_00001.parquet"]
+    rows = list(read_policy(path))
+    assert [(row.ticket, row.sample) for row in rows] == [(4, 1), (7, 0), (7, 3), (9, 0), (10, 0)]
+    first, *_, without, last = rows
+    assert replace(first, logprobs=None, entropy=None) == PolicyRow(
+        4, 1, 0.70710678, 1.23456e-7, 0.0004567891
+    )
+    assert first.logprobs is not None and first.entropy is not None and last.logprobs is not None
+    assert first.logprobs.tolist() == sequences[0].logprobs.tolist()
+    assert first.entropy.tolist() == sequences[0].entropy.tolist()
+    assert last.logprobs.tolist() == [-1.5, -2.5]
+    assert (without.logprobs, without.entropy) == (None, None)
+    assert [row.sample for row in read_policy(path, [7])] == [0, 3]
+    assert read_gaps(path)[0] == (0.0004567891, 4, 1)
 
 
-def test_the_policy_file_has_token_values_only_of_the_first_groups(tmp_path: Path) -> None:
-    sequences = [inspected(7, 0), inspected(7, 3), inspected(4, 1), inspected(9, 0)]
-    assert write_policy(tmp_path, 2, sequences, 2) == tmp_path / "policy" / "step_000002.jsonl"
-    lines = read_policy(tmp_path, 2)
-    assert [(line["ticket"], line["sample"]) for line in lines] == [(7, 0), (7, 3), (4, 1), (9, 0)]
-    assert lines[2] == {
-        "ticket": 4,
-        "sample": 1,
-        "advantage": 0.7071,
-        "gap_mean": 1.235e-7,
-        "gap_max": 0.0004568,
-        "logprobs": [-0.123457, -2.0],
-        "entropy": [0.1235, 2.0],
-    }
-    assert lines[3] == {**lines[2], "ticket": 9, "sample": 0, "logprobs": None, "entropy": None}
-
-
-def test_non_finite_values_are_null_in_the_policy_file(tmp_path: Path) -> None:
-    sequence = inspected(1, 0, gap_max=math.inf, logprobs=torch.tensor([math.nan, -1.0]))
-    write_policy(tmp_path, 2, [sequence], 1)
-    [line] = read_policy(tmp_path, 2)
-    assert line["gap_max"] is None
-    assert line["logprobs"] == [None, -1.0]
+def test_policy_values_are_restored_bit_for_bit(tmp_path: Path) -> None:
+    path = tmp_path / "policy.parquet"
+    values = np.array([math.nan, -math.inf, -0.0, 1e-45], np.float32)
+    row = PolicyRow(2**63 - 1, 2**31 - 1, math.nan, math.inf, -0.0, values, values[:0])
+    write_policy(path, [row])
+    [read] = read_policy(path)
+    assert repr(read) == repr(row)
+    assert read.logprobs is not None
+    assert read.logprobs.tobytes() == values.tobytes()
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(DataError, match=f"^{path}: "):
+        list(read_policy(path))
 
 
 def test_a_recorder_keeps_token_values_of_a_limited_number_of_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = io.StringIO()
-    limited_recorder = replace(recorder(tmp_path, out), inspected_groups=1)
+    warnings: list[str] = []
+    writer = RolloutWriter(tmp_path, warnings.append)
+    limited_recorder = replace(recorder(writer, io.StringIO()), inspected_groups=1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk(0))
         limited_recorder.sequence_diagnostics(1, [inspected(7, 0)])
+        limited_recorder.flush()
     assert files_in(tmp_path) == []
-    assert "WARNING: policy log-probs of step 1 were not written: " in out.getvalue()
-    limited_recorder.sequence_diagnostics(2, [inspected(7, 0), inspected(8, 0)])
-    assert [line["logprobs"] is None for line in read_policy(tmp_path, 2)] == [False, True]
-    replace(limited_recorder, samples_folder=None).sequence_diagnostics(3, [inspected(7, 0)])
-    assert files_in(tmp_path) == [policy_path(Path(), 2)]
+    assert warnings[0].startswith("policy log-probs of step 1 were not written: ")
+    limited_recorder.sequence_diagnostics(2, [inspected(7, 0), inspected(8, 0), inspected(7, 1)])
+    limited_recorder.flush()
+    rows = read_policy(policy_path(step_folder(tmp_path, 2), 0))
+    assert [row.logprobs is None for row in rows] == [False, False, True]
+    replace(limited_recorder, writer=None).sequence_diagnostics(3, [inspected(7, 0)])
+    limited_recorder.finish("FINISHED")
+    assert [*recorded_steps(tmp_path)] == [1, 2]

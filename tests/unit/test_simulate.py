@@ -29,8 +29,9 @@ from scipy.stats import ks_2samp
 from simulate_rollouts import MAX_AGE_MEAN, MIN_BUSY, MIN_P, PRESETS, Preset, main
 from virtual_engines import EngineModel, VirtualDriver, VirtualEngine
 
-from dapo_megatron.rollout.serialization import group_to_json
+from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, SampleRequest, Segment
+from tests.helpers.groups import record_groups
 
 LIMIT = 500
 PROMPT = Prompt("simulated", 0, (1, 2, 3), "", "")
@@ -175,9 +176,10 @@ def recorded_group(correct: list[bool | None]) -> Group:
 
 
 def test_groups_of_a_recorded_run_are_drawn(tmp_path: Path) -> None:
-    groups = [recorded_group([True, False]), recorded_group([True, None])]
-    lines = [json.dumps({**group_to_json(group), "fate": "trained"}) for group in groups]
-    (tmp_path / "step_000001.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    groups = [recorded_group([True, False]), replace(recorded_group([True, None]), ticket=1)]
+    writer = RolloutWriter(tmp_path, pytest.fail)
+    record_groups(writer, 1, [(group, "trained") for group in groups])
+    writer.close()
     drawn = Recorded(read_recorded(tmp_path))
     assert drawn.groups == [
         Answers((1, 2), (True, False))

@@ -84,7 +84,7 @@ def measure(made: MadeRun, folder: Path, kept: int, rounds: int) -> Measurement:
 
 
 def _num_completions(run: Path) -> int:
-    indices = (run / "samples" / "index").glob("step_*.json")
+    indices = (run / "samples").glob("step_*/index.json")
     return sum(len(json.loads(path.read_bytes())["completions"]["group"]) for path in indices)
 
 

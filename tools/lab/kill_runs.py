@@ -34,6 +34,8 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
+from dapo_megatron.rollout.completion_rows import CompletionRow
+from dapo_megatron.rollout.recorded import check_complete, recorded_steps, step_completions
 from dapo_megatron.tracking.provenance import commit, versions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -277,9 +279,9 @@ def _tensor_differences(path: Path, reference_path: Path) -> Iterator[str]:
 
 def _ledger_differences(run: Path, reference: Path) -> Iterator[str]:
     """Check that each ticket ended once, that none is lost, and that all groups are equal."""
-    groups = [_ended(folder) for folder in (run, reference)]
-    for folder, ended in zip((run, reference), groups, strict=True):
-        tickets = Counter(group["ticket"] for group in ended)
+    rows = [_ended(folder) for folder in (run, reference)]
+    for folder, ended in zip((run, reference), rows, strict=True):
+        tickets = Counter(ticket for _, ticket in {(step, row.ticket) for step, row in ended})
         if repeated := [ticket for ticket, count in tickets.items() if count > 1]:
             yield f"{folder}: ticket {repeated[0]} ended twice"
         state = json.loads((newest(folder) / "state.json").read_text())["coordinator"]
@@ -287,14 +289,19 @@ def _ledger_differences(run: Path, reference: Path) -> Iterator[str]:
         open_tickets = {int(ticket) for ticket in state["ledger"]["open"]}
         if lost := issued - set(tickets) - open_tickets:
             yield f"{folder}: ticket {min(lost)} is lost"
-    for group, expected in zip(*groups, strict=False):
-        if group != expected:
-            yield f"{run}: ticket {group['ticket']} is not as in the undisturbed run"
+    for (step, row), expected in zip(*rows, strict=False):
+        if (step, row) != expected:
+            yield f"{run}: ticket {row.ticket} is not as in the undisturbed run"
 
 
-def _ended(folder: Path) -> list[dict[str, Any]]:
-    files = sorted((folder / "samples").glob("step_*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+def _ended(folder: Path) -> list[tuple[int, CompletionRow]]:
+    """Return the step and the row of every recorded completion. Raises DataError for a step that is
+    not recorded completely."""
+    rows = []
+    for step, step_folder in recorded_steps(folder / "samples").items():
+        check_complete(step_folder)
+        rows += [(step, row) for row in step_completions(step_folder)]
+    return rows
 
 
 def newest(folder: Path) -> Path:

@@ -8,7 +8,6 @@ Shape letters: P prompts, G completions of each.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,9 @@ from statistics import NormalDist, fmean
 from typing import Protocol
 
 import numpy as np
+
+from dapo_megatron.rollout.recorded import recorded_steps, step_summaries
+from dapo_megatron.rollout.sample_index import groups_of
 
 BLOCK = 256
 """Number of tickets that are drawn together."""
@@ -115,7 +117,7 @@ class Recorded:
 
 
 def read_recorded(folder: Path) -> list[Answers]:
-    """Read the groups of a run's samples/step_*.jsonl (rollout/serialization.py).
+    """Read the groups of a run's samples/ (rollout/recorded.py), without their tokens.
 
     Groups with an ungraded completion are left out. Do not use an on-policy run: it drops groups
     that are still running, so long answers are too rare.
@@ -123,16 +125,14 @@ def read_recorded(folder: Path) -> list[Answers]:
     Raises ValueError if no group is left, or if their numbers of completions differ.
     """
     groups = []
-    for path in sorted(folder.glob("step_*.jsonl")):
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                completions = json.loads(line)["completions"]
-                lengths = tuple(len(completion["tokens"]) for completion in completions)
-                correct = tuple(completion["correct"] for completion in completions)
-                if None not in correct:
-                    groups.append(Answers(lengths, correct))
+    for step in recorded_steps(folder).values():
+        for group in groups_of(step_summaries(step)):
+            grades = [summary.grade for summary in group.completions if summary.grade is not None]
+            if len(grades) == len(group.completions):
+                lengths = tuple(summary.num_tokens for summary in group.completions)
+                groups.append(Answers(lengths, tuple(grade.correct for grade in grades)))
     if not groups:
-        raise ValueError(f"{folder}: no step_*.jsonl with a graded group; name a run's samples/")
+        raise ValueError(f"{folder}: no step_* with a graded group; name a run's samples/")
     if len({len(group.lengths) for group in groups}) > 1:
         raise ValueError(f"{folder}: groups of different sizes; name the samples/ of one run")
     return groups
