@@ -32,7 +32,7 @@ from tests.helpers.batches import assemble_groups
 from tests.helpers.losses import loss_with
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
-FIELDS = tuple(MicroTokens.__dataclass_fields__)
+FIELDS = ("old_logprobs", "advantages", "weights", "engine_logprobs", "mask")
 
 
 def random_micro(num_tokens: int, seed: int) -> tuple[torch.Tensor, MicroTokens]:
