@@ -156,12 +156,18 @@ def compare(actual: Measured, expected: Measured) -> Differences:
         logprobs=float((actual.logprobs - expected.logprobs).abs().max()),
         loss=abs(actual.loss - expected.loss),
         losses=max(abs(a - b) for a, b in zip(actual.losses, expected.losses, strict=True)),
-        grad_norm=max(
-            abs(a - b) / b for a, b in zip(actual.grad_norms, expected.grad_norms, strict=True)
-        ),
+        grad_norm=max(map(_relative, actual.grad_norms, expected.grad_norms)),
         weights=max(weights.values()),
         moved=max(moved.values()),
     )
+
+
+def _relative(actual: float, expected: float) -> float:
+    """Return the relative difference of two norms. It is 0 or inf if `expected` is 0, as when an
+    objective has clipped all sequences."""
+    if actual == expected:
+        return 0.0
+    return abs(actual - expected) / expected if expected else float("inf")
 
 
 def distances(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
