@@ -114,9 +114,15 @@ class CorrectionConfig(Section):
     """Log correction/* even if nothing is corrected, to choose bounds from a run's ratios."""
 
     @property
+    def corrects(self) -> bool:
+        """Whether anything is weighed or masked."""
+        unset = CorrectionConfig(outside_band=self.outside_band, measure=self.measure)
+        return self != unset
+
+    @property
     def is_on(self) -> bool:
         """Whether the ratios are computed."""
-        return self != CorrectionConfig(outside_band=self.outside_band)
+        return self.corrects or self.measure
 
 
 class LossConfig(Section):

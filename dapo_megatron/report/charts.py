@@ -160,8 +160,8 @@ CHARTS: list[Chart] = [
     _training(
         "gate",
         "Soft gate",
-        "Mean of SAPO's gate over the tokens: the share of its gradient that a token keeps. 1 means "
-        "that the policy has not moved within the step.",
+        "Mean of SAPO's gate over the tokens: the share of its gradient that a token keeps. 1 "
+        "means that the policy has not moved within the step.",
         "mean gate",
         {"policy/gate": "gate"},
         ".3f",

@@ -338,7 +338,7 @@ POLICY: tuple[RunRule, ...] = (
         },
         "Corrections mask {s.late!p} of the tokens",
         "{s.early!p} → {s.late!p}. They were sampled, but train nothing.",
-        "loss.correction: wider bounds, or remove the cause of the mismatch; rollout.max_age: lower",
+        "loss.correction: wider bounds; rollout.max_age: lower; engine.quantization: none",
         chart="masked",
     ),
     FindingRule(

@@ -235,6 +235,8 @@ def test_the_effective_sample_share_of_a_batch_that_is_masked_whole_is_zero() ->
 def test_the_config_turns_corrections_on() -> None:
     assert not CorrectionConfig().is_on
     assert not CorrectionConfig(outside_band="truncate").is_on
+    assert not CorrectionConfig(measure=True).corrects
+    assert CorrectionConfig(measure=True, worst_token=(0.5, 2.0)).corrects
     for key, value in {"measure": True, "sequence_tis_cap": 2.0, "token_band": (0.5, 2.0)}.items():
         assert CorrectionConfig(**{key: value}).is_on
     loss = tiny_config(loss__correction={"worst_token": [1e-4, 100]}).loss

@@ -299,6 +299,29 @@ def test_aggregation_weights_sum_to_the_tokens_and_are_equal_per_unit(
     assert per_unit == pytest.approx([sum(per_unit) / max(len(per_unit), 1)] * len(per_unit))
 
 
+def test_the_constant_aggregation_divides_sums_by_the_divisor() -> None:
+    """Dr. GRPO: mean over the completions with loss tokens of their sums / divisor."""
+    mask = torch.tensor([True, True, False, True, False])
+    weights = aggregation_weights(
+        "constant",
+        mask=mask,
+        lengths=torch.tensor([3, 1, 1]),
+        group_ids=torch.tensor([1, 1, 2]),
+        dtype=torch.float64,
+        divisor=10,
+    )
+    loss = torch.tensor([2.0, 4.0, 9.0, 5.0, 9.0], dtype=torch.float64)
+    assert float((weights * loss).sum() / mask.sum()) == pytest.approx((6 / 10 + 5 / 10) / 2)
+    none = aggregation_weights(
+        "constant", mask=~mask & mask, lengths=torch.tensor([5]), group_ids=torch.ones(1), divisor=1
+    )
+    assert not none.any()
+    with pytest.raises(ValueError, match="needs a divisor"):
+        aggregation_weights(
+            "constant", mask=mask, lengths=torch.tensor([5]), group_ids=torch.ones(1)
+        )
+
+
 @pytest.mark.parametrize("kind", ["token", "prompt", "sequence"])
 def test_aggregation_weights_are_float32_by_default(kind: Aggregation) -> None:
     two = torch.tensor([2, 3])
