@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from dapo_megatron.algo import correction
 from dapo_megatron.algo.mismatch import GapStatistics, check_gap, gap_statistics, merge
 from dapo_megatron.config import Config
-from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, split
+from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, split, tokens_in
 from dapo_megatron.protocols import Parts
 from dapo_megatron.rollout import metrics as step_metrics
 from dapo_megatron.rollout.partial_step import PartialStep
@@ -120,6 +120,7 @@ def train_step(
     parts.sync.switch_to_policy()
     owners = parts.data_parallel.owners([sequence.num_tokens for sequence in sequences])
     batch = assemble(sequences, partial_step.tokens, owners)
+    partial_step.tokens = tokens_in(sequences, batch)
     if partial_step.old_logprobs is None:
         parts.check_stop()
         with phase(Phase.LOGPROBS):

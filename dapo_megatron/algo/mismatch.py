@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dapo_megatron.types import SyncError, TokenBatch
 
-CHUNK = 2**20
+CHUNK = 2**17
 """Number of tokens whose gaps are computed at a time. Each takes about 50 bytes meanwhile."""
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+_SIZE_BYTES, _INLINE_BYTES = 8, 504
+"""Bytes of a broadcast's first part: the size of the message, and the message if it is so small."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -166,15 +168,22 @@ def broadcast(value: T, of: object, group: Any, source: int = 0) -> T:
     import torch.distributed as dist
 
     is_sender = dist.get_rank(group) == source
-    message = _tensor(encode(value)) if is_sender else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([message.numel()])
-    dist.broadcast(size, group=group, group_src=source)
-    if not is_sender:
-        message = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(message, group=group, group_src=source)
+    message = encode(value) if is_sender else b""
+    # A small message travels with its size, because leaders send one in every engine step.
+    header = _tensor(len(message).to_bytes(_SIZE_BYTES, "little") + message[:_INLINE_BYTES])
+    frame = torch.zeros(_SIZE_BYTES + _INLINE_BYTES, dtype=torch.uint8)
+    frame[: header.numel()] = header
+    dist.broadcast(frame, group=group, group_src=source)
+    view = _view(frame, frame.numel())
+    size = int.from_bytes(view[:_SIZE_BYTES], "little")
+    received = view[_SIZE_BYTES:][:size]
+    if size > _INLINE_BYTES:
+        tensor = _tensor(message) if is_sender else torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(tensor, group=group, group_src=source)
+        received = _view(tensor, size)
     if is_sender:
         return value
-    return cast(T, decode(_view(message, int(size)), of, f"rank {_global_ranks(group)[source]}"))
+    return cast(T, decode(received, of, f"rank {_global_ranks(group)[source]}"))
 
 
 def all_to_all(

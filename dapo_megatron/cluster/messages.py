@@ -18,11 +18,9 @@ message follows. If none is missing, the run goes on.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import secrets
-import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -35,13 +33,10 @@ from dapo_megatron.cluster.address import cluster_address
 from dapo_megatron.cluster.admission import Admission
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.join import node_name
+from dapo_megatron.cluster.numbered import MAX_MESSAGE_BYTES, Peer, is_count
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import RankError
 
-logger = logging.getLogger(__name__)
-
-MAX_MESSAGE_BYTES = 2**24
-"""Maximum size of a message. It bounds the memory that a stranger's connection can use."""
 MAX_BATCH = 1_000
 """Maximum number of messages that `receive` returns."""
 OPEN_SECONDS = 120.0
@@ -52,9 +47,6 @@ LINGER_SECONDS = 2.0
 """Maximum time that `close` waits until the last messages are sent."""
 
 _INPROC = "inproc://hub"
-_HEADER = struct.Struct("<4sQ")
-_MESSAGE, _COUNT = b"dmsg", b"dcnt"
-"""Kinds of frames: a message with its number, and the number of messages sent so far."""
 _KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 60,
@@ -81,58 +73,6 @@ class Address:
 
     endpoint: str
     public_key: str
-
-
-@dataclass(slots=True)
-class Peer:
-    """The other end of a connection, and the numbers of its messages."""
-
-    name: str
-    routing_id: bytes
-    sent: int = 0
-    """Number of the last message sent to it."""
-    received: int = 0
-    """Number of the last message received from it."""
-    is_connected: bool = False
-
-    def frame(self, message: bytes) -> bytes:
-        """Return the next message with its header. The caller increments `sent` once it is sent."""
-        if len(message) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message of {len(message)} bytes, at most {MAX_MESSAGE_BYTES}")
-        return _HEADER.pack(_MESSAGE, self.sent + 1) + message
-
-    def count(self) -> bytes:
-        """Return the frame that reports how many messages were sent."""
-        return _HEADER.pack(_COUNT, self.sent)
-
-    def accept(self, frame: bytes) -> bytes | None:
-        """Return the message of a frame from the peer, or None if it has none or is a duplicate.
-
-        Raises RankError if messages are missing or the frame is invalid.
-        """
-        kind, number = _HEADER.unpack_from(frame) if len(frame) >= _HEADER.size else (b"", 0)
-        if kind == _MESSAGE:
-            if number == self.received + 1:
-                self.received = number
-                return frame[_HEADER.size :]
-            if number > self.received:
-                raise self._loss(number - 1)
-            logger.warning("%s: dropped message %d, which it sent twice", self.name, number)
-        elif kind == _COUNT:
-            self.is_connected = True
-            if number > self.received:
-                raise self._loss(number)
-        else:
-            raise RankError(f"{self.name}: sent {len(frame)} bytes that are no message of this run")
-        return None
-
-    def _loss(self, last: int) -> RankError:
-        first = self.received + 1
-        numbers = f"message {first}" if first == last else f"messages {first} to {last}"
-        return RankError(
-            f"{self.name}: {numbers} did not arrive. Its connection to this rank probably broke. "
-            "Resume the run from its last checkpoint"
-        )
 
 
 class Member:
@@ -190,6 +130,8 @@ class Member:
 
     def close(self) -> None:
         """Close the connection. Idempotent. Waits at most LINGER_SECONDS."""
+        if self._exclusive.is_forked():
+            return
         self._monitor.close(0)
         self._socket.close(_linger_ms())
         if self._own_context is not None:
@@ -305,6 +247,8 @@ class Hub:
 
     def close(self) -> None:
         """Close the channel and the local member. Idempotent. Waits at most LINGER_SECONDS."""
+        if self._exclusive.is_forked():
+            return
         if self._local_member is not None:
             self._local_member.close()
         self._socket.close(_linger_ms())
@@ -348,7 +292,7 @@ class Hub:
             message = peer.accept(content)
             if message is not None:
                 messages.append((member, message))
-            elif content.startswith(_COUNT):
+            elif is_count(content):
                 self._try_send(peer, peer.count())
                 if self._admission is not None and member != self._local:
                     self._admission.know(int(frame.get(zmq.SRCFD)), peer.name)
@@ -448,9 +392,13 @@ class _Exclusive:
     _process: int = field(default_factory=os.getpid)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def is_forked(self) -> bool:
+        """Return whether this is a fork of the process that opened the socket."""
+        return os.getpid() != self._process
+
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        if os.getpid() != self._process:
+        if self.is_forked():
             raise RuntimeError("a forked process cannot use the control channel of its parent")
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("two threads use the same end of the control channel")

@@ -140,6 +140,20 @@ def assemble(
     )
 
 
+def tokens_in(
+    sequences: Sequence[TrainingSequence], batch: TokenBatch
+) -> dict[int, SequenceTokens]:
+    """Return the tokens of the held sequences, by index, as views of `batch`. What it was assembled
+    from can then be freed."""
+    tokens, logprobs = batch.tokens.numpy(), batch.engine_logprobs.numpy()
+    result, end = {}, 0
+    for index in _held(batch):
+        start = end + sequences[index].prompt_tokens
+        first, end = end, end + sequences[index].num_tokens
+        result[index] = SequenceTokens(tokens[first:start], tokens[start:end], logprobs[start:end])
+    return result
+
+
 def fresh_mask(sequences: Sequence[TrainingSequence], batch: TokenBatch, *, version: int) -> Tensor:
     """Return a bool mask [T] over the batch that `assemble` makes of the same sequences: True for
     response tokens sampled by weights `version`.

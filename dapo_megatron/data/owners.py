@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self, TypeVar, cast
 
 from dapo_megatron.data.packing import minibatch_ranges
@@ -26,6 +27,13 @@ def owners(
     It is the one that `plan` gives to the sequence in its mini-batch, also if the mini-batch has no
     loss tokens. So updates use the same plans.
     """
+    return list(_owners(tuple(lengths), num_updates, plan, num_ranks))
+
+
+@lru_cache(maxsize=1)  # a step asks twice: for the exchange, and for the batch
+def _owners(
+    lengths: tuple[int, ...], num_updates: int, plan: MicrobatchPlanner, num_ranks: int
+) -> list[int]:
     result = [0] * len(lengths)
     if num_ranks == 1:
         return result

@@ -65,6 +65,7 @@ SHARED_MODULES = {
     "math-verify": "math_verify",
     "reasoning-gym": "reasoning_gym",
     "msgspec": "msgspec",
+    "pyzmq": "zmq",
     "datasketch": "datasketch",
     "plotly": "plotly",
     "jinja2": "jinja2",

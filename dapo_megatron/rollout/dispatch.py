@@ -62,6 +62,8 @@ class Dispatcher:
         self._queue: list[tuple[int, int]] = []
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._running = [0] * driver.num_replicas
+        self._claims = [0] * driver.num_replicas
+        """Number of queued requests that only this replica can continue."""
 
     @property
     def room(self) -> int:
@@ -78,8 +80,10 @@ class Dispatcher:
         """Queue requests for the unfinished completions of a group; lower tickets go first. Return
         whether there were any."""
         unfinished = group.to_sample()
-        for sample, _ in unfinished:
+        for sample, so_far in unfinished:
             heapq.heappush(self._queue, (group.ticket, sample))
+            if so_far is not None:
+                self._claims[so_far.replica] += 1
         return bool(unfinished)
 
     def advance(self, regrade: Sequence[tuple[int, int]] = ()) -> Events:
@@ -98,6 +102,7 @@ class Dispatcher:
         """Clear the queue and stop the engines. Return the last events, with an unfinished
         completion for each request that has tokens. Raises RankError as `advance` does."""
         self._queue.clear()
+        self._claims = [0] * self._driver.num_replicas
         events = self._take(self._driver.interrupt(), is_interrupted=True)
         self._in_flight.clear()
         self._running = [0] * self._driver.num_replicas
@@ -110,23 +115,33 @@ class Dispatcher:
 
         A completion with tokens goes to the replica that holds them. The other completions of a
         group go to the replica with the most room, and stay together if they fit, to share the
-        prompt in the prefix cache.
+        prompt in the prefix cache. Slots that queued completions with tokens will need are not
+        free: else these would wait for one replica, while another idles.
         """
         requests: list[list[GroupRequest]] = [[] for _ in self._running]
         waiting: list[tuple[int, int]] = []
         last_ticket, preferred = -1, 0
-        while self._queue and not all(map(self._is_full, range(len(self._running)))):
+        limit = self._driver.max_sequences
+        load = [sum(pair) for pair in zip(self._running, self._claims, strict=True)]
+        free = [replica for replica, number in enumerate(load) if number < limit]
+        capacity = limit * len(self._running)
+        while self._queue and len(self._in_flight) < capacity:
             ticket, sample = heapq.heappop(self._queue)
             group = self._groups[ticket]
             so_far = group.completions.get(sample)
             if so_far is not None:
                 replica = so_far.replica
-            elif ticket != last_ticket or self._is_full(preferred):
-                replica = preferred = min(range(len(self._running)), key=self._running.__getitem__)
-                last_ticket = ticket
+                is_full = self._running[replica] >= limit
+                self._claims[replica] -= not is_full
             else:
+                if ticket != last_ticket or load[preferred] >= limit:
+                    free = [replica for replica in free if load[replica] < limit]
+                    preferred = min(free, key=load.__getitem__, default=preferred)
+                    last_ticket = ticket
                 replica = preferred
-            if self._is_full(replica):
+                is_full = load[replica] >= limit
+                load[replica] += not is_full
+            if is_full:
                 waiting.append((ticket, sample))
                 continue
             num_tokens = 0 if so_far is None else so_far.num_tokens
@@ -142,9 +157,6 @@ class Dispatcher:
         for item in waiting:
             heapq.heappush(self._queue, item)
         return requests
-
-    def _is_full(self, replica: int) -> bool:
-        return self._running[replica] >= self._driver.max_sequences
 
     # ------------------------------------------------------------------ checking reports
 

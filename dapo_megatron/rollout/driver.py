@@ -18,6 +18,11 @@ from dapo_megatron.types import RankError
 
 COALESCE_SECONDS = 0.01
 """Minimum time between two answers of `advance`, so that many small reports cost little."""
+COALESCE_SECONDS_PER_REPLICA = 0.0005
+"""The same, per replica: 0.13 s for 256 replicas."""
+QUEUED_SHARE = 8
+"""A replica has up to 1 + 1/8 times as many requests as it runs at once. So no slot is free while
+a report and its answer are on their way. In lock step there are none."""
 ALIVE_SECONDS = 5.0
 """Interval at which rank 0 and leaders show each other that they are alive, if they have no news.
 """
@@ -84,13 +89,16 @@ class EngineDriver:
     ) -> None:
         self.num_replicas = num_replicas
         self.max_sequences = max_sequences
+        self._coalesce_seconds = max(COALESCE_SECONDS, COALESCE_SECONDS_PER_REPLICA * num_replicas)
+        if not deterministic:
+            self.max_sequences += max_sequences // QUEUED_SHARE
         self.last_errors: dict[str, str] = {}
         self._hub = hub
         self._deterministic = deterministic
         self._silence_seconds = max(silence_seconds, 3 * ALIVE_SECONDS)
         self._grade_seconds = [0.0] * num_replicas
         self._heard = self._told = [0.0] * num_replicas
-        self._answered = 0.0
+        self._answered = self._checked = 0.0
 
     @property
     def grade_seconds(self) -> float:
@@ -119,7 +127,7 @@ class EngineDriver:
                 self._send(replica, order)
         if self._deterministic:
             return self._one_each()
-        time.sleep(max(self._answered + COALESCE_SECONDS - time.monotonic(), 0.0))
+        time.sleep(max(self._answered + self._coalesce_seconds - time.monotonic(), 0.0))
         reports = self._receive()
         self._answered = time.monotonic()
         return reports
@@ -169,6 +177,13 @@ class EngineDriver:
             self.last_errors |= report.errors
             if not report.is_alive_only:
                 reports.append((replica, report))
+        if now - self._checked > WAIT_SECONDS:
+            self._checked = now
+            self._check_alive(now)
+        return reports
+
+    def _check_alive(self, now: float) -> None:
+        """Show replicas that rank 0 is alive. Raises RankError naming one that is silent."""
         for replica in range(self.num_replicas):
             silence = now - self._heard[replica]
             if silence > self._silence_seconds:
@@ -178,7 +193,6 @@ class EngineDriver:
                 )
             if now - self._told[replica] > ALIVE_SECONDS:
                 self._send(replica, Order(OrderKind.ALIVE))
-        return reports
 
     def _send(self, replica: int, order: Order) -> None:
         self._hub.send(replica, encode(order))

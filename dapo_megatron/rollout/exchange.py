@@ -76,11 +76,11 @@ class TokenExchange:
 
     def _outgoing(
         self, sequences: Sequence[TrainingSequence], shares: _Shares, moves: Sequence[Move]
-    ) -> list[bytes]:
+    ) -> list[bytearray]:
         """Return the message of this rank to each rank; empty ones if it leads no replica."""
         own = self.exchange.rank
         if own not in self.leaders:
-            return [b""] * self.exchange.world_size
+            return [bytearray()] * self.exchange.world_size
         replica = self.leaders.index(own)
         # The ranks of one data-parallel index get the same sequences: one buffer for all of them.
         buffers = [
@@ -92,11 +92,15 @@ class TokenExchange:
             completion = self.store.take(move.ticket, move.summary.sample)
             _check(f"ticket {move.ticket}, sample {completion.sample}", completion, move.summary)
             target = self.leaders[move.target]
-            parts[target] += completion.tokens.tobytes() + completion.logprobs.tobytes()
+            # A new buffer, because several ranks may share the old one.
+            parts[target] = (
+                parts[target] + completion.tokens.tobytes() + completion.logprobs.tobytes()
+            )
         return parts
 
-    def _pack(self, sequences: Sequence[TrainingSequence], share: Sequence[int]) -> bytes:
-        """Return the message with these sequences, which this rank holds."""
+    def _pack(self, sequences: Sequence[TrainingSequence], share: Sequence[int]) -> bytearray:
+        """Return the message with these sequences, which this rank holds. It is writable, because
+        bytes would be copied once more to be sent."""
         spans: list[bytes | memoryview] = []
         for sequence in (sequences[index] for index in share):
             completion = self.store.get(sequence.ticket, sequence.sample)
@@ -109,7 +113,7 @@ class TokenExchange:
                 )
             spans.append(np.array(prompt.tokens, np.int32).tobytes())
             spans += [memoryview(completion.tokens), memoryview(completion.logprobs)]
-        return b"".join(spans)
+        return bytearray().join(spans)
 
     def _moves(self, moves: Sequence[Move], source: int, target: int) -> Iterator[Move]:
         """Yield the moves from replica `source` to the leader on rank `target`, in order."""

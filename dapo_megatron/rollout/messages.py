@@ -8,6 +8,7 @@ the collection of one step, or the evaluation of one set of problems.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,7 +16,9 @@ from enum import StrEnum
 from dapo_megatron.types import (
     Completion,
     CompletionSummary,
+    Finish,
     Grade,
+    Int32s,
     Outcome,
     Prompt,
     SampleRequest,
@@ -134,14 +137,37 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Message from a leader to the other ranks of its engine, before the same engine steps."""
+    """Message from a leader to the other ranks of its engine, before the same engine steps.
 
-    requests: list[SampleRequest]
+    sampling  sampling parameters of the phase; None before the first phase
+    groups    new requests
+    tokens    tokens so far of the requested completions that have some, in the order of `groups`
+    """
+
+    sampling: Sampling | None
+    groups: list[GroupRequest]
+    tokens: list[Int32s]
     num_steps: int
     interrupt: bool
     end: bool
     asks_stop: bool
     """Gather the stop signals of all ranks of the engine."""
+
+    def requests(self) -> list[SampleRequest]:
+        """Return the new requests. Completions so far have only their tokens: what engines of
+        other ranks than the leader return is dropped."""
+        tokens = iter(self.tokens)
+        requests = []
+        for group in self.groups:
+            assert self.sampling is not None
+            for sample, num_tokens in group.samples:
+                so_far = None
+                if num_tokens:
+                    so_far = Completion(
+                        sample, next(tokens), array("f"), "", Finish.UNFINISHED, segments=()
+                    )
+                requests.append(self.sampling.request(group.ticket, group.prompt, sample, so_far))
+        return requests
 
 
 @dataclass(frozen=True, slots=True)

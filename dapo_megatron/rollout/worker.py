@@ -38,6 +38,9 @@ GRADING_SECONDS = 0.005
 """Interval at which a leader with an idle engine looks for grades."""
 REPORT_SECONDS = 0.02
 """Minimum time between two reports while the engine is running."""
+REPORT_SECONDS_PER_REPLICA = 0.004
+"""The same, per replica of the run, so that rank 0 gets at most 250 reports per second. The engine
+has queued requests meanwhile (driver.QUEUED_SHARE)."""
 NUM_SHOWN = 20
 """Number of requests in flight that the report of a hanging rank lists."""
 
@@ -77,7 +80,7 @@ class Follower:
     def _take(self, turn: Turn) -> None:
         if turn.asks_stop:
             self._peers.all_gather(self._stop(), str)
-        self._engine.submit(turn.requests)
+        self._engine.submit(turn.requests())
         if turn.interrupt:
             self._engine.interrupt()
         for _ in range(turn.num_steps):
@@ -125,13 +128,14 @@ class Leader:
         self._grade_seconds = 0.0
         self._stop_signal = ""
         self._reported = self._asked = 0.0
+        self._report_seconds = max(REPORT_SECONDS, REPORT_SECONDS_PER_REPLICA * engine.num_replicas)
 
     def serve(self) -> None:
         """Obey the coordinator until it ends the phase."""
         while True:
             orders = self._orders()
-            turn = self._turn(orders)
-            self._take(turn)
+            turn, requests = self._turn(orders)
+            self._take(turn, requests)
             for order in orders:
                 for ticket, sample in order.regrade:
                     completion = self._store.get(ticket, sample)
@@ -165,26 +169,29 @@ class Leader:
             self._on_activity("orders")
         return [decode(message, Order, "rank 0") for message in messages]
 
-    def _turn(self, orders: list[Order]) -> Turn:
-        """Return the turn of all ranks of the engine that these orders ask for."""
-        requests: list[SampleRequest] = []
+    def _turn(self, orders: list[Order]) -> tuple[Turn, list[SampleRequest]]:
+        """Return the turn of all ranks of the engine that these orders ask for, and the requests of
+        this rank's engine."""
         kinds = {order.kind for order in orders}
         for order in orders:
             if order.sampling is not None:
                 self._sampling, self._is_interrupted = order.sampling, False
-            for request in order.requests:
-                requests += self._sample_requests(request)
+        groups = [group for order in orders for group in order.requests]
+        requests = [request for group in groups for request in self._sample_requests(group)]
         num_steps = STEPS if OrderKind.RUN in kinds else 0
         now = time.monotonic()
         asks_stop = now - self._asked > IDLE_SECONDS or (self._deterministic and num_steps > 0)
         self._asked = now if asks_stop else self._asked
-        return Turn(
-            requests=requests,
+        turn = Turn(
+            sampling=self._sampling,
+            groups=groups,
+            tokens=[request.so_far.tokens for request in requests if request.so_far is not None],
             num_steps=num_steps if self._deterministic else 1,
             interrupt=OrderKind.INTERRUPT in kinds,
             end=OrderKind.END in kinds,
             asks_stop=asks_stop,
         )
+        return turn, requests
 
     def _sample_requests(self, group: GroupRequest) -> list[SampleRequest]:
         """Return the engine's requests for a group. Raises DapoError naming a completion that is
@@ -201,15 +208,15 @@ class Leader:
             requests.append(self._sampling.request(group.ticket, group.prompt, sample, so_far))
         return requests
 
-    def _take(self, turn: Turn) -> None:
-        """Start a turn on all ranks of the engine."""
+    def _take(self, turn: Turn, requests: list[SampleRequest]) -> None:
+        """Start a turn on all ranks of the engine, with the requests of this rank's."""
         if self._peers.world_size > 1:
             self._peers.broadcast(turn, Turn)
         if turn.asks_stop:
             signals = self._peers.all_gather(self._stop(), str)
             self._stop_signal = next(filter(None, signals), "")
-        self._engine.submit(turn.requests)
-        self.on_running(len(self._engine.requests))
+        self._engine.submit(requests)
+        self._show_running()
 
     # ------------------------------------------------------------------ engine and graders
 
@@ -224,7 +231,7 @@ class Leader:
                 self._sampled.append((request.ticket, summary))
                 self._grade(request.ticket, request.prompt, completion)
             self._on_activity("engine step")
-            self.on_running(len(self._engine.requests))
+            self._show_running()
 
     def _interrupt(self) -> list[Sampled]:
         """Interrupt the engine. Store and return its unfinished completions."""
@@ -234,6 +241,10 @@ class Leader:
             unfinished.append((request.ticket, summarize(completion, self._engine.replica)))
         self.on_running(0)
         return unfinished
+
+    def _show_running(self) -> None:
+        """Pass on how many requests run. Others may be queued in the engine."""
+        self.on_running(min(len(self._engine.requests), self._engine.max_sequences))
 
     def _keep(self, request: SampleRequest, completion: Completion) -> None:
         if self._sampling is not None and self._sampling.is_kept:
@@ -271,7 +282,7 @@ class Leader:
         is_idle = not self._engine.requests
         is_due = is_due or unfinished is not None
         if not self._deterministic:
-            is_due = is_due or (has_news and (is_idle or since > REPORT_SECONDS))
+            is_due = is_due or (has_news and (is_idle or since > self._report_seconds))
         if not is_due and since < ALIVE_SECONDS:
             return
         self._reported = time.monotonic()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 from dapo_megatron.cluster.messages import open_channel
@@ -131,6 +134,34 @@ class InstantGrading:
             return []
         keys, self._keys = self._keys[::-1], []  # the newest first
         return [(key, Grade(1.0, True, "7"), "graded") for key in keys]
+
+
+@contextmanager
+def strangers(endpoint: str) -> Iterator[list[bytes]]:
+    """Connect to tcp://HOST:PORT again and again and send garbage, until the end of the block.
+    Yield the list of what was sent."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)  # ZMTP 3.0 without a key
+    messages = (b"GET / HTTP/1.0\r\n\r\n", bytes(200), greeting, bytes(range(256)) * 40)
+    sent: list[bytes] = []
+    is_over = threading.Event()
+
+    def run() -> None:
+        for message in cycle(messages):
+            # The hub may close the connection at any time.
+            with suppress(OSError), socket.create_connection((host, int(port)), timeout=5) as link:
+                link.sendall(message)
+                sent.append(message)
+                link.settimeout(0.01)
+                link.recv(1000)
+            if is_over.is_set() and len(sent) >= len(messages):
+                return
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield sent
+    is_over.set()
+    thread.join()
 
 
 @contextmanager

@@ -118,7 +118,7 @@ def test_a_run_stopped_between_in_and_before_updates_resumes_to_the_same_weights
     folder = directory / "stopped"
     state = newest_state(folder)
     assert len(state["open_step"]["updates"]) == 1
-    assert state["open_step"]["logprobs_dtype"] == "float32"
+    assert state["open_step"]["has_logprobs"]
 
     # The checks of this start: start of step 2, before its second update, in its micro-batch.
     done = start(directory, "stopped", 3)
@@ -130,7 +130,7 @@ def test_a_run_stopped_between_in_and_before_updates_resumes_to_the_same_weights
     state = newest_state(folder)
     assert state["progress"]["step"] == 2
     assert state["open_step"]["sequences"]
-    assert state["open_step"]["logprobs_dtype"] is None
+    assert not state["open_step"]["has_logprobs"]
 
     done = start(directory, "stopped")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -570,6 +570,29 @@ def test_on_policy_expires_groups_carried_by_an_earlier_off_policy_run() -> None
     assert collected.counts["expired"] > 0
 
 
+def test_on_policy_needs_no_grades_of_groups_that_expired_at_the_start() -> None:
+    driver = ScriptedDriver(mixed_every(1), grade_at_once=False)
+    driver._grade = lambda *_: pytest.fail("not yet")  # type: ignore[method-assign]
+    coordinator = make_coordinator(driver)
+    driver.rng = random.Random(1)
+    driver.rng.random = lambda: 1.0  # type: ignore[method-assign] - no grade arrives
+    turns = iter(range(5))
+
+    def stop_later() -> None:
+        driver.stop = "" if next(turns, None) is not None else "SIGTERM"
+
+    driver.on_advance = stop_later
+    with pytest.raises(Stopped):
+        collect(coordinator, driver, 0)
+    assert any(group.to_grade() for group in coordinator.groups.values())
+    fresh = ScriptedDriver(mixed_every(1))
+    resumed = make_coordinator(fresh, on_policy=True)
+    resume(resumed, fresh, coordinator.state())
+    collected = collect(resumed, fresh, 1)
+    assert len(collected.train) == 4
+    assert collected.counts["expired"] > 0
+
+
 def test_a_response_limit_below_carried_completions_is_rejected() -> None:
     driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: MAX_TOKENS)
     coordinator = make_coordinator(driver, lookahead=4.0)

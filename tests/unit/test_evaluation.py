@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,16 +17,14 @@ from hypothesis import strategies as st
 
 from dapo_megatron.algo.evaluation import avg_at_k, bootstrap_interval, cons_at_k, pass_at_k
 from dapo_megatron.config import EvaluationConfig
-from dapo_megatron.rollout.dispatch import Sampling, sample_seed
-from dapo_megatron.rollout.driver import Events
 from dapo_megatron.rollout.evaluate import Evaluator, evaluation_metrics, sample_all
+from dapo_megatron.rollout.messages import GroupRequest, Report, Sampling, sample_seed
 from dapo_megatron.types import (
-    Completion,
+    CompletionSummary,
     Finish,
     Grade,
     Group,
     Prompt,
-    SampleRequest,
     Segment,
     Stopped,
 )
@@ -110,8 +109,8 @@ def graded(ticket: int, answers: str) -> Group:
         ticket,
         prompt,
         tuple(
-            Completion(
-                sample, (9, 2), (-0.1, -0.2), "", Finish.STOP, (Segment(0, 2),), grades[letter]
+            CompletionSummary(
+                sample, 2, Finish.STOP, (Segment(0, 2),), replica=0, grade=grades[letter]
             )
             for sample, letter in enumerate(answers)
         ),
@@ -188,37 +187,72 @@ class AnsweringDriver:
     num_replicas, max_sequences = 2, 3
 
     def __init__(self, stop_at: int = -1) -> None:
-        self.requests: list[SampleRequest] = []
-        self.uses: list[str] = []
-        self.interrupted = 0
+        self.requests: list[tuple[int, int]] = []
+        """(ticket, sample) of all requests, in the order of the answers."""
+        self.phases: list[Sampling] = []
+        self.num_turns = self.interrupted = 0
         self._stop_at = stop_at
-        self._ungraded: list[SampleRequest] = []
+        self._rows: dict[int, int] = {}
+        self._ungraded: list[tuple[int, int, int]] = []
+
+    def name(self, replica: int) -> str:
+        return f"replica {replica}"
+
+    def start(self, sampling: Sampling) -> None:
+        self.phases.append(sampling)
 
     def advance(
-        self, requests: Sequence[Sequence[SampleRequest]], grade: object = (), use: str = ""
-    ) -> Events:
-        assert len(requests) == 2 and max(map(len, requests)) <= 3
-        new = [request for replica in requests for request in replica][::-1]
-        self.requests += new
-        self.uses.append(use)
-        graded = [
-            (request.ticket, request.sample, self._grade(request), "") for request in self._ungraded
-        ]
-        self._ungraded = new
-        answer = Completion(0, (9, 2), (-0.1, -0.2), "", Finish.STOP, (Segment(0, 2),))
-        sampled = [(request.ticket, replace(answer, sample=request.sample)) for request in new]
-        stop = "SIGTERM" if len(self.uses) == self._stop_at else ""
-        return Events(sampled, [] if stop else graded, stop)
+        self, requests: Sequence[Sequence[GroupRequest]], regrade: Sequence[Sequence[object]]
+    ) -> list[tuple[int, Report]]:
+        assert len(requests) == 2 and list(regrade) == [[], []]
+        self.num_turns += 1
+        stop = "SIGTERM" if self.num_turns == self._stop_at else ""
+        ungraded, self._ungraded = self._ungraded, []
+        reports = []
+        for replica, groups in reversed(list(enumerate(requests))):
+            self._rows |= {group.ticket: group.prompt.index for group in groups}
+            new = [(group.ticket, sample) for group in groups for sample, _ in group.samples][::-1]
+            assert len(new) <= 3 and {
+                num_tokens for g in groups for _, num_tokens in g.samples
+            } <= {0}
+            self.requests += new
+            self._ungraded += [(replica, *key) for key in new]
+            answer = CompletionSummary(0, 2, Finish.STOP, (Segment(0, 2),), replica)
+            report = Report(
+                sampled=[(ticket, replace(answer, sample=sample)) for ticket, sample in new],
+                graded=[
+                    (ticket, sample, self._grade(ticket, sample), "")
+                    for holder, ticket, sample in ungraded
+                    if holder == replica
+                ],
+                stop=stop,
+            )
+            reports.append((replica, report))
+        return reports
 
-    def interrupt(self) -> list[tuple[int, Completion]]:
+    def interrupt(self) -> list[tuple[int, Report]]:
         self.interrupted += 1
-        return []
+        return [(replica, Report(unfinished=[])) for replica in range(2)]
 
-    def _grade(self, request: SampleRequest) -> Grade | None:
-        if (request.prompt.index, request.sample) == (1, 1):
+    def _grade(self, ticket: int, sample: int) -> Grade | None:
+        row = self._rows[ticket]
+        if (row, sample) == (1, 1):
             return None
-        right = request.sample == 0 and request.prompt.index % 2 == 0
+        right = sample == 0 and row % 2 == 0
         return Grade(1.0 if right else -1.0, right, "7" if right else "8")
+
+
+class DriverOnly:
+    """Engines of which the test sees the driver only."""
+
+    def __init__(self, driver: AnsweringDriver) -> None:
+        self._driver = driver
+
+    def run(self, task: Any, of: object) -> Any:
+        return task(self._driver)
+
+
+SAMPLING = Sampling("use", 8, 0.5, 0.25, is_seeded=True, is_kept=False)
 
 
 def problems(number: int) -> list[Prompt]:
@@ -228,23 +262,23 @@ def problems(number: int) -> list[Prompt]:
 def test_groups_are_returned_in_order_with_grades_and_progress_is_reported() -> None:
     driver, progress = AnsweringDriver(), []
     tickets = [(ticket, prompt) for ticket, prompt in zip((8, 4, 6), problems(3))]
-    groups = sample_all(driver, tickets, Sampling(3, 8, 0.5, 0.25, "use"), progress.append)  # type: ignore[arg-type]
+    groups = sample_all(driver, tickets, SAMPLING, 3, progress.append)
     assert [(group.ticket, group.prompt.index) for group in groups] == [(8, 0), (4, 1), (6, 2)]
     assert [[c.sample for c in group.completions] for group in groups] == [[0, 1, 2]] * 3
     grades = [[c.grade and c.grade.correct for c in group.completions] for group in groups]
     assert grades == [[True, False, False], [False, None, False], [True, False, False]]
     # Six requests fill the engines: those of tickets 4 and 6.
-    assert [request.ticket for request in driver.requests] == [6, 6, 6, 4, 4, 4, 8, 8, 8]
+    assert [ticket for ticket, _ in driver.requests] == [6, 6, 6, 4, 4, 4, 8, 8, 8]
     assert progress == [0, 2, 3]
-    assert set(driver.uses) == {"use"}
+    assert driver.phases == [SAMPLING]
     assert driver.interrupted == 0
 
 
 def test_a_stop_signal_interrupts_the_engines() -> None:
     driver = AnsweringDriver(stop_at=2)
     with pytest.raises(Stopped, match=r"^stopped by SIGTERM$"):
-        sample_all(driver, list(enumerate(problems(3))), Sampling(3, 8, 0.5, 0.25, "use"))  # type: ignore[arg-type]
-    assert driver.interrupted == 1 and len(driver.uses) == 2
+        sample_all(driver, list(enumerate(problems(3))), SAMPLING, 3)
+    assert driver.interrupted == 1 and driver.num_turns == 2
 
 
 @pytest.mark.parametrize(("limit", "max_tokens"), [(None, 16), (12, 12)])
@@ -256,19 +290,18 @@ def test_each_set_is_sampled_with_the_configured_settings(
     )
     driver = AnsweringDriver()
     sets = {"easy": problems(2), "hard": problems(4)}
-    evaluator = Evaluator(config, sets, driver, max_tokens=16, seed=5)  # type: ignore[arg-type]
+    evaluator = Evaluator(config, sets, DriverOnly(driver), max_tokens=16, seed=5)  # type: ignore[arg-type]
     metrics = evaluator.run()
     assert metrics == evaluator.run()
-    requests = driver.requests[: len(driver.requests) // 2]
-    assert len(requests) == 12
-    assert {(r.temperature, r.top_p, r.max_tokens) for r in requests} == {(0.75, 0.5, max_tokens)}
-    seeds = {
-        sample_seed(f"5/evaluate/{name}", ticket, sample)
-        for name, prompts in sets.items()
-        for ticket in range(len(prompts))
-        for sample in range(2)
-    }
-    assert {request.seed for request in requests} == seeds
+    expected = [
+        Sampling(f"5/evaluate/{name}", max_tokens, 0.75, 0.5, is_seeded=True, is_kept=False)
+        for name in sets
+    ]
+    assert driver.phases == expected * 2
+    assert len(driver.requests) == 2 * 12
+    request = driver.phases[0].request(3, sets["easy"][0], 1)
+    assert (request.temperature, request.top_p, request.max_tokens) == (0.75, 0.5, max_tokens)
+    assert request.seed == sample_seed("5/evaluate/easy", 3, 1)
     assert {name.split("/")[1] for name in metrics} == {"easy", "hard"}
     assert (metrics["eval/easy/avg@2"], metrics["eval/hard/pass@2"]) == (0.25, 0.5)
     assert metrics["eval/easy/ungraded"] == metrics["eval/hard/ungraded"] == 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +13,16 @@ import pytest
 
 from dapo_megatron import loop
 from dapo_megatron.algo.mismatch import GapStatistics, TokenGap, check_gap
+from dapo_megatron.rollout.checkpoint_files import CompletionsSnapshot
 from dapo_megatron.rollout.partial_step import PartialStep
 from dapo_megatron.rollout.replay import NoSync
-from dapo_megatron.types import StarvedError, Stopped, SyncError, SyncReport
+from dapo_megatron.types import Rollouts, StarvedError, Stopped, SyncError, SyncReport
 from tests.helpers.batches import ONE_INDEX
 from tests.helpers.configs import tiny_config
 
 
 class Journal:
-    """Recorder, checkpoints, evaluator, sync and coordinator in one. Records the calls."""
+    """Recorder, checkpoints, evaluator, sync and collector in one. Records the calls."""
 
     def __init__(self, due: set[int]) -> None:
         self.entries: list[str] = []
@@ -48,12 +49,21 @@ class Journal:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.entries.append(f"log {step}")
 
-    def samples(self, step: int, groups: Any) -> None:
+    def ended(self, step: int, groups: Any) -> None:
         self.entries.append(f"samples {step}")
 
+    def snapshot(self) -> str:
+        return "carried"
+
     def commit(
-        self, step: int, state: Mapping[str, Any], *, is_open: bool = False
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        rollouts: Sequence[Any],
+        *,
+        is_open: bool = False,
     ) -> Callable[[], None]:
+        assert rollouts[0] == "carried" and isinstance(rollouts[1], CompletionsSnapshot)
         self.entries.append(f"save {step}" + (" open" if is_open else ""))
         self.states.append({**state, "progress": dict(state["progress"])})
         return lambda: self.entries.append(f"publish {step}")
@@ -84,16 +94,16 @@ def train(
 
     def step(config: Any, parts: Any, number: int, partial_step: PartialStep) -> Any:
         journal.entries.append(f"step {number}")
-        partial_step.begin([], {}, {"accuracy/raw": 0.5})
+        partial_step.begin(Rollouts([], {}, {"accuracy/raw": 0.5}))
         if error is not None and number == error_at:
             raise error
-        journal.samples(number, [])
+        journal.ended(number, [])
         return {"mismatch/gap_max": number * 1e-6}, 7
 
     monkeypatch.setattr(loop, "train_step", step)
     parts: Any = SimpleNamespace(
         sync=journal, evaluator=journal, recorder=journal, checkpoints=journal,
-        coordinator=journal, instruments=journal, data_parallel=ONE_INDEX, check_stop=lambda: None,
+        collector=journal, instruments=journal, data_parallel=ONE_INDEX, check_stop=lambda: None,
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=4)
     try:

@@ -19,18 +19,32 @@ from dapo_megatron.cluster.collectives import ErrorRecord, decode, encode
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.doctor.check_result import Check, Status
 from dapo_megatron.doctor.node import NodeState
-from dapo_megatron.rollout.driver import RankReport
+from dapo_megatron.rollout.messages import (
+    GroupRequest,
+    Move,
+    Order,
+    OrderKind,
+    Report,
+    Sampling,
+    StepPlan,
+    Turn,
+)
 from dapo_megatron.types import (
     Completion,
+    CompletionSummary,
     ConfigError,
     DapoError,
     Fenced,
     Finish,
     Grade,
+    Outcome,
+    Prompt,
     RankError,
     Region,
+    SampleRequest,
     Segment,
     TensorSlice,
+    TrainingSequence,
 )
 from tests.helpers.ranks import run_ranks
 
@@ -50,15 +64,87 @@ completions = st.builds(
     segments=segments,
     grade=grades,
 )
-reports = st.builds(
-    RankReport,
+summaries = st.builds(
+    CompletionSummary,
+    sample=numbers,
+    num_tokens=numbers,
+    finish=st.sampled_from(Finish),
+    segments=segments,
     replica=numbers,
-    sampled=st.lists(st.tuples(numbers, completions), max_size=3),
+    logprob_mean=st.none() | floats,
+    logprob_min=st.none() | floats,
+    grade=grades,
+)
+prompts = st.builds(
+    Prompt, texts, numbers, tokens, texts, texts, st.dictionaries(texts, texts, max_size=2)
+)
+sampled = st.lists(st.tuples(numbers, summaries), max_size=3)
+reports = st.builds(
+    Report,
+    sampled=sampled,
     graded=st.lists(st.tuples(numbers, numbers, grades, texts), max_size=3),
-    errors=st.dictionaries(texts, texts, max_size=3),
-    step_seconds=floats,
-    exchange_seconds=floats,
+    unfinished=st.none() | sampled,
     stop=texts,
+    grade_seconds=floats,
+    errors=st.dictionaries(texts, texts, max_size=3),
+    is_alive_only=st.booleans(),
+)
+samplings = st.builds(Sampling, texts, numbers, floats, floats, st.booleans(), st.booleans())
+orders = st.builds(
+    Order,
+    kind=st.sampled_from(OrderKind),
+    sampling=st.none() | samplings,
+    requests=st.lists(
+        st.builds(
+            GroupRequest,
+            numbers,
+            prompts,
+            st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple),
+        ),
+        max_size=2,
+    ),
+    regrade=st.lists(st.tuples(numbers, numbers), max_size=3),
+)
+turns = st.builds(
+    Turn,
+    requests=st.lists(
+        st.builds(
+            SampleRequest,
+            ticket=numbers,
+            sample=numbers,
+            prompt=prompts,
+            seed=st.none() | numbers,
+            max_tokens=numbers,
+            temperature=floats,
+            top_p=floats,
+            so_far=st.none() | completions,
+        ),
+        max_size=2,
+    ),
+    num_steps=numbers,
+    interrupt=st.booleans(),
+    end=st.booleans(),
+    asks_stop=st.booleans(),
+)
+plans = st.builds(
+    StepPlan,
+    sequences=st.lists(
+        st.builds(
+            TrainingSequence,
+            ticket=numbers,
+            sample=numbers,
+            replica=numbers,
+            prompt_tokens=numbers,
+            response_tokens=numbers,
+            segments=segments,
+            advantage=floats,
+            in_loss=st.booleans(),
+        ),
+        max_size=2,
+    ),
+    closed=st.lists(st.tuples(numbers, st.sampled_from(Outcome), st.none() | texts), max_size=2),
+    moves=st.lists(st.builds(Move, numbers, prompts, summaries, numbers), max_size=2),
+    metrics=st.dictionaries(texts, floats, max_size=3),
 )
 regions = st.builds(Region, tokens, tokens)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -76,7 +162,10 @@ def typed(strategy: Any, expected_type: Any) -> Any:
 
 
 MESSAGES = st.one_of(
-    typed(reports, RankReport),
+    typed(reports, Report),
+    typed(orders, Order),
+    typed(turns, Turn),
+    typed(plans, StepPlan),
     typed(st.lists(tensor_slices), list[TensorSlice]),
     typed(st.tuples(texts, st.booleans(), states), tuple[str, bool, NodeState]),
     typed(st.tuples(st.none() | texts, errors), tuple[str | None, ErrorRecord | None]),
@@ -113,7 +202,7 @@ def test_a_message_is_received_exactly_as_sent(message: tuple[Any, Any]) -> None
 
 @given(
     st.binary(max_size=200),
-    st.sampled_from([RankReport, list[TensorSlice], str | None, bool, Path]),
+    st.sampled_from([Report, list[TensorSlice], str | None, bool, Path]),
 )
 def test_any_bytes_give_a_valid_value_or_an_error_with_the_rank(
     data: bytes, expected_type: Any
@@ -161,7 +250,7 @@ class Payload:
 def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         with pytest.raises(RankError, match="rank 1"):
-            decode(pickle.dumps(Payload(tmp_path / "ran"), protocol), RankReport, "rank 1")
+            decode(pickle.dumps(Payload(tmp_path / "ran"), protocol), Report, "rank 1")
     assert not list(tmp_path.iterdir())
     with pytest.raises(TypeError, match="Payload: ranks cannot send"):
         encode(Payload(tmp_path / "ran"))

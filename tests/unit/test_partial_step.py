@@ -3,102 +3,200 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from dapo_megatron.data.batch import describe, tokens_of
+from dapo_megatron.data.owners import owners
+from dapo_megatron.data.packing import plan_microbatches
+from dapo_megatron.rollout.completion_files import read_completions, write_completions
 from dapo_megatron.rollout.partial_step import PartialStep
-from dapo_megatron.types import ConfigError, StepStats
-from tests.helpers.batches import ONE_INDEX
+from dapo_megatron.types import CheckpointError, ConfigError, DataError, Rollouts, StepStats
+from tests.helpers.batches import described, tokens_of
 from tests.helpers.configs import tiny_config
 from tests.unit.test_batch import RIGHT, WRONG, completion, group, overlong
 
 STATS = StepStats(loss=0.5, grad_norm=2.0, lr=1e-6, num_tokens=6, means={"entropy": 0.75})
-GROUP = group(3, completion(0, 4, RIGHT), completion(1, 2, WRONG), completion(4, 1, RIGHT))
+GROUPS = [
+    group(3, completion(0, 4, RIGHT), completion(1, 2, WRONG), completion(4, 1, RIGHT)),
+    group(9, completion(0, 3, WRONG), completion(1, 0, RIGHT), num_prompt_tokens=5),
+    group(11, completion(2, 7, WRONG), completion(3, 7, RIGHT)),
+]
+LENGTHS = [sequence.num_tokens for sequence in described(GROUPS, overlong())]
+PLAN = partial(plan_microbatches, max_tokens=16)
 
 
-def begun() -> PartialStep:
-    """Return a step with three sequences of 6, 4 and 3 tokens."""
+@dataclass(frozen=True)
+class Index:
+    """Data-parallel ranks, as seen by a rank of one index."""
+
+    index: int
+    size: int
+    is_first: bool = True
+
+    def owners(self, lengths: Any) -> list[int]:
+        return owners(lengths, 2, PLAN, self.size)
+
+
+ONE = Index(0, 1)
+
+
+def begun(data_parallel: Index = ONE, logprobs: torch.Tensor | None = None) -> PartialStep:
+    """Return a step with the sequences of GROUPS, on a rank of this index. `logprobs` are of all
+    tokens."""
+    sequences, tokens = described(GROUPS, overlong()), tokens_of(GROUPS, overlong())
+    owner = data_parallel.owners(LENGTHS)
+    own = {index: tokens[index] for index in tokens if owner[index] == data_parallel.index}
     step = PartialStep()
-    sequences = describe([GROUP], overlong=overlong(), eps=1e-6)
-    step.begin(sequences, tokens_of([GROUP], overlong()), {"accuracy/raw": 0.25})
+    step.begin(Rollouts(sequences, own, {"accuracy/raw": 0.25}))
+    if logprobs is not None:
+        parts = logprobs.split(LENGTHS)
+        step.old_logprobs = torch.cat([logprobs[:0], *(parts[index] for index in own)])
     return step
 
 
-def saved(step: PartialStep, data_parallel: Any = ONE_INDEX) -> Any:
-    return json.loads(json.dumps(step.state(tiny_config(), data_parallel)))
+def saved(step: PartialStep) -> Any:
+    return json.loads(json.dumps(step.state(tiny_config())))
+
+
+def resumed(step: PartialStep, folder: Path, data_parallel: Index = ONE) -> PartialStep:
+    """Return the step that the checkpoint in `folder` describes."""
+    restored = PartialStep.from_state(saved(step), tiny_config())
+    restored.load(folder, data_parallel)  # type: ignore[arg-type]
+    return restored
+
+
+def response_of(step: PartialStep) -> list[torch.Tensor]:
+    """Return the old log-probs of each held response. Those of prompts are not saved."""
+    assert step.sequences is not None and step.old_logprobs is not None
+    held = [step.sequences[index] for index in step.tokens]
+    parts = step.old_logprobs.split([sequence.num_tokens for sequence in held])
+    return [part[sequence.prompt_tokens :] for sequence, part in zip(held, parts, strict=True)]
+
+
+def check_equal(step: PartialStep, expected: PartialStep) -> None:
+    assert step.sequences == expected.sequences
+    assert step.metrics == expected.metrics
+    assert step.updates == expected.updates
+    assert list(step.tokens) == list(expected.tokens)
+    for index, tokens in expected.tokens.items():
+        for name in ("prompt", "response", "logprobs"):
+            values = getattr(step.tokens[index], name)
+            assert values.dtype == getattr(tokens, name).dtype
+            assert values.tobytes() == getattr(tokens, name).tobytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_unfinished_step_survives_a_checkpoint_bit_for_bit(dtype: torch.dtype) -> None:
-    assert PartialStep().state(tiny_config(), ONE_INDEX) is None
-    step = begun()
-    # A view that is not contiguous and requires a gradient.
-    step.old_logprobs = torch.randn(26, dtype=dtype, requires_grad=True)[::2]
+@pytest.mark.parametrize(("num_written", "num_read"), [(1, 1), (2, 1), (2, 2), (2, 4), (1, 3)])
+def test_an_unfinished_step_survives_a_checkpoint_bit_for_bit(
+    dtype: torch.dtype, num_written: int, num_read: int, tmp_path: Path
+) -> None:
+    """Another number of data-parallel indices may continue it."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs = torch.randn(sum(LENGTHS), dtype=dtype, generator=generator)
+    # A tensor that is not contiguous and requires a gradient.
+    logprobs = torch.stack([logprobs, logprobs], dim=1).requires_grad_()[:, 1].detach()
+    for index in range(num_written):
+        written = Index(index, num_written)
+        step = begun(written, logprobs)
+        step.updates = [STATS]
+        step.snapshot(written).write(tmp_path)  # type: ignore[arg-type]
+        step.snapshot(replace(written, is_first=False)).write(tmp_path)  # type: ignore[arg-type]
+    assert len(list(tmp_path.iterdir())) == num_written
+    seen: list[int] = []
+    for index in range(num_read):
+        expected = begun(Index(index, num_read), logprobs)
+        expected.updates = [STATS]
+        restored = resumed(step, tmp_path, Index(index, num_read))
+        check_equal(restored, expected)
+        seen += restored.tokens
+        pairs = zip(response_of(restored), response_of(expected), strict=True)
+        assert all(torch.equal(values, other) for values, other in pairs)
+        assert restored.old_logprobs is not None
+        assert restored.old_logprobs.dtype == dtype or not restored.tokens
+    assert sorted(seen) == list(range(len(LENGTHS)))
+
+
+def test_closing_a_step_clears_it() -> None:
+    assert PartialStep().state(tiny_config()) is None
+    step = begun(logprobs=torch.zeros(sum(LENGTHS)))
     step.updates = [STATS]
-    restored = PartialStep.from_state(saved(step), tiny_config())
-    assert restored.sequences == step.sequences
-    assert restored.tokens == step.tokens
-    assert restored.metrics == {"accuracy/raw": 0.25}
-    assert restored.updates == [STATS]
-    assert restored.old_logprobs is not None
-    assert torch.equal(restored.old_logprobs, step.old_logprobs)
-    assert restored.old_logprobs.dtype == dtype
     step.close()
     assert step == PartialStep()
 
 
-class Others:
-    """Data-parallel ranks of which the others have these steps."""
-
-    def __init__(self, *steps: PartialStep) -> None:
-        self._steps = steps
-
-    def all_gather(self, value: Any, of: Any) -> list[Any]:
-        messages: list[Any] = []
-
-        class Caught:
-            @staticmethod
-            def all_gather(other: Any, of: Any) -> list[Any]:
-                messages.append(other)
-                return [value, other]
-
-        for step in self._steps:
-            step.state(tiny_config(), Caught())  # type: ignore[arg-type]
-        return [value, *messages]
+def test_an_unfinished_step_without_old_logprobs_survives_a_checkpoint(tmp_path: Path) -> None:
+    step = begun()
+    step.snapshot(ONE).write(tmp_path)  # type: ignore[arg-type]
+    restored = resumed(step, tmp_path)
+    assert restored.old_logprobs is None
+    check_equal(restored, step)
 
 
-def test_the_checkpoint_has_the_tokens_of_all_ranks_and_each_keeps_its_own() -> None:
-    """Sequences are distributed otherwise after the resume."""
-    logprobs = torch.arange(13.0)
-    first, second = begun(), begun()
-    first.old_logprobs = second.old_logprobs = logprobs
-    first.keep([0, 2])
-    second.keep([1])
-    assert first.old_logprobs.tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 12]
-    assert second.old_logprobs.tolist() == [6, 7, 8, 9]
-    restored = PartialStep.from_state(saved(first, Others(second)), tiny_config())
-    assert restored.tokens == begun().tokens
-    assert restored.old_logprobs is not None
-    assert torch.equal(restored.old_logprobs, logprobs)
-    restored.keep([1, 2])
-    assert list(restored.tokens) == [1, 2]
-    assert restored.old_logprobs.tolist() == [6, 7, 8, 9, 10, 11, 12]
-    restored.keep([])
-    assert (restored.tokens, restored.old_logprobs.tolist()) == ({}, [])
-
-
-def test_an_unfinished_step_without_old_logprobs_survives_a_checkpoint() -> None:
-    step = PartialStep()
-    metrics = {"accuracy/raw": 0.25}
-    step.begin([], {}, metrics)
+def test_a_step_without_sequences_survives_a_checkpoint(tmp_path: Path) -> None:
+    step, metrics = PartialStep(), {"accuracy/raw": 0.25}
+    step.begin(Rollouts([], {}, metrics))
     metrics["accuracy/raw"] = 1.0
-    restored = PartialStep.from_state(saved(step), tiny_config())
-    assert restored == step == PartialStep(sequences=[], metrics={"accuracy/raw": 0.25})
+    step.snapshot(ONE).write(tmp_path)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+    assert resumed(step, tmp_path) == step == PartialStep(
+        sequences=[], metrics={"accuracy/raw": 0.25}
+    )  # fmt: skip
     assert PartialStep.from_state(None, tiny_config()) == PartialStep()
-    assert PartialStep.from_state(saved(begun()), tiny_config()) == begun()
+    restored = PartialStep()
+    restored.load(tmp_path, ONE)  # type: ignore[arg-type]
+    assert restored == PartialStep()
+
+
+def damage(path: Path, kind: str) -> None:
+    rows = list(read_completions(path))
+    first = rows[0]
+    if kind == "no file":
+        path.unlink()
+    elif kind == "truncated":
+        path.write_bytes(path.read_bytes()[:-9])
+    elif kind == "a row is missing":
+        write_completions(path, rows[1:])
+    elif kind == "no old log-probs":
+        write_completions(path, [replace(first, old_logprobs=None), *rows[1:]])
+    elif kind == "fewer tokens":
+        fewer = replace(
+            first.completion,
+            tokens=first.completion.tokens[1:],
+            logprobs=first.completion.logprobs[1:],
+        )
+        old = np.asarray(first.old_logprobs)[1:]
+        write_completions(path, [replace(first, completion=fewer, old_logprobs=old), *rows[1:]])
+    else:
+        prompt = replace(first.prompt, tokens=(*first.prompt.tokens, 1))
+        write_completions(path, [replace(first, prompt=prompt), *rows[1:]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("no file", CheckpointError, r"ticket 3, sample 0 is missing from open_step_\*\.parquet"),
+        ("truncated", DataError, r"open_step_00000\.parquet"),
+        ("a row is missing", CheckpointError, "ticket 3, sample 0 is missing from"),
+        ("no old log-probs", CheckpointError, "ticket 3, sample 0 is missing from"),
+        ("fewer tokens", CheckpointError, "ticket 3, sample 0 has 2 prompt tokens and 3 response"),
+        ("a longer prompt", CheckpointError, "ticket 3, sample 0 has 3 prompt tokens and 4"),
+    ],
+)
+def test_files_that_do_not_match_the_state_are_refused(
+    kind: str, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    step = begun(logprobs=torch.zeros(sum(LENGTHS)))
+    step.snapshot(ONE).write(tmp_path)  # type: ignore[arg-type]
+    damage(tmp_path / "open_step_00000.parquet", kind)
+    with pytest.raises(error, match=message) as raised:
+        resumed(step, tmp_path)
+    assert str(tmp_path) in str(raised.value)
 
 
 @pytest.mark.parametrize(

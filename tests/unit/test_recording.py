@@ -41,7 +41,7 @@ def session(tmp_path: Path, rank: int = 0, **changes: Any) -> Any:
 
 def recorder(out: io.StringIO, report: RunReport | None = None) -> RunRecorder:
     console = RunConsole(num_steps=3, file=out)
-    return RunRecorder(CompositeTracker(), console, None, num_devices=2, report=report)
+    return RunRecorder(tracker=CompositeTracker(), console=console, num_devices=2, report=report)
 
 
 # ---------------------------------------------------------------------------- at the start
@@ -135,7 +135,7 @@ def test_a_run_writes_its_report_at_the_end_and_names_it(made: Path) -> None:
     out, tracker = io.StringIO(), KeepingTracker(made)
     console = RunConsole(num_steps=3, file=out)
     report = RunReport(made, console.warn)
-    ending = RunRecorder(tracker, console, None, num_devices=1, report=report)
+    ending = RunRecorder(tracker=tracker, console=console, num_devices=1, report=report)
     ending.finish("FINISHED")
     assert tracker.calls == ["finish FINISHED, with a report"]
     assert (made / "report.html").read_text().startswith("<!doctype html>")
@@ -150,7 +150,7 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     out, tracker = io.StringIO(), KeepingTracker(tmp_path)
     console = RunConsole(num_steps=3, file=out)
     report = RunReport(tmp_path, console.warn)
-    RunRecorder(tracker, console, None, num_devices=1, report=report).finish("FINISHED")
+    RunRecorder(tracker=tracker, console=console, num_devices=1, report=report).finish("FINISHED")
     assert tracker.calls == ["finish FINISHED"]
     [line] = [line for line in out.getvalue().splitlines() if line.startswith("WARNING")]
     assert line.startswith(f"WARNING: no report.html: see {tmp_path / 'logs' / 'report.log'}; ")

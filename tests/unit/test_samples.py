@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.config import OverlongConfig
+from dapo_megatron.data import batch
 from dapo_megatron.rollout.completion_rows import CompletionRow, summarize
 from dapo_megatron.rollout.recorded import (
     check_complete,
@@ -42,7 +42,6 @@ from dapo_megatron.rollout.sample_index import (
     index_of,
     verdict_of,
 )
-from dapo_megatron.run.record import total_reward
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.policy_files import PolicyRow, read_gaps, read_policy, write_policy
 from dapo_megatron.tracking.recorder import RunRecorder
@@ -57,7 +56,9 @@ from dapo_megatron.types import (
     Prompt,
     Segment,
     SequenceDiagnostics,
+    TrainingSequence,
 )
+from tests.helpers.batches import ONE_INDEX
 from tests.helpers.groups import GROUPS, record_groups
 
 
@@ -100,7 +101,11 @@ def test_a_step_has_rows_of_all_groups_and_an_index(writer: RolloutWriter, tmp_p
     overlong = OverlongConfig(
         penalty=True, max_tokens=4, buffer_tokens=3, filter=False, filtered_in_mean=False
     )
-    reward = partial(total_reward, overlong=overlong)
+
+    def reward(completion: Completion) -> float | None:
+        parts = batch.reward(completion, overlong)
+        return None if parts is None else parts.total
+
     record_groups(writer, 12, [(group(13), "expired"), (group(12), "trained")], reward, replica=3)
     writer.flush()
     assert files_in(tmp_path) == [
@@ -174,7 +179,16 @@ def test_an_error_that_is_not_of_the_disk_is_raised_by_flush(tmp_path: Path) -> 
 
 
 def recorder(writer: RolloutWriter | None, out: io.StringIO) -> RunRecorder:
-    return RunRecorder(CompositeTracker(), RunConsole(num_steps=3, file=out), writer, num_devices=1)
+    console = RunConsole(num_steps=3, file=out)
+    return RunRecorder(writer, tracker=CompositeTracker(), console=console, num_devices=1)
+
+
+def record_step(recording: RunRecorder, step: int, recorded: Any) -> None:
+    """Record a group as the leader of replica 0 and rank 0 do."""
+    rows = [CompletionRow(recorded.ticket, recorded.prompt, c) for c in recorded.completions]
+    summaries = tuple(summarize(completion, 0) for completion in recorded.completions)
+    recording.completions(step, 0, rows)
+    recording.ended(step, [(replace(recorded, completions=summaries), "trained")])
 
 
 def full_disk(after: int) -> Callable[[int], None]:
@@ -208,12 +222,12 @@ def test_a_full_disk_is_a_warning_and_the_next_step_is_recorded(
     recording = recorder(RolloutWriter(tmp_path, warnings.append), out)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk(room))
-        recording.samples(1, [(group(), "mixed")])
+        record_step(recording, 1, group())
         recording.flush()
     assert files_in(tmp_path) == kept, "partly written files are removed"
     message = f"of step 1 were not written: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}"
     assert warnings == [f"{files} {message}" for files in left_out]
-    recording.samples(2, [(group(), "mixed")])
+    record_step(recording, 2, group())
     recording.finish("FINISHED")
     assert set(files_in(tmp_path)) - set(kept) == {
         "step_000002/completions_00000.parquet",
@@ -416,6 +430,13 @@ def test_policy_values_are_restored_bit_for_bit(tmp_path: Path) -> None:
         list(read_policy(path))
 
 
+def sequences(*tickets: int) -> list[TrainingSequence]:
+    return [
+        TrainingSequence(ticket, sample, 0, 1, 1, (Segment(0, 1),), 1.0, True)
+        for sample, ticket in enumerate(tickets)
+    ]
+
+
 def test_a_recorder_keeps_token_values_of_a_limited_number_of_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,14 +445,16 @@ def test_a_recorder_keeps_token_values_of_a_limited_number_of_groups(
     limited_recorder = replace(recorder(writer, io.StringIO()), inspected_groups=1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk(0))
-        limited_recorder.sequence_diagnostics(1, [inspected(7, 0)])
+        limited_recorder.sequence_diagnostics(1, [inspected(7, 0)], sequences(7), ONE_INDEX)
         limited_recorder.flush()
     assert files_in(tmp_path) == []
     assert warnings[0].startswith("policy log-probs of step 1 were not written: ")
-    limited_recorder.sequence_diagnostics(2, [inspected(7, 0), inspected(8, 0), inspected(7, 1)])
+    values = [inspected(7, 0), inspected(8, 0), inspected(7, 1)]
+    limited_recorder.sequence_diagnostics(2, values, sequences(7, 7, 8), ONE_INDEX)
     limited_recorder.flush()
     rows = read_policy(policy_path(step_folder(tmp_path, 2), 0))
     assert [row.logprobs is None for row in rows] == [False, False, True]
-    replace(limited_recorder, writer=None).sequence_diagnostics(3, [inspected(7, 0)])
+    silent = replace(limited_recorder, writer=None)
+    silent.sequence_diagnostics(3, [inspected(7, 0)], sequences(7), ONE_INDEX)
     limited_recorder.finish("FINISHED")
     assert [*recorded_steps(tmp_path)] == [1, 2]

@@ -27,20 +27,28 @@ from rollout_policies import (
 from rollout_workload import Answers, LogNormal, Recorded, concentration, location, read_recorded
 from scipy.stats import ks_2samp
 from simulate_rollouts import MAX_AGE_MEAN, MIN_BUSY, MIN_P, PRESETS, Preset, main
-from virtual_engines import EngineModel, VirtualDriver, VirtualEngine
+from virtual_engines import EngineModel, VirtualDriver, VirtualEngine, VirtualRequest
 
+from dapo_megatron.rollout.messages import GroupRequest, Sampling
 from dapo_megatron.tracking.rollout_writer import RolloutWriter
-from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, SampleRequest, Segment
+from dapo_megatron.types import (
+    Completion,
+    CompletionSummary,
+    Finish,
+    Grade,
+    Group,
+    Prompt,
+    Segment,
+)
 from tests.helpers.groups import record_groups
 
 LIMIT = 500
 PROMPT = Prompt("simulated", 0, (1, 2, 3), "", "")
+SAMPLING = Sampling("test", LIMIT, 1.0, 1.0, is_seeded=False, is_kept=True)
 
 
-def request(
-    ticket: int, so_far: Completion | None = None, max_tokens: int = LIMIT
-) -> SampleRequest:
-    return SampleRequest(ticket, 0, PROMPT, 0, max_tokens, 1.0, 1.0, so_far)
+def request(ticket: int, so_far: int = 0) -> VirtualRequest:
+    return VirtualRequest(ticket, 0, len(PROMPT.tokens), so_far)
 
 
 # ---------------------------------------------------------------------------- engines
@@ -58,7 +66,7 @@ def request(
 def test_an_engine_runs_at_the_speed_of_its_model(num: int, slots: int, seconds: float) -> None:
     engine = VirtualEngine(EngineModel(max_sequences=slots))
     for ticket in range(num):
-        engine.submit(request(ticket, max_tokens=1_000), 600)
+        engine.submit(request(ticket), 600)
     early = len(engine.run_until(seconds - 0.01))
     assert early == max(0, num - slots)
     assert early + len(engine.run_until(seconds + 0.01)) == num
@@ -84,9 +92,8 @@ def test_an_interrupted_sequence_has_the_tokens_sampled_so_far() -> None:
 
 
 def test_the_prefill_of_a_continued_sequence_takes_time() -> None:
-    before = Completion(0, tuple(range(97)), (0.0,) * 97, "", Finish.UNFINISHED, (Segment(0, 97),))
     engine = VirtualEngine(EngineModel(prefill=50))
-    engine.submit(request(0, before), 157)
+    engine.submit(request(0, so_far=97), 157)
     assert engine.next_end() == pytest.approx((3 + 97) / 50 + 60 / 60)
 
 
@@ -101,31 +108,35 @@ def test_interrupts_neither_lose_nor_add_tokens(
 ) -> None:
     model = EngineModel(max_sequences=slots, capacity=300, per_sequence=60, prefill=prefill)
     driver = VirtualDriver(model, 2, lambda ticket, _: (lengths[ticket], True), 0.5)
-    so_far: dict[int, Completion | None] = dict.fromkeys(range(len(lengths)))
-    ended: dict[int, Completion] = {}
+    so_far = dict.fromkeys(range(len(lengths)), 0)
+    ended: dict[int, CompletionSummary] = {}
+    driver.start(SAMPLING)
     for version in range(10_000):
         if not so_far:
             break
         driver.version = version // 2  # not every interrupt is the end of a step
-        requests: list[list[SampleRequest]] = [[], []]
-        for ticket, completion in so_far.items():
-            requests[ticket % 2].append(request(ticket, completion))
+        requests: list[list[GroupRequest]] = [[], []]
+        for ticket, num_tokens in so_far.items():
+            requests[ticket % 2].append(GroupRequest(ticket, PROMPT, ((0, num_tokens),)))
         started, made = driver.clock, driver.num_generated
         until = started + seconds[version % len(seconds)] + 2.0 * (prefill is not None)
         while driver.clock < until and so_far:
-            events = driver.advance(requests)
+            reports = driver.advance(requests, [[], []])
             requests = [[], []]
-            for ticket, completion in events.sampled:
-                ended[ticket] = completion
-                del so_far[ticket]
-            assert [(t, c.sample) for t, c in events.sampled] == [g[:2] for g in events.graded]
-        so_far |= dict(driver.interrupt())
+            for replica, report in reports:
+                for ticket, summary in report.sampled:
+                    assert replica == summary.replica == ticket % 2
+                    ended[ticket] = summary
+                    del so_far[ticket]
+                assert [(t, c.sample) for t, c in report.sampled] == [g[:2] for g in report.graded]
+        for _, report in driver.interrupt():
+            so_far |= {ticket: summary.num_tokens for ticket, summary in report.unfinished or ()}
         assert driver.num_generated - made <= 2 * 300 * (driver.clock - started) + 1
         driver.sleep(3.0)
     assert not so_far
     for ticket, length in enumerate(lengths):
         completion = ended[ticket]
-        assert len(completion.tokens) == len(completion.logprobs) == length
+        assert completion.num_tokens == length
         assert sum(segment.num_tokens for segment in completion.segments) == length
         versions = [segment.version for segment in completion.segments]
         assert versions == sorted(set(versions))

@@ -25,9 +25,9 @@ from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import SyncConfig
 from dapo_megatron.rollout.partial_step import PartialStep
 from dapo_megatron.types import (
-    Collected,
     ConfigError,
     LogProbs,
+    Rollouts,
     Shard,
     StarvedError,
     StepStats,
@@ -37,9 +37,9 @@ from dapo_megatron.types import (
     TokenBatch,
     whole,
 )
-from tests.helpers.batches import ONE_INDEX
+from tests.helpers.batches import ONE_INDEX, described, tokens_of
 from tests.helpers.configs import tiny_config
-from tests.unit.test_batch import RIGHT, WRONG, completion, group
+from tests.unit.test_batch import RIGHT, WRONG, completion, group, overlong
 
 NAME = "model.norm.weight"
 VOCAB, NUM_TOKENS = 64, 8
@@ -234,12 +234,13 @@ class World:
     def __init__(self, both: Accelerator, error: Exception | None = None) -> None:
         self.both, self.error = both, error
 
-    def collect(self, version: int, on_progress: Any) -> Collected:
+    def collect(self, version: int, on_progress: Any) -> Rollouts:
         self.both.record(f"collect {version}", "engine weights", "engine cache")
         if self.error is not None and version == 1:
             raise self.error
         completions = (completion(0, 1, RIGHT), completion(1, 1, WRONG))
-        return SimpleNamespace(train=[group(1, *completions)], ended=[])  # type: ignore[return-value]
+        groups = [group(1, *completions)]
+        return Rollouts(described(groups, overlong()), tokens_of(groups, overlong()), {})
 
     def run(self) -> dict[str, float]:
         self.both.record("evaluate", "engine weights", "engine cache")
@@ -248,7 +249,9 @@ class World:
     def stage(self) -> None:
         self.both.record("copy", "policy")
 
-    def commit(self, step: int, state: Any, *, is_open: bool = False) -> Callable[[], None]:
+    def commit(
+        self, step: int, state: Any, rollouts: Any, *, is_open: bool = False
+    ) -> Callable[[], None]:
         self.both.record(f"save {step}")
         return lambda: None
 
@@ -264,10 +267,10 @@ class World:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.logged = metrics
 
-    def samples(self, step: int, groups: Any) -> None:
+    def snapshot(self) -> None:
         pass
 
-    def sequence_diagnostics(self, step: int, sequences: Any) -> None:
+    def sequence_diagnostics(self, *_: Any) -> None:
         pass
 
     @contextmanager
@@ -290,9 +293,8 @@ def train(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> tu
     both.sleep()
     both.calls.clear()
     monkeypatch.setattr(loop, "check_gap", lambda *_, **__: None)
-    monkeypatch.setattr(loop.step_metrics, "rollout_metrics", lambda *_: {})
     parts: Any = SimpleNamespace(
-        policy=both, sync=sync, coordinator=world, evaluator=world, recorder=world,
+        policy=both, sync=sync, collector=world, evaluator=world, recorder=world,
         checkpoints=world, data_parallel=ONE_INDEX, loss=None,
         learning_rate=lambda step: 1e-4, check_stop=lambda: None,
         instruments=StepInstruments(world, MemoryMeter(ranks), TimelineRecorder(ranks, every=0)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from tests.helpers.workers import (
     prompt,
     sampling,
     started,
+    strangers,
     wait_until,
 )
 
@@ -90,12 +92,16 @@ def two_replicas(rank: int, deterministic: bool, folder: Path) -> Any:
         started(engine, ranks, pool, deterministic=deterministic, store=store) as engines,
     ):
         tickets = [(ticket, prompt(ticket)) for ticket in ANSWERS]
-        groups = engines.run(
-            lambda driver: sample_all(
-                driver, tickets, sampling("first"), NUM_SAMPLES, progress.append
-            ),
-            list[Group],
-        )
+        with ExitStack() as stack:
+            garbage: list[bytes] = []
+            if engines.driver is not None:
+                garbage = stack.enter_context(strangers(engines.driver._hub.address.endpoint))
+            groups = engines.run(
+                lambda driver: sample_all(
+                    driver, tickets, sampling("first"), NUM_SAMPLES, progress.append
+                ),
+                list[Group],
+            )
         submitted = list(engine.submitted)
         events = engines.run(train, list[Events])
         held = {(row.ticket, row.completion.sample): row.completion.finish for row in store.rows()}
@@ -117,6 +123,7 @@ def two_replicas(rank: int, deterministic: bool, folder: Path) -> Any:
         late=late,
         in_flight=in_flight,
         errors=errors,
+        num_garbage=len(garbage),
     )
 
 
@@ -134,6 +141,7 @@ def test_every_rank_gets_the_same_groups(replicas: list[Any]) -> None:
     assert {c.replica for group in groups for c in group.completions} == {0, 1}
     assert replicas[0].progress[-1] == len(ANSWERS)
     assert replicas[1].progress == []  # the coordinator is on rank 0 only
+    assert replicas[0].num_garbage >= 4  # strangers sent to the coordinator's port meanwhile
 
 
 def test_groups_are_split_between_replicas_by_free_capacity(replicas: list[Any]) -> None:

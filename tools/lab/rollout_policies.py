@@ -19,10 +19,15 @@ from virtual_engines import EngineModel, VirtualDriver
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.coordinator import Coordinator
-from dapo_megatron.types import Outcome, Prompt, SampleRequest
+from dapo_megatron.rollout.messages import GroupRequest
+from dapo_megatron.types import Outcome, Prompt
 
 FAR = 10_000_000
 """A ticket that no run reaches. Groups from here on are an independent sample."""
+
+
+TURN_SECONDS = 0.0003
+"""Measured seconds of a turn (tools/bench/data_plane.py)."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,14 @@ class Setting:
     """A cluster and a run on it."""
 
     replicas: int = 32
-    engine: EngineModel = field(default_factory=EngineModel)
-    exchange_seconds: float = 1.0
+    engine: EngineModel = field(default_factory=lambda: EngineModel(turn_seconds=TURN_SECONDS))
+    report_seconds: float = 0.15
+    """Interval at which leaders report: worker.REPORT_SECONDS_PER_REPLICA, 32 times, and a turn."""
+    overhead_seconds: float = 0.1
+    """Seconds of each step in which ranks agree on it, whatever its size."""
+    overhead_per_token: float = 3e-8
+    """Seconds of each step per token that it trains on: interrupt, plan, exchange, assembly, and
+    the start of recording, as tools/bench/data_plane.py measures them."""
     training_seconds: float = 60.0
     """Seconds of training per step, in which nothing is generated."""
     prompts_per_step: int = 512
@@ -97,9 +108,7 @@ def run(policy: Policy, setting: Setting, workload: Workload) -> Figures:
         answers = workload.group(ticket)
         return answers.lengths[sample], answers.correct[sample]
 
-    driver = VirtualDriver(
-        setting.engine, setting.replicas, outcome, exchange_seconds=setting.exchange_seconds
-    )
+    driver = VirtualDriver(setting.engine, setting.replicas, outcome, setting.report_seconds)
     return figures(policy(setting, workload, driver), setting, workload, driver)
 
 
@@ -190,37 +199,27 @@ def _in_batches(
                     break
         driver.interrupt()
         train = sorted(mixed)[:wanted]
-        _close(log, setting, driver, started, train, [0] * len(train))
+        tokens = sum(sum(workload.group(ticket).lengths) for ticket in train)
+        _close(log, setting, driver, started, train, [0] * len(train), tokens)
     return log
 
 
 def _groups_in_finish_order(setting: Setting, driver: VirtualDriver, batch: range) -> Iterator[int]:
-    requests: list[list[SampleRequest]] = [[] for _ in range(setting.replicas)]
+    driver.max_tokens = setting.max_tokens
+    requests: list[list[GroupRequest]] = [[] for _ in range(setting.replicas)]
+    samples = tuple((sample, 0) for sample in range(setting.samples))
     for ticket in batch:
-        requests[ticket % setting.replicas] += [
-            _request(setting, ticket, sample) for sample in range(setting.samples)
-        ]
+        request = GroupRequest(ticket, _prompt(setting.prompt_tokens), samples)
+        requests[ticket % setting.replicas].append(request)
     missing = dict.fromkeys(batch, setting.samples)
     while missing:
-        events = driver.advance(requests)
+        reports = driver.advance(requests)
         requests = [[] for _ in range(setting.replicas)]
-        for ticket, _ in events.sampled:
+        for ticket, _ in (item for _, report in reports for item in report.sampled):
             missing[ticket] -= 1
             if not missing[ticket]:
                 del missing[ticket]
                 yield ticket
-
-
-def _request(setting: Setting, ticket: int, sample: int) -> SampleRequest:
-    return SampleRequest(
-        ticket=ticket,
-        sample=sample,
-        prompt=_prompt(setting.prompt_tokens),
-        seed=0,
-        max_tokens=setting.max_tokens,
-        temperature=1.0,
-        top_p=1.0,
-    )
 
 
 # ---------------------------------------------------------------------------- this project
@@ -270,7 +269,8 @@ def coordinated(
             if fate in (Outcome.ALL_CORRECT, Outcome.ALL_WRONG)
         ]
         train = [group.ticket for group in collected.train]
-        _close(log, setting, driver, started, train, ages)
+        tokens = sum(c.num_tokens for group in collected.train for c in group.completions)
+        _close(log, setting, driver, started, train, ages, tokens)
     log.num_issued = coordinator.ledger.next_ticket
     log.carried = set(coordinator.ledger.open)
     return log
@@ -287,9 +287,11 @@ def _close(
     started: float,
     train: list[int],
     ages: list[int],
+    tokens: int,
 ) -> None:
     log.trained.append(train)
     log.ages.append(ages)
+    driver.sleep(setting.overhead_seconds + setting.overhead_per_token * tokens)
     log.generation_seconds += driver.clock - started
     driver.sleep(setting.training_seconds)
     log.seconds += driver.clock - started

@@ -30,6 +30,7 @@ from rollout_policies import (
     FIRST_FINISHED,
     ON_POLICY,
     POLICIES,
+    TURN_SECONDS,
     WHOLE_BATCHES,
     Figures,
     Setting,
@@ -60,7 +61,7 @@ PRESETS = {
     Preset.dapo32b: Setting(),
     Preset.small: Setting(
         replicas=4,
-        engine=EngineModel(max_sequences=64, capacity=2_250),
+        engine=EngineModel(max_sequences=64, capacity=2_250, turn_seconds=TURN_SECONDS),
         training_seconds=20.0,
         prompts_per_step=32,
         samples=8,
@@ -188,6 +189,18 @@ def main(
     training_seconds: Annotated[
         float | None, typer.Option(help="Seconds of training per step.")
     ] = None,
+    report_seconds: Annotated[
+        float | None, typer.Option(help="Seconds between two reports of a replica.")
+    ] = None,
+    turn_seconds: Annotated[
+        float | None, typer.Option(help="Seconds of control between two engine steps.")
+    ] = None,
+    overhead_seconds: Annotated[
+        float | None, typer.Option(help="Seconds of each step outside engines and training.")
+    ] = None,
+    overhead_per_token: Annotated[
+        float | None, typer.Option(help="The same, per token that the step trains on.")
+    ] = None,
     prompts_per_step: Annotated[int | None, typer.Option(help="Mixed groups (N).")] = None,
     batch_prompts: Annotated[
         int | None, typer.Option(help="Prompts per batch of the first two policies.")
@@ -207,6 +220,9 @@ def main(
         "steps": steps or (20 if quick else None),
         "replicas": replicas,
         "training_seconds": training_seconds,
+        "report_seconds": report_seconds,
+        "overhead_seconds": overhead_seconds,
+        "overhead_per_token": overhead_per_token,
         "prompts_per_step": prompts_per_step,
         "batch_prompts": batch_prompts,
         "lookahead": lookahead,
@@ -218,6 +234,7 @@ def main(
         setting.engine,
         max_sequences=max_sequences or setting.engine.max_sequences,
         prefill=prefill_tokens_per_second,
+        turn_seconds=setting.engine.turn_seconds if turn_seconds is None else turn_seconds,
     )
     setting = replace(setting, engine=engine)
     started = time.monotonic()

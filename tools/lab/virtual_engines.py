@@ -14,8 +14,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dapo_megatron.rollout.driver import Events
-from dapo_megatron.types import Completion, Finish, Grade, Prompt, SampleRequest, Segment
+from dapo_megatron.rollout.driver import QUEUED_SHARE
+from dapo_megatron.rollout.messages import Graded, GroupRequest, Report, Sampled, Sampling
+from dapo_megatron.types import CompletionSummary, Finish, Grade, Segment
 
 RIGHT, WRONG = Grade(1.0, True, ""), Grade(-1.0, False, "")
 ROUNDING = 1e-6
@@ -38,11 +39,21 @@ class EngineModel:
     prefill: float | None = None
     """Tokens/s at which a prompt and the tokens so far of a continued sequence are read. The engine
     generates nothing meanwhile. None: reading takes no time."""
+    turn_seconds: float = 0.0
+    """Seconds between two engine steps, in which the ranks of the engine agree on new requests. An
+    engine step samples one token of each running sequence."""
 
 
-def so_far(request: SampleRequest) -> int:
-    """Return the number of response tokens that a continued request already has."""
-    return 0 if request.so_far is None else len(request.so_far.tokens)
+@dataclass(frozen=True, slots=True)
+class VirtualRequest:
+    """Request for a completion, of which `so_far` tokens are already there."""
+
+    ticket: int
+    sample: int
+    prompt_tokens: int
+    so_far: int = 0
+    segments: tuple[Segment, ...] = ()
+    """Those of the tokens so far."""
 
 
 class VirtualEngine:
@@ -53,8 +64,8 @@ class VirtualEngine:
         self.time = 0.0
         self._work = 0.0
         # A heap of (work at its end, serial to break ties, request, final length in tokens).
-        self._running: list[tuple[float, int, SampleRequest, int]] = []
-        self._queue: deque[tuple[SampleRequest, int]] = deque()
+        self._running: list[tuple[float, int, VirtualRequest, int]] = []
+        self._queue: deque[tuple[VirtualRequest, int]] = deque()
         self._serial = 0
 
     @property
@@ -62,9 +73,10 @@ class VirtualEngine:
         """Current tokens/s of each running sequence."""
         model, num = self.model, len(self._running)
         knee = model.capacity / model.per_sequence
-        return model.per_sequence if num <= knee else model.capacity / num
+        rate = model.per_sequence if num <= knee else model.capacity / num
+        return rate / (1 + rate * model.turn_seconds)
 
-    def submit(self, request: SampleRequest, length: int) -> None:
+    def submit(self, request: VirtualRequest, length: int) -> None:
         """Queue a request whose final response has `length` tokens, more than it has so far."""
         self._queue.append((request, length))
         self._admit()
@@ -75,7 +87,7 @@ class VirtualEngine:
             return math.inf
         return self.time + (self._running[0][0] - self._work) / self.rate
 
-    def run_until(self, time: float) -> list[tuple[SampleRequest, int]]:
+    def run_until(self, time: float) -> list[tuple[VirtualRequest, int]]:
         """Advance to `time`. Return the requests that ended, with their lengths.
 
         Queued requests take free slots immediately.
@@ -91,14 +103,14 @@ class VirtualEngine:
             self.time = time
         return ended
 
-    def interrupt(self) -> list[tuple[SampleRequest, int]]:
+    def interrupt(self) -> list[tuple[VirtualRequest, int]]:
         """Drop all requests, running and queued. Return each with its number of tokens."""
         dropped = []
         for ends_at, _, request, length in self._running:
             # Only whole tokens count, and at least one is still missing.
             done = length - math.ceil(ends_at - self._work - ROUNDING)
-            dropped.append((request, min(max(done, so_far(request)), length - 1)))
-        dropped += [(request, so_far(request)) for request, _ in self._queue]
+            dropped.append((request, min(max(done, request.so_far), length - 1)))
+        dropped += [(request, request.so_far) for request, _ in self._queue]
         self._running.clear()
         self._queue.clear()
         return dropped
@@ -106,19 +118,18 @@ class VirtualEngine:
     def _admit(self) -> None:
         while self._queue and len(self._running) < self.model.max_sequences:
             request, length = self._queue.popleft()
-            num_tokens = so_far(request)
             self._serial += 1
-            entry = (self._work + length - num_tokens, self._serial, request, length)
+            entry = (self._work + length - request.so_far, self._serial, request, length)
             heapq.heappush(self._running, entry)
             if self.model.prefill is not None:
-                self.time += (len(request.prompt.tokens) + num_tokens) / self.model.prefill
+                self.time += (request.prompt_tokens + request.so_far) / self.model.prefill
 
 
 class VirtualDriver:
     """Rollout driver (rollout/driver.py) with virtual engines and a virtual clock.
 
-    Tokens and log-probs are ranges, because only their length matters. `outcome` returns the
-    outcome of (ticket, sample). Grading takes no time.
+    `outcome` returns the outcome of (ticket, sample). Grading takes no time. The leaders of
+    replicas report every `report_seconds`, all at the same time.
     """
 
     def __init__(
@@ -126,11 +137,12 @@ class VirtualDriver:
         model: EngineModel,
         num_replicas: int,
         outcome: Callable[[int, int], Outcome],
-        exchange_seconds: float = 1.0,
+        report_seconds: float = 1.0,
     ) -> None:
         self.engines = [VirtualEngine(model) for _ in range(num_replicas)]
         self.num_replicas = num_replicas
-        self.max_sequences = model.max_sequences
+        # Some are queued, as in EngineDriver.
+        self.max_sequences = model.max_sequences + model.max_sequences // QUEUED_SHARE
         self.grade_seconds = 0.0
         self.last_errors: dict[str, str] = {}
         self.version = 0
@@ -138,8 +150,11 @@ class VirtualDriver:
         self.clock = 0.0
         self.tokens_of: Counter[int] = Counter()
         """Tokens generated for each ticket, counted as in `num_generated`."""
+        self.max_tokens = math.inf
+        """Limit of a response, set by `start`."""
         self._outcome = outcome
-        self._exchange_seconds = exchange_seconds
+        self._report_seconds = report_seconds
+        self._unfinished: dict[tuple[int, int], CompletionSummary] = {}
 
     @property
     def num_generated(self) -> int:
@@ -147,43 +162,54 @@ class VirtualDriver:
         interrupted."""
         return self.tokens_of.total()
 
+    def name(self, replica: int) -> str:
+        """See `Driver`."""
+        return f"replica {replica}"
+
+    def start(self, sampling: Sampling) -> None:
+        """See `Driver`."""
+        self.max_tokens = sampling.max_tokens
+
     def advance(
         self,
-        requests: Sequence[Sequence[SampleRequest]],
-        grade: Sequence[tuple[int, Prompt, Completion]] = (),
-        use: str = "",
-    ) -> Events:
-        """Start `requests[replica]` and run to the next exchange at which a sequence has ended."""
-        for engine, share in zip(self.engines, requests, strict=True):
-            for request in share:
-                length = min(self._outcome(request.ticket, request.sample)[0], request.max_tokens)
-                engine.submit(request, length)
+        requests: Sequence[Sequence[GroupRequest]],
+        regrade: Sequence[Sequence[tuple[int, int]]] = (),
+    ) -> list[tuple[int, Report]]:
+        """Start `requests[replica]` and run to the next reports after a sequence has ended."""
+        assert not any(regrade), "a simulation is never resumed"
+        for engine, groups in zip(self.engines, requests, strict=True):
+            for group in groups:
+                self._submit(engine, group)
         first = min(engine.next_end() for engine in self.engines)
-        until = self.clock + self._exchange_seconds
+        until = self.clock + self._report_seconds
         if until < first < math.inf:
-            missing = (first - self.clock) / self._exchange_seconds
-            until = self.clock + math.ceil(missing) * self._exchange_seconds
-        ended = [item for engine in self.engines for item in engine.run_until(until)]
+            missing = (first - self.clock) / self._report_seconds
+            until = self.clock + math.ceil(missing) * self._report_seconds
+        reports = []
+        for replica, engine in enumerate(self.engines):
+            sampled: list[Sampled] = [
+                (request.ticket, self._summary(replica, request, length, self._finish(length)))
+                for request, length in engine.run_until(until)
+            ]
+            if sampled:
+                graded = [self._graded(ticket, summary.sample) for ticket, summary in sampled]
+                reports.append((replica, Report(sampled=sampled, graded=graded)))
         self.clock = until
-        sampled = [
-            (request.ticket, self._completion(request, length, self._finish(request, length)))
-            for request, length in ended
-        ]
-        ungraded = [(ticket, completion) for ticket, _, completion in grade] + sampled
-        return Events(sampled, [self._graded(ticket, done.sample) for ticket, done in ungraded])
+        return reports
 
-    def interrupt(self) -> list[tuple[int, Completion]]:
-        """Stop all engines.
-
-        Returns the unfinished completions with at least one token, sorted by ticket and sample.
-        """
-        unfinished = [
-            (request.ticket, self._completion(request, tokens, Finish.UNFINISHED))
-            for engine in self.engines
-            for request, tokens in engine.interrupt()
-            if tokens
-        ]
-        return sorted(unfinished, key=lambda item: (item[0], item[1].sample))
+    def interrupt(self) -> list[tuple[int, Report]]:
+        """Stop all engines."""
+        reports = []
+        for replica, engine in enumerate(self.engines):
+            unfinished: list[Sampled] = [
+                (request.ticket, self._summary(replica, request, tokens, Finish.UNFINISHED))
+                for request, tokens in engine.interrupt()
+                if tokens
+            ]
+            for ticket, summary in unfinished:
+                self._unfinished[ticket, summary.sample] = summary
+            reports.append((replica, Report(unfinished=unfinished)))
+        return reports
 
     def sleep(self, seconds: float) -> None:
         """Advance the clock by the seconds of a training phase."""
@@ -191,25 +217,34 @@ class VirtualDriver:
         for engine in self.engines:
             engine.run_until(self.clock)
 
-    def _finish(self, request: SampleRequest, length: int) -> Finish:
-        return Finish.LENGTH if length >= request.max_tokens else Finish.STOP
+    def _submit(self, engine: VirtualEngine, group: GroupRequest) -> None:
+        prompt_tokens = len(group.prompt.tokens)
+        for sample, num_tokens in group.samples:
+            before = self._unfinished.pop((group.ticket, sample)) if num_tokens else None
+            request = VirtualRequest(
+                group.ticket, sample, prompt_tokens, num_tokens, before.segments if before else ()
+            )
+            length = min(self._outcome(group.ticket, sample)[0], self.max_tokens)
+            engine.submit(request, int(length))
 
-    def _graded(self, ticket: int, sample: int) -> tuple[int, int, Grade, str]:
-        return ticket, sample, RIGHT if self._outcome(ticket, sample)[1] else WRONG, ""
+    def _finish(self, length: int) -> Finish:
+        return Finish.LENGTH if length >= self.max_tokens else Finish.STOP
 
-    def _completion(self, request: SampleRequest, length: int, finish: Finish) -> Completion:
-        before = request.so_far.segments if request.so_far else ()
-        new = length - so_far(request)
+    def _graded(self, ticket: int, sample: int) -> Graded:
+        return ticket, sample, RIGHT if self._outcome(ticket, sample)[1] else WRONG, "graded"
+
+    def _summary(
+        self, replica: int, request: VirtualRequest, length: int, finish: Finish
+    ) -> CompletionSummary:
+        before, new = request.segments, length - request.so_far
         self.tokens_of[request.ticket] += new
         if before and before[-1].version == self.version:
             new += before[-1].num_tokens
             before = before[:-1]
-        tokens: tuple[int, ...] = range(length)  # type: ignore[assignment]
-        return Completion(
+        return CompletionSummary(
             sample=request.sample,
-            tokens=tokens,
-            logprobs=tokens,
-            text="",
+            num_tokens=length,
             finish=finish,
             segments=(*before, Segment(self.version, new)) if new else before,
+            replica=replica,
         )
