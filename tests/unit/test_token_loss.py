@@ -18,7 +18,7 @@ from dapo_megatron.algo.loss import (
     tis_weights,
 )
 from dapo_megatron.config import OverlongConfig
-from dapo_megatron.data.batch import describe, fresh_mask
+from dapo_megatron.data.batch import fresh_mask
 from dapo_megatron.types import (
     Completion,
     Finish,
@@ -28,7 +28,7 @@ from dapo_megatron.types import (
     Prompt,
     Segment,
 )
-from tests.helpers.batches import assemble_groups
+from tests.helpers.batches import assemble_groups, described
 from tests.helpers.losses import loss_with
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
@@ -220,7 +220,7 @@ def test_tis_weights_of_a_completion_sampled_by_two_versions() -> None:
     )
     groups = [Group(0, prompt, (mixed, other))]
     batch = assemble_groups(groups, overlong)
-    fresh = fresh_mask(describe(groups, overlong=overlong, eps=1e-6), batch, version=2)
+    fresh = fresh_mask(described(groups, overlong), batch, version=2)
     assert fresh.tolist() == 2 * [False, False, False, True, True]
     response = slice(1, 5)  # the tokens of `mixed`, whose advantage is 2 ** -0.5
     old = torch.full((4,), math.log(0.25))
