@@ -218,6 +218,17 @@ def test_quantiles_are_exact_to_the_width_of_a_bin(scale: float, share: float, s
     assert actual == pytest.approx(exact, rel=0.05, abs=1.1e-6)
 
 
+def test_a_completion_counts_as_masked_only_if_all_its_tokens_are() -> None:
+    batch = random_batch((4, 4), vocab=50)
+    log_ratios = torch.tensor([0, 0, 0.1, 3.0, 0, 0, 3.0, -3.0])
+    batch = replace(batch, engine_logprobs=batch.old_logprobs - log_ratios)
+    numbers = Correction(token_band=(0.5, 2.0))
+    metrics = correction_metrics(correct(batch, numbers)[1], numbers.names)
+    assert metrics["correction/masked_tokens"] == 3 / 4
+    assert metrics["correction/outside/token_band"] == 3 / 4
+    assert metrics["correction/masked_sequences"] == 1 / 2
+
+
 def test_a_batch_without_loss_tokens_has_no_metrics() -> None:
     batch = random_batch((2, 2), vocab=50)
     corrected, statistics = correct(batch, Correction(sequence_mean=(0.9, 1.1)))
