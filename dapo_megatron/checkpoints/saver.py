@@ -58,9 +58,8 @@ class _Job:
     name: str
     parts: Sequence[Snapshot]
     """Files that this rank writes: of the policy, and of the rollouts."""
-    state: str
-    """Content of state.json. Encoded before the thread starts, because training changes the
-    state."""
+    state: Mapping[str, Any]
+    """Content of state.json; empty except on rank 0."""
 
 
 @dataclass
@@ -128,7 +127,7 @@ class CheckpointSaver:
         is_open: bool = False,
     ) -> Callable[[], None]:
         """Return a function that starts writing and publishing the copy, `state` and this rank's
-        other `parts`. Collective.
+        other `parts`. Collective. `state` is encoded in the background and must not change.
 
         The copy is made now if `stage` was not called. `is_open` marks a checkpoint within the next
         step: it does not replace the checkpoint of `step`, and is kept until there is a newer one.
@@ -137,11 +136,10 @@ class CheckpointSaver:
         self._join()
         part, self._part = self._part or self.snapshot(), None
         self._last_save = time.monotonic()
-        text = ""
         if self.exchange.rank == 0:
-            text = json.dumps({**state, **self.extra, "manifest": True})
+            state = {**state, **self.extra, "manifest": True}
         name = folders.name_of(step, is_open=is_open)
-        job = _Job(step, name, (part, *parts), text)
+        job = _Job(step, name, (part, *parts), state)
 
         def start() -> None:
             # A daemon thread, so that a failing run does not wait for the disk.
@@ -249,7 +247,7 @@ class CheckpointSaver:
     def _finish(self, job: _Job, partial: Path, known: Mapping[str, Entry]) -> None:
         if self.export is None:
             self.describe(partial)
-        write_text(partial / folders.STATE, job.state)
+        write_text(partial / folders.STATE, json.dumps(job.state))
         write_manifest(partial, known)
 
     def _give_up(self, partial: Path, needed: int, why: str) -> str:

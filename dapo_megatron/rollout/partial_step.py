@@ -81,7 +81,7 @@ class PartialStep:
         return {
             "cut_by": batching_keys(config),
             "sequences": [_to_json(sequence) for sequence in self.sequences],
-            "metrics": self.metrics,
+            "metrics": dict(self.metrics),
             "has_logprobs": self.old_logprobs is not None,
             "updates": [asdict(update) for update in self.updates],
         }

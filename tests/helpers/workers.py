@@ -13,7 +13,7 @@ from typing import Any
 
 from dapo_megatron.cluster.messages import open_channel
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.rollout.driver import EngineDriver
+from dapo_megatron.rollout.driver import QUEUED_SHARE, EngineDriver
 from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.messages import Sampling
 from dapo_megatron.rollout.store import CompletionStore
@@ -78,7 +78,7 @@ class CannedEngine:
         self.calls.append(("submit", _keys(requests)))
         self.submitted += requests
         self.requests += requests
-        assert len(self.requests) <= self.max_sequences
+        assert len(self.requests) <= self.max_sequences + self.max_sequences // QUEUED_SHARE
 
     def step(self) -> list[tuple[SampleRequest, Completion]]:
         self.calls.append(("step", _keys(self.requests)))

@@ -189,7 +189,10 @@ def test_a_timeline_that_cannot_be_written_is_only_a_warning(
     out = io.StringIO()
     console = RunConsole(num_steps=3, file=out)
     recorder = RunRecorder(
-        CompositeTracker(), console, None, num_devices=1, timeline_folder=tmp_path / "timeline"
+        tracker=CompositeTracker(),
+        console=console,
+        num_devices=1,
+        timeline_folder=tmp_path / "timeline",
     )
     with monkeypatch.context() as patch:
         patch.setattr("dapo_megatron.tracking.recorder.write_json", full)

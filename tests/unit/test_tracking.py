@@ -151,7 +151,9 @@ def test_throughput_is_measured_over_the_update_phase_of_each_step(tmp_path: Pat
         4, lambda lengths, scored: 1e12 * (sum(lengths) + scored), peak_flops=20e12
     )
     console = RunConsole(num_steps=3, file=io.StringIO())
-    recorder = RunRecorder(KeepingTracker(), console, None, num_devices=4, speedometer=speedometer)
+    recorder = RunRecorder(
+        tracker=KeepingTracker(), console=console, num_devices=4, speedometer=speedometer
+    )
     recorder.trained([30, 40], 50)
     recorder.trained([80], 40)
     recorder.log(1, {"time/update": 6.0, "time/step": 60.0})

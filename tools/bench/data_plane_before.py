@@ -27,8 +27,8 @@ from dapo_megatron.cluster.processes import forget_peak, resident_bytes
 from dapo_megatron.cluster.ranks import join
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import assemble, diagnose, fresh_mask
+from dapo_megatron.rollout.dispatch import OpenGroup
 from dapo_megatron.rollout.driver import RankReport
-from dapo_megatron.rollout.open_group import OpenGroup
 from dapo_megatron.types import (
     Completion,
     Finish,

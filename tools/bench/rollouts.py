@@ -19,7 +19,7 @@ import math
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -39,24 +39,38 @@ from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.engine import engine as engine_module
 from dapo_megatron.engine.engine import VllmEngine
 from dapo_megatron.loop import train_step
-from dapo_megatron.protocols import Parts
+from dapo_megatron.protocols import DataParallel, Parts
+from dapo_megatron.rollout.collector import EngineCollector
 from dapo_megatron.rollout.coordinator import Coordinator
-from dapo_megatron.rollout.dispatch import Sampling
-from dapo_megatron.rollout.driver import Driver, EngineDriver
-from dapo_megatron.rollout.evaluate import Evaluator, sample_all
+from dapo_megatron.rollout.driver import Driver
+from dapo_megatron.rollout.evaluate import sample_all
+from dapo_megatron.rollout.exchange import TokenExchange
+from dapo_megatron.rollout.messages import Move, Sampling
 from dapo_megatron.rollout.partial_step import PartialStep
+from dapo_megatron.rollout.replay import NoEvaluation
 from dapo_megatron.run import build
 from dapo_megatron.run.build import learning_rate
-from dapo_megatron.run.loss import loss_function
 from dapo_megatron.tracking.provenance import facts
 from dapo_megatron.tracking.recorder import RankRecorder
-from dapo_megatron.types import Collected, Grade, Group, Outcome, Prompt, SampleRequest
+from dapo_megatron.types import (
+    Collected,
+    Completion,
+    Finish,
+    Grade,
+    Group,
+    Outcome,
+    Prompt,
+    SampleRequest,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_PROCESSES = 2
 MAX_TOKENS, MEAN_TOKENS, SIGMA = 144, 16.0, 1.0
 TARGET = 0.8
 FORMS = ("whole rounds", "coordinator")
+ROUNDS = 10_000_000
+"""First ticket of the whole rounds. Both forms keep completions in the same stores; the n-th
+tickets of both have the same lengths and grades."""
 
 
 def rng_of(*names: object) -> random.Random:
@@ -68,7 +82,7 @@ def rng_of(*names: object) -> random.Random:
 def num_tokens(ticket: int, sample: int) -> int:
     """Return the length of a completion, in tokens."""
     mu = math.log(MEAN_TOKENS) - SIGMA**2 / 2
-    length = rng_of(ticket, sample, "length").lognormvariate(mu, SIGMA)
+    length = rng_of(ticket % ROUNDS, sample, "length").lognormvariate(mu, SIGMA)
     return min(max(round(length), 1), MAX_TOKENS)
 
 
@@ -82,6 +96,15 @@ class UnevenEngine(VllmEngine):
         params.ignore_eos, params.stop_token_ids = True, []
         params._all_stop_token_ids = set()
         return params
+
+    def step(self) -> list[tuple[SampleRequest, Completion]]:
+        """Return completions as if they had ended by themselves, unless they are MAX_TOKENS long."""
+        return [
+            (request, completion)
+            if completion.num_tokens == MAX_TOKENS
+            else (request, replace(completion, finish=Finish.STOP))
+            for request, completion in super().step()
+        ]
 
 
 class ScriptedGrading:
@@ -98,7 +121,7 @@ class ScriptedGrading:
 
     def submit(self, key: Any, source: str, response: str, truth: str, extra: Any) -> None:
         _, ticket, sample = key
-        is_correct = sample == 0 and rng_of(ticket, "mixed").random() < 0.5
+        is_correct = sample == 0 and rng_of(ticket % ROUNDS, "mixed").random() < 0.5
         self._answers.append((key, Grade(1.0 if is_correct else -1.0, is_correct, ""), "graded"))
 
     def collect(self, wait: bool) -> list[tuple[Any, Grade | None, str]]:
@@ -106,23 +129,32 @@ class ScriptedGrading:
         self._answers.clear()
         return answers
 
+    def close(self) -> None:
+        """Do nothing: there are no processes."""
+
 
 @dataclass
 class WholeRounds:
-    """Collector that issues rounds of prompts and waits for each, until N groups are mixed."""
+    """Stands in for a coordinator. It issues rounds of prompts and waits for each, until N groups are
+    mixed."""
 
     config: Config
     stream: PromptStream
     driver: Driver
     keep_rate: float = 0.5
-    next_ticket: int = 0
+    next_ticket: int = ROUNDS
     carried: list[Group] = field(default_factory=list)
 
     def collect(self, version: int, on_progress: Callable[[int], None]) -> Collected:
         rollout = self.config.rollout
         mixed, ended = self.carried, []
         sampling = Sampling(
-            rollout.samples_per_prompt, MAX_TOKENS, rollout.temperature, rollout.top_p, "rounds"
+            name="rounds",
+            max_tokens=MAX_TOKENS,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            is_seeded=False,
+            is_kept=True,
         )
         issued = 0
         while len(mixed) < rollout.prompts_per_step:
@@ -130,7 +162,7 @@ class WholeRounds:
             tickets = range(self.next_ticket, self.next_ticket + number)
             self.next_ticket, issued = tickets.stop, issued + number
             prompts = list(zip(tickets, self.stream.take(number), strict=True))
-            for group in sample_all(self.driver, prompts, sampling):
+            for group in sample_all(self.driver, prompts, sampling, rollout.samples_per_prompt):
                 if any(c.grade is not None and c.grade.correct for c in group.completions):
                     mixed.append(group)
                 else:
@@ -138,7 +170,7 @@ class WholeRounds:
         train, self.carried = mixed[: rollout.prompts_per_step], mixed[rollout.prompts_per_step :]
         return Collected(
             train=train,
-            ended=ended,
+            ended=ended + [(group, Outcome.TRAINED) for group in train],
             decided=[],
             version=version,
             counts={"issued": issued},
@@ -148,11 +180,9 @@ class WholeRounds:
             grade_seconds=0.0,
         )
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Do nothing, because the benchmark is never resumed."""
+    def rebalance(self) -> Sequence[Move]:
+        """Move nothing: no completion is unfinished."""
+        return []
 
 
 @dataclass
@@ -174,22 +204,46 @@ class FormMetrics:
 def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, FormMetrics]:
     """Measure both forms in turns. Collective."""
     engine_module.VllmEngine = UnevenEngine  # type: ignore[misc]  # what build takes
-    policy, engine, sync = build.build_models(config, ranks)
-    driver = EngineDriver(
-        engine,
-        ScriptedGrading(),  # type: ignore[arg-type]
-        ranks,
-        deterministic=False,
-    )
+    build._grading_pool = lambda config: ScriptedGrading()  # type: ignore[assignment,return-value]
+    with build.build_core(config, ranks) as core:
+        return _measure(config, ranks, core, steps, warmup)
+
+
+def _collectors(
+    config: Config, ranks: Ranks, core: build.Core, data_parallel: DataParallel
+) -> dict[str, EngineCollector]:
+    """Return the collector of each form. They differ in the coordinator of rank 0."""
     prompts = [Prompt("uneven", n, tuple(range(3, 3 + 8 + n % 8)), "", "") for n in range(997)]
 
-    def stream() -> PromptStream:
-        return PromptStream(prompts, seed=0, shuffle=True)
+    def coordinator(form: str) -> Any:
+        driver, stream = core.engines.driver, PromptStream(prompts, seed=0, shuffle=True)
+        if driver is None:
+            return None
+        if form == FORMS[0]:
+            return WholeRounds(config, stream, driver)
+        return Coordinator(config.rollout, config.overlong, stream, driver, seed=0)
 
-    collectors = {
-        FORMS[0]: WholeRounds(config, stream(), driver),
-        FORMS[1]: Coordinator(config.rollout, config.overlong, stream(), driver, seed=0),
+    return {
+        form: EngineCollector(
+            config=config,
+            coordinator=coordinator(form),
+            engines=core.engines,
+            exchange_tokens=TokenExchange(ranks, data_parallel, core.leaders, core.store),
+            data_parallel=data_parallel,
+            recorder=RankRecorder(),
+            replica=core.engine.replica if core.engine.is_leader else None,
+            store=core.store,
+        )
+        for form in FORMS
     }
+
+
+def _measure(
+    config: Config, ranks: Ranks, core: build.Core, steps: int, warmup: int
+) -> dict[str, FormMetrics]:
+    policy, sync = core.policy, core.sync
+    data_parallel = build._data_parallel(config, ranks, policy)
+    collectors = _collectors(config, ranks, core, data_parallel)
     watchdog = Watchdog(config.folder, ranks.rank, ranks.world_size, config.watchdog.model_dump())
     instruments = StepInstruments(watchdog, MemoryMeter(ranks), TimelineRecorder(ranks, every=0))
     steps_of: dict[str, list[dict[str, float]]] = {form: [] for form in FORMS}
@@ -198,10 +252,11 @@ def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, 
             parts = Parts(
                 policy=policy,
                 sync=sync,
-                loss=loss_function(config.loss),
+                loss=core.loss,
                 learning_rate=learning_rate(config.optimizer),
-                coordinator=collector,
-                evaluator=Evaluator(config.evaluation, {}, driver, MAX_TOKENS, 0),
+                data_parallel=data_parallel,
+                collector=collector,
+                evaluator=NoEvaluation(),
                 recorder=RankRecorder(),
                 checkpoints=None,  # type: ignore[arg-type]
                 instruments=instruments,
@@ -215,8 +270,8 @@ def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, 
             with instruments.phase("sync"):
                 sync(step)
             metrics |= instruments.metrics(num_tokens)
-            trained = partial_step.train or []
-            metrics["tokens"] = sum(len(c.tokens) for g in trained for c in g.completions)
+            trained = partial_step.sequences or []
+            metrics["tokens"] = sum(sequence.response_tokens for sequence in trained)
             if step > warmup:
                 steps_of[form].append(metrics)
     return {form: _means(rows) for form, rows in steps_of.items()}

@@ -40,7 +40,7 @@ class Setting:
     """Interval at which leaders report: worker.REPORT_SECONDS_PER_REPLICA, 32 times, and a turn."""
     overhead_seconds: float = 0.1
     """Seconds of each step in which ranks agree on it, whatever its size."""
-    overhead_per_token: float = 3e-8
+    overhead_per_token: float = 4e-8
     """Seconds of each step per token that it trains on: interrupt, plan, exchange, assembly, and
     the start of recording, as tools/bench/data_plane.py measures them."""
     training_seconds: float = 60.0
