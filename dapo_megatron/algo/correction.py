@@ -114,7 +114,8 @@ def token_weights(log_ratio: Tensor, numbers: Correction) -> tuple[Tensor, Count
         if (bounds := getattr(numbers, name)) is not None:
             low, high = map(math.log, bounds)
             applied[name] = not (low <= ranges[name][0] and ranges[name][1] <= high)
-    weights = torch.full_like(log_ratio, 0.0 if applied.total() else 1.0)
+    is_masked = applied.total() > 0
+    weights = torch.ones_like(log_ratio)
     if numbers.token_band is not None:
         ratio = log_ratio.exp()
         nearest = ratio.clamp(*numbers.token_band)
@@ -127,7 +128,8 @@ def token_weights(log_ratio: Tensor, numbers: Correction) -> tuple[Tensor, Count
         limit = math.log(numbers.sequence_tis_cap)
         weights *= math.exp(min(total, limit))
         applied["sequence_tis_cap"] = total > limit
-    return weights, applied
+    # Not a product, because 0 * NaN is NaN.
+    return torch.zeros_like(weights) if is_masked else weights, applied
 
 
 def correct(batch: TokenBatch, numbers: Correction) -> tuple[TokenBatch, CorrectionStatistics]:

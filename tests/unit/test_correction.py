@@ -123,9 +123,10 @@ def test_a_ratio_at_a_bound_is_inside() -> None:
 @pytest.mark.parametrize("name", ["sequence_mean", "sequence_product", "worst_token"])
 def test_a_sequence_with_a_value_that_is_not_finite_is_masked(name: str, bad: float) -> None:
     log_ratio = torch.tensor([0.0, bad], dtype=torch.float64)
-    weights, applied = token_weights(log_ratio, Correction(**{name: (0.5, 2.0)}))
-    assert weights.tolist() == [0.0, 0.0]
-    assert applied[name] == 1
+    for weight in ({}, {"token_band": (0.5, 2.0)}, {"sequence_tis_cap": 2.0}):
+        weights, applied = token_weights(log_ratio, Correction(**{name: (0.5, 2.0)}, **weight))
+        assert weights.tolist() == [0.0, 0.0]
+        assert applied[name] == 1
 
 
 def test_masking_leaves_the_denominator_and_the_other_tokens_alone() -> None:
