@@ -230,3 +230,16 @@ def test_every_row_of_the_full_matrix_agrees_with_one_process(
     assert len(rows) > 80
     for row in rows.values():
         check(row, precision)
+
+
+@pytest.mark.layouts
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_sums_over_sequences_agree_in_every_row_of_the_full_matrix(
+    config: str, tmp_path: Path
+) -> None:
+    code, rows, output = doctor(tmp_path, CONFIGS[config], *GSPO, ranks=4)
+    assert code == 0, output
+    assert len(rows) > 80
+    for row in rows.values():
+        check(row, "float64")
