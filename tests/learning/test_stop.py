@@ -29,7 +29,7 @@ OVERRIDES = (
     f"train.rollout_steps={STEPS}",
     *("rollout.prompts_per_step=8", "rollout.samples_per_prompt=8"),
     "rollout.on_policy=false",
-    *("loss.tis_cap=2.0", "loss.correction.sequence_mean=[0.9, 1.1]"),
+    "loss.tis_cap=2.0",
     *("train.updates_per_step=2", "optimizer.warmup_rollout_steps=0"),
     *("evaluation.sets=[]", "checkpoint.every=0"),
 )
