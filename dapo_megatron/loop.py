@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from dapo_megatron.algo import correction
 from dapo_megatron.algo.mismatch import GapStatistics, check_gap, gap_statistics, merge
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, split, tokens_in
@@ -137,17 +138,38 @@ def train_step(
         max_mean_gap=config.sync.max_mean_gap,
     )
     partial_step.metrics |= step_metrics.mismatch_metrics(gap)
+    batch = correct(config, parts, batch, partial_step)
     with phase(Phase.UPDATE):
         update(config, parts, batch, step, partial_step)
     metrics = partial_step.metrics | step_metrics.update_metrics(partial_step.updates)
     return metrics, int(batch.lengths.sum())
 
 
+def correct(
+    config: Config, parts: Parts, batch: TokenBatch, partial_step: PartialStep
+) -> TokenBatch:
+    """Return `batch` with the loss weights of loss.correction, and add correction/* to the step's
+    metrics."""
+    if not config.loss.correction.is_on:
+        return batch
+    numbers = correction.Correction(**config.loss.correction_numbers)
+    batch, own = correction.correct(batch, numbers)
+    parts_of_ranks = parts.data_parallel.all_gather(own, correction.CorrectionStatistics)
+    statistics = correction.merge(parts_of_ranks)
+    partial_step.metrics |= step_metrics.correction_metrics(statistics, numbers.names)
+    return batch
+
+
 def update(
     config: Config, parts: Parts, batch: TokenBatch, step: int, partial_step: PartialStep
 ) -> None:
     """Run the optimizer steps of one rollout step that `partial_step` does not hold yet."""
-    minis = split(batch, config.train.updates_per_step, config.loss.aggregation)
+    minis = split(
+        batch,
+        config.train.updates_per_step,
+        config.loss.aggregation,
+        divisor=config.rollout.max_response_tokens,
+    )
     # Without loss tokens there is no gradient, but Adam's momentum would still move the weights.
     minis = [mini for mini in minis if mini.num_loss_tokens]
     for mini in minis[len(partial_step.updates) :]:

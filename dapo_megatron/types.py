@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
@@ -297,7 +297,8 @@ class TokenBatch:
     tokens          int32 [T]    prompt and response
     loss_mask       bool  [T]    response tokens that enter the loss
     advantages      float [T]    group advantage, 0 outside the response
-    weights         float [T]    1 for the token-level loss; other aggregations reweigh tokens
+    weights         float [T]    factor of each token's loss: of corrections for mismatch, and of
+                                 aggregations other than the token mean
     engine_logprobs float [T]    the engine's log-probs, 0 outside the response
     old_logprobs    float [T]    the policy's log-probs before the step's first update; or None
     owners          int64 [S]    data-parallel index that trains on each sequence; None if every
@@ -351,15 +352,26 @@ class TokenBatch:
         return self.sequence_names[index] if self.sequence_names else f"sequence {index}"
 
 
+def _sum_of_all(values: Tensor) -> Tensor:
+    return values.sum().expand_as(values)
+
+
 @dataclass(frozen=True, slots=True)
 class MicroTokens:
-    """Per-token inputs of the loss for one micro-batch. All tensors have the same shape."""
+    """Per-token inputs of the loss for one micro-batch. All tensors have the same shape.
+
+    `sequence_sum(values)` returns, for each token, the sum of `values` over the tokens of its
+    sequence, with gradient. The policy provides it. The sum includes tokens of the sequence that
+    other context-parallel ranks hold, so every rank must call it equally often. Without a policy,
+    all tokens form one sequence.
+    """
 
     old_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
     engine_logprobs: Tensor
     mask: Tensor
+    sequence_sum: Callable[[Tensor], Tensor] = _sum_of_all
 
 
 @dataclass(frozen=True, slots=True)

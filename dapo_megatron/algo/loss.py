@@ -14,6 +14,7 @@ Differences from the paper:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +25,7 @@ from dapo_megatron.types import LossOutput, MicroTokens
 
 # Shape letters: T tokens of all sequences, concatenated; S sequences
 
-Aggregation = Literal["token", "prompt", "sequence"]
+Aggregation = Literal["token", "prompt", "sequence", "constant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,14 @@ class TokenLoss:
         """Fraction of masked-in tokens clipped by the dual clip; 0 for an empty mask."""
         return self._fraction(self.at_dual)
 
+    @property
+    def clip_counts(self) -> dict[str, Tensor]:
+        """Number of tokens at each bound, by the name of their fraction."""
+        names = ("clip_fraction_high", "clip_fraction_low", "dual_clip_fraction")
+        clipped = (self.at_high, self.at_low, self.at_dual)
+        dtype = self.per_token.dtype
+        return {name: at.sum(dtype=dtype) for name, at in zip(names, clipped, strict=True)}
+
     def _fraction(self, is_clipped: Tensor) -> Tensor:
         return is_clipped.sum() / self.mask.sum().clamp(min=1)
 
@@ -104,9 +113,29 @@ def dapo_token_loss(
     # Mask before exp and before any product. A torch.where() after them would still let the
     # backward pass compute 0 * inf = nan.
     log_ratio = torch.where(keep, logp, 0.0) - torch.where(keep, old_logp, 0.0).detach()
-    advantage = torch.where(keep, advantage, 0.0).detach()
-
     ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit).exp()
+    return clipped_loss(
+        ratio,
+        advantage,
+        keep,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
+
+
+def clipped_loss(
+    ratio: Tensor,
+    advantage: Tensor,
+    keep: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> TokenLoss:
+    """Return the loss of each token from its ratio, which must be finite. `keep` is a bool mask.
+    The other arguments are those of `dapo_token_loss`."""
+    advantage = torch.where(keep, advantage, 0.0).detach()
     plain = -advantage * ratio
     clipped = -advantage * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     at_bound = clipped > plain
@@ -137,8 +166,9 @@ def dapo_loss(
 ) -> LossOutput:
     """Return the loss of one micro-batch: sum(weights * [tis *] per-token loss).
 
-    This is the default objective. A user-defined function (`loss.function`) is called with the
-    same arguments: the log-probs, the micro-batch, and the numbers of the config's `loss` section.
+    This is the default objective; objectives.py has the others. A user-defined function
+    (`loss.function`) is called with the same arguments: the log-probs, the micro-batch, and the
+    numbers of the config's `loss` section.
 
     `sums` are scalar sums over the masked-in tokens, unweighted and without gradient:
     clip_fraction_high, clip_fraction_low, dual_clip_fraction, and approx_kl = old - new log-prob.
@@ -154,20 +184,32 @@ def dapo_loss(
         dual_clip=dual_clip,
         log_ratio_limit=log_ratio_limit,
     )
-    weights = torch.where(loss.mask, tokens.weights, 0.0)
-    approx_kl = torch.where(loss.mask, tokens.old_logprobs - logprobs.detach(), 0.0)
-    sums = {
-        "clip_fraction_high": loss.at_high.sum(dtype=logprobs.dtype),
-        "clip_fraction_low": loss.at_low.sum(dtype=logprobs.dtype),
-        "dual_clip_fraction": loss.at_dual.sum(dtype=logprobs.dtype),
-        "approx_kl": approx_kl.sum(),
-    }
+    return weighted_sum(loss.per_token, logprobs, tokens, loss.clip_counts, tis_cap=tis_cap)
+
+
+def weighted_sum(
+    per_token: Tensor,
+    logprobs: Tensor,
+    tokens: MicroTokens,
+    sums: Mapping[str, Tensor],
+    *,
+    tis_cap: float | None,
+) -> LossOutput:
+    """Return sum(weights * [tis *] per_token) over the masked-in tokens, and `sums` with the
+    statistics that all objectives have: approx_kl and those of `tis_cap`.
+
+    `per_token` must be finite everywhere. Its values where the mask is 0 do not count.
+    """
+    keep = tokens.mask.bool()
+    weights = torch.where(keep, tokens.weights, 0.0)
+    approx_kl = torch.where(keep, tokens.old_logprobs - logprobs.detach(), 0.0)
+    sums = {**sums, "approx_kl": approx_kl.sum()}
     if tis_cap is not None:
-        tis = tis_weights(tokens.old_logprobs, tokens.engine_logprobs, loss.mask, cap=math.inf)
+        tis = tis_weights(tokens.old_logprobs, tokens.engine_logprobs, keep, cap=math.inf)
         weights = weights * tis.clamp(max=tis_cap)
         sums["tis_weight"] = tis.clamp(max=tis_cap).sum()
         sums["tis_capped_fraction"] = (tis > tis_cap).sum(dtype=logprobs.dtype)
-    return LossOutput(total=(weights * loss.per_token).sum(), sums=sums)
+    return LossOutput(total=(weights * per_token).sum(), sums=sums)
 
 
 def aggregation_weights(
@@ -177,19 +219,22 @@ def aggregation_weights(
     lengths: Tensor,
     group_ids: Tensor,
     dtype: torch.dtype = torch.float32,
+    divisor: int | None = None,
 ) -> Tensor:
     """Return per-token weights such that sum(weight * loss) / N is the chosen aggregation.
 
     kind       token: mean over tokens
                prompt: mean over prompts of their token means (eq. 8 exactly)
                sequence: mean over completions of their token means (GRPO)
+               constant: mean over completions of their token sums / divisor (Dr. GRPO)
     mask       bool or 0/1 [T]: tokens that enter the loss; N is their number
     lengths    int [S]: number of tokens of each sequence, summing to T
     group_ids  int [S]: any values; equal ids belong to the same prompt
+    divisor    number of tokens; needed by constant only
 
-    The result is [T], 0 where the mask is 0, and sums to N. A prompt or completion without
-    masked-in tokens is not counted. Pass the whole mini-batch: weights computed per micro-batch
-    would differ. Raises ValueError if shapes do not match or `kind` is unknown.
+    The result is [T], 0 where the mask is 0, and sums to N, except with `constant`. A prompt or
+    completion without masked-in tokens is not counted. Pass the whole mini-batch: weights computed
+    per micro-batch would differ. Raises ValueError if shapes do not match or `kind` is unknown.
     """
     keep_T = mask.bool()
     if lengths.shape != group_ids.shape or int(lengths.sum()) != keep_T.numel():
@@ -199,20 +244,29 @@ def aggregation_weights(
         )
     number_S = torch.arange(lengths.numel(), device=lengths.device)
     loss_tokens_S = number_S.repeat_interleave(lengths)[keep_T].bincount(minlength=len(number_S))
-    weight_S = sequence_weights(kind, loss_tokens=loss_tokens_S, group_ids=group_ids)
+    weight_S = sequence_weights(
+        kind, loss_tokens=loss_tokens_S, group_ids=group_ids, divisor=divisor
+    )
     return torch.where(keep_T, weight_S.repeat_interleave(lengths), 0.0).to(dtype)
 
 
-def sequence_weights(kind: Aggregation, *, loss_tokens: Tensor, group_ids: Tensor) -> Tensor:
+def sequence_weights(
+    kind: Aggregation, *, loss_tokens: Tensor, group_ids: Tensor, divisor: int | None = None
+) -> Tensor:
     """Return the weight that `aggregation_weights` gives to the masked-in tokens of each sequence.
 
     loss_tokens  int [S]: masked-in tokens of each sequence
 
     The result is float64 [S], 0 for a sequence without masked-in tokens. Raises ValueError if
-    `kind` is unknown.
+    `kind` is unknown, or is constant and `divisor` is missing.
     """
+    has_loss = (loss_tokens > 0).double()
     if kind == "token":
-        return (loss_tokens > 0).double()
+        return has_loss
+    if kind == "constant":
+        if divisor is None:
+            raise ValueError("the aggregation 'constant' needs a divisor")
+        return has_loss * loss_tokens.sum() / (has_loss.sum().clamp(min=1) * divisor)
     if kind == "prompt":
         unit_S = torch.unique(group_ids, return_inverse=True)[1]
     elif kind == "sequence":

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dapo_megatron.config.algorithm import (
+    CorrectionConfig,
     DataConfig,
     EvaluationConfig,
     LossConfig,
@@ -53,6 +54,7 @@ __all__ = [
     "CheckpointConfig",
     "Columns",
     "Config",
+    "CorrectionConfig",
     "DataConfig",
     "DatasetsSource",
     "EngineConfig",

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from dapo_megatron.config.section import (
+    Bounds,
     Count,
     NonNegative,
     Positive,
@@ -89,25 +90,73 @@ class OverlongConfig(Section):
     (as in the reference implementations). False: they are ignored completely."""
 
 
+Objective = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "sapo"]
+
+
+class CorrectionConfig(Section):
+    """Corrections of the mismatch between engine and policy, computed once per step from the ratio
+    policy / engine of each token (docs/loss.md). A masked token or sequence has weight 0."""
+
+    sequence_tis_cap: Positive | None = None
+    """Weigh each sequence by the product of its tokens' ratios, capped at this value. null: no
+    weight."""
+    token_band: Bounds | None = None
+    """Weigh each token by its ratio if that is within these bounds (IcePop). null: no weight."""
+    outside_band: Literal["mask", "truncate"] = "mask"
+    """Weight of a token outside token_band. mask: 0. truncate: the nearest bound."""
+    sequence_mean: Bounds | None = None
+    """Mask sequences whose geometric mean of the ratios is outside these bounds."""
+    sequence_product: Bounds | None = None
+    """Mask sequences whose product of the ratios is outside these bounds."""
+    worst_token: Bounds | None = None
+    """Mask sequences with any token whose ratio is outside these bounds (veto)."""
+    measure: bool = False
+    """Log correction/* even if nothing is corrected, to choose bounds from a run's ratios."""
+
+    @property
+    def corrects(self) -> bool:
+        """Whether anything is weighed or masked."""
+        unset = CorrectionConfig(outside_band=self.outside_band, measure=self.measure)
+        return self != unset
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the ratios are computed."""
+        return self.corrects or self.measure
+
+
 class LossConfig(Section):
+    objective: Objective = "dapo"
+    """Loss of each token, a function of algo/objectives.py. All except dapo and cispo also fix
+    `aggregation`; model_configs/objectives has an overlay for each."""
     clip_low: Positive
     clip_high: Positive
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     dual_clip: Annotated[float, Field(gt=1.0, le=1e30)] | None
     """Upper bound of a token's loss at negative advantage, as a multiple of |advantage|. null: no
     bound."""
-    aggregation: Literal["token", "prompt", "sequence"]
+    aggregation: Literal["token", "prompt", "sequence", "constant"]
     """token: mean over all tokens of the mini-batch (DAPO). prompt: mean per prompt, then over
-    prompts (eq. 8 as written). sequence: mean per completion, then over completions (GRPO)."""
+    prompts (eq. 8 as written). sequence: mean per completion, then over completions (GRPO).
+    constant: sum per completion, divided by rollout.max_response_tokens, then mean over completions
+    (Dr. GRPO)."""
     tis_cap: Positive | None
-    """Cap of the truncated importance weight (policy / engine probability). null: no weight."""
+    """Cap of the truncated importance weight (policy / engine probability) of each token. null: no
+    weight. `correction` has others."""
+    correction: CorrectionConfig = CorrectionConfig()
+    advantage_std: bool = True
+    """Divide advantages by the standard deviation of their group's rewards. False: Dr. GRPO."""
     advantage_eps: NonNegative
-    """Added to the standard deviation of a group's rewards."""
+    """Added to the standard deviation of a group's rewards. No effect without advantage_std."""
     log_ratio_limit: Annotated[float, Field(gt=0.0, le=80.0)] = 20.0
     """|log-ratio| is clamped to this value, so that exp does not overflow (e^88 in float32)."""
+    tau_pos: Positive = 1.0
+    """Temperature of SAPO's gate where the advantage is positive. Used only by objective sapo."""
+    tau_neg: Positive = 1.05
+    """Temperature of SAPO's gate elsewhere. Larger is stricter. Used only by objective sapo."""
     function: UserFunction | None = None
     """Your own loss as module:function, with the arguments of `dapo_loss` in algo/loss.py. null:
-    `dapo_loss`. See docs/loss.md."""
+    `objective`. See docs/loss.md."""
 
     NUMBERS: ClassVar = ("clip_low", "clip_high", "dual_clip", "tis_cap", "log_ratio_limit")
 
@@ -115,6 +164,12 @@ class LossConfig(Section):
     def numbers(self) -> dict[str, Any]:
         """Keyword arguments of the loss function."""
         return {name: getattr(self, name) for name in self.NUMBERS}
+
+    @property
+    def correction_numbers(self) -> dict[str, Any]:
+        """Keyword arguments of `algo.correction.Correction`."""
+        numbers = self.correction.model_dump(exclude={"measure"})
+        return {**numbers, "tis_cap": self.tis_cap}
 
 
 class TrainConfig(Section):

@@ -4,8 +4,9 @@ be combined is checked by plan/compatibility/."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from dapo_megatron.config import Config, refuse, source_file_name
+from dapo_megatron.config import Config, LossConfig, refuse, source_file_name
 
 
 def check_values(config: Config) -> None:
@@ -48,8 +49,7 @@ def _contradictions(config: Config) -> Iterable[str]:
             f"train.updates_per_step: {config.train.updates_per_step} does not divide the "
             f"{sequences} sequences of a step (rollout.prompts_per_step x samples_per_prompt)"
         )
-    if config.loss.clip_low >= 1.0:
-        yield f"loss.clip_low: {config.loss.clip_low} must be less than 1 (a ratio is positive)"
+    yield from _loss_contradictions(config.loss)
     if rollout.top_p < 1.0:
         yield (
             f"rollout.top_p: {rollout.top_p} must be 1.0. Otherwise the engine's log-probs belong "
@@ -59,3 +59,43 @@ def _contradictions(config: Config) -> Iterable[str]:
     names = [source_file_name(source.name) for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"data.train / evaluation.sets: the name {name!r} is used twice; change one of them"
+
+
+FIXED_BY_OBJECTIVE: dict[str, dict[str, Any]] = {
+    "grpo": {"aggregation": "sequence", "advantage_std": True},
+    "dr_grpo": {"aggregation": "constant", "advantage_std": False},
+    "gspo": {"aggregation": "sequence", "tis_cap": None, "correction.token_band": None},
+    "cispo": {"dual_clip": None},
+    "sapo": {"aggregation": "sequence", "dual_clip": None},
+}
+"""Keys of the loss section that an objective's definition fixes. GSPO's ratio is of a whole
+sequence, so weights of single tokens have no meaning for it. CISPO and SAPO clip no loss."""
+
+
+def _loss_contradictions(loss: LossConfig) -> Iterable[str]:
+    if loss.clip_low > 1.0 or (loss.clip_low == 1.0 and loss.objective != "cispo"):
+        yield f"loss.clip_low: {loss.clip_low} must be less than 1 (a ratio is positive)"
+    values = {**dict(loss), "correction.token_band": loss.correction.token_band}
+    for key, value in FIXED_BY_OBJECTIVE.get(loss.objective, {}).items():
+        if values[key] != value:
+            shown = {None: "null", True: "true", False: "false"}.get(value, value)
+            yield (
+                f"loss.{key}: {values[key]} contradicts loss.objective {loss.objective}, which "
+                f"needs {shown}; use the overlay model_configs/objectives/{loss.objective}.yaml"
+            )
+    if loss.function is not None and loss.objective != "dapo":
+        yield (
+            f"loss.function: {loss.function} replaces loss.objective, which is {loss.objective}; "
+            "remove one of them"
+        )
+    weights = {
+        "loss.tis_cap": loss.tis_cap,
+        "loss.correction.sequence_tis_cap": loss.correction.sequence_tis_cap,
+        "loss.correction.token_band": loss.correction.token_band,
+    }
+    in_use = [key for key, value in weights.items() if value is not None]
+    if len(in_use) > 1:
+        yield (
+            f"{', '.join(in_use)}: each weighs tokens by the ratio policy / engine; set all except "
+            "one to null"
+        )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 # Upper bounds refuse values that would only fail later, by an overflow in a library or a lack of
 # memory.
@@ -25,6 +26,16 @@ NonNegative = Annotated[float, Field(ge=0.0, le=1e30)]
 WEEK_SECONDS = 7 * 86_400.0
 """Longest timeout. The system call `poll` overflows at 24 days, other timers at 292 years."""
 Seconds = Annotated[float, Field(gt=0.0, le=WEEK_SECONDS)]
+
+
+def _check_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
+    if bounds[0] < bounds[1]:
+        return bounds
+    raise PydanticCustomError("bounds", "must be [low, high] with low < high")
+
+
+Bounds = Annotated[tuple[Positive, Positive], Field(strict=False), AfterValidator(_check_bounds)]
+"""Lower and upper bound of a ratio. Both are allowed values."""
 
 
 class Section(BaseModel):

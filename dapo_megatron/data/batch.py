@@ -59,12 +59,13 @@ def reward(completion: Completion | CompletionSummary, overlong: OverlongConfig)
 
 
 def describe(
-    groups: Sequence[Group], *, overlong: OverlongConfig, eps: float
+    groups: Sequence[Group], *, overlong: OverlongConfig, eps: float, divide_by_std: bool = True
 ) -> list[TrainingSequence]:
     """Return descriptions of the valid completions of `groups`, in order.
 
     The advantage of a completion is relative to the valid completions of its group. Truncated
-    completions that are filtered but valid are excluded from the loss. Raises ValueError naming a
+    completions that are filtered but valid are excluded from the loss. `eps` and `divide_by_std`
+    are those of `group_advantage`. Raises ValueError naming a
     completion that has no grade.
     """
     completions = [(group, c) for group in groups for c in valid_completions(group, overlong)]
@@ -78,7 +79,9 @@ def describe(
             )
         rewards.append(shaped.total)
     group_ids = torch.tensor([group.ticket for group, _ in completions], dtype=torch.int64)
-    advantages = group_advantage(torch.tensor(rewards, dtype=torch.float32), group_ids, eps=eps)
+    advantages = group_advantage(
+        torch.tensor(rewards, dtype=torch.float32), group_ids, eps=eps, divide_by_std=divide_by_std
+    )
     return [
         TrainingSequence(
             ticket=group.ticket,
@@ -192,13 +195,16 @@ def diagnose(
         )
 
 
-def split(batch: TokenBatch, num_updates: int, aggregation: Aggregation) -> list[TokenBatch]:
+def split(
+    batch: TokenBatch, num_updates: int, aggregation: Aggregation, *, divisor: int | None = None
+) -> list[TokenBatch]:
     """Return the mini-batches of a step; see `minibatch_ranges`.
 
-    Loss weights follow `aggregation`, with the denominators of each mini-batch over all ranks.
+    Loss weights are multiplied by those of `aggregation`, with the denominators of each mini-batch
+    over all ranks. `divisor` is that of `sequence_weights`.
     """
     return [
-        _reweigh(_slice(batch, minibatch), aggregation)
+        _reweigh(_slice(batch, minibatch), aggregation, divisor)
         for minibatch in minibatch_ranges(batch.num_sequences, num_updates)
     ]
 
@@ -281,10 +287,10 @@ def _slice(batch: TokenBatch, minibatch: range) -> TokenBatch:
     )
 
 
-def _reweigh(mini: TokenBatch, aggregation: Aggregation) -> TokenBatch:
+def _reweigh(mini: TokenBatch, aggregation: Aggregation, divisor: int | None) -> TokenBatch:
     weights = sequence_weights(
-        aggregation, loss_tokens=mini.loss_tokens, group_ids=mini.group_ids
+        aggregation, loss_tokens=mini.loss_tokens, group_ids=mini.group_ids, divisor=divisor
     ).to(torch.float32)
     held_weights = weights if mini.held is None else weights[mini.held]
     weights_T = _repeat(held_weights.numpy(), mini.held_lengths.tolist())
-    return replace(mini, weights=weights_T.mul_(mini.loss_mask))
+    return replace(mini, weights=weights_T.mul_(mini.loss_mask).mul_(mini.weights))

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from dapo_megatron.algo.correction import Correction, correct
 from dapo_megatron.cluster.collectives import decode, encode
 from dapo_megatron.config import Config
 from dapo_megatron.doctor.matrix import LayoutCase, layout_name, matrix, reference, smallest_world
@@ -207,13 +208,21 @@ class LayoutProof:
 
     def _share_minibatch(self, folder: Path) -> TokenBatch:
         """Return the mini-batch, its old log-probs near those of the reference, on every rank."""
-        mini = random_minibatch(self.arch.vocab_size, self.config.loss.aggregation)
+        loss = self.config.loss
+        mini = random_minibatch(
+            self.arch.vocab_size,
+            loss.aggregation,
+            divisor=self.config.rollout.max_response_tokens,
+        )
         logprobs = self._run_case(
             self._reference(self.cases[0]), folder, lambda policy: policy.logprobs(mini).logprobs
         )
         values = encode([] if logprobs is None else logprobs.double().tolist())
         values = self.worlds.tell("log-probs of the mini-batch", values)
-        return with_old_logprobs(mini, torch.tensor(decode(values, list[float], "rank 0")))
+        mini = with_old_logprobs(mini, torch.tensor(decode(values, list[float], "rank 0")))
+        if loss.correction.is_on:
+            mini, _ = correct(mini, Correction(**loss.correction_numbers))
+        return mini
 
 
 def _reference_precision(precision: str) -> str:

@@ -33,9 +33,11 @@ NOISE = 0.3
 """Standard deviation of old log-probs around the model's. The usual clip is at 0.2."""
 
 
-def random_minibatch(vocab: int, aggregation: Aggregation, seed: int = 0) -> TokenBatch:
-    """Return a mini-batch of random tokens and advantages, with weights for `aggregation` and
-    without old log-probs."""
+def random_minibatch(
+    vocab: int, aggregation: Aggregation, seed: int = 0, *, divisor: int | None = None
+) -> TokenBatch:
+    """Return a mini-batch of random tokens and advantages, with weights for `aggregation` (and its
+    `divisor`) and without old log-probs."""
     generator = torch.Generator().manual_seed(seed)
     lengths_S = torch.tensor(LENGTHS)
     group_ids_S = torch.arange(len(LENGTHS)) // GROUP
@@ -51,7 +53,11 @@ def random_minibatch(vocab: int, aggregation: Aggregation, seed: int = 0) -> Tok
         loss_mask=mask_T,
         advantages=torch.where(mask_T, advantages_S[number_T], 0.0),
         weights=aggregation_weights(
-            aggregation, mask=mask_T, lengths=lengths_S, group_ids=group_ids_S
+            aggregation,
+            mask=mask_T,
+            lengths=lengths_S,
+            group_ids=group_ids_S,
+            divisor=divisor,
         ),
         engine_logprobs=torch.zeros(number_T.shape),
     )
@@ -150,12 +156,18 @@ def compare(actual: Measured, expected: Measured) -> Differences:
         logprobs=float((actual.logprobs - expected.logprobs).abs().max()),
         loss=abs(actual.loss - expected.loss),
         losses=max(abs(a - b) for a, b in zip(actual.losses, expected.losses, strict=True)),
-        grad_norm=max(
-            abs(a - b) / b for a, b in zip(actual.grad_norms, expected.grad_norms, strict=True)
-        ),
+        grad_norm=max(map(_relative, actual.grad_norms, expected.grad_norms)),
         weights=max(weights.values()),
         moved=max(moved.values()),
     )
+
+
+def _relative(actual: float, expected: float) -> float:
+    """Return the relative difference of two norms. It is 0 or inf if `expected` is 0, as when an
+    objective has clipped all sequences."""
+    if actual == expected:
+        return 0.0
+    return abs(actual - expected) / expected if expected else float("inf")
 
 
 def distances(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -140,7 +141,7 @@ def make_rows(
         predicting % row_length * num_rows + predicting // row_length,
         batch.tokens[indices].long(),
         indices,
-        *(_loss_inputs(batch, indices) if with_loss else ()),
+        *((*_loss_inputs(batch, indices), sequence[predicting]) if with_loss else ()),
     ]
     tokens, position, sequence, cumulative, hidden_rows, targets, indices, *of_loss = to_device(
         on_host, device
@@ -154,7 +155,7 @@ def make_rows(
             hidden_rows=hidden_rows,
             targets=targets,
             indices=indices,
-            loss_inputs=MicroTokens(*of_loss) if with_loss else None,
+            loss_inputs=_micro_tokens(of_loss, len(segments)) if with_loss else None,
         ),
     )
 
@@ -202,8 +203,43 @@ def _packed(bounds: Tensor, cumulative: Tensor) -> PackedRow:
     )
 
 
+class SequenceSum:
+    """Sums over the sequences of a micro-batch, for a loss; see MicroTokens.
+
+    sequences      int64 [n]: number of each scored token's sequence in the micro-batch
+    num_sequences  number of sequences, the same on all context-parallel ranks
+    """
+
+    def __init__(self, sequences: Tensor, num_sequences: int) -> None:
+        self._sequences, self._num_sequences = sequences, num_sequences
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return the sum over each token's sequence. Collective over context-parallel ranks."""
+        sums = values.new_zeros(self._num_sequences).index_add(0, self._sequences, values)
+        if parallel_state.get_context_parallel_world_size() > 1:
+            sums = _SumOverContextRanks.apply(sums)  # type: ignore[no-untyped-call]
+        return sums.index_select(0, self._sequences)
+
+
+class _SumOverContextRanks(torch.autograd.Function):
+    """Sum over context-parallel ranks. Each rank's loss depends on the inputs of all ranks, so the
+    gradient is summed over ranks too."""
+
+    @staticmethod
+    def forward(_: Any, values: Tensor) -> Tensor:
+        result = values.clone()
+        dist.all_reduce(result, group=parallel_state.get_context_parallel_group())
+        return result
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        result = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, group=parallel_state.get_context_parallel_group())
+        return result
+
+
 def _loss_inputs(batch: TokenBatch, indices: Tensor) -> list[Tensor]:
-    """Return the fields of MicroTokens for the tokens at these indices of the batch, each [n]."""
+    """Return the tensors of MicroTokens for the tokens at these indices of the batch, each [n]."""
     assert batch.old_logprobs is not None
     fields = (
         batch.old_logprobs,
@@ -213,6 +249,19 @@ def _loss_inputs(batch: TokenBatch, indices: Tensor) -> list[Tensor]:
         batch.loss_mask,
     )
     return [values[indices] for values in fields]
+
+
+def _micro_tokens(tensors: Sequence[Tensor], num_sequences: int) -> MicroTokens:
+    """Return the inputs of the loss, from those of `_loss_inputs` and the sequence numbers."""
+    old_logprobs, advantages, weights, engine_logprobs, mask, sequences = tensors
+    return MicroTokens(
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        weights=weights,
+        engine_logprobs=engine_logprobs,
+        mask=mask,
+        sequence_sum=SequenceSum(sequences, num_sequences),
+    )
 
 
 Output = Callable[[Rows, Any, Tensor], tuple[Tensor, Any]]

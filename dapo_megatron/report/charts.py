@@ -158,6 +158,15 @@ CHARTS: list[Chart] = [
         ".2%",
     ),
     _training(
+        "gate",
+        "Soft gate",
+        "Mean of SAPO's gate over the tokens: the share of its gradient that a token keeps. 1 "
+        "means that the policy has not moved within the step.",
+        "mean gate",
+        {"policy/gate": "gate"},
+        ".3f",
+    ),
+    _training(
         "movement",
         "Movement of the policy",
         "Approximate KL divergence between the policy before the step's updates and the policy "
@@ -200,6 +209,42 @@ CHARTS: list[Chart] = [
         "Mean weight of truncated importance sampling, and the share of tokens at its cap.",
         "weight, or share of tokens",
         {"policy/tis_weight": "mean weight", "policy/tis_capped_fraction": "at the cap"},
+    ),
+    _training(
+        "masked",
+        "Masked by corrections",
+        "Share of tokens and completions that loss.correction takes out of the loss, the share "
+        "outside each of its bounds, and the effective sample size of the remaining weights.",
+        "share",
+        {
+            "correction/masked_tokens": "masked tokens",
+            "correction/masked_sequences": "masked completions",
+            "correction/effective_sample_share": "effective sample size",
+            "correction/outside/sequence_mean": "outside sequence_mean",
+            "correction/outside/sequence_product": "outside sequence_product",
+            "correction/outside/worst_token": "outside worst_token",
+            "correction/outside/token_band": "tokens outside token_band",
+            "correction/outside/sequence_tis_cap": "at sequence_tis_cap",
+        },
+        ".1%",
+    ),
+    _training(
+        "ratios",
+        "Ratios of policy and engine",
+        "Probability by the policy / by the engine before the step's updates: the 1% and 99% "
+        "quantiles over tokens, over completions (geometric mean of their tokens), and over the "
+        "products of whole completions.",
+        "ratio, log scale",
+        {
+            "correction/token_ratio_p01": "token, 1%",
+            "correction/token_ratio_p99": "token, 99%",
+            "correction/sequence_mean_ratio_p01": "geometric mean, 1%",
+            "correction/sequence_mean_ratio_p99": "geometric mean, 99%",
+            "correction/sequence_product_ratio_p01": "product, 1%",
+            "correction/sequence_product_ratio_p99": "product, 99%",
+        },
+        ".3g",
+        log=True,
     ),
     _training(
         "learning_rate",

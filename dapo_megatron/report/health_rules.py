@@ -217,6 +217,9 @@ POLICY_DUAL_CLIPPED = 0.01  # of tokens stopped by the dual clip
 POLICY_KL = 0.1  # nats; size of policy/approx_kl within a step
 GAP_NEAR_BOUND = 0.5  # of sync.max_gap, at which the run stops
 GAP_GROWTH = 3.0  # growth of the mean gap, times its start
+CORRECTION_MASKED = 0.1  # of tokens masked by loss.correction: a note
+CORRECTION_MASKED_MUCH = 0.5  # a warning
+CORRECTION_EFFECTIVE = 0.5  # of the tokens; a smaller effective sample size: a warning
 
 _entropy = partial(
     FindingRule,
@@ -299,6 +302,8 @@ POLICY: tuple[RunRule, ...] = (
         CLIPPED_TOKENS,
         {"warn": lambda s: s.late >= POLICY_CLIPPED_TOKENS},
         "{s.late!p} of tokens are clipped",
+        # GSPO's narrow range clips whole completions as a matter of course.
+        only=lambda run: run.word("loss.objective") != "gspo",
         chart="clipping",
     ),
     _moves(
@@ -324,6 +329,30 @@ POLICY: tuple[RunRule, ...] = (
         {"warn": lambda s: s.rises and s.growth >= GAP_GROWTH},
         "The gap between engine and policy grows: {s.growth:.1f} times its start",
         "Mean {s.early!n} → {s.late!n} nats per token.",
+    ),
+    FindingRule(
+        "correction/masked_tokens",
+        {
+            "warn": lambda s: s.late >= CORRECTION_MASKED_MUCH,
+            "note": lambda s: s.late >= CORRECTION_MASKED,
+        },
+        "Corrections mask {s.late!p} of the tokens",
+        "{s.early!p} → {s.late!p}. They were sampled, but train nothing.",
+        "loss.correction: wider bounds; rollout.max_age: lower; engine.quantization: none",
+        chart="masked",
+    ),
+    FindingRule(
+        "correction/effective_sample_share",
+        {
+            "warn": lambda s: (
+                s.late < CORRECTION_EFFECTIVE
+                and s.other("correction/masked_tokens").late < CORRECTION_MASKED_MUCH
+            )
+        },
+        "A few heavy tokens decide the updates: the effective sample size is {s.late!p}",
+        "Importance weights differ so much that the step counts as {s.late!p} of its tokens.",
+        "loss.correction: masks instead of weights; loss.tis_cap: lower",
+        chart="masked",
     ),
 )
 

@@ -99,6 +99,7 @@ class EngineCollector:
                 collected.train,
                 overlong=self.config.overlong,
                 eps=self.config.loss.advantage_eps,
+                divide_by_std=self.config.loss.advantage_std,
             ),
             closed=[
                 (group.ticket, outcome, verdict_of(c.grade for c in group.completions))

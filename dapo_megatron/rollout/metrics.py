@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
+from dapo_megatron.algo.correction import CorrectionStatistics
 from dapo_megatron.algo.mismatch import GapStatistics
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import reward
@@ -120,6 +121,29 @@ def mismatch_metrics(gap: GapStatistics) -> dict[str, float]:
     if gap.num_tokens == 0:
         return {}
     return {"mismatch/gap_mean": gap.mean, "mismatch/gap_max": gap.max, "mismatch/kl": gap.kl}
+
+
+def correction_metrics(
+    statistics: CorrectionStatistics, corrections: Iterable[str]
+) -> dict[str, float]:
+    """Return correction/*: shares of masked tokens and sequences, the share that each of
+    `corrections` masked or capped, effective sample size, and quantiles of the ratios. Empty if the
+    step has no loss tokens."""
+    counts = statistics.counts
+    if not counts.get("tokens"):
+        return {}
+    metrics = {
+        "masked_tokens": counts["masked_tokens"] / counts["tokens"],
+        "masked_sequences": counts["masked_sequences"] / counts["sequences"],
+        "effective_sample_share": statistics.effective_sample_share,
+    }
+    for name in corrections:
+        total = counts["tokens" if name == "token_band" else "sequences"]
+        metrics[f"outside/{name}"] = counts[name] / total
+    for kind in statistics.bins:
+        for quantile, share in (("p01", 0.01), ("p99", 0.99)):
+            metrics[f"{kind}_ratio_{quantile}"] = statistics.quantile(kind, share)
+    return {f"correction/{name}": value for name, value in metrics.items()}
 
 
 def sync_metrics(report: SyncReport) -> dict[str, float]:

@@ -103,7 +103,10 @@ class Replay:
         )
         return StepPlan(
             sequences=describe(
-                train, overlong=self.config.overlong, eps=self.config.loss.advantage_eps
+                train,
+                overlong=self.config.overlong,
+                eps=self.config.loss.advantage_eps,
+                divide_by_std=self.config.loss.advantage_std,
             ),
             closed=[],
             moves=[],

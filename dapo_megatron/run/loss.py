@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_megatron.algo.loss import dapo_loss
+from dapo_megatron.algo.objectives import OBJECTIVES
 from dapo_megatron.config import LossConfig, PolicyConfig
 from dapo_megatron.protocols import LossFn
 from dapo_megatron.rewards.registry import user_function
@@ -24,7 +24,10 @@ def loss_function(loss: LossConfig) -> LossFn:
     be imported or called, or does not return a valid LossOutput.
     """
     if loss.function is None:
-        return partial(dapo_loss, **loss.numbers)
+        numbers = dict(loss.numbers)
+        if loss.objective == "sapo":
+            numbers |= {"tau_pos": loss.tau_pos, "tau_neg": loss.tau_neg}
+        return partial(OBJECTIVES[loss.objective], **numbers)
     try:
         function = partial(user_function(loss.function), **loss.numbers)
         _try_loss(function)

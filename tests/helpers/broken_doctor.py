@@ -64,6 +64,20 @@ def norms_not_added() -> None:
     RMSNorm.__init__ = broken  # type: ignore[method-assign]
 
 
+def sequence_sums_of_one_rank() -> None:
+    """Sum over the tokens of a sequence that this context-parallel rank holds, not over all."""
+    from dapo_megatron.policy import step
+
+    step._SumOverContextRanks.apply = lambda sums: sums  # type: ignore[method-assign]
+
+
+def sequence_gradients_of_one_rank() -> None:
+    """Leave out the all-reduce in the backward pass of the sums over sequences."""
+    from dapo_megatron.policy import step
+
+    step._SumOverContextRanks.backward = lambda _, gradient: gradient  # type: ignore[method-assign]
+
+
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -73,6 +87,8 @@ FAULTS = {
         double_context_parallel,
         balance_by_tokens,
         norms_not_added,
+        sequence_sums_of_one_rank,
+        sequence_gradients_of_one_rank,
     )
 }
 

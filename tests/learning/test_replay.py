@@ -20,7 +20,8 @@ OVERRIDES = (
     f"train.rollout_steps={STEPS}",
     *("rollout.prompts_per_step=8", "rollout.samples_per_prompt=8"),
     "rollout.on_policy=false",  # so that some groups are sampled by older weights than are trained
-    "loss.tis_cap=2.0",  # so that the engine's log-probs matter
+    # So that the engine's log-probs matter.
+    *("loss.tis_cap=2.0", "loss.correction.sequence_mean=[0.9, 1.1]"),
     *("train.updates_per_step=2", "optimizer.warmup_rollout_steps=0"),
     *("evaluation.sets=[]", "tracking.mlflow=false", f"checkpoint.every={STEPS}"),
 )

@@ -70,12 +70,16 @@ def check(row: dict[str, Any], precision: str) -> None:
 
 # ------------------------------------------------------------------ on two ranks
 
-FAST = [
-    ("tiny_cpu", "float64", "skewed, packed"),
-    ("tiny_cpu", "float64", "CP2, skewed, padded"),
-    ("tiny_moe", "float32", "skewed, packed"),
+OVERLAYS = REPOSITORY / "model_configs"
+GSPO = ("--overlay", OVERLAYS / "objectives" / "gspo.yaml")
+FAST: list[tuple[str, str, str, tuple[Any, ...]]] = [
+    ("tiny_cpu", "float64", "skewed, packed", ()),
+    # The padded layout of an objective with sums over sequences: they span context-parallel ranks.
+    ("tiny_cpu", "float64", "CP2, skewed, padded", GSPO),
+    ("tiny_moe", "float32", "skewed, packed", ()),
 ]
-"""(config, precision, --only). test_latent.py tests padded rows with tensor parallelism."""
+"""(config, precision, --only, options). test_latent.py tests padded rows with tensor
+parallelism."""
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +92,9 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tupl
             precision,
             "--only",
             only,
+            *options,
         )
-        for config, precision, only in FAST
+        for config, precision, only, options in FAST
     }
 
 
@@ -97,7 +102,7 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tupl
     ("config", "only", "precision", "case"),
     [
         (config, only, precision, case)
-        for config, precision, only in FAST
+        for config, precision, only, _ in FAST
         for case in cases(config, precision, only)
     ],
 )
@@ -107,7 +112,7 @@ def test_a_layout_gives_the_gradient_of_one_process(
     check(fast[config, only][1][case], precision)
 
 
-@pytest.mark.parametrize(("config", "only"), [(config, only) for config, _, only in FAST])
+@pytest.mark.parametrize(("config", "only"), [(config, only) for config, _, only, _ in FAST])
 def test_the_command_reports_that_all_cases_agree(config: str, only: str, fast: Any) -> None:
     code, rows, output = fast[config, only]
     assert code == 0
@@ -153,6 +158,50 @@ def test_a_fault_fails_exactly_the_rows_it_affects(
     assert all("gradient" in rows[name]["failures"] for name in wrong)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["sequence_sums_of_one_rank", "sequence_gradients_of_one_rank"])
+def test_a_fault_in_sums_over_sequences_fails_context_parallel_rows(
+    fault: str, tmp_path: Path
+) -> None:
+    _, rows, output = doctor(tmp_path, CONFIGS["tiny_cpu"], *GSPO, "--only", "CP2", fault=fault)
+    assert rows, output
+    assert not any(row["ok"] for row in rows.values()), output
+    assert all("gradient" in row["failures"] for row in rows.values())
+
+
+# ------------------------------------------------------------------ objectives and corrections
+
+OBJECTIVES = [path.stem for path in sorted((OVERLAYS / "objectives").glob("*.yaml"))]
+ALL_CORRECTIONS = (
+    "loss.correction={sequence_tis_cap: 1.01, sequence_mean: [0.98, 1.02], "
+    "sequence_product: [0.8, 1.25], worst_token: [0.9, 1.1]}",
+    "loss.tis_cap=null",
+)
+BAND = ("loss.correction={token_band: [0.97, 1.03]}", "loss.tis_cap=null")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(("--overlay", OVERLAYS / "objectives" / f"{name}.yaml") for name in OBJECTIVES),
+        ALL_CORRECTIONS,
+        BAND,
+    ],
+    ids=[*OBJECTIVES, "masks", "band"],
+)
+def test_every_objective_and_correction_gives_the_gradient_of_one_process(
+    options: tuple[Any, ...], config: str, tmp_path: Path
+) -> None:
+    """On two ranks, packed and padded."""
+    code, rows, output = doctor(tmp_path, CONFIGS[config], *options, "--only", "skewed")
+    assert code == 0, output
+    assert {row["packed"] for row in rows.values()} == {True, False}
+    for row in rows.values():
+        check(row, "float64")
+
+
 # ------------------------------------------------------------------ the full matrix
 
 MODELS = {
@@ -181,3 +230,16 @@ def test_every_row_of_the_full_matrix_agrees_with_one_process(
     assert len(rows) > 80
     for row in rows.values():
         check(row, precision)
+
+
+@pytest.mark.layouts
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_sums_over_sequences_agree_in_every_row_of_the_full_matrix(
+    config: str, tmp_path: Path
+) -> None:
+    code, rows, output = doctor(tmp_path, CONFIGS[config], *GSPO, ranks=4)
+    assert code == 0, output
+    assert len(rows) > 80
+    for row in rows.values():
+        check(row, "float64")

@@ -58,6 +58,23 @@ def test_advantage_matches_a_loop_over_groups(groups: list[int], seed: int) -> N
     torch.testing.assert_close(advantages, expected, rtol=1e-5, atol=1e-6)
 
 
+@given(rewards=st.lists(st.sampled_from([-1.0, -0.5, 1.0]), min_size=1, max_size=9))
+def test_advantage_without_the_standard_deviation_is_the_centred_reward(
+    rewards: list[float],
+) -> None:
+    """Dr. GRPO. Sequences alternate between two groups; a group of one keeps its reward."""
+    groups = [index % 2 for index in range(len(rewards))]
+    advantages = group_advantage(
+        torch.tensor(rewards, dtype=torch.float64), groups, divide_by_std=False
+    )
+    for group in set(groups):
+        own = torch.tensor([r for r, g in zip(rewards, groups, strict=True) if g == group])
+        mean = own.double().mean() if len(own) > 1 else 0.0
+        assert advantages[torch.tensor(groups) == group].tolist() == pytest.approx(
+            (own.double() - mean).tolist()
+        )
+
+
 def test_advantage_keeps_the_shape_and_rejects_mismatched_or_non_finite_rewards() -> None:
     rewards = torch.tensor([[1.0, -1.0], [0.1, 0.1]])
     advantages = group_advantage(rewards, torch.tensor([[0, 0], [9, 9]]))

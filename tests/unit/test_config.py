@@ -355,6 +355,11 @@ def test_a_missing_field_is_reported(dotted: str) -> None:
 OBJECTIVE_DEFAULTS = {
     "loss.log_ratio_limit": "prevents overflow of exp; older configs without this key still run",
     "loss.function": "null is the loss of the paper, with the numbers in the YAML",
+    "loss.objective": "dapo, the loss of the paper",
+    "loss.correction": "off; the paper has none",
+    "loss.advantage_std": "true, as in the paper; older configs without this key still run",
+    "loss.tau_pos": "acts only with objective sapo",
+    "loss.tau_neg": "the same",
     "train.packing": "how rows are filled; the loss of a token is the same",
     "data.columns": "which columns of a file are read; missing ones are rejected",
     "rollout.expected_keep_rate": "a first guess of how many prompts to issue",
@@ -385,6 +390,9 @@ def test_no_hidden_default_changes_the_algorithm() -> None:
 # ---------------------------------------------------------------------------- contradictions
 
 
+GSPO = ["loss.objective=gspo", "loss.aggregation=sequence", "loss.tis_cap=null"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -397,6 +405,51 @@ def test_no_hidden_default_changes_the_algorithm() -> None:
         (["train.updates_per_step=5"], "train.updates_per_step: 5 does not divide the 512 seq"),
         (["rollout.prompts_per_step=31"], None),  # 31 x 16 is divisible by 4
         (["loss.clip_low=1.0"], "loss.clip_low: 1.0 must be less than 1"),
+        (
+            ["loss.clip_low=1.1", "loss.objective=cispo", "loss.dual_clip=null"],
+            "loss.clip_low: 1.1 must be less than 1",
+        ),
+        (["loss.clip_low=1.0", "loss.objective=cispo", "loss.dual_clip=null"], None),
+        (
+            ["loss.objective=grpo"],
+            "loss.aggregation: token contradicts loss.objective grpo, which needs sequence; use "
+            "the overlay model_configs/objectives/grpo.yaml",
+        ),
+        (
+            ["loss.objective=dr_grpo", "loss.aggregation=constant"],
+            "loss.advantage_std: True contradicts loss.objective dr_grpo, which needs false",
+        ),
+        (
+            ["loss.objective=gspo", "loss.aggregation=sequence"],
+            "loss.tis_cap: 2.0 contradicts loss.objective gspo, which needs null",
+        ),
+        (
+            [*GSPO, "loss.correction.token_band=[0.5, 2]"],
+            "loss.correction.token_band: (0.5, 2.0) contradicts loss.objective gspo",
+        ),
+        ([*GSPO, "loss.correction.sequence_mean=[0.99, 1.01]"], None),
+        ([*GSPO, "loss.correction.sequence_tis_cap=2"], None),
+        (
+            ["loss.objective=cispo"],
+            "loss.dual_clip: 10.0 contradicts loss.objective cispo, which needs null",
+        ),
+        (
+            ["loss.objective=sapo", "loss.dual_clip=null"],
+            "loss.aggregation: token contradicts loss.objective sapo, which needs sequence",
+        ),
+        (
+            [*GSPO, "loss.function=my_losses:loss"],
+            "loss.function: my_losses:loss replaces loss.objective, which is gspo; remove one",
+        ),
+        (
+            ["loss.correction.token_band=[0.5, 2]"],
+            "loss.tis_cap, loss.correction.token_band: each weighs tokens by the ratio",
+        ),
+        (
+            ["loss.correction.sequence_tis_cap=2"],
+            "loss.tis_cap, loss.correction.sequence_tis_cap: each weighs tokens by the ratio",
+        ),
+        (["loss.correction.worst_token=[1e-4, 100]"], None),  # a mask with any objective
         (["rollout.top_p=0.9"], "rollout.top_p: 0.9 must be 1.0"),
         (["data.train=[]"], "data.train: empty"),
         (
@@ -416,6 +469,18 @@ def test_contradictory_settings_are_rejected(overrides: list[str], expected: str
     message = refusal(*overrides)
     assert message.startswith(expected)
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("key", ["token_band", "sequence_mean", "sequence_product", "worst_token"])
+@pytest.mark.parametrize("value", ["[2, 0.5]", "[1, 1]"])
+def test_bounds_in_the_wrong_order_are_rejected(key: str, value: str) -> None:
+    message = refusal("loss.tis_cap=null", f"loss.correction.{key}={value}")
+    assert message.startswith(f"loss.correction.{key}: must be [low, high] with low < high")
+
+
+@pytest.mark.parametrize("value", ["[0.5]", "[0, 2]", "[0.5, 1, 2]", "0.5", "[a, b]"])
+def test_bounds_must_be_two_positive_numbers(value: str) -> None:
+    assert refusal(f"loss.correction.worst_token={value}").startswith("loss.correction.worst_token")
 
 
 @pytest.mark.parametrize(

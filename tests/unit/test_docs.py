@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import textwrap
 from collections.abc import Iterator
@@ -216,7 +217,7 @@ def test_the_grader_example_of_extending_md_works(
 ) -> None:
     [text] = blocks(EXTENDING, "json")
     row = checked_row(0, "mine.jsonl", row_of(text), Columns(prompt="q", answer="a"))
-    _, code = blocks(EXTENDING, "python")
+    _, _, code = blocks(EXTENDING, "python")
     write_module(tmp_path, monkeypatch, code, "extending_grader")
     grade = resolve("extending_grader:grade")
     assert grade("It is 17.", row.truth, row.extra).correct
@@ -227,7 +228,7 @@ def test_the_grader_example_of_extending_md_works(
 def test_the_loss_example_of_extending_md_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, _ = blocks(EXTENDING, "python")
+    code, _, _ = blocks(EXTENDING, "python")
     write_module(tmp_path, monkeypatch, code, "extending_losses")
     loss = tiny_config(loss__clip_high="4.0").loss
     function = loss_function(loss.model_copy(update={"function": "extending_losses:cispo"}))
@@ -244,6 +245,29 @@ def test_the_loss_example_of_extending_md_works(
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [-1.0, 5.0, 0.0]  # ratios 1, and e^8 capped at 5
     assert float(output.sums["capped"]) == 1.0
+
+
+def test_the_sequence_loss_example_of_extending_md_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, code, _ = blocks(EXTENDING, "python")
+    write_module(tmp_path, monkeypatch, code, "extending_sequence_losses")
+    loss = tiny_config().loss
+    name = "extending_sequence_losses:sequence_ratio"
+    function = loss_function(loss.model_copy(update={"function": name}))
+    logprobs = torch.tensor([-1.0, -2.0, float("nan")], requires_grad=True)
+    tokens = MicroTokens(
+        old_logprobs=torch.tensor([-1.0, -4.0, 0.0]),
+        advantages=torch.ones(3),
+        weights=torch.ones(3),
+        engine_logprobs=torch.zeros(3),
+        mask=torch.tensor([True, True, False]),
+    )
+    output = function(logprobs, tokens)
+    output.total.backward()
+    assert float(output.total.detach()) == pytest.approx(-2 * math.e)  # e^1 for both tokens
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-math.e, -math.e, 0.0])
 
 
 @pytest.mark.parametrize("diff", blocks(EXTENDING, "diff"), ids=lambda diff: diff.splitlines()[1])

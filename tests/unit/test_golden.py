@@ -142,7 +142,11 @@ def test_micro_batches_of_all_ranks_add_up_to_the_global_token_mean() -> None:
         for case in rank:
             chosen = torch.isin(sequence_of, torch.tensor(case["seqs"]))
             part = MicroTokens(
-                *(getattr(micro, name)[chosen] for name in MicroTokens.__dataclass_fields__)
+                old_logprobs=micro.old_logprobs[chosen],
+                advantages=micro.advantages[chosen],
+                weights=micro.weights[chosen],
+                engine_logprobs=micro.engine_logprobs[chosen],
+                mask=micro.mask[chosen],
             )
             part_total = float(loss(logp[chosen], part).total.detach())
             assert part_total == pytest.approx(case["loss_sum"], rel=1e-12)

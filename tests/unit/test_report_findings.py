@@ -297,6 +297,24 @@ FIRES: dict[str, tuple[dict[str, Any], str, str, str | None]] = {
     "verified": ({}, "Sync verified at each of 40 syncs", "good", "sync/fingerprinted"),
     "accounted": ({}, "Every prompt is accounted for", "good", "groups/trained"),
     "graded": ({}, "Every completion was graded", "good", "grading/timeout"),
+    "masked": (
+        {"correction/masked_tokens": 0.2, "correction/effective_sample_share": 0.8},
+        "Corrections mask 20% of the tokens",
+        "note",
+        "correction/masked_tokens",
+    ),
+    "masked much": (
+        {"correction/masked_tokens": 0.7, "correction/effective_sample_share": 0.3},
+        "Corrections mask 70% of the tokens",
+        "warn",
+        "correction/masked_tokens",
+    ),
+    "few heavy tokens": (
+        {"correction/masked_tokens": 0.01, "correction/effective_sample_share": 0.3},
+        "effective sample size is 30%",
+        "warn",
+        "correction/effective_sample_share",
+    ),
     "idle": ({"time/engine_idle": 20.0}, "idle for 33%", "note", "derived/engine_idle"),
     "idle much": ({"time/engine_idle": 40.0}, "idle for 67%", "warn", "derived/engine_idle"),
     "phase grew": (
@@ -566,6 +584,13 @@ def test_steps_without_metrics_are_a_finding() -> None:
     ]
     assert item.title == "2 steps without metrics"
     assert "no line for steps 5, 6" in item.text
+
+
+def test_clipped_completions_of_gspo_are_no_finding() -> None:
+    run = run_of(series={"policy/clip_fraction_high": 0.2})
+    assert any("are clipped" in title for title in titles(run))
+    run.config["loss"] = {"objective": "gspo"}
+    assert not any("are clipped" in title for title in titles(run))
 
 
 def test_expired_groups_are_no_finding_on_policy() -> None:

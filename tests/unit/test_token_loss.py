@@ -18,7 +18,7 @@ from dapo_megatron.algo.loss import (
     tis_weights,
 )
 from dapo_megatron.config import OverlongConfig
-from dapo_megatron.data.batch import describe, fresh_mask
+from dapo_megatron.data.batch import fresh_mask
 from dapo_megatron.types import (
     Completion,
     Finish,
@@ -28,11 +28,11 @@ from dapo_megatron.types import (
     Prompt,
     Segment,
 )
-from tests.helpers.batches import assemble_groups
+from tests.helpers.batches import assemble_groups, described
 from tests.helpers.losses import loss_with
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
-FIELDS = tuple(MicroTokens.__dataclass_fields__)
+FIELDS = ("old_logprobs", "advantages", "weights", "engine_logprobs", "mask")
 
 
 def random_micro(num_tokens: int, seed: int) -> tuple[torch.Tensor, MicroTokens]:
@@ -220,7 +220,7 @@ def test_tis_weights_of_a_completion_sampled_by_two_versions() -> None:
     )
     groups = [Group(0, prompt, (mixed, other))]
     batch = assemble_groups(groups, overlong)
-    fresh = fresh_mask(describe(groups, overlong=overlong, eps=1e-6), batch, version=2)
+    fresh = fresh_mask(described(groups, overlong), batch, version=2)
     assert fresh.tolist() == 2 * [False, False, False, True, True]
     response = slice(1, 5)  # the tokens of `mixed`, whose advantage is 2 ** -0.5
     old = torch.full((4,), math.log(0.25))
@@ -297,6 +297,29 @@ def test_aggregation_weights_sum_to_the_tokens_and_are_equal_per_unit(
     }[kind]
     per_unit = [float(weights[(unit == u) & mask].sum()) for u in unit[mask].unique()]
     assert per_unit == pytest.approx([sum(per_unit) / max(len(per_unit), 1)] * len(per_unit))
+
+
+def test_the_constant_aggregation_divides_sums_by_the_divisor() -> None:
+    """Dr. GRPO: mean over the completions with loss tokens of their sums / divisor."""
+    mask = torch.tensor([True, True, False, True, False])
+    weights = aggregation_weights(
+        "constant",
+        mask=mask,
+        lengths=torch.tensor([3, 1, 1]),
+        group_ids=torch.tensor([1, 1, 2]),
+        dtype=torch.float64,
+        divisor=10,
+    )
+    loss = torch.tensor([2.0, 4.0, 9.0, 5.0, 9.0], dtype=torch.float64)
+    assert float((weights * loss).sum() / mask.sum()) == pytest.approx((6 / 10 + 5 / 10) / 2)
+    none = aggregation_weights(
+        "constant", mask=~mask & mask, lengths=torch.tensor([5]), group_ids=torch.ones(1), divisor=1
+    )
+    assert not none.any()
+    with pytest.raises(ValueError, match="needs a divisor"):
+        aggregation_weights(
+            "constant", mask=mask, lengths=torch.tensor([5]), group_ids=torch.ones(1)
+        )
 
 
 @pytest.mark.parametrize("kind", ["token", "prompt", "sequence"])

@@ -215,10 +215,15 @@ _ENGINE = (
         "engine-fp8-uncorrected",
         ("engine.quantization", "loss.tis_cap"),
         Action.WARNED,
-        lambda run: _engine_in_fp8(run) and run.config.loss.tis_cap is None,
+        lambda run: (
+            _engine_in_fp8(run)
+            and run.config.loss.tis_cap is None
+            and not run.config.loss.correction.corrects
+        ),
         "an FP8 engine samples from a slightly different distribution than the policy's, and "
         "nothing corrects for the difference",
-        "set loss.tis_cap (2.0), and watch mismatch/gap_mean and mismatch/kl",
+        "set loss.tis_cap (2.0) or a key of loss.correction, and watch mismatch/gap_mean and "
+        "mismatch/kl",
         (ENGINE_FP8, BFLOAT16, "loss.tis_cap=null"),
     ),
     CompatibilityRule(

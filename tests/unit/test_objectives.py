@@ -1,0 +1,252 @@
+"""Objectives against ten-line references in float64: value, gradient, finite differences, masks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dapo_megatron.algo.objectives import OBJECTIVES
+from dapo_megatron.config import LossConfig
+from dapo_megatron.policy.step import SequenceSum
+from dapo_megatron.protocols import LossFn
+from dapo_megatron.run.loss import loss_function
+from dapo_megatron.types import MicroTokens
+from tests.helpers.configs import tiny_config
+
+Values = NDArray[np.float64]
+CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.5}
+NUMBERS: dict[str, dict[str, Any]] = {
+    "dapo": CLIP,
+    "grpo": CLIP,
+    "dr_grpo": CLIP,
+    "gspo": {"clip_low": 0.1, "clip_high": 0.15, "dual_clip": 1.5, "tis_cap": None},
+    "cispo": {"clip_low": 0.3, "clip_high": 0.4, "dual_clip": None},
+    "sapo": {"dual_clip": None, "tau_pos": 1.0, "tau_neg": 1.05},
+}
+"""Numbers with which some tokens are on each side of each bound."""
+
+
+def objective(name: str, **numbers: Any) -> LossFn:
+    loss = tiny_config().loss
+    return loss_function(loss.model_copy(update={"objective": name, **NUMBERS[name], **numbers}))
+
+
+# ------------------------------------------------------------------ references
+
+
+def clipped(ratio: Values, advantage: Values, numbers: dict[str, Any]) -> Values:
+    """Return the clipped loss with a dual clip, arXiv 2503.14476 eq. 8 and arXiv 1912.09729."""
+    bounded = np.clip(ratio, 1 - numbers["clip_low"], 1 + numbers["clip_high"])
+    loss = -np.minimum(ratio * advantage, bounded * advantage)
+    return np.where(advantage < 0, np.minimum(loss, -numbers["dual_clip"] * advantage), loss)
+
+
+def token_clip(new: Values, old: Values, advantage: Values, numbers: dict[str, Any]) -> Values:
+    return clipped(np.exp(new - old), advantage, numbers)
+
+
+def gspo(new: Values, old: Values, advantage: Values, numbers: dict[str, Any]) -> Values:
+    ratio = np.prod(np.exp(new - old)) ** (1 / len(new))
+    return clipped(np.full(len(new), ratio), advantage, numbers)
+
+
+def sapo(new: Values, old: Values, advantage: Values, numbers: dict[str, Any]) -> Values:
+    tau = np.where(advantage > 0, numbers["tau_pos"], numbers["tau_neg"])
+    gate = 4 / tau / (1 + np.exp(-tau * (np.exp(new - old) - 1)))
+    return -gate * advantage
+
+
+SMOOTH: dict[str, Callable[..., Values]] = {
+    "dapo": token_clip,
+    "grpo": token_clip,
+    "dr_grpo": token_clip,
+    "gspo": gspo,
+    "sapo": sapo,
+}
+"""Loss of each token of one sequence, given its masked-in tokens. CISPO has a stopped gradient."""
+
+
+def reference(name: str, new: Values, micro: Batch) -> float:
+    """Return the loss by loops over sequences, from the formulas of the papers."""
+    total = 0.0
+    for sequence in range(micro.num_sequences):
+        chosen = (micro.sequences == sequence) & micro.mask
+        if not chosen.any():
+            continue
+        arguments = (new[chosen], micro.old[chosen], micro.advantages[chosen])
+        weights = micro.weights[chosen]
+        if (cap := NUMBERS[name].get("tis_cap", 2.0)) is not None:
+            weights = weights * np.minimum(np.exp(arguments[1] - micro.engine[chosen]), cap)
+        total += float((weights * SMOOTH[name](*arguments, NUMBERS[name])).sum())
+    return total
+
+
+class Batch:
+    """A random micro-batch of several sequences, as numpy arrays."""
+
+    def __init__(self, lengths: list[int], seed: int) -> None:
+        random = np.random.default_rng(seed)
+        size = sum(lengths)
+        self.num_sequences = len(lengths)
+        self.sequences = np.repeat(np.arange(len(lengths)), lengths)
+        self.old = -np.abs(random.normal(size=size))
+        self.new = self.old + 0.4 * random.normal(size=size)
+        self.engine = self.old + 0.5 * random.normal(size=size)
+        self.advantages = random.normal(size=len(lengths))[self.sequences]
+        self.weights = np.abs(random.normal(size=size))
+        self.mask = random.random(size) < 0.8
+
+    def inputs(self) -> tuple[Tensor, MicroTokens]:
+        """Return the arguments of a loss."""
+        fields = (self.old, self.advantages, self.weights, self.engine, self.mask)
+        sums = SequenceSum(torch.from_numpy(self.sequences), self.num_sequences)
+        tokens = MicroTokens(*map(torch.from_numpy, fields), sequence_sum=sums)
+        return torch.from_numpy(self.new.copy()).requires_grad_(), tokens
+
+
+batches = st.builds(
+    Batch,
+    st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    st.integers(0, 10**6),
+)
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "dapo_megatron.policy.step.parallel_state.get_context_parallel_world_size", lambda: 1
+    )
+
+
+def gradient_of(name: str, batch: Batch) -> tuple[float, Values]:
+    logprobs, tokens = batch.inputs()
+    output = objective(name)(logprobs, tokens)
+    output.total.backward()
+    assert logprobs.grad is not None
+    return float(output.total.detach()), logprobs.grad.numpy()
+
+
+@settings(deadline=None, max_examples=25)
+@pytest.mark.parametrize("name", SMOOTH)
+@given(batch=batches)
+def test_value_and_gradient_are_those_of_the_formula(name: str, batch: Batch) -> None:
+    value, gradient = gradient_of(name, batch)
+    assert value == pytest.approx(reference(name, batch.new, batch), rel=1e-12, abs=1e-12)
+    step = 1e-6
+    for index in range(len(batch.new)):
+        shift = np.zeros_like(batch.new)
+        shift[index] = step
+        up, down = (reference(name, batch.new + s * shift, batch) for s in (1, -1))
+        one_sided = (up - value) / step, (value - down) / step
+        if one_sided[0] == pytest.approx(one_sided[1], rel=1e-3, abs=1e-4):  # not at a kink
+            assert gradient[index] == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-7)
+
+
+def exact_gradient(name: str, batch: Batch) -> Values:
+    """Return the gradient by the derivative of each formula, worked out by hand."""
+    result = np.zeros_like(batch.new)
+    numbers = NUMBERS[name]
+    for sequence in range(batch.num_sequences):
+        chosen = (batch.sequences == sequence) & batch.mask
+        if not chosen.any():
+            continue
+        log_ratio, advantage = (batch.new - batch.old)[chosen], batch.advantages[chosen]
+        ratio = np.exp(np.full_like(log_ratio, log_ratio.mean()) if name == "gspo" else log_ratio)
+        low, high = 1 - numbers.get("clip_low", 0), 1 + numbers.get("clip_high", 0)
+        is_active = np.where(
+            advantage > 0, ratio <= high, (ratio >= low) & (ratio <= (numbers["dual_clip"] or 0))
+        )
+        slope = -advantage * ratio * is_active
+        if name == "cispo":
+            slope = -advantage * np.clip(ratio, low, high)
+        if name == "sapo":
+            tau = np.where(advantage > 0, numbers["tau_pos"], numbers["tau_neg"])
+            slope = -advantage * ratio / np.cosh(tau * (ratio - 1) / 2) ** 2
+        weights = batch.weights[chosen]
+        if name != "gspo":
+            weights = weights * np.minimum(np.exp((batch.old - batch.engine)[chosen]), 2.0)
+        result[chosen] = (weights * slope).mean() if name == "gspo" else weights * slope
+    return result
+
+
+@settings(deadline=None, max_examples=25)
+@pytest.mark.parametrize("name", OBJECTIVES)
+@given(batch=batches)
+def test_the_gradient_is_that_of_the_formula_to_rounding(name: str, batch: Batch) -> None:
+    _, gradient = gradient_of(name, batch)
+    np.testing.assert_allclose(gradient, exact_gradient(name, batch), rtol=1e-12, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=25)
+@given(batch=batches)
+def test_the_value_of_cispo_is_the_weighted_log_likelihood(batch: Batch) -> None:
+    value, gradient = gradient_of("cispo", batch)
+    expected = (np.where(batch.mask, batch.new, 0.0) * gradient).sum()
+    assert value == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@settings(deadline=None, max_examples=20)
+@pytest.mark.parametrize("name", OBJECTIVES)
+@given(batch=batches, poison=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
+def test_tokens_outside_the_mask_affect_nothing(name: str, batch: Batch, poison: float) -> None:
+    value, gradient = gradient_of(name, batch)
+    logprobs, tokens = batch.inputs()
+    names = ("old_logprobs", "advantages", "weights", "engine_logprobs")
+    dirty = {field: torch.where(tokens.mask, getattr(tokens, field), poison) for field in names}
+    logprobs = torch.where(tokens.mask, logprobs.detach(), poison).requires_grad_()
+    output = objective(name)(logprobs, replace(tokens, **dirty))
+    output.total.backward()
+    assert float(output.total.detach()) == value
+    assert logprobs.grad is not None
+    assert np.array_equal(logprobs.grad.numpy(), gradient)
+    assert all(total.isfinite() for total in output.sums.values())
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_empty_micro_batch_has_a_backward(name: str) -> None:
+    """Every rank must enter the backward pass, or collectives never complete."""
+    value, gradient = gradient_of(name, Batch([0], 0))
+    assert value == 0.0
+    assert gradient.shape == (0,)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_weight_of_zero_removes_a_token_without_changing_the_others(name: str) -> None:
+    """A correction masks by weight. GSPO's ratio still includes the token."""
+    batch = Batch([5, 4], 3)
+    _, before = gradient_of(name, batch)
+    batch.weights[:5] = 0.0
+    _, after = gradient_of(name, batch)
+    assert not after[:5].any()
+    assert np.array_equal(after[5:], before[5:])
+
+
+def test_the_statistics_of_the_objectives() -> None:
+    logprobs, tokens = Batch([6, 3, 5], 1).inputs()
+    names = {name: set(objective(name)(logprobs, tokens).sums) for name in OBJECTIVES}
+    token_clip_names = {"clip_fraction_high", "clip_fraction_low", "dual_clip_fraction"}
+    tis = {"tis_weight", "tis_capped_fraction"}
+    both = {"approx_kl"}
+    assert names == {
+        **dict.fromkeys(("dapo", "grpo", "dr_grpo"), token_clip_names | both | tis),
+        "gspo": token_clip_names | both,
+        "cispo": {"clip_fraction_high", "clip_fraction_low"} | both | tis,
+        "sapo": {"gate"} | both | tis,
+    }
+    ones = torch.ones(2, dtype=torch.float64)
+    same = MicroTokens(-ones, ones, ones, -ones, ones.bool())
+    assert float(objective("sapo")(-ones, same).sums["gate"]) == 2.0  # no token is gated
+
+
+def test_every_objective_of_the_config_has_a_function() -> None:
+    assert set(OBJECTIVES) == set(LossConfig.model_fields["objective"].annotation.__args__)  # type: ignore[union-attr]

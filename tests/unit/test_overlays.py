@@ -1,0 +1,68 @@
+"""Overlays of objectives and corrections: each gives its setting on any config and overlay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_megatron.config import Config, LossConfig
+from dapo_megatron.config.file import load_config
+from dapo_megatron.files import read_json
+from dapo_megatron.model import architecture
+from dapo_megatron.plan.compatibility import check
+from dapo_megatron.plan.compatibility.rule import Machine
+from dapo_megatron.run.loss import loss_function
+from tests.helpers.configs import REPOSITORY, TINY
+
+OBJECTIVES = sorted((TINY.parent / "objectives").glob("*.yaml"))
+CORRECTIONS = sorted((TINY.parent / "corrections").glob("*.yaml"))
+CONFIGS = sorted(path for path in TINY.parent.glob("*.yaml"))
+
+
+def load(*overlays: Path, config: Path = TINY) -> Config:
+    return load_config(config, overlays=list(overlays))
+
+
+def test_every_objective_has_an_overlay() -> None:
+    names = LossConfig.model_fields["objective"].annotation.__args__  # type: ignore[union-attr]
+    assert {path.stem for path in OBJECTIVES} == set(names)
+    for path in OBJECTIVES:
+        assert load(path).loss.objective == path.stem
+
+
+@pytest.mark.parametrize("overlay", [*OBJECTIVES, *CORRECTIONS], ids=lambda path: path.stem)
+def test_an_overlay_runs_on_the_tiny_config(overlay: Path) -> None:
+    config = load(overlay)
+    model = architecture(read_json(REPOSITORY / config.model.path / "config.json"))
+    assert check(config, model, Machine()) == []
+    loss_function(config.loss)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("overlay", OBJECTIVES, ids=lambda path: path.stem)
+def test_an_objective_is_the_same_on_any_config_and_overlay(config: Path, overlay: Path) -> None:
+    def objective(loss: LossConfig) -> dict[str, Any]:
+        clip = ("clip_low", "clip_high", "dual_clip")
+        names = ("objective", *clip, "aggregation", "advantage_std", "tau_pos", "tau_neg")
+        return {name: getattr(loss, name) for name in names}
+
+    expected = objective(load(overlay).loss)
+    for below in (path for path in OBJECTIVES if path.stem in ("cispo", "dr_grpo")):
+        assert objective(load(below, overlay, config=config).loss) == expected
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda path: path.stem)
+def test_masks_can_be_combined_with_every_objective(objective: Path) -> None:
+    masks = [path for path in CORRECTIONS if path.stem in ("sequence_mask", "veto")]
+    assert len(masks) == 2
+    correction = load(objective, *masks).loss.correction
+    assert correction.is_on
+    assert correction.sequence_mean == (0.99, 1.01)
+    assert correction.worst_token == (1e-4, 100.0)
+
+
+def test_the_overlay_of_the_default_changes_nothing() -> None:
+    [default] = [path for path in OBJECTIVES if path.stem == "dapo"]
+    assert load(default) == load()
