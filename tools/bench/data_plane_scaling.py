@@ -55,9 +55,9 @@ class Scaling:
     wall_seconds: float
     """Wall-clock time of collecting all steps."""
     thread_seconds: float
-    """Of the coordinator's thread."""
+    """Seconds of the coordinator's thread."""
     process_seconds: float
-    """Of its process, with the threads of the sockets."""
+    """Seconds of its process, with the threads of the sockets."""
     completions: int
     messages_received: int
     messages_sent: int
