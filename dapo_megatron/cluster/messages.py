@@ -365,6 +365,9 @@ def _routing_id(member: int) -> bytes:
 def _socket(context: _Context, kind: int, endpoint: str) -> _Socket:
     socket = context.socket(kind)
     socket.sndhwm = socket.rcvhwm = 0  # no limit
+    # Also for a socket that is never closed, after an error: collecting its context would wait for
+    # ever for messages to a rank that is gone.
+    socket.linger = _linger_ms()
     socket.maxmsgsize = MAX_MESSAGE_BYTES + 1024
     socket.backlog = 4096  # all members connect at once
     socket.ipv6 = "[" in endpoint or "::" in endpoint

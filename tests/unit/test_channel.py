@@ -576,7 +576,8 @@ hub.send(0, bytes(1000))
 
 
 @pytest.mark.parametrize(
-    "end", ["", "nowhere.close(); hub.close(); member.close()", "raise SystemExit"]
+    "end",
+    ["", "nowhere.close(); hub.close(); member.close()", "raise SystemExit", "del nowhere"],
 )
 def test_undelivered_messages_do_not_keep_a_process_from_ending(end: str) -> None:
     ended = subprocess.run(
