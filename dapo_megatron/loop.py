@@ -15,7 +15,7 @@ from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, split, toke
 from dapo_megatron.protocols import Parts
 from dapo_megatron.rollout import metrics as step_metrics
 from dapo_megatron.rollout.partial_step import PartialStep
-from dapo_megatron.types import DapoError, Phase, StarvedError, Stopped, TokenBatch
+from dapo_megatron.types import DapoError, Phase, RankError, StarvedError, Stopped, TokenBatch
 
 
 @dataclass
@@ -49,6 +49,8 @@ def train(
         raise type(error)(
             f"{error}. Saved after step {progress.step}; to continue, start with resume=auto"
         ) from error
+    except RankError:  # the lost rank would never finish its part of a checkpoint
+        raise
     except DapoError:
         with suppress(DapoError):
             parts.checkpoints.wait()  # an earlier checkpoint that is being written is still good

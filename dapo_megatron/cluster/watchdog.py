@@ -65,7 +65,7 @@ END_SECONDS = 7.0
 """Maximum time from detecting a hang to the end of the process; less than BACKSTOP_SECONDS."""
 BACKSTOP_SECONDS = 10.0
 """Time from a phase's limit until faulthandler ends a rank whose threads do not run."""
-EXCHANGES = frozenset({"all_gather", "broadcast", "barrier"})
+EXCHANGES = frozenset({"all_gather", "all_to_all", "broadcast", "barrier"})
 """First words of the activity reports of cluster/ranks.py: "all_gather 123", then
 "all_gather 123 done"."""
 

@@ -231,8 +231,8 @@ class VllmEngine:
     def _step(self) -> list[RequestOutput]:
         """Run one step of vLLM with the engine's own random numbers.
 
-        Replicas draw different numbers, and so does a resumed run, because its first weights have
-        another version.
+        Replicas draw different numbers, and so does a resumed run if its first weights have another
+        version.
         """
         if self._generators is None:
             self._generators = EngineGenerators(self._seed, self.replica, self.version)

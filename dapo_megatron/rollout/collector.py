@@ -60,6 +60,7 @@ class EngineCollector:
             if self.config.rollout.deterministic:
                 self.store.roll_back()
             raise
+        self.store.forget_save_point()
         started = time.perf_counter()
         owners = self.data_parallel.owners([sequence.num_tokens for sequence in plan.sequences])
         tokens = self.exchange_tokens(plan.sequences, owners, plan.moves)

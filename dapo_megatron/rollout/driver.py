@@ -13,8 +13,9 @@ from typing import Protocol
 
 from dapo_megatron.cluster.collectives import decode, encode
 from dapo_megatron.cluster.messages import Hub
+from dapo_megatron.cluster.numbered import MAX_MESSAGE_BYTES
 from dapo_megatron.rollout.messages import GroupRequest, Order, OrderKind, Report, Sampling
-from dapo_megatron.types import RankError
+from dapo_megatron.types import DataError, RankError
 
 COALESCE_SECONDS = 0.01
 """Minimum time between two answers of `advance`, so that many small reports cost little."""
@@ -23,6 +24,8 @@ COALESCE_SECONDS_PER_REPLICA = 0.0005
 QUEUED_SHARE = 8
 """A replica has up to 1 + 1/8 times as many requests as it runs at once. So no slot is free while
 a report and its answer are on their way. In lock step there are none."""
+MAX_ORDER_BYTES = MAX_MESSAGE_BYTES // 2
+"""Maximum size of an order. Larger ones are divided."""
 ALIVE_SECONDS = 5.0
 """Interval at which rank 0 and leaders show each other that they are alive, if they have no news.
 """
@@ -123,8 +126,7 @@ class EngineDriver:
         """See `Driver`."""
         for replica, (new, again) in enumerate(zip(requests, regrade, strict=True)):
             if new or again or self._deterministic:
-                order = Order(OrderKind.RUN, requests=list(new), regrade=list(again))
-                self._send(replica, order)
+                self._send_run(replica, list(new), list(again))
         if self._deterministic:
             return self._one_each()
         time.sleep(max(self._answered + self._coalesce_seconds - time.monotonic(), 0.0))
@@ -193,6 +195,29 @@ class EngineDriver:
                 )
             if now - self._told[replica] > ALIVE_SECONDS:
                 self._send(replica, Order(OrderKind.ALIVE))
+
+    def _send_run(
+        self,
+        replica: int,
+        requests: list[GroupRequest],
+        regrade: list[tuple[int, int]],
+        kind: OrderKind = OrderKind.RUN,
+    ) -> None:
+        """Send requests, in several orders if one would be too large: prompts may have megabytes
+        (tests of programs). Raises DataError naming a prompt that is too large by itself."""
+        order = Order(kind, requests=requests, regrade=regrade)
+        if len(encode(order)) > MAX_ORDER_BYTES and requests:
+            if len(requests) == 1:
+                prompt = requests[0].prompt
+                raise DataError(
+                    f"{prompt.source}, row {prompt.index}: prompt, truth and extra values together "
+                    f"have more than {MAX_ORDER_BYTES:,} bytes; leave this row out"
+                )
+            middle = len(requests) // 2
+            self._send_run(replica, requests[:middle], [], OrderKind.SUBMIT)
+            self._send_run(replica, requests[middle:], regrade, kind)
+            return
+        self._send(replica, order)
 
     def _send(self, replica: int, order: Order) -> None:
         self._hub.send(replica, encode(order))

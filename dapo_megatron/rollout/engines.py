@@ -80,7 +80,7 @@ class _Running(Generic[T]):
         try:
             if not isinstance(self.error, RankError):
                 self._driver.end()
-        except RankError as error:
+        except BaseException as error:  # noqa: BLE001 - raised again in the main thread
             self.error = error
         if isinstance(self.error, RankError):  # a lost rank cannot be told
             self._driver.end(only_here=True)

@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dapo_megatron.cluster.collectives import on_all_ranks
 from dapo_megatron.protocols import DataParallel, Exchange
 from dapo_megatron.rollout.messages import Move
 from dapo_megatron.rollout.store import CompletionStore
@@ -64,7 +65,8 @@ class TokenExchange:
             sizes[leader] += sum(
                 2 * BYTES * move.summary.num_tokens for move in self._moves(moves, replica, own)
             )
-        received = self.exchange.all_to_all(self._outgoing(sequences, shares, moves), sizes)
+        parts = on_all_ranks(self.exchange, lambda: self._outgoing(sequences, shares, moves))
+        received = self.exchange.all_to_all(parts, sizes)
         tokens: dict[int, SequenceTokens] = {}
         for replica, leader in enumerate(self.leaders):
             message = _Message(received[leader])

@@ -94,6 +94,8 @@ def sample_seed(name: str, ticket: int, sample: int, num_tokens: int = 0) -> int
 class OrderKind(StrEnum):
     START = "start"
     """Start a phase; `sampling` is set. There is no answer."""
+    SUBMIT = "submit"
+    """Submit `requests`. A RUN with more of them follows."""
     RUN = "run"
     """Submit `requests`, and grade the completions `regrade`. In lock step, run STEPS engine steps
     and report once. Otherwise keep running, and report when there is news."""

@@ -77,6 +77,10 @@ class CompletionStore:
         """Remember the current completions for `roll_back`."""
         self._saved = self._copy()
 
+    def forget_save_point(self) -> None:
+        """Free what only `roll_back` would need."""
+        self._saved = ({}, {})
+
     def roll_back(self) -> None:
         """Return to the completions at `save_point`."""
         self._prompts, self._completions = self._saved

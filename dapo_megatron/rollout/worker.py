@@ -266,6 +266,8 @@ class Leader:
                 self._grades[sampling.name].append((ticket, sample, grade, outcome))
             if not wait:
                 break
+            self._on_activity("grades")
+            self._report(None, is_due=False)  # shows that this leader is alive
         if wait and not self._engine.requests:
             self._grade_seconds += time.perf_counter() - started
 

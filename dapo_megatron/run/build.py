@@ -208,7 +208,7 @@ def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
             engine.num_replicas,
             engine.max_sequences,
             deterministic=is_deterministic,
-            silence_seconds=config.watchdog.generate,
+            silence_seconds=max(config.watchdog.generate, config.watchdog.evaluate),
         )
 
     def signal() -> str:

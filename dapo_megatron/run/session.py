@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dapo_megatron.checkpoints import read_state, restoring
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import end_attempt, start_attempt
-from dapo_megatron.cluster.collectives import on_rank0
+from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_json
@@ -83,7 +83,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
             parts.policy.load(source)
             with restoring(source):
                 parts.collector.restore(state["coordinator"], source)
-                partial_step.load(source, parts.data_parallel)
+                on_all_ranks(ranks, lambda: partial_step.load(source, parts.data_parallel))
         started = started_at() - progress.seconds
         context.stop.hold()
         try:

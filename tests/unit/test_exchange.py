@@ -74,6 +74,9 @@ class Counting:
     def world_size(self) -> int:
         return self.ranks.world_size
 
+    def all_gather(self, value: Any, of: object) -> list[Any]:
+        return self.ranks.all_gather(value, of)
+
     def all_to_all(self, parts: Any, sizes: Any) -> list[memoryview]:
         messages = self.ranks.all_to_all(parts, sizes)
         self.received.append(sum(message.nbytes for message in messages))
@@ -199,12 +202,12 @@ def exchange_another_length(rank: int) -> str:
         ([], [Move(4, prompt, summary, 0)]),
     ):
         store = CompletionStore()
-        store.put(4, prompt, completion)
+        if rank == leaders[1]:
+            store.put(4, prompt, completion)
         exchange = TokenExchange(ranks, Indices(indices, rank), leaders, store)  # type: ignore[arg-type]
-        if rank == 2:  # the leader of replica 1; it raises before the collective
-            with pytest.raises(DapoError) as raised:
-                exchange(sequences, [1] * len(sequences), moves)
-            errors.append(str(raised.value))
+        with pytest.raises(DapoError) as raised:
+            exchange(sequences, [1] * len(sequences), moves)
+        errors.append(str(raised.value))
     return "\n".join(errors)
 
 
@@ -225,11 +228,13 @@ def test_every_rank_receives_exactly_its_own_sequences_and_moves(ranks: list[Any
 
 
 def test_another_length_than_announced_is_an_error_with_ticket_and_sample(ranks: list[Any]) -> None:
-    response, prompt, missing, move = ranks[2][1].splitlines()
+    assert len({errors for _, errors in ranks}) == 1, "all ranks raise the same error"
+    response, prompt, missing, move = ranks[0][1].splitlines()
     known = "2 tokens and 2 log-probs here, but the coordinator knows of 3 tokens"
-    assert response == move == f"ticket 4, sample 5: {known}"
-    assert prompt == "ticket 4, sample 5: 3 prompt tokens here, but the coordinator knows of 2"
-    assert missing == "ticket 4, sample 6: this replica does not hold it"
+    sequence = "rank 2: ticket 4, sample 5"
+    assert response == move == f"{sequence}: {known}"
+    assert prompt == f"{sequence}: 3 prompt tokens here, but the coordinator knows of 2"
+    assert missing == "rank 2: ticket 4, sample 6: this replica does not hold it"
 
 
 # ------------------------------------------------------------------ which completions move

@@ -289,6 +289,8 @@ def _ledger_differences(run: Path, reference: Path) -> Iterator[str]:
         open_tickets = {int(ticket) for ticket in state["ledger"]["open"]}
         if lost := issued - set(tickets) - open_tickets:
             yield f"{folder}: ticket {min(lost)} is lost"
+    if len(rows[0]) != len(rows[1]):
+        yield f"{run}: {len(rows[0])} recorded completions, {len(rows[1])} in the undisturbed run"
     for (step, row), expected in zip(*rows, strict=False):
         if (step, row) != expected:
             yield f"{run}: ticket {row.ticket} is not as in the undisturbed run"
