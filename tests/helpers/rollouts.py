@@ -29,6 +29,10 @@ Length = Callable[[int, int], int]
 MAX_TOKENS = 8
 
 
+class RefusedByReplica(AssertionError):
+    """A replica was asked to continue a response that it does not hold like this."""
+
+
 class Killed(Exception):
     """The process died in the middle of a step."""
 
@@ -155,7 +159,8 @@ class ScriptedDriver:
             assert not any(key in running for running in self._running), f"{key} requested twice"
             response = self.held[key] if num_tokens else _Response(replica)
             assert response.replica == replica
-            assert response.tokens == num_tokens < self.length(*key)
+            if not response.tokens == num_tokens < self.length(*key):
+                raise RefusedByReplica(f"{key}: {response.tokens} tokens, not {num_tokens}")
             self.held[key] = self._running[replica][key] = response
         assert len(self._running[replica]) <= self.max_sequences
         self.requests.append(group)

@@ -18,6 +18,7 @@ from dapo_megatron.rollout.messages import Report
 from dapo_megatron.types import CompletionSummary, Finish, Grade, RankError, Segment
 from tests.helpers.rollouts import (
     MAX_TOKENS,
+    RefusedByReplica,
     ScriptedDriver,
     collect,
     make_coordinator,
@@ -473,7 +474,12 @@ def test_any_changed_field_is_refused_or_has_no_effect(
         honest_turns=turn % 3 if is_interrupt_wrong else turn,
         is_interrupt_wrong=is_interrupt_wrong,
     )
-    error = run_until_refused(driver, **CARRYING)
+    try:
+        error = run_until_refused(driver, **CARRYING)
+    except RefusedByReplica:
+        # Another request of this replica that has no tokens yet: only the replica can know.
+        assert change[0] in ("ticket", "sample")
+        return
     if error:
         check_refused(error, r"ticket -?\d+, sample -?\d+: ")
         assert driver.turns_since_lie == 0
