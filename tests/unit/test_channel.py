@@ -313,10 +313,15 @@ def test_a_message_of_several_frames_raises_an_error_with_the_member() -> None:
 
 @pytest.mark.parametrize("routing_id", [b"member 2", b"member 0", b"replica 1"])
 def test_a_member_cannot_speak_for_another(routing_id: bytes) -> None:
-    with channel(3, absent=1) as opened, raw_member(opened, 1, routing_id) as raw:
-        raw.send(frame(1, b"false"))
-        with pytest.raises(RankError, match=re.escape(f"{name_of(1)}: sends as {routing_id!r}")):
-            received_by_hub(opened.hub, 9)
+    with channel(3, absent=1) as opened:
+        # Otherwise member 2 may connect after the false one and take its place.
+        wait_until(lambda: opened.hub.receive(0.01) or opened.hub._peers[2].is_connected)
+        with raw_member(opened, 1, routing_id) as raw:
+            raw.send(frame(1, b"false"))
+            with pytest.raises(
+                RankError, match=re.escape(f"{name_of(1)}: sends as {routing_id!r}")
+            ):
+                received_by_hub(opened.hub, 9)
 
 
 # ------------------------------------------------------------------------------- strangers

@@ -8,7 +8,8 @@ the product's: coordinator, sockets, workers, exchange, assembly, recording, che
 of CPU time, so they hardly depend on what else the machine does. The benchmark's own work, such as
 making completions up, is subtracted.
 
-- *blocks the step*: all threads of a rank except those that write files
+- *blocks the step*: all threads of a rank except those that write files, without what threads of
+  gloo and ZeroMQ take on an idle rank in the same time
 - *memory*: peak of the resident memory above that of an idle start, over the raw bytes of what a
   rank holds: 8 per token of its store and of the sequences that it trains on, and 4 per token that
   its engine continues without being the leader
@@ -155,6 +156,7 @@ def summarize(steps: Steps) -> dict[str, Any]:
         "state_bytes": steps.largest(itemgetter("state_bytes"), _rank0),
         "file_bytes": steps.largest(itemgetter("file_bytes"), _rank0),
         "bench_seconds_max": steps.largest(itemgetter("bench_seconds")),
+        "idle_seconds_max": steps.largest(itemgetter("idle_seconds")),
         "turns": steps.largest(itemgetter("turns")),
         "parts": {
             name: {label: steps.largest(part(name), group) for label, group in GROUPS.items()}

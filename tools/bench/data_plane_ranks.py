@@ -59,6 +59,8 @@ TOKEN_BYTES = 4
 NUM_PROMPTS = 1_000
 MAX_MICROBATCH_TOKENS = 24_576
 INSPECTED_GROUPS = 8
+IDLE_SECONDS = 5.0
+"""Time over which the CPU time of idle ranks is measured."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,9 @@ class Figures:
     """Seconds of the threads that write recorded rollouts and the checkpoint."""
     bench_seconds: float
     """Seconds of the benchmark itself: canned completions, and figures."""
+    idle_seconds: float
+    """Seconds that threads of gloo and ZeroMQ take anyway, because they look for work 100 times a
+    second. Not in `seconds`."""
     turns: int
     num_sequences: int
     num_tokens: int
@@ -147,6 +152,8 @@ class Rank:
     meter: Meter
     folder: Path
     idle_bytes: int = 0
+    idle_share: float = 0.0
+    """CPU seconds per second of an idle rank."""
 
     def warm_up(self, generator: Generator) -> None:
         """Run a tiny step, so that its libraries and code are loaded. Collective."""
@@ -171,7 +178,7 @@ class Rank:
         self.engine.version, self.engine.num_steps, self.engine.tokens_given = version, 0, 0
         gc.collect()
         forget_peak()
-        started = time.process_time()
+        started, started_at = time.process_time(), time.monotonic()
         with meter.part("collect"):
             partial_step.begin(self.collector.collect(version, lambda num_ready: None))
         sequences = partial_step.sequences or []
@@ -185,7 +192,8 @@ class Rank:
         blocking = {name: meter.seconds[name] for name in meter.seconds}
         self.recorder.flush()
         self.checkpoints.wait()
-        total = time.process_time() - started
+        idle_seconds = self.idle_share * (time.monotonic() - started_at)
+        total = time.process_time() - started - idle_seconds
         others = {name: meter.seconds[name] for name in (RECORDING, CHECKPOINT, BENCH)}
         parts = {name: value for name, value in blocking.items() if name not in others}
         parts["other threads"] = total - sum(parts.values()) - sum(others.values())
@@ -196,6 +204,7 @@ class Rank:
             record_seconds=others[RECORDING],
             checkpoint_seconds=others[CHECKPOINT],
             bench_seconds=others[BENCH],
+            idle_seconds=idle_seconds,
             turns=self.engine.num_steps,
             num_sequences=len(sequences),
             num_tokens=num_tokens,
@@ -357,9 +366,14 @@ def run(setting: Setting, folder: Path, result: Path) -> None:
     torch.set_num_threads(1)
     rank = build(setting, folder)
     rank.warm_up(Generator(setting.mean_tokens, setting.seed))
-    rank.ranks.barrier()
     gc.collect()
+    gc.freeze()  # as cluster/imports.py does in a run
+    rank.ranks.barrier()
+    before = time.process_time()
+    time.sleep(IDLE_SECONDS)
+    rank.idle_share = (time.process_time() - before) / IDLE_SECONDS
     rank.idle_bytes = resident_bytes("VmRSS")
+    rank.ranks.barrier()
     steps = []
     for version in range(1 + setting.steps):
         own = rank.step(version)
