@@ -7,6 +7,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+
+from torch import Tensor
 
 from dapo_megatron.algo import correction
 from dapo_megatron.algo.mismatch import GapStatistics, check_gap, gap_statistics, merge
@@ -15,7 +19,15 @@ from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, split, toke
 from dapo_megatron.protocols import Parts
 from dapo_megatron.rollout import metrics as step_metrics
 from dapo_megatron.rollout.partial_step import PartialStep
-from dapo_megatron.types import DapoError, Phase, RankError, StarvedError, Stopped, TokenBatch
+from dapo_megatron.types import (
+    DapoError,
+    LogProbs,
+    Phase,
+    RankError,
+    StarvedError,
+    Stopped,
+    TokenBatch,
+)
 
 
 @dataclass
@@ -123,15 +135,46 @@ def train_step(
     owners = parts.data_parallel.owners([sequence.num_tokens for sequence in sequences])
     batch = assemble(sequences, partial_step.tokens, owners)
     partial_step.tokens = tokens_in(sequences, batch)
+    if config.loss.old_logprobs == "engine":
+        batch = dataclasses.replace(batch, old_logprobs=batch.engine_logprobs)
+    else:
+        batch = with_policy_logprobs(config, parts, batch, step, partial_step)
+        batch = correct(config, parts, batch, partial_step)
+    with phase(Phase.UPDATE):
+        update(config, parts, batch, step, partial_step)
+    metrics = partial_step.metrics | step_metrics.update_metrics(partial_step.updates)
+    return metrics, int(batch.lengths.sum())
+
+
+def with_policy_logprobs(
+    config: Config, parts: Parts, batch: TokenBatch, step: int, partial_step: PartialStep
+) -> TokenBatch:
+    """Return `batch` with the log-probs of the policy before the step's first update."""
     if partial_step.old_logprobs is None:
         parts.check_stop()
-        with phase(Phase.LOGPROBS):
+        with parts.instruments.phase(Phase.LOGPROBS):
             outputs = parts.policy.logprobs(batch)
-        partial_step.old_logprobs = outputs.logprobs
+        sequences = partial_step.sequences or []
         diagnostics = diagnose(sequences, batch, outputs)
         parts.recorder.sequence_diagnostics(step, diagnostics, sequences, parts.data_parallel)
-    batch = dataclasses.replace(batch, old_logprobs=partial_step.old_logprobs)
-    own_gap = gap_statistics(batch, fresh_mask(sequences, batch, version=step - 1))
+        is_fresh = fresh_mask(sequences, batch, version=step - 1)
+        check_mismatch(config, parts, batch, is_fresh, step, partial_step, outputs)
+        partial_step.old_logprobs = outputs.logprobs
+    return dataclasses.replace(batch, old_logprobs=partial_step.old_logprobs)
+
+
+def check_mismatch(
+    config: Config,
+    parts: Parts,
+    batch: TokenBatch,
+    mask: Tensor,
+    step: int,
+    partial_step: PartialStep,
+    outputs: LogProbs,
+) -> None:
+    """Compare the policy's log-probs with the engine's where `mask` is set, and add mismatch/* to
+    the step's metrics. Collective. Raises SyncError if they differ by more than sync.* allows."""
+    own_gap = gap_statistics(dataclasses.replace(batch, old_logprobs=outputs.logprobs), mask)
     gap = merge(parts.data_parallel.all_gather(own_gap, GapStatistics))
     check_gap(
         gap,
@@ -140,11 +183,6 @@ def train_step(
         max_mean_gap=config.sync.max_mean_gap,
     )
     partial_step.metrics |= step_metrics.mismatch_metrics(gap)
-    batch = correct(config, parts, batch, partial_step)
-    with phase(Phase.UPDATE):
-        update(config, parts, batch, step, partial_step)
-    metrics = partial_step.metrics | step_metrics.update_metrics(partial_step.updates)
-    return metrics, int(batch.lengths.sum())
 
 
 def correct(
@@ -165,18 +203,27 @@ def correct(
 def update(
     config: Config, parts: Parts, batch: TokenBatch, step: int, partial_step: PartialStep
 ) -> None:
-    """Run the optimizer steps of one rollout step that `partial_step` does not hold yet."""
+    """Run the optimizer steps of one rollout step that `partial_step` does not hold yet.
+
+    With loss.old_logprobs engine, the first one also compares policy and engine.
+    """
     minis = split(
         batch,
         config.train.updates_per_step,
         config.loss.aggregation,
         divisor=config.rollout.max_response_tokens,
     )
+    starts = accumulate((mini.num_sequences for mini in minis), initial=0)
     # Without loss tokens there is no gradient, but Adam's momentum would still move the weights.
-    minis = [mini for mini in minis if mini.num_loss_tokens]
-    for mini in minis[len(partial_step.updates) :]:
+    trained = [(start, mini) for start, mini in zip(starts, minis) if mini.num_loss_tokens]
+    for start, mini in trained[len(partial_step.updates) :]:
         parts.check_stop()
-        stats = parts.policy.update(mini, parts.loss, parts.learning_rate(step))
+        check = None
+        if config.loss.old_logprobs == "engine" and not partial_step.updates:
+            sequences = (partial_step.sequences or [])[start : start + mini.num_sequences]
+            mask = mini.loss_mask & fresh_mask(sequences, mini, version=step - 1)
+            check = partial(check_mismatch, config, parts, mini, mask, step, partial_step)
+        stats = parts.policy.update(mini, parts.loss, parts.learning_rate(step), check=check)
         partial_step.updates.append(stats)
         parts.recorder.trained(mini.lengths.tolist(), mini.num_loss_tokens)
 

@@ -157,11 +157,20 @@ class Policy(Protocol):
         """
         ...
 
-    def update(self, mini: TokenBatch, loss: LossFn, lr: float) -> StepStats:
+    def update(
+        self,
+        mini: TokenBatch,
+        loss: LossFn,
+        lr: float,
+        *,
+        check: Callable[[LogProbs], None] | None = None,
+    ) -> StepStats:
         """Run forward, backward, gradient clipping and one optimizer step on one mini-batch. Each
         rank holds at least the sequences that it trains on.
 
-        Raises Diverged before the optimizer step if the loss or the gradient is not finite.
+        `check` is called on every rank before the optimizer step, with what `logprobs` would
+        return for the loss tokens of `mini` (0 for its other tokens). It may raise. Raises Diverged
+        before the optimizer step if the loss or the gradient is not finite.
         """
         ...
 

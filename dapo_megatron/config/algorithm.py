@@ -140,6 +140,10 @@ class LossConfig(Section):
     prompts (eq. 8 as written). sequence: mean per completion, then over completions (GRPO).
     constant: sum per completion, divided by rollout.max_response_tokens, then mean over completions
     (Dr. GRPO)."""
+    old_logprobs: Literal["policy", "engine"] = "policy"
+    """Log-probs in the denominator of the ratio. policy: those of the policy before the step's
+    first update, for which a forward pass is made. engine: those of the engine when it sampled. No
+    pass is made, and the ratio also corrects the mismatch, within the clip range."""
     tis_cap: Positive | None
     """Cap of the truncated importance weight (policy / engine probability) of each token. null: no
     weight. `correction` has others."""

@@ -88,6 +88,17 @@ def _loss_contradictions(loss: LossConfig) -> Iterable[str]:
             f"loss.function: {loss.function} replaces loss.objective, which is {loss.objective}; "
             "remove one of them"
         )
+    if loss.old_logprobs == "engine":
+        corrections = {"loss.tis_cap": loss.tis_cap is not None} | {
+            f"loss.correction.{key}": value not in (None, False)
+            for key, value in dict(loss.correction).items()
+            if key != "outside_band"
+        }
+        for key in (key for key, is_set in corrections.items() if is_set):
+            yield (
+                f"{key}: contradicts loss.old_logprobs engine: the ratio of the loss is already "
+                f"that of policy and engine; set it to {'false' if 'measure' in key else 'null'}"
+            )
     weights = {
         "loss.tis_cap": loss.tis_cap,
         "loss.correction.sequence_tis_cap": loss.correction.sequence_tis_cap,

@@ -100,6 +100,7 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
         return flops / devices
 
     recomputed = {"none": 0.0, "selective": 0.1, "full": 1.0}[config.policy.recompute]
+    scoring = train(backward=False) if config.loss.old_logprobs == "policy" else 0.0
     update = train(backward=True) + recomputed * train(backward=False)
     minis = config.train.updates_per_step
     keep = config.rollout.expected_keep_rate if config.rollout.dynamic_sampling else 1.0
@@ -107,7 +108,7 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
     return Speed(
         seconds={
             Phase.GENERATE: _generate(estimate, given, peak, prompts, prompt, response),
-            Phase.LOGPROBS: train(backward=False) * _row_factor(estimate, length, sequences, 1),
+            Phase.LOGPROBS: scoring * _row_factor(estimate, length, sequences, 1),
             Phase.UPDATE: update * _row_factor(estimate, length, sequences, minis),
             Phase.SYNC: _sync(estimate, given),
         },

@@ -39,7 +39,7 @@ from dapo_megatron.policy.moe import set_balance
 from dapo_megatron.policy.offload import Offload
 from dapo_megatron.policy.optimizer import build_optimizer, copy_to_main
 from dapo_megatron.policy.shards import shards_of
-from dapo_megatron.policy.step import Rows, RowShape, Runner, make_rows
+from dapo_megatron.policy.step import Rows, RowShape, Runner, TokenValues, make_rows
 from dapo_megatron.protocols import Exchange, LossFn, MicrobatchPlanner
 from dapo_megatron.types import Diverged, LogProbs, Shard, StepStats, TokenBatch, torch_dtype
 
@@ -94,28 +94,26 @@ class MegatronPolicy:
         self._assert_onloaded()
         is_local = batch.owners is not None
         micro = self._microbatches(batch, (self._held_plan if is_local else self._share)(batch))
-        exact = torch.promote_types(torch_dtype(self._config.policy.precision), torch.float32)
-        whole = torch.zeros(2, batch.tokens.numel(), device=self._device, dtype=exact)
         with megatron_device():
             self._train(False)
             results = self._runner.logprobs(micro, temperature)
             self._train(True)
-        if self._is_output_rank():
-            for indices, logp, entropy in results:
-                whole[0, indices] = logp
-                whole[1, indices] = entropy
-        # Exactly one rank fills each token, the others have zeros: the all-reduce is a gather.
-        for group in _groups_of_one_index() if is_local else (None,):
-            if dist.get_world_size(group) > 1:
-                dist.all_reduce(whole, group=group)
-        whole = whole.cpu()
-        return LogProbs(logprobs=whole[0], entropy=whole[1])
+        return self._gather_values(batch, results)
 
-    def update(self, mini: TokenBatch, loss: LossFn, lr: float) -> StepStats:
+    def update(
+        self,
+        mini: TokenBatch,
+        loss: LossFn,
+        lr: float,
+        *,
+        check: Callable[[LogProbs], None] | None = None,
+    ) -> StepStats:
         """See protocols.Policy."""
         num_tokens = max(mini.num_loss_tokens, 1)
         with megatron_device():
-            sums = self._accumulate(mini, loss, num_tokens)
+            sums, values = self._accumulate(mini, loss, num_tokens)
+            if check is not None:
+                check(self._gather_values(mini, values))
             means = self._means(sums, num_tokens)
             grad_norm = self._clip(means["loss"])
             for group in self._optimizer.param_groups:
@@ -153,7 +151,7 @@ class MegatronPolicy:
         """
         num_tokens = max(mini.num_loss_tokens, 1)
         with megatron_device():
-            sums = self._accumulate(mini, loss, num_tokens)
+            sums, _ = self._accumulate(mini, loss, num_tokens)
             value = self._means(sums, num_tokens)["loss"]
             unshard_gradients(self._chunks)
         shards = self._shards_of(self._models(), _gradient)
@@ -299,9 +297,9 @@ class MegatronPolicy:
 
     def _accumulate(
         self, mini: TokenBatch, loss: LossFn, num_tokens: int
-    ) -> list[dict[str, Tensor]]:
+    ) -> tuple[list[dict[str, Tensor]], list[TokenValues]]:
         """Accumulate the gradient of the mini-batch in the gradient buffers of all ranks. Return
-        what Runner.gradients returns."""
+        what Runner.gradients returns, as two lists."""
         self._assert_onloaded()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -312,7 +310,24 @@ class MegatronPolicy:
         # A loss may abandon the mini-batch by raising (run/build.py). This is safe because the
         # reduction of gradients starts in the backward pass of the last micro-batch, after its
         # loss, so no collective is in flight when a loss raises.
-        return self._runner.gradients(micro, loss, num_tokens)
+        results = self._runner.gradients(micro, loss, num_tokens)
+        return [sums for sums, _ in results], [values for _, values in results]
+
+    def _gather_values(self, batch: TokenBatch, values: Sequence[TokenValues]) -> LogProbs:
+        """Return the values of a batch's tokens that the ranks of this data-parallel index computed
+        (of all ranks, if `batch` is distributed over all); 0 for the others. Collective."""
+        exact = torch.promote_types(torch_dtype(self._config.policy.precision), torch.float32)
+        whole = torch.zeros(2, batch.tokens.numel(), device=self._device, dtype=exact)
+        if self._is_output_rank():
+            for indices, logp, entropy in values:
+                whole[0, indices] = logp
+                whole[1, indices] = entropy
+        # At most one rank fills each token, the others have zeros: the all-reduce is a gather.
+        for group in (None,) if batch.owners is None else _groups_of_one_index():
+            if dist.get_world_size(group) > 1:
+                dist.all_reduce(whole, group=group)
+        whole = whole.cpu()
+        return LogProbs(logprobs=whole[0], entropy=whole[1])
 
     def _train(self, mode: bool) -> None:
         for chunk in self._chunks:

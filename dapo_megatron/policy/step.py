@@ -264,6 +264,8 @@ def _micro_tokens(tensors: Sequence[Tensor], num_sequences: int) -> MicroTokens:
     )
 
 
+TokenValues = tuple[Tensor, Tensor, Tensor]
+"""Index in the batch, log-prob and entropy of a micro-batch's scored tokens, each [n]."""
 Output = Callable[[Rows, Any, Tensor], tuple[Tensor, Any]]
 """(rows, model, hidden states) -> (loss, results)."""
 
@@ -288,8 +290,8 @@ class Runner:
 
     def logprobs(
         self, micro: Sequence[Rows], temperature: float | None = None
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return (index in the batch, log-prob, entropy) of each micro-batch's tokens, each [n].
+    ) -> list[TokenValues]:
+        """Return the values of each micro-batch's tokens.
 
         The list is empty except on the last pipeline stage. Temperature None: that of rollouts.
         """
@@ -311,11 +313,11 @@ class Runner:
 
     def gradients(
         self, micro: Sequence[Rows], loss: LossFn, num_tokens: int
-    ) -> list[dict[str, Tensor]]:
+    ) -> list[tuple[dict[str, Tensor], TokenValues]]:
         """Accumulate the gradient of the mini-batch's mean loss. Rows were made `with_loss`.
 
-        Returns the sums of each micro-batch's statistics on the last pipeline stage, an empty list
-        on others.
+        Returns the sums of each micro-batch's statistics and the values of its loss tokens on the
+        last pipeline stage, an empty list on others.
         """
 
         def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Any]:
@@ -324,9 +326,10 @@ class Runner:
             result = loss(logp, rows.scored.loss_inputs)
             sums = {name: value.detach() for name, value in result.sums.items()}
             sums["loss"] = result.total.detach()
+            logp = logp.detach()
             sums["entropy"] = entropy.sum()
-            sums["mean_prob"] = logp.detach().exp().sum()
-            return result.total / num_tokens, sums
+            sums["mean_prob"] = logp.exp().sum()
+            return result.total / num_tokens, (sums, (rows.scored.indices, logp, entropy))
 
         return self._run(micro, output, forward_only=False)
 

@@ -44,6 +44,7 @@ def batching_keys(config: Config) -> dict[str, Any]:
     return {
         "train.updates_per_step": config.train.updates_per_step,
         "loss.aggregation": config.loss.aggregation,
+        "loss.old_logprobs": config.loss.old_logprobs,
         "loss.advantage_std": config.loss.advantage_std,
         "loss.advantage_eps": config.loss.advantage_eps,
         **{f"overlong.{key}": value for key, value in config.overlong.model_dump().items()},

@@ -16,7 +16,7 @@ from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.data.owners import DataParallelRanks
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.plan.rows import row_multiple, sequence_multiple
-from dapo_megatron.types import LogProbs, StepStats
+from dapo_megatron.types import LogProbs, StepStats, SyncError
 from tests.helpers.batches import hold, random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.losses import loss_with
@@ -62,6 +62,8 @@ class Observed:
     gradients: list[tuple[float, dict[str, Tensor]]]
     """Loss and gradients, first of the whole batch, then of the local one."""
     stats: list[StepStats]
+    checked: list[LogProbs]
+    """What `check` of these updates got, by batch."""
     refusal: str
 
 
@@ -95,12 +97,19 @@ def _observe(exchange: Ranks, folder: str, overrides: dict[str, Any]) -> Observe
     }
     batches = (batch, hold(batch, planned, index))
     gradients = [policy.gradients(each, loss) for each in batches]
-    stats = [policy.update(each, loss, 0.0) for each in batches]
+    with pytest.raises(SyncError, match="abandoned"):
+        policy.update(batch, loss, 1.0, check=abandon)
+    checked: list[LogProbs] = []
+    stats = [policy.update(each, loss, 0.0, check=checked.append) for each in batches]
     with pytest.raises(ValueError, match="does not hold its tokens") as refusal:
         policy.update(hold(batch, planned, 1 - index), loss, 0.0)
     whole = policy.logprobs(batch)
     policy.close()
-    return Observed(index, whole, local, gradients, stats, str(refusal.value))
+    return Observed(index, whole, local, gradients, stats, checked, str(refusal.value))
+
+
+def abandon(_: LogProbs) -> None:
+    raise SyncError("abandoned")
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +145,26 @@ def test_updates_on_local_batches_equal_those_on_the_whole_batch(
         assert local_loss == whole_loss
         assert all(torch.equal(local[name], gradient) for name, gradient in whole.items())
         assert rank.stats[0] == rank.stats[1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_update_is_checked_with_the_log_probs_of_its_loss_tokens(
+    layout: str, observed: list[dict[str, Observed]]
+) -> None:
+    """The weights of `whole` are those before these updates: one was abandoned, and the others had
+    a learning rate of 0."""
+    for rank in (results[layout] for results in observed):
+        batch = random_batch(LENGTHS, vocab=99)
+        local = hold(batch, rank.local["planned"][0], rank.index)
+        whole, own = rank.checked
+        for checked, mini in ((whole, batch), (own, local)):
+            is_own = torch.ones_like(batch.loss_mask)
+            if mini.owners is not None:
+                is_own = (mini.owners == rank.index).repeat_interleave(torch.tensor(LENGTHS))
+            for name in ("logprobs", "entropy"):
+                values = getattr(rank.whole, name)[is_own]
+                expected = torch.where(mini.loss_mask, values, 0.0)
+                torch.testing.assert_close(getattr(checked, name), expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -125,7 +125,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Observe
 
 HEAD_IN_LOGPROBS: dict[str, int] = {}
 HEAD_IN_UPDATE: dict[str, int] = {}
-EVERY_LOGPROBS = {"policy.py:logprobs cpu": 1}
+EVERY_LOGPROBS = {"policy.py:_gather_values cpu": 1}
 EVERY_UPDATE = {
     "clip_grads.py:get_grad_norm_fp32 _local_scalar_dense": 1,
     "policy.py:_means tolist": 1,
@@ -155,7 +155,7 @@ def test_the_host_waits_only_where_it_must(case: str, observed: dict[str, list[O
 
 
 def test_waits_are_counted(observed: dict[str, list[Observed]]) -> None:
-    assert observed["packed"][0].in_logprobs["policy.py:logprobs cpu"] == 1
+    assert observed["packed"][0].in_logprobs["policy.py:_gather_values cpu"] == 1
     assert observed["packed"][0].in_update["policy.py:_means tolist"] == 1
     assert sum(observed["experts"][0].in_update.values()) > sum(
         observed["packed"][0].in_update.values()

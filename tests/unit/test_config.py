@@ -356,6 +356,7 @@ OBJECTIVE_DEFAULTS = {
     "loss.log_ratio_limit": "prevents overflow of exp; older configs without this key still run",
     "loss.function": "null is the loss of the paper, with the numbers in the YAML",
     "loss.objective": "dapo, the loss of the paper",
+    "loss.old_logprobs": "policy, as in the paper",
     "loss.correction": "off; the paper has none",
     "loss.advantage_std": "true, as in the paper; older configs without this key still run",
     "loss.tau_pos": "acts only with objective sapo",
@@ -450,6 +451,24 @@ GSPO = ["loss.objective=gspo", "loss.aggregation=sequence", "loss.tis_cap=null"]
             "loss.tis_cap, loss.correction.sequence_tis_cap: each weighs tokens by the ratio",
         ),
         (["loss.correction.worst_token=[1e-4, 100]"], None),  # a mask with any objective
+        (
+            ["loss.old_logprobs=engine"],
+            "loss.tis_cap: contradicts loss.old_logprobs engine: the ratio of the loss is already "
+            "that of policy and engine; set it to null",
+        ),
+        (["loss.old_logprobs=engine", "loss.tis_cap=null"], None),
+        (
+            ["loss.old_logprobs=engine", "loss.tis_cap=null", "loss.correction.measure=true"],
+            "loss.correction.measure: contradicts loss.old_logprobs engine",
+        ),
+        (
+            [
+                "loss.old_logprobs=engine",
+                "loss.tis_cap=null",
+                "loss.correction.worst_token=[1e-4, 100]",
+            ],
+            "loss.correction.worst_token: contradicts loss.old_logprobs engine",
+        ),
         (["rollout.top_p=0.9"], "rollout.top_p: 0.9 must be 1.0"),
         (["data.train=[]"], "data.train: empty"),
         (

@@ -9,14 +9,28 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from dapo_megatron import loop
 from dapo_megatron.algo.mismatch import GapStatistics, TokenGap, check_gap
 from dapo_megatron.rollout.checkpoint_files import CompletionsSnapshot
 from dapo_megatron.rollout.partial_step import PartialStep
 from dapo_megatron.rollout.replay import NoSync
-from dapo_megatron.types import Rollouts, StarvedError, Stopped, SyncError, SyncReport
+from dapo_megatron.types import (
+    LogProbs,
+    Rollouts,
+    Segment,
+    SequenceTokens,
+    StarvedError,
+    StepStats,
+    Stopped,
+    SyncError,
+    SyncReport,
+    TokenBatch,
+    TrainingSequence,
+)
 from tests.helpers.batches import ONE_INDEX
 from tests.helpers.configs import tiny_config
 
@@ -172,3 +186,90 @@ def test_the_gap_between_engine_and_policy_is_bounded(
     else:
         with pytest.raises(SyncError, match=re.escape(message)):
             check_gap(gap, version=3, **bounds)
+
+
+class CheckingPolicy:
+    """Policy with fixed log-probs. Records its calls and the tokens on which updates are
+    checked."""
+
+    def __init__(self, logprob: float) -> None:
+        self.calls: list[str] = []
+        self._logprob = logprob
+
+    def logprobs(self, batch: TokenBatch) -> LogProbs:
+        self.calls.append("logprobs")
+        values = torch.full_like(batch.engine_logprobs, self._logprob)
+        return LogProbs(values, torch.zeros_like(values))
+
+    def update(
+        self, mini: TokenBatch, loss: Any, lr: float, *, check: Callable[[LogProbs], None] | None
+    ) -> StepStats:
+        self.calls.append(f"update of {mini.num_sequences}{', checked' if check else ''}")
+        assert mini.old_logprobs is not None
+        if check is not None:
+            values = torch.where(mini.loss_mask, self._logprob, 0.0)
+            check(LogProbs(values, torch.zeros_like(values)))
+        self.calls.append("step")
+        return StepStats(0.0, 0.0, lr, mini.num_loss_tokens, {"entropy": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("source", "calls"),
+    [
+        ("policy", ["logprobs", "update of 2", "step", "update of 2", "step"]),
+        ("engine", ["update of 2, checked", "step", "update of 2", "step"]),
+    ],
+)
+@pytest.mark.parametrize(("logprob", "is_refused"), [(-1.25, False), (-1.75, True)])
+def test_the_mismatch_is_checked_before_the_first_optimizer_step(
+    source: str, calls: list[str], logprob: float, is_refused: bool
+) -> None:
+    config = tiny_config(
+        loss__old_logprobs=source,
+        loss__tis_cap="null",
+        rollout__prompts_per_step=3,
+        train__updates_per_step=3,
+        sync__max_gap=0.5,
+    )
+    # The first mini-batch has no loss tokens, and the second has one sequence of older weights.
+    sequences = [
+        TrainingSequence(
+            ticket=ticket,
+            sample=sample,
+            replica=0,
+            prompt_tokens=1,
+            response_tokens=2,
+            segments=(Segment(3 if (ticket, sample) == (1, 1) else 4, 2),),
+            advantage=1.0,
+            in_loss=ticket > 0,
+        )
+        for ticket in range(3)
+        for sample in range(2)
+    ]
+    tokens = {
+        index: SequenceTokens(
+            np.array([1], np.int32),
+            np.array([2, 3], np.int32),
+            # Far from the policy's: only tokens of fresh weights may be compared.
+            np.full(2, -9.0 if sequence.segments[0].version == 3 else -1.0, np.float32),
+        )
+        for index, sequence in enumerate(sequences)
+    }
+    partial_step = PartialStep()
+    partial_step.begin(Rollouts(sequences, tokens, {}))
+    policy = CheckingPolicy(logprob)
+    recorder = SimpleNamespace(sequence_diagnostics=lambda *_: None, trained=lambda *_: None)
+    parts: Any = SimpleNamespace(
+        policy=policy, recorder=recorder, sync=Journal(set()), instruments=Journal(set()),
+        data_parallel=ONE_INDEX, check_stop=lambda: None, loss=None,
+        learning_rate=lambda step: 1e-3,
+    )  # fmt: skip
+    if is_refused:
+        with pytest.raises(SyncError, match=r"weights 4: .* disagree by 0.75 on ticket"):
+            loop.train_step(config, parts, 5, partial_step)
+        assert "step" not in policy.calls
+        return
+    metrics, num_tokens = loop.train_step(config, parts, 5, partial_step)
+    assert policy.calls == calls
+    assert num_tokens == 18
+    assert metrics["mismatch/gap_max"] == metrics["mismatch/gap_mean"] == 0.25
