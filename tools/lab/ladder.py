@@ -1,6 +1,12 @@
 """Climb the paper's ladder (arXiv 2503.14476, table 1) on the tiny task: make ladder.
 
     python tools/lab/ladder.py
+    python tools/lab/ladder.py --rungs model_configs/objectives --docs /tmp/objectives
+    python tools/lab/ladder.py --rungs model_configs/corrections --base --noise 0.01 \
+        --docs /tmp/corrections
+
+The second line compares the objectives, and the third the corrections, with engines that sample
+with perturbed weights (perturbed_engine.py).
 
 Each rung is an overlay in model_configs/ladder and runs with several seeds. Two runs go side by
 side, each in one process. A finished run with the same configuration is not repeated, so that the
@@ -67,28 +73,46 @@ COLUMNS = {
 class Run:
     """One rung with one seed."""
 
-    rung: Path
+    rung: Path | None
+    """The overlay; None: the config as it is."""
     seed: int
     config_file: Path
     overrides: tuple[str, ...]
+    noise: float | None = None
+    """Relative noise of the engine's weights; None: they are the policy's."""
 
     @property
     def name(self) -> str:
         """Name of the run and of its folder."""
-        return f"{self.rung.stem}_seed{self.seed}"
+        return f"{self.rung_name.replace(' ', '_')}_seed{self.seed}"
+
+    @property
+    def rung_name(self) -> str:
+        """Name of the rung."""
+        return self.rung.stem if self.rung else "no overlay"
 
     def config(self, directory: Path) -> Config:
         """Return the configuration of the run."""
-        return load_config(self.config_file, self._all_overrides(directory), [self.rung])
+        return load_config(self.config_file, self._all_overrides(directory), self._overlays)
 
     def command(self, directory: Path) -> list[str]:
         """Return the command that runs it."""
         start = [sys.executable, "-m", "dapo_megatron", "train", str(self.config_file)]
-        return [*start, "--overlay", str(self.rung), *self._all_overrides(directory)]
+        if self.noise is not None:
+            program = str(Path(__file__).with_name("perturbed_engine.py"))
+            start = [sys.executable, program, str(self.config_file), f"--noise={self.noise}"]
+        overlays = [part for path in self._overlays for part in ("--overlay", str(path))]
+        return [*start, *overlays, *self._all_overrides(directory)]
+
+    @property
+    def _overlays(self) -> list[Path]:
+        return [self.rung] if self.rung else []
 
     def _all_overrides(self, directory: Path) -> tuple[str, ...]:
         of_run = (f"seed={self.seed}", f"run.name={self.name}", f"run.directory={directory}")
-        return (*self.overrides, "tracking.mlflow=false", "tracking.samples=false", *of_run)
+        of_noise = () if self.noise is None else ("sync.max_gap=1000.0",)
+        no_tracking = ("tracking.mlflow=false", "tracking.samples=false")
+        return (*self.overrides, *no_tracking, *of_noise, *of_run)
 
 
 @dataclass(frozen=True)
@@ -172,20 +196,22 @@ def table(outcomes: dict[str, list[RungRun]]) -> list[str]:
     k = next(iter(outcomes.values()))[0].k
     evaluated = ("avg", "pass", "cons")
     heads = ["rung", *(f"held out: {name}@{k}" for name in evaluated)]
-    heads += [head for head, _ in COLUMNS.values()] + ["paper: AIME24 avg@32"]
+    heads += [head for head, _ in COLUMNS.values()]
+    has_paper = outcomes.keys() <= PAPER.keys()
+    heads += ["paper: AIME24 avg@32"] * has_paper
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     before = [
         spread([run.evaluated("before", name) for runs in outcomes.values() for run in runs], ".3f")
         for name in evaluated
     ]
-    lines.append(f"| before training | {' | '.join(before)} |" + " |" * (len(COLUMNS) + 1))
+    lines.append(f"| before training | {' | '.join(before)} |" + " |" * (len(COLUMNS) + has_paper))
     for rung, runs in outcomes.items():
         cells = [spread([run.evaluated("after", n) for run in runs], ".3f") for n in evaluated]
         cells += [
             spread([run.end(metric) for run in runs], form) for metric, (_, form) in COLUMNS.items()
         ]
-        paper = str(PAPER.get(rung, ""))
-        lines.append(f"| {title(rung)} | {' | '.join(cells)} | {paper} |")
+        cells += [str(PAPER[rung])] * has_paper
+        lines.append(f"| {title(rung)} | {' | '.join(cells)} |")
     return lines
 
 
@@ -207,6 +233,8 @@ def figures(outcomes: dict[str, list[RungRun]]) -> dict[str, dict[str, list[floa
 def title(rung: str) -> str:
     """Return the title of a rung: 3_clip_higher becomes "3 + clip higher"."""
     number, _, words = rung.partition("_")
+    if not number.isdigit():
+        return rung.replace("_", " ")
     return f"{number} {'' if number == '1' else '+ '}{words.replace('_', ' ')}"
 
 
@@ -289,28 +317,33 @@ def main(
         Path, typer.Option(help="Config to which the overlays are applied.")
     ] = CONFIG,
     rungs: Annotated[Path, typer.Option(help="Folder of overlays, in the order of names.")] = RUNGS,
+    base: Annotated[bool, typer.Option(help="Also run the config without overlay.")] = False,
     seeds: Annotated[int, typer.Option(min=1, help="Runs per rung, seeds 0, 1, ...")] = 3,
     only: Annotated[
         str, typer.Option(metavar="TEXT", help="Only rungs with TEXT in the name.")
     ] = "",
     directory: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/ladder"),
     docs: Annotated[Path, typer.Option(help="Folder of table and plot.")] = DOCS,
+    noise: Annotated[
+        float | None, typer.Option(min=0.0, help="Relative noise of the engine's weights.")
+    ] = None,
     at_once: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 2,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings of every run.")
     ] = None,
 ) -> None:
     """Run every rung with every seed, then write table and plot. The last line is JSON."""
-    chosen = [path.resolve() for path in sorted(rungs.glob("*.yaml")) if only in path.stem]
+    chosen: list[Path | None] = [None] * base
+    chosen += [path.resolve() for path in sorted(rungs.glob("*.yaml")) if only in path.stem]
     if not chosen:
         raise typer.BadParameter(f"no overlay in {rungs} has {only!r} in its name")
     directory, config, settings = directory.resolve(), config.resolve(), tuple(overrides or ())
     # All rungs of a seed first, so that rungs can be compared if the tool is stopped early.
-    runs = [Run(rung, seed, config, settings) for seed in range(seeds) for rung in chosen]
+    runs = [Run(rung, seed, config, settings, noise) for seed in range(seeds) for rung in chosen]
     climb(runs, directory, at_once)
-    outcomes: dict[str, list[RungRun]] = {rung.stem: [] for rung in chosen}
+    outcomes: dict[str, list[RungRun]] = {run.rung_name: [] for run in runs}
     for run in runs:
-        outcomes[run.rung.stem].append(read(run, directory))
+        outcomes[run.rung_name].append(read(run, directory))
     made_by = about(outcome for of_rung in outcomes.values() for outcome in of_rung)
     write(docs, outcomes, made_by)
     print(json.dumps({**facts(), **made_by, "rungs": figures(outcomes)}))
