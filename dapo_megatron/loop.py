@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-
-from torch import Tensor
 
 from dapo_megatron.algo import correction
 from dapo_megatron.algo.mismatch import GapStatistics, check_gap, gap_statistics, merge
@@ -27,6 +25,7 @@ from dapo_megatron.types import (
     StarvedError,
     Stopped,
     TokenBatch,
+    TrainingSequence,
 )
 
 
@@ -157,8 +156,7 @@ def with_policy_logprobs(
         sequences = partial_step.sequences or []
         diagnostics = diagnose(sequences, batch, outputs)
         parts.recorder.sequence_diagnostics(step, diagnostics, sequences, parts.data_parallel)
-        is_fresh = fresh_mask(sequences, batch, version=step - 1)
-        check_mismatch(config, parts, batch, is_fresh, step, partial_step, outputs)
+        check_mismatch(config, parts, sequences, batch, step, partial_step, outputs)
         partial_step.old_logprobs = outputs.logprobs
     return dataclasses.replace(batch, old_logprobs=partial_step.old_logprobs)
 
@@ -166,14 +164,18 @@ def with_policy_logprobs(
 def check_mismatch(
     config: Config,
     parts: Parts,
+    sequences: Sequence[TrainingSequence],
     batch: TokenBatch,
-    mask: Tensor,
     step: int,
     partial_step: PartialStep,
     outputs: LogProbs,
 ) -> None:
-    """Compare the policy's log-probs with the engine's where `mask` is set, and add mismatch/* to
-    the step's metrics. Collective. Raises SyncError if they differ by more than sync.* allows."""
+    """Compare policy and engine on the tokens of `batch` that the current weights sampled, and add
+    mismatch/* to the step's metrics. Collective. Raises SyncError if they differ by more than
+    sync.* allows."""
+    mask = fresh_mask(sequences, batch, version=step - 1)
+    if config.loss.old_logprobs == "engine":  # only loss tokens have log-probs
+        mask = mask & batch.loss_mask
     own_gap = gap_statistics(dataclasses.replace(batch, old_logprobs=outputs.logprobs), mask)
     gap = merge(parts.data_parallel.all_gather(own_gap, GapStatistics))
     check_gap(
@@ -221,8 +223,7 @@ def update(
         check = None
         if config.loss.old_logprobs == "engine" and not partial_step.updates:
             sequences = (partial_step.sequences or [])[start : start + mini.num_sequences]
-            mask = mini.loss_mask & fresh_mask(sequences, mini, version=step - 1)
-            check = partial(check_mismatch, config, parts, mini, mask, step, partial_step)
+            check = partial(check_mismatch, config, parts, sequences, mini, step, partial_step)
         stats = parts.policy.update(mini, parts.loss, parts.learning_rate(step), check=check)
         partial_step.updates.append(stats)
         parts.recorder.trained(mini.lengths.tolist(), mini.num_loss_tokens)

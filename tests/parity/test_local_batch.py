@@ -63,7 +63,7 @@ class Observed:
     """Loss and gradients, first of the whole batch, then of the local one."""
     stats: list[StepStats]
     checked: list[LogProbs]
-    """What `check` of these updates got, by batch."""
+    """Log-probs that `check` of these updates got, by batch."""
     refusal: str
 
 
