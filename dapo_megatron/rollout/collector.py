@@ -62,7 +62,7 @@ class EngineCollector:
             raise
         self.store.forget_save_point()
         started = time.perf_counter()
-        owners = self.data_parallel.owners([sequence.num_tokens for sequence in plan.sequences])
+        owners = self.data_parallel.owners(plan.sequences)
         tokens = self.exchange_tokens(plan.sequences, owners, plan.moves)
         seconds = time.perf_counter() - started
         if self.replica is not None:

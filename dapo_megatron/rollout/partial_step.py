@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.config import Config, refuse
+from dapo_megatron.data.owners import own_sequences
 from dapo_megatron.protocols import DataParallel
 from dapo_megatron.rollout.checkpoint_files import OPEN_STEP, CompletionsSnapshot, files_of
 from dapo_megatron.rollout.completion_files import read_completions
@@ -122,12 +123,7 @@ class PartialStep:
         """
         if self.sequences is None:
             return
-        owners = data_parallel.owners([sequence.num_tokens for sequence in self.sequences])
-        own = {
-            (sequence.ticket, sequence.sample): index
-            for index, (sequence, owner) in enumerate(zip(self.sequences, owners, strict=True))
-            if owner == data_parallel.index
-        }
+        own = own_sequences(self.sequences, data_parallel)
         tokens: dict[int, SequenceTokens] = {}
         logprobs: dict[int, Tensor] = {}
         for path in files_of(OPEN_STEP, folder).values():

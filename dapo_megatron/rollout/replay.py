@@ -20,6 +20,7 @@ from typing import Any, cast
 from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import describe
+from dapo_megatron.data.owners import own_sequences
 from dapo_megatron.protocols import DataParallel, Exchange
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.rollout.completion_rows import SummaryRow
@@ -117,12 +118,7 @@ class Replay:
         self, step: int, sequences: Sequence[TrainingSequence]
     ) -> dict[int, SequenceTokens]:
         """Return the tokens of the sequences that this rank trains on, by index."""
-        owners = self.data_parallel.owners([sequence.num_tokens for sequence in sequences])
-        own = {
-            (sequence.ticket, sequence.sample): index
-            for index, (sequence, owner) in enumerate(zip(sequences, owners, strict=True))
-            if owner == self.data_parallel.index
-        }
+        own = own_sequences(sequences, self.data_parallel)
         rows = step_completions(self._folder(step), sequences=own)
         tokens = {own[row.ticket, row.completion.sample]: tokens_of(row) for row in rows}
         return dict(sorted(tokens.items()))

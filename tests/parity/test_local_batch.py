@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.data.owners import DataParallelRanks
+from dapo_megatron.data.owners import DataParallelRanks, owners
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.plan.rows import row_multiple, sequence_multiple
 from dapo_megatron.types import LogProbs, StepStats
@@ -88,7 +88,7 @@ def _observe(exchange: Ranks, folder: str, overrides: dict[str, Any]) -> Observe
     policy = MegatronPolicy(config, exchange, plan)
     index = policy.data_parallel_index
     batch, loss = random_batch(LENGTHS, vocab=99), loss_with()
-    planned = DataParallelRanks.join(exchange, index, plan, 1).owners(LENGTHS)
+    planned = owners(LENGTHS, 1, plan, DataParallelRanks.join(exchange, index, plan, 1).size)
     local = {
         name: (list(owners), policy.logprobs(hold(batch, owners, index)))
         for name, owners in (("planned", planned), ("skewed", SKEWED), ("all_one", ALL_ONE))
