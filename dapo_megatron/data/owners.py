@@ -13,10 +13,9 @@ from typing import Any, Self, TypeVar, cast
 
 from dapo_megatron.data.packing import minibatch_ranges
 from dapo_megatron.protocols import DataParallel, Exchange, MicrobatchPlanner
-from dapo_megatron.types import Float32s, TrainingSequence
+from dapo_megatron.types import TrainingSequence
 
 T = TypeVar("T")
-_Record = tuple[int, int, float, float, float, Float32s, Float32s]
 
 
 def owners(
@@ -92,7 +91,7 @@ class DataParallelRanks:
     @property
     def is_first(self) -> bool:
         """Whether this is the first rank of its index."""
-        return self.firsts[self.index] == self.exchange.rank
+        return self.indices.index(self.index) == self.exchange.rank
 
     @property
     def firsts(self) -> list[int]:
@@ -109,6 +108,5 @@ class DataParallelRanks:
         ranks."""
         if self.size == 1:
             return [value]
-        is_first = self.exchange.rank in self.firsts
-        values = self.exchange.all_gather(value if is_first else None, cast(Any, of) | None)
+        values = self.exchange.all_gather(value if self.is_first else None, cast(Any, of) | None)
         return [cast(T, values[rank]) for rank in self.firsts]
