@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.config import Config
-from dapo_megatron.data.batch import describe, reward
+from dapo_megatron.data.batch import reward
 from dapo_megatron.protocols import DataParallel, Recorder
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot, files_of
 from dapo_megatron.rollout.completion_files import read_completions
@@ -26,9 +26,9 @@ from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.exchange import TokenExchange
 from dapo_megatron.rollout.messages import StepPlan
-from dapo_megatron.rollout.metrics import rollout_metrics
 from dapo_megatron.rollout.open_group import holder
 from dapo_megatron.rollout.sample_index import verdict_of
+from dapo_megatron.rollout.step_plan import step_plan
 from dapo_megatron.rollout.store import CompletionStore
 from dapo_megatron.types import CheckpointError, Rollouts, Stopped
 
@@ -95,20 +95,11 @@ class EngineCollector:
         assert self.coordinator is not None
         collected = self.coordinator.collect(version, on_progress)
         self.recorder.ended(version + 1, collected.ended)
-        return StepPlan(
-            sequences=describe(
-                collected.train,
-                overlong=self.config.overlong,
-                eps=self.config.loss.advantage_eps,
-                divide_by_std=self.config.loss.advantage_std,
-            ),
-            closed=[
-                (group.ticket, outcome, verdict_of(c.grade for c in group.completions))
-                for group, outcome in collected.ended
-            ],
-            moves=self.coordinator.rebalance(),
-            metrics=rollout_metrics(collected, self.config.overlong),
-        )
+        closed = [
+            (group.ticket, outcome, verdict_of(c.grade for c in group.completions))
+            for group, outcome in collected.ended
+        ]
+        return step_plan(self.config, collected, closed, self.coordinator.rebalance())
 
     def _close(self, plan: StepPlan) -> list[CompletionRow]:
         """Remove the completions of closed tickets from the store, and return them as recorded."""
