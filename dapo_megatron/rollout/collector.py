@@ -18,7 +18,7 @@ from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import reward
 from dapo_megatron.protocols import DataParallel, Recorder
-from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot, files_of
+from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.rollout.completion_files import read_completions
 from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.rollout.coordinator import Coordinator
@@ -27,6 +27,7 @@ from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.exchange import TokenExchange
 from dapo_megatron.rollout.messages import StepPlan
 from dapo_megatron.rollout.open_group import holder
+from dapo_megatron.rollout.parquet import parts_among
 from dapo_megatron.rollout.sample_index import verdict_of
 from dapo_megatron.rollout.step_plan import step_plan
 from dapo_megatron.rollout.store import CompletionStore
@@ -128,7 +129,7 @@ class EngineCollector:
         num_replicas = len(self.exchange_tokens.leaders)
         self.store.fill(
             row
-            for number, path in files_of(CARRIED, folder).items()
+            for number, path in parts_among(folder.iterdir(), CARRIED).items()
             if holder(number, num_replicas) == self.replica
             for row in read_completions(path)
         )
