@@ -131,7 +131,7 @@ def train_step(
             partial_step.begin(parts.collector.collect(version=step - 1, on_progress=show))
     sequences = partial_step.sequences or []
     parts.sync.switch_to_policy()
-    owners = parts.data_parallel.owners([sequence.num_tokens for sequence in sequences])
+    owners = parts.data_parallel.owners(sequences)
     batch = assemble(sequences, partial_step.tokens, owners)
     partial_step.tokens = tokens_in(sequences, batch)
     if config.loss.old_logprobs == "engine":

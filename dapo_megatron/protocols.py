@@ -112,7 +112,7 @@ class DataParallel(Protocol):
         """Whether this is the first rank of its index."""
         ...
 
-    def owners(self, lengths: Sequence[int]) -> list[int]:
+    def owners(self, sequences: Sequence[TrainingSequence]) -> list[int]:
         """Return the data-parallel index that trains on each sequence of a step. Not collective."""
         ...
 

@@ -9,16 +9,12 @@ from ipaddress import ip_address
 
 import psutil
 
+from dapo_megatron.cluster.join import is_one_machine
 from dapo_megatron.types import ConfigError
 
 LOOPBACK = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"
 _HOW = f"set {INTERFACE} to the network interface of the cluster (such as ib0 or eth0)"
-
-
-def is_one_machine(world_size: int, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether all ranks are on this machine."""
-    return world_size == int(environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def cluster_address(world_size: int, environ: Mapping[str, str] = os.environ) -> str:

@@ -11,7 +11,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from dapo_megatron.types import ConfigError
 
@@ -45,6 +45,11 @@ def port_of(environ: MutableMapping[str, str]) -> int:
     names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
     job, restart, step = (int(environ.get(name) or "0") for name in names)
     return FIRST_PORT + (job + 101 * restart + 1009 * step) % NUM_PORTS
+
+
+def is_one_machine(world_size: int, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether all ranks are on this machine."""
+    return world_size == int(environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def node_name() -> str:

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_megatron.cluster import collectives
+from dapo_megatron.cluster.join import is_one_machine
 from dapo_megatron.cluster.secret import NUM_BYTES, prove, run_secret
 from dapo_megatron.types import RankError
 
@@ -200,14 +201,14 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
 
     run_secret(world_size)
     store: Store
-    is_one_machine = world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if is_one_machine:
+    is_local = is_one_machine(world_size)
+    if is_local:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if world_size == 1:
         store = HashStore()
-    elif is_one_machine and STORE in os.environ:
+    elif is_local and STORE in os.environ:
         store = FileStore(os.environ[STORE], world_size)
-    elif is_one_machine and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    elif is_local and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = _loopback_store(int(os.environ["MASTER_PORT"]), rank, world_size, timeout)
     else:
         store, _, _ = next(rendezvous("env://", timeout=timeout))

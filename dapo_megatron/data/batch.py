@@ -65,8 +65,7 @@ def describe(
 
     The advantage of a completion is relative to the valid completions of its group. Truncated
     completions that are filtered but valid are excluded from the loss. `eps` and `divide_by_std`
-    are those of `group_advantage`. Raises ValueError naming a
-    completion that has no grade.
+    are those of `group_advantage`. Raises ValueError naming a completion that has no grade.
     """
     completions = [(group, c) for group in groups for c in valid_completions(group, overlong)]
     rewards: list[float] = []

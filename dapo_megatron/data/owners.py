@@ -12,11 +12,10 @@ from functools import lru_cache
 from typing import Any, Self, TypeVar, cast
 
 from dapo_megatron.data.packing import minibatch_ranges
-from dapo_megatron.protocols import Exchange, MicrobatchPlanner
-from dapo_megatron.types import Float32s
+from dapo_megatron.protocols import DataParallel, Exchange, MicrobatchPlanner
+from dapo_megatron.types import TrainingSequence
 
 T = TypeVar("T")
-_Record = tuple[int, int, float, float, float, Float32s, Float32s]
 
 
 def owners(
@@ -44,6 +43,18 @@ def _owners(
                 for index in micro:
                     result[minibatch.start + index] = rank
     return result
+
+
+def own_sequences(
+    sequences: Sequence[TrainingSequence], data_parallel: DataParallel
+) -> dict[tuple[int, int], int]:
+    """Return (ticket, sample) -> index in `sequences`, of those that this rank trains on."""
+    owner = data_parallel.owners(sequences)
+    return {
+        (sequence.ticket, sequence.sample): index
+        for index, sequence in enumerate(sequences)
+        if owner[index] == data_parallel.index
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +91,16 @@ class DataParallelRanks:
     @property
     def is_first(self) -> bool:
         """Whether this is the first rank of its index."""
-        return self.firsts[self.index] == self.exchange.rank
+        return self.indices.index(self.index) == self.exchange.rank
 
     @property
     def firsts(self) -> list[int]:
         """First rank of each data-parallel index."""
         return [self.indices.index(index) for index in range(self.size)]
 
-    def owners(self, lengths: Sequence[int]) -> list[int]:
+    def owners(self, sequences: Sequence[TrainingSequence]) -> list[int]:
         """Return the data-parallel index that trains on each sequence of a step."""
+        lengths = [sequence.num_tokens for sequence in sequences]
         return owners(lengths, self.num_updates, self.plan, self.size)
 
     def all_gather(self, value: T, of: object) -> list[T]:
@@ -96,6 +108,5 @@ class DataParallelRanks:
         ranks."""
         if self.size == 1:
             return [value]
-        is_first = self.exchange.rank in self.firsts
-        values = self.exchange.all_gather(value if is_first else None, cast(Any, of) | None)
+        values = self.exchange.all_gather(value if self.is_first else None, cast(Any, of) | None)
         return [cast(T, values[rank]) for rank in self.firsts]

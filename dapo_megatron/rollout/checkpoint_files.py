@@ -11,12 +11,12 @@ reads them wherever they are.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from dapo_megatron.rollout.completion_files import write_completions
 from dapo_megatron.rollout.completion_rows import CompletionRow
+from dapo_megatron.rollout.parquet import part_path
 
 CARRIED, OPEN_STEP = "carried", "open_step"
 _ROW_BYTES = 512
@@ -32,7 +32,7 @@ class CompletionsSnapshot:
 
     def __init__(self, kind: str, number: int, rows: Sequence[CompletionRow]) -> None:
         self.checksums: dict[str, str] = {}
-        self._name = f"{kind}_{number:05d}.parquet"
+        self._kind, self._number = kind, number
         self._rows = rows
 
     @property
@@ -49,17 +49,7 @@ class CompletionsSnapshot:
         """See protocols.Snapshot."""
         if not self._rows:
             return
-        path = folder / self._name
+        path = part_path(folder, self._kind, self._number)
         write_completions(path, self._rows)
         with path.open("rb") as file:
-            self.checksums[self._name] = hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def files_of(kind: str, folder: Path) -> dict[int, Path]:
-    """Return the files of `kind` in a checkpoint, by number."""
-    name = re.compile(rf"{kind}_(\d{{5,}})\.parquet")
-    return {
-        int(match[1]): path
-        for path in sorted(folder.iterdir())
-        if (match := name.fullmatch(path.name))
-    }
+            self.checksums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()

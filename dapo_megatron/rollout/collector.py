@@ -16,9 +16,9 @@ from typing import Any, cast
 
 from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.config import Config
-from dapo_megatron.data.batch import describe, reward
+from dapo_megatron.data.batch import reward
 from dapo_megatron.protocols import DataParallel, Recorder
-from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot, files_of
+from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.rollout.completion_files import read_completions
 from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.rollout.coordinator import Coordinator
@@ -26,9 +26,10 @@ from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.exchange import TokenExchange
 from dapo_megatron.rollout.messages import StepPlan
-from dapo_megatron.rollout.metrics import rollout_metrics
 from dapo_megatron.rollout.open_group import holder
+from dapo_megatron.rollout.parquet import parts_among
 from dapo_megatron.rollout.sample_index import verdict_of
+from dapo_megatron.rollout.step_plan import step_plan
 from dapo_megatron.rollout.store import CompletionStore
 from dapo_megatron.types import CheckpointError, Rollouts, Stopped
 
@@ -62,7 +63,7 @@ class EngineCollector:
             raise
         self.store.forget_save_point()
         started = time.perf_counter()
-        owners = self.data_parallel.owners([sequence.num_tokens for sequence in plan.sequences])
+        owners = self.data_parallel.owners(plan.sequences)
         tokens = self.exchange_tokens(plan.sequences, owners, plan.moves)
         seconds = time.perf_counter() - started
         if self.replica is not None:
@@ -95,20 +96,11 @@ class EngineCollector:
         assert self.coordinator is not None
         collected = self.coordinator.collect(version, on_progress)
         self.recorder.ended(version + 1, collected.ended)
-        return StepPlan(
-            sequences=describe(
-                collected.train,
-                overlong=self.config.overlong,
-                eps=self.config.loss.advantage_eps,
-                divide_by_std=self.config.loss.advantage_std,
-            ),
-            closed=[
-                (group.ticket, outcome, verdict_of(c.grade for c in group.completions))
-                for group, outcome in collected.ended
-            ],
-            moves=self.coordinator.rebalance(),
-            metrics=rollout_metrics(collected, self.config.overlong),
-        )
+        closed = [
+            (group.ticket, outcome, verdict_of(c.grade for c in group.completions))
+            for group, outcome in collected.ended
+        ]
+        return step_plan(self.config, collected, closed, self.coordinator.rebalance())
 
     def _close(self, plan: StepPlan) -> list[CompletionRow]:
         """Remove the completions of closed tickets from the store, and return them as recorded."""
@@ -137,7 +129,7 @@ class EngineCollector:
         num_replicas = len(self.exchange_tokens.leaders)
         self.store.fill(
             row
-            for number, path in files_of(CARRIED, folder).items()
+            for number, path in parts_among(folder.iterdir(), CARRIED).items()
             if holder(number, num_replicas) == self.replica
             for row in read_completions(path)
         )

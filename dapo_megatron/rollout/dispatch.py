@@ -118,7 +118,7 @@ class Dispatcher:
         prompt in the prefix cache. Slots that queued completions with tokens will need are not
         free: else these would wait for one replica, while another idles.
         """
-        requests: list[list[GroupRequest]] = [[] for _ in self._running]
+        by_replica: list[dict[int, list[tuple[int, int]]]] = [{} for _ in self._running]
         waiting: list[tuple[int, int]] = []
         last_ticket, preferred = -1, 0
         limit = self._driver.max_sequences
@@ -127,8 +127,7 @@ class Dispatcher:
         capacity = limit * len(self._running)
         while self._queue and len(self._in_flight) < capacity:
             ticket, sample = heapq.heappop(self._queue)
-            group = self._groups[ticket]
-            so_far = group.completions.get(sample)
+            so_far = self._groups[ticket].completions.get(sample)
             if so_far is not None:
                 replica = so_far.replica
                 is_full = self._running[replica] >= limit
@@ -145,18 +144,19 @@ class Dispatcher:
                 waiting.append((ticket, sample))
                 continue
             num_tokens = 0 if so_far is None else so_far.num_tokens
-            last = requests[replica][-1] if requests[replica] else None
-            samples: tuple[tuple[int, int], ...] = ((sample, num_tokens),)
-            if last is not None and last.ticket == ticket:
-                samples = (*last.samples, *samples)
-                requests[replica].pop()
-            requests[replica].append(GroupRequest(ticket, group.prompt, samples))
+            by_replica[replica].setdefault(ticket, []).append((sample, num_tokens))
             segments = () if so_far is None else so_far.segments
             self._in_flight[ticket, sample] = _InFlight(replica, segments)
             self._running[replica] += 1
         for item in waiting:
             heapq.heappush(self._queue, item)
-        return requests
+        return [
+            [
+                GroupRequest(ticket, self._groups[ticket].prompt, tuple(samples))
+                for ticket, samples in by_ticket.items()
+            ]
+            for by_ticket in by_replica
+        ]
 
     # ------------------------------------------------------------------ checking reports
 

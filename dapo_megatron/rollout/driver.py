@@ -100,7 +100,8 @@ class EngineDriver:
         self._deterministic = deterministic
         self._silence_seconds = max(silence_seconds, 3 * ALIVE_SECONDS)
         self._grade_seconds = [0.0] * num_replicas
-        self._heard = self._told = [0.0] * num_replicas
+        self._heard = [0.0] * num_replicas
+        self._told = [0.0] * num_replicas
         self._answered = self._checked = 0.0
 
     @property
@@ -115,7 +116,8 @@ class EngineDriver:
     def start(self, sampling: Sampling) -> None:
         """See `Driver`."""
         now = time.monotonic()
-        self._heard, self._told = ([now] * self.num_replicas for _ in range(2))
+        self._heard = [now] * self.num_replicas
+        self._told = [now] * self.num_replicas
         self._send_all(Order(OrderKind.START, sampling=sampling))
 
     def advance(
@@ -151,7 +153,7 @@ class EngineDriver:
     def end(self, *, only_here: bool = False) -> None:
         """End the phase on all replicas, or only on that of rank 0."""
         for replica in range(1 if only_here else self.num_replicas):
-            self._send(replica, Order(OrderKind.END))
+            self._send(replica, encode(Order(OrderKind.END)))
 
     def _one_each(self) -> list[tuple[int, Report]]:
         """Return one report of each replica, in the order of replicas."""
@@ -194,7 +196,7 @@ class EngineDriver:
                     "or its process is gone; see its log (limit: watchdog.generate)"
                 )
             if now - self._told[replica] > ALIVE_SECONDS:
-                self._send(replica, Order(OrderKind.ALIVE))
+                self._send(replica, encode(Order(OrderKind.ALIVE)))
 
     def _send_run(
         self,
@@ -205,24 +207,25 @@ class EngineDriver:
     ) -> None:
         """Send requests, in several orders if one would be too large: prompts may have megabytes
         (tests of programs). Raises DataError naming a prompt that is too large by itself."""
-        order = Order(kind, requests=requests, regrade=regrade)
-        if len(encode(order)) > MAX_ORDER_BYTES and requests:
-            if len(requests) == 1:
-                prompt = requests[0].prompt
-                raise DataError(
-                    f"{prompt.source}, row {prompt.index}: prompt, truth and extra values together "
-                    f"have more than {MAX_ORDER_BYTES:,} bytes; leave this row out"
-                )
-            middle = len(requests) // 2
-            self._send_run(replica, requests[:middle], [], OrderKind.SUBMIT)
-            self._send_run(replica, requests[middle:], regrade, kind)
+        message = encode(Order(kind, requests=requests, regrade=regrade))
+        if len(message) <= MAX_ORDER_BYTES or not requests:
+            self._send(replica, message)
             return
-        self._send(replica, order)
+        if len(requests) == 1:
+            prompt = requests[0].prompt
+            raise DataError(
+                f"{prompt.source}, row {prompt.index}: prompt, truth and extra values together "
+                f"have more than {MAX_ORDER_BYTES:,} bytes; leave this row out"
+            )
+        middle = len(requests) // 2
+        self._send_run(replica, requests[:middle], [], OrderKind.SUBMIT)
+        self._send_run(replica, requests[middle:], regrade, kind)
 
-    def _send(self, replica: int, order: Order) -> None:
-        self._hub.send(replica, encode(order))
+    def _send(self, replica: int, message: bytes) -> None:
+        self._hub.send(replica, message)
         self._told[replica] = time.monotonic()
 
     def _send_all(self, order: Order) -> None:
+        message = encode(order)
         for replica in range(self.num_replicas):
-            self._send(replica, order)
+            self._send(replica, message)

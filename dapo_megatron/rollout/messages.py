@@ -32,6 +32,8 @@ Sampled = tuple[int, CompletionSummary]
 """(ticket, completion)."""
 Graded = tuple[int, int, Grade | None, str]
 """(ticket, sample, grade or None, "graded" or why there is no grade)."""
+Closed = tuple[int, Outcome, str | None]
+"""(ticket, outcome, verdict of its grades)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ class StepPlan:
 
     sequences: list[TrainingSequence]
     """The sequences that the step trains on."""
-    closed: list[tuple[int, Outcome, str | None]]
-    """Tickets that ended in the step, with the verdicts of their grades."""
+    closed: list[Closed]
+    """Tickets that ended in the step."""
     moves: list[Move]
     metrics: dict[str, float]

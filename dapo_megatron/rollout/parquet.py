@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -52,6 +53,19 @@ class RowGroup(NamedTuple):
     num_rows: int
     first: int
     last: int
+
+
+def part_path(folder: Path, kind: str, number: int) -> Path:
+    """Return the file of `kind` that one of many writers, such as a replica, writes."""
+    return folder / f"{kind}_{number:05d}.parquet"
+
+
+def parts_among(paths: Iterable[Path], kind: str) -> dict[int, Path]:
+    """Return number -> file of `kind`, in order, for those of `paths` that are such files."""
+    name = re.compile(rf"{kind}_(\d{{5,18}})\.parquet")
+    return dict(
+        sorted((int(match[1]), path) for path in paths if (match := name.fullmatch(path.name)))
+    )
 
 
 def write_parquet(path: Path, kind: str, schema: Schema, tables: Iterable[Table]) -> None:

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.config import Config, refuse
+from dapo_megatron.data.owners import own_sequences
 from dapo_megatron.protocols import DataParallel
-from dapo_megatron.rollout.checkpoint_files import OPEN_STEP, CompletionsSnapshot, files_of
+from dapo_megatron.rollout.checkpoint_files import OPEN_STEP, CompletionsSnapshot
 from dapo_megatron.rollout.completion_files import read_completions
 from dapo_megatron.rollout.completion_rows import CompletionRow
+from dapo_megatron.rollout.parquet import parts_among
 from dapo_megatron.types import (
     CheckpointError,
     Completion,
@@ -123,15 +125,10 @@ class PartialStep:
         """
         if self.sequences is None:
             return
-        owners = data_parallel.owners([sequence.num_tokens for sequence in self.sequences])
-        own = {
-            (sequence.ticket, sequence.sample): index
-            for index, (sequence, owner) in enumerate(zip(self.sequences, owners, strict=True))
-            if owner == data_parallel.index
-        }
+        own = own_sequences(self.sequences, data_parallel)
         tokens: dict[int, SequenceTokens] = {}
         logprobs: dict[int, Tensor] = {}
-        for path in files_of(OPEN_STEP, folder).values():
+        for path in parts_among(folder.iterdir(), OPEN_STEP).values():
             for row in read_completions(path, sequences=own):
                 index = own[row.ticket, row.completion.sample]
                 tokens[index] = tokens_of(row)

@@ -19,10 +19,11 @@ from pathlib import Path
 from dapo_megatron.files import read_json
 from dapo_megatron.rollout.completion_files import num_rows, read_completions, read_summaries
 from dapo_megatron.rollout.completion_rows import CompletionRow, SummaryRow
+from dapo_megatron.rollout.parquet import part_path, parts_among
 from dapo_megatron.types import ConfigError, DataError
 
 _STEP = re.compile(r"step_(\d{6,18})")
-_PART = re.compile(r"(completions|policy)_(\d{5,18})\.parquet")
+_COMPLETIONS, _POLICY = "completions", "policy"
 _OLD = "step_*.jsonl"
 
 
@@ -33,12 +34,12 @@ def step_folder(samples: Path, step: int) -> Path:
 
 def completions_path(folder: Path, replica: int) -> Path:
     """Return the file of the completions that a replica sampled; `folder` is a step's."""
-    return folder / f"completions_{replica:05d}.parquet"
+    return part_path(folder, _COMPLETIONS, replica)
 
 
 def policy_path(folder: Path, index: int) -> Path:
     """Return the file of the policy values of a data-parallel index."""
-    return folder / f"policy_{index:05d}.parquet"
+    return part_path(folder, _POLICY, index)
 
 
 def index_path(folder: Path) -> Path:
@@ -48,34 +49,30 @@ def index_path(folder: Path) -> Path:
 
 def recorded_steps(samples: Path) -> dict[int, Path]:
     """Return step -> folder, in step order; empty without a folder."""
-    return {step: path for step, path in _numbered(samples, _STEP, 1) if path.is_dir()}
+    steps = (
+        (int(match[1]), path)
+        for path in _entries(samples)
+        if (match := _STEP.fullmatch(path.name)) and path.is_dir()
+    )
+    return dict(sorted(steps))
 
 
 def completion_files(folder: Path) -> dict[int, Path]:
     """Return replica -> file of a step, in order."""
-    return {
-        number: path for number, path in _numbered(folder, _PART, 2) if _is(path, "completions")
-    }
+    return parts_among(_entries(folder), _COMPLETIONS)
 
 
 def policy_files(folder: Path) -> list[Path]:
     """Return the files of policy values of a step, in order."""
-    return [path for _, path in _numbered(folder, _PART, 2) if _is(path, "policy")]
+    return list(parts_among(_entries(folder), _POLICY).values())
 
 
-def _is(path: Path, kind: str) -> bool:
-    return path.name.startswith(kind)
-
-
-def _numbered(folder: Path, pattern: re.Pattern[str], group: int) -> list[tuple[int, Path]]:
-    """Return (number, path) of the entries whose names match, sorted by number."""
+def _entries(folder: Path) -> list[Path]:
+    """Return the entries of a folder; none if it cannot be read."""
     try:
-        paths = list(folder.iterdir())
+        return list(folder.iterdir())
     except OSError:
         return []
-    return sorted(
-        (int(match[group]), path) for path in paths if (match := pattern.fullmatch(path.name))
-    )
 
 
 def forget_after(samples: Path, step: int) -> None:

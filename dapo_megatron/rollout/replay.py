@@ -19,12 +19,11 @@ from typing import Any, cast
 
 from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.config import Config
-from dapo_megatron.data.batch import describe
+from dapo_megatron.data.owners import own_sequences
 from dapo_megatron.protocols import DataParallel, Exchange
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.rollout.completion_rows import SummaryRow
 from dapo_megatron.rollout.messages import StepPlan
-from dapo_megatron.rollout.metrics import rollout_metrics
 from dapo_megatron.rollout.partial_step import tokens_of
 from dapo_megatron.rollout.recorded import (
     check_complete,
@@ -33,6 +32,7 @@ from dapo_megatron.rollout.recorded import (
     step_folder,
     step_summaries,
 )
+from dapo_megatron.rollout.step_plan import step_plan
 from dapo_megatron.types import (
     Collected,
     DataError,
@@ -101,28 +101,13 @@ class Replay:
             interrupted=0,
             grade_seconds=0.0,
         )
-        return StepPlan(
-            sequences=describe(
-                train,
-                overlong=self.config.overlong,
-                eps=self.config.loss.advantage_eps,
-                divide_by_std=self.config.loss.advantage_std,
-            ),
-            closed=[],
-            moves=[],
-            metrics=rollout_metrics(collected, self.config.overlong),
-        )
+        return step_plan(self.config, collected, closed=[], moves=[])
 
     def _tokens(
         self, step: int, sequences: Sequence[TrainingSequence]
     ) -> dict[int, SequenceTokens]:
         """Return the tokens of the sequences that this rank trains on, by index."""
-        owners = self.data_parallel.owners([sequence.num_tokens for sequence in sequences])
-        own = {
-            (sequence.ticket, sequence.sample): index
-            for index, (sequence, owner) in enumerate(zip(sequences, owners, strict=True))
-            if owner == self.data_parallel.index
-        }
+        own = own_sequences(sequences, self.data_parallel)
         rows = step_completions(self._folder(step), sequences=own)
         tokens = {own[row.ticket, row.completion.sample]: tokens_of(row) for row in rows}
         return dict(sorted(tokens.items()))

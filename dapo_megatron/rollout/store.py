@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 from dapo_megatron.rollout.completion_rows import CompletionRow
@@ -50,7 +50,8 @@ class CompletionStore:
         is not here."""
         completion = self.get(ticket, sample)
         del self._completions[ticket][sample]
-        self._drop_if_empty(ticket)
+        if not self._completions[ticket]:
+            del self._completions[ticket], self._prompts[ticket]
         return completion
 
     def close(self, ticket: int) -> list[CompletionRow]:
@@ -65,7 +66,11 @@ class CompletionStore:
 
     def rows(self) -> list[CompletionRow]:
         """Return all completions, sorted by ticket and sample. The rows share their tokens."""
-        return list(self._rows())
+        return [
+            CompletionRow(ticket, self._prompts[ticket], completion)
+            for ticket, completions in sorted(self._completions.items())
+            for _, completion in sorted(completions.items())
+        ]
 
     def fill(self, rows: Iterable[CompletionRow]) -> None:
         """Replace all completions."""
@@ -89,12 +94,3 @@ class CompletionStore:
     def _copy(self) -> tuple[dict[int, Prompt], dict[int, dict[int, Completion]]]:
         completions = {ticket: dict(samples) for ticket, samples in self._completions.items()}
         return dict(self._prompts), completions
-
-    def _drop_if_empty(self, ticket: int) -> None:
-        if not self._completions[ticket]:
-            del self._completions[ticket], self._prompts[ticket]
-
-    def _rows(self) -> Iterator[CompletionRow]:
-        for ticket, samples in sorted(self._completions.items()):
-            for _, completion in sorted(samples.items()):
-                yield CompletionRow(ticket, self._prompts[ticket], completion)

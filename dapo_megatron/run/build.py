@@ -193,9 +193,9 @@ def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
     """Build models, graders, and the channel to the coordinator. Collective."""
     loss = loss_function(config.loss)  # first, so that its errors come before models are built
     policy, engine, sync = build_models(config, ranks)
-    replicas = ranks.all_gather((engine.replica, engine.is_leader), tuple[int, bool])
+    replicas = ranks.all_gather(engine.replica, int)
     peers = ranks.subgroup(
-        [rank for rank, (replica, _) in enumerate(replicas) if replica == engine.replica]
+        [rank for rank, replica in enumerate(replicas) if replica == engine.replica]
     )
     hub, member = open_channel(
         ranks, engine.replica if engine.is_leader else None, engine.num_replicas
@@ -231,17 +231,13 @@ def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
             stop=signal,
             on_activity=ranks.on_activity,
         )
-    leaders = sorted(
-        (rank for rank, (_, is_leader) in enumerate(replicas) if is_leader),
-        key=lambda rank: replicas[rank][0],
-    )
     return Core(
         policy=policy,
         engine=engine,
         sync=sync,
         loss=loss,
         engines=Engines(worker, driver, ranks),
-        leaders=leaders,
+        leaders=[replicas.index(replica) for replica in range(engine.num_replicas)],
         store=store,
         grading=grading,
         channel=[end for end in (member, hub) if end is not None],

@@ -4,7 +4,6 @@ log-probs, gradients and statistics as one that every rank holds whole. In float
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.data.owners import DataParallelRanks
-from dapo_megatron.data.packing import plan_microbatches
-from dapo_megatron.plan.rows import row_multiple, sequence_multiple
+from dapo_megatron.data.owners import DataParallelRanks, owners
 from dapo_megatron.types import LogProbs, StepStats, SyncError
 from tests.helpers.batches import hold, random_batch
-from tests.helpers.configs import tiny_config
 from tests.helpers.losses import loss_with
 from tests.helpers.models import make_random_model
+from tests.helpers.policies import build_policy
 from tests.helpers.ranks import run_ranks
 
 LENGTHS = (5, 60, 17, 9, 33, 4, 40, 12, 3)
@@ -76,21 +73,10 @@ def observe(rank: int, folders: dict[str, str]) -> dict[str, Observed]:
 
 
 def _observe(exchange: Ranks, folder: str, overrides: dict[str, Any]) -> Observed:
-    from dapo_megatron.policy.policy import MegatronPolicy
-
-    settings = {"policy__tensor_parallel": 1, "policy__precision": "float64", **overrides}
-    config = tiny_config(model__path=folder, **settings)
-    plan = partial(
-        plan_microbatches,
-        max_tokens=64 * config.policy.context_parallel,
-        packed=config.train.packing,
-        sequence_multiple=sequence_multiple(config.policy),
-        row_multiple=row_multiple(config.policy),
-    )
-    policy = MegatronPolicy(config, exchange, plan)
+    policy, plan = build_policy(exchange, folder, overrides)
     index = policy.data_parallel_index
     batch, loss = random_batch(LENGTHS, vocab=99), loss_with()
-    planned = DataParallelRanks.join(exchange, index, plan, 1).owners(LENGTHS)
+    planned = owners(LENGTHS, 1, plan, DataParallelRanks.join(exchange, index, plan, 1).size)
     local = {
         name: (list(owners), policy.logprobs(hold(batch, owners, index)))
         for name, owners in (("planned", planned), ("skewed", SKEWED), ("all_one", ALL_ONE))

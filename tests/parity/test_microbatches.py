@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from dapo_megatron.cluster.ranks import Ranks
 from tests.helpers.batches import random_batch
-from tests.helpers.configs import tiny_config
 from tests.helpers.losses import loss_with
 from tests.helpers.models import make_random_model
+from tests.helpers.policies import build_policy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.synchronizations import Synchronizations, policy_tensors
 
@@ -70,20 +69,7 @@ def observe(rank: int, world_size: int, folders: dict[str, str], cases: Any) -> 
 
 
 def _observe(exchange: Ranks, folder: str, overrides: dict[str, Any]) -> Observed:
-    from dapo_megatron.data.packing import plan_microbatches
-    from dapo_megatron.plan.rows import row_multiple, sequence_multiple
-    from dapo_megatron.policy.policy import MegatronPolicy
-
-    settings = {"policy__tensor_parallel": 1, "policy__precision": "float64", **overrides}
-    config = tiny_config(model__path=folder, **settings)
-    plan = partial(
-        plan_microbatches,
-        max_tokens=64 * config.policy.context_parallel,
-        packed=config.train.packing,
-        sequence_multiple=sequence_multiple(config.policy),
-        row_multiple=row_multiple(config.policy),
-    )
-    policy = MegatronPolicy(config, exchange, plan)
+    policy, _ = build_policy(exchange, folder, overrides)
     batch, loss = random_batch(LENGTHS, vocab=99), loss_with()
 
     def lengths() -> set[int]:

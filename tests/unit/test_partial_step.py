@@ -39,8 +39,8 @@ class Index:
     size: int
     is_first: bool = True
 
-    def owners(self, lengths: Any) -> list[int]:
-        return owners(lengths, 2, PLAN, self.size)
+    def owners(self, sequences: Any) -> list[int]:
+        return owners([sequence.num_tokens for sequence in sequences], 2, PLAN, self.size)
 
 
 ONE = Index(0, 1)
@@ -50,7 +50,7 @@ def begun(data_parallel: Index = ONE, logprobs: torch.Tensor | None = None) -> P
     """Return a step with the sequences of GROUPS, on a rank of this index. `logprobs` are of all
     tokens."""
     sequences, tokens = described(GROUPS, overlong()), tokens_of(GROUPS, overlong())
-    owner = data_parallel.owners(LENGTHS)
+    owner = data_parallel.owners(sequences)
     own = {index: tokens[index] for index in tokens if owner[index] == data_parallel.index}
     step = PartialStep()
     step.begin(Rollouts(sequences, own, {"accuracy/raw": 0.25}))

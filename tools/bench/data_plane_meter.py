@@ -119,10 +119,10 @@ class MeteredDataParallel(DataParallelRanks):
 
     meter: Meter = field(default_factory=Meter)
 
-    def owners(self, lengths: Sequence[int]) -> list[int]:
+    def owners(self, sequences: Sequence[TrainingSequence]) -> list[int]:
         """See DataParallelRanks."""
         with self.meter.part("owners"):
-            return DataParallelRanks.owners(self, lengths)
+            return DataParallelRanks.owners(self, sequences)
 
 
 @dataclass(frozen=True)

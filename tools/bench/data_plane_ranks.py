@@ -222,7 +222,7 @@ class Rank:
         """Do what a step does before its updates."""
         meter, data_parallel = self.meter, self.collector.data_parallel
         sequences = partial_step.sequences or []
-        owners = data_parallel.owners([sequence.num_tokens for sequence in sequences])
+        owners = data_parallel.owners(sequences)
         with meter.part("assemble"):
             batch = assemble(sequences, partial_step.tokens, owners)
             partial_step.tokens = tokens_in(sequences, batch)
