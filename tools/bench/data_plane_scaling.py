@@ -6,6 +6,7 @@ finishes as many completions per second as a real engine would.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import multiprocessing
 import sys
@@ -241,6 +242,7 @@ def measure(setting: Setting, leaders: int, steps: int) -> Scaling:
         processes[-1].start()
         pipes.append(pipe)
     hub.wait_for_members()
+    gc.freeze()  # as cluster/imports.py does in a run
     counts = _counted(hub)
     driver = EngineDriver(hub, leaders, MAX_SEQUENCES, deterministic=False, silence_seconds=600)
     generator = Generator(setting.mean_tokens, setting.seed)
