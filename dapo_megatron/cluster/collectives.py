@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ T = TypeVar("T")
 _SIZE_BYTES, _INLINE_BYTES = 8, 504
 """Bytes of a broadcast's first part: the size of the message, and the message if it is so small."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_making_decoder = threading.Lock()
 
 
 _KINDS: tuple[type[DapoError], ...] = (DapoError, *DapoError.__subclasses__())
@@ -234,7 +236,10 @@ def _decoder(of: Any) -> msgspec.msgpack.Decoder[Any]:
     # msgspec evaluates a class's annotations in the namespace of its module, and types.py imports
     # torch for the type checker only.
     vars(types)["torch"] = torch
-    return msgspec.msgpack.Decoder(of, dec_hook=_special)
+    # Two threads that make decoders of the same class at once crash the process (msgspec 0.22): the
+    # second one uses the description of the class that the first has not finished.
+    with _making_decoder:
+        return msgspec.msgpack.Decoder(of, dec_hook=_special)
 
 
 def _plain(value: Any) -> str | bytes:

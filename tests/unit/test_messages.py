@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import pickle
 import struct
+import subprocess
+import sys
 from array import array
 from dataclasses import fields
 from pathlib import Path
@@ -290,3 +292,36 @@ def test_ranks_exchange_values_of_different_lengths() -> None:
         assert result["gathered"] == [[0.1] * (1000 * rank) for rank in range(3)]
         assert result["sent"] == (0, Path("/a"))
         assert result["refused"].startswith("rank 1: sent a message that cannot be read")
+
+
+THREADS_DECODE_NEW_TYPES = """
+import sys, threading
+from dataclasses import make_dataclass
+from dapo_megatron.cluster.collectives import decode, encode
+
+sys.setswitchinterval(1e-5)
+for _ in range(40):
+    inner = [make_dataclass(f"Inner{n}", [(f"f{k}", int) for k in range(8)]) for n in range(6)]
+    outer = make_dataclass("Outer", [(f"g{n}", kind) for n, kind in enumerate(inner)])
+    for kind in (*inner, outer):
+        kind.__module__ = "builtins"
+    message = encode(outer(*(kind(*range(8)) for kind in inner)))
+    start = threading.Barrier(8)
+
+    def read():
+        start.wait()
+        assert encode(decode(message, outer, "rank 1")) == message
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_may_decode_a_type_for_the_first_time_at_once() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", THREADS_DECODE_NEW_TYPES], capture_output=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
