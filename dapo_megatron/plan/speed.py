@@ -15,7 +15,7 @@ from dapo_megatron.model.flops import head_flops, model_flops, pair_flops, peak_
 from dapo_megatron.plan.estimate import MemoryEstimate
 from dapo_megatron.plan.layout import data_parallel
 from dapo_megatron.plan.rows import preferred_multiple
-from dapo_megatron.plan.stage import offloaded_bytes
+from dapo_megatron.plan.stage import offloaded_bytes, reference_bytes
 from dapo_megatron.types import ConfigError, Phase
 
 MEMORY_BANDWIDTH = {
@@ -107,7 +107,11 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
     return Speed(
         seconds={
             Phase.GENERATE: _generate(estimate, given, peak, prompts, prompt, response),
-            Phase.LOGPROBS: train(backward=False) * _row_factor(estimate, length, sequences, 1),
+            Phase.LOGPROBS: _logprobs(
+                estimate,
+                given,
+                train(backward=False) * _row_factor(estimate, length, sequences, 1),
+            ),
             Phase.UPDATE: update * _row_factor(estimate, length, sequences, minis),
             Phase.SYNC: _sync(estimate, given),
         },
@@ -116,6 +120,15 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
         tokens=length * sequences,
         assumptions=given,
     )
+
+
+def _logprobs(estimate: MemoryEstimate, given: Assumptions, pass_seconds: float) -> float:
+    """Return the seconds of the log-prob passes. That of a reference (loss.kl) also exchanges the
+    weights with those in host memory, before and after."""
+    if not estimate.config.loss.kl.is_on:
+        return pass_seconds
+    exchanged = max(map(reference_bytes, estimate.stages))
+    return 2 * pass_seconds + 4 * exchanged / given.host_bytes_per_second
 
 
 def _row_factor(estimate: MemoryEstimate, length: int, sequences: int, minis: int) -> float:

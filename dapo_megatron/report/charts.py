@@ -175,6 +175,29 @@ CHARTS: list[Chart] = [
         {"policy/approx_kl": "approx. KL"},
     ),
     _training(
+        "reference_kl",
+        "KL to the reference",
+        "Estimated KL divergence between the policy and the reference of loss.kl before the step's "
+        "updates, and the share of tokens whose log-ratio was clamped. If the reference is the "
+        "start model, it is 0 at first and grows as the policy learns.",
+        "nats per token, or share of tokens",
+        {"kl/reference": "KL", "kl/clamped_fraction": "clamped tokens"},
+        ".3g",
+    ),
+    _training(
+        "regularization",
+        "KL penalty and entropy bonus",
+        "What loss.kl adds to the loss of a token or subtracts from the reward of an answer, and "
+        "what loss.entropy_coefficient subtracts from the loss. All include their coefficients.",
+        "loss per token, or reward",
+        {
+            "policy/kl_penalty": "KL penalty in the loss",
+            "kl/reward_penalty": "KL penalty in the reward",
+            "policy/entropy_bonus": "entropy bonus",
+        },
+        ".3g",
+    ),
+    _training(
         "gradient",
         "Gradient norm",
         "Norm before clipping, mean over the step's updates. Check updates with peaks.",
