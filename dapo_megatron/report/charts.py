@@ -131,7 +131,7 @@ CHARTS: list[Chart] = [
         "Uncertainty of the policy about its next token. If it falls to nearly 0, the policy no "
         "longer explores. Clip-higher prevents this collapse.",
         "nats per token",
-        {"policy/entropy": "entropy"},
+        {"policy/entropy": "entropy", "policy/entropy_bonus": "bonus in the loss"},
         "",
         ("entropy", "entropy_collapse"),
     ),
@@ -177,25 +177,15 @@ CHARTS: list[Chart] = [
     _training(
         "reference_kl",
         "KL to the reference",
-        "Estimated KL divergence between the policy and the reference of loss.kl before the step's "
-        "updates, and the share of tokens whose log-ratio was clamped. If the reference is the "
-        "start model, it is 0 at first and grows as the policy learns.",
-        "nats per token, or share of tokens",
-        {"kl/reference": "KL", "kl/clamped_fraction": "clamped tokens"},
-        ".3g",
-    ),
-    _training(
-        "regularization",
-        "KL penalty and entropy bonus",
-        "What loss.kl adds to the loss of a token or subtracts from the reward of an answer, and "
-        "what loss.entropy_coefficient subtracts from the loss. All include their coefficients.",
-        "loss per token, or reward",
+        "Estimated KL to the reference of loss.kl, share of clamped tokens, and mean penalty.",
+        "nats, or share, log scale",
         {
-            "policy/kl_penalty": "KL penalty in the loss",
-            "kl/reward_penalty": "KL penalty in the reward",
-            "policy/entropy_bonus": "entropy bonus",
+            "kl/reference": "KL per token",
+            "kl/clamped_fraction": "clamped tokens",
+            "policy/kl_penalty": "added to the loss",
+            "kl/reward_penalty": "subtracted from the reward",
         },
-        ".3g",
+        log=True,
     ),
     _training(
         "gradient",
