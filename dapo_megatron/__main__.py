@@ -332,6 +332,10 @@ def _load(
             user_function(config.loss.function)
         except ConfigError as error:
             raise ConfigError(f"loss.function: {config.loss.function}: {error}") from None
+    if config.loss.kl.is_on and config.loss.kl.reference is not None:
+        from dapo_megatron.run.other_weights import open_reference
+
+        open_reference(config)
     return config
 
 

@@ -10,10 +10,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
-from dapo_megatron.algo import correction
+from dapo_megatron.algo import correction, kl
 from dapo_megatron.algo.mismatch import GapStatistics, check_gap, gap_statistics, merge
 from dapo_megatron.config import Config
-from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, split, tokens_in
+from dapo_megatron.data.batch import (
+    assemble,
+    diagnose,
+    fresh_mask,
+    of_all,
+    penalize,
+    response_tokens,
+    split,
+    tokens_in,
+)
 from dapo_megatron.protocols import Parts
 from dapo_megatron.rollout import metrics as step_metrics
 from dapo_megatron.rollout.partial_step import PartialStep
@@ -139,6 +148,7 @@ def train_step(
     else:
         batch = with_policy_logprobs(config, parts, batch, step, partial_step)
         batch = correct(config, parts, batch, partial_step)
+    batch = compare_with_reference(config, parts, batch, partial_step)
     with phase(Phase.UPDATE):
         update(config, parts, batch, step, partial_step)
     metrics = partial_step.metrics | step_metrics.update_metrics(partial_step.updates)
@@ -200,6 +210,31 @@ def correct(
     statistics = correction.merge(parts_of_ranks)
     partial_step.metrics |= step_metrics.correction_metrics(statistics, numbers.names)
     return batch
+
+
+def compare_with_reference(
+    config: Config, parts: Parts, batch: TokenBatch, partial_step: PartialStep
+) -> TokenBatch:
+    """Return `batch` with the log-probs of loss.kl's reference, or with the advantages of rewards
+    that include its penalty, and add kl/* to the step's metrics."""
+    if not config.loss.kl.is_on:
+        return batch
+    if partial_step.reference_logprobs is None:
+        parts.check_stop()
+        with parts.instruments.phase(Phase.LOGPROBS):
+            partial_step.reference_logprobs = parts.policy.reference_logprobs(batch)
+    compared = dataclasses.replace(batch, reference_logprobs=partial_step.reference_logprobs)
+    numbers = kl.KL(**config.loss.kl_numbers)
+    statistics = parts.data_parallel.all_gather(kl.statistics(compared, numbers), kl.KLStatistics)
+    partial_step.metrics |= step_metrics.kl_metrics(kl.merge(statistics))
+    if config.loss.kl.place == "loss":
+        return compared
+    sequences = partial_step.sequences or []
+    own = kl.penalties(compared, response_tokens(batch, sequences), numbers)
+    penalties = of_all(batch, parts.data_parallel.all_gather(own, list[float]))
+    partial_step.metrics |= step_metrics.penalty_metrics(penalties)
+    eps, divide_by_std = config.loss.advantage_eps, config.loss.advantage_std
+    return penalize(batch, sequences, penalties, eps=eps, divide_by_std=divide_by_std)
 
 
 def update(

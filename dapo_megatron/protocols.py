@@ -157,6 +157,15 @@ class Policy(Protocol):
         """
         ...
 
+    def keep_reference(self, write: Callable[[Sequence[Shard]], None] | None = None) -> None:
+        """Keep weights in host memory for `reference_logprobs`: the current ones, or those that
+        `write` writes into shards. The policy's own weights stay the same. Not collective."""
+        ...
+
+    def reference_logprobs(self, batch: TokenBatch) -> Tensor:
+        """Return the log-probs of `logprobs` under the weights of `keep_reference`."""
+        ...
+
     def update(
         self,
         mini: TokenBatch,

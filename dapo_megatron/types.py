@@ -189,6 +189,7 @@ class TrainingSequence:
 
     `replica` sampled the response and holds its tokens. `segments` add up to `response_tokens`.
     `in_loss` is False for a truncated response that overlong.filter excludes from the loss.
+    `reward` includes the length penalty.
     """
 
     ticket: int
@@ -199,6 +200,7 @@ class TrainingSequence:
     segments: tuple[Segment, ...]
     advantage: float
     in_loss: bool
+    reward: float
 
     @property
     def num_tokens(self) -> int:
@@ -301,6 +303,7 @@ class TokenBatch:
                                  aggregations other than the token mean
     engine_logprobs float [T]    the engine's log-probs, 0 outside the response
     old_logprobs    float [T]    the policy's log-probs before the step's first update; or None
+    reference_logprobs  float [T]  log-probs of the reference of loss.kl; None without one
     owners          int64 [S]    data-parallel index that trains on each sequence; None if every
                                  rank holds all sequences
     held            int64 [H]    sequences that this rank holds, ascending; None: all of them
@@ -318,6 +321,7 @@ class TokenBatch:
     sequence_names: tuple[str, ...] = ()
     owners: Tensor | None = None
     held: Tensor | None = None
+    reference_logprobs: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -364,6 +368,9 @@ class MicroTokens:
     sequence, with gradient. The policy provides it. The sum includes tokens of the sequence that
     other context-parallel ranks hold, so every rank must call it equally often. Without a policy,
     all tokens form one sequence.
+
+    `reference_logprobs` are those of the reference of loss.kl; None without one. `entropy` is that
+    of the policy being trained. It has a gradient only with loss.entropy_coefficient.
     """
 
     old_logprobs: Tensor
@@ -372,6 +379,8 @@ class MicroTokens:
     engine_logprobs: Tensor
     mask: Tensor
     sequence_sum: Callable[[Tensor], Tensor] = _sum_of_all
+    reference_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,14 @@ Differences from the paper:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dapo_megatron.algo.kl import KL
 from dapo_megatron.types import LossOutput, MicroTokens
 
 # Shape letters: T tokens of all sequences, concatenated; S sequences
@@ -210,6 +211,38 @@ def weighted_sum(
         sums["tis_weight"] = tis.clamp(max=tis_cap).sum()
         sums["tis_capped_fraction"] = (tis > tis_cap).sum(dtype=logprobs.dtype)
     return LossOutput(total=(weights * per_token).sum(), sums=sums)
+
+
+def regularized_loss(
+    logprobs: Tensor,
+    tokens: MicroTokens,
+    *,
+    objective: Callable[[Tensor, MicroTokens], LossOutput],
+    entropy_coefficient: float,
+    kl: KL | None,
+) -> LossOutput:
+    """Return the loss of `objective` plus the terms that are added outside every objective:
+
+        sum(weights * (kl.coefficient * k - entropy_coefficient * entropy))
+
+    over the masked-in tokens. The weights are those of the objective's token losses (aggregation
+    and corrections), without `tis_cap`. `sums` gets the two terms that are in use, with their
+    coefficients and weights: kl_penalty and entropy_bonus. Without `kl` there is no KL penalty.
+    """
+    output = objective(logprobs, tokens)
+    keep = tokens.mask.bool()
+    weights = torch.where(keep, tokens.weights, 0.0)
+    total, sums = output.total, dict(output.sums)
+    if kl is not None:
+        assert tokens.reference_logprobs is not None
+        estimates = kl.per_token(logprobs, tokens.reference_logprobs, keep)
+        penalty = kl.coefficient * (weights * estimates).sum()
+        total, sums["kl_penalty"] = total + penalty, penalty.detach()
+    if entropy_coefficient:
+        assert tokens.entropy is not None
+        bonus = entropy_coefficient * (weights * torch.where(keep, tokens.entropy, 0.0)).sum()
+        total, sums["entropy_bonus"] = total - bonus, bonus.detach()
+    return LossOutput(total=total, sums=sums)
 
 
 def aggregation_weights(

@@ -1,7 +1,7 @@
 """Train-inference mismatch: how much engine and policy log-probs of the same tokens differ.
 
 The paper does not have this check, because it assumes a single model. The KL estimator is "k3" of
-J. Schulman, "Approximating KL Divergence" (2020), which is unbiased and never negative.
+algo/kl.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dapo_megatron.algo.kl import k3
 from dapo_megatron.types import SyncError, TokenBatch
 
 CHUNK = 2**17
@@ -94,7 +95,7 @@ def _statistics(batch: TokenBatch, token_index: Tensor) -> GapStatistics:
     policy = batch.old_logprobs.detach()[token_index].double()
     difference = policy - batch.engine_logprobs[token_index].double()
     gap = torch.where(difference.isfinite(), difference.abs(), math.inf)
-    kl = torch.where(difference.isfinite(), difference.expm1() - difference, math.inf)
+    kl = torch.where(difference.isfinite(), k3(-difference), math.inf)
     worst = int(gap.argmax())
     return GapStatistics(
         total=float(gap.sum()),

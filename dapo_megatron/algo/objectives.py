@@ -5,7 +5,8 @@ be the ratio of token t, new policy / old policy, and A_i the advantage of compl
 papers maximize; these are losses to minimize. What an objective prescribes outside the token loss
 (aggregation, advantage) is set by keys of the config, which config/consistency.py checks.
 
-Common departures from the papers: log-ratios are clamped, and there is no KL term.
+Common departures from the papers: log-ratios are clamped. KL terms and entropy bonuses are added
+outside the objective (loss.regularized_loss), if the config asks for them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def grpo_loss(logprobs: Tensor, tokens: MicroTokens, **numbers: Any) -> LossOutp
 
     The token loss is that of DAPO. `aggregation: sequence` gives both means, over the mini-batch
     instead of one group. Departures: `clip_low` and `clip_high` may differ, and `dual_clip` may
-    bound the loss. The paper's KL term is left out.
+    bound the loss. The paper's KL term is `loss.kl`, which is off by default.
     """
     return dapo_loss(logprobs, tokens, **numbers)
 

@@ -125,6 +125,28 @@ class CorrectionConfig(Section):
         return self.corrects or self.measure
 
 
+class KLConfig(Section):
+    """Penalty on the KL divergence between the policy and a reference model (algo/kl.py). It needs
+    the reference's weights in host memory, and a second log-prob pass per rollout step."""
+
+    coefficient: NonNegative = 0.0
+    """Factor of the KL estimate. 0: no penalty, and no reference is loaded."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate per token, where d = log policy - log reference. k1: d. k2: d^2 / 2.
+    k3: exp(-d) - 1 + d, as in GRPO."""
+    place: Literal["loss", "reward"] = "loss"
+    """loss: add the estimate to the loss of each token. reward: subtract its sum over the response
+    from the reward of the completion, before advantages are computed."""
+    reference: str | None = None
+    """Folder of the reference's weights: an HF folder, or a checkpoint in a format of this project.
+    null: the weights that the run starts from (model.path)."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a reference is needed."""
+        return self.coefficient > 0.0
+
+
 class LossConfig(Section):
     objective: Objective = "dapo"
     """Loss of each token, a function of algo/objectives.py. All except dapo and cispo also fix
@@ -148,6 +170,9 @@ class LossConfig(Section):
     """Cap of the truncated importance weight (policy / engine probability) of each token. null: no
     weight. `correction` has others."""
     correction: CorrectionConfig = CorrectionConfig()
+    kl: KLConfig = KLConfig()
+    entropy_coefficient: NonNegative = 0.0
+    """Subtract this multiple of the entropy from the loss of each token. 0: no bonus."""
     advantage_std: bool = True
     """Divide advantages by the standard deviation of their group's rewards. False: Dr. GRPO."""
     advantage_eps: NonNegative
@@ -174,6 +199,15 @@ class LossConfig(Section):
         """Keyword arguments of `algo.correction.Correction`."""
         numbers = self.correction.model_dump(exclude={"measure"})
         return {**numbers, "tis_cap": self.tis_cap}
+
+    @property
+    def kl_numbers(self) -> dict[str, Any]:
+        """Keyword arguments of `algo.kl.KL`."""
+        return {
+            "coefficient": self.kl.coefficient,
+            "estimator": self.kl.estimator,
+            "log_ratio_limit": self.log_ratio_limit,
+        }
 
 
 class TrainConfig(Section):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from dapo_megatron.config import Config, LossConfig, refuse, source_file_name
+from dapo_megatron.config import Config, KLConfig, LossConfig, Section, refuse, source_file_name
 
 
 def check_values(config: Config) -> None:
@@ -99,6 +99,11 @@ def _loss_contradictions(loss: LossConfig) -> Iterable[str]:
                 f"{key}: contradicts loss.old_logprobs engine: the ratio of the loss is already "
                 f"that of policy and engine; set it to {'false' if 'measure' in key else 'null'}"
             )
+    if not loss.kl.is_on and (unused := _differing(loss.kl, KLConfig())):
+        yield (
+            f"{', '.join(f'loss.kl.{key}' for key in unused)}: no effect with loss.kl.coefficient "
+            "0; set loss.kl.coefficient (0.001), or remove the key"
+        )
     weights = {
         "loss.tis_cap": loss.tis_cap,
         "loss.correction.sequence_tis_cap": loss.correction.sequence_tis_cap,
@@ -110,3 +115,8 @@ def _loss_contradictions(loss: LossConfig) -> Iterable[str]:
             f"{', '.join(in_use)}: each weighs tokens by the ratio policy / engine; set all except "
             "one to null"
         )
+
+
+def _differing(section: Section, other: Section) -> list[str]:
+    """Return the keys whose values differ."""
+    return [key for key, value in section if getattr(other, key) != value]

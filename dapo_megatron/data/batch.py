@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ from dapo_megatron.types import (
     TokenBatch,
     TrainingSequence,
 )
+
+T = TypeVar("T")
 
 
 def valid_completions(group: Group, overlong: OverlongConfig) -> list[CompletionSummary]:
@@ -91,8 +94,11 @@ def describe(
             segments=completion.segments,
             advantage=advantage,
             in_loss=not (overlong.filter and completion.finish is Finish.LENGTH),
+            reward=total,
         )
-        for (group, completion), advantage in zip(completions, advantages.tolist(), strict=True)
+        for (group, completion), advantage, total in zip(
+            completions, advantages.tolist(), rewards, strict=True
+        )
     ]
 
 
@@ -115,21 +121,16 @@ def assemble(
         _check_segments(sequence)
     for index in held:
         _check_tokens(sequences[index], tokens.get(index))
-    # A prompt and its response are two spans, within which mask and advantage are constant.
-    spans, in_loss, advantages = [], [], []
-    for sequence in map(sequences.__getitem__, held):
-        spans += [sequence.prompt_tokens, sequence.response_tokens]
-        in_loss += [False, sequence.in_loss]
-        advantages += [0.0, sequence.advantage]
+    own = [sequences[index] for index in held]
     values = [tokens[index] for index in held]
-    num_tokens = sum(spans)
+    num_tokens = sum(sequence.num_tokens for sequence in own)
     return TokenBatch(
         lengths=_int64([sequence.num_tokens for sequence in sequences]),
         loss_tokens=_int64([s.response_tokens if s.in_loss else 0 for s in sequences]),
         group_ids=_int64([sequence.ticket for sequence in sequences]),
         tokens=torch.from_numpy(_concatenate_tokens(values, num_tokens)),
-        loss_mask=_repeat(np.array(in_loss, dtype=np.bool_), spans),
-        advantages=_repeat(np.array(advantages, dtype=np.float32), spans),
+        loss_mask=_on_responses(own, np.array([s.in_loss for s in own], np.bool_)),
+        advantages=_on_responses(own, np.array([s.advantage for s in own], np.float32)),
         # A single 1 in memory, seen from every token.
         weights=torch.ones(1, dtype=torch.float32).expand(num_tokens),
         engine_logprobs=torch.from_numpy(_concatenate_logprobs(values, num_tokens)),
@@ -194,6 +195,47 @@ def diagnose(
         )
 
 
+def of_all(batch: TokenBatch, values: Sequence[Sequence[T]]) -> list[T]:
+    """Return the values of all sequences of the step, in order. `values[index]` are those of the
+    sequences that the data-parallel index owns, in order."""
+    if batch.owners is None:
+        return list(values[0])
+    of_index = [iter(owned) for owned in values]
+    return [next(of_index[owner]) for owner in batch.owners.tolist()]
+
+
+def penalize(
+    batch: TokenBatch,
+    sequences: Sequence[TrainingSequence],
+    penalties: Sequence[float],
+    *,
+    eps: float,
+    divide_by_std: bool,
+) -> TokenBatch:
+    """Return `batch` with the group advantages of the rewards minus `penalties`.
+
+    sequences  those that `assemble` made `batch` from
+    penalties  one per sequence
+
+    `eps` and `divide_by_std` are those of `group_advantage`.
+    """
+    rewards = [s.reward - penalty for s, penalty in zip(sequences, penalties, strict=True)]
+    advantages = group_advantage(
+        torch.tensor(rewards, dtype=torch.float32),
+        batch.group_ids,
+        eps=eps,
+        divide_by_std=divide_by_std,
+    ).numpy()
+    held = list(_held(batch))
+    own = [sequences[index] for index in held]
+    return replace(batch, advantages=_on_responses(own, advantages[held]))
+
+
+def response_tokens(batch: TokenBatch, sequences: Sequence[TrainingSequence]) -> list[int]:
+    """Return the number of response tokens of each held sequence, in order."""
+    return [sequences[index].response_tokens for index in _held(batch)]
+
+
 def split(
     batch: TokenBatch, num_updates: int, aggregation: Aggregation, *, divisor: int | None = None
 ) -> list[TokenBatch]:
@@ -245,6 +287,13 @@ def _concatenate_logprobs(values: Sequence[SequenceTokens], num_tokens: int) -> 
     return result
 
 
+def _on_responses(sequences: Sequence[TrainingSequence], values: NDArray[Any]) -> Tensor:
+    """Return the value of each sequence on all tokens of its response, and 0 on its prompt."""
+    with_prompts = np.stack([np.zeros_like(values), values], axis=1).reshape(-1)
+    spans = [span for s in sequences for span in (s.prompt_tokens, s.response_tokens)]
+    return _repeat(with_prompts, spans)
+
+
 def _repeat(values: NDArray[np.generic], counts: Sequence[int]) -> Tensor:
     """Repeat each value. `Tensor.repeat_interleave` would also make an index of 8 bytes per
     token."""
@@ -280,6 +329,9 @@ def _slice(batch: TokenBatch, minibatch: range) -> TokenBatch:
         weights=batch.weights[tokens],
         engine_logprobs=batch.engine_logprobs[tokens],
         old_logprobs=None if batch.old_logprobs is None else batch.old_logprobs[tokens],
+        reference_logprobs=(
+            None if batch.reference_logprobs is None else batch.reference_logprobs[tokens]
+        ),
         sequence_names=batch.sequence_names[rows],
         owners=None if batch.owners is None else batch.owners[rows],
         held=None if batch.held is None else batch.held[positions] - minibatch.start,

@@ -65,7 +65,8 @@ def random_minibatch(
 
 def with_old_logprobs(mini: TokenBatch, logprobs_T: Tensor, seed: int = 1) -> TokenBatch:
     """Add old log-probs near `logprobs_T`, the log-probs of the model, so that some ratios are
-    clipped above, some below and most not at all. Add engine log-probs close to the old ones."""
+    clipped above, some below and most not at all. Add engine log-probs close to the old ones, and
+    those of a reference, which are as far away."""
     generator = torch.Generator().manual_seed(seed)
 
     def with_noise(center_T: Tensor, std: float) -> Tensor:
@@ -73,7 +74,13 @@ def with_old_logprobs(mini: TokenBatch, logprobs_T: Tensor, seed: int = 1) -> To
         return torch.where(mini.loss_mask, center_T + noise_T, 0.0).float()
 
     old_T = with_noise(logprobs_T.float(), NOISE)
-    return replace(mini, old_logprobs=old_T, engine_logprobs=with_noise(old_T, NOISE / 10))
+    engine_T = with_noise(old_T, NOISE / 10)
+    return replace(
+        mini,
+        old_logprobs=old_T,
+        engine_logprobs=engine_T,
+        reference_logprobs=with_noise(old_T, NOISE),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,6 +195,7 @@ def _host_parts(
     """Return the host memory of a node, as if all its ranks were in the fullest pipeline stage."""
     offloaded = max(policy.offloaded_bytes(stage) for stage in stages)
     optimizer = max(policy.optimizer_on_host(stage) for stage in stages)
+    reference = max(policy.reference_bytes(stage) for stage in stages)
     snapshot = max(policy.snapshot_bytes(stage) for stage in stages)
     engines = max(ranks_per_node // config.engine_tensor_parallel, 1)
     graders = engines * config.rewards.workers
@@ -213,6 +214,9 @@ def _host_parts(
         ),
         MemoryItem(
             "optimizer for good", ranks_per_node * optimizer, f"{ranks}: optimizer.cpu_offload"
+        ),
+        MemoryItem(
+            "reference model", ranks_per_node * reference, f"{ranks}, pinned: weights for loss.kl"
         ),
         MemoryItem(
             "a checkpoint's copy",

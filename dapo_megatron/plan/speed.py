@@ -15,7 +15,7 @@ from dapo_megatron.model.flops import head_flops, model_flops, pair_flops, peak_
 from dapo_megatron.plan.estimate import MemoryEstimate
 from dapo_megatron.plan.layout import data_parallel
 from dapo_megatron.plan.rows import preferred_multiple
-from dapo_megatron.plan.stage import offloaded_bytes
+from dapo_megatron.plan.stage import offloaded_bytes, reference_bytes
 from dapo_megatron.types import ConfigError, Phase
 
 MEMORY_BANDWIDTH = {
@@ -100,7 +100,6 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
         return flops / devices
 
     recomputed = {"none": 0.0, "selective": 0.1, "full": 1.0}[config.policy.recompute]
-    scoring = train(backward=False) if config.loss.old_logprobs == "policy" else 0.0
     update = train(backward=True) + recomputed * train(backward=False)
     minis = config.train.updates_per_step
     keep = config.rollout.expected_keep_rate if config.rollout.dynamic_sampling else 1.0
@@ -108,7 +107,11 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
     return Speed(
         seconds={
             Phase.GENERATE: _generate(estimate, given, peak, prompts, prompt, response),
-            Phase.LOGPROBS: scoring * _row_factor(estimate, length, sequences, 1),
+            Phase.LOGPROBS: _logprobs(
+                estimate,
+                given,
+                train(backward=False) * _row_factor(estimate, length, sequences, 1),
+            ),
             Phase.UPDATE: update * _row_factor(estimate, length, sequences, minis),
             Phase.SYNC: _sync(estimate, given),
         },
@@ -117,6 +120,18 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
         tokens=length * sequences,
         assumptions=given,
     )
+
+
+def _logprobs(estimate: MemoryEstimate, given: Assumptions, pass_seconds: float) -> float:
+    """Return the seconds of the log-prob passes: of the policy, unless the engine's log-probs are
+    used, and of a reference (loss.kl). The latter also exchanges the weights with those in host
+    memory, before and after."""
+    loss = estimate.config.loss
+    seconds = pass_seconds if loss.old_logprobs == "policy" else 0.0
+    if loss.kl.is_on:
+        exchanged = max(map(reference_bytes, estimate.stages))
+        seconds += pass_seconds + 4 * exchanged / given.host_bytes_per_second
+    return seconds
 
 
 def _row_factor(estimate: MemoryEstimate, length: int, sequences: int, minis: int) -> float:

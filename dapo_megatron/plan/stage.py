@@ -185,6 +185,11 @@ def offloaded_bytes(stage: Stage) -> int:
     return num_bytes + (optimizer(stage).num_bytes if "optimizer" in parts else 0)
 
 
+def reference_bytes(stage: Stage) -> int:
+    """Return the bytes of the reference of loss.kl in host memory."""
+    return weights(stage).num_bytes if stage.config.loss.kl.is_on else 0
+
+
 def snapshot_bytes(stage: Stage) -> int:
     """Return the bytes of a rank's part of a checkpoint: weights and its shard of the optimizer
     state."""

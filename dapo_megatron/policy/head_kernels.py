@@ -23,7 +23,7 @@ BLOCK_ENTRIES = 4096
 
 
 class WithTriton:
-    """Implements vocab_parallel.Reductions in float32."""
+    """Implements vocab_parallel.Reductions in float32, without the gradient of the entropy."""
 
     def fold(
         self, logits_BE: Tensor, targets_B: Tensor, start: int, temperature: float, sums_4B: Tensor

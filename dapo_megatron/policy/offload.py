@@ -108,6 +108,15 @@ class HostMemory:
             device_bytes.copy_(host, non_blocking=True)
         _wait_for_copies()
 
+    def swap(self, storages: Iterable[UntypedStorage]) -> None:
+        """Exchange saved bytes with those of `storages`, which must have the sizes and order of the
+        last `save`. The device needs memory for one chunk meanwhile."""
+        for host, device_bytes in self._pairs(storages):
+            on_device = device_bytes.clone()
+            device_bytes.copy_(host, non_blocking=True)
+            host.copy_(on_device, non_blocking=True)
+        _wait_for_copies()
+
     def _pairs(self, storages: Iterable[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (bytes of host memory, bytes of a storage), uint8 tensors of the same size."""
         position = 0
@@ -134,6 +143,11 @@ def _wait_for_copies() -> None:
 
 def _bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def weight_storages(chunks: Sequence[Any]) -> list[UntypedStorage]:
+    """Return the storages of a rank's weights, each once, always in the same order."""
+    return [*_distinct(_weights(chunks)).values()]
 
 
 def _distinct(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:

@@ -38,6 +38,7 @@ from dapo_megatron.policy.model import (
 from dapo_megatron.policy.moe import set_balance
 from dapo_megatron.policy.offload import Offload
 from dapo_megatron.policy.optimizer import build_optimizer, copy_to_main
+from dapo_megatron.policy.reference import Reference
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.policy.step import Rows, RowShape, Runner, TokenValues, make_rows
 from dapo_megatron.protocols import Exchange, LossFn, MicrobatchPlanner
@@ -71,7 +72,9 @@ class MegatronPolicy:
             temperature=config.rollout.temperature,
             vocab=self.architecture.vocab_size,
             head=config.policy.logprob_head,
+            entropy_gradient=config.loss.entropy_coefficient > 0.0,
         )
+        self._reference: Reference | None = None
         self._rows = RowShape(
             packed=config.train.packing,
             sequence_multiple=sequence_multiple(config.policy),
@@ -99,6 +102,24 @@ class MegatronPolicy:
             results = self._runner.logprobs(micro, temperature)
             self._train(True)
         return self._gather_values(batch, results)
+
+    def keep_reference(self, write: Callable[[Sequence[Shard]], None] | None = None) -> None:
+        """See protocols.Policy."""
+        self._finish_update()
+        self._reference = Reference(self._chunks)
+        if write is not None:
+            values = fp8.HighPrecisionValues()
+            with megatron_device():
+                write(self._shards_of(self._models(), values))
+                values.round()
+            self._reference.swap()
+
+    def reference_logprobs(self, batch: TokenBatch) -> Tensor:
+        """See protocols.Policy."""
+        assert self._reference is not None, "call keep_reference() first"
+        self._finish_update()
+        with self._reference.in_place():
+            return self.logprobs(batch).logprobs
 
     def update(
         self,

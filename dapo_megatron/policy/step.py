@@ -21,7 +21,7 @@ size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -247,13 +247,14 @@ def _loss_inputs(batch: TokenBatch, indices: Tensor) -> list[Tensor]:
         batch.weights,
         batch.engine_logprobs,
         batch.loss_mask,
+        *([] if batch.reference_logprobs is None else [batch.reference_logprobs]),
     )
     return [values[indices] for values in fields]
 
 
 def _micro_tokens(tensors: Sequence[Tensor], num_sequences: int) -> MicroTokens:
     """Return the inputs of the loss, from those of `_loss_inputs` and the sequence numbers."""
-    old_logprobs, advantages, weights, engine_logprobs, mask, sequences = tensors
+    old_logprobs, advantages, weights, engine_logprobs, mask, *reference, sequences = tensors
     return MicroTokens(
         old_logprobs=old_logprobs,
         advantages=advantages,
@@ -261,6 +262,7 @@ def _micro_tokens(tensors: Sequence[Tensor], num_sequences: int) -> MicroTokens:
         engine_logprobs=engine_logprobs,
         mask=mask,
         sequence_sum=SequenceSum(sequences, num_sequences),
+        reference_logprobs=reference[0] if reference else None,
     )
 
 
@@ -277,12 +279,19 @@ class Runner:
     """
 
     def __init__(
-        self, chunks: Sequence[Any], *, temperature: float, vocab: int, head: Head = "torch"
+        self,
+        chunks: Sequence[Any],
+        *,
+        temperature: float,
+        vocab: int,
+        head: Head = "torch",
+        entropy_gradient: bool = False,
     ) -> None:
         self._chunks = list(chunks)
         self._temperature = temperature
         self._vocab = vocab
         self._head_name = head
+        self._entropy_gradient = entropy_gradient
         config = self._chunks[0].config
         self._has_experts = config.num_moe_experts is not None
         self._needs_scales = bool(config.fp8) and config.fp8_recipe == "delayed"
@@ -323,10 +332,10 @@ class Runner:
         def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Any]:
             assert rows.scored.loss_inputs is not None
             logp, entropy = self._head(hidden, rows.scored, model, self._temperature)
-            result = loss(logp, rows.scored.loss_inputs)
+            result = loss(logp, replace(rows.scored.loss_inputs, entropy=entropy))
             sums = {name: value.detach() for name, value in result.sums.items()}
             sums["loss"] = result.total.detach()
-            logp = logp.detach()
+            logp, entropy = logp.detach(), entropy.detach()
             sums["entropy"] = entropy.sum()
             sums["mean_prob"] = logp.exp().sum()
             return result.total / num_tokens, (sums, (rows.scored.indices, logp, entropy))
@@ -360,6 +369,7 @@ class Runner:
             # A tied weight also has the embedding's gradient, which Megatron's hook adds.
             gradient_accumulation_fusion=weight.requires_grad
             and not model.share_embeddings_and_output_weights,
+            entropy_gradient=self._entropy_gradient,
         )
 
     def _run(self, micro: Sequence[Rows], output: Output, *, forward_only: bool) -> list[Any]:

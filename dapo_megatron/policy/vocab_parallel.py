@@ -70,6 +70,20 @@ class Reductions(Protocol):
         """Write exp(x - log_z) - [target] to `error_BE`, in its dtype. It may alias the logits."""
         ...
 
+    def error_with_entropy(
+        self,
+        logits_BE: Tensor,
+        targets_B: Tensor,
+        start: int,
+        temperature: float,
+        log_z_B: Tensor,
+        terms_3B: Tensor,
+        error_BE: Tensor,
+    ) -> None:
+        """Write g (p - [target]) + h p (log p + entropy) to `error_BE`, where log p = x - log_z and
+        `terms_3B` has g, h and the entropy. The Triton kernels do not have this."""
+        ...
+
 
 def linear_logprobs(
     hidden_TH: Tensor,
@@ -82,6 +96,7 @@ def linear_logprobs(
     group: dist.ProcessGroup | None,
     head: Head | Reductions = "torch",
     gradient_accumulation_fusion: bool = False,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target and the entropy of each distribution, in nats.
 
@@ -93,8 +108,9 @@ def linear_logprobs(
     positive). The others pad the vocabulary and have probability 0. `group`: the tensor-parallel
     ranks or None. All of them have the same hidden states and targets. T may be 0.
 
-    Gradients flow only through the log-probs. The gradient of the hidden states is this rank's
-    summand: the caller adds those of all ranks. The gradient of a padding row is 0.
+    Gradients flow through the log-probs, and with `entropy_gradient` also through the entropy. The
+    gradient of the hidden states is this rank's summand: the caller adds those of all ranks. The
+    gradient of a padding row is 0.
 
     With `gradient_accumulation_fusion` the gradient of the weight is added to `weight_VH.main_grad`
     in the precision of that buffer, as in Megatron's layers: `grad_added_to_main_grad` is then set,
@@ -109,6 +125,7 @@ def linear_logprobs(
         group,
         reductions(head) if isinstance(head, str) else head,
         gradient_accumulation_fusion,
+        entropy_gradient,
     )
     return logp_T, entropy_T
 
@@ -134,6 +151,7 @@ class _LinearLogProbs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         reduce: Reductions,
         fuses: bool,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = _wide(hidden_TH)
         sums_4T = torch.zeros(4, len(local_T), dtype=dtype, device=hidden_TH.device)
@@ -155,17 +173,23 @@ class _LinearLogProbs(torch.autograd.Function):
         _, total_T, weighted_T, target_T = sums_4T
         log_total_T = total_T.log()
         entropy_T = log_total_T - weighted_T / total_T
-        ctx.save_for_backward(hidden_TH, weight_VH, local_T, highest_T + log_total_T)
+        saved = [hidden_TH, weight_VH, local_T, highest_T + log_total_T]
+        ctx.save_for_backward(*saved, *([entropy_T] if entropy_gradient else []))
         ctx.temperature, ctx.num_entries, ctx.reduce = temperature, num_entries, reduce
         ctx.fuses = fuses
-        ctx.mark_non_differentiable(entropy_T)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_T)
         return (target_T - highest_T) - log_total_T, entropy_T
 
     @staticmethod
-    def backward(ctx: Any, grad_T: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TH, weight_VH, local_T, log_z_T = ctx.saved_tensors
+    def backward(ctx: Any, grad_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TH, weight_VH, local_T, log_z_T, *entropy = ctx.saved_tensors
         # d log-prob / d logit = ([target] - p) / temperature. Tiles hold p - [target]. The factor
         # -grad / temperature of each token is applied to matrices of H columns, which are smaller.
+        # d entropy / d logit = -p (log p + entropy) / temperature. With it the two gradients of a
+        # token have no common factor, so tiles hold their sum.
+        terms_3T = torch.stack([grad_T, grad_entropy_T, entropy[0]]) if entropy else None
+        grad_T = torch.ones_like(grad_T) if entropy else grad_T
         factor_T1 = (-grad_T / ctx.temperature)[:, None]
         scaled_TH = (hidden_TH * factor_T1).to(hidden_TH.dtype)
         grad_hidden_TH = torch.zeros_like(hidden_TH, dtype=_wide(hidden_TH))
@@ -185,7 +209,11 @@ class _LinearLogProbs(torch.autograd.Function):
                 # The memory of the errors holds the product of the matmul first.
                 logits_BE = _logits(hidden_TH[tokens], rows_EH, error_BE, wide)
                 tile = (logits_BE, local_T[tokens], entries.start, ctx.temperature)
-                ctx.reduce.error(*tile, log_z_T[tokens], error_BE)
+                if terms_3T is None:
+                    ctx.reduce.error(*tile, log_z_T[tokens], error_BE)
+                else:
+                    terms_3B = terms_3T[:, tokens]
+                    ctx.reduce.error_with_entropy(*tile, log_z_T[tokens], terms_3B, error_BE)
             _add_product(grad_hidden_TH, error_TE, rows_EH, partial)
             if not ctx.fuses:
                 torch.mm(error_TE.t(), scaled_TH, out=sum_VH[entries])
@@ -199,7 +227,7 @@ class _LinearLogProbs(torch.autograd.Function):
             weight_VH.grad_added_to_main_grad = True
             # Megatron's hook, which starts the reduction over ranks, requires some gradient.
             sum_VH = torch.empty_like(weight_VH)
-        return grad_hidden_TH.to(hidden_TH.dtype), sum_VH, *[None] * 6
+        return grad_hidden_TH.to(hidden_TH.dtype), sum_VH, *[None] * 7
 
 
 class _WithTorch:
@@ -237,6 +265,28 @@ class _WithTorch:
         logits_BE.sub_(log_z_B[:, None]).exp_()
         index_B1, is_in_tile_B1 = _target_columns(targets_B, start, logits_BE)
         logits_BE.scatter_add_(1, index_B1, -is_in_tile_B1.to(logits_BE.dtype))
+        if logits_BE.data_ptr() != error_BE.data_ptr():
+            error_BE.copy_(logits_BE)
+
+    def error_with_entropy(
+        self,
+        logits_BE: Tensor,
+        targets_B: Tensor,
+        start: int,
+        temperature: float,
+        log_z_B: Tensor,
+        terms_3B: Tensor,
+        error_BE: Tensor,
+    ) -> None:
+        """See Reductions."""
+        _divide(logits_BE, temperature)
+        logits_BE -= log_z_B[:, None]
+        self._exp = self._exp or _Memory(logits_BE)
+        prob_BE = torch.exp(logits_BE, out=self._exp.of(*logits_BE.shape))
+        grad_B1, grad_entropy_B1, entropy_B1 = terms_3B[:, :, None]
+        logits_BE.add_(entropy_B1).mul_(grad_entropy_B1).add_(grad_B1).mul_(prob_BE)
+        index_B1, is_in_tile_B1 = _target_columns(targets_B, start, logits_BE)
+        logits_BE.scatter_add_(1, index_B1, -grad_B1 * is_in_tile_B1)
         if logits_BE.data_ptr() != error_BE.data_ptr():
             error_BE.copy_(logits_BE)
 

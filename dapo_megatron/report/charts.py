@@ -131,7 +131,7 @@ CHARTS: list[Chart] = [
         "Uncertainty of the policy about its next token. If it falls to nearly 0, the policy no "
         "longer explores. Clip-higher prevents this collapse.",
         "nats per token",
-        {"policy/entropy": "entropy"},
+        {"policy/entropy": "entropy", "policy/entropy_bonus": "bonus in the loss"},
         "",
         ("entropy", "entropy_collapse"),
     ),
@@ -173,6 +173,19 @@ CHARTS: list[Chart] = [
         "being updated.",
         "nats per token",
         {"policy/approx_kl": "approx. KL"},
+    ),
+    _training(
+        "reference_kl",
+        "KL to the reference",
+        "Estimated KL to the reference of loss.kl, share of clamped tokens, and mean penalty.",
+        "nats, or share, log scale",
+        {
+            "kl/reference": "KL per token",
+            "kl/clamped_fraction": "clamped tokens",
+            "policy/kl_penalty": "added to the loss",
+            "kl/reward_penalty": "subtracted from the reward",
+        },
+        log=True,
     ),
     _training(
         "gradient",

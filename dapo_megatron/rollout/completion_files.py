@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 from dapo_megatron.rollout.completion_rows import (
@@ -45,7 +45,10 @@ def write_completions(path: Path, rows: Iterable[CompletionRow]) -> None:
         if (row.ticket, row.completion.sample) == (following.ticket, following.completion.sample):
             raise ValueError(f"ticket {row.ticket}, sample {row.completion.sample}: two rows")
     old = (row.old_logprobs for row in ordered if row.old_logprobs is not None)
-    columns = schema(any(values.dtype.itemsize == 8 for values in old))
+    columns = schema(
+        any(values.dtype.itemsize == 8 for values in old),
+        has_reference=any(row.reference_logprobs is not None for row in ordered),
+    )
     tables = (table_of(batch, columns) for batch in _batches(ordered))
     write_parquet(path, KIND, columns, tables)
 
@@ -63,7 +66,7 @@ def read_completions(
     Raises DataError naming the file for a damaged file, one of another program, and one that cannot
     be read.
     """
-    for table in _tables(path, schema(False).names, tickets, sequences):
+    for table in _tables(path, None, tickets, sequences):
         yield from completion_rows(path, table)
 
 
@@ -116,16 +119,20 @@ def _batches(rows: Iterable[CompletionRow]) -> Iterator[Batch]:
 
 
 def _reader(path: Path) -> ParquetReader:
-    return ParquetReader(path, KIND, [schema(False), schema(True)])
+    kinds = product((False, True), repeat=2)
+    return ParquetReader(
+        path, KIND, [schema(wide, has_reference=reference) for reference, wide in kinds]
+    )
 
 
 def _tables(
     path: Path,
-    columns: Collection[str],
+    columns: Collection[str] | None,
     tickets: Collection[int] | None = None,
     sequences: Collection[tuple[int, int]] | None = None,
 ) -> Iterator[Table]:
-    """Yield the table of each row group, restricted to rows of `tickets` and `sequences`."""
+    """Yield the table of each row group, with these columns (None: all), restricted to rows of
+    `tickets` and `sequences`."""
     if sequences is not None:
         sequences = frozenset(sequences)
         of_sequences = {ticket for ticket, _ in sequences}

@@ -45,7 +45,7 @@ SUMMARY_COLUMNS = (
 """Columns of a `SummaryRow`."""
 _PROMPT = ("source", "index", "prompt_tokens", "prompt", "truth", "extra")
 _TEXTS = ("source", "prompt", "truth", "extra", "outcome", "verdict", "text", "finish", "pred")
-_TOKENS = ("tokens", "logprobs", "old_logprobs", "prompt_tokens")
+_TOKENS = ("tokens", "logprobs", "old_logprobs", "reference_logprobs", "prompt_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class CompletionRow:
     reward         score plus length penalty; None without a grade
     old_logprobs   float32 or float64 [tokens]: log-probs of the policy before the step's first
                    update; None if they are not known
+    reference_logprobs  the same of the reference of loss.kl; None without one
     """
 
     ticket: int
@@ -66,6 +67,7 @@ class CompletionRow:
     verdict: str | None = None
     reward: float | None = None
     old_logprobs: NDArray[Any] | None = None
+    reference_logprobs: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,9 @@ def summarize(completion: Completion, replica: int) -> CompletionSummary:
 
 
 @cache
-def schema(is_float64: bool) -> Schema:
-    """Return the columns. `is_float64` is of old_logprobs."""
+def schema(is_float64: bool, *, has_reference: bool = False) -> Schema:
+    """Return the columns. `is_float64` is of old_logprobs and reference_logprobs; the column of the
+    latter exists only with `has_reference`."""
     import pyarrow as pa
 
     def required(name: str, kind: Any) -> Any:
@@ -111,6 +114,7 @@ def schema(is_float64: bool) -> Schema:
     def listed(kind: Any) -> Any:
         return pa.list_(required("element", kind))
 
+    by_policy = listed(pa.float64() if is_float64 else pa.float32())
     segment = pa.struct([required("version", pa.int64()), required("num_tokens", pa.int64())])
     return pa.schema(
         [
@@ -136,7 +140,8 @@ def schema(is_float64: bool) -> Schema:
             pa.field("logprob_min", pa.float64()),
             required("tokens", listed(pa.int32())),
             required("logprobs", listed(pa.float32())),
-            pa.field("old_logprobs", listed(pa.float64() if is_float64 else pa.float32())),
+            pa.field("old_logprobs", by_policy),
+            *([pa.field("reference_logprobs", by_policy)] if has_reference else []),
             required("prompt_tokens", listed(pa.int32())),
             required("extra", pa.string()),
         ]
@@ -179,6 +184,7 @@ def table_of(batch: Batch, schema: Schema) -> Table:
         "tokens": [completion.tokens for completion in completions],
         "logprobs": [completion.logprobs for completion in completions],
         "old_logprobs": [row.old_logprobs for row in rows],
+        "reference_logprobs": [row.reference_logprobs for row in rows],
         "prompt_tokens": [tokens for _, tokens, _ in batch],
         "extra": strings(extra for _, _, extra in batch),
     }
@@ -253,9 +259,16 @@ def completion_rows(path: Path, table: Table) -> Iterator[CompletionRow]:
             outcome=columns["outcome"][row],
             verdict=columns["verdict"][row],
             reward=columns["reward"][row],
-            # A copy, because the view would keep the row group in memory.
-            old_logprobs=None if (old := columns["old_logprobs"][row]) is None else old.copy(),
+            old_logprobs=_copied(columns["old_logprobs"][row]),
+            reference_logprobs=_copied(columns["reference_logprobs"][row])
+            if "reference_logprobs" in columns
+            else None,
         )
+
+
+def _copied(view: NDArray[Any] | None) -> NDArray[Any] | None:
+    """Return a copy, because the view would keep the row group in memory."""
+    return None if view is None else view.copy()
 
 
 def _same_prompt(values: tuple[Any, ...], others: tuple[Any, ...] | None) -> bool:

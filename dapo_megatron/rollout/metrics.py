@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from dapo_megatron.algo.correction import CorrectionStatistics
+from dapo_megatron.algo.kl import KLStatistics
 from dapo_megatron.algo.mismatch import GapStatistics
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import reward
@@ -93,7 +94,10 @@ def _decided_metrics(groups: Sequence[Group], overlong: OverlongConfig) -> dict[
     }
 
 
-METRICS_OF_AN_UPDATE = {"loss", "grad_norm", "lr", "entropy", "mean_prob", "total"}
+METRICS_OF_AN_UPDATE = {
+    *("loss", "grad_norm", "lr", "entropy", "mean_prob", "total"),
+    *("kl_penalty", "entropy_bonus"),
+}
 """Names under policy/* that a loss function must not use for its sums."""
 
 
@@ -144,6 +148,22 @@ def correction_metrics(
         for quantile, share in (("p01", 0.01), ("p99", 0.99)):
             metrics[f"{kind}_ratio_{quantile}"] = statistics.quantile(kind, share)
     return {f"correction/{name}": value for name, value in metrics.items()}
+
+
+def kl_metrics(statistics: KLStatistics) -> dict[str, float]:
+    """Return the estimate of the KL to the reference, and the share of clamped tokens. Empty if the
+    step has no loss tokens."""
+    if not statistics.num_tokens:
+        return {}
+    return {
+        "kl/reference": statistics.total / statistics.num_tokens,
+        "kl/clamped_fraction": statistics.num_clamped / statistics.num_tokens,
+    }
+
+
+def penalty_metrics(penalties: Sequence[float]) -> dict[str, float]:
+    """Return the mean KL penalty of the rewards. Empty if the step has no sequences."""
+    return {"kl/reward_penalty": fmean(penalties)} if penalties else {}
 
 
 def sync_metrics(report: SyncReport) -> dict[str, float]:

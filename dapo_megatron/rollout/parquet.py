@@ -167,12 +167,14 @@ class ParquetReader:
         return sum(group.num_rows for group in self.row_groups)
 
     def tables(
-        self, columns: Collection[str], tickets: Collection[int] | None = None
+        self, columns: Collection[str] | None = None, tickets: Collection[int] | None = None
     ) -> Iterator[Table]:
-        """Yield these columns of each row group, or of each that may have one of `tickets`."""
+        """Yield these columns (None: all) of each row group, or of each that may have one of
+        `tickets`."""
+        names = list(columns or self._file.schema_arrow.names)
         for number, group in enumerate(self.row_groups):
             if tickets is None or any(group.first <= ticket <= group.last for ticket in tickets):
-                yield self._read(number, list(columns))
+                yield self._read(number, names)
 
     def _read(self, number: int, columns: list[str]) -> Table:
         try:

@@ -1,13 +1,15 @@
 """The state of a rollout step in progress.
 
 A run can be stopped after any optimizer step and continues from there. The checkpoint contains the
-sequences of the step, their old log-probs and the statistics of its updates so far. The old
-log-probs cannot be recomputed, because they are of the weights at the start of the step. Tokens and
-log-probs are in files of the ranks that train on them, everything else is in the state.
+sequences of the step, their old log-probs, those of the reference of loss.kl, and the statistics of
+its updates so far. The old log-probs cannot be recomputed, because they are of the weights at the
+start of the step. Tokens and log-probs are in files of the ranks that train on them, everything
+else is in the state.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -49,6 +51,7 @@ def batching_keys(config: Config) -> dict[str, Any]:
         "loss.old_logprobs": config.loss.old_logprobs,
         "loss.advantage_std": config.loss.advantage_std,
         "loss.advantage_eps": config.loss.advantage_eps,
+        **{f"loss.kl.{key}": value for key, value in config.loss.kl.model_dump().items()},
         **{f"overlong.{key}": value for key, value in config.overlong.model_dump().items()},
     }
 
@@ -65,6 +68,8 @@ class PartialStep:
     """Metrics of the step so far, except those of its updates."""
     old_logprobs: Tensor | None = None
     """float [T], for the tokens of all sequences that this rank holds, prompts included."""
+    reference_logprobs: Tensor | None = None
+    """The same under the weights of loss.kl's reference."""
     updates: list[StepStats] = field(default_factory=list)
 
     def begin(self, rollouts: Rollouts) -> None:
@@ -74,7 +79,7 @@ class PartialStep:
 
     def close(self) -> None:
         """Clear all fields at the end of the step."""
-        self.sequences, self.old_logprobs = None, None
+        self.sequences, self.old_logprobs, self.reference_logprobs = None, None, None
         self.tokens, self.metrics, self.updates = {}, {}, []
 
     def state(self, config: Config) -> dict[str, Any] | None:
@@ -86,6 +91,7 @@ class PartialStep:
             "sequences": [_to_json(sequence) for sequence in self.sequences],
             "metrics": dict(self.metrics),
             "has_logprobs": self.old_logprobs is not None,
+            "has_reference": self.reference_logprobs is not None,
             "updates": [asdict(update) for update in self.updates],
         }
 
@@ -114,11 +120,12 @@ class PartialStep:
             metrics=state["metrics"],
             # The values are loaded later, on the ranks that train on them.
             old_logprobs=torch.empty(0) if state["has_logprobs"] else None,
+            reference_logprobs=torch.empty(0) if state.get("has_reference") else None,
             updates=[StepStats(**update) for update in state["updates"]],
         )
 
     def load(self, folder: Path, data_parallel: DataParallel) -> None:
-        """Load the tokens and old log-probs that this rank needs from the checkpoint `folder`. The
+        """Load tokens and log-probs of this rank's sequences from the checkpoint `folder`. The
         layout may have changed.
 
         Raises CheckpointError naming a sequence that is missing or does not match its description.
@@ -127,26 +134,38 @@ class PartialStep:
             return
         own = own_sequences(self.sequences, data_parallel)
         tokens: dict[int, SequenceTokens] = {}
-        logprobs: dict[int, Tensor] = {}
+        old: dict[int, Tensor] = {}
+        reference: dict[int, Tensor] = {}
         for path in parts_among(folder.iterdir(), OPEN_STEP).values():
             for row in read_completions(path, sequences=own):
                 index = own[row.ticket, row.completion.sample]
                 tokens[index] = tokens_of(row)
                 self._check(path, index, tokens[index])
-                if row.old_logprobs is not None:
-                    values = np.pad(row.old_logprobs, (len(row.prompt.tokens), 0))
-                    logprobs[index] = torch.from_numpy(values)
+                for loaded, values in (
+                    (old, row.old_logprobs),
+                    (reference, row.reference_logprobs),
+                ):
+                    if values is not None:
+                        values = np.pad(values, (len(row.prompt.tokens), 0))
+                        loaded[index] = torch.from_numpy(values)
         for index in own.values():
-            has_logprobs = self.old_logprobs is None or index in logprobs
-            if index not in tokens or not has_logprobs:
+            has_old = self.old_logprobs is None or index in old
+            has_reference = self.reference_logprobs is None or index in reference
+            if not (index in tokens and has_old and has_reference):
                 raise CheckpointError(
                     f"{folder}: {self.sequences[index]} is missing from open_step_*.parquet; "
                     "resume from another checkpoint"
                 )
         self.tokens = dict(sorted(tokens.items()))
         if self.old_logprobs is not None:
-            parts = [logprobs[index] for index in self.tokens]
-            self.old_logprobs = torch.cat(parts) if parts else torch.empty(0)
+            self.old_logprobs = self._of_held(old)
+        if self.reference_logprobs is not None:
+            self.reference_logprobs = self._of_held(reference)
+
+    def _of_held(self, values: Mapping[int, Tensor]) -> Tensor:
+        """Concatenate the values of the held sequences."""
+        parts = [values[index] for index in self.tokens]
+        return torch.cat(parts) if parts else torch.empty(0)
 
     def _check(self, path: Path, index: int, tokens: SequenceTokens) -> None:
         assert self.sequences is not None
@@ -164,18 +183,23 @@ class PartialStep:
         if self.sequences is None:
             return []
         lengths = [self.sequences[index].num_tokens for index in self.tokens]
-        logprobs: Sequence[Tensor | None] = [None] * len(lengths)
-        if self.old_logprobs is not None:
-            logprobs = torch.split(self.old_logprobs, lengths)
-        return [
-            _row(self.sequences[index], tokens, old)
-            for (index, tokens), old in zip(self.tokens.items(), logprobs, strict=True)
-        ]
+        old, reference = (
+            [None] * len(lengths) if values is None else torch.split(values, lengths)
+            for values in (self.old_logprobs, self.reference_logprobs)
+        )
+        rows = zip(self.tokens.items(), old, reference, strict=True)
+        return [_row(self.sequences[index], tokens, *values) for (index, tokens), *values in rows]
 
 
-def _row(sequence: TrainingSequence, tokens: SequenceTokens, old: Tensor | None) -> CompletionRow:
+def _row(
+    sequence: TrainingSequence,
+    tokens: SequenceTokens,
+    old: Tensor | None,
+    reference: Tensor | None,
+) -> CompletionRow:
     """Return the row of a sequence. Log-probs of the prompt are never used again."""
     prompt = tokens.prompt.tolist()
+    response = slice(sequence.prompt_tokens, None)
     return CompletionRow(
         ticket=sequence.ticket,
         prompt=Prompt(source="", index=0, tokens=tuple(prompt), text="", truth=""),
@@ -187,7 +211,8 @@ def _row(sequence: TrainingSequence, tokens: SequenceTokens, old: Tensor | None)
             finish=Finish.STOP,
             segments=sequence.segments,
         ),
-        old_logprobs=None if old is None else old[sequence.prompt_tokens :].numpy(),
+        old_logprobs=None if old is None else old[response].numpy(),
+        reference_logprobs=None if reference is None else reference[response].numpy(),
     )
 
 
@@ -211,11 +236,14 @@ def _to_json(sequence: TrainingSequence) -> list[Any]:
         [[segment.version, segment.num_tokens] for segment in sequence.segments],
         sequence.advantage,
         sequence.in_loss,
+        sequence.reward,
     ]
 
 
 def _from_json(value: Sequence[Any]) -> TrainingSequence:
-    ticket, sample, replica, prompt_tokens, response_tokens, segments, advantage, in_loss = value
+    ticket, sample, replica, prompt_tokens, response_tokens, segments, advantage, in_loss = value[
+        :8
+    ]
     return TrainingSequence(
         ticket=ticket,
         sample=sample,
@@ -225,4 +253,5 @@ def _from_json(value: Sequence[Any]) -> TrainingSequence:
         segments=tuple(Segment(*segment) for segment in segments),
         advantage=advantage,
         in_loss=in_loss,
+        reward=value[8] if len(value) > 8 else math.nan,  # older versions saved none
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -18,7 +18,7 @@ from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.checkpoints import CheckpointSaver
 from dapo_megatron.checkpoints.formats.hf import HfWriter
 from dapo_megatron.checkpoints.formats.open import open_store
-from dapo_megatron.checkpoints.formats.store import Store, blocks
+from dapo_megatron.checkpoints.formats.store import blocks
 from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
 from dapo_megatron.checkpoints.formats.weights_folder import copy_companions
 from dapo_megatron.cluster.instruments import MemoryMeter, StepInstruments, TimelineRecorder
@@ -55,8 +55,9 @@ from dapo_megatron.rollout.store import CompletionStore
 from dapo_megatron.rollout.worker import Follower, Leader
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.run.loss import loss_function, stoppable
+from dapo_megatron.run.other_weights import keep_reference
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
-from dapo_megatron.types import ConfigError, Prompt, torch_dtype, whole
+from dapo_megatron.types import Prompt, torch_dtype, whole
 
 
 @dataclass
@@ -288,6 +289,7 @@ def build_parts(
         worker.on_running = timeline.follow(engine.replica, engine.max_sequences)
         where = f" in replica {engine.replica}" if engine.num_replicas > 1 else ""
         recorder.ask_requests(lambda: f"{timeline.requests} of {engine.max_sequences}{where}")
+    keep_reference(config, ranks, core.policy)
     data_parallel = _data_parallel(config, ranks, core.policy)
     return Parts(
         policy=core.policy,
@@ -342,6 +344,7 @@ def build_replay(
 
     loss = stoppable(loss_function(config.loss), config.policy, check_stop)
     policy = MegatronPolicy(config, ranks, planner(config.policy, config.train))
+    keep_reference(config, ranks, policy)
     data_parallel = _data_parallel(config, ranks, policy)
     return Parts(
         policy=policy,
@@ -421,17 +424,3 @@ class HfExport:
     def finish(self, target: Path) -> None:
         """See checkpoints.Export."""
         HfWriter(target, self._infos).finish(self._model, self._dtype)
-
-
-def open_checkpoint(config: Config, checkpoint: Path) -> Store:
-    """Open the weights of a checkpoint. Raises ConfigError if its architecture differs from that of
-    model.path: a different rope, for example, would load without an error and compute wrong
-    values."""
-    store = open_store(checkpoint, config.model.ignore_fields)
-    expected, actual = (asdict(arch) for arch in (read_architecture(config), store.arch))
-    if differing := [name for name in expected if expected[name] != actual[name]]:
-        raise ConfigError(
-            f"checkpoint: {checkpoint} is of another model than model.path: "
-            + ", ".join(f"{name} {actual[name]}, not {expected[name]}" for name in differing)
-        )
-    return store

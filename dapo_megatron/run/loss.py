@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dapo_megatron.algo.kl import KL
+from dapo_megatron.algo.loss import regularized_loss
 from dapo_megatron.algo.objectives import OBJECTIVES
 from dapo_megatron.config import LossConfig, PolicyConfig
 from dapo_megatron.protocols import LossFn
@@ -18,7 +20,24 @@ from dapo_megatron.types import ConfigError, LossOutput, MicroTokens
 
 
 def loss_function(loss: LossConfig) -> LossFn:
-    """Return the configured loss function, with its numbers bound.
+    """Return the configured loss function, with its numbers bound: the objective, and outside it
+    the KL penalty and the entropy bonus, if any.
+
+    Raises ConfigError as `objective` does.
+    """
+    kl = KL(**loss.kl_numbers) if loss.kl.is_on and loss.kl.place == "loss" else None
+    if kl is None and not loss.entropy_coefficient:
+        return objective(loss)
+    return partial(
+        regularized_loss,
+        objective=objective(loss),
+        entropy_coefficient=loss.entropy_coefficient,
+        kl=kl,
+    )
+
+
+def objective(loss: LossConfig) -> LossFn:
+    """Return the function of loss.objective or loss.function, with its numbers bound.
 
     A user-defined loss is tried on two tokens. Raises ConfigError naming loss.function if it cannot
     be imported or called, or does not return a valid LossOutput.

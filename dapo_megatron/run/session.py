@@ -183,11 +183,12 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
     0, None on other ranks."""
     from dapo_megatron.checkpoints.formats.store import read_into
     from dapo_megatron.run import build
+    from dapo_megatron.run.other_weights import open_checkpoint
 
     with open_context(config, with_folder=False) as context:
         ranks = context.ranks
         import_libraries(ranks, has_engine=True)
-        store = build.open_checkpoint(config, Path(checkpoint)) if checkpoint else None
+        store = open_checkpoint(config, Path(checkpoint)) if checkpoint else None
         prompts = build.load_prompts(config)
         with build.build_core(config, ranks) as core:
             if store is not None:

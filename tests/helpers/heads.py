@@ -28,6 +28,8 @@ class Head:
     targets: Tensor
     weight_of_logprob: Tensor
     temperature: float = 1.0
+    weight_of_entropy: Tensor | None = None
+    """None: the entropy has no gradient."""
 
     def to(self, dtype: torch.dtype) -> Head:
         return replace(self, hidden=self.hidden.to(dtype), weight=self.weight.to(dtype))
@@ -56,14 +58,32 @@ def make_head(
     )
 
 
+def with_entropy(head: Head, seed: int = 1) -> Head:
+    """Return `head` with a gradient through the entropy."""
+    generator = torch.Generator().manual_seed(seed)
+    size = len(head.targets)
+    return replace(
+        head, weight_of_entropy=torch.randn(size, dtype=torch.float64, generator=generator)
+    )
+
+
+def backward(head: Head, logp: Tensor, entropy: Tensor) -> None:
+    """Run the backward pass with the head's weights of log-probs and entropies."""
+    values, gradients = [logp], [head.weight_of_logprob.to(logp.dtype)]
+    if head.weight_of_entropy is not None:
+        values.append(entropy)
+        gradients.append(head.weight_of_entropy.to(entropy.dtype))
+    torch.autograd.backward(values, gradients)
+
+
 def plain(head: Head, dtype: torch.dtype = torch.float64) -> HeadResult:
     """Compute torch's log_softmax of all logits in `dtype`."""
     hidden = head.hidden.detach().clone().requires_grad_()
     weight = head.weight.detach().clone().requires_grad_()
     all_logp = ((hidden @ weight.t()).to(dtype) / head.temperature).log_softmax(-1)
     logp = all_logp.gather(1, head.targets[:, None]).squeeze(1)
-    logp.backward(head.weight_of_logprob.to(dtype))
     entropy = -(all_logp.exp() * all_logp).sum(-1)
+    backward(head, logp, entropy)
     return outcome(logp, entropy, hidden, weight)
 
 
@@ -86,9 +106,10 @@ def fused_head(
         num_entries=len(weight) if num is None else num,
         group=group,
         head=by,
+        entropy_gradient=head.weight_of_entropy is not None,
     )
-    assert not entropy.requires_grad
-    logp.backward(head.weight_of_logprob.to(logp.dtype))
+    assert entropy.requires_grad == (head.weight_of_entropy is not None)
+    backward(head, logp, entropy)
     return outcome(logp, entropy, hidden, weight)
 
 
@@ -104,7 +125,7 @@ def accumulated(
     )
     weight.grad_added_to_main_grad = False
     for _ in range(2):
-        logp, _ = linear_logprobs(
+        logp, entropy = linear_logprobs(
             hidden,
             weight,
             head.targets,
@@ -114,8 +135,9 @@ def accumulated(
             group=None,
             head=by,
             gradient_accumulation_fusion=fused,
+            entropy_gradient=head.weight_of_entropy is not None,
         )
-        logp.backward(head.weight_of_logprob.to(logp.dtype))
+        backward(head, logp, entropy)
         assert weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
         assert weight.grad_added_to_main_grad == fused
         if not fused:

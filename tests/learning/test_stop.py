@@ -38,7 +38,13 @@ CHECKS = 6
 before it and one in its only micro-batch."""
 
 
-def command(directory: Path, name: str, stop_at: int = 0, *, mlflow: bool = False) -> list[str]:
+REGULARIZED = ("loss.kl={coefficient: 0.1, place: reward}", "loss.entropy_coefficient=0.01")
+"""Each step has one more check, before the pass of the reference."""
+
+
+def command(
+    directory: Path, name: str, stop_at: int = 0, *more: str, mlflow: bool = False
+) -> list[str]:
     enabled = str(mlflow).lower()
     tracking = (
         f"tracking.mlflow={enabled}",
@@ -46,7 +52,8 @@ def command(directory: Path, name: str, stop_at: int = 0, *, mlflow: bool = Fals
         f"tracking.report={enabled}",
     )
     where = (f"run.directory={directory}", f"run.name={name}", "resume=auto", *tracking)
-    return ["-m", "tests.helpers.stopper", str(stop_at), "train", str(TINY), *OVERRIDES, *where]
+    program = ("-m", "tests.helpers.stopper", str(stop_at), "train", str(TINY))
+    return [*program, *OVERRIDES, *where, *more]
 
 
 def environment() -> dict[str, str]:
@@ -60,9 +67,9 @@ def environment() -> dict[str, str]:
 
 
 def start(
-    directory: Path, name: str, stop_at: int = 0, *, mlflow: bool = False
+    directory: Path, name: str, stop_at: int = 0, *more: str, mlflow: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    return run(*command(directory, name, stop_at, mlflow=mlflow), environment=environment())
+    return run(*command(directory, name, stop_at, *more, mlflow=mlflow), environment=environment())
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +142,36 @@ def test_a_run_stopped_between_in_and_before_updates_resumes_to_the_same_weights
     done = start(directory, "stopped")
     assert done.returncode == 0, done.stdout + done.stderr
     check_same(folder, undisturbed)
+
+
+@pytest.mark.long
+def test_a_step_with_a_reference_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    """Stop in step 2 before the pass of the reference, then after the first update."""
+    done = start(tmp_path, "undisturbed", 0, *REGULARIZED)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    done = start(tmp_path, "stopped", CHECKS + 1 + 3, *REGULARIZED)
+    assert done.returncode == STOPPED, done.stdout + done.stderr
+    folder = tmp_path / "stopped"
+    state = newest_state(folder)["open_step"]
+    assert state["has_logprobs"] and not state["has_reference"]
+
+    # The checks of this start: start of step 2, before the reference, two for the first update.
+    done = start(tmp_path, "stopped", 5, *REGULARIZED)
+    assert done.returncode == STOPPED, done.stdout + done.stderr
+    state = newest_state(folder)["open_step"]
+    assert state["has_reference"] and len(state["updates"]) == 1
+
+    done = start(tmp_path, "stopped", 0, "loss.kl.coefficient=0.2", "loss.kl.place=reward")
+    assert "loss.kl.coefficient: the checkpoint is from the middle of a step" in done.stdout
+    assert done.returncode == 2
+
+    done = start(tmp_path, "stopped", 0, *REGULARIZED)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_same(folder, tmp_path / "undisturbed")
+    metrics, _ = end_of(folder)
+    assert metrics[0]["kl/reference"] == metrics[0]["kl/reward_penalty"] == 0.0
+    assert metrics[1]["kl/reference"] > 0.0 < metrics[1]["policy/entropy_bonus"]
 
 
 def newest_state(folder: Path) -> dict[str, Any]:

@@ -72,10 +72,12 @@ def check(row: dict[str, Any], precision: str) -> None:
 
 OVERLAYS = REPOSITORY / "model_configs"
 GSPO = ("--overlay", OVERLAYS / "objectives" / "gspo.yaml")
+# The coefficients make their gradients as large as that of the objective.
+REGULARIZED = ("loss.kl.coefficient=0.1", "loss.entropy_coefficient=0.05")
 FAST: list[tuple[str, str, str, tuple[Any, ...]]] = [
-    ("tiny_cpu", "float64", "skewed, packed", ()),
+    ("tiny_cpu", "float64", "skewed, packed", REGULARIZED),
     # The padded layout of an objective with sums over sequences: they span context-parallel ranks.
-    ("tiny_cpu", "float64", "CP2, skewed, padded", GSPO),
+    ("tiny_cpu", "float64", "CP2, skewed, padded", (*GSPO, *REGULARIZED)),
     ("tiny_moe", "float32", "skewed, packed", ()),
 ]
 """(config, precision, --only, options). test_latent.py tests padded rows with tensor
@@ -188,8 +190,9 @@ BAND = ("loss.correction={token_band: [0.97, 1.03]}", "loss.tis_cap=null")
         *(("--overlay", OVERLAYS / "objectives" / f"{name}.yaml") for name in OBJECTIVES),
         ALL_CORRECTIONS,
         BAND,
+        REGULARIZED,
     ],
-    ids=[*OBJECTIVES, "masks", "band"],
+    ids=[*OBJECTIVES, "masks", "band", "regularized"],
 )
 def test_every_objective_and_correction_gives_the_gradient_of_one_process(
     options: tuple[Any, ...], config: str, tmp_path: Path

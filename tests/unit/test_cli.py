@@ -17,6 +17,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = "model_configs/tiny_cpu.yaml"
+OTHER = "model_configs/tiny_qwen3_moe"
 TIMEOUT = 60.0
 """Maximum seconds that a test waits for another process."""
 
@@ -93,6 +94,15 @@ def test_a_config_error_is_one_line_with_the_key_and_the_nearest_key() -> None:
         (("train", TINY, "policy.tensor_parallel=3"), "policy.tensor_parallel x pipeline_parallel"),
         (("train", TINY, "model.path=nowhere"), "model.path: nowhere/config.json: cannot be read"),
         (("train", TINY, "data.train.0.grader=dapo_mth"), "data.train.0.grader: grader 'dapo_mth'"),
+        (
+            ("train", TINY, "loss.kl={coefficient: 0.1, reference: nowhere}"),
+            "loss.kl.reference: nowhere: no such folder",
+        ),
+        (
+            ("train", TINY, f"loss.kl={{coefficient: 0.1, reference: {OTHER}}}"),
+            f"loss.kl.reference: {OTHER} is of another model than model.path: family qwen3_moe, ",
+        ),
+        (("train", TINY, "loss.kl.coefficient=-1"), "loss.kl.coefficient: Input should be greater"),
         (("evaluate", TINY, "evaluation.sets=[]"), "evaluation.sets: empty"),
         (("evaluate", TINY, "checkpoint=nowhere"), "checkpoint: nowhere is not a checkpoint"),
         (("samples", "nowhere", "--step", "3"), "nowhere/samples has no recorded steps; "),

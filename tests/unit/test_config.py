@@ -358,6 +358,8 @@ OBJECTIVE_DEFAULTS = {
     "loss.objective": "dapo, the loss of the paper",
     "loss.old_logprobs": "policy, as in the paper",
     "loss.correction": "off; the paper has none",
+    "loss.kl": "the same",
+    "loss.entropy_coefficient": "the same",
     "loss.advantage_std": "true, as in the paper; older configs without this key still run",
     "loss.tau_pos": "acts only with objective sapo",
     "loss.tau_neg": "the same",
@@ -445,6 +447,13 @@ GSPO = ["loss.objective=gspo", "loss.aggregation=sequence", "loss.tis_cap=null"]
         (
             ["loss.correction.token_band=[0.5, 2]"],
             "loss.tis_cap, loss.correction.token_band: each weighs tokens by the ratio",
+        ),
+        (["loss.kl={coefficient: 0.1, estimator: k1, place: reward, reference: x}"], None),
+        (["loss.kl={coefficient: 0.0, estimator: k3, place: loss, reference: null}"], None),
+        (["loss.kl.place=reward"], "loss.kl.place: no effect with loss.kl.coefficient 0; set"),
+        (
+            ["loss.kl={estimator: k1, reference: x}"],
+            "loss.kl.estimator, loss.kl.reference: no effect with loss.kl.coefficient 0",
         ),
         (
             ["loss.correction.sequence_tis_cap=2"],

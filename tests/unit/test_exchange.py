@@ -122,6 +122,7 @@ def random_step(seed: int, num_indices: int, num_replicas: int) -> Step:
                         segments=completion.segments,
                         advantage=0.5,
                         in_loss=True,
+                        reward=1.0,
                     )
                 )
                 step.owners.append(rng.randrange(num_indices))
@@ -194,7 +195,7 @@ def exchange_another_length(rank: int) -> str:
     completion = Completion(5, (1, 2), (-0.5, -1.0), "", Finish.UNFINISHED, (Segment(3, 2),))  # type: ignore[arg-type]
     prompt = Prompt("sums", 0, (1, 2, 3), "4", "7")
     summary = replace(summarize(completion, 1), num_tokens=3)
-    sequence = TrainingSequence(4, 5, 1, 3, 2, (Segment(3, 2),), 0.5, True)
+    sequence = TrainingSequence(4, 5, 1, 3, 2, (Segment(3, 2),), 0.5, True, 1.0)
     for sequences, moves in (
         ([replace(sequence, response_tokens=3)], []),
         ([replace(sequence, prompt_tokens=2)], []),

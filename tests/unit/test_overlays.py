@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dapo_megatron.algo.loss import regularized_loss
 from dapo_megatron.config import Config, LossConfig
 from dapo_megatron.config.file import load_config
 from dapo_megatron.files import read_json
@@ -18,6 +19,7 @@ from tests.helpers.configs import REPOSITORY, TINY
 
 OBJECTIVES = sorted((TINY.parent / "objectives").glob("*.yaml"))
 CORRECTIONS = sorted((TINY.parent / "corrections").glob("*.yaml"))
+REGULARIZATION = sorted((TINY.parent / "regularization").glob("*.yaml"))
 CONFIGS = sorted(path for path in TINY.parent.glob("*.yaml"))
 
 
@@ -32,7 +34,9 @@ def test_every_objective_has_an_overlay() -> None:
         assert load(path).loss.objective == path.stem
 
 
-@pytest.mark.parametrize("overlay", [*OBJECTIVES, *CORRECTIONS], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "overlay", [*OBJECTIVES, *CORRECTIONS, *REGULARIZATION], ids=lambda path: path.stem
+)
 def test_an_overlay_runs_on_the_tiny_config(overlay: Path) -> None:
     config = load(overlay)
     model = architecture(read_json(REPOSITORY / config.model.path / "config.json"))
@@ -61,6 +65,13 @@ def test_masks_can_be_combined_with_every_objective(objective: Path) -> None:
     assert correction.is_on
     assert correction.sequence_mean == (0.99, 1.01)
     assert correction.worst_token == (1e-4, 100.0)
+
+
+def test_regularization_can_be_combined_with_every_objective() -> None:
+    for objective in OBJECTIVES:
+        loss = load(objective, *REGULARIZATION).loss
+        assert loss.kl.is_on and loss.entropy_coefficient > 0.0
+        assert loss_function(loss).func is regularized_loss  # type: ignore[attr-defined]
 
 
 def test_the_overlay_of_the_default_changes_nothing() -> None:

@@ -46,9 +46,14 @@ class Index:
 ONE = Index(0, 1)
 
 
-def begun(data_parallel: Index = ONE, logprobs: torch.Tensor | None = None) -> PartialStep:
+def begun(
+    data_parallel: Index = ONE,
+    logprobs: torch.Tensor | None = None,
+    *,
+    has_reference: bool = False,
+) -> PartialStep:
     """Return a step with the sequences of GROUPS, on a rank of this index. `logprobs` are of all
-    tokens."""
+    tokens; those of the reference are twice as large."""
     sequences, tokens = described(GROUPS, overlong()), tokens_of(GROUPS, overlong())
     owner = data_parallel.owners(sequences)
     own = {index: tokens[index] for index in tokens if owner[index] == data_parallel.index}
@@ -57,6 +62,7 @@ def begun(data_parallel: Index = ONE, logprobs: torch.Tensor | None = None) -> P
     if logprobs is not None:
         parts = logprobs.split(LENGTHS)
         step.old_logprobs = torch.cat([logprobs[:0], *(parts[index] for index in own)])
+        step.reference_logprobs = 2.0 * step.old_logprobs if has_reference else None
     return step
 
 
@@ -72,11 +78,18 @@ def resumed(step: PartialStep, folder: Path, data_parallel: Index = ONE) -> Part
 
 
 def response_of(step: PartialStep) -> list[torch.Tensor]:
-    """Return the old log-probs of each held response. Those of prompts are not saved."""
-    assert step.sequences is not None and step.old_logprobs is not None
+    """Return the old and reference log-probs of each held response. Those of prompts are not
+    saved."""
+    assert step.sequences is not None
     held = [step.sequences[index] for index in step.tokens]
-    parts = step.old_logprobs.split([sequence.num_tokens for sequence in held])
-    return [part[sequence.prompt_tokens :] for sequence, part in zip(held, parts, strict=True)]
+    return [
+        part[sequence.prompt_tokens :]
+        for logprobs in (step.old_logprobs, step.reference_logprobs)
+        if logprobs is not None
+        for sequence, part in zip(
+            held, logprobs.split([sequence.num_tokens for sequence in held]), strict=True
+        )
+    ]
 
 
 def check_equal(step: PartialStep, expected: PartialStep) -> None:
@@ -91,10 +104,11 @@ def check_equal(step: PartialStep, expected: PartialStep) -> None:
             assert values.tobytes() == getattr(tokens, name).tobytes()
 
 
+@pytest.mark.parametrize("has_reference", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("num_written", "num_read"), [(1, 1), (2, 1), (2, 2), (2, 4), (1, 3)])
 def test_an_unfinished_step_survives_a_checkpoint_bit_for_bit(
-    dtype: torch.dtype, num_written: int, num_read: int, tmp_path: Path
+    dtype: torch.dtype, num_written: int, num_read: int, has_reference: bool, tmp_path: Path
 ) -> None:
     """Another number of data-parallel indices may continue it."""
     generator = torch.Generator().manual_seed(0)
@@ -103,14 +117,14 @@ def test_an_unfinished_step_survives_a_checkpoint_bit_for_bit(
     logprobs = torch.stack([logprobs, logprobs], dim=1).requires_grad_()[:, 1].detach()
     for index in range(num_written):
         written = Index(index, num_written)
-        step = begun(written, logprobs)
+        step = begun(written, logprobs, has_reference=has_reference)
         step.updates = [STATS]
         step.snapshot(written).write(tmp_path)  # type: ignore[arg-type]
         step.snapshot(replace(written, is_first=False)).write(tmp_path)  # type: ignore[arg-type]
     assert len(list(tmp_path.iterdir())) == num_written
     seen: list[int] = []
     for index in range(num_read):
-        expected = begun(Index(index, num_read), logprobs)
+        expected = begun(Index(index, num_read), logprobs, has_reference=has_reference)
         expected.updates = [STATS]
         restored = resumed(step, tmp_path, Index(index, num_read))
         check_equal(restored, expected)
@@ -119,12 +133,13 @@ def test_an_unfinished_step_survives_a_checkpoint_bit_for_bit(
         assert all(torch.equal(values, other) for values, other in pairs)
         assert restored.old_logprobs is not None
         assert restored.old_logprobs.dtype == dtype or not restored.tokens
+        assert (restored.reference_logprobs is not None) == has_reference
     assert sorted(seen) == list(range(len(LENGTHS)))
 
 
 def test_closing_a_step_clears_it() -> None:
     assert PartialStep().state(tiny_config()) is None
-    step = begun(logprobs=torch.zeros(sum(LENGTHS)))
+    step = begun(logprobs=torch.zeros(sum(LENGTHS)), has_reference=True)
     step.updates = [STATS]
     step.close()
     assert step == PartialStep()
@@ -164,14 +179,19 @@ def damage(path: Path, kind: str) -> None:
         write_completions(path, rows[1:])
     elif kind == "no old log-probs":
         write_completions(path, [replace(first, old_logprobs=None), *rows[1:]])
+    elif kind == "no reference log-probs":
+        write_completions(path, [replace(row, reference_logprobs=None) for row in rows])
     elif kind == "fewer tokens":
         fewer = replace(
             first.completion,
             tokens=first.completion.tokens[1:],
             logprobs=first.completion.logprobs[1:],
         )
-        old = np.asarray(first.old_logprobs)[1:]
-        write_completions(path, [replace(first, completion=fewer, old_logprobs=old), *rows[1:]])
+        old, reference = (
+            np.asarray(values)[1:] for values in (first.old_logprobs, first.reference_logprobs)
+        )
+        shorter = replace(first, completion=fewer, old_logprobs=old, reference_logprobs=reference)
+        write_completions(path, [shorter, *rows[1:]])
     else:
         prompt = replace(first.prompt, tokens=(*first.prompt.tokens, 1))
         write_completions(path, [replace(first, prompt=prompt), *rows[1:]])
@@ -184,6 +204,7 @@ def damage(path: Path, kind: str) -> None:
         ("truncated", DataError, r"open_step_00000\.parquet"),
         ("a row is missing", CheckpointError, "ticket 3, sample 0 is missing from"),
         ("no old log-probs", CheckpointError, "ticket 3, sample 0 is missing from"),
+        ("no reference log-probs", CheckpointError, "ticket 3, sample 0 is missing from"),
         ("fewer tokens", CheckpointError, "ticket 3, sample 0 has 2 prompt tokens and 3 response"),
         ("a longer prompt", CheckpointError, "ticket 3, sample 0 has 3 prompt tokens and 4"),
     ],
@@ -191,7 +212,7 @@ def damage(path: Path, kind: str) -> None:
 def test_files_that_do_not_match_the_state_are_refused(
     kind: str, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
-    step = begun(logprobs=torch.zeros(sum(LENGTHS)))
+    step = begun(logprobs=torch.zeros(sum(LENGTHS)), has_reference=True)
     step.snapshot(ONE).write(tmp_path)  # type: ignore[arg-type]
     damage(tmp_path / "open_step_00000.parquet", kind)
     with pytest.raises(error, match=message) as raised:

@@ -18,7 +18,7 @@ from dapo_megatron.plan import GIB, MemoryItem, activations
 from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory
 from dapo_megatron.plan.forecast import render, to_json
 from dapo_megatron.plan.phases import PHASES
-from dapo_megatron.plan.speed import Speed, estimate_speed
+from dapo_megatron.plan.speed import Assumptions, Speed, estimate_speed
 from dapo_megatron.plan.suggestions import problems, suggest
 from dapo_megatron.policy import vocab_parallel
 from tests.helpers.configs import tiny_config
@@ -235,6 +235,21 @@ def test_offloaded_memory_is_counted_on_the_host(tmp_path: Path) -> None:
     sizes = {item.name: item.num_bytes for item in estimate.host}
     assert sizes["offloaded while generating"] == (8 * 2 + 12) * DENSE
     assert sizes["a checkpoint's copy"] == (8 * 2 + 12) * DENSE
+
+
+def test_the_reference_model_takes_host_memory_and_a_second_pass(tmp_path: Path) -> None:
+    plain, with_kl = (
+        estimate_memory(config_of(tmp_path, **keys), 8)
+        for keys in ({}, {"loss__kl__coefficient": 0.001})
+    )
+    sizes = {item.name: item.num_bytes for item in with_kl.host}
+    assert sizes["reference model"] == 8 * 2 * DENSE
+    assert with_kl.host_bytes - plain.host_bytes == 8 * 2 * DENSE
+    assert with_kl.num_bytes("logprobs") == plain.num_bytes("logprobs")
+    before, after = (estimate_speed(estimate).seconds for estimate in (plain, with_kl))
+    exchanges = 4 * 2 * DENSE / Assumptions().host_bytes_per_second
+    assert after["logprobs"] == pytest.approx(2 * before["logprobs"] + exchanges)
+    assert after["update"] == before["update"]
 
 
 def test_the_fullest_stage_is_named(tmp_path: Path) -> None:

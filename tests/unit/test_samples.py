@@ -432,7 +432,7 @@ def test_policy_values_are_restored_bit_for_bit(tmp_path: Path) -> None:
 
 def sequences(*tickets: int) -> list[TrainingSequence]:
     return [
-        TrainingSequence(ticket, sample, 0, 1, 1, (Segment(0, 1),), 1.0, True)
+        TrainingSequence(ticket, sample, 0, 1, 1, (Segment(0, 1),), 1.0, True, 1.0)
         for sample, ticket in enumerate(tickets)
     ]
 

@@ -27,6 +27,7 @@ from tests.helpers.heads import (
     padded,
     plain,
     tiles_of,
+    with_entropy,
 )
 from tests.helpers.heads import fused_head as tiled
 from tests.helpers.ranks import run_ranks
@@ -45,10 +46,12 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
     temperature=st.sampled_from([1.0, 0.6, 1.7]),
     std=st.sampled_from([0.0, 1.0, 3.0]),
     seed=st.integers(0, 5),
+    has_entropy=st.booleans(),
 )
-@example(0, 30, 4, 8, 7, 0.6, 1.0, 0)  # no tokens
-@example(6, 1, 4, 8, 7, 0.6, 1.0, 0)  # one entry: its log-prob is 0
-@example(6, 30, 2, 10, 3, 0.6, 1.0, 0)  # padding starts at a tile boundary
+@example(0, 30, 4, 8, 7, 0.6, 1.0, 0, True)  # no tokens
+@example(6, 1, 4, 8, 7, 0.6, 1.0, 0, True)  # one entry: its log-prob is 0
+@example(6, 30, 2, 10, 3, 0.6, 1.0, 0, True)  # padding starts at a tile boundary
+@example(6, 30, 2, 10, 3, 0.6, 1.0, 0, False)
 def test_values_and_gradients_equal_those_of_full_logits(
     dtype: torch.dtype,
     num_tokens: int,
@@ -59,9 +62,11 @@ def test_values_and_gradients_equal_those_of_full_logits(
     temperature: float,
     std: float,
     seed: int,
+    has_entropy: bool,
 ) -> None:
     head = make_head(num_tokens, num_entries, std=std, seed=seed).to(dtype)
     head = replace(head, temperature=temperature)
+    head = with_entropy(head, seed) if has_entropy else head
     with tiles_of(tile, block):
         outcome = tiled(padded(head, padding), num=num_entries)
     assert {outcome.logp.dtype, outcome.entropy.dtype, outcome.grad_weight.dtype} == {dtype}
@@ -104,16 +109,51 @@ def test_values_without_gradient_are_bitwise_the_same() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 5])
+@pytest.mark.parametrize("has_entropy", [False, True])
 def test_a_gradient_added_to_main_grad_is_that_of_autograd(
-    dtype: torch.dtype, num_tokens: int
+    dtype: torch.dtype, num_tokens: int, has_entropy: bool
 ) -> None:
     """On CPU to the bit: the product of a tile is rounded before it is added."""
     head = padded(make_head(num_tokens, 30, hidden=8).to(dtype), 3)
+    head = with_entropy(head) if has_entropy else head
     with tiles_of(8, 2):
         fused, separate = (accumulated(head, 30, fused=fused) for fused in (True, False))
     for name, left, right in zip(("hidden", "weight"), fused, separate, strict=True):
         assert torch.equal(left, right), name
     assert bool(fused[1][:30].any()) == (num_tokens > 0) and not fused[1][30:].any()
+
+
+def test_the_gradient_of_the_entropy_is_that_of_finite_differences() -> None:
+    head = with_entropy(make_head(3, 12))
+    head = replace(head, temperature=0.7, weight_of_logprob=torch.zeros(3).double())
+    assert head.weight_of_entropy is not None
+
+    def total(hidden: Tensor) -> float:
+        entropy = plain(replace(head, hidden=hidden)).entropy
+        return float((entropy * head.weight_of_entropy).sum())
+
+    with tiles_of(5, 2):
+        gradient = tiled(head).grad_hidden
+    step = 1e-6
+    for index in range(head.hidden.numel()):
+        shift = torch.zeros(head.hidden.numel()).double()
+        shift[index] = step
+        shift = shift.view_as(head.hidden)
+        slope = (total(head.hidden + shift) - total(head.hidden - shift)) / (2 * step)
+        assert slope == pytest.approx(float(gradient.view(-1)[index]), abs=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_entropy_without_weight_leaves_the_gradient_as_it_is(dtype: torch.dtype) -> None:
+    """To rounding: the gradients of the log-probs multiply other factors of the matmuls."""
+    head = make_head(300, 50, hidden=16, std=0.3).to(dtype)
+    with tiles_of(8):
+        expected = tiled(head)
+        outcome = tiled(replace(head, weight_of_entropy=torch.zeros(300)))
+    for name in ("grad_hidden", "grad_weight"):
+        left, right = getattr(outcome, name).double(), getattr(expected, name).double()
+        bound = 2**-7 if dtype == torch.bfloat16 else 1e-6
+        assert 0 < float((left - right).norm() / right.norm()) < bound, name
 
 
 def test_bfloat16_rounds_logits_and_gradients_but_not_the_softmax() -> None:
@@ -164,7 +204,7 @@ def _shard(rank: int, head: Head, rows: int, num_entries: int) -> tuple[HeadResu
 def _shards(rank: int, heads: list[Head]) -> list[tuple[HeadResult, int]]:
     return [
         _shard(rank, head, rows, num)
-        for head, (rows, num) in zip(heads, [*SHARDS, SHARDS[0]], strict=True)
+        for head, (rows, num) in zip(heads, 2 * [*SHARDS, SHARDS[0]], strict=True)
     ]
 
 
@@ -173,6 +213,7 @@ def test_tensor_parallel_ranks_agree_with_a_single_rank(dtype: torch.dtype) -> N
     heads = [make_head(7, num, seed=num).to(dtype) for _, num in SHARDS]
     heads.append(make_head(0, SHARDS[0][1]).to(dtype))  # an empty micro-batch
     heads = [replace(head, temperature=0.8) for head in heads]
+    heads += [with_entropy(head) for head in heads]
     by_rank = run_ranks(_shards, NUM_RANKS, heads)
     for head, *parts in zip(heads, *by_rank, strict=True):
         outcomes = [outcome for outcome, _ in parts]

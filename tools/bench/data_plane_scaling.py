@@ -35,7 +35,7 @@ CAPACITY = 9_000
 """Tokens per second of an engine, as in tools/lab/virtual_engines.py."""
 MAX_SEQUENCES = 48
 PROMPTS_PER_LEADER = 16
-"""512 prompts per step at 32 leaders, as in docs/rollout.md: a larger cluster takes larger steps."""
+"""512 prompts per step at 32 leaders, as in docs/rollout.md. Larger clusters take larger steps."""
 LOOKAHEAD = 16.0
 """More prompts than engines have room for, so that the coordinator's queue is never empty."""
 STEP_SECONDS = 0.1

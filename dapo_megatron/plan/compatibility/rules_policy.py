@@ -340,6 +340,15 @@ _HEAD = (
         ("policy.logprob_head=triton", "policy.precision=float64"),
     ),
     CompatibilityRule(
+        "head-entropy",
+        ("policy.logprob_head", "loss.entropy_coefficient"),
+        Action.REFUSED,
+        lambda run: _asks_triton(run) and run.config.loss.entropy_coefficient > 0.0,
+        "the Triton kernels do not compute the gradient of the entropy",
+        "set policy.logprob_head torch, or loss.entropy_coefficient 0",
+        ("policy.logprob_head=triton", "loss.entropy_coefficient=0.001"),
+    ),
+    CompatibilityRule(
         "head-machine",
         ("policy.logprob_head", "machine"),
         Action.REFUSED,

@@ -1,0 +1,119 @@
+"""KL divergence between the policy and a fixed reference model, estimated on sampled tokens.
+
+Let d = log policy - log reference of a token that the policy sampled. J. Schulman, "Approximating
+KL Divergence" (2020), estimates KL(policy || reference) by the mean of
+
+    k1 = d                    unbiased, of either sign
+    k2 = d^2 / 2              never negative, biased (little while d is small)
+    k3 = exp(-d) - 1 + d      unbiased, never negative; that of GRPO (arXiv 2402.03300, eq. 4)
+
+Where the estimate is used decides what it does:
+
+    place: reward   R_i - coefficient * sum of k over the completion's tokens (Ouyang et al., arXiv
+                    2203.02155, eq. 2, with k1). Group advantages are computed from these rewards.
+    place: loss     coefficient * k is added to the loss of each token, as in GRPO (with k3). Then
+                    the gradient of k counts. Its mean over the policy's own tokens is 0 for k1,
+                    that of KL(policy || reference) for k2, and that of KL(reference || policy) for
+                    k3.
+
+Departures: d is clamped to +-log_ratio_limit, beyond which the loss has no gradient. All other
+differences from GRPO are those of the aggregation, because k has the weight of its token's loss.
+As in GRPO, tokens count as sampled by the policy although it moves within a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dapo_megatron.types import TokenBatch
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """Return exp(-d) - 1 + d for each d."""
+    return torch.expm1(-log_ratio) + log_ratio
+
+
+ESTIMATORS: dict[Estimator, Callable[[Tensor], Tensor]] = {
+    "k1": lambda log_ratio: log_ratio,
+    "k2": lambda log_ratio: log_ratio.square() / 2,
+    "k3": k3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KL:
+    """Numbers of loss.kl."""
+
+    coefficient: float
+    estimator: Estimator
+    log_ratio_limit: float
+
+    def per_token(self, logp: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+        """Return the estimate of each token, with gradient to `logp` only; 0 where the bool mask is
+        0, whatever the log-probs there are. All have the same shape."""
+        # Masked first, because the backward pass would compute 0 * inf = nan.
+        log_ratio = torch.where(mask, logp, 0.0) - torch.where(mask, reference, 0.0).detach()
+        return ESTIMATORS[self.estimator](
+            log_ratio.clamp(-self.log_ratio_limit, self.log_ratio_limit)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KLStatistics:
+    """Sums over the loss tokens of a batch, before the step's first update.
+
+    total        sum of the estimates
+    num_clamped  tokens whose log-ratio exceeds log_ratio_limit
+    """
+
+    total: float
+    num_clamped: int
+    num_tokens: int
+
+
+def statistics(batch: TokenBatch, kl: KL) -> KLStatistics:
+    """Return the statistics of the held tokens. `batch` needs old and reference log-probs."""
+    assert batch.old_logprobs is not None and batch.reference_logprobs is not None
+    old = batch.old_logprobs[batch.loss_mask].double()
+    reference = batch.reference_logprobs[batch.loss_mask].double()
+    estimates = kl.per_token(old, reference, torch.ones_like(old, dtype=torch.bool))
+    return KLStatistics(
+        total=float(estimates.sum()),
+        num_clamped=int(((old - reference).abs() > kl.log_ratio_limit).sum()),
+        num_tokens=old.numel(),
+    )
+
+
+def merge(parts: Sequence[KLStatistics]) -> KLStatistics:
+    """Return the statistics over the tokens of all parts. They share no token."""
+    return KLStatistics(
+        total=sum(part.total for part in parts),
+        num_clamped=sum(part.num_clamped for part in parts),
+        num_tokens=sum(part.num_tokens for part in parts),
+    )
+
+
+def penalties(batch: TokenBatch, response_tokens: Sequence[int], kl: KL) -> list[float]:
+    """Return the penalty of each held sequence: coefficient * sum of the estimates over its
+    response, whether or not it enters the loss.
+
+    batch            has old and reference log-probs
+    response_tokens  number of response tokens of each held sequence
+    """
+    assert batch.old_logprobs is not None and batch.reference_logprobs is not None
+    result = []
+    ends = batch.held_lengths.cumsum(0).tolist()
+    for end, num_tokens in zip(ends, response_tokens, strict=True):
+        response = slice(end - num_tokens, end)
+        old = batch.old_logprobs[response].double()
+        reference = batch.reference_logprobs[response].double()
+        estimates = kl.per_token(old, reference, torch.ones_like(old, dtype=torch.bool))
+        result.append(kl.coefficient * float(estimates.sum()))
+    return result

@@ -1,0 +1,50 @@
+"""Weights of another checkpoint than model.path: to evaluate, and as the reference of loss.kl."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.checkpoints.formats.store import Store, read_into
+from dapo_megatron.cluster.collectives import on_all_ranks
+from dapo_megatron.config import Config
+from dapo_megatron.model import read_architecture
+from dapo_megatron.protocols import Exchange, Policy
+from dapo_megatron.types import CheckpointError, ConfigError
+
+
+def open_checkpoint(config: Config, checkpoint: Path, key: str = "checkpoint") -> Store:
+    """Open the weights of the checkpoint that `key` names. Raises ConfigError if its architecture
+    differs from that of model.path: a different rope, for example, would load without an error and
+    compute wrong values."""
+    store = open_store(checkpoint, config.model.ignore_fields)
+    expected, actual = (asdict(arch) for arch in (read_architecture(config), store.arch))
+    if differing := [name for name in expected if expected[name] != actual[name]]:
+        raise ConfigError(
+            f"{key}: {checkpoint} is of another model than model.path: "
+            + ", ".join(f"{name} {actual[name]}, not {expected[name]}" for name in differing)
+        )
+    return store
+
+
+def open_reference(config: Config) -> Store | None:
+    """Open the weights of loss.kl.reference; None if it is not set or not used. Raises ConfigError
+    naming the key if they cannot be read or are of another model."""
+    kl, key = config.loss.kl, "loss.kl.reference"
+    if not kl.is_on or kl.reference is None:
+        return None
+    try:
+        return open_checkpoint(config, Path(kl.reference), key)
+    except CheckpointError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def keep_reference(config: Config, ranks: Exchange, policy: Policy) -> None:
+    """Let `policy`, which still has the weights of model.path, keep those of loss.kl's reference.
+    Without a KL penalty nothing is kept. Collective."""
+    if config.loss.kl.is_on:
+        store = open_reference(config)
+        write = None if store is None else partial(read_into, store)
+        on_all_ranks(ranks, partial(policy.keep_reference, write))

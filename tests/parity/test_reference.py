@@ -1,0 +1,166 @@
+"""The reference of loss.kl on two ranks: its log-probs, and that the policy does not change.
+
+Log-probs under the reference equal those of a policy with its weights, bit by bit, and a run with
+passes of the reference has the results of a run without them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dapo_megatron.cluster.ranks import Ranks
+from tests.helpers.batches import random_batch
+from tests.helpers.configs import tiny_config
+from tests.helpers.losses import loss_with
+from tests.helpers.models import make_random_model
+from tests.helpers.ranks import run_ranks
+
+LOSS = loss_with()
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp2": ("qwen3", {"policy__precision": "bfloat16", "policy__offload": "[weights,optimizer]"}),
+    "tp2": ("qwen3", {"policy__tensor_parallel": 2}),
+    "cp2": ("qwen3", {"policy__context_parallel": 2}),
+    "interleaved": (
+        "qwen3",
+        {"policy__pipeline_parallel": 2, "policy__virtual_pipeline_parallel": 2},
+    ),
+    "ep2": ("deepseek_v3", {"policy__expert_parallel": 2}),  # with a bias that is not trained
+    "dp2 on the host": ("qwen3", {"optimizer__cpu_offload": 0.5, "policy__precision": "bfloat16"}),
+}
+CHUNK_BYTES = 2**14
+"""Small, so that storages cross the boundaries of chunks of host memory."""
+
+
+def batch(seed: int) -> Any:
+    return random_batch((5, 40, 17, 9), vocab=90, seed=seed)
+
+
+def build(exchange: Ranks, models: Path, layout: str, name: str = "start") -> tuple[Any, Any]:
+    """Return a policy with the weights `name`, and its config."""
+    from dapo_megatron.policy import offload
+    from dapo_megatron.policy.policy import MegatronPolicy
+    from dapo_megatron.run.build import planner
+
+    offload.CHUNK_BYTES = CHUNK_BYTES
+    model, keys = LAYOUTS[layout]
+    settings = {"policy__tensor_parallel": 1, "train__max_tokens_per_microbatch": 128, **keys}
+    config = tiny_config(
+        model__path=models / f"{model}_{name}",
+        loss__kl__coefficient=0.1,
+        loss__kl__reference=models / f"{model}_other",
+        **settings,
+    )
+    return MegatronPolicy(config, exchange, planner(config.policy, config.train)), config
+
+
+def everything(policy: Any) -> dict[str, Tensor]:
+    """Return copies of this rank's weights and optimizer state."""
+    return dict(policy.snapshot()._tensors)
+
+
+def train(policy: Any, *, compares: bool) -> list[Any]:
+    """Do two updates, each after a pass of the reference if `compares`. Return all results."""
+    results: list[Any] = []
+    for seed in range(2):
+        policy.offload()
+        policy.onload()
+        if compares:
+            before = everything(policy)
+            policy.reference_logprobs(batch(seed))
+            after = everything(policy)
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[name], after[name]) for name in before)
+        results += [policy.logprobs(batch(seed)).logprobs, policy.update(batch(seed), LOSS, 1e-2)]
+    return [*results, everything(policy)]
+
+
+def observe(rank: int, models: Path) -> dict[str, dict[str, Any]]:
+    return {layout: observe_layout(Ranks(rank, 2, rank), models, layout) for layout in LAYOUTS}
+
+
+def observe_layout(exchange: Ranks, models: Path, layout: str) -> dict[str, Any]:
+    from dapo_megatron.run.other_weights import keep_reference
+
+    observed: dict[str, Any] = {}
+    policy, _ = build(exchange, models, layout, "other")
+    observed["other"] = policy.logprobs(batch(7)).logprobs
+    policy.close()
+
+    policy, _ = build(exchange, models, layout)
+    observed["start"] = policy.logprobs(batch(7)).logprobs
+    observed["without"] = train(policy, compares=False)
+    policy.close()
+
+    policy, _ = build(exchange, models, layout)
+    policy.keep_reference()
+    observed["at start"] = policy.reference_logprobs(batch(7))
+    observed["with"] = train(policy, compares=True)
+    observed["start, later"] = policy.reference_logprobs(batch(7))
+    observed["moved"] = policy.logprobs(batch(7)).logprobs
+    policy.close()
+
+    policy, config = build(exchange, models, layout)
+    keep_reference(config, exchange, policy)
+    observed["other as reference"] = policy.reference_logprobs(batch(7))
+    observed["with other"] = train(policy, compares=True)
+    policy.close()
+    return observed
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    models = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("start", "other")):
+        dense = {"tie_word_embeddings": True, "num_hidden_layers": 4}
+        make_random_model("qwen3", models / f"qwen3_{name}", seed=seed, **dense)
+        folder = models / f"deepseek_v3_{name}"
+        make_random_model("deepseek_v3", folder, seed=seed, num_hidden_layers=2)
+    return run_ranks(observe, 2, models, timeout=900.0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_log_probs_of_the_reference_are_those_of_a_policy_with_its_weights(
+    layout: str, ranks: Any
+) -> None:
+    for rank in (observed[layout] for observed in ranks):
+        assert torch.equal(rank["at start"], rank["start"])  # a KL of exactly 0 in step 1
+        assert torch.equal(rank["start, later"], rank["start"])
+        assert not torch.equal(rank["moved"], rank["start"])
+        assert torch.equal(rank["other as reference"], rank["other"])
+        assert not torch.equal(rank["other"], rank["start"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["with", "with other"])
+def test_passes_of_the_reference_change_no_result(layout: str, kind: str, ranks: Any) -> None:
+    for rank in (observed[layout] for observed in ranks):
+        *results, state = rank[kind]
+        *expected, expected_state = rank["without"]
+        for actual, value in zip(results, expected, strict=True):
+            same = torch.equal if isinstance(value, Tensor) else lambda a, b: a == b
+            assert same(actual, value)
+        assert state.keys() == expected_state.keys()
+        assert all(torch.equal(state[name], expected_state[name]) for name in state)
+
+
+def test_errors_of_the_reference_name_its_key(tmp_path: Path) -> None:
+    from dapo_megatron.run.other_weights import open_reference
+    from dapo_megatron.types import ConfigError
+
+    make_random_model("qwen3", tmp_path / "other", seed=1, num_hidden_layers=3)
+    config = partial(tiny_config, loss__kl__coefficient=0.1)
+    with pytest.raises(
+        ConfigError, match=r"^loss\.kl\.reference: .* is of another model than model"
+    ):
+        open_reference(config(loss__kl__reference=tmp_path / "other"))
+    with pytest.raises(ConfigError, match=r"num_layers 3, not 4"):
+        open_reference(config(loss__kl__reference=tmp_path / "other"))
+    with pytest.raises(ConfigError, match=r"^loss\.kl\.reference: .*nothing: no such folder"):
+        open_reference(config(loss__kl__reference=tmp_path / "nothing"))
+    assert open_reference(config()) is None

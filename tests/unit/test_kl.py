@@ -1,0 +1,259 @@
+"""KL penalty and entropy bonus against references of a few lines in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dapo_megatron.algo import kl
+from dapo_megatron.algo.kl import KL, KLStatistics
+from dapo_megatron.config import LossConfig
+from dapo_megatron.data.batch import assemble, of_all, penalize, response_tokens
+from dapo_megatron.run.loss import loss_function, objective
+from dapo_megatron.types import LossOutput, MicroTokens, TokenBatch
+from tests.helpers.batches import described, hold, tokens_of
+from tests.helpers.configs import tiny_config
+from tests.unit.test_batch import RIGHT, WRONG, completion, group, overlong
+
+Values = NDArray[np.float64]
+LIMIT = 2.0
+ESTIMATORS = ("k1", "k2", "k3")
+
+
+def estimate(estimator: str, logp: Values, reference: Values) -> Values:
+    """Return the estimates of Schulman's note, with r = reference / policy."""
+    ratio = np.exp(np.clip(reference - logp, -LIMIT, LIMIT))
+    return {"k1": -np.log(ratio), "k2": np.log(ratio) ** 2 / 2, "k3": ratio - 1 - np.log(ratio)}[
+        estimator
+    ]
+
+
+def slope(estimator: str, logp: Values, reference: Values) -> Values:
+    """Return the derivative by `logp`."""
+    difference = logp - reference
+    slopes = {"k1": 1.0 + 0 * difference, "k2": difference, "k3": 1 - np.exp(-difference)}
+    return np.where(np.abs(difference) < LIMIT, slopes[estimator], 0.0)
+
+
+class Micro:
+    """A random micro-batch, as numpy arrays. Some log-ratios are above LIMIT."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.new, self.old, self.engine, self.reference = -np.abs(random.normal(size=(4, size)))
+        self.reference *= 3.0
+        self.advantages, self.weights = random.normal(size=size), random.random(size)
+        self.entropy = random.random(size)
+        self.mask = random.random(size) < 0.8
+
+    def loss(self, function: Any) -> tuple[float, Values, Values, LossOutput]:
+        """Return the loss, its gradients to log-probs and entropies, and the output. Values outside
+        the mask are nan."""
+
+        def tensor(values: Values) -> Tensor:
+            return torch.from_numpy(np.where(self.mask, values, math.nan))
+
+        logprobs, entropy = (tensor(v).requires_grad_() for v in (self.new, self.entropy))
+        tokens = MicroTokens(
+            old_logprobs=tensor(self.old),
+            advantages=tensor(self.advantages),
+            weights=tensor(self.weights),
+            engine_logprobs=tensor(self.engine),
+            mask=torch.from_numpy(self.mask),
+            reference_logprobs=tensor(self.reference),
+            entropy=entropy,
+        )
+        output = function(logprobs, tokens)
+        output.total.backward()
+        assert logprobs.grad is not None
+        of_entropy = torch.zeros_like(entropy) if entropy.grad is None else entropy.grad
+        return float(output.total.detach()), logprobs.grad.numpy(), of_entropy.numpy(), output
+
+
+micros = st.builds(Micro, st.integers(1, 12), st.integers(0, 10**6))
+
+
+def loss_config(**overrides: Any) -> LossConfig:
+    return tiny_config(**{f"loss__{key}": value for key, value in overrides.items()}).loss
+
+
+def with_kl(estimator: str, **overrides: Any) -> LossConfig:
+    kl_keys = {"kl__coefficient": 0.3, "kl__estimator": estimator, "log_ratio_limit": LIMIT}
+    return loss_config(**kl_keys, **overrides)
+
+
+@settings(deadline=None, max_examples=25)
+@pytest.mark.parametrize("name", ["dapo", "cispo", "sapo"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@given(micro=micros)
+def test_penalty_and_bonus_are_added_to_the_loss_of_any_objective(
+    estimator: str, name: str, micro: Micro
+) -> None:
+    numbers: dict[str, Any] = {"objective": name}
+    if name != "dapo":
+        numbers |= {"dual_clip": "null", "aggregation": "sequence"}
+    plain = objective(with_kl(estimator, **numbers))
+    both = loss_function(with_kl(estimator, **numbers, entropy_coefficient=0.7))
+    base, base_gradient, _, _ = micro.loss(plain)
+    value, gradient, of_entropy, output = micro.loss(both)
+
+    weights = np.where(micro.mask, micro.weights, 0.0)
+    penalty = 0.3 * (weights * estimate(estimator, micro.new, micro.reference)).sum()
+    bonus = 0.7 * (weights * micro.entropy).sum()
+    close = {"rtol": 1e-12, "atol": 1e-12}
+    np.testing.assert_allclose(value, base + penalty - bonus, **close)
+    expected = base_gradient + 0.3 * weights * slope(estimator, micro.new, micro.reference)
+    np.testing.assert_allclose(gradient, expected, **close)
+    np.testing.assert_allclose(of_entropy, -0.7 * weights, **close)
+    np.testing.assert_allclose(float(output.sums["kl_penalty"]), penalty, **close)
+    np.testing.assert_allclose(float(output.sums["entropy_bonus"]), bonus, **close)
+    assert not any(value.requires_grad for value in output.sums.values())
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_gradient_is_that_of_finite_differences(estimator: str) -> None:
+    numbers = KL(coefficient=1.0, estimator=estimator, log_ratio_limit=LIMIT)  # type: ignore[arg-type]
+    logp = torch.linspace(-1.9, 1.9, 9, dtype=torch.float64).requires_grad_()
+    zeros, mask = torch.zeros(9).double(), torch.ones(9).bool()
+    numbers.per_token(logp, zeros, mask).sum().backward()
+    step = 1e-6
+    up, down = (numbers.per_token(logp.detach() + s, zeros, mask) for s in (step, -step))
+    torch.testing.assert_close(logp.grad, (up - down) / (2 * step), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_mean_gradient_is_the_documented_one(estimator: str) -> None:
+    """Over the policy's own tokens: 0 for k1, of KL(policy || reference) for k2, of KL(reference ||
+    policy) for k3."""
+    generator = torch.Generator().manual_seed(3)
+    logits, other = 0.3 * torch.randn(2, 6, dtype=torch.float64, generator=generator)
+    logits.requires_grad_()
+    logp, reference = logits.log_softmax(0), other.log_softmax(0)
+    numbers = KL(coefficient=1.0, estimator=estimator, log_ratio_limit=20.0)  # type: ignore[arg-type]
+    estimates = numbers.per_token(logp, reference, torch.ones(6).bool())
+    [actual] = torch.autograd.grad((logp.exp().detach() * estimates).sum(), logits)
+    logp = logits.log_softmax(0)
+    divergence = {
+        "k1": 0.0 * logp,
+        "k2": logp.exp() * (logp - reference),
+        "k3": reference.exp() * (reference - logp),
+    }[estimator]
+    [expected] = torch.autograd.grad(divergence.sum(), logits)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_without_coefficients_the_loss_is_the_objective() -> None:
+    plain, function = objective(loss_config()), loss_function(loss_config())
+    assert function.func is plain.func  # type: ignore[attr-defined]
+    assert function.keywords == plain.keywords  # type: ignore[attr-defined]
+    in_reward = with_kl("k1", kl__place="reward")
+    assert loss_function(in_reward).func is plain.func  # type: ignore[attr-defined]
+
+
+def test_a_users_loss_gets_both(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "from dapo_megatron.types import LossOutput\n"
+        "def zero(logprobs, tokens, **_): return LossOutput((0 * logprobs[tokens.mask]).sum(), {})"
+    )
+    (tmp_path / "users_zero.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    function = loss_function(with_kl("k2", function="users_zero:zero", entropy_coefficient=0.7))
+    micro = Micro(8, 0)
+    value, *_ = micro.loss(function)
+    weights = np.where(micro.mask, micro.weights, 0.0)
+    estimates = estimate("k2", micro.new, micro.reference)
+    assert value == pytest.approx((weights * (0.3 * estimates - 0.7 * micro.entropy)).sum())
+
+
+# ------------------------------------------------------------------ of a step
+
+GROUPS = [
+    group(3, completion(0, 4, RIGHT), completion(1, 2, WRONG), completion(4, 1, RIGHT)),
+    group(9, completion(0, 3, WRONG), completion(1, 5, RIGHT), num_prompt_tokens=5),
+    group(11, completion(2, 7, WRONG), completion(3, 7, RIGHT)),
+]
+SEQUENCES = described(GROUPS, overlong())
+NUMBERS = KL(coefficient=0.3, estimator="k2", log_ratio_limit=LIMIT)
+OWNERS = (1, 0, 1, 1, 0, 2, 0)
+
+
+def step_batch() -> TokenBatch:
+    """Return the batch of GROUPS, with random log-probs, also on prompts."""
+    batch = assemble(SEQUENCES, tokens_of(GROUPS, overlong()))
+    old, reference = -3 * torch.rand(2, batch.tokens.numel(), generator=torch.manual_seed(0))
+    return replace(batch, old_logprobs=old, reference_logprobs=reference)
+
+
+def held(batch: TokenBatch, index: int) -> TokenBatch:
+    """Return what data-parallel `index` holds."""
+    assert batch.reference_logprobs is not None
+    is_held = torch.tensor([o == index for o in OWNERS]).repeat_interleave(batch.lengths)
+    return replace(hold(batch, OWNERS, index), reference_logprobs=batch.reference_logprobs[is_held])
+
+
+def test_statistics_are_over_the_loss_tokens_of_all_parts() -> None:
+    batch = step_batch()
+    actual = kl.merge([kl.statistics(held(batch, index), NUMBERS) for index in range(3)])
+    assert batch.old_logprobs is not None and batch.reference_logprobs is not None
+    old = batch.old_logprobs[batch.loss_mask].double().numpy()
+    reference = batch.reference_logprobs[batch.loss_mask].double().numpy()
+    assert actual.total == pytest.approx(estimate("k2", old, reference).sum(), rel=1e-12)
+    assert actual.num_clamped == (np.abs(old - reference) > LIMIT).sum() > 0
+    assert actual.num_tokens == len(old)
+    assert kl.merge([]) == KLStatistics(0.0, 0, 0)
+
+
+def test_penalties_are_subtracted_from_rewards_before_advantages() -> None:
+    batch = step_batch()
+    parts = [held(batch, index) for index in range(3)]
+    owned = [kl.penalties(part, response_tokens(part, SEQUENCES), NUMBERS) for part in parts]
+    penalties = of_all(parts[0], owned)
+    arguments: dict[str, Any] = {"eps": 1e-6, "divide_by_std": True}
+
+    # The same by a loop over the sequences.
+    assert batch.old_logprobs is not None and batch.reference_logprobs is not None
+    rewards, expected = {}, []
+    ends = batch.lengths.cumsum(0).tolist()
+    for sequence, end in zip(SEQUENCES, ends, strict=True):
+        response = slice(end - sequence.response_tokens, end)
+        old = batch.old_logprobs[response].double().numpy()
+        reference = batch.reference_logprobs[response].double().numpy()
+        expected.append(0.3 * estimate("k2", old, reference).sum())
+        rewards.setdefault(sequence.ticket, []).append(sequence.reward - expected[-1])
+    assert penalties == pytest.approx(expected, rel=1e-12)
+    advantages = [
+        (reward - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)
+        for values in rewards.values()
+        for reward in values
+    ]
+
+    penalized = penalize(batch, SEQUENCES, penalties, **arguments)
+    for sequence, advantage, end in zip(SEQUENCES, advantages, ends, strict=True):
+        values = penalized.advantages[end - sequence.num_tokens : end]
+        assert not values[: sequence.prompt_tokens].any()
+        assert values[sequence.prompt_tokens :].tolist() == pytest.approx(
+            [advantage] * sequence.response_tokens, rel=1e-5
+        )
+    # Each data-parallel index computes the advantages of the sequences that it holds.
+    for index, part in enumerate(parts):
+        own = penalize(part, SEQUENCES, penalties, **arguments).advantages
+        assert torch.equal(own, held(penalized, index).advantages)
+
+
+def test_penalties_of_zero_leave_the_advantages_as_they_are() -> None:
+    batch = step_batch()
+    assert batch.old_logprobs is not None
+    same = replace(batch, reference_logprobs=batch.old_logprobs)
+    penalties = kl.penalties(same, response_tokens(same, SEQUENCES), NUMBERS)
+    assert penalties == [0.0] * len(SEQUENCES) == of_all(same, [penalties])
+    penalized = penalize(same, SEQUENCES, penalties, eps=1e-6, divide_by_std=True)
+    assert torch.equal(penalized.advantages, batch.advantages)
