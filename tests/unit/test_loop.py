@@ -242,6 +242,7 @@ def test_the_mismatch_is_checked_before_the_first_optimizer_step(
             segments=(Segment(3 if (ticket, sample) == (1, 1) else 4, 2),),
             advantage=1.0,
             in_loss=ticket > 0,
+            reward=1.0,
         )
         for ticket in range(3)
         for sample in range(2)
