@@ -281,6 +281,7 @@ def _slice(batch: TokenBatch, minibatch: range) -> TokenBatch:
         weights=batch.weights[tokens],
         engine_logprobs=batch.engine_logprobs[tokens],
         old_logprobs=None if batch.old_logprobs is None else batch.old_logprobs[tokens],
+        routes=None if batch.routes is None else batch.routes[tokens],
         sequence_names=batch.sequence_names[rows],
         owners=None if batch.owners is None else batch.owners[rows],
         held=None if batch.held is None else batch.held[positions] - minibatch.start,

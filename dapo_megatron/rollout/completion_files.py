@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 from dapo_megatron.rollout.completion_rows import (
@@ -45,7 +45,8 @@ def write_completions(path: Path, rows: Iterable[CompletionRow]) -> None:
         if (row.ticket, row.completion.sample) == (following.ticket, following.completion.sample):
             raise ValueError(f"ticket {row.ticket}, sample {row.completion.sample}: two rows")
     old = (row.old_logprobs for row in ordered if row.old_logprobs is not None)
-    columns = schema(any(values.dtype.itemsize == 8 for values in old))
+    routes = (row.routes.dtype.name for row in ordered if row.routes is not None)
+    columns = schema(any(values.dtype.itemsize == 8 for values in old), next(routes, None))
     tables = (table_of(batch, columns) for batch in _batches(ordered))
     write_parquet(path, KIND, columns, tables)
 
@@ -63,7 +64,7 @@ def read_completions(
     Raises DataError naming the file for a damaged file, one of another program, and one that cannot
     be read.
     """
-    for table in _tables(path, schema(False).names, tickets, sequences):
+    for table in _tables(path, None, tickets, sequences):
         yield from completion_rows(path, table)
 
 
@@ -103,6 +104,7 @@ def _batches(rows: Iterable[CompletionRow]) -> Iterator[Batch]:
             )
         completion = row.completion
         size = _ROW_BYTES + prompt_bytes + 8 * completion.num_tokens + len(completion.text)
+        size += 0 if row.routes is None else row.routes.nbytes
         if batch and num_bytes + size > ROW_GROUP_BYTES:
             yield batch
             batch, num_bytes = [], 0
@@ -116,16 +118,18 @@ def _batches(rows: Iterable[CompletionRow]) -> Iterator[Batch]:
 
 
 def _reader(path: Path) -> ParquetReader:
-    return ParquetReader(path, KIND, [schema(False), schema(True)])
+    kinds = product((False, True), (None, "uint8", "int16"))
+    return ParquetReader(path, KIND, [schema(*kind) for kind in kinds])
 
 
 def _tables(
     path: Path,
-    columns: Collection[str],
+    columns: Collection[str] | None,
     tickets: Collection[int] | None = None,
     sequences: Collection[tuple[int, int]] | None = None,
 ) -> Iterator[Table]:
-    """Yield the table of each row group, restricted to rows of `tickets` and `sequences`."""
+    """Yield the table of each row group, restricted to rows of `tickets` and `sequences`. `columns`
+    None: all."""
     if sequences is not None:
         sequences = frozenset(sequences)
         of_sequences = {ticket for ticket, _ in sequences}
@@ -133,7 +137,7 @@ def _tables(
     if tickets is not None:
         tickets = frozenset(tickets)
     with _reader(path) as reader:
-        for table in reader.tables(columns, tickets):
+        for table in reader.tables(columns or reader.columns, tickets):
             keys = list(zip(table["ticket"].to_pylist(), table["sample"].to_pylist(), strict=True))
             for key, following in pairwise(keys):
                 if key >= following:

@@ -45,7 +45,7 @@ SUMMARY_COLUMNS = (
 """Columns of a `SummaryRow`."""
 _PROMPT = ("source", "index", "prompt_tokens", "prompt", "truth", "extra")
 _TEXTS = ("source", "prompt", "truth", "extra", "outcome", "verdict", "text", "finish", "pred")
-_TOKENS = ("tokens", "logprobs", "old_logprobs", "prompt_tokens")
+_TOKENS = ("tokens", "logprobs", "old_logprobs", "prompt_tokens", "routes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ class CompletionRow:
     reward         score plus length penalty; None without a grade
     old_logprobs   float32 or float64 [tokens]: log-probs of the policy before the step's first
                    update; None if they are not known
+    routes         uint8 or int16: experts of all tokens, those of the prompt first, in each layer
+                   (see TokenBatch), flattened; None if they are not known
     """
 
     ticket: int
@@ -66,6 +68,7 @@ class CompletionRow:
     verdict: str | None = None
     reward: float | None = None
     old_logprobs: NDArray[Any] | None = None
+    routes: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +104,9 @@ def summarize(completion: Completion, replica: int) -> CompletionSummary:
 
 
 @cache
-def schema(is_float64: bool) -> Schema:
-    """Return the columns. `is_float64` is of old_logprobs."""
+def schema(is_float64: bool, routes: str | None = None) -> Schema:
+    """Return the columns. `is_float64` is of old_logprobs. `routes` is the dtype of routes, None if
+    no row has any."""
     import pyarrow as pa
 
     def required(name: str, kind: Any) -> Any:
@@ -139,6 +143,7 @@ def schema(is_float64: bool) -> Schema:
             pa.field("old_logprobs", listed(pa.float64() if is_float64 else pa.float32())),
             required("prompt_tokens", listed(pa.int32())),
             required("extra", pa.string()),
+            *([pa.field("routes", listed(getattr(pa, routes)()))] if routes else ()),
         ]
     )
 
@@ -181,6 +186,7 @@ def table_of(batch: Batch, schema: Schema) -> Table:
         "old_logprobs": [row.old_logprobs for row in rows],
         "prompt_tokens": [tokens for _, tokens, _ in batch],
         "extra": strings(extra for _, _, extra in batch),
+        "routes": [row.routes for row in rows],
     }
     arrays = []
     for field in schema:
@@ -253,9 +259,14 @@ def completion_rows(path: Path, table: Table) -> Iterator[CompletionRow]:
             outcome=columns["outcome"][row],
             verdict=columns["verdict"][row],
             reward=columns["reward"][row],
-            # A copy, because the view would keep the row group in memory.
-            old_logprobs=None if (old := columns["old_logprobs"][row]) is None else old.copy(),
+            old_logprobs=_copy(columns["old_logprobs"][row]),
+            routes=_copy(columns["routes"][row]) if "routes" in columns else None,
         )
+
+
+def _copy(values: NDArray[Any] | None) -> NDArray[Any] | None:
+    """Return a copy. A view would keep the row group in memory."""
+    return None if values is None else values.copy()
 
 
 def _same_prompt(values: tuple[Any, ...], others: tuple[Any, ...] | None) -> bool:

@@ -1,9 +1,10 @@
 """The state of a rollout step in progress.
 
 A run can be stopped after any optimizer step and continues from there. The checkpoint contains the
-sequences of the step, their old log-probs and the statistics of its updates so far. The old
-log-probs cannot be recomputed, because they are of the weights at the start of the step. Tokens and
-log-probs are in files of the ranks that train on them, everything else is in the state.
+sequences of the step, their old log-probs and routes, and the statistics of its updates so far. The
+old log-probs and routes cannot be recomputed, because they are of the weights at the start of the
+step. Tokens, log-probs and routes are in files of the ranks that train on them, everything else is
+in the state.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dapo_megatron.config import Config, refuse
@@ -45,6 +48,7 @@ def batching_keys(config: Config) -> dict[str, Any]:
         "train.updates_per_step": config.train.updates_per_step,
         "loss.aggregation": config.loss.aggregation,
         "loss.old_logprobs": config.loss.old_logprobs,
+        "policy.router_replay": config.policy.router_replay,
         "loss.advantage_std": config.loss.advantage_std,
         "loss.advantage_eps": config.loss.advantage_eps,
         **{f"overlong.{key}": value for key, value in config.overlong.model_dump().items()},
@@ -63,6 +67,8 @@ class PartialStep:
     """Metrics of the step so far, except those of its updates."""
     old_logprobs: Tensor | None = None
     """float [T], for the tokens of all sequences that this rank holds, prompts included."""
+    routes: Tensor | None = None
+    """Experts of the same tokens in each layer, integer [T, layers, k]; None without replay."""
     updates: list[StepStats] = field(default_factory=list)
 
     def begin(self, rollouts: Rollouts) -> None:
@@ -72,7 +78,7 @@ class PartialStep:
 
     def close(self) -> None:
         """Clear all fields at the end of the step."""
-        self.sequences, self.old_logprobs = None, None
+        self.sequences, self.old_logprobs, self.routes = None, None, None
         self.tokens, self.metrics, self.updates = {}, {}, []
 
     def state(self, config: Config) -> dict[str, Any] | None:
@@ -84,6 +90,7 @@ class PartialStep:
             "sequences": [_to_json(sequence) for sequence in self.sequences],
             "metrics": dict(self.metrics),
             "has_logprobs": self.old_logprobs is not None,
+            "routes": None if self.routes is None else list(self.routes.shape[1:]),
             "updates": [asdict(update) for update in self.updates],
         }
 
@@ -101,10 +108,14 @@ class PartialStep:
         """
         if state is None:
             return cls()
+        started_with = {
+            "policy.router_replay": "off",
+            **state["cut_by"],
+        }  # older checkpoints lack it
         refuse(
             f"{key}: the checkpoint is from the middle of a step that started with {value!r}; "
             "keep this value until the step is done, or resume from an earlier checkpoint"
-            for key, value in state["cut_by"].items()
+            for key, value in started_with.items()
             if batching_keys(config).get(key) != value
         )
         return cls(
@@ -112,12 +123,13 @@ class PartialStep:
             metrics=state["metrics"],
             # The values are loaded later, on the ranks that train on them.
             old_logprobs=torch.empty(0) if state["has_logprobs"] else None,
+            routes=None if (shape := state.get("routes")) is None else torch.empty(0, *shape),
             updates=[StepStats(**update) for update in state["updates"]],
         )
 
     def load(self, folder: Path, data_parallel: DataParallel) -> None:
-        """Load the tokens and old log-probs that this rank needs from the checkpoint `folder`. The
-        layout may have changed.
+        """Load the tokens, old log-probs and routes that this rank needs from the checkpoint
+        `folder`. The layout may have changed.
 
         Raises CheckpointError naming a sequence that is missing or does not match its description.
         """
@@ -131,6 +143,7 @@ class PartialStep:
         }
         tokens: dict[int, SequenceTokens] = {}
         logprobs: dict[int, Tensor] = {}
+        routes: dict[int, Tensor] = {}
         for path in files_of(OPEN_STEP, folder).values():
             for row in read_completions(path, sequences=own):
                 index = own[row.ticket, row.completion.sample]
@@ -139,9 +152,12 @@ class PartialStep:
                 if row.old_logprobs is not None:
                     values = np.pad(row.old_logprobs, (len(row.prompt.tokens), 0))
                     logprobs[index] = torch.from_numpy(values)
+                if row.routes is not None:
+                    routes[index] = self._routes_of(path, index, row.routes)
         for index in own.values():
             has_logprobs = self.old_logprobs is None or index in logprobs
-            if index not in tokens or not has_logprobs:
+            has_routes = self.routes is None or index in routes
+            if index not in tokens or not has_logprobs or not has_routes:
                 raise CheckpointError(
                     f"{folder}: {self.sequences[index]} is missing from open_step_*.parquet; "
                     "resume from another checkpoint"
@@ -150,6 +166,8 @@ class PartialStep:
         if self.old_logprobs is not None:
             parts = [logprobs[index] for index in self.tokens]
             self.old_logprobs = torch.cat(parts) if parts else torch.empty(0)
+        if self.routes is not None and routes:
+            self.routes = torch.cat([routes[index] for index in self.tokens])
 
     def _check(self, path: Path, index: int, tokens: SequenceTokens) -> None:
         assert self.sequences is not None
@@ -162,21 +180,42 @@ class PartialStep:
                 "state.json; resume from another checkpoint"
             )
 
+    def _routes_of(self, path: Path, index: int, values: NDArray[Any]) -> Tensor:
+        """Return the routes [tokens, layers, k] of a sequence, from a row of a file."""
+        assert self.sequences is not None
+        if self.routes is None:
+            raise CheckpointError(
+                f"{path}: {self.sequences[index]} has routes, but state.json says that there are "
+                "none; resume from another checkpoint"
+            )
+        shape = (self.sequences[index].num_tokens, *self.routes.shape[1:])
+        if values.size != prod(shape):
+            raise CheckpointError(
+                f"{path}: {self.sequences[index]} has {values.size} experts in its routes, but "
+                f"{shape[0]} tokens in {shape[1]} layers with {shape[2]} experts each; resume from "
+                "another checkpoint"
+            )
+        return torch.from_numpy(values).view(shape)
+
     def _rows(self) -> list[CompletionRow]:
         """Return the sequences that this rank holds, as rows of a file."""
         if self.sequences is None:
             return []
         lengths = [self.sequences[index].num_tokens for index in self.tokens]
-        logprobs: Sequence[Tensor | None] = [None] * len(lengths)
-        if self.old_logprobs is not None:
-            logprobs = torch.split(self.old_logprobs, lengths)
+
+        def split(values: Tensor | None) -> Sequence[Tensor | None]:
+            return [None] * len(lengths) if values is None else torch.split(values, lengths)
+
+        held = zip(self.tokens.items(), split(self.old_logprobs), split(self.routes), strict=True)
         return [
-            _row(self.sequences[index], tokens, old)
-            for (index, tokens), old in zip(self.tokens.items(), logprobs, strict=True)
+            _row(self.sequences[index], tokens, old, routes)
+            for (index, tokens), old, routes in held
         ]
 
 
-def _row(sequence: TrainingSequence, tokens: SequenceTokens, old: Tensor | None) -> CompletionRow:
+def _row(
+    sequence: TrainingSequence, tokens: SequenceTokens, old: Tensor | None, routes: Tensor | None
+) -> CompletionRow:
     """Return the row of a sequence. Log-probs of the prompt are never used again."""
     prompt = tokens.prompt.tolist()
     return CompletionRow(
@@ -191,6 +230,7 @@ def _row(sequence: TrainingSequence, tokens: SequenceTokens, old: Tensor | None)
             segments=sequence.segments,
         ),
         old_logprobs=None if old is None else old[sequence.prompt_tokens :].numpy(),
+        routes=None if routes is None else routes.flatten().numpy(),
     )
 
 
