@@ -110,8 +110,8 @@ def _is_possible(routes: Tensor, shape: RouteShape) -> Tensor:
     # Contiguous per position, because comparisons of strided values are slow.
     experts = routes.movedim(-1, 0).contiguous()
     is_possible = ((experts >= 0) & (experts < shape.num_experts)).all(0)
-    for one, other in combinations(experts, 2):
-        is_possible &= one != other
+    for expert, other in combinations(experts, 2):
+        is_possible &= expert != other
     return is_possible | (experts == -1).all(0)
 
 
