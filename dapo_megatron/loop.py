@@ -167,8 +167,10 @@ def with_policy_logprobs(
         diagnostics = diagnose(sequences, batch, outputs)
         parts.recorder.sequence_diagnostics(step, diagnostics, sequences, parts.data_parallel)
         check_mismatch(config, parts, sequences, batch, step, partial_step, outputs)
-        partial_step.old_logprobs = outputs.logprobs
-    return dataclasses.replace(batch, old_logprobs=partial_step.old_logprobs)
+        partial_step.old_logprobs, partial_step.routes = outputs.logprobs, outputs.routes
+    return dataclasses.replace(
+        batch, old_logprobs=partial_step.old_logprobs, routes=partial_step.routes
+    )
 
 
 def check_mismatch(

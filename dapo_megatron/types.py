@@ -304,6 +304,9 @@ class TokenBatch:
     engine_logprobs float [T]    the engine's log-probs, 0 outside the response
     old_logprobs    float [T]    the policy's log-probs before the step's first update; or None
     reference_logprobs  float [T]  log-probs of the reference of loss.kl; None without one
+    routes          integer [T, layers, k]  experts that each token uses in each layer with experts
+                                 of the model; uint8, or int16 with -1 where the router chooses;
+                                 None if it always chooses
     owners          int64 [S]    data-parallel index that trains on each sequence; None if every
                                  rank holds all sequences
     held            int64 [H]    sequences that this rank holds, ascending; None: all of them
@@ -318,6 +321,7 @@ class TokenBatch:
     weights: Tensor
     engine_logprobs: Tensor
     old_logprobs: Tensor | None = None
+    routes: Tensor | None = None
     sequence_names: tuple[str, ...] = ()
     owners: Tensor | None = None
     held: Tensor | None = None
@@ -396,10 +400,15 @@ class LossOutput:
 @dataclass(frozen=True, slots=True)
 class LogProbs:
     """Log-prob and entropy (nats) of each token given the preceding tokens of its sequence; 0 for
-    first tokens. Both are float32 [T], or float64 for a float64 policy."""
+    first tokens. Both are float32 [T], or float64 for a float64 policy.
+
+    `routes` are the experts that each token used (see TokenBatch), if policy.router_replay asks
+    for them.
+    """
 
     logprobs: Tensor
     entropy: Tensor
+    routes: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,13 +431,15 @@ class SequenceDiagnostics:
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """Statistics of one optimizer update: mean loss, gradient norm before clipping, learning rate,
-    and token means of the loss function's statistics."""
+    and token means of the loss function's statistics. `router` has the statistics of router replay,
+    if any token's experts were given."""
 
     loss: float
     grad_norm: float
     lr: float
     num_tokens: int
     means: Mapping[str, float]
+    router: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,10 @@ class PolicyConfig(Section):
     """Activations that the backward pass recomputes: none, those of attention, or all."""
     moe_aux_loss: NonNegative = 0.0
     """Coefficient of the sequence-wise load-balancing loss of mixture-of-experts layers."""
+    router_replay: Literal["off", "policy"] = "off"
+    """Experts of a token in the updates of mixture-of-experts layers. off: those that the router
+    chooses with the current weights. policy: those that it chose in the pass for the old log-probs
+    of the step. Weights of the experts are always computed with the current router."""
     kernels: Literal["auto", "transformer_engine", "local"] = "auto"
     """Layer implementation. auto: Transformer Engine if it is installed, for bfloat16 on a GPU;
     otherwise, and for latent attention, Megatron's own layers (`kernels_for`)."""

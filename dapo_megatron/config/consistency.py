@@ -50,6 +50,11 @@ def _contradictions(config: Config) -> Iterable[str]:
             f"{sequences} sequences of a step (rollout.prompts_per_step x samples_per_prompt)"
         )
     yield from _loss_contradictions(config.loss)
+    if config.policy.router_replay == "policy" and config.loss.old_logprobs == "engine":
+        yield (
+            "policy.router_replay: policy uses the experts of the pass for old log-probs, which "
+            "loss.old_logprobs engine does not make; set it to off, or loss.old_logprobs to policy"
+        )
     if rollout.top_p < 1.0:
         yield (
             f"rollout.top_p: {rollout.top_p} must be 1.0. Otherwise the engine's log-probs belong "

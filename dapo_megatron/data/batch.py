@@ -332,6 +332,7 @@ def _slice(batch: TokenBatch, minibatch: range) -> TokenBatch:
         reference_logprobs=(
             None if batch.reference_logprobs is None else batch.reference_logprobs[tokens]
         ),
+        routes=None if batch.routes is None else batch.routes[tokens],
         sequence_names=batch.sequence_names[rows],
         owners=None if batch.owners is None else batch.owners[rows],
         held=None if batch.held is None else batch.held[positions] - minibatch.start,

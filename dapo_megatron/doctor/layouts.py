@@ -207,19 +207,26 @@ class LayoutProof:
             return result
 
     def _share_minibatch(self, folder: Path) -> TokenBatch:
-        """Return the mini-batch, its old log-probs near those of the reference, on every rank."""
+        """Return the mini-batch on every rank, with old log-probs near those of the reference, and
+        with policy.router_replay also the experts that the reference chose."""
         loss = self.config.loss
         mini = random_minibatch(
             self.arch.vocab_size,
             loss.aggregation,
             divisor=self.config.rollout.max_response_tokens,
         )
-        logprobs = self._run_case(
-            self._reference(self.cases[0]), folder, lambda policy: policy.logprobs(mini).logprobs
+        outputs = self._run_case(
+            self._reference(self.cases[0]), folder, lambda policy: policy.logprobs(mini)
         )
-        values = encode([] if logprobs is None else logprobs.double().tolist())
+        values = encode([] if outputs is None else outputs.logprobs.double().tolist())
         values = self.worlds.tell("log-probs of the mini-batch", values)
         mini = with_old_logprobs(mini, torch.tensor(decode(values, list[float], "rank 0")))
+        if self.config.policy.router_replay != "off":
+            recorded = None if outputs is None else outputs.routes
+            values = encode([] if recorded is None else recorded.tolist())
+            values = self.worlds.tell("routes of the mini-batch", values)
+            routes = decode(values, list[list[list[int]]], "rank 0")
+            mini = replace(mini, routes=torch.tensor(routes, dtype=torch.int16))
         if loss.correction.is_on:
             mini, _ = correct(mini, Correction(**loss.correction_numbers))
         return mini

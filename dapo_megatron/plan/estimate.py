@@ -15,6 +15,7 @@ from dapo_megatron.plan import GIB, MemoryItem, size
 from dapo_megatron.plan import stage as policy
 from dapo_megatron.plan.activations import Kernels, micro_of
 from dapo_megatron.plan.engine_memory import EngineMemory, engine_of
+from dapo_megatron.plan.layout import data_parallel
 from dapo_megatron.plan.phases import PHASES, Moment, Phases, fullest, phases_of
 from dapo_megatron.plan.stage import Stage
 from dapo_megatron.types import STEP_PHASES, ConfigError, DapoError
@@ -228,8 +229,25 @@ def _host_parts(
             int(graders * GRADER_GIB * GIB),
             f"{graders} of {GRADER_GIB:g} GiB; each may take {limit:g} GiB (rewards.memory_mib)",
         ),
+        MemoryItem(
+            "routes",
+            ranks_per_node * _route_bytes(config, stages[0]),
+            f"{ranks}, if every answer has its maximum length: policy.router_replay",
+        ),
     )
     return tuple(part for part in parts if part.num_bytes)
+
+
+def _route_bytes(config: Config, stage: Stage) -> int:
+    """Return the bytes of the routes of a step that a rank holds (TokenBatch.routes)."""
+    if config.policy.router_replay == "off":
+        return 0
+    arch, rollout = stage.arch, config.rollout
+    layers = sum(map(arch.has_experts, range(arch.num_layers)))
+    sequences = rollout.prompts_per_step * rollout.samples_per_prompt
+    tokens = sequences * (rollout.max_prompt_tokens + rollout.max_response_tokens)
+    of_token = layers * arch.experts_per_token * (1 if arch.num_experts <= 256 else 2)
+    return tokens * of_token // data_parallel(config.policy, stage.num_processes)
 
 
 def _disk_parts(stages: Sequence[Stage], num_processes: int) -> tuple[MemoryItem, ...]:

@@ -66,6 +66,13 @@ def to_device(tensors: Sequence[Tensor], target: torch.device) -> list[Tensor]:
     return [part(moved, start, tensor) for start, tensor in zip(starts, tensors, strict=True)]
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory. From a GPU it is complete when the GPU's stream is: the host
+    does not wait for it."""
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
 def megatron_device() -> contextlib.AbstractContextManager[None]:
     """Return the context manager in which to call Megatron-core."""
     return contextlib.nullcontext() if has_cuda() else _cpu_answers_for_cuda()

@@ -22,6 +22,7 @@ from dapo_megatron.model import Architecture, ChunkPlace, Rope
 from dapo_megatron.policy import activation, fp8, rope
 from dapo_megatron.policy.device import device, has_cuda
 from dapo_megatron.policy.kernels import kernels
+from dapo_megatron.policy.moe import routers
 from dapo_megatron.policy.specs import block_spec
 from dapo_megatron.types import torch_dtype
 
@@ -225,10 +226,21 @@ class Decoder(GPTModel):
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
 
-    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **given: Any) -> tuple[Any, ...]:
-        embedded, _, *rest = super()._preprocess(input_ids, position_ids, **given)
+    def _preprocess(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        padding_mask: Tensor | None = None,
+        **given: Any,
+    ) -> tuple[Any, ...]:
+        """Return what layers get. `padding_mask` [length, rows, columns] is that of routes.py.
+        Megatron accepts only a real mask, so it never sees it."""
+        embedded, _, *rest, _ = super()._preprocess(input_ids, position_ids, **given)
         rotation = rope.rotation(position_ids, self.rope_frequencies, self.config)
-        return embedded, rotation, *rest
+        if padding_mask is not None and self.config.sequence_parallel:
+            group = self.pg_collection.tp
+            padding_mask = padding_mask.chunk(group.size())[group.rank()]
+        return embedded, rotation, *rest, padding_mask
 
     @property
     def head_weight(self) -> Tensor:
@@ -282,6 +294,8 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     _accumulate_in_place(model)
+    for slot, router in enumerate(routers(model)):
+        router.slot = slot
     return model
 
 

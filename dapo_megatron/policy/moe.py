@@ -11,11 +11,11 @@ Shape letters: T tokens of this rank, H hidden size, E experts, S sequences of t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,8 +28,14 @@ from dapo_megatron.model import GroupedRouting
 class Router(MegatronModule):
     """Top-k router with a softmax over all experts (Qwen3-MoE, Mixtral).
 
-    `normalize_topk`: divide the k weights by their sum. `sequences` [T] must be set before each
-    forward pass: the number of each token's sequence in the micro-batch, -1 for padding.
+    `normalize_topk`: divide the k weights by their sum. Set before each forward pass:
+
+    sequences  [T]     number of each token's sequence in the micro-batch, -1 for padding
+    routes     [T, k]  experts to use, -1 where the router chooses; None if it always chooses. In a
+                       pass for log-probs the router writes the experts that it used here
+
+    Weights, and so gradients, are always computed from the router's own scores. The balance loss
+    counts the experts that are used.
     """
 
     def __init__(
@@ -44,10 +50,16 @@ class Router(MegatronModule):
         self.normalize_topk = normalize_topk
         self.scale = 1.0
         self.balance_scale = 0.0
-        """Coefficient of the balance loss per sequence; see `set_balance`."""
+        """Coefficient of the balance loss per sequence; see `start_minibatch`."""
         self.max_sequences = 0
         """Maximum sequences of a micro-batch."""
         self.sequences: Tensor | None = None
+        self.routes: Tensor | None = None
+        self.slot = 0
+        """Index among the routers of its chunk."""
+        self.replayed: Tensor | None = None
+        """Tokens of the mini-batch so far whose experts were given, and those among them for which
+        the router would have chosen others, int64 [2]."""
         self._group = pg_collection.tp_cp if config.sequence_parallel else pg_collection.cp
 
     def forward(self, hidden: Tensor, _: Any = None) -> tuple[Tensor, Tensor]:
@@ -58,6 +70,8 @@ class Router(MegatronModule):
         logits_TE = torch.nn.functional.linear(hidden_TH.to(dtype), self.weight.to(dtype))
         scores_TE, probs_TE = self._scores(logits_TE)
         experts_Tk = self._choose(scores_TE.detach())
+        if self.routes is not None:
+            experts_Tk = self._replay(experts_Tk, self.routes)
         top = scores_TE.gather(1, experts_Tk)
         if self.normalize_topk:
             top = top / top.sum(-1, keepdim=True)
@@ -77,6 +91,18 @@ class Router(MegatronModule):
     def _choose(self, scores_TE: Tensor) -> Tensor:
         """Return the indices of each token's experts, [T, k]."""
         return scores_TE.topk(self.config.moe_router_topk, dim=-1).indices
+
+    def _replay(self, chosen_Tk: Tensor, routes_Tk: Tensor) -> Tensor:
+        """Return the given experts, and the router's choice where none are given."""
+        is_given_T = routes_Tk[:, 0] >= 0
+        experts_Tk = torch.where(is_given_T[:, None], routes_Tk, chosen_Tk)
+        if not self.training:
+            routes_Tk.copy_(experts_Tk)
+        elif torch.is_grad_enabled():  # counts each token once, also if its layer is recomputed
+            is_changed_T = (experts_Tk.sort(-1).values != chosen_Tk.sort(-1).values).any(-1)
+            counts = torch.stack([is_given_T.sum(), is_changed_T.sum()])
+            self.replayed = counts if self.replayed is None else self.replayed + counts
+        return experts_Tk
 
     def set_layer_number(self, layer_number: int) -> None:
         """Do nothing. Megatron calls this on every router."""
@@ -147,10 +173,11 @@ class BiasedRouter(Router):
 
 
 class ExpertLayer(MoELayer):
-    """Megatron's expert layer, which also gives the router the sequence number of each token.
+    """Megatron's expert layer, which also gives the router the sequence number of each token, and
+    its experts if they are given.
 
-    The numbers are passed as Megatron's `padding_mask`. It is the only per-token input that reaches
-    the layers, also when they are recomputed.
+    They are passed as Megatron's `padding_mask` (policy/routes.py). It is the only per-token input
+    that reaches the layers, also when they are recomputed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -164,23 +191,28 @@ class ExpertLayer(MoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Any = None
     ) -> Any:
-        """Run MoELayer.forward. `padding_mask` [rows, length] holds sequence numbers."""
+        """Run MoELayer.forward. `padding_mask` [length, rows, columns] is that of routes.py."""
         if padding_mask is not None:
-            sequences = padding_mask.transpose(0, 1)
-            # Under sequence parallelism Megatron splits the mask by tokens on the first stage only.
-            if sequences.shape[0] != hidden_states.shape[0]:
-                sequences = scatter_to_sequence_parallel_region(sequences.contiguous())
-            self.router.sequences = sequences.reshape(-1)
+            # A view, because the router may write to it.
+            columns = padding_mask.view(-1, padding_mask.shape[-1])
+            topk = self.config.moe_router_topk
+            self.router.sequences, routes = columns[:, 0], columns[:, 1:]
+            first = self.router.slot * topk
+            self.router.routes = routes[:, first : first + topk] if routes.shape[1] else None
         return super().forward(hidden_states, intermediate_tensors)
 
 
-def set_balance(chunks: Iterable[torch.nn.Module], scale: float, max_sequences: int) -> None:
+def routers(chunk: torch.nn.Module) -> list[Router]:
+    """Return the routers of a chunk, in the order of its layers."""
+    return [module for module in chunk.modules() if isinstance(module, Router)]
+
+
+def start_minibatch(chunks: Iterable[torch.nn.Module], scale: float, max_sequences: int) -> None:
     """Set the weight of each sequence's balance loss in the loss of the mini-batch, and the maximum
-    number of sequences in its micro-batches."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, Router):
-                module.balance_scale, module.max_sequences = scale, max_sequences
+    number of sequences in its micro-batches. Clear the counts of replayed tokens."""
+    for router in chain(*map(routers, chunks)):
+        router.balance_scale, router.max_sequences = scale, max_sequences
+        router.replayed = None
 
 
 class _AddLoss(torch.autograd.Function):

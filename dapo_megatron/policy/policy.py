@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,11 @@ from dapo_megatron.policy.model import (
     initialize_parallel,
     place,
 )
-from dapo_megatron.policy.moe import set_balance
+from dapo_megatron.policy.moe import routers, start_minibatch
 from dapo_megatron.policy.offload import Offload
 from dapo_megatron.policy.optimizer import build_optimizer, copy_to_main
 from dapo_megatron.policy.reference import Reference
+from dapo_megatron.policy.routes import Recorded, RouteShape, gather, replay_statistics
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.policy.step import Rows, RowShape, Runner, TokenValues, make_rows
 from dapo_megatron.protocols import Exchange, LossFn, MicrobatchPlanner
@@ -67,12 +69,16 @@ class MegatronPolicy:
         self._memory = Offload(config.policy.offload, self._chunks, self._optimizer)
         # Reset the generator, because start-up draws a varying number of random numbers.
         torch.manual_seed(config.seed + exchange.rank)
+        self._route_shape: RouteShape | None = None
+        if self.architecture.num_experts:
+            self._route_shape = RouteShape.of(self.architecture, map(place, self._models()))
         self._runner = Runner(
             self._chunks,
             temperature=config.rollout.temperature,
             vocab=self.architecture.vocab_size,
             head=config.policy.logprob_head,
             entropy_gradient=config.loss.entropy_coefficient > 0.0,
+            route_shape=self._route_shape,
         )
         self._reference: Reference | None = None
         self._rows = RowShape(
@@ -97,11 +103,13 @@ class MegatronPolicy:
         self._assert_onloaded()
         is_local = batch.owners is not None
         micro = self._microbatches(batch, (self._held_plan if is_local else self._share)(batch))
+        recorded: list[Recorded] | None = [] if self._config.policy.router_replay != "off" else None
         with megatron_device():
             self._train(False)
-            results = self._runner.logprobs(micro, temperature)
+            results = self._runner.logprobs(micro, temperature, recorded)
             self._train(True)
-        return self._gather_values(batch, results)
+        logprobs = self._gather_values(batch, results)
+        return logprobs if recorded is None else self._with_routes(logprobs, batch, recorded)
 
     def keep_reference(self, write: Callable[[Sequence[Shard]], None] | None = None) -> None:
         """See protocols.Policy."""
@@ -119,7 +127,8 @@ class MegatronPolicy:
         assert self._reference is not None, "call keep_reference() first"
         self._finish_update()
         with self._reference.in_place():
-            return self.logprobs(batch).logprobs
+            # With its own experts, not with those of the policy.
+            return self.logprobs(replace(batch, routes=None)).logprobs
 
     def update(
         self,
@@ -137,12 +146,18 @@ class MegatronPolicy:
                 check(self._gather_values(mini, values))
             means = self._means(sums, num_tokens)
             grad_norm = self._clip(means["loss"])
+            router = {} if mini.routes is None else self._replay_statistics()
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step_with_ready_grads()
             start_gathers(self._chunks)
         return StepStats(
-            loss=means.pop("loss"), grad_norm=grad_norm, lr=lr, num_tokens=num_tokens, means=means
+            loss=means.pop("loss"),
+            grad_norm=grad_norm,
+            lr=lr,
+            num_tokens=num_tokens,
+            means=means,
+            router=router,
         )
 
     def shards(self) -> list[Shard]:
@@ -312,7 +327,14 @@ class MegatronPolicy:
                     f"{self.data_parallel_index} trains on it but does not hold its tokens"
                 )
         return [
-            make_rows(batch, sequences, self._rows, self._device, with_loss=with_loss)
+            make_rows(
+                batch,
+                sequences,
+                self._rows,
+                self._device,
+                with_loss=with_loss,
+                route_shape=self._route_shape,
+            )
             for sequences in plan
         ]
 
@@ -327,7 +349,7 @@ class MegatronPolicy:
         self._optimizer.zero_grad()
         micro = self._microbatches(mini, self._share(mini), with_loss=True)
         balance = self._config.policy.moe_aux_loss / max(mini.num_sequences, 1)
-        set_balance(self._chunks, balance, max(rows.num_sequences for rows in micro))
+        start_minibatch(self._chunks, balance, max(rows.num_sequences for rows in micro))
         # A loss may abandon the mini-batch by raising (run/build.py). This is safe because the
         # reduction of gradients starts in the backward pass of the last micro-batch, after its
         # loss, so no collective is in flight when a loss raises.
@@ -344,11 +366,27 @@ class MegatronPolicy:
                 whole[0, indices] = logp
                 whole[1, indices] = entropy
         # At most one rank fills each token, the others have zeros: the all-reduce is a gather.
-        for group in (None,) if batch.owners is None else _groups_of_one_index():
+        for group in _groups_of(batch):
             if dist.get_world_size(group) > 1:
                 dist.all_reduce(whole, group=group)
         whole = whole.cpu()
         return LogProbs(logprobs=whole[0], entropy=whole[1])
+
+    def _with_routes(
+        self, logprobs: LogProbs, batch: TokenBatch, recorded: Sequence[Recorded]
+    ) -> LogProbs:
+        """Return `logprobs` with the routes that the ranks recorded in the same pass. `logprobs`
+        is in host memory, so the device has finished the pass. Collective."""
+        assert self._route_shape is not None
+        num_tokens = batch.tokens.numel()
+        routes = gather(recorded, num_tokens, self._route_shape, _groups_of(batch), self._device)
+        return replace(logprobs, routes=routes)
+
+    def _replay_statistics(self) -> dict[str, float]:
+        """Return the statistics of router replay in the last mini-batch. Collective."""
+        assert self._route_shape is not None
+        counts = [router.replayed for chunk in self._models() for router in routers(chunk)]
+        return replay_statistics(counts, self._route_shape, self._device)
 
     def _train(self, mode: bool) -> None:
         for chunk in self._chunks:
@@ -396,9 +434,12 @@ class MegatronPolicy:
         return norm
 
 
-def _groups_of_one_index() -> tuple[Any, ...]:
-    """Return groups of this rank that together span its data-parallel index. A run has their
-    communicators anyway; that of Megatron's model-parallel group would take more GPU memory."""
+def _groups_of(batch: TokenBatch) -> tuple[Any, ...]:
+    """Return groups of this rank that together span the ranks that hold the same sequences: all
+    ranks, or those of its data-parallel index. A run has their communicators anyway; that of
+    Megatron's model-parallel group would take more GPU memory."""
+    if batch.owners is None:
+        return (None,)
     return (
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),

@@ -39,7 +39,8 @@ from torch import Tensor
 from dapo_megatron.plan.rows import round_up
 from dapo_megatron.policy import fp8, pipeline
 from dapo_megatron.policy.attention import PackedRow
-from dapo_megatron.policy.device import to_device
+from dapo_megatron.policy.device import to_device, to_host
+from dapo_megatron.policy.routes import Recorded, RouteShape, local_routes, router_inputs
 from dapo_megatron.policy.vocab_parallel import Head, linear_logprobs
 from dapo_megatron.protocols import LossFn
 from dapo_megatron.types import MicroTokens, TokenBatch
@@ -85,15 +86,21 @@ class Rows:
     tokens      int64  input tokens, 0 on padding
     positions   int64  position in the sequence, from 0
     sequences   int64  number of the sequence in the micro-batch, -1 on padding
+    indices     int64  index of the token in the batch's flat [T] tensors, -1 on padding; in host
+                       memory
     packed             cumulative lengths of the segments; None if padded
     scored             the tokens whose log-probs are computed
+    routes             int16 [B, L, layers, k]: given experts in this rank's layers, -1 if the
+                       router chooses; None if it chooses for all tokens
     """
 
     tokens: Tensor
     positions: Tensor
     sequences: Tensor
+    indices: Tensor
     packed: PackedRow | None
     scored: Scored
+    routes: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -108,9 +115,11 @@ def make_rows(
     device: torch.device,
     *,
     with_loss: bool = False,
+    route_shape: RouteShape | None = None,
 ) -> Rows:
     """Lay out sequences of a batch as rows, and choose the tokens whose log-probs are computed:
-    those in the loss, or without `with_loss` all that have a predecessor.
+    those in the loss, or without `with_loss` all that have a predecessor. `route_shape` is
+    needed if the batch has routes.
 
     Without sequences, return a row of padding, so that this rank takes part in every collective of
     the forward and backward pass. Otherwise the other ranks would hang.
@@ -136,27 +145,38 @@ def make_rows(
     row_length = len(position) // num_rows
     flat = (tokens, position, torch.where(real, sequence, -1))
     on_host = [values.view(num_rows, row_length) for values in flat]
+    token_indices = torch.where(real, source, -1)
+    given = []
+    if batch.routes is not None:
+        assert route_shape is not None
+        numbers = torch.tensor(list(sequences) or [0])[sequence]
+        values = local_routes(batch, token_indices, numbers, route_shape)
+        given = [values.view(num_rows, row_length, *values.shape[1:])]
     on_host += [
         bounds.to(torch.int32),
         predicting % row_length * num_rows + predicting // row_length,
         batch.tokens[indices].long(),
         indices,
         *((*_loss_inputs(batch, indices), sequence[predicting]) if with_loss else ()),
+        *given,
     ]
-    tokens, position, sequence, cumulative, hidden_rows, targets, indices, *of_loss = to_device(
+    tokens, position, sequence, cumulative, hidden_rows, targets, indices, *rest = to_device(
         on_host, device
     )
+    given_routes = rest.pop() if given else None
     return Rows(
         tokens=tokens,
         positions=position,
         sequences=sequence,
+        indices=token_indices.view(num_rows, row_length),
         packed=_packed(bounds, cumulative) if shape.packed else None,
         scored=Scored(
             hidden_rows=hidden_rows,
             targets=targets,
             indices=indices,
-            loss_inputs=_micro_tokens(of_loss, len(segments)) if with_loss else None,
+            loss_inputs=_micro_tokens(rest, len(segments)) if with_loss else None,
         ),
+        routes=given_routes,
     )
 
 
@@ -286,23 +306,28 @@ class Runner:
         vocab: int,
         head: Head = "torch",
         entropy_gradient: bool = False,
+        route_shape: RouteShape | None = None,
     ) -> None:
         self._chunks = list(chunks)
+        self._route_shape = route_shape
         self._temperature = temperature
         self._vocab = vocab
         self._head_name = head
         self._entropy_gradient = entropy_gradient
         config = self._chunks[0].config
-        self._has_experts = config.num_moe_experts is not None
         self._needs_scales = bool(config.fp8) and config.fp8_recipe == "delayed"
         config.finalize_model_grads_func = _finalize_without_division
 
     def logprobs(
-        self, micro: Sequence[Rows], temperature: float | None = None
+        self,
+        micro: Sequence[Rows],
+        temperature: float | None = None,
+        recorded: list[Recorded] | None = None,
     ) -> list[TokenValues]:
         """Return the values of each micro-batch's tokens.
 
         The list is empty except on the last pipeline stage. Temperature None: that of rollouts.
+        The routes of all tokens in this rank's layers are appended to `recorded`.
         """
         temperature = temperature or self._temperature
 
@@ -318,7 +343,7 @@ class Runner:
                     self._run(micro, output, forward_only=True)
                     fp8.update_scales()
                 self._needs_scales = False
-            return self._run(micro, output, forward_only=True)
+            return self._run(micro, output, forward_only=True, recorded=recorded)
 
     def gradients(
         self, micro: Sequence[Rows], loss: LossFn, num_tokens: int
@@ -372,17 +397,28 @@ class Runner:
             entropy_gradient=self._entropy_gradient,
         )
 
-    def _run(self, micro: Sequence[Rows], output: Output, *, forward_only: bool) -> list[Any]:
+    def _run(
+        self,
+        micro: Sequence[Rows],
+        output: Output,
+        *,
+        forward_only: bool,
+        recorded: list[Recorded] | None = None,
+    ) -> list[Any]:
         def forward(iterator: Iterator[Rows], chunk: Any) -> tuple[Tensor, Any]:
             rows = next(iterator)
+            columns = self._router_inputs(rows, chunk, with_routes=recorded is not None)
             hidden = chunk(
                 rows.tokens,
                 rows.positions,
                 attention_mask=None,
                 packed_seq_params=rows.packed,
-                # Carries sequence numbers to the router (policy/moe.py), not a mask.
-                padding_mask=rows.sequences if self._has_experts else None,
+                padding_mask=columns,  # not a mask: policy/routes.py
             )
+            if recorded is not None:
+                assert columns is not None and self._route_shape is not None
+                experts = to_host(columns[..., 1:].to(self._route_shape.dtype))
+                recorded.append(Recorded(rows.indices, self._layers_of(chunk), experts))
             return hidden, partial(finish, rows, chunk.module)
 
         def finish(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -404,6 +440,26 @@ class Runner:
             forward_only=forward_only,
             **pipeline.communication(self._chunks, [rows.tokens.shape for rows in micro]),
         )
+
+    def _router_inputs(self, rows: Rows, chunk: Any, *, with_routes: bool) -> Tensor | None:
+        """Return what the routers of a chunk read, and with `with_routes` also write; None for a
+        dense model."""
+        if self._route_shape is None:
+            return None
+        layers = self._layers_of(chunk)
+        routes = rows.routes
+        if routes is not None:
+            start = self._route_shape.local.index(layers[0]) if layers else 0
+            routes = routes[:, :, start : start + len(layers)]
+        elif with_routes:
+            routes = rows.sequences.new_full((1, 1, len(layers), self._route_shape.topk), -1)
+            routes = routes.expand(*rows.sequences.shape, -1, -1)
+        return router_inputs(rows.sequences, routes)
+
+    def _layers_of(self, chunk: Any) -> tuple[int, ...]:
+        """Return the layers with experts of a chunk, as indices in RouteShape.layers."""
+        assert self._route_shape is not None
+        return self._route_shape.chunks[self._chunks.index(chunk)]
 
 
 def _finalize_without_division(model: list[Any], _num_tokens: Any = None, **kwargs: Any) -> None:

@@ -45,9 +45,11 @@ def write_completions(path: Path, rows: Iterable[CompletionRow]) -> None:
         if (row.ticket, row.completion.sample) == (following.ticket, following.completion.sample):
             raise ValueError(f"ticket {row.ticket}, sample {row.completion.sample}: two rows")
     old = (row.old_logprobs for row in ordered if row.old_logprobs is not None)
+    routes = (row.routes.dtype.name for row in ordered if row.routes is not None)
     columns = schema(
         any(values.dtype.itemsize == 8 for values in old),
         has_reference=any(row.reference_logprobs is not None for row in ordered),
+        routes=next(routes, None),
     )
     tables = (table_of(batch, columns) for batch in _batches(ordered))
     write_parquet(path, KIND, columns, tables)
@@ -106,6 +108,7 @@ def _batches(rows: Iterable[CompletionRow]) -> Iterator[Batch]:
             )
         completion = row.completion
         size = _ROW_BYTES + prompt_bytes + 8 * completion.num_tokens + len(completion.text)
+        size += 0 if row.routes is None else row.routes.nbytes
         if batch and num_bytes + size > ROW_GROUP_BYTES:
             yield batch
             batch, num_bytes = [], 0
@@ -119,9 +122,11 @@ def _batches(rows: Iterable[CompletionRow]) -> Iterator[Batch]:
 
 
 def _reader(path: Path) -> ParquetReader:
-    kinds = product((False, True), repeat=2)
+    kinds = product((False, True), (False, True), (None, "uint8", "int16"))
     return ParquetReader(
-        path, KIND, [schema(wide, has_reference=reference) for reference, wide in kinds]
+        path,
+        KIND,
+        [schema(wide, has_reference=reference, routes=routes) for reference, wide, routes in kinds],
     )
 
 
@@ -140,7 +145,7 @@ def _tables(
     if tickets is not None:
         tickets = frozenset(tickets)
     with _reader(path) as reader:
-        for table in reader.tables(columns, tickets):
+        for table in reader.tables(columns or reader.columns, tickets):
             keys = list(zip(table["ticket"].to_pylist(), table["sample"].to_pylist(), strict=True))
             for key, following in pairwise(keys):
                 if key >= following:

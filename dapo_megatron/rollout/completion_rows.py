@@ -45,7 +45,7 @@ SUMMARY_COLUMNS = (
 """Columns of a `SummaryRow`."""
 _PROMPT = ("source", "index", "prompt_tokens", "prompt", "truth", "extra")
 _TEXTS = ("source", "prompt", "truth", "extra", "outcome", "verdict", "text", "finish", "pred")
-_TOKENS = ("tokens", "logprobs", "old_logprobs", "reference_logprobs", "prompt_tokens")
+_TOKENS = ("tokens", "logprobs", "old_logprobs", "reference_logprobs", "prompt_tokens", "routes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,8 @@ class CompletionRow:
     old_logprobs   float32 or float64 [tokens]: log-probs of the policy before the step's first
                    update; None if they are not known
     reference_logprobs  the same of the reference of loss.kl; None without one
+    routes         uint8 or int16: experts of all tokens, those of the prompt first, in each layer
+                   (see TokenBatch), flattened; None if they are not known
     """
 
     ticket: int
@@ -68,6 +70,7 @@ class CompletionRow:
     reward: float | None = None
     old_logprobs: NDArray[Any] | None = None
     reference_logprobs: NDArray[Any] | None = None
+    routes: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +106,10 @@ def summarize(completion: Completion, replica: int) -> CompletionSummary:
 
 
 @cache
-def schema(is_float64: bool, *, has_reference: bool = False) -> Schema:
+def schema(is_float64: bool, *, has_reference: bool = False, routes: str | None = None) -> Schema:
     """Return the columns. `is_float64` is of old_logprobs and reference_logprobs; the column of the
-    latter exists only with `has_reference`."""
+    latter exists only with `has_reference`. `routes` is the dtype of routes, None if no row has
+    any."""
     import pyarrow as pa
 
     def required(name: str, kind: Any) -> Any:
@@ -144,6 +148,7 @@ def schema(is_float64: bool, *, has_reference: bool = False) -> Schema:
             *([pa.field("reference_logprobs", by_policy)] if has_reference else []),
             required("prompt_tokens", listed(pa.int32())),
             required("extra", pa.string()),
+            *([pa.field("routes", listed(getattr(pa, routes)()))] if routes else ()),
         ]
     )
 
@@ -187,6 +192,7 @@ def table_of(batch: Batch, schema: Schema) -> Table:
         "reference_logprobs": [row.reference_logprobs for row in rows],
         "prompt_tokens": [tokens for _, tokens, _ in batch],
         "extra": strings(extra for _, _, extra in batch),
+        "routes": [row.routes for row in rows],
     }
     arrays = []
     for field in schema:
@@ -259,16 +265,17 @@ def completion_rows(path: Path, table: Table) -> Iterator[CompletionRow]:
             outcome=columns["outcome"][row],
             verdict=columns["verdict"][row],
             reward=columns["reward"][row],
-            old_logprobs=_copied(columns["old_logprobs"][row]),
-            reference_logprobs=_copied(columns["reference_logprobs"][row])
+            old_logprobs=_copy(columns["old_logprobs"][row]),
+            reference_logprobs=_copy(columns["reference_logprobs"][row])
             if "reference_logprobs" in columns
             else None,
+            routes=_copy(columns["routes"][row]) if "routes" in columns else None,
         )
 
 
-def _copied(view: NDArray[Any] | None) -> NDArray[Any] | None:
-    """Return a copy, because the view would keep the row group in memory."""
-    return None if view is None else view.copy()
+def _copy(values: NDArray[Any] | None) -> NDArray[Any] | None:
+    """Return a copy. A view would keep the row group in memory."""
+    return None if values is None else values.copy()
 
 
 def _same_prompt(values: tuple[Any, ...], others: tuple[Any, ...] | None) -> bool:

@@ -102,7 +102,8 @@ METRICS_OF_AN_UPDATE = {
 
 
 def update_metrics(stats: Sequence[StepStats]) -> dict[str, float]:
-    """Return policy/*: token-weighted means over the step's updates, and the lr of the last."""
+    """Return policy/* and router/*: token-weighted means over the step's updates, and the lr of the
+    last."""
     if not stats:
         return {}
     total = sum(update.num_tokens for update in stats)
@@ -114,6 +115,8 @@ def update_metrics(stats: Sequence[StepStats]) -> dict[str, float]:
     metrics = {
         f"policy/{name}": mean(update.means[name] for update in stats) for name in stats[0].means
     }
+    for name in stats[0].router:
+        metrics[f"router/{name}"] = mean(update.router[name] for update in stats)
     metrics["policy/loss"] = mean(update.loss for update in stats)
     metrics["policy/grad_norm"] = mean(update.grad_norm for update in stats)
     metrics["policy/lr"] = stats[-1].lr

@@ -40,7 +40,15 @@ _CRC_BYTES = 4
 _MAGIC = b"PAR1"
 _TAIL = struct.Struct("<I4s")
 """End of a Parquet file: length of the footer, magic."""
-_DTYPES = {"int32": "i4", "int64": "i8", "float": "f4", "double": "f8", "bool": "?"}
+_DTYPES = {
+    "uint8": "u1",
+    "int16": "i2",
+    "int32": "i4",
+    "int64": "i8",
+    "float": "f4",
+    "double": "f8",
+    "bool": "?",
+}
 """numpy's names of arrow's types. Arrays are made from buffers, and types are named here, because
 `pyarrow.array` and `to_pandas_dtype` import pandas: 100 MB and half a second on every leader."""
 _SURROGATES = "\0"
@@ -160,6 +168,11 @@ class ParquetReader:
         traceback: TracebackType | None,
     ) -> None:
         self._file.close()
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns."""
+        return list(self._file.schema_arrow.names)
 
     @property
     def num_rows(self) -> int:

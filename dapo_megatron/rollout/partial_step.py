@@ -1,10 +1,10 @@
 """The state of a rollout step in progress.
 
 A run can be stopped after any optimizer step and continues from there. The checkpoint contains the
-sequences of the step, their old log-probs, those of the reference of loss.kl, and the statistics of
-its updates so far. The old log-probs cannot be recomputed, because they are of the weights at the
-start of the step. Tokens and log-probs are in files of the ranks that train on them, everything
-else is in the state.
+sequences of the step, their old log-probs and routes, the log-probs of the reference of loss.kl,
+and the statistics of its updates so far. The old log-probs and routes cannot be recomputed, because
+they are of the weights at the start of the step. Tokens, log-probs and routes are in files of the
+ranks that train on them, everything else is in the state.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dapo_megatron.config import Config, refuse
@@ -49,6 +51,7 @@ def batching_keys(config: Config) -> dict[str, Any]:
         "train.updates_per_step": config.train.updates_per_step,
         "loss.aggregation": config.loss.aggregation,
         "loss.old_logprobs": config.loss.old_logprobs,
+        "policy.router_replay": config.policy.router_replay,
         "loss.advantage_std": config.loss.advantage_std,
         "loss.advantage_eps": config.loss.advantage_eps,
         **{f"loss.kl.{key}": value for key, value in config.loss.kl.model_dump().items()},
@@ -70,6 +73,8 @@ class PartialStep:
     """float [T], for the tokens of all sequences that this rank holds, prompts included."""
     reference_logprobs: Tensor | None = None
     """The same under the weights of loss.kl's reference."""
+    routes: Tensor | None = None
+    """Experts of the same tokens in each layer, integer [T, layers, k]; None without replay."""
     updates: list[StepStats] = field(default_factory=list)
 
     def begin(self, rollouts: Rollouts) -> None:
@@ -79,7 +84,8 @@ class PartialStep:
 
     def close(self) -> None:
         """Clear all fields at the end of the step."""
-        self.sequences, self.old_logprobs, self.reference_logprobs = None, None, None
+        self.sequences, self.old_logprobs = None, None
+        self.reference_logprobs, self.routes = None, None
         self.tokens, self.metrics, self.updates = {}, {}, []
 
     def state(self, config: Config) -> dict[str, Any] | None:
@@ -92,6 +98,7 @@ class PartialStep:
             "metrics": dict(self.metrics),
             "has_logprobs": self.old_logprobs is not None,
             "has_reference": self.reference_logprobs is not None,
+            "routes": None if self.routes is None else list(self.routes.shape[1:]),
             "updates": [asdict(update) for update in self.updates],
         }
 
@@ -109,10 +116,14 @@ class PartialStep:
         """
         if state is None:
             return cls()
+        started_with = {
+            "policy.router_replay": "off",
+            **state["cut_by"],
+        }  # older checkpoints lack it
         refuse(
             f"{key}: the checkpoint is from the middle of a step that started with {value!r}; "
             "keep this value until the step is done, or resume from an earlier checkpoint"
-            for key, value in state["cut_by"].items()
+            for key, value in started_with.items()
             if batching_keys(config).get(key) != value
         )
         return cls(
@@ -121,12 +132,13 @@ class PartialStep:
             # The values are loaded later, on the ranks that train on them.
             old_logprobs=torch.empty(0) if state["has_logprobs"] else None,
             reference_logprobs=torch.empty(0) if state.get("has_reference") else None,
+            routes=None if (shape := state.get("routes")) is None else torch.empty(0, *shape),
             updates=[StepStats(**update) for update in state["updates"]],
         )
 
     def load(self, folder: Path, data_parallel: DataParallel) -> None:
-        """Load tokens and log-probs of this rank's sequences from the checkpoint `folder`. The
-        layout may have changed.
+        """Load tokens, log-probs and routes of this rank's sequences from the checkpoint `folder`.
+        The layout may have changed.
 
         Raises CheckpointError naming a sequence that is missing or does not match its description.
         """
@@ -136,6 +148,7 @@ class PartialStep:
         tokens: dict[int, SequenceTokens] = {}
         old: dict[int, Tensor] = {}
         reference: dict[int, Tensor] = {}
+        routes: dict[int, Tensor] = {}
         for path in parts_among(folder.iterdir(), OPEN_STEP).values():
             for row in read_completions(path, sequences=own):
                 index = own[row.ticket, row.completion.sample]
@@ -148,10 +161,13 @@ class PartialStep:
                     if values is not None:
                         values = np.pad(values, (len(row.prompt.tokens), 0))
                         loaded[index] = torch.from_numpy(values)
+                if row.routes is not None:
+                    routes[index] = self._routes_of(path, index, row.routes)
         for index in own.values():
             has_old = self.old_logprobs is None or index in old
             has_reference = self.reference_logprobs is None or index in reference
-            if not (index in tokens and has_old and has_reference):
+            has_routes = self.routes is None or index in routes
+            if not (index in tokens and has_old and has_reference and has_routes):
                 raise CheckpointError(
                     f"{folder}: {self.sequences[index]} is missing from open_step_*.parquet; "
                     "resume from another checkpoint"
@@ -161,6 +177,8 @@ class PartialStep:
             self.old_logprobs = self._of_held(old)
         if self.reference_logprobs is not None:
             self.reference_logprobs = self._of_held(reference)
+        if self.routes is not None and routes:
+            self.routes = self._of_held(routes)
 
     def _of_held(self, values: Mapping[int, Tensor]) -> Tensor:
         """Concatenate the values of the held sequences."""
@@ -178,16 +196,34 @@ class PartialStep:
                 "state.json; resume from another checkpoint"
             )
 
+    def _routes_of(self, path: Path, index: int, values: NDArray[Any]) -> Tensor:
+        """Return the routes [tokens, layers, k] of a sequence, from a row of a file."""
+        assert self.sequences is not None
+        if self.routes is None:
+            raise CheckpointError(
+                f"{path}: {self.sequences[index]} has routes, but state.json says that there are "
+                "none; resume from another checkpoint"
+            )
+        shape = (self.sequences[index].num_tokens, *self.routes.shape[1:])
+        if values.size != prod(shape):
+            raise CheckpointError(
+                f"{path}: {self.sequences[index]} has {values.size} experts in its routes, but "
+                f"{shape[0]} tokens in {shape[1]} layers with {shape[2]} experts each; resume from "
+                "another checkpoint"
+            )
+        return torch.from_numpy(values).view(shape)
+
     def _rows(self) -> list[CompletionRow]:
         """Return the sequences that this rank holds, as rows of a file."""
         if self.sequences is None:
             return []
         lengths = [self.sequences[index].num_tokens for index in self.tokens]
-        old, reference = (
-            [None] * len(lengths) if values is None else torch.split(values, lengths)
-            for values in (self.old_logprobs, self.reference_logprobs)
-        )
-        rows = zip(self.tokens.items(), old, reference, strict=True)
+
+        def split(values: Tensor | None) -> Sequence[Tensor | None]:
+            return [None] * len(lengths) if values is None else torch.split(values, lengths)
+
+        held = map(split, (self.old_logprobs, self.reference_logprobs, self.routes))
+        rows = zip(self.tokens.items(), *held, strict=True)
         return [_row(self.sequences[index], tokens, *values) for (index, tokens), *values in rows]
 
 
@@ -196,6 +232,7 @@ def _row(
     tokens: SequenceTokens,
     old: Tensor | None,
     reference: Tensor | None,
+    routes: Tensor | None,
 ) -> CompletionRow:
     """Return the row of a sequence. Log-probs of the prompt are never used again."""
     prompt = tokens.prompt.tolist()
@@ -213,6 +250,7 @@ def _row(
         ),
         old_logprobs=None if old is None else old[response].numpy(),
         reference_logprobs=None if reference is None else reference[response].numpy(),
+        routes=None if routes is None else routes.flatten().numpy(),
     )
 
 

@@ -67,11 +67,22 @@ def rows_of_two() -> Any:
     return make_rows(random_batch(LENGTHS, vocab=90), [0, 1], shape, torch.device("cpu"))
 
 
+def given_routes(chunk: Any, rows: Any) -> Tensor:
+    """Return routes that the routers do not choose: expert t of token t, and the next ones."""
+    topk = chunk.config.moe_router_topk
+    layers = len(chunk.module.decoder.layers)
+    first = torch.arange(rows.sequences.numel()).view(*rows.sequences.shape, 1, 1)
+    experts = (first + torch.arange(topk)) % chunk.config.num_moe_experts
+    return experts.expand(-1, -1, layers, -1).to(torch.int16)
+
+
 def run(chunk: Any, rows: Any) -> Tensor:
     """Return the chunk's output."""
     kwargs = {"attention_mask": None, "packed_seq_params": rows.packed}
     if chunk.config.num_moe_experts:
-        kwargs["padding_mask"] = rows.sequences
+        from dapo_megatron.policy.routes import router_inputs
+
+        kwargs["padding_mask"] = router_inputs(rows.sequences, given_routes(chunk, rows))
     return chunk(rows.tokens, rows.positions, **kwargs)
 
 
@@ -217,6 +228,8 @@ def experts(policy: Any) -> dict[str, Any]:
     buffered = {id(weight) for buffer in chunk.expert_parallel_buffers for weight in buffer.params}
     return {
         "sequences": layer.router.sequences.tolist(),
+        "first_experts": layer.router.routes[:, 0].tolist(),
+        "taken": taken.nonzero()[:, 1].view(len(taken), -1).tolist(),
         "router": (type(layer.router).__name__, tuple(weights.shape)),
         "num_expert_buffers": len(chunk.expert_parallel_buffers),
         "only_experts_in_them": buffered

@@ -102,7 +102,7 @@ ARGUMENTS = {
         "input_ids position_ids attention_mask packed_seq_params padding_mask",
         "policy/step.py",
     ),
-    GPT + "._preprocess": ("input_ids position_ids", "policy/model.py"),
+    GPT + "._preprocess": ("input_ids position_ids padding_mask", "policy/model.py"),
     GPT + "._postprocess": ("hidden_states", "policy/model.py"),
     f"{C}transformer.attention:apply_rotary_pos_emb": (
         "t freqs config mscale cu_seqlens cp_group",
@@ -330,8 +330,11 @@ def test_sharded_parameters_are_marked_although_initializers_do_nothing(dense: R
 
 
 def test_padding_mask_reaches_the_experts_unchanged(experts: Ranks) -> None:
-    """policy/moe.py passes sequence numbers in it."""
+    """policy/routes.py passes sequence numbers and experts in it, in a third dimension."""
     assert experts[0]["sequences"] == [0] * LENGTHS[0] + [1] * LENGTHS[1]
+    first = [token % 8 for token in range(sum(LENGTHS))]
+    assert experts[0]["first_experts"] == first
+    assert experts[0]["taken"] == [sorted((expert, (expert + 1) % 8)) for expert in first]
 
 
 def test_megatron_builds_and_calls_our_router(experts: Ranks) -> None:

@@ -86,9 +86,10 @@ def hold(batch: TokenBatch, owners: Sequence[int], index: int) -> TokenBatch:
     held = [number for number, owner in enumerate(owners) if owner == index]
     is_held = torch.tensor([owner == index for owner in owners]).repeat_interleave(batch.lengths)
     per_token = ("tokens", "loss_mask", "advantages", "weights", "engine_logprobs", "old_logprobs")
+    optional = ("routes",) if batch.routes is not None else ()
     return replace(
         batch,
-        **{name: getattr(batch, name)[is_held] for name in per_token},
+        **{name: getattr(batch, name)[is_held] for name in (*per_token, *optional)},
         owners=torch.tensor(owners),
         held=torch.tensor(held, dtype=torch.int64),
     )

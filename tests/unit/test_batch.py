@@ -296,7 +296,8 @@ def test_split_is_even_and_keeps_every_sequence(sizes: list[list[int]], num_upda
         for ticket, row in enumerate(sizes)
     ]
     batch = assembled(*groups)
-    batch = replace(batch, old_logprobs=batch.engine_logprobs - 0.25)
+    routes = torch.arange(6 * batch.tokens.numel()).view(-1, 3, 2)
+    batch = replace(batch, old_logprobs=batch.engine_logprobs - 0.25, routes=routes)
     minis = split(batch, num_updates, "token")
     counts = [mini.num_sequences for mini in minis]
     assert len(minis) == min(num_updates, batch.num_sequences)
@@ -304,7 +305,7 @@ def test_split_is_even_and_keeps_every_sequence(sizes: list[list[int]], num_upda
     assert max(counts) - min(counts) <= 1
     for name in (
         "tokens", "lengths", "loss_mask", "advantages", "engine_logprobs",
-        "group_ids", "old_logprobs",
+        "group_ids", "old_logprobs", "routes",
     ):  # fmt: skip
         assert torch.equal(torch.cat([getattr(m, name) for m in minis]), getattr(batch, name)), name
     assert sum((mini.sequence_names for mini in minis), ()) == batch.sequence_names

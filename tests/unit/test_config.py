@@ -478,6 +478,11 @@ GSPO = ["loss.objective=gspo", "loss.aggregation=sequence", "loss.tis_cap=null"]
             ],
             "loss.correction.worst_token: contradicts loss.old_logprobs engine",
         ),
+        (
+            ["loss.old_logprobs=engine", "loss.tis_cap=null", "policy.router_replay=policy"],
+            "policy.router_replay: policy uses the experts of the pass for old log-probs, which "
+            "loss.old_logprobs engine does not make",
+        ),
         (["rollout.top_p=0.9"], "rollout.top_p: 0.9 must be 1.0"),
         (["data.train=[]"], "data.train: empty"),
         (

@@ -144,6 +144,8 @@ def test_update_metrics_are_means_over_tokens() -> None:
         "policy/grad_norm": 3.0,
         "policy/lr": 0.2,
     }
+    stats = [replace(update, router={"changed": 1 / update.num_tokens}) for update in stats]
+    assert update_metrics(stats)["router/changed"] == pytest.approx(3 / 40)
     assert update_metrics([]) == {}
     assert update_metrics(stats[:1])["policy/entropy"] == 1.0
 

@@ -137,6 +137,45 @@ def test_an_unfinished_step_survives_a_checkpoint_bit_for_bit(
     assert sorted(seen) == list(range(len(LENGTHS)))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+@pytest.mark.parametrize(("num_written", "num_read"), [(1, 1), (2, 1), (1, 2), (2, 4)])
+def test_routes_of_an_unfinished_step_survive_a_checkpoint(
+    dtype: torch.dtype, num_written: int, num_read: int, tmp_path: Path
+) -> None:
+    """Those of prompts too. Another number of data-parallel indices may continue the step."""
+    config = tiny_config(policy__router_replay="policy")
+    generator = torch.Generator().manual_seed(0)
+    shape = (sum(LENGTHS), 3, 2)
+    routes = torch.randint(0, 200, shape, generator=generator).to(dtype)
+    parts = routes.split(LENGTHS)
+
+    def expected(data_parallel: Index) -> PartialStep:
+        step = begun(data_parallel, torch.zeros(sum(LENGTHS)))
+        step.routes = torch.cat([routes[:0], *(parts[index] for index in step.tokens)])
+        return step
+
+    for index in range(num_written):
+        step = expected(Index(index, num_written))
+        step.snapshot(Index(index, num_written)).write(tmp_path)  # type: ignore[arg-type]
+    state = json.loads(json.dumps(step.state(config)))
+    for index in range(num_read):
+        restored = PartialStep.from_state(state, config)
+        restored.load(tmp_path, Index(index, num_read))  # type: ignore[arg-type]
+        assert restored.routes is not None
+        own = expected(Index(index, num_read)).routes
+        assert own is not None and restored.routes.shape == own.shape
+        assert not own.numel() or torch.equal(restored.routes, own)
+        assert not own.numel() or restored.routes.dtype == dtype
+
+
+def test_a_step_from_before_router_replay_existed_counts_as_off() -> None:
+    state = saved(begun(logprobs=torch.zeros(sum(LENGTHS))))
+    del state["cut_by"]["policy.router_replay"], state["routes"]
+    assert PartialStep.from_state(state, tiny_config()).routes is None
+    with pytest.raises(ConfigError, match=r"^policy\.router_replay: .* started with 'off';"):
+        PartialStep.from_state(state, tiny_config(policy__router_replay="policy"))
+
+
 def test_closing_a_step_clears_it() -> None:
     assert PartialStep().state(tiny_config()) is None
     step = begun(logprobs=torch.zeros(sum(LENGTHS)), has_reference=True)
@@ -181,6 +220,10 @@ def damage(path: Path, kind: str) -> None:
         write_completions(path, [replace(first, old_logprobs=None), *rows[1:]])
     elif kind == "no reference log-probs":
         write_completions(path, [replace(row, reference_logprobs=None) for row in rows])
+    elif kind == "no routes":
+        write_completions(path, [replace(first, routes=None), *rows[1:]])
+    elif kind == "fewer routes":
+        write_completions(path, [replace(first, routes=np.asarray(first.routes)[1:]), *rows[1:]])
     elif kind == "fewer tokens":
         fewer = replace(
             first.completion,
@@ -205,6 +248,12 @@ def damage(path: Path, kind: str) -> None:
         ("a row is missing", CheckpointError, "ticket 3, sample 0 is missing from"),
         ("no old log-probs", CheckpointError, "ticket 3, sample 0 is missing from"),
         ("no reference log-probs", CheckpointError, "ticket 3, sample 0 is missing from"),
+        ("no routes", CheckpointError, "ticket 3, sample 0 is missing from"),
+        (
+            "fewer routes",
+            CheckpointError,
+            "ticket 3, sample 0 has 35 experts in its routes, but 6 tokens in 2 layers with 3",
+        ),
         ("fewer tokens", CheckpointError, "ticket 3, sample 0 has 2 prompt tokens and 3 response"),
         ("a longer prompt", CheckpointError, "ticket 3, sample 0 has 3 prompt tokens and 4"),
     ],
@@ -213,6 +262,7 @@ def test_files_that_do_not_match_the_state_are_refused(
     kind: str, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     step = begun(logprobs=torch.zeros(sum(LENGTHS)), has_reference=True)
+    step.routes = torch.zeros(sum(LENGTHS), 2, 3, dtype=torch.uint8)
     step.snapshot(ONE).write(tmp_path)  # type: ignore[arg-type]
     damage(tmp_path / "open_step_00000.parquet", kind)
     with pytest.raises(error, match=message) as raised:
@@ -227,6 +277,7 @@ def test_files_that_do_not_match_the_state_are_refused(
         ("loss.aggregation", "prompt"),
         ("loss.advantage_eps", 0.5),
         ("overlong.penalty", False),
+        ("policy.router_replay", "policy"),
     ],
 )
 def test_an_unfinished_step_with_another_batching_is_refused_by_key(

@@ -24,6 +24,8 @@ BFLOAT16 = "policy.precision=bfloat16"
 TE = "policy.kernels=transformer_engine"
 GROUPED_EXPERTS = tuple(name for name in NOT_LATENT if FAMILIES[name].expert)
 """Families whose experts Transformer Engine computes."""
+SPARSE = tuple(name for name, family in FAMILIES.items() if family.expert)
+"""Families with mixtures of experts."""
 HOPPER = Machine((9, 0), (13, 0), frozenset({"transformer_engine", "apex", "triton"}))
 NO_GPU = Machine()
 
@@ -41,6 +43,10 @@ def _asks_te(run: RunFacts) -> bool:
 
 def _asks_triton(run: RunFacts) -> bool:
     return run.config.policy.logprob_head == "triton"
+
+
+def _replays(run: RunFacts) -> bool:
+    return run.config.policy.router_replay != "off"
 
 
 def _fp8_on(run: RunFacts) -> bool:
@@ -374,4 +380,28 @@ _HEAD = (
     ),
 )
 
-POLICY_RULES: tuple[CompatibilityRule, ...] = (*_KERNELS, *_FP8, *_HEAD)
+_ROUTERS = (
+    CompatibilityRule(
+        "router-replay-dense",
+        ("policy.router_replay", "model"),
+        Action.REFUSED,
+        lambda run: (
+            _replays(run) and not any(map(run.arch.has_experts, range(run.arch.num_layers)))
+        ),
+        "the model has no experts to choose",
+        "set policy.router_replay off",
+        ("policy.router_replay=policy",),
+    ),
+    CompatibilityRule(
+        "router-replay-not-run",
+        ("policy.router_replay",),
+        Action.NOT_RUN,
+        lambda run: _replays(run) and (run.machine is None or run.on_gpu),
+        "recording and replaying the choice of experts",
+        "",
+        ("policy.router_replay=policy",),
+        families=SPARSE,
+    ),
+)
+
+POLICY_RULES: tuple[CompatibilityRule, ...] = (*_KERNELS, *_FP8, *_HEAD, *_ROUTERS)

@@ -1,0 +1,191 @@
+"""Router replay: the experts of each token, given from outside or recorded for a later pass.
+
+Routes travel with the tokens. Megatron passes one tensor of whole numbers per token through a chunk
+of the model (policy/moe.py): the number of the token's sequence, then its experts in each layer of
+the chunk. In training the routers read their experts from it. In a pass for log-probs they also
+write their choice into it. So no pipeline schedule, recomputation or order of calls can mix up
+tokens, micro-batches or layers.
+
+-1 stands for an expert that is not given: the router chooses.
+
+Shape letters: T tokens that this rank holds, n tokens of a micro-batch on this rank, B rows, L
+tokens of a row on this rank, k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dapo_megatron.model import Architecture, ChunkPlace
+from dapo_megatron.types import TokenBatch
+
+SLICE = 2**15
+"""Tokens whose routes the ranks exchange at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteShape:
+    """Shape of routes, and the part of them that this rank's routers use.
+
+    layers       number of each layer with experts, in the whole model
+    num_experts  experts of a layer
+    topk         experts per token
+    chunks       for each chunk of this rank, the indices in `layers` of its layers
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    topk: int
+    chunks: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, arch: Architecture, places: Iterable[ChunkPlace]) -> RouteShape:
+        """Return the shape for a model, on a rank with chunks in these places."""
+        layers = tuple(filter(arch.has_experts, range(arch.num_layers)))
+        ends = ((place.first_layer, place.first_layer + place.num_layers) for place in places)
+        chunks = tuple(
+            tuple(index for index, layer in enumerate(layers) if first <= layer < end)
+            for first, end in ends
+        )
+        return cls(layers, arch.num_experts, arch.experts_per_token, chunks)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """Indices in `layers` of this rank's layers, in the order of its chunks."""
+        return tuple(chain(*self.chunks))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Smallest dtype for the number of an expert."""
+        return torch.uint8 if self.num_experts <= 256 else torch.int16
+
+    def zeros(self, num_tokens: int) -> Tensor:
+        """Return routes [T, layers, k] of zeros."""
+        return torch.zeros(num_tokens, len(self.layers), self.topk, dtype=self.dtype)
+
+
+def local_routes(
+    batch: TokenBatch, index_n: Tensor, sequence_n: Tensor, shape: RouteShape
+) -> Tensor:
+    """Return the routes of a micro-batch in this rank's layers, int16 [n, local layers, k].
+
+    index_n     index of each token in the batch's flat [T] tensors, -1 for padding
+    sequence_n  number of each token's sequence in the batch
+
+    Raises ValueError naming sequence, token and layer of an impossible route.
+    """
+    assert batch.routes is not None
+    expected = (len(batch.tokens), len(shape.layers), shape.topk)
+    if tuple(batch.routes.shape) != expected:
+        raise ValueError(
+            "routes have shape {}; {} tokens of this model, with {} layers of experts and {} "
+            "experts per token, need {}".format(tuple(batch.routes.shape), *expected, expected)
+        )
+    local = torch.tensor(shape.local, dtype=torch.int64)
+    routes = torch.full((len(index_n), len(local), shape.topk), -1, dtype=torch.int16)
+    is_real = index_n >= 0
+    routes[is_real] = batch.routes[index_n[is_real]][:, local].to(torch.int16)
+    impossible = (~_is_possible(routes, shape)).nonzero()
+    if len(impossible):
+        row, layer = impossible[0].tolist()
+        sequence = int(sequence_n[row])
+        position = int(index_n[row] - batch.starts[sequence])
+        raise ValueError(
+            f"{batch.sequence_name(sequence)}, token {position}, layer "
+            f"{shape.layers[shape.local[layer]]}: its route {routes[row, layer].tolist()} is not "
+            f"{shape.topk} different experts of 0 to {shape.num_experts - 1}"
+        )
+    return routes
+
+
+def _is_possible(routes: Tensor, shape: RouteShape) -> Tensor:
+    """Return a mask [n, layers] of the routes that are k different experts, or none at all."""
+    # Contiguous per position, because comparisons of strided values are slow.
+    experts = routes.movedim(-1, 0).contiguous()
+    is_possible = ((experts >= 0) & (experts < shape.num_experts)).all(0)
+    for expert, other in combinations(experts, 2):
+        is_possible &= expert != other
+    return is_possible | (experts == -1).all(0)
+
+
+def router_inputs(sequences: Tensor, routes: Tensor | None) -> Tensor:
+    """Return what routers read of each token, [L, B, 1 + layers * k], contiguous.
+
+    sequences  int64 [B, L]             number of the sequence in the micro-batch, -1 on padding
+    routes     int16 [B, L, layers, k]  experts in the layers of a chunk; None: nothing is given
+    """
+    columns = sequences[..., None]
+    if routes is not None:
+        columns = torch.cat([columns.int(), routes.flatten(2).int()], dim=-1)
+    return columns.transpose(0, 1).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Routes that the routers of a chunk used in one micro-batch.
+
+    indices  int64 [B, L]                index of each token in the batch's flat tensors, -1 on
+                                         padding
+    layers                               the chunk's layers, as indices in RouteShape.layers
+    experts  integer [L, B, layers * k]  in host memory, complete when the device's stream is
+    """
+
+    indices: Tensor
+    layers: tuple[int, ...]
+    experts: Tensor
+
+
+def gather(
+    records: Sequence[Recorded],
+    num_tokens: int,
+    shape: RouteShape,
+    groups: Iterable[Any],
+    device: torch.device,
+) -> Tensor:
+    """Return the routes [T, layers, k] of a batch that the ranks of `groups` recorded, in host
+    memory. Call it when the device has finished the pass. Collective."""
+    whole = shape.zeros(num_tokens)
+    for record in records:
+        indices = record.indices.T.flatten()
+        is_real = indices >= 0
+        experts = record.experts.view(len(indices), len(record.layers), shape.topk)[is_real]
+        layers = torch.tensor(record.layers, dtype=torch.int64)
+        whole[indices[is_real][:, None], layers] = experts
+    groups = [group for group in groups if dist.get_world_size(group) > 1]
+    for part in whole.split(SLICE) if groups else ():
+        on_device = part.to(device)
+        for group in groups:
+            # At most one rank fills each element, the others have zeros, so the sum of bytes is a
+            # gather. Neither NCCL nor gloo adds int16.
+            dist.all_reduce(on_device.view(torch.uint8), group=group)
+        part.copy_(on_device)
+    return whole
+
+
+def replay_statistics(
+    counts: Sequence[Tensor | None], shape: RouteShape, device: torch.device
+) -> dict[str, float]:
+    """Return the share of tokens, over all layers and in each, for which the router would have
+    chosen other experts than the given ones. Collective over all ranks.
+
+    `counts` are Router.replayed of this rank's routers. Tensor- and context-parallel ranks have
+    different tokens, so every token is counted once in each layer.
+    """
+    total = torch.zeros(2, len(shape.layers), dtype=torch.int64, device=device)
+    for layer, count in zip(shape.local, counts, strict=True):
+        if count is not None:
+            total[:, layer] = count
+    dist.all_reduce(total)
+    num_given, num_changed = total.tolist()
+    shares = {
+        f"changed/layer_{layer}": changed / max(given, 1)
+        for layer, given, changed in zip(shape.layers, num_given, num_changed, strict=True)
+    }
+    return {"changed": sum(num_changed) / max(sum(num_given), 1), **shares}
