@@ -19,6 +19,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.policy import fp8
 from dapo_megatron.policy.model import Decoder
+from dapo_megatron.types import TokenBatch
 
 BUCKET_ELEMENTS: int | None = None
 """Parameters per bucket, which is reduced or gathered at once. None: Megatron's default, 40 million
@@ -108,6 +109,19 @@ def _groups(chunk: Any) -> Iterator[Any]:
     pass."""
     yield from reversed(chunk.bucket_groups)
     yield from reversed(chunk.expert_parallel_bucket_groups)
+
+
+def groups_holding(batch: TokenBatch) -> tuple[Any, ...]:
+    """Return groups of this rank that together span the ranks that hold the same sequences: all
+    ranks (None), or those of its data-parallel index. A run has their communicators anyway; that of
+    Megatron's model-parallel group would take more GPU memory."""
+    if batch.owners is None:
+        return (None,)
+    return (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+    )
 
 
 def _add_head_hook(chunk: Any) -> None:

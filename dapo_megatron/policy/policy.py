@@ -25,6 +25,7 @@ from dapo_megatron.policy.checkpoint import PolicySnapshot
 from dapo_megatron.policy.data_parallel import (
     distribute,
     finish_gathers,
+    groups_holding,
     start_gathers,
     unshard_gradients,
 )
@@ -41,8 +42,9 @@ from dapo_megatron.policy.offload import Offload
 from dapo_megatron.policy.optimizer import build_optimizer, copy_to_main
 from dapo_megatron.policy.reference import Reference
 from dapo_megatron.policy.routes import Recorded, RouteShape, gather, replay_statistics
+from dapo_megatron.policy.rows import Rows, RowShape, make_rows
 from dapo_megatron.policy.shards import shards_of
-from dapo_megatron.policy.step import Rows, RowShape, Runner, TokenValues, make_rows
+from dapo_megatron.policy.step import Runner, TokenValues
 from dapo_megatron.protocols import Exchange, LossFn, MicrobatchPlanner
 from dapo_megatron.types import Diverged, LogProbs, Shard, StepStats, TokenBatch, torch_dtype
 
@@ -366,7 +368,7 @@ class MegatronPolicy:
                 whole[0, indices] = logp
                 whole[1, indices] = entropy
         # At most one rank fills each token, the others have zeros: the all-reduce is a gather.
-        for group in _groups_of(batch):
+        for group in groups_holding(batch):
             if dist.get_world_size(group) > 1:
                 dist.all_reduce(whole, group=group)
         whole = whole.cpu()
@@ -379,7 +381,9 @@ class MegatronPolicy:
         is in host memory, so the device has finished the pass. Collective."""
         assert self._route_shape is not None
         num_tokens = batch.tokens.numel()
-        routes = gather(recorded, num_tokens, self._route_shape, _groups_of(batch), self._device)
+        routes = gather(
+            recorded, num_tokens, self._route_shape, groups_holding(batch), self._device
+        )
         return replace(logprobs, routes=routes)
 
     def _replay_statistics(self) -> dict[str, float]:
@@ -432,19 +436,6 @@ class MegatronPolicy:
                     part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
                 )
         return norm
-
-
-def _groups_of(batch: TokenBatch) -> tuple[Any, ...]:
-    """Return groups of this rank that together span the ranks that hold the same sequences: all
-    ranks, or those of its data-parallel index. A run has their communicators anyway; that of
-    Megatron's model-parallel group would take more GPU memory."""
-    if batch.owners is None:
-        return (None,)
-    return (
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-        parallel_state.get_context_parallel_group(),
-    )
 
 
 def _gradient(parameter: Any) -> Tensor:

@@ -26,7 +26,7 @@ def rotation(positions_BL: Tensor, frequencies: Tensor, config: TransformerConfi
     in the model's precision. For Transformer Engine's kernel: [L, 1, 1, R], the angles in float32.
 
     `frequencies` are R / 2 numbers, in radians per position. All rows of a micro-batch have the
-    same positions (policy/step.py).
+    same positions (policy/rows.py).
     """
     half = positions_BL[0].to(frequencies.dtype)[:, None] * frequencies
     angles = torch.cat((half, half), dim=-1)[:, None, None]

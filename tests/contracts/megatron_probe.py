@@ -61,7 +61,7 @@ def dense(policy: Any) -> dict[str, Any]:
 
 def rows_of_two() -> Any:
     """Return both sequences in one packed row."""
-    from dapo_megatron.policy.step import RowShape, make_rows
+    from dapo_megatron.policy.rows import RowShape, make_rows
 
     shape = RowShape(packed=True, sequence_multiple=1, row_multiple=1, cp_rank=0, cp_size=1)
     return make_rows(random_batch(LENGTHS, vocab=90), [0, 1], shape, torch.device("cpu"))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dapo_megatron.algo.objectives import OBJECTIVES
 from dapo_megatron.config import LossConfig
-from dapo_megatron.policy.step import SequenceSum
+from dapo_megatron.policy.rows import SequenceSum
 from dapo_megatron.protocols import LossFn
 from dapo_megatron.run.loss import loss_function
 from dapo_megatron.types import MicroTokens

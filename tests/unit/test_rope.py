@@ -15,7 +15,7 @@ from megatron.core.models.common.embeddings.rope_utils import (
 from torch import Tensor
 
 from dapo_megatron.policy.rope import apply, rotation
-from dapo_megatron.policy.step import RowShape, make_rows
+from dapo_megatron.policy.rows import RowShape, make_rows
 from tests.helpers.batches import random_batch
 
 LENGTHS = (5, 16, 33, 3)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dapo_megatron.policy.attention import attend, attention_plan
-from dapo_megatron.policy.step import Rows, RowShape, make_rows
+from dapo_megatron.policy.rows import Rows, RowShape, make_rows
 from dapo_megatron.types import TokenBatch
 from tests.helpers.batches import random_batch
 
