@@ -134,7 +134,8 @@ class Recorded:
     indices  int64 [B, L]                index of each token in the batch's flat tensors, -1 on
                                          padding
     layers                               the chunk's layers, as indices in RouteShape.layers
-    experts  integer [L, B, layers * k]  in host memory, complete when the device's stream is
+    experts  integer [L, B, layers * k]  0 for tokens of other tensor-parallel ranks; in host
+                                         memory, complete when the device's stream is
     """
 
     indices: Tensor

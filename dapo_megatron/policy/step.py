@@ -168,7 +168,8 @@ class Runner:
             )
             if recorded is not None:
                 assert columns is not None and self._route_shape is not None
-                experts = to_host(columns[..., 1:].to(self._route_shape.dtype))
+                # Other tensor-parallel ranks write the columns of their tokens, which are -1 here.
+                experts = to_host(columns[..., 1:].clamp(min=0).to(self._route_shape.dtype))
                 recorded.append(Recorded(rows.indices, self._layers_of(chunk), experts))
             return hidden, partial(finish, rows, chunk.module)
 
