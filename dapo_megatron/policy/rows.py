@@ -98,8 +98,7 @@ def make_rows(
     route_shape: RouteShape | None = None,
 ) -> Rows:
     """Lay out sequences of a batch as rows, and choose the tokens whose log-probs are computed:
-    those in the loss, or without `with_loss` all that have a predecessor. `route_shape` is
-    needed if the batch has routes.
+    those in the loss, or without `with_loss` all with a predecessor. Routes need `route_shape`.
 
     Without sequences, return a row of padding, so that this rank takes part in every collective of
     the forward and backward pass. Otherwise the other ranks would hang.
@@ -126,8 +125,7 @@ def make_rows(
     flat = (tokens, position, torch.where(real, sequence, -1))
     on_host = [values.view(num_rows, row_length) for values in flat]
     token_indices = torch.where(real, source, -1)
-    numbers = torch.tensor(list(sequences) or [0])[sequence]
-    routes = _routes(batch, token_indices, numbers, route_shape)
+    routes = _routes(batch, sequences, sequence, token_indices, route_shape)
     on_host += [
         bounds.to(torch.int32),
         predicting % row_length * num_rows + predicting // row_length,
@@ -153,13 +151,18 @@ def make_rows(
 
 
 def _routes(
-    batch: TokenBatch, index_n: Tensor, sequence_n: Tensor, shape: RouteShape | None
+    batch: TokenBatch,
+    sequences: Sequence[int],
+    sequence_n: Tensor,
+    index_n: Tensor,
+    shape: RouteShape | None,
 ) -> list[Tensor]:
     """Return the given routes of a micro-batch as `local_routes` does, if there are any."""
     if batch.routes is None:
         return []
     assert shape is not None
-    return [local_routes(batch, index_n, sequence_n, shape)]
+    numbers = torch.tensor(list(sequences) or [0])[sequence_n]
+    return [local_routes(batch, index_n, numbers, shape)]
 
 
 def _segments(lengths: Tensor, shape: RowShape) -> Tensor:
