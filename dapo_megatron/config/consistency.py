@@ -77,6 +77,25 @@ FIXED_BY_OBJECTIVE: dict[str, dict[str, Any]] = {
 sequence, so weights of single tokens have no meaning for it. CISPO and SAPO clip no loss."""
 
 
+def _without_meaning(loss: LossConfig) -> Iterable[str]:
+    """Yield combinations that would run, but not do what they say."""
+    if loss.kl.is_on and loss.kl.place == "reward" and loss.old_logprobs == "engine":
+        yield (
+            "loss.kl.place: reward needs the policy's old log-probs, but loss.old_logprobs is "
+            "engine; set one of them otherwise"
+        )
+    correction = loss.correction
+    if correction.outside_band == "truncate" and correction.token_band is None:
+        yield "loss.correction.outside_band: truncate has no effect without token_band; set that"
+    for key in ("token_band", "sequence_mean", "sequence_product", "worst_token"):
+        bounds = getattr(correction, key)
+        if bounds is not None and not bounds[0] <= 1.0 <= bounds[1]:
+            yield (
+                f"loss.correction.{key}: {bounds} excludes 1, the ratio of an engine that agrees "
+                "with the policy"
+            )
+
+
 def _loss_contradictions(loss: LossConfig) -> Iterable[str]:
     if loss.clip_low > 1.0 or (loss.clip_low == 1.0 and loss.objective != "cispo"):
         yield f"loss.clip_low: {loss.clip_low} must be less than 1 (a ratio is positive)"
@@ -109,6 +128,7 @@ def _loss_contradictions(loss: LossConfig) -> Iterable[str]:
             f"{', '.join(f'loss.kl.{key}' for key in unused)}: no effect with loss.kl.coefficient "
             "0; set loss.kl.coefficient (0.001), or remove the key"
         )
+    yield from _without_meaning(loss)
     weights = {
         "loss.tis_cap": loss.tis_cap,
         "loss.correction.sequence_tis_cap": loss.correction.sequence_tis_cap,

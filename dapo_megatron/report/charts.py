@@ -147,8 +147,8 @@ CHARTS: list[Chart] = [
     _training(
         "clipping",
         "Clipped tokens",
-        "Share of tokens without gradient because their probability ratio left the clip range: up "
-        "(more likely than when sampled) and down (less likely).",
+        "Share of tokens whose probability ratio left the clip range: up (more likely than when "
+        "sampled) and down (less likely). They have no gradient, except with CISPO.",
         "share of tokens",
         {
             "policy/clip_fraction_high": "up",
@@ -169,8 +169,8 @@ CHARTS: list[Chart] = [
     _training(
         "movement",
         "Movement of the policy",
-        "Approximate KL divergence between the policy before the step's updates and the policy "
-        "being updated.",
+        "Approximate KL divergence between the source of old log-probs (loss.old_logprobs) and the "
+        "policy being updated.",
         "nats per token",
         {"policy/approx_kl": "approx. KL"},
     ),
@@ -227,7 +227,7 @@ CHARTS: list[Chart] = [
         "masked",
         "Masked by corrections",
         "Share of tokens and completions that loss.correction takes out of the loss, the share "
-        "outside each of its bounds, and the effective sample size of the remaining weights.",
+        "outside each of its bounds, and the effective sample size of the weights, masks included.",
         "share",
         {
             "correction/masked_tokens": "masked tokens",

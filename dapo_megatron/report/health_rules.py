@@ -241,7 +241,8 @@ _moves = partial(
     setting="optimizer.lr: lower; train.updates_per_step: lower",
 )
 _gap = partial(
-    FindingRule, setting="sync.max_gap; policy.precision; engine.quantization; loss.tis_cap: set"
+    FindingRule,
+    setting="sync.max_gap; policy.precision; engine.quantization; a correction (docs/stability.md)",
 )
 
 POLICY: tuple[RunRule, ...] = (
@@ -302,8 +303,9 @@ POLICY: tuple[RunRule, ...] = (
         CLIPPED_TOKENS,
         {"warn": lambda s: s.late >= POLICY_CLIPPED_TOKENS},
         "{s.late!p} of tokens are clipped",
-        # GSPO's narrow range clips whole completions as a matter of course.
-        only=lambda run: run.word("loss.objective") != "gspo",
+        # GSPO's narrow range clips whole completions as a matter of course, and CISPO's clipped
+        # tokens keep their gradient.
+        only=lambda run: run.word("loss.objective") not in ("gspo", "cispo"),
         chart="clipping",
     ),
     _moves(
@@ -350,7 +352,7 @@ POLICY: tuple[RunRule, ...] = (
             )
         },
         "A few heavy tokens decide the updates: the effective sample size is {s.late!p}",
-        "Importance weights differ so much that the step counts as {s.late!p} of its tokens.",
+        "Importance weights and masks make the step count as {s.late!p} of its tokens.",
         "loss.correction: masks instead of weights; loss.tis_cap: lower",
         chart="masked",
     ),

@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dapo_megatron.config import Config, refuse
+from dapo_megatron.config import Config, KLConfig, refuse
+from dapo_megatron.config.section import Section
 from dapo_megatron.data.owners import own_sequences
 from dapo_megatron.protocols import DataParallel
 from dapo_megatron.rollout.checkpoint_files import OPEN_STEP, CompletionsSnapshot
@@ -47,16 +48,33 @@ def batching_keys(config: Config) -> dict[str, Any]:
 
     They cannot change in the middle of a step.
     """
+    loss = config.loss
     return {
         "train.updates_per_step": config.train.updates_per_step,
-        "loss.aggregation": config.loss.aggregation,
-        "loss.old_logprobs": config.loss.old_logprobs,
+        "loss.aggregation": loss.aggregation,
+        "loss.old_logprobs": loss.old_logprobs,
         "policy.router_replay": config.policy.router_replay,
-        "loss.advantage_std": config.loss.advantage_std,
-        "loss.advantage_eps": config.loss.advantage_eps,
-        **{f"loss.kl.{key}": value for key, value in config.loss.kl.model_dump().items()},
-        **{f"overlong.{key}": value for key, value in config.overlong.model_dump().items()},
+        "loss.advantage_std": loss.advantage_std,
+        "loss.advantage_eps": loss.advantage_eps,
+        "loss.tis_cap": loss.tis_cap,
+        "loss.log_ratio_limit": loss.log_ratio_limit,
+        **_keys("loss.correction", loss.correction),
+        **_keys("loss.kl", loss.kl),
+        **_keys("overlong", config.overlong),
     }
+
+
+def _keys(prefix: str, section: Section) -> dict[str, Any]:
+    """Return the keys of a section with their values, as JSON has them."""
+    return {f"{prefix}.{key}": value for key, value in section.model_dump(mode="json").items()}
+
+
+_BEFORE = {
+    "policy.router_replay": "off",
+    "loss.old_logprobs": "policy",
+    **_keys("loss.kl", KLConfig()),
+}
+"""Values of keys that did not exist when an older checkpoint was saved."""
 
 
 @dataclass
@@ -116,14 +134,10 @@ class PartialStep:
         """
         if state is None:
             return cls()
-        started_with = {
-            "policy.router_replay": "off",
-            **state["cut_by"],
-        }  # older checkpoints lack it
         refuse(
             f"{key}: the checkpoint is from the middle of a step that started with {value!r}; "
             "keep this value until the step is done, or resume from an earlier checkpoint"
-            for key, value in started_with.items()
+            for key, value in (_BEFORE | state["cut_by"]).items()
             if batching_keys(config).get(key) != value
         )
         return cls(

@@ -49,13 +49,13 @@ def objective(loss: LossConfig) -> LossFn:
         return partial(OBJECTIVES[loss.objective], **numbers)
     try:
         function = partial(user_function(loss.function), **loss.numbers)
-        _try_loss(function)
+        _try_loss(function, has_reference=loss.kl.is_on and loss.kl.place == "loss")
     except ConfigError as error:
         raise ConfigError(f"loss.function: {loss.function}: {error}") from error
     return function
 
 
-def _try_loss(function: Callable[..., Any]) -> None:
+def _try_loss(function: Callable[..., Any], *, has_reference: bool) -> None:
     ones = torch.ones(2)
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     tokens = MicroTokens(
@@ -64,6 +64,8 @@ def _try_loss(function: Callable[..., Any]) -> None:
         weights=ones,
         engine_logprobs=logprobs.detach(),
         mask=ones.bool(),
+        entropy=ones,
+        reference_logprobs=logprobs.detach() if has_reference else None,
     )
     try:
         output = function(logprobs, tokens)

@@ -483,6 +483,22 @@ GSPO = ["loss.objective=gspo", "loss.aggregation=sequence", "loss.tis_cap=null"]
             "policy.router_replay: policy uses the experts of the pass for old log-probs, which "
             "loss.old_logprobs engine does not make",
         ),
+        (
+            [
+                "loss.old_logprobs=engine",
+                "loss.tis_cap=null",
+                "loss.kl={coefficient: 0.1, place: reward}",
+            ],
+            "loss.kl.place: reward needs the policy's old log-probs",
+        ),
+        (
+            ["loss.correction.outside_band=truncate"],
+            "loss.correction.outside_band: truncate has no effect without token_band",
+        ),
+        (
+            ["loss.correction.sequence_mean=[1.01, 2]"],
+            "loss.correction.sequence_mean: (1.01, 2.0) excludes 1",
+        ),
         (["rollout.top_p=0.9"], "rollout.top_p: 0.9 must be 1.0"),
         (["data.train=[]"], "data.train: empty"),
         (

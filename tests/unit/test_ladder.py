@@ -145,6 +145,16 @@ def test_the_command_of_a_run_gives_its_config(tmp_path: Path) -> None:
     assert config.optimizer.lr == 1e-3
 
 
+def test_a_run_may_have_no_overlay_and_a_perturbed_engine(tmp_path: Path) -> None:
+    run = ladder.Run(None, 1, ladder.CONFIG, (), noise=0.01)
+    command = run.command(tmp_path)
+    assert Path(command[1]).name == "perturbed_engine.py"
+    assert command[2:4] == [str(ladder.CONFIG), "--noise=0.01"]
+    assert "--overlay" not in command
+    assert load_config(command[2], command[4:]) == run.config(tmp_path)
+    assert run.config(tmp_path).folder == tmp_path / "no_overlay_seed1"
+
+
 def test_a_failing_run_is_reported_with_its_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"1_naive_grpo_seed0 failed; see .*\n.*policy.tensor"):
         ladder.do(ladder_run(0, 0, "policy.tensor_parallel=3"), tmp_path, 2)
@@ -186,6 +196,15 @@ def test_table_and_curves_combine_all_seeds(tmp_path: Path) -> None:
         "commit": "0123456789ab-dirty",
         "seconds of the longest run": 11,
     }
+
+
+def test_other_overlays_have_no_column_of_the_paper(tmp_path: Path) -> None:
+    runs = write_outcomes(tmp_path)["1_naive_grpo"]
+    lines = ladder.table({"no overlay": runs, "token_tis": runs})
+    assert "paper" not in lines[0]
+    assert lines[3].startswith("| no overlay | 0.500")
+    assert lines[4].startswith("| token tis | 0.500")
+    assert {line.count("|") for line in lines} == {lines[0].count("|")}
 
 
 def test_handwritten_text_of_the_page_is_kept(tmp_path: Path) -> None:

@@ -53,6 +53,23 @@ def test_the_default_loss_uses_the_numbers_of_the_config() -> None:
     assert total(clip_high=0.9, log_ratio_limit=0.25) == pytest.approx(1 - math.exp(0.25))
 
 
+def test_a_loss_may_use_entropy_and_the_log_probs_of_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+        from dapo_megatron.types import LossOutput
+
+        def loss(logprobs, tokens, **numbers):
+            reference = tokens.reference_logprobs
+            moved = logprobs if reference is None else logprobs - reference
+            return LossOutput(total=moved.sum(), sums={"bonus": tokens.entropy.sum()})
+    """
+    name = f"{write_module(tmp_path, monkeypatch, code)}:loss"
+    loss_function(loss_config(name))
+    with_kl = tiny_config(loss__kl="{coefficient: 0.1}").loss
+    loss_function(with_kl.model_copy(update={"function": name}))
+
+
 def test_the_example_in_docs_loss_md_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [code] = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
     name = write_module(tmp_path, monkeypatch, code)

@@ -74,6 +74,13 @@ def test_regularization_can_be_combined_with_every_objective() -> None:
         assert loss_function(loss).func is regularized_loss  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda path: path.stem)
+def test_gspo_can_follow_every_correction(correction: Path) -> None:
+    [gspo] = [path for path in OBJECTIVES if path.stem == "gspo"]
+    loss = load(correction, gspo).loss
+    assert loss.tis_cap is None and loss.correction.token_band is None
+
+
 def test_the_overlay_of_the_default_changes_nothing() -> None:
     [default] = [path for path in OBJECTIVES if path.stem == "dapo"]
     assert load(default) == load()

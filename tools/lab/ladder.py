@@ -210,7 +210,8 @@ def table(outcomes: dict[str, list[RungRun]]) -> list[str]:
         cells += [
             spread([run.end(metric) for run in runs], form) for metric, (_, form) in COLUMNS.items()
         ]
-        cells += [str(PAPER[rung])] * has_paper
+        if has_paper:
+            cells.append(str(PAPER[rung]))
         lines.append(f"| {title(rung)} | {' | '.join(cells)} |")
     return lines
 

@@ -217,6 +217,7 @@ _ENGINE = (
         Action.WARNED,
         lambda run: (
             _engine_in_fp8(run)
+            and run.config.loss.old_logprobs == "policy"
             and run.config.loss.tis_cap is None
             and not run.config.loss.correction.corrects
         ),
