@@ -233,13 +233,11 @@ class Decoder(GPTModel):
         padding_mask: Tensor | None = None,
         **given: Any,
     ) -> tuple[Any, ...]:
-        """Return what layers get. `padding_mask` [length, rows, columns] is that of routes.py.
-        Megatron accepts only a real mask, so it never sees it."""
+        """Return what layers get. `padding_mask` [length, rows, columns] is that of routes.py: this
+        rank's part under sequence parallelism. Megatron accepts only a real mask, so it never sees
+        it."""
         embedded, _, *rest, _ = super()._preprocess(input_ids, position_ids, **given)
         rotation = rope.rotation(position_ids, self.rope_frequencies, self.config)
-        if padding_mask is not None and self.config.sequence_parallel:
-            group = self.pg_collection.tp
-            padding_mask = padding_mask.chunk(group.size())[group.rank()]
         return embedded, rotation, *rest, padding_mask
 
     @property

@@ -129,13 +129,12 @@ def router_inputs(sequences: Tensor, routes: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Routes that the routers of a chunk used in one micro-batch.
+    """Routes that the routers of a chunk used in one micro-batch, for the tokens of this rank.
 
-    indices  int64 [B, L]                index of each token in the batch's flat tensors, -1 on
+    indices  int64 [L, B]                index of each token in the batch's flat tensors, -1 on
                                          padding
     layers                               the chunk's layers, as indices in RouteShape.layers
-    experts  integer [L, B, layers * k]  0 for tokens of other tensor-parallel ranks; in host
-                                         memory, complete when the device's stream is
+    experts  integer [L, B, layers * k]  in host memory, complete when the device's stream is
     """
 
     indices: Tensor
@@ -154,7 +153,7 @@ def gather(
     memory. Call it when the device has finished the pass. Collective."""
     whole = shape.zeros(num_tokens)
     for record in records:
-        indices = record.indices.T.flatten()
+        indices = record.indices.flatten()
         is_real = indices >= 0
         experts = record.experts.view(len(indices), len(record.layers), shape.topk)[is_real]
         layers = torch.tensor(record.layers, dtype=torch.int64)

@@ -168,9 +168,9 @@ class Runner:
             )
             if recorded is not None:
                 assert columns is not None and self._route_shape is not None
-                # Other tensor-parallel ranks write the columns of their tokens, which are -1 here.
-                experts = to_host(columns[..., 1:].clamp(min=0).to(self._route_shape.dtype))
-                recorded.append(Recorded(rows.indices, self._layers_of(chunk), experts))
+                indices = self._own_part(rows.indices.T)
+                experts = to_host(columns[..., 1:].to(self._route_shape.dtype))
+                recorded.append(Recorded(indices, self._layers_of(chunk), experts))
             return hidden, partial(finish, rows, chunk.module)
 
         def finish(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -206,7 +206,14 @@ class Runner:
         elif with_routes:
             routes = rows.sequences.new_full((1, 1, len(layers), self._route_shape.topk), -1)
             routes = routes.expand(*rows.sequences.shape, -1, -1)
-        return router_inputs(rows.sequences, routes)
+        return self._own_part(router_inputs(rows.sequences, routes))
+
+    def _own_part(self, values: Tensor) -> Tensor:
+        """Return the part of `values` [L, ...] of this rank's tokens under sequence parallelism."""
+        if not self._chunks[0].config.sequence_parallel:
+            return values
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        return values.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
 
     def _layers_of(self, chunk: Any) -> tuple[int, ...]:
         """Return the layers with experts of a chunk, as indices in RouteShape.layers."""
