@@ -466,6 +466,7 @@ class Relay:
         self.port = port
         self.swallows = False
         self.num_swallowed = 0
+        self.num_connections = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         threading.Thread(target=self._accept, daemon=True).start()
@@ -490,6 +491,7 @@ class Relay:
                 client, _ = self._listener.accept()
                 server = socket.create_connection(("127.0.0.1", self.port))
                 self._pairs.append((client, server))
+                self.num_connections += 1
                 for pair in ((client, server), (server, client)):
                     threading.Thread(target=self._forward, args=pair, daemon=True).start()
 
@@ -520,7 +522,9 @@ def test_a_connection_that_breaks_without_loss_is_replaced() -> None:
     with channel(2, absent=1) as opened, relayed(opened) as (relay, member):
         for number in range(3):
             relay.break_connections()
-            member.send(b"report %d" % number)  # waits in the member's queue
+            # A message that is sent before the member notices is lost.
+            wait_until(lambda: relay.num_connections > 1 + number)
+            member.send(b"report %d" % number)
             assert received_by_hub(opened.hub, 1) == [(1, b"report %d" % number)]
             opened.hub.send(1, b"order %d" % number)
             assert received_by(member, 1) == [b"order %d" % number]

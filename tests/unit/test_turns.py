@@ -94,7 +94,8 @@ class Accelerator:
         value = -self.weight.sum().expand(len(batch.tokens)).clone()
         return LogProbs(value, torch.zeros_like(value))
 
-    def update(self, mini: TokenBatch, loss: Any, lr: float) -> StepStats:
+    def update(self, mini: TokenBatch, loss: Any, lr: float, *, check: Any) -> StepStats:
+        assert check is None
         self.record("update", "policy")
         assert "engine cache" not in self.loaded
         self.weight += 1
