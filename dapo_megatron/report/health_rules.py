@@ -242,7 +242,7 @@ _moves = partial(
 )
 _gap = partial(
     FindingRule,
-    setting="sync.max_gap; policy.precision; engine.quantization; a correction (docs/stability.md)",
+    setting="sync.max_gap; policy.precision; engine.quantization; loss.correction: set",
 )
 
 POLICY: tuple[RunRule, ...] = (
