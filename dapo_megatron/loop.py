@@ -229,7 +229,7 @@ def compare_with_reference(
     numbers = kl.KL(**config.loss.kl_numbers)
     statistics = parts.data_parallel.all_gather(kl.statistics(compared, numbers), kl.KLStatistics)
     partial_step.metrics |= step_metrics.kl_metrics(kl.merge(statistics))
-    if config.loss.kl.place == "loss":
+    if config.loss.kl.is_in_loss:
         return compared
     sequences = partial_step.sequences or []
     own = kl.penalties(compared, response_tokens(batch, sequences), numbers)

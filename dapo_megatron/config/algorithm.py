@@ -146,6 +146,11 @@ class KLConfig(Section):
         """Whether a reference is needed."""
         return self.coefficient > 0.0
 
+    @property
+    def is_in_loss(self) -> bool:
+        """Whether the penalty is a term of the loss."""
+        return self.is_on and self.place == "loss"
+
 
 class LossConfig(Section):
     objective: Objective = "dapo"

@@ -102,15 +102,8 @@ class MegatronPolicy:
 
     def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
         """See protocols.Policy."""
-        self._assert_onloaded()
-        is_local = batch.owners is not None
-        micro = self._microbatches(batch, (self._held_plan if is_local else self._share)(batch))
         recorded: list[Recorded] | None = [] if self._config.policy.router_replay != "off" else None
-        with megatron_device():
-            self._train(False)
-            results = self._runner.logprobs(micro, temperature, recorded)
-            self._train(True)
-        logprobs = self._gather_values(batch, results)
+        logprobs = self._score(batch, temperature, recorded)
         return logprobs if recorded is None else self._with_routes(logprobs, batch, recorded)
 
     def keep_reference(self, write: Callable[[Sequence[Shard]], None] | None = None) -> None:
@@ -130,7 +123,7 @@ class MegatronPolicy:
         self._finish_update()
         with self._reference.in_place():
             # With its own experts, not with those of the policy.
-            return self.logprobs(replace(batch, routes=None)).logprobs
+            return self._score(replace(batch, routes=None)).logprobs
 
     def update(
         self,
@@ -358,6 +351,22 @@ class MegatronPolicy:
         results = self._runner.gradients(micro, loss, num_tokens)
         return [sums for sums, _ in results], [values for _, values in results]
 
+    def _score(
+        self,
+        batch: TokenBatch,
+        temperature: float | None = None,
+        recorded: list[Recorded] | None = None,
+    ) -> LogProbs:
+        """Run the pass of `logprobs`. Append the routes of this rank's tokens to `recorded`."""
+        self._assert_onloaded()
+        is_local = batch.owners is not None
+        micro = self._microbatches(batch, (self._held_plan if is_local else self._share)(batch))
+        with megatron_device():
+            self._train(False)
+            results = self._runner.logprobs(micro, temperature, recorded)
+            self._train(True)
+        return self._gather_values(batch, results)
+
     def _gather_values(self, batch: TokenBatch, values: Sequence[TokenValues]) -> LogProbs:
         """Return the values of a batch's tokens that the ranks of this data-parallel index computed
         (of all ranks, if `batch` is distributed over all); 0 for the others. Collective."""
@@ -380,10 +389,8 @@ class MegatronPolicy:
         """Return `logprobs` with the routes that the ranks recorded in the same pass. `logprobs`
         is in host memory, so the device has finished the pass. Collective."""
         assert self._route_shape is not None
-        num_tokens = batch.tokens.numel()
-        routes = gather(
-            recorded, num_tokens, self._route_shape, groups_holding(batch), self._device
-        )
+        num_tokens, groups = batch.tokens.numel(), groups_holding(batch)
+        routes = gather(recorded, num_tokens, self._route_shape, groups, self._device)
         return replace(logprobs, routes=routes)
 
     def _replay_statistics(self) -> dict[str, float]:

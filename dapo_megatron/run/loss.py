@@ -25,7 +25,7 @@ def loss_function(loss: LossConfig) -> LossFn:
 
     Raises ConfigError as `objective` does.
     """
-    kl = KL(**loss.kl_numbers) if loss.kl.is_on and loss.kl.place == "loss" else None
+    kl = KL(**loss.kl_numbers) if loss.kl.is_in_loss else None
     if kl is None and not loss.entropy_coefficient:
         return objective(loss)
     return partial(
@@ -49,7 +49,7 @@ def objective(loss: LossConfig) -> LossFn:
         return partial(OBJECTIVES[loss.objective], **numbers)
     try:
         function = partial(user_function(loss.function), **loss.numbers)
-        _try_loss(function, has_reference=loss.kl.is_on and loss.kl.place == "loss")
+        _try_loss(function, has_reference=loss.kl.is_in_loss)
     except ConfigError as error:
         raise ConfigError(f"loss.function: {loss.function}: {error}") from error
     return function
