@@ -16,7 +16,7 @@ from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.cluster.stop import leave_when_asked
-from dapo_megatron.config import Config, num_processes, refuse
+from dapo_megatron.config import Config, RolesConfig, num_processes, refuse
 from dapo_megatron.config.file import load_config
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
@@ -248,14 +248,22 @@ def layouts(
     only: Annotated[
         str, typer.Option(metavar="TEXT", help="Only cases with TEXT in their name.")
     ] = "",
+    losses: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Also compare the gradient of the loss of each overlay in this folder.",
+        ),
+    ] = None,
 ) -> None:
     """Check that every layout of the model gives the same gradient as one process."""
     checked = load_config(config, overrides or [], overlay or [])
     from dapo_megatron.doctor import layouts
 
+    others = layouts.other_losses(config, overrides or [], overlay or [], losses or [])
     dtype = layouts.check_options(checked, precision, json_file)
     _on_ranks(ranks or layouts.default_ranks())
-    if not layouts.command(checked, precision=dtype, only=only, json_file=json_file):
+    if not layouts.command(checked, others, precision=dtype, only=only, json_file=json_file):
         raise typer.Exit(1)
 
 
@@ -316,6 +324,8 @@ def _load(
     has_engine: bool = True,
 ) -> Config:
     config = load_config(path, overrides or [], overlays or [])
+    if not has_engine:  # a replay trains on all ranks
+        config = config.model_copy(update={"roles": RolesConfig()})
     arch = read_architecture(config)
     check_layout(config, arch, num_processes(config), has_engine=has_engine)
     check_compatibility(config, arch, has_engine=has_engine)

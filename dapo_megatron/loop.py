@@ -138,10 +138,20 @@ def train_step(
             parts.recorder.progress(config.rollout.prompts_per_step) as show,
         ):
             partial_step.begin(parts.collector.collect(version=step - 1, on_progress=show))
-    sequences = partial_step.sequences or []
     parts.sync.switch_to_policy()
+    train = partial(train_on_rollouts, config, parts, step, partial_step)
+    return parts.on_policy_ranks(step - 1, train)
+
+
+def train_on_rollouts(
+    config: Config, parts: Parts, step: int, partial_step: PartialStep
+) -> tuple[dict[str, float], int]:
+    """Compute log-probs and update the policy, on the ranks that have it. Returns metrics and the
+    number of tokens."""
+    sequences = partial_step.sequences or []
     owners = parts.data_parallel.owners(sequences)
-    batch = assemble(sequences, partial_step.tokens, owners)
+    replays = config.policy.router_replay == "engine"
+    batch = assemble(sequences, partial_step.tokens, owners, with_routes=replays)
     partial_step.tokens = tokens_in(sequences, batch)
     if config.loss.old_logprobs == "engine":
         batch = dataclasses.replace(batch, old_logprobs=batch.engine_logprobs)
@@ -149,7 +159,7 @@ def train_step(
         batch = with_policy_logprobs(config, parts, batch, step, partial_step)
         batch = correct(config, parts, batch, partial_step)
     batch = compare_with_reference(config, parts, batch, partial_step)
-    with phase(Phase.UPDATE):
+    with parts.instruments.phase(Phase.UPDATE):
         update(config, parts, batch, step, partial_step)
     metrics = partial_step.metrics | step_metrics.update_metrics(partial_step.updates)
     return metrics, int(batch.lengths.sum())
@@ -160,7 +170,7 @@ def with_policy_logprobs(
 ) -> TokenBatch:
     """Return `batch` with the log-probs of the policy before the step's first update."""
     if partial_step.old_logprobs is None:
-        parts.check_stop()
+        parts.check_policy_stop()
         with parts.instruments.phase(Phase.LOGPROBS):
             outputs = parts.policy.logprobs(batch)
         sequences = partial_step.sequences or []
@@ -168,9 +178,8 @@ def with_policy_logprobs(
         parts.recorder.sequence_diagnostics(step, diagnostics, sequences, parts.data_parallel)
         check_mismatch(config, parts, sequences, batch, step, partial_step, outputs)
         partial_step.old_logprobs, partial_step.routes = outputs.logprobs, outputs.routes
-    return dataclasses.replace(
-        batch, old_logprobs=partial_step.old_logprobs, routes=partial_step.routes
-    )
+    routes = batch.routes if partial_step.routes is None else partial_step.routes
+    return dataclasses.replace(batch, old_logprobs=partial_step.old_logprobs, routes=routes)
 
 
 def check_mismatch(
@@ -185,7 +194,9 @@ def check_mismatch(
     """Compare policy and engine on the tokens of `batch` that the current weights sampled, and add
     mismatch/* to the step's metrics. Collective. Raises SyncError if they differ by more than
     sync.* allows."""
-    mask = fresh_mask(sequences, batch, version=step - 1)
+    # A completion that continued replays the experts of older weights in front of its new tokens.
+    replays = config.policy.router_replay == "engine"
+    mask = fresh_mask(sequences, batch, version=step - 1, only_whole=replays)
     if config.loss.old_logprobs == "engine":  # only loss tokens have log-probs
         mask = mask & batch.loss_mask
     own_gap = gap_statistics(dataclasses.replace(batch, old_logprobs=outputs.logprobs), mask)
@@ -222,7 +233,7 @@ def compare_with_reference(
     if not config.loss.kl.is_on:
         return batch
     if partial_step.reference_logprobs is None:
-        parts.check_stop()
+        parts.check_policy_stop()
         with parts.instruments.phase(Phase.LOGPROBS):
             partial_step.reference_logprobs = parts.policy.reference_logprobs(batch)
     compared = dataclasses.replace(batch, reference_logprobs=partial_step.reference_logprobs)
@@ -256,7 +267,7 @@ def update(
     # Without loss tokens there is no gradient, but Adam's momentum would still move the weights.
     trained = [(start, mini) for start, mini in zip(starts, minis) if mini.num_loss_tokens]
     for start, mini in trained[len(partial_step.updates) :]:
-        parts.check_stop()
+        parts.check_policy_stop()
         check = None
         if config.loss.old_logprobs == "engine" and not partial_step.updates:
             sequences = (partial_step.sequences or [])[start : start + mini.num_sequences]

@@ -94,7 +94,7 @@ class DataParallel(Protocol):
 
     @property
     def index(self) -> int:
-        """Data-parallel index of this rank."""
+        """Data-parallel index of this rank; -1 if it has no policy."""
         ...
 
     @property
@@ -118,7 +118,7 @@ class DataParallel(Protocol):
 
     def all_gather(self, value: T, of: object) -> list[T]:
         """Return the value of each data-parallel index, that of its first rank. `of` is the type of
-        the values."""
+        the values. Collective over the ranks with a policy."""
         ...
 
 
@@ -141,11 +141,11 @@ class Snapshot(Protocol):
 
 
 class Policy(Protocol):
-    """The model being trained, sharded over all ranks."""
+    """The model being trained, sharded over all ranks with a policy."""
 
     @property
     def data_parallel_index(self) -> int:
-        """Data-parallel index of this rank."""
+        """Data-parallel index of this rank; -1 if it has no policy."""
         ...
 
     def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
@@ -392,6 +392,10 @@ class Sync(Protocol):
         ...
 
 
+StepResult = tuple[dict[str, float], int]  # metrics, and number of tokens, of a training step
+Training = Callable[[int, Callable[[], StepResult]], StepResult]  # see rollout/roles.py
+
+
 class Evaluations(Protocol):
     """Evaluations between steps; see rollout/evaluate.py."""
 
@@ -440,5 +444,7 @@ class Parts:
     recorder: Recorder
     checkpoints: Checkpoints
     instruments: Instruments
+    on_policy_ranks: Training = lambda _, train: train()
     check_stop: Callable[[], object] = lambda: None
-    """Raises Stopped on all ranks if a signal asked any of them to stop. Collective."""
+    check_policy_stop: Callable[[], object] = lambda: None
+    """Raise Stopped on all ranks (or all with a policy) if a signal asked one of them to stop."""

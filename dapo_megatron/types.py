@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     Int32s = array[int]
     Float32s = array[float]
+    Experts = array[int]
 else:
-    Int32s = Float32s = array
+    Int32s = Float32s = Experts = array
 
 
 class Phase(StrEnum):
@@ -124,10 +125,13 @@ class Completion:
     engine's log-probs of these tokens under the sampling distribution, temperature included.
     `segments` lists, in token order, which weight version sampled how many tokens. `grade` is None
     until the completion is graded. It stays None if the grader hung, died or raised; the group then
-    abstains.
+    abstains. `routes` are the experts of the tokens of prompt and response, except the last one,
+    flattened [tokens, layers, k], each under the weights that sampled its segment; None without
+    router replay.
 
     Tokens and log-probs are packed: 4 bytes per number, where a Python number takes about 32. Numpy
-    and torch view them without a copy. Other sequences are packed by the constructor.
+    and torch view them without a copy. Other sequences are packed by the constructor. Routes are
+    packed as uint8 ("B") or int16 ("h").
 
     Example: `Completion(sample=3, tokens=(9, 2), logprobs=(-.1, -.7), text="7",
     finish=Finish.STOP, segments=(Segment(12, 2),), grade=Grade(1.0, True, "7"))`.
@@ -140,6 +144,7 @@ class Completion:
     finish: Finish
     segments: tuple[Segment, ...]
     grade: Grade | None = None
+    routes: Experts | None = None
 
     def __post_init__(self) -> None:
         for name, typecode in (("tokens", "i"), ("logprobs", "f")):
@@ -213,11 +218,13 @@ class TrainingSequence:
 
 @dataclass(frozen=True, slots=True)
 class SequenceTokens:
-    """Tokens of one training sequence. `logprobs` are the engine's, one per response token."""
+    """Tokens of one training sequence. `logprobs` are the engine's, one per response token;
+    `routes` those of `Completion`."""
 
     prompt: NDArray[np.int32]
     response: NDArray[np.int32]
     logprobs: NDArray[np.float32]
+    routes: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,9 +311,9 @@ class TokenBatch:
     engine_logprobs float [T]    the engine's log-probs, 0 outside the response
     old_logprobs    float [T]    the policy's log-probs before the step's first update; or None
     reference_logprobs  float [T]  log-probs of the reference of loss.kl; None without one
-    routes          integer [T, layers, k]  experts that each token uses in each layer with experts
-                                 of the model; uint8, or int16 with -1 where the router chooses;
-                                 None if it always chooses
+    routes          integer [T, layers * k]  experts that each token uses in the model's layers
+                                 with experts; uint8, or int16 with -1 where the router chooses;
+                                 None if it always chooses. The last token of a sequence is ignored
     owners          int64 [S]    data-parallel index that trains on each sequence; None if every
                                  rank holds all sequences
     held            int64 [H]    sequences that this rank holds, ascending; None: all of them
@@ -561,7 +568,7 @@ class SyncReport:
     fingerprinted: float
     """Share of the tensors whose fingerprints were compared."""
     unread_tensors: int
-    """Tensors that cannot be read back from this rank's engine (quantized or reordered)."""
+    """Tensors that cannot be read back from the first engine (quantized or reordered)."""
     canary_gap: float
     decode_gap: float = 0.0
     """Largest gap between log-probs of decoded tokens and of the same tokens scored in one pass."""

@@ -236,14 +236,18 @@ def plan(config: Config, request: Request) -> Iterator[tuple[str, str]]:
     yield "nodes", f"{request.nodes} x {request.tasks_per_node} = {world} ranks, one per {devices}"
     axes = ("tensor", "pipeline", "context", "expert")
     sizes = [getattr(policy, f"{axis}_parallel") for axis in axes]
-    data = world // (sizes[0] * sizes[1] * sizes[2])
+    policy_world, roles = config.policy_ranks(world), config.roles
+    data = policy_world // (sizes[0] * sizes[1] * sizes[2])
     product = " x ".join(map(str, [*sizes, data]))
-    yield "layout", f"TP x PP x CP x EP x DP = {product}: {describe(policy, world)}"
+    yield "layout", f"TP x PP x CP x EP x DP = {product}: {describe(policy, policy_world)}"
+    if roles.are_separate:
+        yield "roles", f"policy on the first {roles.policy} ranks, engines on {roles.engine}"
+        yield "", "memory and time are not forecast with roles"
     if policy.tensor_parallel > request.tasks_per_node:
         yield "", "tensor parallelism crosses nodes: every layer waits for the network"
     if config.checkpoint.every == 0 and config.checkpoint.max_minutes is None:
         yield "", "checkpoint.every is 0: a crash or a lost node loses the run"
-    yield "engines", f"{world // engine} of {engine} ranks"
+    yield "engines", f"{config.engine_ranks(world) // engine} of {engine} ranks"
     yield "run", f"{config.folder} (metrics, checkpoints, logs of ranks)"
     yield "logs", f"{LOGS}/{request.name}/ (job log; ranks: JOB.START/NODE-RANK.log)"
 
@@ -339,10 +343,11 @@ def submit(
     _show(loaded, request, elsewhere=elsewhere)
     if errors := list(problems(loaded, request, elsewhere=elsewhere)):
         raise _refused(errors)
-    from dapo_megatron.plan.forecast import forecast
+    if not loaded.roles.are_separate:
+        from dapo_megatron.plan.forecast import forecast
 
-    if errors := forecast(loaded, request.world_size, _node_spec(request)):
-        raise _refused(errors)
+        if errors := forecast(loaded, request.world_size, _node_spec(request)):
+            raise _refused(errors)
     if not dry_run:
         _submit(sbatch_command(loaded, request), request)
 

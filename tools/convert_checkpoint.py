@@ -4,6 +4,8 @@ It runs on the CPU, block by block, and needs neither Megatron nor vLLM:
 
     python tools/convert_checkpoint.py hf-to-megatron models/qwen megatron/qwen --tensor-parallel 4
     python tools/convert_checkpoint.py megatron-to-hf megatron/qwen models/qwen_again
+    python tools/convert_checkpoint.py hf-to-megatron models/qwen pretrain/qwen --format torch_dist
+    python tools/convert_checkpoint.py megatron-to-hf pretrain/run models/x --hf-config models/qwen
     python tools/convert_checkpoint.py megatron-to-hf runs/x/checkpoints/step_000040 models/trained
     python tools/convert_checkpoint.py verify models/qwen models/qwen_again
 
@@ -22,11 +24,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
-from math import log2
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from converting.layouts import make_layout
 from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
@@ -38,22 +40,18 @@ from dapo_megatron.checkpoints.formats.compare import (
     replica_bytes,
 )
 from dapo_megatron.checkpoints.formats.hf import HfWriter
-from dapo_megatron.checkpoints.formats.megatron import MegatronLayout, MegatronWriter
+from dapo_megatron.checkpoints.formats.megatron import MegatronWriter
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import Store, StoreWriter, describe, fill
 from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
-from dapo_megatron.checkpoints.formats.weights_folder import publish
+from dapo_megatron.checkpoints.formats.torch_dist.store import TorchDistWriter
+from dapo_megatron.checkpoints.formats.weights_folder import declare_without_mtp, publish
 from dapo_megatron.cluster.processes import resident_bytes
-from dapo_megatron.config import PolicyConfig, refuse
-from dapo_megatron.model import Architecture
-from dapo_megatron.plan.layout import policy_problems, stage_layers
-from dapo_megatron.types import CheckpointError, DapoError, torch_dtype
+from dapo_megatron.types import CheckpointError, ConfigError, DapoError, torch_dtype
 
 GIB = 2**30
 NUM_SHOWN = 10
 """How many differences are printed. The JSON file has all of them."""
-MAX_SIZE = 64
-"""Largest parallel size that is proposed."""
 MakeWriter = Callable[[Path, Mapping[str, TensorInfo]], StoreWriter]
 Advance = Callable[[int], object]
 
@@ -65,6 +63,13 @@ app = typer.Typer(
 )
 
 
+class Format(StrEnum):
+    """Formats that `hf-to-megatron` and `reshard` write."""
+
+    MEGATRON = "megatron"
+    TORCH_DIST = "torch_dist"
+
+
 class Dtype(StrEnum):
     """Data types that weights can be converted to."""
 
@@ -74,6 +79,21 @@ class Dtype(StrEnum):
 
 Source = Annotated[Path, typer.Argument(help="Folder to read.", show_default=False)]
 Target = Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)]
+AsFormat = Annotated[
+    Format,
+    typer.Option(
+        "--format",
+        help="megatron: a Megatron folder of this project. torch_dist: a checkpoint that "
+        "Megatron-LM and Megatron-Bridge load, in any layout.",
+    ),
+]
+HfConfig = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="config.json and tokenizer of a checkpoint of Megatron (torch_dist) without them.",
+    ),
+]
 TensorSize = Annotated[int, typer.Option(min=1, help="Ranks that share each layer.")]
 PipelineSize = Annotated[int, typer.Option(min=1, help="Stages that share the layers.")]
 ExpertSize = Annotated[int, typer.Option(min=1, help="Ranks that share a layer's experts.")]
@@ -96,17 +116,21 @@ Ignore = Annotated[
     list[str] | None,
     typer.Option(metavar="FIELD", help="Unknown field of config.json to ignore."),
 ]
+DropMtp = Annotated[
+    bool, typer.Option("--drop-mtp", help="Leave out layers for multi-token prediction.")
+]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the results here.")]
 
 
 # ------------------------------------------------------------------------------- commands
 
 
-@app.command("hf-to-megatron", help="Convert any folder with a model to a Megatron folder.")
+@app.command("hf-to-megatron", help="Convert any folder with a model to a folder of Megatron.")
 @app.command("reshard", help="The same command, named for folders that already have a layout.")
 def to_megatron(
     source: Source,
     target: Target,
+    format: AsFormat = Format.MEGATRON,
     tensor_parallel: TensorSize = 1,
     pipeline_parallel: PipelineSize = 1,
     expert_parallel: ExpertSize = 1,
@@ -115,16 +139,26 @@ def to_megatron(
     dtype: AsDtype = None,
     overwrite: Overwrite = False,
     check: Check = True,
+    hf_config: HfConfig = None,
     ignore: Ignore = None,
+    drop_mtp: DropMtp = False,
     json_file: JsonPath = None,
 ) -> None:
-    """Write a Megatron folder. The format of SOURCE is read from its files."""
+    """Write a folder of Megatron. The format of SOURCE is read from its files."""
     with report_errors(json_file) as results:
-        store = open_store(source, ignore or ())
+        store = open_store(source, ignore or (), hf_config, drop_mtp=drop_mtp)
         sizes = (tensor_parallel, pipeline_parallel, expert_parallel)
-        layout = make_layout(store.arch, sizes, (first_stage_layers, last_stage_layers))
+        ends = (first_stage_layers, last_stage_layers)
+        if format is Format.TORCH_DIST and (sizes, ends) != ((1, 1, 1), (None, None)):
+            raise ConfigError(
+                "--format torch_dist: Megatron reads one checkpoint in any layout; leave the "
+                "options of the layout out"
+            )
+        layout = make_layout(store.arch, sizes, ends)
 
-        def writer(folder: Path, tensors: Mapping[str, TensorInfo]) -> MegatronWriter:
+        def writer(folder: Path, tensors: Mapping[str, TensorInfo]) -> StoreWriter:
+            if format is Format.TORCH_DIST:
+                return TorchDistWriter(folder, store.arch, tensors)
             return MegatronWriter(folder, store.arch, layout, tensors)
 
         results |= convert(store, target, writer, dtype, overwrite, check, ignore or ())
@@ -138,28 +172,32 @@ def megatron_to_hf(
     max_file_gib: Annotated[float, typer.Option(help="Maximum GiB of weights per file.")] = 4.0,
     overwrite: Overwrite = False,
     check: Check = True,
+    hf_config: HfConfig = None,
     ignore: Ignore = None,
+    drop_mtp: DropMtp = False,
     json_file: JsonPath = None,
 ) -> None:
-    """Convert any folder with a model (Megatron, training checkpoint, HF) to an HF folder."""
+    """Convert any folder with a model to an HF folder: of Megatron, of a run, or HF."""
 
     def writer(folder: Path, tensors: Mapping[str, TensorInfo]) -> HfWriter:
         return HfWriter(folder, tensors, int(max_file_gib * GIB))
 
     with report_errors(json_file) as results:
-        store = open_store(source, ignore or ())
+        store = open_store(source, ignore or (), hf_config, drop_mtp=drop_mtp)
         results |= convert(store, target, writer, dtype, overwrite, check, ignore or ())
 
 
 @app.command()
 def inspect(
     folder: Annotated[Path, typer.Argument(help="Folder to inspect.", show_default=False)],
+    hf_config: HfConfig = None,
     ignore: Ignore = None,
+    drop_mtp: DropMtp = False,
     json_file: JsonPath = None,
 ) -> None:
     """Print what a folder holds. A damaged or unknown folder is refused with the reason."""
     with report_errors(json_file) as results:
-        content = describe(open_store(folder, ignore or ()))
+        content = describe(open_store(folder, ignore or (), hf_config, drop_mtp=drop_mtp))
         results |= content
         layout = ", ".join(f"{key} {value}" for key, value in content["layout"].items())
         print(f"{folder}: {content['format']} ({layout}), {content['family']}")
@@ -181,7 +219,9 @@ def verify(
     replicas: Annotated[
         bool, typer.Option(help="Also compare the copies of a tensor within each folder.")
     ] = True,
+    hf_config: HfConfig = None,
     ignore: Ignore = None,
+    drop_mtp: DropMtp = False,
     json_file: JsonPath = None,
 ) -> None:
     """Compare the models in two folders of any format and layout.
@@ -190,7 +230,10 @@ def verify(
     if they differ.
     """
     with report_errors(json_file) as results:
-        a, b = (open_store(folder, ignore or ()) for folder in (left, right))
+        a, b = (
+            open_store(folder, ignore or (), hf_config, drop_mtp=drop_mtp)
+            for folder in (left, right)
+        )
         with_replicas = [store for store in (a, b) if replicas]
         total = num_bytes(a) + sum(map(replica_bytes, with_replicas))
         with bar("comparing", total) as advance:
@@ -240,11 +283,15 @@ def convert(
         ) as advance:
             writer.create()
             fill(writer, store, advance)
-            writer.finish(store.folder, new_dtype)
+            writer.finish(store.model_folder, new_dtype)
+            if store.dropped:
+                declare_without_mtp(folder)
         written = time.monotonic()
         if check:
             read_back(store, open_store(folder, ignore), same_dtype=new_dtype is None)
     done = time.monotonic()
+    if store.dropped:
+        print(f"left out: {store.dropped[0]} and {len(store.dropped) - 1:,} more tensors")
     speed = writer.nbytes / (written - started) / 1e6
     print(
         f"{target}: {len(infos):,} tensors, {writer.nbytes:,} bytes in {written - started:.1f} s "
@@ -256,6 +303,7 @@ def convert(
         "source": str(store.folder),
         "target": str(target),
         "tensors": len(infos),
+        "dropped_tensors": len(store.dropped),
         "bytes": writer.nbytes,
         "largest_tensor_bytes": max(info.nbytes for info in store.tensors.values()),
         "seconds": written - started,
@@ -290,87 +338,6 @@ def read_back(source: Store, written: Store, *, same_dtype: bool) -> None:
         )
 
 
-# ------------------------------------------------------------------------------- layouts
-
-
-def make_layout(
-    arch: Architecture, sizes: tuple[int, int, int], ends: tuple[int | None, int | None]
-) -> MegatronLayout:
-    """Return the layout of the options: tensor x pipeline x expert parallel.
-
-    Accepts exactly the layouts that training accepts. Raises ConfigError, which names every option
-    that does not fit and the nearest values that do.
-    """
-    tensor, pipeline, expert = sizes
-    problems = []
-    for option, size, ends_of_option in (
-        ("--tensor-parallel", tensor, (None, None)),
-        ("--pipeline-parallel", pipeline, ends),
-        ("--expert-parallel", expert, (None, None)),
-    ):
-        if misfits := option_problems(arch, option, size, ends_of_option):
-            fitting = [
-                n
-                for n in range(1, MAX_SIZE + 1)
-                if not option_problems(arch, option, n, ends_of_option)
-            ]
-            nearest = sorted(fitting, key=lambda n: (abs(log2(n / size)), n))[:3]
-            options = [f"{option} {n}" for n in sorted(nearest)]
-            if option == "--pipeline-parallel":
-                options = [*uneven_stages(arch, pipeline), *options]
-            problems += [*misfits, f"  that fit: {', '.join(options) or 'none'}"]
-    refuse(problems)
-    policy = policy_of("--pipeline-parallel", pipeline, ends)
-    stages = stage_layers(policy, arch.num_layers)
-    return MegatronLayout(tensor, tuple(len(layers) for [layers] in stages), expert)
-
-
-def option_problems(
-    arch: Architecture, option: str, size: int, ends: tuple[int | None, int | None]
-) -> list[str]:
-    """Return the problems of one option of a layout, with all other sizes 1."""
-    policy = policy_of(option, size, ends)
-    keys = r"(?:policy\.)?(tensor|pipeline|expert)_parallel|(?:policy\.)?(first|last)_stage_layers"
-    return [
-        re.sub(keys, as_option, text).replace("use null", "leave it out")
-        for text in policy_problems(policy, size, arch)
-    ]
-
-
-def as_option(match: re.Match[str]) -> str:
-    """Convert a key of the config to an option of this program."""
-    return "--" + match.group().removeprefix("policy.").replace("_", "-")
-
-
-def policy_of(option: str, size: int, ends: tuple[int | None, int | None]) -> PolicyConfig:
-    """Return a policy that is parallel along one axis only."""
-    key = option.removeprefix("--").replace("-", "_")
-    return PolicyConfig(precision="float32").model_copy(
-        update={
-            key: size,
-            "sequence_parallel": key == "tensor_parallel" and size > 1,
-            "first_stage_layers": ends[0],
-            "last_stage_layers": ends[1],
-        }
-    )
-
-
-def uneven_stages(arch: Architecture, pipeline: int) -> list[str]:
-    """Propose a first stage of another size, as near to the other stages as possible.
-
-    The list holds one proposal, or none if no first stage fits.
-    """
-    layers = arch.num_layers
-    for first in sorted(range(1, layers), key=lambda n: (abs(n - layers / pipeline), -n)):
-        if not option_problems(arch, "--pipeline-parallel", pipeline, (first, None)):
-            rest = (layers - first) // (pipeline - 1)
-            return [
-                f"--pipeline-parallel {pipeline} --first-stage-layers {first} "
-                f"({first} layers, then {rest} each)"
-            ]
-    return []
-
-
 # ------------------------------------------------------------------------------- output
 
 
@@ -387,6 +354,7 @@ def report_errors(json_file: Path | None) -> Iterator[dict[str, Any]]:
         yield results
     except DapoError as error:
         text = str(error).replace("model.path:", "config.json:")
+        text = text.replace("Set model.drop_mtp=true", "Use --drop-mtp")
         print(f"error: {text.replace('model.ignore_fields', '--ignore')}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:

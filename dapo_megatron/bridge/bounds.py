@@ -116,8 +116,10 @@ def canary_gap(policy: Tensor, engine: list[list[float]]) -> CanaryGap:
     """Return the gap between the log-probs of policy and engine. NaN counts as infinity.
 
     `policy` holds the log-probs of all tokens of all sequences, end to end. `engine` lacks those of
-    each sequence's first token.
+    each sequence's first token. It is empty on a rank without an engine, which has no gap.
     """
+    if not engine:
+        return CanaryGap(max=0.0, sequence=0, token=0, mean=0.0, quantile=0.0, num_tokens=0)
     num_tokens = len(engine[0]) + 1
     expected = policy.view(-1, num_tokens)[:, 1:].double()
     gaps = (torch.tensor(engine, dtype=torch.float64) - expected).abs()

@@ -57,10 +57,13 @@ def check_decoding(
 
 
 def _gap(engine: RolloutEngine, sequences: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Return the largest and the mean gap of this rank's engine. NaN counts as infinity."""
+    """Return the largest and the mean gap of this rank's engine, 0 without one. NaN counts as
+    infinity."""
     num_tokens = min(NUM_TOKENS, len(sequences[0]) - 1)
     prompts = [list(tokens[:-num_tokens]) for tokens in sequences]
     decoded = engine.decode(prompts, num_tokens)
+    if not decoded:
+        return 0.0, 0.0
     scores = engine.score(
         [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, decoded, strict=True)]
     )

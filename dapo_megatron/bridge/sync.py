@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import time
 from math import prod
+from typing import Any
+
+import torch
 
 from dapo_megatron.bridge.bounds import CanaryBounds
 from dapo_megatron.bridge.decoding import check_decoding
@@ -44,7 +47,10 @@ class WeightSync:
         vocab: int,
         max_tokens: int,
         ranks_per_node: int,
+        device: torch.device,
+        group: Any = None,
     ) -> None:
+        """`group` is the process group for tensors on `device`; None for the default group."""
         self._policy = policy
         self._engine = engine
         self._exchange = exchange
@@ -59,7 +65,12 @@ class WeightSync:
         self.wanted = gather_slices(exchange, wanted)
         """[rank] -> the slices that the rank's engine takes."""
         self.plan: TransferPlan = make_plan(held, self.wanted, ranks_per_node=ranks_per_node)
-        self._transfer = Transfer(self.plan, shards, wanted, exchange.rank, shards[0].view.device)
+        self._transfer = Transfer(self.plan, shards, wanted, exchange.rank, device, group)
+        wanted_by_rank = enumerate(self.wanted.list_of_rank)
+        self._first_engine = next(
+            rank for rank, number in wanted_by_rank if self.wanted.lists[number]
+        )
+        """First rank with an engine."""
         self.bytes_received = exchange.all_gather(self._transfer.nbytes_received, int)
         """Bytes that each rank receives in one sync."""
         self.num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
@@ -112,7 +123,7 @@ class WeightSync:
         return SyncReport(
             version=version,
             num_tensors=len(
-                {tensor_slice.name for tensor_slice in self.wanted[self._exchange.rank]}
+                {tensor_slice.name for tensor_slice in self.wanted[self._first_engine]}
             ),
             num_bytes=max(self.bytes_received),
             seconds=moved - awake,

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dapo_megatron.bridge.islands import RankSlices
 from dapo_megatron.bridge.plan import BoxTransfer, TransferPlan, make_plan
 from dapo_megatron.cluster.collectives import gather_distinct
+from dapo_megatron.cluster.groups import group_or_world
 from dapo_megatron.protocols import Exchange, ReceivedTensor
 from dapo_megatron.types import Region, Shard, SyncError, TensorSlice, whole
 
@@ -45,8 +45,10 @@ class Transfer:
         wanted: Sequence[TensorSlice],
         rank: int,
         device: torch.device,
+        group: Any = None,
     ) -> None:
-        self._device = device
+        """`group` is the process group for tensors on `device`; None for the default group."""
+        self._device, self._group = device, group
         held = _by_name(shards, lambda shard: shard.tensor_slice.name)
         tensor_slices = _by_name(wanted, lambda tensor_slice: tensor_slice.name)
         self._rounds = []
@@ -87,7 +89,8 @@ class Transfer:
         if round_.is_exchange:
             sent = round_.leaving.allocate(self._device)
             self._pack(round_, sent)
-            dist.all_to_all_single(received, sent, round_.arriving.splits, round_.leaving.splits)
+            splits = round_.arriving.splits, round_.leaving.splits
+            group_or_world(self._group).alltoall_base(received, sent, *splits).wait()
             del sent
         for name, tensor_slices in round_.wanted.items():
             yield (

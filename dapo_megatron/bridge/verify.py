@@ -80,7 +80,7 @@ class SyncVerifier:
         self._replica_of_rank = exchange.all_gather(engine.replica, int)
         self._sequences = sequences
         self.num_unread = 0
-        """Tensors of this rank's engine that could not be read back at the last full check."""
+        """Tensors of the first engine that could not be read back at the last full check."""
 
     def check_fingerprints(self, version: int, names: Collection[str] | None = None) -> None:
         """Raise SyncError naming tensors and ranks if policy and engines hold different weights.
@@ -131,6 +131,7 @@ class SyncVerifier:
                 + more
             )
         if is_full:
+            rank = next(rank for rank, replica in enumerate(self._replica_of_rank) if replica >= 0)
             _, rank_prints = values[value_of_rank[rank]]
             readable = {self._wanted[rank][index].name for index, _ in rank_prints}
             self.num_unread = len(
@@ -159,8 +160,11 @@ class SyncVerifier:
         return list(zip(indices, prints, strict=True))
 
     def canary_logprobs(self) -> Tensor:
-        """Return the policy's log-probs of the canary sequences at temperature 1, end to end."""
-        return self._policy.logprobs(canary_batch(self._sequences), temperature=1.0).logprobs
+        """Return the policy's log-probs of the canary sequences at temperature 1, end to end, also
+        on ranks without a policy."""
+        scored = self._policy.logprobs(canary_batch(self._sequences), temperature=1.0)
+        logprobs = self._exchange.broadcast(scored.logprobs.tolist(), list[float])
+        return torch.tensor(logprobs, dtype=torch.float64)
 
     def check_canary(self, version: int, policy_logprobs: Tensor, *, fingerprinted: bool) -> float:
         """Return the largest gap, in nats, between any engine and the policy.

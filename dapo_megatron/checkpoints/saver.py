@@ -28,7 +28,6 @@ from dapo_megatron.protocols import Exchange, Snapshot
 from dapo_megatron.types import CheckpointError, DapoError
 
 Result = TypeVar("Result")
-HF = "hf"
 
 
 class Export(Protocol):
@@ -80,7 +79,8 @@ class CheckpointSaver:
     """Raises Fenced if another attempt owns the run's folder. Called on rank 0."""
     note: Callable[[str], None] = lambda _: None
     """Shows a line to the user."""
-    export: Export | None = None
+    exports: Mapping[str, Export] = field(default_factory=dict)
+    """Exports to write with each checkpoint, by the name of their folder in it."""
     describe: Callable[[Path], None] = lambda _: None
     """Copies config.json and tokenizer into a folder, so that a checkpoint can be read without the
     original model."""
@@ -181,7 +181,7 @@ class CheckpointSaver:
         None."""
         num_bytes = sum(part.num_bytes for part in job.parts)
         needed = sum(self.background.all_gather(num_bytes, int))
-        needed += self.export.num_bytes if self.export else 0
+        needed += sum(export.num_bytes for export in self.exports.values())
         partial = self.folder / folders.PARTIAL / self.attempt / job.name
         partial = self.background.broadcast(partial, Path)
         try:
@@ -206,7 +206,7 @@ class CheckpointSaver:
             raise CheckpointError("no room")
 
     def _write_parts(self, job: _Job, partial: Path) -> dict[str, Entry]:
-        """Write this rank's parts, and its share of the export. Return the entries of all ranks'
+        """Write this rank's parts, and its share of the exports. Return the entries of all ranks'
         files."""
 
         def write() -> dict[str, Entry]:
@@ -220,15 +220,17 @@ class CheckpointSaver:
             }
 
         entries = self._all_ranks(write)
-        if self.export is not None:
+        if self.exports:
             self._rank0(lambda: self.describe(partial))
-            entries |= self._export(self.export, partial)
+        for name in self.exports:
+            entries |= self._export(name, partial)
         by_rank = self.background.all_gather(entries, dict[str, Entry])
         return {name: entry for rank_entries in by_rank for name, entry in rank_entries.items()}
 
-    def _export(self, export: Export, partial: Path) -> dict[str, Entry]:
-        """Write the export. Return the manifest entries of this rank's share of its files."""
-        target, rank, num_ranks = partial / HF, self.background.rank, self.background.world_size
+    def _export(self, name: str, partial: Path) -> dict[str, Entry]:
+        """Write an export. Return the manifest entries of this rank's share of its files."""
+        export, target = self.exports[name], partial / name
+        rank, num_ranks = self.background.rank, self.background.world_size
 
         def create() -> None:
             target.mkdir()
@@ -236,16 +238,18 @@ class CheckpointSaver:
 
         def finish() -> list[str]:
             export.finish(target)
-            return sorted(path.name for path in target.iterdir() if path.is_file())
+            return sorted(
+                str(path.relative_to(partial)) for path in target.rglob("*") if path.is_file()
+            )
 
         self._rank0(create)
         self._all_ranks(lambda: export.write(partial, target, rank, num_ranks))
         names = self.background.broadcast(self._rank0(finish) or [], list[str])
         share = names[rank::num_ranks]
-        return self._all_ranks(lambda: {f"{HF}/{name}": entry_of(target / name) for name in share})
+        return self._all_ranks(lambda: {file: entry_of(partial / file) for file in share})
 
     def _finish(self, job: _Job, partial: Path, known: Mapping[str, Entry]) -> None:
-        if self.export is None:
+        if not self.exports:
             self.describe(partial)
         write_text(partial / folders.STATE, json.dumps(job.state))
         write_manifest(partial, known)

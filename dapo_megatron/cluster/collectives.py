@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import msgspec
 
 from dapo_megatron import types
+from dapo_megatron.cluster.groups import group_or_world
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import DapoError, RankError, dtype_name, torch_dtype
 
@@ -142,54 +143,58 @@ def decode(message: bytes | memoryview, of: Any, sender: str) -> Any:
         ) from None
 
 
-def all_gather(value: T, of: object, group: Any) -> list[T]:
+def all_gather(value: T, of: object, group: Any, names: Sequence[int]) -> list[T]:
     """Return the value of each rank of a gloo group, in rank order. Collective.
 
-    `of` is the type of the values. Raises RankError on every rank if a message does not have it.
+    `of` is the type of the values, `names` the numbers of the group's ranks in the run. Raises
+    RankError on every rank if a message does not have the type.
     """
     import torch
-    import torch.distributed as dist
 
+    group = group_or_world(group)
     message = _tensor(encode(value))
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([message.numel()]), group=group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    group.allgather(sizes, torch.tensor([message.numel()])).wait()
     longest = max(int(size) for size in sizes)
     received = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
     padding = torch.zeros(longest - message.numel(), dtype=torch.uint8)
-    dist.all_gather(received, torch.cat([message, padding]), group=group)
+    group.allgather(received, torch.cat([message, padding])).wait()
     return [
         decode(_view(tensor, int(size)), of, f"rank {rank}")
-        for rank, tensor, size in zip(_global_ranks(group), received, sizes, strict=True)
+        for rank, tensor, size in zip(names, received, sizes, strict=True)
     ]
 
 
-def broadcast(value: T, of: object, group: Any, source: int = 0) -> T:
+def broadcast(value: T, of: object, group: Any, names: Sequence[int], source: int = 0) -> T:
     """Return the value of rank `source` of a gloo group on each of its ranks. Collective. See
     `all_gather`."""
     import torch
-    import torch.distributed as dist
 
-    is_sender = dist.get_rank(group) == source
+    group = group_or_world(group)
+    is_sender = group.rank() == source
     message = encode(value) if is_sender else b""
     # A small message travels with its size, because leaders send one in every engine step.
     header = _tensor(len(message).to_bytes(_SIZE_BYTES, "little") + message[:_INLINE_BYTES])
     frame = torch.zeros(_SIZE_BYTES + _INLINE_BYTES, dtype=torch.uint8)
     frame[: header.numel()] = header
-    dist.broadcast(frame, group=group, group_src=source)
+    group.broadcast(frame, source).wait()
     view = _view(frame, frame.numel())
     size = int.from_bytes(view[:_SIZE_BYTES], "little")
     received = view[_SIZE_BYTES:][:size]
     if size > _INLINE_BYTES:
         tensor = _tensor(message) if is_sender else torch.empty(size, dtype=torch.uint8)
-        dist.broadcast(tensor, group=group, group_src=source)
+        group.broadcast(tensor, source).wait()
         received = _view(tensor, size)
     if is_sender:
         return value
-    return cast(T, decode(received, of, f"rank {_global_ranks(group)[source]}"))
+    return cast(T, decode(received, of, f"rank {names[source]}"))
 
 
 def all_to_all(
-    parts: Sequence[bytes | bytearray | memoryview], sizes: Sequence[int], group: Any
+    parts: Sequence[bytes | bytearray | memoryview],
+    sizes: Sequence[int],
+    group: Any,
+    names: Sequence[int],
 ) -> list[memoryview]:
     """Send `parts[r]` to rank r of a gloo group, and return the part from each rank. Collective.
 
@@ -198,20 +203,20 @@ def all_to_all(
     rank that has another size.
     """
     import torch
-    import torch.distributed as dist
 
-    own, views = dist.get_rank(group), [_bytes_of(part) for part in parts]
+    group = group_or_world(group)
+    own, views = group.rank(), [_bytes_of(part) for part in parts]
     # gloo ends the process if a message is too long, and accepts one that is too short.
     announced = torch.empty(len(views), dtype=torch.int64)
-    dist.all_to_all_single(announced, torch.tensor([len(view) for view in views]), group=group)
-    for rank, sent, size in zip(_global_ranks(group), announced.tolist(), sizes, strict=True):
+    group.alltoall_base(announced, torch.tensor([len(view) for view in views]), [], []).wait()
+    for rank, sent, size in zip(names, announced.tolist(), sizes, strict=True):
         if sent != size:
             raise RankError(f"rank {rank}: sends {sent} bytes where {size} are expected")
     received = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     others = [rank for rank in range(len(views)) if rank != own]
-    works = [dist.irecv(received[r], group=group, group_src=r) for r in others if sizes[r]]
-    works += [dist.isend(_shared(views[r]), group=group, group_dst=r) for r in others if views[r]]
-    for work in filter(None, works):
+    works = [group.recv([received[r]], r, 0) for r in others if sizes[r]]
+    works += [group.send([_shared(views[r])], r, 0) for r in others if views[r]]
+    for work in works:
         work.wait()
     return [views[own] if r == own else _view(part, sizes[r]) for r, part in enumerate(received)]
 
@@ -277,13 +282,6 @@ def _without_surrogates(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_surrogates(item) for item in value]
     return value
-
-
-def _global_ranks(group: Any) -> list[int]:
-    """Return the ranks of a group's members in the world, which errors name."""
-    import torch.distributed as dist
-
-    return dist.get_process_group_ranks(group)
 
 
 def _bytes_of(part: bytes | bytearray | memoryview) -> memoryview:

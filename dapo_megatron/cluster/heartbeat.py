@@ -67,6 +67,8 @@ class Heartbeat:
     """Name of the last exchange."""
     num_collectives: Mapping[str, int] = field(default_factory=dict)
     """Last collective by process group, from torch's flight recorder; only after an alarm."""
+    role: str = ""
+    """policy or engine; empty if every rank has both."""
 
     @property
     def place(self) -> str:
@@ -138,8 +140,9 @@ class Suspect:
         if self.heartbeat is None:
             return f"rank {self.rank}: {self.why}"
         last = self.heartbeat
+        place = f"{last.role}, {last.host}" if last.role else last.host
         return (
-            f"rank {self.rank} ({last.host}, pid {last.pid}): {self.why}; last heartbeat at "
+            f"rank {self.rank} ({place}, pid {last.pid}): {self.why}; last heartbeat at "
             f"{last.clock} (its node's clock) in {last.place}, silent for "
             f"{last.silent_seconds:.0f} s at that time; last sign of life: {last.sign}"
         )
@@ -198,11 +201,23 @@ def ranks_behind(heartbeats: Sequence[Heartbeat]) -> list[Suspect]:
     """Return the ranks that are behind others.
 
     Compares exchanges, then torch's collectives, then phases, and stops at the first difference.
+    Collectives and phases are compared between ranks of the same role.
     """
     furthest = max((heartbeat.progress for heartbeat in heartbeats), default=(0, True))
     late = [heartbeat for heartbeat in heartbeats if heartbeat.progress < furthest]
     if late:
         return [_late_in_exchanges(heartbeat, furthest[0]) for heartbeat in late]
+    by_role: dict[str, list[Heartbeat]] = {}
+    for heartbeat in heartbeats:
+        by_role.setdefault(heartbeat.role, []).append(heartbeat)
+    for compare in (_fewer_collectives, _elsewhere):
+        suspects = [suspect for ranks in by_role.values() for suspect in compare(ranks)]
+        if suspects:
+            return suspects
+    return []
+
+
+def _fewer_collectives(heartbeats: Sequence[Heartbeat]) -> list[Suspect]:
     most: Counter[str] = Counter()
     for heartbeat in heartbeats:
         most |= Counter(heartbeat.num_collectives)
@@ -217,8 +232,10 @@ def ranks_behind(heartbeats: Sequence[Heartbeat]) -> list[Suspect]:
             with_fewer_collectives.append(
                 Suspect(heartbeat.rank, f"behind: collectives {', '.join(less)}", heartbeat)
             )
-    if with_fewer_collectives:
-        return with_fewer_collectives
+    return with_fewer_collectives
+
+
+def _elsewhere(heartbeats: Sequence[Heartbeat]) -> list[Suspect]:
     places = Counter((heartbeat.step, heartbeat.phase) for heartbeat in heartbeats)
     if len(places) < 2:
         return []

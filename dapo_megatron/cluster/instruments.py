@@ -253,7 +253,17 @@ class TimelineRecorder:
         self._step = step
         self._started, self._started_at = time.perf_counter(), time.time()
         self._spans: list[tuple[str, float, float]] = []
-        self._running = Running()
+        self._running, self._ahead = Running(), Running()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Record the engine's requests during this block, in which other ranks train."""
+        started = time.perf_counter()
+        self._ahead.begin(started)
+        yield
+        ended = time.perf_counter()
+        self._ahead.end(ended)
+        self._spans.append((Phase.GENERATE, started, ended))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -270,24 +280,40 @@ class TimelineRecorder:
         self._spans.append((name, started, ended))
 
     def metrics(self) -> dict[str, float]:
-        """Return time/engine_idle and throughput/running_mean, if the step generated, and record
-        the timeline of the step if it is due. Collective."""
+        """Return time/engine_idle and throughput/running_mean, if the step generated, and
+        throughput/overlap if engines served while other ranks trained. Record the timeline of the
+        step if it is due. Collective."""
         is_due = bool(self._every) and (self._is_first or self._step % self._every == 0)
         self._is_first = False
-        by_rank = self._exchange.all_gather(self._load(), tuple[float, float] | None)
+        by_rank = self._exchange.all_gather(
+            (self._load(), self._overlap()), tuple[tuple[float, float] | None, float | None]
+        )
         if is_due:
             self._record_step()
-        loads = [load for load in by_rank if load is not None]
+        loads = [load for load, _ in by_rank if load is not None]
+        busy = [share for _, share in by_rank if share is not None]
+        overlap = {"throughput/overlap": fmean(busy)} if busy else {}
         if not loads:
-            return {}
+            return overlap
         return {
+            **overlap,
             "time/engine_idle": fmean(idle for idle, _ in loads),
             "throughput/running_mean": fmean(share for _, share in loads),
         }
 
     def _change(self, num_requests: int) -> None:
         self.requests = num_requests
-        self._running.change(time.perf_counter(), num_requests)
+        now = time.perf_counter()
+        self._running.change(now, num_requests)
+        self._ahead.change(now, num_requests)
+
+    def _overlap(self) -> float | None:
+        """Return the share of `serving` in which this rank's replica had requests. Return None
+        if it did not serve or this is not its leader."""
+        ahead = self._ahead
+        if self._replica is None or not ahead.seconds:
+            return None
+        return 1.0 - ahead.idle_seconds / ahead.seconds
 
     def _load(self) -> tuple[float, float] | None:
         """Return the idle seconds of this rank's replica, and its mean number of requests as a
@@ -301,11 +327,12 @@ class TimelineRecorder:
     def _record_step(self) -> None:
         self._exchange.barrier()
         now = time.perf_counter()  # the same time on all ranks, up to the skew of the barrier
+        points = self._running.points + self._ahead.points
         timeline_here = (
             self._host,
             [(name, started - now, ended - now) for name, started, ended in self._spans],
             self._replica,
-            [(seconds - now, count) for seconds, count in thinned(self._running.points)],
+            [(seconds - now, count) for seconds, count in thinned(points)],
         )
         by_rank = self._exchange.all_gather(timeline_here, RankTimeline)
         if self._exchange.rank:
@@ -363,6 +390,12 @@ class StepInstruments:
         ):
             yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Measure this block, in which the engine serves while other ranks train."""
+        with self.timeline.serving(), self._watchdog.phase(Phase.GENERATE, self._step):
+            yield
 
     def metrics(self, num_tokens: int) -> dict[str, float]:
         """Return time/*, memory/* and throughput/* of the step, which trained on `num_tokens`

@@ -167,7 +167,7 @@ class Hub:
         self._context = _Context()
         self._exclusive = _Exclusive()
         self._peers = [Peer(name, _routing_id(number)) for number, name in enumerate(names)]
-        self._local = local
+        self.local = local
         self._local_member: Member | None = None
         self._early: list[tuple[int, bytes]] = []
         """Messages that arrived while others were still connecting."""
@@ -195,8 +195,8 @@ class Hub:
 
     def connect_local(self) -> Member:
         """Return the member that is in this process."""
-        assert self._local is not None
-        routing_id = self._peers[self._local].routing_id
+        assert self.local is not None
+        routing_id = self._peers[self.local].routing_id
         self._local_member = Member(Address(_INPROC, ""), routing_id, None, self._context)
         return self._local_member
 
@@ -294,7 +294,7 @@ class Hub:
                 messages.append((member, message))
             elif is_count(content):
                 self._try_send(peer, peer.count())
-                if self._admission is not None and member != self._local:
+                if self._admission is not None and member != self.local:
                     self._admission.know(int(frame.get(zmq.SRCFD)), peer.name)
 
     def _member_of(self, frame: zmq.Frame, routing_id: bytes) -> int:
@@ -302,7 +302,7 @@ class Hub:
         try:
             member = int(frame.get("User-Id"))
         except zmq.ZMQError:  # only a connection within this process has none
-            member = self._local if self._local is not None else -1
+            member = self.local if self.local is not None else -1
         if member < 0 or self._peers[member].routing_id != routing_id:
             name = "a connection without a key" if member < 0 else self._peers[member].name
             raise RankError(f"{name}: sends as {routing_id!r}, which is another member")

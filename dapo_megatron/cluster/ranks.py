@@ -12,6 +12,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_megatron.cluster import collectives
+from dapo_megatron.cluster.groups import (
+    TIMEOUT,
+    group_or_world,
+    make_device_group,
+    make_group,
+)
 from dapo_megatron.cluster.join import is_one_machine
 from dapo_megatron.cluster.secret import NUM_BYTES, prove, run_secret
 from dapo_megatron.types import RankError
@@ -19,8 +25,6 @@ from dapo_megatron.types import RankError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-TIMEOUT_MINUTES = 120.0
-"""Timeout of torch's collectives. Longer than any legitimate wait; the watchdog acts earlier."""
 STORE = "DAPO_MEGATRON_STORE"
 """Environment variable with the path of the store file of ranks on one machine, see `launch`. Only
 their user can open the file, whereas torch's TCPStore serves all keys to anyone who connects."""
@@ -37,51 +41,67 @@ class Ranks:
     group: Any = None
     """Process group for plain values; None for the default group. It is a gloo group, because NCCL
     would copy all values, padded to the longest, into the memory of every GPU."""
+    device_group: Any = None
+    """Process group for tensors on the device; None for the default group."""
+    store: Store | None = None
+    """Rendezvous store of the run, for further groups; None for that of the default group."""
+    members: tuple[int, ...] = ()
+    """Numbers of these ranks in the run; empty if they are all ranks."""
+    by_role: RanksByRole | None = None
+    """Ranks of each role; None if every rank has a policy and an engine."""
     on_activity: Callable[[str], None] = lambda _: None
     """Called before and after every exchange, so that the watchdog knows where a rank hangs."""
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
-    def second(self) -> Ranks:
-        """Return the ranks of the world with a separate process group, for another thread.
-        Collective. Raises RankError as `join` does."""
-        import torch.distributed as dist
+    @property
+    def names(self) -> Sequence[int]:
+        """Numbers of these ranks in the run, which errors name."""
+        return self.members or range(self.world_size)
 
-        timeout = timedelta(minutes=TIMEOUT_MINUTES)
-        group = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
-        ranks = replace(self, group=group, on_activity=lambda _: None, _numbers=itertools.count(1))
-        ranks.check_members()
-        return ranks
+    @property
+    def policy(self) -> Ranks | None:
+        """The ranks that have a policy, as a world of their own; None on other ranks."""
+        return self if self.by_role is None else self.by_role.policy
+
+    @property
+    def engine(self) -> Ranks | None:
+        """The ranks that have an engine, as a world of their own; None on other ranks."""
+        return self if self.by_role is None else self.by_role.engine
+
+    def second(self) -> Ranks:
+        """Return these ranks with a separate process group, for another thread. Collective. Raises
+        RankError as `join` does."""
+        return self._with_group("second", self.names, lambda _: None)
 
     def subgroup(self, ranks: Sequence[int]) -> Ranks:
         """Return these ranks, in ascending order, as a world of their own with its own process
-        group. Collective over them; others do not take part. Raises RankError as `join` does.
+        group. Collective over them; others do not take part. Raises RankError as `join` does."""
+        members = [self.names[rank] for rank in sorted(ranks)]
+        # With another first word, because the watchdog compares the exchanges of all ranks.
+        return self._with_group(
+            "subgroup", members, lambda what: self.on_activity(f"subgroup {what}")
+        )
 
-        torch names such a group by its ranks and the number of groups, so it may refuse one that is
-        made after other groups were destroyed.
-        """
-        import torch.distributed as dist
-
-        members = sorted(ranks)
+    def _with_group(
+        self, purpose: str, members: Sequence[int], on_activity: Callable[[str], None]
+    ) -> Ranks:
+        """Return the ranks with these numbers in the run, with a process group of their own."""
+        own = members.index(self.names[self.rank])
         group = None
         if len(members) > 1:
-            world = dist.get_process_group_ranks(self.group)
-            group = dist.new_group(
-                [world[rank] for rank in members],
-                backend="gloo",
-                timeout=timedelta(minutes=TIMEOUT_MINUTES),
-                use_local_synchronization=True,  # else every rank waits for all groups
-            )
-        subgroup = replace(
+            group = make_group(self.store or _default_store(), purpose, members, own)
+        ranks = replace(
             self,
-            rank=members.index(self.rank),
+            rank=own,
             world_size=len(members),
             group=group,
-            # With another first word, because the watchdog compares the exchanges of all ranks.
-            on_activity=lambda what: self.on_activity(f"subgroup {what}"),
+            members=tuple(members),
+            by_role=None,
+            on_activity=on_activity,
             _numbers=itertools.count(1),
         )
-        subgroup.check_members()
-        return subgroup
+        ranks.check_members()
+        return ranks
 
     def all_gather(self, value: T, of: object) -> list[T]:
         """Return the value of each rank, in rank order. `of` is the type of the values."""
@@ -89,7 +109,7 @@ class Ranks:
             self.on_activity("all_gather, one rank")
             return [value]
         with self._reporting_activity("all_gather"):
-            return collectives.all_gather(value, of, self.group)
+            return collectives.all_gather(value, of, self.group, self.names)
 
     def broadcast(self, value: T, of: object, source: int = 0) -> T:
         """Return the value of rank `source`. `of` is its type."""
@@ -97,7 +117,7 @@ class Ranks:
             self.on_activity("broadcast, one rank")
             return value
         with self._reporting_activity("broadcast"):
-            return collectives.broadcast(value, of, self.group, source)
+            return collectives.broadcast(value, of, self.group, self.names, source)
 
     def all_to_all(
         self, parts: Sequence[bytes | bytearray | memoryview], sizes: Sequence[int]
@@ -108,15 +128,13 @@ class Ranks:
             self.on_activity("all_to_all, one rank")
             return [memoryview(parts[0])]
         with self._reporting_activity("all_to_all"):
-            return collectives.all_to_all(parts, sizes, self.group)
+            return collectives.all_to_all(parts, sizes, self.group, self.names)
 
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.world_size > 1:
-            import torch.distributed as dist
-
             with self._reporting_activity("barrier"):
-                dist.barrier(group=self.group)
+                group_or_world(self.group).barrier().wait()
 
     def check_members(self) -> None:
         """Raise RankError if a member of the group does not know the run's secret. Collective."""
@@ -135,12 +153,11 @@ class Ranks:
     def _gather_bytes(self, value: bytes) -> list[bytes]:
         """All-gather NUM_BYTES raw bytes. No rank decodes a message before the secret is proved."""
         import torch
-        import torch.distributed as dist
 
         received = [torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in range(self.world_size)]
         message = torch.tensor(list(value), dtype=torch.uint8)
         with self._reporting_activity("all_gather"):
-            dist.all_gather(received, message, group=self.group)
+            group_or_world(self.group).allgather(received, message).wait()
         return [bytes(tensor.tolist()) for tensor in received]
 
     @contextmanager
@@ -151,16 +168,77 @@ class Ranks:
         self.on_activity(f"{name} done")
 
 
-def join(backend: str, on_activity: Callable[[str], None] = lambda _: None) -> Ranks:
-    """Join the process group that the launcher's environment variables describe. Collective.
+@dataclass(frozen=True, slots=True)
+class RanksByRole:
+    """Ranks of the policy and ranks of the engines, each a world of its own. One of them is None:
+    that of the role that this rank does not have."""
 
-    Raises ConfigError, before contacting any other rank, if this rank has no secret (secret.py).
-    Raises RankError if another rank does not know the secret.
+    policy: Ranks | None
+    engine: Ranks | None
+
+
+def join(
+    backend: str, on_activity: Callable[[str], None] = lambda _: None, *, num_policy: int = 0
+) -> Ranks:
+    """Join the ranks that the launcher's environment variables describe. Collective.
+
+    The first `num_policy` ranks have only a policy, the others only an engine. 0: every rank has
+    both. Raises ConfigError, before contacting any other rank, if this rank has no secret
+    (secret.py). Raises RankError if another rank does not know the secret.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = timedelta(minutes=TIMEOUT_MINUTES)
-    store = open_store(rank, world_size, timeout)
-    return form_world(backend, store, rank, world_size, timeout=timeout, on_activity=on_activity)
+    store = open_store(rank, world_size, TIMEOUT)
+    if num_policy:
+        return _join_role(backend, store, rank, world_size, num_policy, on_activity)
+    return form_world(backend, store, rank, world_size, timeout=TIMEOUT, on_activity=on_activity)
+
+
+def _join_role(
+    backend: str,
+    store: Store,
+    rank: int,
+    world_size: int,
+    num_policy: int,
+    on_activity: Callable[[str], None],
+) -> Ranks:
+    """Create the default process group of this rank's role, and the groups of all ranks.
+
+    Megatron and vLLM make their groups over the default process group, so each gets a world without
+    the other. Ranks of the policy come first: rank 0 has the coordinator and writes the run's
+    files, and a run may lose an engine but not its policy.
+    """
+    from torch._C._distributed_c10d import PrefixStore
+
+    has_policy = rank < num_policy
+    role = "policy" if has_policy else "engine"
+    members = range(num_policy) if has_policy else range(num_policy, world_size)
+    everyone = range(world_size)
+    group = make_group(store, "run", everyone, rank)
+    role_ranks = form_world(
+        backend,
+        PrefixStore(role, store),
+        members.index(rank),
+        len(members),
+        timeout=TIMEOUT,
+        # With another first word, as in `Ranks.subgroup`.
+        on_activity=lambda what: on_activity(f"{role} {what}"),
+    )
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    role_ranks = replace(role_ranks, local_rank=local_rank, store=store, members=tuple(members))
+    ranks = Ranks(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        group=group,
+        device_group=group
+        if backend == "gloo"
+        else make_device_group(store, "bridge", everyone, rank, local_rank),
+        store=store,
+        by_role=RanksByRole(*((role_ranks, None) if has_policy else (None, role_ranks))),
+        on_activity=on_activity,
+    )
+    ranks.check_members()
+    return ranks
 
 
 def form_world(
@@ -184,6 +262,7 @@ def form_world(
         world_size=world_size,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         group=None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout),
+        store=store,
         on_activity=on_activity,
     )
     ranks.check_members()
@@ -214,6 +293,13 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     return store
+
+
+def _default_store() -> Store:
+    """Return the store of the default process group."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
 
 
 def _loopback_store(port: int, rank: int, world_size: int, timeout: timedelta) -> Store:

@@ -83,6 +83,7 @@ class Watchdog:
     limits         timeout without a sign of life in seconds, by phase; outside of phases the limit
                    of `start` applies, or the longest limit if there is none
     attempt_name   attempt name, the same on all ranks; the default is that of attempt.py
+    role           policy or engine; empty if every rank has both
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Watchdog:
         world_size: int,
         limits: Mapping[str, float],
         attempt_name: str | None = None,
+        role: str = "",
     ) -> None:
         self.terminal_fd = 2
         """File descriptor of the user's terminal. Set it if the output goes to a log."""
@@ -101,7 +103,7 @@ class Watchdog:
         """Called with phase and step at every change of phase."""
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._limits = {**limits, "": limits.get(Phase.START, max(limits.values()))}
-        self._attempt = attempt_name or attempt()
+        self._attempt, self._role = attempt_name or attempt(), role
         self._host = node_name()
         self._alarm = Alarm.of(folder, self._attempt)
         self._hang_file = hang_file(folder, self._attempt)
@@ -319,4 +321,5 @@ class Watchdog:
             in_exchange=len(words) == 2,
             exchange=" ".join(words[:2]),
             num_collectives=self._num_collectives,
+            role=self._role,
         )

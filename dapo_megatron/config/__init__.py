@@ -30,6 +30,7 @@ from dapo_megatron.config.computing import (
     ModelConfig,
     OptimizerConfig,
     PolicyConfig,
+    RolesConfig,
 )
 from dapo_megatron.config.running import (
     CheckpointConfig,
@@ -71,6 +72,7 @@ __all__ = [
     "PreflightConfig",
     "ReasoningGymSource",
     "RewardsConfig",
+    "RolesConfig",
     "RolloutConfig",
     "RowsSource",
     "RunConfig",
@@ -98,6 +100,7 @@ class Config(Section):
     model: ModelConfig
     policy: PolicyConfig
     engine: EngineConfig = EngineConfig()
+    roles: RolesConfig = RolesConfig()
     rollout: RolloutConfig
     overlong: OverlongConfig
     loss: LossConfig
@@ -127,6 +130,20 @@ class Config(Section):
     def engine_tensor_parallel(self) -> int:
         """Ranks per engine."""
         return self.engine.tensor_parallel or self.policy.tensor_parallel
+
+    def role(self, rank: int) -> str:
+        """Return the role of a rank: policy or engine, or empty if every rank has both."""
+        if not self.roles.are_separate:
+            return ""
+        return "policy" if rank < self.roles.policy else "engine"
+
+    def policy_ranks(self, world_size: int) -> int:
+        """Return how many of `world_size` ranks have a policy."""
+        return self.roles.policy if self.roles.are_separate else world_size
+
+    def engine_ranks(self, world_size: int) -> int:
+        """Return how many of `world_size` ranks have an engine."""
+        return self.roles.engine if self.roles.are_separate else world_size
 
 
 def refuse(problems: Iterable[str]) -> None:

@@ -75,6 +75,11 @@ class RolloutConfig(Section):
     own seed. A run on CPU then repeats and resumes bit for bit. Leave this off on a cluster,
     because each step waits for all replicas and gradings, and vLLM samples more slowly."""
 
+    @property
+    def samples_ahead(self) -> bool:
+        """Whether engines on ranks of their own sample on while the policy trains."""
+        return not (self.on_policy or self.deterministic)
+
 
 class OverlongConfig(Section):
     max_tokens: Tokens

@@ -19,11 +19,14 @@ from dapo_megatron.config.section import (
 
 class ModelConfig(Section):
     path: str
-    """Folder of a checkpoint (config.json, safetensors, tokenizer), as saved by HF or by
-    tools/convert_checkpoint.py."""
+    """Folder of a checkpoint with config.json and tokenizer, as saved by HF, by
+    tools/convert_checkpoint.py, by a run, or by Megatron (docs/conversion.md)."""
     ignore_fields: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Unknown fields of config.json that do not affect the computation. List a field here to accept
     a model that is otherwise refused because of it."""
+    drop_mtp: bool = False
+    """Leave out the checkpoint's layers for multi-token prediction (speculative decoding). They are
+    not trained, and the run's checkpoints and exports do not have them. false: refuse them."""
 
 
 class Fp8Config(Section):
@@ -61,10 +64,11 @@ class PolicyConfig(Section):
     """Activations that the backward pass recomputes: none, those of attention, or all."""
     moe_aux_loss: NonNegative = 0.0
     """Coefficient of the sequence-wise load-balancing loss of mixture-of-experts layers."""
-    router_replay: Literal["off", "policy"] = "off"
-    """Experts of a token in the updates of mixture-of-experts layers. off: those that the router
-    chooses with the current weights. policy: those that it chose in the pass for the old log-probs
-    of the step. Weights of the experts are always computed with the current router."""
+    router_replay: Literal["off", "policy", "engine"] = "off"
+    """Experts of a token in mixture-of-experts layers. off: those that the policy's router chooses
+    with the current weights. policy: updates use those that it chose in the pass for the old
+    log-probs of the step. engine: that pass and the updates use those with which the engine sampled
+    the answer. Weights of the experts are always computed with the current router."""
     kernels: Literal["auto", "transformer_engine", "local"] = "auto"
     """Layer implementation. auto: Transformer Engine if it is installed, for bfloat16 on a GPU;
     otherwise, and for latent attention, Megatron's own layers (`kernels_for`)."""
@@ -118,6 +122,20 @@ class EngineConfig(Section):
     model_runner: Literal["auto", "v1", "v2"] = "auto"
     """vLLM's model runner. auto: vLLM's default (on a GPU v2). Set v1 to find the cause of wrong
     tokens or log-probs."""
+
+
+class RolesConfig(Section):
+    """Number of ranks of the policy and of the engines. 0 and 0: every rank has a shard of both,
+    which take turns on its GPU. Otherwise the first ranks have only the policy, the others only an
+    engine, and as no GPU is shared, engine.sleep is false and policy.offload empty."""
+
+    policy: WholeNumber = 0
+    engine: WholeNumber = 0
+
+    @property
+    def are_separate(self) -> bool:
+        """Whether policy and engines have ranks of their own."""
+        return self.policy > 0
 
 
 class OptimizerConfig(Section):

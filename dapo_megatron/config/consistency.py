@@ -43,6 +43,11 @@ def _contradictions(config: Config) -> Iterable[str]:
         )
     if not config.data.train:
         yield "data.train: empty; add a data set to train on"
+    if (config.roles.policy > 0) != (config.roles.engine > 0):
+        yield (
+            f"roles.policy: {config.roles.policy} with roles.engine {config.roles.engine}: set "
+            "both above 0, or both to 0 (every rank has a policy and an engine)"
+        )
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     if sequences % config.train.updates_per_step:
         yield (
@@ -54,6 +59,11 @@ def _contradictions(config: Config) -> Iterable[str]:
         yield (
             "policy.router_replay: policy uses the experts of the pass for old log-probs, which "
             "loss.old_logprobs engine does not make; set it to off, or loss.old_logprobs to policy"
+        )
+    if config.tracking.record_routes and config.policy.router_replay != "engine":
+        yield (
+            "tracking.record_routes: needs policy.router_replay engine, because only then engines "
+            "return routes; set it to false"
         )
     if rollout.top_p < 1.0:
         yield (

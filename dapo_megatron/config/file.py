@@ -51,7 +51,15 @@ def parse_config(tree: dict[str, Any], origins: Mapping[str, str] | None = None)
         lines = [_explain(item, origins or {}) for item in error.errors()]  # type: ignore[arg-type]
         raise ConfigError("\n".join(lines)) from None
     check_values(config)
-    return config
+    return _without_turns(config) if config.roles.are_separate else config
+
+
+def _without_turns(config: Config) -> Config:
+    """Return the config of a run in which no GPU has both a policy and an engine, so neither has to
+    make room for the other."""
+    engine = config.engine.model_copy(update={"sleep": False})
+    policy = config.policy.model_copy(update={"offload": ()})
+    return config.model_copy(update={"engine": engine, "policy": policy})
 
 
 def dump_config(config: Config) -> str:

@@ -65,6 +65,9 @@ class CheckpointConfig(Section):
     """Also keep every checkpoint whose step is a multiple of this. null: keep only the newest."""
     export_hf: bool = False
     """Also write each checkpoint as an HF folder."""
+    export_megatron: bool = False
+    """Also write the weights of each checkpoint as Megatron-core does (torch_dist), for Megatron-LM
+    and Megatron-Bridge."""
 
 
 class WatchdogConfig(Section):
@@ -111,6 +114,9 @@ class TrackingConfig(Section):
     wait_seconds: Annotated[float, Field(ge=0.0, le=WEEK_SECONDS)] = 30.0
     """Seconds to wait at the end of a run until MLflow has all its data (at most 3 s if the run
     failed or was stopped). Remaining data is sent at the next start, or by `track`."""
+    record_routes: bool = False
+    """Record in samples/ the experts of each token that policy.router_replay engine uses. A replay
+    of the run needs them. They may be larger than everything else that is recorded."""
     experiment: str = "dapo_megatron"
     samples: bool = True
     """Write every rollout to samples/ and log it as an MLflow artifact."""

@@ -106,6 +106,8 @@ def assemble(
     sequences: Sequence[TrainingSequence],
     tokens: Mapping[int, SequenceTokens],
     owners: Sequence[int] | None = None,
+    *,
+    with_routes: bool = False,
 ) -> TokenBatch:
     """Return the batch of a rollout step. All loss weights are 1.
 
@@ -113,8 +115,9 @@ def assemble(
     tokens     tokens of the sequences that this rank holds, by index in `sequences`
     owners     data-parallel index that trains on each sequence; None if `tokens` has all sequences
 
+    With `with_routes` all tokens must have routes; otherwise those that they have are left out.
     Without sequences the batch is empty (S = T = 0). Raises ValueError naming a sequence whose
-    segments, tokens or log-probs do not match its description.
+    segments, tokens, log-probs or routes do not match its description.
     """
     held = list(range(len(sequences))) if owners is None else sorted(tokens)
     for sequence in sequences:
@@ -134,6 +137,7 @@ def assemble(
         # A single 1 in memory, seen from every token.
         weights=torch.ones(1, dtype=torch.float32).expand(num_tokens),
         engine_logprobs=torch.from_numpy(_concatenate_logprobs(values, num_tokens)),
+        routes=_concatenate_routes(own, values) if with_routes and own else None,
         sequence_names=tuple(map(str, sequences)),
         owners=None if owners is None else _int64(owners),
         held=None if owners is None else _int64(held),
@@ -146,17 +150,30 @@ def tokens_in(
     """Return the tokens of the held sequences, by index, as views of `batch`. What it was assembled
     from can then be freed."""
     tokens, logprobs = batch.tokens.numpy(), batch.engine_logprobs.numpy()
+    routes = None if batch.routes is None else batch.routes.numpy()
     result, end = {}, 0
     for index in _held(batch):
         start = end + sequences[index].prompt_tokens
         first, end = end, end + sequences[index].num_tokens
-        result[index] = SequenceTokens(tokens[first:start], tokens[start:end], logprobs[start:end])
+        result[index] = SequenceTokens(
+            prompt=tokens[first:start],
+            response=tokens[start:end],
+            logprobs=logprobs[start:end],
+            routes=None if routes is None else routes[first : end - 1].reshape(-1),
+        )
     return result
 
 
-def fresh_mask(sequences: Sequence[TrainingSequence], batch: TokenBatch, *, version: int) -> Tensor:
+def fresh_mask(
+    sequences: Sequence[TrainingSequence],
+    batch: TokenBatch,
+    *,
+    version: int,
+    only_whole: bool = False,
+) -> Tensor:
     """Return a bool mask [T] over the batch that `assemble` makes of the same sequences: True for
-    response tokens sampled by weights `version`.
+    response tokens sampled by weights `version`, and with `only_whole` only in responses without
+    other tokens.
 
     The gap between engine and policy is measured on these tokens only, because log-probs of older
     weights differ anyway.
@@ -166,7 +183,10 @@ def fresh_mask(sequences: Sequence[TrainingSequence], batch: TokenBatch, *, vers
     for index in _held(batch):
         sequence = sequences[index]
         spans += [sequence.prompt_tokens, *(part.num_tokens for part in sequence.segments)]
-        is_fresh += [False, *(part.version == version for part in sequence.segments)]
+        fresh = [part.version == version for part in sequence.segments]
+        if only_whole:
+            fresh = [all(fresh)] * len(fresh)
+        is_fresh += [False, *fresh]
     return _repeat(np.array(is_fresh, dtype=np.bool_), spans)
 
 
@@ -285,6 +305,27 @@ def _concatenate_logprobs(values: Sequence[SequenceTokens], num_tokens: int) -> 
         end = start + len(value.response)
         result[start:end] = np.asarray(value.logprobs)
     return result
+
+
+def _concatenate_routes(
+    sequences: Sequence[TrainingSequence], values: Sequence[SequenceTokens]
+) -> Tensor:
+    """Return the routes [T, layers * k]. Those of last tokens are 0."""
+    first = values[0].routes if values[0].routes is not None else np.zeros(0, np.uint8)
+    width = first.size // max(sequences[0].num_tokens - 1, 1)
+    num_tokens = sum(sequence.num_tokens for sequence in sequences)
+    result = np.zeros((num_tokens, width), first.dtype)
+    end = 0
+    for sequence, value in zip(sequences, values, strict=True):
+        start, end = end, end + sequence.num_tokens
+        size = 0 if value.routes is None else value.routes.size
+        if value.routes is None or size != (sequence.num_tokens - 1) * width:
+            raise ValueError(
+                f"{sequence}: {size} experts in its routes for {sequence.num_tokens - 1} tokens "
+                f"with {width} experts each"
+            )
+        result[start : end - 1] = value.routes.reshape(-1, width)
+    return torch.from_numpy(result)
 
 
 def _on_responses(sequences: Sequence[TrainingSequence], values: NDArray[Any]) -> Tensor:

@@ -8,11 +8,11 @@ and any split into micro-batches, packed or padded, must give the gradient of
 How this is checked:
 1. The model is shrunk to small sizes, with all its features (shrink.py) and random weights.
 2. The mini-batch has random tokens, sequences of 3 to 300 tokens, and ratios on both sides of the
-   clip (measure.py). The loss is the config's own.
+   clip (measure.py). The losses are the config's own and those of --losses.
 3. The reference is one process in float64 (on a GPU float32, because Megatron's optimizer has no
    float64 there), with one sequence per micro-batch and without packing.
 4. Each case (matrix.py) builds the policy as a run does, in a new world (process_groups.py), and
-   computes the whole gradient, then three updates (measure.py).
+   computes the whole gradient of each loss, then three updates with the config's own (measure.py).
 5. Each gradient tensor, the loss, and the weights after the updates must equal those of the
    reference (measure.compare), up to rounding (table.TOLERANCES).
 
@@ -26,19 +26,22 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import Tensor
 
 from dapo_megatron.algo.correction import Correction, correct
 from dapo_megatron.cluster.collectives import decode, encode
-from dapo_megatron.config import Config
+from dapo_megatron.config import Config, LossConfig
+from dapo_megatron.config.file import load_config
 from dapo_megatron.doctor.matrix import LayoutCase, layout_name, matrix, reference, smallest_world
 from dapo_megatron.doctor.measure import (
     Measured,
+    Objective,
     compare,
     measure,
     random_minibatch,
@@ -55,7 +58,7 @@ from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.policy.device import claim, has_cuda
 from dapo_megatron.run.loss import loss_function
 from dapo_megatron.tracking.provenance import facts
-from dapo_megatron.types import ConfigError, TokenBatch
+from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
     from dapo_megatron.policy.policy import MegatronPolicy
@@ -84,12 +87,36 @@ def default_ranks() -> int:
     return torch.cuda.device_count() or 4
 
 
-def command(config: Config, *, precision: str, only: str, json_file: Path | None) -> bool:
+def other_losses(
+    config: Path, overrides: Sequence[str], overlays: Sequence[Path], folders: Sequence[Path]
+) -> dict[str, LossConfig]:
+    """Return the loss sections of `config` with each overlay of `folders`, by the overlay's name.
+    Raises ConfigError."""
+    losses = {}
+    for folder in folders:
+        files = sorted(folder.glob("*.yaml"))
+        if not files:
+            raise ConfigError(f"--losses: {folder} has no .yaml files; name a folder of overlays")
+        for file in files:
+            if file.stem in losses:
+                raise ConfigError(f"--losses: two overlays are named {file.stem}; rename {file}")
+            losses[file.stem] = load_config(config, overrides, [*overlays, file]).loss
+    return losses
+
+
+def command(
+    config: Config,
+    losses: Mapping[str, LossConfig],
+    *,
+    precision: str,
+    only: str,
+    json_file: Path | None,
+) -> bool:
     """Compare all cases, on this rank of a launched job. Rank 0 prints the table and writes
     `json_file`. Return True if all cases agree; always True on other ranks."""
     with quiet_rank("layouts") as session:
         claim(session.local_rank)
-        proof = LayoutProof(config, precision, only, session)
+        proof = LayoutProof(config, losses, precision, only, session)
         with tempfile.TemporaryDirectory(prefix="doctor_layouts_") as folder:
             if session.rank == 0:
                 write_random_model(proof.arch, Path(folder))
@@ -106,7 +133,22 @@ def command(config: Config, *, precision: str, only: str, json_file: Path | None
 class LayoutProof:
     """Runs the cases on one rank of a launched job. Rank 0 compares and reports."""
 
-    def __init__(self, config: Config, precision: str, only: str, session: QuietRank) -> None:
+    def __init__(
+        self,
+        config: Config,
+        losses: Mapping[str, LossConfig],
+        precision: str,
+        only: str,
+        session: QuietRank,
+    ) -> None:
+        self.losses = {"": config.loss, **losses}
+        if config.policy.router_replay == "engine":  # there is none: replay the reference's experts
+            policy = config.policy.model_copy(update={"router_replay": "policy"})
+            config = config.model_copy(update={"policy": policy})
+        if any(loss.entropy_coefficient for loss in losses.values()):
+            # The policy computes the gradient of the entropy only if its config has a coefficient.
+            loss = config.loss.model_copy(update={"entropy_coefficient": 1.0})
+            config = config.model_copy(update={"loss": loss})
         self.config, self.precision, self.session = config, precision, session
         self.arch = shrink(read_architecture(config), config.policy)
         self.worlds = Worlds()
@@ -123,15 +165,17 @@ class LayoutProof:
         self.tolerance = TOLERANCES[precision]
         self.exact = _reference_precision(precision)
         self.table = CaseTable(session.terminal, self.cases)
-        self.loss = loss_function(config.loss)
         session.is_waiting = session.rank > 0
 
     def run(self, folder: Path) -> None:
         """Compare every case with its reference. `folder` has the model. Collective."""
-        mini = self._share_minibatch(folder)
+        logprobs, routes = self._share_logprobs(folder)
+        objectives = {
+            name: self._objective(loss, logprobs, routes) for name, loss in self.losses.items()
+        }
 
         def work(policy: MegatronPolicy) -> Measured:
-            return measure(policy, mini, self.loss)
+            return measure(policy, objectives)
 
         references = dict.fromkeys(map(self._reference, self.cases))
         expectations = {case: self._run_case(case, folder, work) for case in references}
@@ -155,6 +199,7 @@ class LayoutProof:
             "precision": self.precision,
             "reference": f"one process, {self.exact}, one sequence per micro-batch, no packing",
             "tolerance": asdict(self.tolerance),
+            "losses": [name for name in self.losses if name],
             **self.table.to_dict(),
         }
         return json.dumps(body, indent=2, allow_nan=False) + "\n"
@@ -174,6 +219,8 @@ class LayoutProof:
         )
         if left_out := self.left_out():
             self.table.note(left_out, style="yellow")
+        if len(self.losses) > 1:
+            self.table.note(f"also the gradients of {', '.join(filter(None, self.losses))}")
         self.table.header()
 
     def left_out(self) -> str:
@@ -206,30 +253,37 @@ class LayoutProof:
             self.session.is_waiting = self.session.rank > 0
             return result
 
-    def _share_minibatch(self, folder: Path) -> TokenBatch:
-        """Return the mini-batch on every rank, with old log-probs near those of the reference, and
-        with policy.router_replay also the experts that the reference chose."""
-        loss = self.config.loss
-        mini = random_minibatch(
-            self.arch.vocab_size,
-            loss.aggregation,
-            divisor=self.config.rollout.max_response_tokens,
-        )
+    def _share_logprobs(self, folder: Path) -> tuple[Tensor, Tensor | None]:
+        """Return, on every rank, the log-probs [T] of the mini-batch in the first reference, and
+        with policy.router_replay also the experts that it chose."""
+        mini = random_minibatch(self.arch.vocab_size, "token")
         outputs = self._run_case(
             self._reference(self.cases[0]), folder, lambda policy: policy.logprobs(mini)
         )
         values = encode([] if outputs is None else outputs.logprobs.double().tolist())
         values = self.worlds.tell("log-probs of the mini-batch", values)
-        mini = with_old_logprobs(mini, torch.tensor(decode(values, list[float], "rank 0")))
-        if self.config.policy.router_replay != "off":
-            recorded = None if outputs is None else outputs.routes
-            values = encode([] if recorded is None else recorded.tolist())
-            values = self.worlds.tell("routes of the mini-batch", values)
-            routes = decode(values, list[list[list[int]]], "rank 0")
-            mini = replace(mini, routes=torch.tensor(routes, dtype=torch.int16))
+        logprobs = torch.tensor(decode(values, list[float], "rank 0"))
+        if self.config.policy.router_replay == "off":
+            return logprobs, None
+        recorded = None if outputs is None else outputs.routes
+        values = encode([] if recorded is None else recorded.tolist())
+        values = self.worlds.tell("routes of the mini-batch", values)
+        routes = decode(values, list[list[int]], "rank 0")
+        return logprobs, torch.tensor(routes, dtype=torch.int16)
+
+    def _objective(self, loss: LossConfig, logprobs: Tensor, routes: Tensor | None) -> Objective:
+        """Return a loss with its mini-batch, whose old log-probs are near `logprobs`."""
+        mini = random_minibatch(
+            self.arch.vocab_size,
+            loss.aggregation,
+            divisor=self.config.rollout.max_response_tokens,
+        )
+        mini = replace(with_old_logprobs(mini, logprobs), routes=routes)
+        if loss.old_logprobs == "engine":
+            mini = replace(mini, old_logprobs=mini.engine_logprobs)
         if loss.correction.is_on:
             mini, _ = correct(mini, Correction(**loss.correction_numbers))
-        return mini
+        return Objective(loss_function(loss), mini)
 
 
 def _reference_precision(precision: str) -> str:

@@ -86,13 +86,15 @@ def with_old_logprobs(mini: TokenBatch, logprobs_T: Tensor, seed: int = 1) -> To
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Results of a policy on the mini-batch, before and during three updates. Tensors are float64;
-    dicts are keyed by HF name."""
+    dicts are keyed by HF name. `gradients` and `values` have one entry per loss: the config's own,
+    named "", and the other ones."""
 
     logprobs: Tensor
     """Log-probs [T] before the updates."""
-    loss: float
+    values: dict[str, float]
+    """Value of each loss before the updates."""
     gradients: dict[str, Tensor]
-    """Whole gradients before the updates."""
+    """Whole gradients of each loss before the updates; "LOSS: NAME" for the other losses."""
     losses: list[float]
     """Loss of each update."""
     grad_norms: list[float]
@@ -108,9 +110,9 @@ class Differences:
     """Differences of two `Measured`, relative to the second. `gradient`, `weights` and `moved` are
     |a - b| / |b| (Euclidean) of the tensor with the largest value.
 
-    tensor    HF name of the tensor with the largest `gradient`
+    tensor    name of the tensor with the largest `gradient`, with the loss if it is another one
     logprobs  largest absolute difference of a token, in nats
-    loss      absolute difference before the updates
+    loss      largest absolute difference of a loss before the updates
     losses    largest absolute difference of the three updates; it also detects copies of a weight
               that drift apart between ranks
     grad_norm largest relative difference of the three updates; it detects a wrong scale of the
@@ -128,17 +130,32 @@ class Differences:
     moved: float
 
 
-def measure(policy: MegatronPolicy, mini: TokenBatch, loss: LossFn) -> Measured:
-    """Compute the gradient of the mini-batch, then run three updates on it. Collective."""
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A loss, and the mini-batch with its weights and old log-probs."""
+
+    loss: LossFn
+    mini: TokenBatch
+
+
+def measure(policy: MegatronPolicy, objectives: Mapping[str, Objective]) -> Measured:
+    """Compute the gradient of each objective, then run three updates with the one named "".
+    Collective."""
     before = _copy(policy.weights())
+    loss, mini = objectives[""].loss, objectives[""].mini
     logprobs = policy.logprobs(mini).logprobs.double()
-    value, gradients = policy.gradients(mini, loss)
+    values: dict[str, float] = {}
+    gradients: dict[str, Tensor] = {}
+    for name, objective in objectives.items():
+        values[name], gradient = policy.gradients(objective.mini, objective.loss)
+        prefix = f"{name}: " if name else ""
+        gradients |= {prefix + tensor: value for tensor, value in _copy(gradient.items()).items()}
     stats = [policy.update(mini, loss, LEARNING_RATE) for _ in range(NUM_UPDATES)]
     weights = _copy(policy.weights())
     return Measured(
         logprobs=logprobs,
-        loss=value,
-        gradients=_copy(gradients.items()),
+        values=values,
+        gradients=gradients,
         losses=[update.loss for update in stats],
         grad_norms=[update.grad_norm for update in stats],
         weights=weights,
@@ -161,12 +178,17 @@ def compare(actual: Measured, expected: Measured) -> Differences:
         gradient=gradients[tensor],
         tensor=tensor,
         logprobs=float((actual.logprobs - expected.logprobs).abs().max()),
-        loss=abs(actual.loss - expected.loss),
-        losses=max(abs(a - b) for a, b in zip(actual.losses, expected.losses, strict=True)),
-        grad_norm=max(map(_relative, actual.grad_norms, expected.grad_norms)),
+        loss=_largest(abs(value - expected.values[name]) for name, value in actual.values.items()),
+        losses=_largest(abs(a - b) for a, b in zip(actual.losses, expected.losses, strict=True)),
+        grad_norm=_largest(map(_relative, actual.grad_norms, expected.grad_norms)),
         weights=max(weights.values()),
         moved=max(moved.values()),
     )
+
+
+def _largest(differences: Iterable[float]) -> float:
+    """Return the largest difference, or nan if one is nan, which `max` may miss."""
+    return float(torch.tensor(list(differences), dtype=torch.float64).max())
 
 
 def _relative(actual: float, expected: float) -> float:

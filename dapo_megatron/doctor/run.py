@@ -157,13 +157,13 @@ def render(report: Report, console: Console) -> None:
     """Print a table of the ranks, then the suspects and the folder with their stacks."""
     suspects = {suspect.rank: suspect.why for suspect in report.suspects}
     table = Table(
-        "rank", "host", "where", "last activity", "ago", "attempt",
+        "rank", "role", "host", "where", "last activity", "ago", "attempt",
         title=f"{report.folder}, attempt {report.attempt}",
     )  # fmt: skip
     for rank, heartbeat in enumerate(report.heartbeats):
         style = "bold red" if rank in suspects else ""
         if heartbeat is None:
-            table.add_row(str(rank), "-", "no heartbeat", "-", "-", "-", style=style)
+            table.add_row(str(rank), "-", "-", "no heartbeat", "-", "-", "-", style=style)
             continue
         ago = ago_text(report.time - heartbeat.time + heartbeat.silent_seconds)
         where = (
@@ -171,7 +171,8 @@ def render(report: Report, console: Console) -> None:
             if heartbeat.state is RankState.RUNNING
             else f"{heartbeat.place}; {heartbeat.state}"
         )
-        cells = (str(rank), heartbeat.host, where, heartbeat.sign, ago, heartbeat.attempt)
+        role = heartbeat.role or "policy, engine"
+        cells = (str(rank), role, heartbeat.host, where, heartbeat.sign, ago, heartbeat.attempt)
         table.add_row(*map(Text, cells), style=style)
     console.print(table)
     lines = [f"running: {'yes' if report.is_alive else 'no, there are no recent heartbeats'}"]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from dapo_megatron.types import Completion, DapoError, Finish, SampleRequest, Segment
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from vllm import LLM
 
 
@@ -36,8 +38,12 @@ def append_tokens(
     logprobs: Sequence[float],
     version: int,
     finish: Finish = Finish.UNFINISHED,
+    routes: NDArray[np.generic] | None = None,
 ) -> Completion:
     """Append `tokens`, sampled by weights `version`, to the completion so far. Text is left empty.
+
+    `routes` are those that the engine computed for all tokens up to now, except the last one. Of
+    the completion so far the routes of its own time are kept.
 
     Without new tokens, the completion so far is returned unchanged. A request without a completion
     so far must have a new token. Raises ValueError if tokens and log-probs differ in number.
@@ -51,6 +57,17 @@ def append_tokens(
     if not tokens and so_far is not None:
         return so_far
     new_tokens, new_logprobs = array("i", tokens), array("f", logprobs)
+    packed = None if routes is None else array(routes.dtype.char, routes.tobytes())
+    if so_far is not None and packed is not None:
+        num_known = len(prompt_of(request)) - 1
+        width = len(packed) // (num_known + len(tokens))
+        if so_far.routes is None or len(so_far.routes) != num_known * width:
+            raise DapoError(
+                f"ticket {request.ticket}, sample {request.sample}: the routes of its first "
+                f"{num_known} tokens are not known. They were sampled without policy.router_replay "
+                "engine, or by another model"
+            )
+        packed = so_far.routes + packed[len(so_far.routes) :]
     return Completion(
         sample=request.sample,
         tokens=so_far.tokens + new_tokens if so_far else new_tokens,
@@ -58,6 +75,7 @@ def append_tokens(
         text="",
         finish=finish,
         segments=_appended(so_far.segments if so_far else (), Segment(version, len(tokens))),
+        routes=packed,
     )
 
 

@@ -186,8 +186,10 @@ def _check_fp8(config: Config, arch: Architecture) -> None:
 
 
 def _check_model(arch: Architecture) -> None:
-    if arch.latent and arch.tie_word_embeddings:
-        raise ConfigError("model.path: tie_word_embeddings: vLLM does not tie a DeepSeek-V3 head")
+    if arch.grouped_routing and arch.tie_word_embeddings:
+        raise ConfigError(
+            f"model.path: tie_word_embeddings: vLLM does not tie the head of {arch.family}"
+        )
     if has_cuda():
         return
     if arch.latent:

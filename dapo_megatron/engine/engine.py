@@ -14,6 +14,7 @@ wrong at temperatures other than 1.
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ from dapo_megatron.engine.continuation import (
 from dapo_megatron.engine.fixed_requests import greedy, prompt_logprobs, scoring
 from dapo_megatron.engine.generators import EngineGenerators
 from dapo_megatron.engine.groups import vllm_groups
+from dapo_megatron.engine.routes import RouteCapture
 from dapo_megatron.engine.shutdown import shut_down
 from dapo_megatron.model import engine_groups, read_architecture
 from dapo_megatron.types import (
@@ -41,6 +43,8 @@ from dapo_megatron.types import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
     from vllm import LLM, RequestOutput, SamplingParams
 
@@ -83,9 +87,8 @@ class VllmEngine:
         ranks = config.engine_tensor_parallel
         if world_size % ranks:
             raise ConfigError(f"engine.tensor_parallel: {ranks} does not divide {world_size} ranks")
-        self.groups = engine_groups(
-            config, read_architecture(config), world_size, ranks_per_node or world_size
-        )
+        arch = read_architecture(config)
+        self.groups = engine_groups(config, arch, world_size, ranks_per_node or world_size)
         self.replica = next(index for index, group in enumerate(self.groups) if rank in group)
         self.num_replicas = len(self.groups)
         self.is_leader = rank == self.groups[self.replica][0]
@@ -97,9 +100,16 @@ class VllmEngine:
         self._asleep: set[memory.MemoryTag] = set()
         self._seed = config.seed
         self._generators: EngineGenerators | None = None
+        self._ids: dict[str, str] = {}
+        self._routes: RouteCapture | None = None
         device.prepare_environment(rank, local_rank)
-        with vllm_groups(self.groups):
+        if config.policy.router_replay == "engine" and self.is_leader:
+            self._routes = RouteCapture(arch)
+        binding = nullcontext() if self._routes is None else self._routes.binding()
+        with vllm_groups(self.groups), binding:
             self._llm = _start(config, "dummy" if is_empty else "auto")
+        if self._routes is not None:
+            self._routes.follow(self._llm)
         self._tokenizer = self._llm.get_tokenizer()
         self._stop_ids = _stop_ids(self._llm)
 
@@ -110,14 +120,14 @@ class VllmEngine:
         whose completion so far has reached its limit."""
         self._require_awake()
         for request in requests:
-            name = f"{request.ticket}/{request.sample}"
+            name = _name(request)
             if name in self._requests:
                 raise DapoError(
                     f"ticket {request.ticket}, sample {request.sample}: already in flight"
                 )
             sampling = self._sampling(request)
             self._requests[name] = request
-            self._llm.llm_engine.add_request(
+            self._ids[name] = self._llm.llm_engine.add_request(
                 name, {"prompt_token_ids": prompt_of(request)}, sampling
             )
 
@@ -136,13 +146,18 @@ class VllmEngine:
         """Drop all requests, running or queued. Return those with at least one token, each with its
         completion, unfinished and without text, in the order in which they were submitted."""
         sampled = sampled_so_far(self._llm)
-        unfinished = [
-            (request, append_tokens(request, *sampled[name], self.version))
-            for name, request in self._requests.items()
-            if request.so_far is not None or sampled[name][0]
-        ]
+        unfinished = []
+        for name, request in self._requests.items():
+            tokens, logprobs = sampled[name]
+            if request.so_far is not None or tokens:
+                routes = self._read_routes(request, len(tokens)) if tokens else None
+                completion = append_tokens(request, tokens, logprobs, self.version, routes=routes)
+                unfinished.append((request, completion))
         self._llm.llm_engine.abort_request(list(self._requests))
+        if self._routes is not None:
+            self._routes.forget()
         self._requests.clear()
+        self._ids.clear()
         return unfinished
 
     def needed_slices(self, offered: Offer) -> list[TensorSlice]:
@@ -226,6 +241,8 @@ class VllmEngine:
         finished: dict[str, RequestOutput] = {}
         while engine.has_unfinished_requests():
             finished |= {output.request_id: output for output in self._step()}
+        if self._routes is not None:  # nobody reads the routes of these requests
+            self._routes.forget()
         return [finished[str(index)] for index in range(len(prompts))]
 
     def _step(self) -> list[RequestOutput]:
@@ -328,6 +345,8 @@ class VllmEngine:
     def _finished(self, output: RequestOutput) -> tuple[SampleRequest, Completion]:
         request = self._requests.pop(output.request_id)
         (sampled,) = output.outputs
+        routes = self._read_routes(request, len(sampled.token_ids))
+        del self._ids[output.request_id]
         stopped = sampled.token_ids[-1] in self._stop_ids
         completion = append_tokens(
             request,
@@ -335,10 +354,23 @@ class VllmEngine:
             sampled.logprobs.logprobs,
             self.version,
             Finish.STOP if stopped else Finish.LENGTH,
+            routes,
         )
         tokens = completion.tokens[:-1] if stopped else completion.tokens
         text = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
         return request, replace(completion, text=text)
+
+    def _read_routes(self, request: SampleRequest, num_new: int) -> NDArray[np.generic] | None:
+        """Return the routes of a request with `num_new` sampled tokens, if this rank captures them.
+        The last token was sampled, but not yet computed."""
+        if self._routes is None:
+            return None
+        num_tokens = len(prompt_of(request)) + num_new - 1
+        return self._routes.read(self._ids[_name(request)], num_tokens)
+
+
+def _name(request: SampleRequest) -> str:
+    return f"{request.ticket}/{request.sample}"
 
 
 def _start(config: Config, load_format: str) -> LLM:

@@ -44,8 +44,10 @@ def read_back(
 ) -> Iterator[tuple[TensorSlice, Tensor | None]]:
     """Yield each loaded slice and its value, shaped as its region, in the engine's dtype.
 
-    The value is None if the layout of the parameter is unknown. Only one parameter at a time is
-    unpacked, which bounds memory. Not collective.
+    vLLM keeps some parameters in a wider dtype, such as the routers of GLM-4.5. Their values are
+    returned in the dtype in which they were sent, unless that would round them. The value is None
+    if the layout of the parameter is unknown. Only one parameter at a time is unpacked, which
+    bounds memory. Not collective.
     """
     modules = dict(model.named_modules())
     loads_by_parameter: dict[tuple[str, str], list[LoadedSlice]] = {}
@@ -62,7 +64,11 @@ def read_back(
 
 def _slice(load: LoadedSlice, parameter: Tensor) -> Tensor:
     box = parameter[load.target.region.slices].contiguous()
-    return load.source.unread(load.target.read(box))
+    value = load.source.unread(load.target.read(box))
+    if value.dtype == load.tensor_slice.dtype:
+        return value
+    as_sent = value.to(load.tensor_slice.dtype)
+    return as_sent if torch.equal(as_sent.to(value.dtype), value) else value
 
 
 def _as_loaded(module: nn.Module, name: str, shape: Shape) -> Tensor | None:

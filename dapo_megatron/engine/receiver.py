@@ -113,8 +113,12 @@ class WeightReceiver:
         self._llm = llm
         self.loads, error = _try_trace(llm, offered)
         self.tensor_slices = list(dict.fromkeys(load.tensor_slice for load in self.loads))
+        group = get_tp_group()
         gathered = collectives.all_gather(
-            (self.tensor_slices, error), tuple[list[TensorSlice], str], get_tp_group().cpu_group
+            (self.tensor_slices, error),
+            tuple[list[TensorSlice], str],
+            group.cpu_group,
+            group.ranks,
         )
         for _, error in gathered:
             if error:

@@ -1,8 +1,9 @@
 """Models: HF config.json, tensors, and the part of them that each rank holds.
 
-`hf_config.py` is the only reader of config.json. `families/` has one file per family, with its
-parameters and its own fields. To add a family, add a file and a line in `families/__init__.py`.
-`published.py` has the dimensions of published models, for plans without a checkpoint.
+`hf_config.py`, with the other files `hf_*.py`, is the only reader of config.json. `families/` has
+one file per family, with its parameters and its own fields. To add a family, add a file and a line
+in `families/__init__.py`. `published.py` has the dimensions of published models, for plans without
+a checkpoint.
 `sharding.py` has the ways to shard a parameter, and `tensors.py` lists the parts of each rank.
 `placement.py` chooses the ranks of each engine.
 """
@@ -11,10 +12,12 @@ from dapo_megatron.model.architecture import Architecture, ChunkPlace, GroupedRo
 from dapo_megatron.model.families import FAMILIES
 from dapo_megatron.model.hf_config import (
     architecture,
+    mtp_layers,
     planned_architecture,
     published_notes,
     read_architecture,
     to_hf_config,
+    without_mtp,
 )
 from dapo_megatron.model.placement import Groups, engine_groups, place_engines
 from dapo_megatron.model.sharding import LocalParameter, ParameterPart
@@ -35,9 +38,11 @@ __all__ = [
     "engine_slices",
     "hf_tensors",
     "layout_of",
+    "mtp_layers",
     "place_engines",
     "planned_architecture",
     "published_notes",
     "read_architecture",
     "to_hf_config",
+    "without_mtp",
 ]

@@ -3,6 +3,7 @@ config.json."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -17,8 +18,9 @@ class Rope:
     - `yarn` (arXiv 2309.00071): interpolates between the frequencies that make `beta_slow` and
       `beta_fast` rotations over the original context length
 
-    With yarn, DeepSeek-V3 also multiplies the softmax scale by
-    (0.1 `mscale_all_dim` log `factor` + 1)^2.
+    Only the first `partial_rotary_factor` of a head's columns rotate. With yarn, cosines and sines
+    are multiplied by `attention_scaling`, and latent attention also multiplies the softmax scale by
+    m(`mscale_all_dim`)^2, m(x) = 0.1 x log `factor` + 1.
     """
 
     theta: float
@@ -29,7 +31,25 @@ class Rope:
     original_max_positions: int = 8192
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    mscale_all_dim: float = 0.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    partial_rotary_factor: float = 1.0
+
+    @property
+    def attention_scaling(self) -> float:
+        """Factor of cosines and sines: `attention_factor`, or m(`mscale`) / m(`mscale_all_dim`), or
+        m(1)."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    def _magnitude(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +139,22 @@ class Architecture:
         """Return whether a layer, by its index in the whole model, has experts."""
         return self.num_experts > 0 and layer >= self.num_dense_layers
 
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with experts."""
+        return tuple(filter(self.has_experts, range(self.num_layers)))
+
+    @property
+    def route_dtype(self) -> str:
+        """Smallest integer dtype for the number of an expert."""
+        return "uint8" if self.num_experts <= 256 else "int16"
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of a token's route: its experts in each layer that has some."""
+        of_expert = {"uint8": 1, "int16": 2}[self.route_dtype]
+        return of_expert * len(self.expert_layers) * self.experts_per_token
+
     def mlp_columns(self, *, whole_experts: bool) -> dict[str, int]:
         """Return the MLP sizes that tensor parallelism shards, by their names in config.json.
 
@@ -135,6 +171,11 @@ class Architecture:
     def value_columns(self) -> int:
         """Columns of the attention output projection."""
         return self.num_heads * (self.latent.v_head_dim if self.latent else self.head_dim)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Columns of each query and key head that rotary position embedding rotates."""
+        return int(self.head_dim * self.rope.partial_rotary_factor)
 
     @property
     def query_rows(self) -> int:

@@ -9,16 +9,16 @@ from typing import Any
 from dapo_megatron.config import Config
 from dapo_megatron.files import read_json
 from dapo_megatron.model.architecture import Architecture, GroupedRouting, Latent, Rope
-from dapo_megatron.model.families import FAMILIES
-from dapo_megatron.model.families.family import Family
-from dapo_megatron.model.hf_fields import POSITIONS, check_fields, is_empty
+from dapo_megatron.model.families import ALIASES, FAMILIES
+from dapo_megatron.model.families.family import BIASED_ROUTER, Family
+from dapo_megatron.model.hf_fields import MLP_TYPES, PARTIAL_ROTARY, POSITIONS, check_fields
+from dapo_megatron.model.hf_rope import read_rope, rope_fields
+from dapo_megatron.model.hf_values import flag, is_not_null, number, size
 from dapo_megatron.model.published import PublishedModel, find_published, published_or_refuse
 from dapo_megatron.types import CheckpointError, ConfigError
 
 _POSITIONS = POSITIONS[0]
-_MAX_SIZE = 2**31 - 1
-_MAX_NUMBER = 1e30
-"""Upper bound of float fields, below the float32 maximum of 3.4e38."""
+_MTP_LAYERS = "num_nextn_predict_layers"
 
 
 def read_architecture(config: Config) -> Architecture:
@@ -81,10 +81,10 @@ def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Archite
     hf = {**family.defaults, **hf}
     check_fields(hf, family, ignore)
     _refuse_windows(hf, family)
-    heads = _size(hf, "num_attention_heads")
+    heads = size(hf, "num_attention_heads")
     # An explicit null means the number of attention heads.
-    has_kv_heads = _is_not_null(hf, "num_key_value_heads")
-    kv_heads = _size(hf, "num_key_value_heads") if has_kv_heads else heads
+    has_kv_heads = is_not_null(hf, "num_key_value_heads")
+    kv_heads = size(hf, "num_key_value_heads") if has_kv_heads else heads
     if heads % kv_heads:
         raise ConfigError(
             f"model.path: num_key_value_heads = {kv_heads} does not divide num_attention_heads = "
@@ -96,25 +96,33 @@ def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Archite
             f"model.path: num_key_value_heads = {kv_heads} is not num_attention_heads = {heads}; "
             f"{family.model_type} has a key and a value for each head"
         )
-    return Architecture(
+    rope = read_rope(hf, ignore, family)
+    arch = Architecture(
         family=family.model_type,
-        num_layers=_size(hf, "num_hidden_layers"),
-        hidden_size=_size(hf, "hidden_size"),
+        num_layers=size(hf, "num_hidden_layers"),
+        hidden_size=size(hf, "hidden_size"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=latent.qk_rope_head_dim if latent else _head_dim(hf),
-        intermediate_size=_size(hf, "intermediate_size"),
-        vocab_size=_size(hf, "vocab_size"),
-        tie_word_embeddings=_flag(hf, "tie_word_embeddings"),
-        qkv_bias=family.has("self_attention.linear_qkv.bias"),
-        qk_norm=family.has("self_attention.k_layernorm.weight"),
-        norm_eps=_number(hf, "rms_norm_eps"),
-        rope=_rope(hf, ignore, _LATENT_ROPE_KINDS if latent else _ROPE_KINDS),
-        max_positions=min(_size(hf, key) for key in POSITIONS if _is_limit(hf, key)),
+        intermediate_size=size(hf, "intermediate_size"),
+        vocab_size=size(hf, "vocab_size"),
+        tie_word_embeddings=flag(hf, "tie_word_embeddings"),
+        qkv_bias=_feature(hf, family, "qkv_bias", "self_attention.linear_qkv.bias"),
+        qk_norm=_feature(hf, family, "qk_norm", "self_attention.k_layernorm.weight"),
+        norm_eps=number(hf, "rms_norm_eps"),
+        rope=rope,
+        max_positions=_max_positions(hf, rope),
         latent=latent,
         **(_experts(hf) if family.expert else {}),
-        **(_grouped_routing(hf) if family.has_grouped_routing else {}),
+        **(_grouped_routing(hf, family) if family.has_grouped_routing else {}),
     )
+    if family.has_partial_rotary and (arch.rotary_dim < 2 or arch.rotary_dim % 2):
+        raise ConfigError(
+            f"model.path: head_dim = {arch.head_dim} and {PARTIAL_ROTARY} = "
+            f"{arch.rope.partial_rotary_factor} rotate {arch.rotary_dim} columns of a head; must "
+            "be an even number, at least 2"
+        )
+    return arch
 
 
 def to_hf_config(arch: Architecture) -> dict[str, Any]:
@@ -130,11 +138,15 @@ def to_hf_config(arch: Architecture) -> dict[str, Any]:
         "vocab_size": arch.vocab_size,
         "tie_word_embeddings": arch.tie_word_embeddings,
         "rms_norm_eps": arch.norm_eps,
-        "rope_parameters": _rope_fields(arch),
+        "rope_parameters": rope_fields(arch),
         "max_position_embeddings": arch.max_positions,
     }
-    if FAMILIES[arch.family].has_window:
+    family = FAMILIES[arch.family]
+    if family.has_window:
         fields["sliding_window"] = None
+    fields |= {field: getattr(arch, feature) for feature, field in family.flags.items()}
+    if family.has_mlp_types:
+        fields[MLP_TYPES] = _mlp_types(arch.num_dense_layers, arch.num_layers)
     if arch.num_experts:
         fields |= {
             "n_routed_experts" if arch.grouped_routing else "num_experts": arch.num_experts,
@@ -152,7 +164,7 @@ def to_hf_config(arch: Architecture) -> dict[str, Any]:
         }
     if arch.grouped_routing:
         fields |= {
-            **_ROUTER,
+            **BIASED_ROUTER,
             "first_k_dense_replace": arch.num_dense_layers,
             "n_shared_experts": arch.shared_intermediate_size // arch.moe_intermediate_size,
             "n_group": arch.grouped_routing.n_group,
@@ -162,24 +174,49 @@ def to_hf_config(arch: Architecture) -> dict[str, Any]:
     return fields
 
 
+def mtp_layers(hf: Mapping[str, Any]) -> range:
+    """Return the numbers of the layers for multi-token prediction, which checkpoints have after the
+    model's own."""
+    first = size(hf, "num_hidden_layers")
+    number = size(hf, _MTP_LAYERS, least=0) if hf.get(_MTP_LAYERS) is not None else 0
+    return range(first, first + number)
+
+
+def without_mtp(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the same model without layers for multi-token prediction."""
+    return {**hf, _MTP_LAYERS: 0} if hf.get(_MTP_LAYERS) else dict(hf)
+
+
 def _family(hf: Mapping[str, Any]) -> Family:
-    family = FAMILIES.get(str(hf.get("model_type")))
+    model_type = str(hf.get("model_type"))
+    family = FAMILIES.get(ALIASES.get(model_type, model_type))
     if family is None:
         raise ConfigError(
             f"model.path: model_type {hf.get('model_type')!r} is not supported; known: "
-            f"{', '.join(FAMILIES)}"
+            f"{', '.join((*FAMILIES, *ALIASES))}"
         )
     return family
 
 
+def _feature(hf: Mapping[str, Any], family: Family, feature: str, parameter: str) -> bool:
+    """Return whether the model has a feature, whose `parameter` layers then have."""
+    field = family.flags.get(feature)
+    return family.has(parameter) if field is None else flag(hf, field)
+
+
 def _head_dim(hf: Mapping[str, Any]) -> int:
     if hf.get("head_dim") is not None:
-        return _size(hf, "head_dim")
-    return _size(hf, "hidden_size") // _size(hf, "num_attention_heads")
+        return size(hf, "head_dim")
+    return size(hf, "hidden_size") // size(hf, "num_attention_heads")
 
 
-def _is_limit(hf: Mapping[str, Any], key: str) -> bool:
-    return key == POSITIONS[0] or hf.get(key) is not None
+def _max_positions(hf: Mapping[str, Any], rope: Rope) -> int:
+    """Return the maximum sequence length. With yarn, vLLM has no angles beyond `factor` x the
+    original length."""
+    limits = [size(hf, key) for key in POSITIONS if key == _POSITIONS or hf.get(key) is not None]
+    if rope.kind == "yarn":
+        limits.append(int(rope.original_max_positions * rope.factor))
+    return min(limits)
 
 
 def _refuse_windows(hf: Mapping[str, Any], family: Family) -> None:
@@ -192,9 +229,9 @@ def _refuse_windows(hf: Mapping[str, Any], family: Family) -> None:
         raise ConfigError(
             f"model.path: layer_types has {unsupported[0]!r}; only 'full_attention' is supported"
         )
-    if not family.has_window or not _is_not_null(hf, "sliding_window"):
+    if not family.has_window or not is_not_null(hf, "sliding_window"):
         return
-    window, positions = _size(hf, "sliding_window"), _size(hf, "max_position_embeddings")
+    window, positions = size(hf, "sliding_window"), size(hf, "max_position_embeddings")
     if window < positions:
         raise ConfigError(
             f"model.path: sliding_window = {window} is shorter than max_position_embeddings = "
@@ -205,124 +242,13 @@ def _refuse_windows(hf: Mapping[str, Any], family: Family) -> None:
 # ------------------------------------------------------------------------------- parts
 
 
-def _rope(
-    hf: Mapping[str, Any], ignore: Collection[str], kinds: Mapping[str, Mapping[str, str]]
-) -> Rope:
-    """Read rope from `rope_parameters`, which contains rope_theta (transformers 5), or from
-    `rope_scaling` and a separate rope_theta (older versions)."""
-    where, settings = _rope_settings(hf)
-    kind = str(settings.get("rope_type") or settings.get("type") or "default")
-    if kind not in kinds:
-        raise ConfigError(
-            f"model.path: {where} has the rope type {kind!r}; known: {', '.join(kinds)}"
-        )
-    fields = kinds[kind]
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *fields}
-    known |= {"mscale", "truncate"} if kind == "yarn" else set()
-    for key, value in settings.items():
-        if key not in known and f"{where}.{key}" not in ignore and not is_empty(value):
-            raise ConfigError(
-                f"model.path: {where}.{key} = {value!r} is not known for the rope type {kind!r}; "
-                f"if it does not change what the model computes, add {where}.{key} to "
-                "model.ignore_fields"
-            )
-    if settings.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(
-            f"model.path: partial_rotary_factor = {settings['partial_rotary_factor']}; only 1.0 is "
-            "supported"
-        )
-    if kind == "yarn":
-        _check_yarn(settings, where)
-    values: dict[str, Any] = {
-        name: (_size if name == "original_max_positions" else _number)(settings, hf_name, where)
-        for hf_name, name in fields.items()
-    }
-    rope = Rope(_theta(hf, settings, where), kind, **values)
-    if not rope.low_freq_factor < rope.high_freq_factor:
-        raise ConfigError(
-            f"model.path: {where}.low_freq_factor = {rope.low_freq_factor} must be below "
-            f"high_freq_factor = {rope.high_freq_factor}"
-        )
-    return rope
-
-
-def _theta(hf: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> float:
-    if settings.get("rope_theta") is not None:
-        return _number(settings, "rope_theta", where)
-    return _number(hf, "rope_theta") if hf.get("rope_theta") is not None else 10_000.0
-
-
-def _check_yarn(settings: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for unsupported variants of yarn."""
-    # With different values, the rotary part of queries and keys would be scaled too.
-    mscale, mscale_all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
-    if not mscale or mscale != mscale_all_dim:
-        raise ConfigError(
-            f"model.path: {where} has mscale = {mscale} and mscale_all_dim = {mscale_all_dim}; "
-            "only equal values other than 0 are supported"
-        )
-    if not settings.get("truncate", True):
-        raise ConfigError(f"model.path: {where}.truncate = False; only True is supported")
-
-
-_ROPE_KINDS: Mapping[str, Mapping[str, str]] = {
-    "default": {},
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_max_positions",
-    },
-}
-"""For each rope type, its fields in config.json and their names in `Rope`."""
-
-_LATENT_ROPE_KINDS: Mapping[str, Mapping[str, str]] = {
-    "default": {},
-    "yarn": {
-        "factor": "factor",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "mscale_all_dim": "mscale_all_dim",
-        "original_max_position_embeddings": "original_max_positions",
-    },
-}
-"""The same for latent attention, where vLLM treats every type except `default` as yarn."""
-
-
-def _rope_fields(arch: Architecture) -> dict[str, Any]:
-    rope = arch.rope
-    names = (_LATENT_ROPE_KINDS if arch.latent else _ROPE_KINDS)[rope.kind]
-    fields = {hf_name: getattr(rope, name) for hf_name, name in names.items()}
-    if rope.kind == "yarn":
-        fields["mscale"] = rope.mscale_all_dim
-    return {"rope_type": rope.kind, "rope_theta": rope.theta, **fields}
-
-
-def _rope_settings(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the value of the field that describes rope."""
-    present = [key for key in ("rope_parameters", "rope_scaling") if hf.get(key)]
-    if len(present) == 2 and hf[present[0]] != hf[present[1]]:
-        raise ConfigError("model.path: rope_parameters and rope_scaling differ; keep one of them")
-    where = present[0] if present else "rope_parameters"
-    settings: Mapping[str, Any] = hf.get(where) or {}
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"model.path: {where} = {settings!r}; must be an object, or null")
-    inner, outer = settings.get("rope_theta"), hf.get("rope_theta")
-    if inner and outer and inner != outer:
-        raise ConfigError(
-            f"model.path: rope_theta = {outer} and {where}.rope_theta = {inner} differ; keep one"
-        )
-    return where, settings
-
-
 def _latent(hf: Mapping[str, Any]) -> Latent:
     latent = Latent(
-        q_lora_rank=_size(hf, "q_lora_rank") if _is_not_null(hf, "q_lora_rank") else 0,
-        kv_lora_rank=_size(hf, "kv_lora_rank"),
-        qk_nope_head_dim=_size(hf, "qk_nope_head_dim"),
-        qk_rope_head_dim=_size(hf, "qk_rope_head_dim"),
-        v_head_dim=_size(hf, "v_head_dim"),
+        q_lora_rank=size(hf, "q_lora_rank") if is_not_null(hf, "q_lora_rank") else 0,
+        kv_lora_rank=size(hf, "kv_lora_rank"),
+        qk_nope_head_dim=size(hf, "qk_nope_head_dim"),
+        qk_rope_head_dim=size(hf, "qk_rope_head_dim"),
+        v_head_dim=size(hf, "v_head_dim"),
     )
     # transformers also saves these derived fields.
     for key, value in (("head_dim", latent.qk_rope_head_dim), ("qk_head_dim", latent.qk_head_dim)):
@@ -333,18 +259,33 @@ def _latent(hf: Mapping[str, Any]) -> Latent:
     return latent
 
 
-_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-"""Required values. transformers ignores these fields, but vLLM uses another router without them."""
+def _dense_layers(hf: Mapping[str, Any], family: Family) -> int:
+    """Return the number of layers without experts, which are the first ones."""
+    dense = size(hf, "first_k_dense_replace", least=0)
+    if not family.has_mlp_types:
+        return dense
+    num_layers = size(hf, "num_hidden_layers")
+    types = hf[MLP_TYPES] if hf.get(MLP_TYPES) is not None else _mlp_types(1, num_layers)
+    if dense > num_layers or types != _mlp_types(dense, num_layers):
+        raise ConfigError(
+            f"model.path: first_k_dense_replace = {dense}, but {MLP_TYPES} = {types!r:.60}; it "
+            f"must be 'dense' for the first {dense} layers, then 'sparse' (absent: 1 dense layer)"
+        )
+    return dense
 
 
-def _grouped_routing(hf: Mapping[str, Any]) -> dict[str, Any]:
-    for key, wanted in _ROUTER.items():
+def _mlp_types(dense: int, num_layers: int) -> list[str]:
+    return ["dense"] * dense + ["sparse"] * (num_layers - dense)
+
+
+def _grouped_routing(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    for key, wanted in BIASED_ROUTER.items():
         if hf.get(key) != wanted:
             raise ConfigError(
                 f"model.path: {key} = {hf.get(key)!r} in config.json; only {wanted!r} is supported"
             )
-    groups, chosen = _size(hf, "n_group"), _size(hf, "topk_group")
-    experts, per_token = _size(hf, "n_routed_experts"), _size(hf, "num_experts_per_tok")
+    groups, chosen = size(hf, "n_group"), size(hf, "topk_group")
+    experts, per_token = size(hf, "n_routed_experts"), size(hf, "num_experts_per_tok")
     if experts % groups or chosen > groups or experts // groups < 2:
         raise ConfigError(
             f"model.path: n_group = {groups} and topk_group = {chosen} of n_routed_experts = "
@@ -357,10 +298,10 @@ def _grouped_routing(hf: Mapping[str, Any]) -> dict[str, Any]:
             f"groups of {experts // groups} experts have"
         )
     return {
-        "num_dense_layers": _size(hf, "first_k_dense_replace", least=0),
-        "shared_intermediate_size": _size(hf, "n_shared_experts")
-        * _size(hf, "moe_intermediate_size"),
-        "grouped_routing": GroupedRouting(groups, chosen, _number(hf, "routed_scaling_factor")),
+        "num_dense_layers": _dense_layers(hf, family),
+        "shared_intermediate_size": size(hf, "n_shared_experts")
+        * size(hf, "moe_intermediate_size"),
+        "grouped_routing": GroupedRouting(groups, chosen, number(hf, "routed_scaling_factor")),
     }
 
 
@@ -368,11 +309,11 @@ def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
     # Qwen3-MoE is published with the first name, but transformers 5 saves it with the second.
     known = ("num_experts", "num_local_experts", "n_routed_experts")
     names = [name for name in known if hf.get(name)]
-    if len({_size(hf, name) for name in names}) > 1:
+    if len({size(hf, name) for name in names}) > 1:
         values = " and ".join(f"{name} = {hf[name]}" for name in names)
         raise ConfigError(f"model.path: {values} differ; keep one of them")
-    total = _size(hf, next((name for name in (*names, *known) if name in hf), "num_experts"))
-    per_token = _size(hf, "num_experts_per_tok")
+    total = size(hf, next((name for name in (*names, *known) if name in hf), "num_experts"))
+    per_token = size(hf, "num_experts_per_tok")
     if per_token > total:
         raise ConfigError(
             f"model.path: num_experts_per_tok = {per_token} is more than num_experts = {total}"
@@ -380,50 +321,6 @@ def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "num_experts": total,
         "experts_per_token": per_token,
-        "moe_intermediate_size": _size(hf, "moe_intermediate_size"),
-        "normalize_topk": _flag(hf, "norm_topk_prob"),
+        "moe_intermediate_size": size(hf, "moe_intermediate_size"),
+        "normalize_topk": flag(hf, "norm_topk_prob"),
     }
-
-
-def _is_not_null(hf: Mapping[str, Any], key: str) -> bool:
-    """Return whether a required field has a value other than null. Raises ConfigError if it is
-    missing."""
-    return _required(hf, key) is not None
-
-
-def _required(hf: Mapping[str, Any], key: str, where: str = "config.json") -> Any:
-    if key not in hf:
-        raise ConfigError(f"model.path: {key} is missing from {where}")
-    return hf[key]
-
-
-def _size(hf: Mapping[str, Any], key: str, where: str = "config.json", *, least: int = 1) -> int:
-    value = _required(hf, key, where)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_SIZE:
-        raise ConfigError(
-            f"model.path: {_name(key, where)} = {value!r:.60}; must be an integer, at least "
-            f"{least} and at most {_MAX_SIZE:,}"
-        )
-    return value
-
-
-def _number(hf: Mapping[str, Any], key: str, where: str = "config.json") -> float:
-    value = _required(hf, key, where)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= _MAX_NUMBER:  # the comparison is False for NaN
-        raise ConfigError(
-            f"model.path: {_name(key, where)} = {value!r:.60}; must be a number above 0, at most "
-            f"{_MAX_NUMBER:g}"
-        )
-    return float(value)
-
-
-def _flag(hf: Mapping[str, Any], key: str) -> bool:
-    value = hf.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise ConfigError(f"model.path: {key} = {value!r}; must be true or false")
-    return bool(value)
-
-
-def _name(key: str, where: str) -> str:
-    return key if where == "config.json" else f"{where}.{key}"

@@ -15,6 +15,8 @@ from dapo_megatron.types import ConfigError
 
 POSITIONS = ("max_position_embeddings", "max_sequence_length", "model_max_length")
 """Fields that limit the sequence length. vLLM reads all of them."""
+MLP_TYPES = "mlp_layer_types"
+PARTIAL_ROTARY = "partial_rotary_factor"
 READ = frozenset(
     {
         "model_type",
@@ -68,7 +70,7 @@ READ_OF_SCORING = frozenset(
 REQUIRED: Mapping[str, Any] = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
-    "partial_rotary_factor": 1.0,
+    PARTIAL_ROTARY: 1.0,
     # If this is false, vLLM uses bidirectional attention.
     "is_causal": True,
     "is_encoder_decoder": False,
@@ -79,7 +81,8 @@ REQUIRED: Mapping[str, Any] = {
     "pretraining_tp": 1,
     "use_mrope": False,
 }
-"""Fields that must have this value, or be absent or null. False, 0 and empty values are equal."""
+"""Fields that must have this value, or be absent or null, unless the family reads them. False, 0
+and empty values are equal."""
 HARMLESS = frozenset(
     {
         # How and with which tools the checkpoint was made and saved.
@@ -163,14 +166,28 @@ HARMLESS = frozenset(
 """Fields that do not change what the model computes."""
 
 
-def _meaningful(family: Family) -> frozenset[str]:
-    """Return a family's fields that are read or must have a certain value."""
-    fields = READ | REQUIRED.keys() | family.required.keys()
+def _read(family: Family) -> frozenset[str]:
+    """Return a family's fields that are read."""
+    fields = READ | frozenset(family.flags.values())
     fields |= READ_OF_EXPERTS if family.expert else frozenset()
     fields |= {"sliding_window"} if family.has_window else frozenset()
+    fields |= {PARTIAL_ROTARY} if family.has_partial_rotary else frozenset()
+    fields |= {MLP_TYPES} if family.has_mlp_types else frozenset()
     fields |= READ_OF_LATENT if family.has_latent else frozenset()
     fields |= READ_OF_SCORING if family.has_grouped_routing else frozenset()
     return fields
+
+
+def _required(family: Family) -> dict[str, Any]:
+    """Return a family's fields that must have a certain value, and the value."""
+    read = _read(family)
+    required = {key: value for key, value in REQUIRED.items() if key not in read}
+    return {**required, **family.required}
+
+
+def _meaningful(family: Family) -> frozenset[str]:
+    """Return a family's fields that are read or must have a certain value."""
+    return _read(family) | _required(family).keys()
 
 
 MEANINGFUL = frozenset({"quantization_config"}).union(*map(_meaningful, FAMILIES.values()))
@@ -200,7 +217,7 @@ def check_fields(hf: Mapping[str, Any], family: Family, ignore: Collection[str])
             "model.path: quantization_config: a quantized checkpoint cannot be trained; use the "
             "model's bfloat16 or float32 checkpoint"
         )
-    for key, wanted in {**REQUIRED, **family.required}.items():
+    for key, wanted in _required(family).items():
         value = hf.get(key)
         if value is not None and value != wanted and (value or wanted):
             raise ConfigError(f"model.path: {key} = {value!r}; only {wanted!r} is supported")

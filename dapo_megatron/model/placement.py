@@ -25,13 +25,14 @@ Groups = Sequence[Sequence[int]]
 def engine_groups(
     config: Config, arch: Architecture, num_ranks: int, ranks_per_node: int
 ) -> Groups:
-    """Return the ranks of each engine of a run."""
+    """Return the ranks of each engine of a run, among its `num_ranks` ranks with an engine."""
+    has_policy = not config.roles.are_separate
     return place_engines(
         arch,
         num_ranks,
         config.engine_tensor_parallel,
-        policy_tp=config.policy.tensor_parallel,
-        policy_ep=config.policy.expert_parallel,
+        policy_tp=config.policy.tensor_parallel if has_policy else 1,
+        policy_ep=config.policy.expert_parallel if has_policy else 1,
         whole_experts=config.engine.expert_parallel,
         ranks_per_node=ranks_per_node,
     )

@@ -1,8 +1,8 @@
 """Dimensions of published models (`published.json`), for plans on machines without the checkpoint.
 
 An entry of the JSON file has a hub name, the number of parameters (a tied head is counted once) and
-the fields of config.json. `like` names another entry whose fields are inherited. DeepSeek-V3 is
-published in FP8 and with a multi-token prediction layer; its entry describes neither.
+the fields of config.json. `like` names another entry whose fields are inherited. Layers for
+multi-token prediction and FP8 scales are not counted.
 """
 
 from __future__ import annotations

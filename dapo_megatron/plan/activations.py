@@ -95,7 +95,7 @@ def layer_input(micro: Micro) -> float:
 
 def rotation(micro: Micro) -> float:
     """Return the bytes per token of cosines and sines, which all layers share (policy/rope.py)."""
-    return 2.0 * micro.width * micro.arch.head_dim
+    return 2.0 * micro.width * micro.arch.rotary_dim
 
 
 def _norm(micro: Micro, columns: float, heads: float = 1) -> float:

@@ -14,7 +14,7 @@ from dapo_megatron.plan import GIB, MemoryItem
 from dapo_megatron.types import torch_dtype
 
 WEIGHTS, CACHE, WORKSPACE = "engine weights", "KV cache", "engine workspace"
-SAMPLER = "engine sampler"
+SAMPLER, ROUTES = "engine sampler", "engine routes"
 SAMPLER_NUMBERS = 4482
 """Numbers of 4 bytes that vLLM's model runner V2 keeps per sequence for features of its sampler
 (biases, stop tokens, bad words), besides those that grow with the vocabulary."""
@@ -32,13 +32,15 @@ class EngineMemory:
     sampler: MemoryItem
     cache: MemoryItem
     workspace: MemoryItem
+    routes: MemoryItem
     token_bytes: int
     """Bytes of the KV cache per token."""
 
     @property
     def parts(self) -> tuple[MemoryItem, ...]:
-        """Weights, sampler, workspace and cache."""
-        return *self.weight_pool, self.workspace, self.cache
+        """Weights, sampler, workspace, cache, and routes if they are captured."""
+        routes = (self.routes,) if self.routes.num_bytes else ()
+        return *self.weight_pool, self.workspace, self.cache, *routes
 
     @property
     def weight_pool(self) -> tuple[MemoryItem, ...]:
@@ -69,6 +71,8 @@ def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) ->
         taken = weights + workspace + sampler
         cache = max(int(config.engine.memory_fraction * memory_bytes) - taken, 0)
         rest = f"engine.memory_fraction {config.engine.memory_fraction:g} less the rest"
+    is_captured = config.policy.router_replay == "engine"
+    routes = cache // token_bytes * arch.route_bytes if is_captured else 0
     return EngineMemory(
         MemoryItem(WEIGHTS, weights, how),
         MemoryItem(
@@ -76,6 +80,7 @@ def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) ->
         ),
         MemoryItem(CACHE, cache, f"{rest}, {token_bytes:,} bytes a token"),
         MemoryItem(WORKSPACE, workspace, "a step of most tokens, logits, CUDA graphs: assumed"),
+        MemoryItem(ROUTES, routes, "experts of each token in the cache: policy.router_replay"),
         token_bytes,
     )
 

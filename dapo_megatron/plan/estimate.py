@@ -231,8 +231,11 @@ def _host_parts(
         ),
         MemoryItem(
             "routes",
-            ranks_per_node * _route_bytes(config, stages[0]),
-            f"{ranks}, if every answer has its maximum length: policy.router_replay",
+            # Twice: with the message in which they leave or arrive.
+            2 * ranks_per_node * _route_bytes(config, stages[0])
+            + 2 * engines * _held_route_bytes(config, stages[0]),
+            f"{ranks} and {engines} engines, if every answer has its maximum length: "
+            "policy.router_replay",
         ),
     )
     return tuple(part for part in parts if part.num_bytes)
@@ -242,12 +245,27 @@ def _route_bytes(config: Config, stage: Stage) -> int:
     """Return the bytes of the routes of a step that a rank holds (TokenBatch.routes)."""
     if config.policy.router_replay == "off":
         return 0
-    arch, rollout = stage.arch, config.rollout
-    layers = sum(map(arch.has_experts, range(arch.num_layers)))
+    return _step_route_bytes(config, stage.arch) // data_parallel(
+        config.policy, stage.num_processes
+    )
+
+
+def _held_route_bytes(config: Config, stage: Stage) -> int:
+    """Return the bytes of the routes that the leader of an engine holds until a step is trained,
+    those of groups that are filtered or carried included."""
+    if config.policy.router_replay != "engine":
+        return 0
+    rollout = config.rollout
+    engines = max(stage.num_processes // config.engine_tensor_parallel, 1)
+    issued = (1.0 if rollout.on_policy else rollout.lookahead) / rollout.expected_keep_rate
+    return int(issued * _step_route_bytes(config, stage.arch)) // engines
+
+
+def _step_route_bytes(config: Config, arch: Architecture) -> int:
+    rollout = config.rollout
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     tokens = sequences * (rollout.max_prompt_tokens + rollout.max_response_tokens)
-    of_token = layers * arch.experts_per_token * (1 if arch.num_experts <= 256 else 2)
-    return tokens * of_token // data_parallel(config.policy, stage.num_processes)
+    return tokens * arch.route_bytes
 
 
 def _disk_parts(stages: Sequence[Stage], num_processes: int) -> tuple[MemoryItem, ...]:

@@ -25,10 +25,16 @@ from dapo_megatron.plan.phases import PHASES, Moment, Phases, fullest
 from dapo_megatron.plan.speed import Assumptions, Speed, estimate_speed
 from dapo_megatron.plan.stage import ACTIVATIONS
 from dapo_megatron.plan.suggestions import alternatives, check_layout_and_memory, problems
+from dapo_megatron.types import ConfigError
 
 
 def check(config: Config, num_processes: int, nodes: NodeSpec) -> None:
     """Check model, compatibility and layout before a forecast. Raises ConfigError."""
+    if config.roles.are_separate:
+        raise ConfigError(
+            "roles: memory and time are forecast only for ranks with both a policy and an engine; "
+            "forecast without roles, on roles.policy GPUs"
+        )
     check_compatibility(config, planned_architecture(config))
     check_layout_and_memory(config, num_processes, nodes)
 

@@ -82,13 +82,29 @@ def check_layout(
     layouts near it that fit. Without an engine (`doctor layouts`), engine.tensor_parallel is not
     checked.
     """
-    of_policy = list(policy_problems(config.policy, world_size, arch))
-    problems = [*of_policy, *_row_problems(config, arch), *_model_problems(config, arch)]
+    problems = list(_role_problems(config, world_size)) if has_engine else []
+    is_separate = has_engine and config.roles.are_separate
+    policy_world = config.policy_ranks(world_size) if has_engine else world_size
+    of_policy = list(
+        policy_problems(
+            config.policy, policy_world, arch, "roles.policy" if is_separate else _PROCESSES
+        )
+    )
+    problems += [*of_policy, *_row_problems(config, arch), *_model_problems(config, arch)]
     if has_engine:
-        problems += _engine_problems(config, world_size, arch)
+        problems += _engine_problems(config, config.engine_ranks(world_size), arch)
     if of_policy:
-        problems.append(_suggestions(config, world_size, arch))
+        problems.append(_suggestions(config, policy_world, arch))
     refuse(problems)
+
+
+def _role_problems(config: Config, world_size: int) -> Iterator[str]:
+    roles = config.roles
+    if roles.are_separate and roles.policy + roles.engine != world_size:
+        yield (
+            f"roles.policy + roles.engine = {roles.policy} + {roles.engine}, but there are "
+            f"{world_size} processes ({_PROCESSES})"
+        )
 
 
 def _suggestions(config: Config, world: int, arch: Architecture) -> str:
@@ -102,13 +118,19 @@ def _suggestions(config: Config, world: int, arch: Architecture) -> str:
     return "\n  ".join([f"layouts that fit {world} processes:", *near])
 
 
-def policy_problems(policy: PolicyConfig, world: int, arch: Architecture) -> Iterator[str]:
-    """Yield the problems of the policy's layout for this model on `world` processes."""
+_PROCESSES = "run.processes, or the launcher's"
+
+
+def policy_problems(
+    policy: PolicyConfig, world: int, arch: Architecture, key: str = _PROCESSES
+) -> Iterator[str]:
+    """Yield the problems of the policy's layout for this model on `world` processes, whose number
+    is set by `key`."""
     num_ranks = _model_ranks(policy)
     if world % num_ranks:
         yield (
             f"policy.tensor_parallel x pipeline_parallel x context_parallel = {num_ranks} does not "
-            f"divide the {world} processes (run.processes, or the launcher's)"
+            f"divide the {world} processes ({key})"
         )
     yield from _tensor_problems(policy, arch)
     yield from pipeline_problems(policy, arch.num_layers)
@@ -241,7 +263,8 @@ def _model_problems(config: Config, arch: Architecture) -> Iterator[str]:
     if longest > limit:
         yield (
             f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the model's "
-            f"{limit} positions (max_position_embeddings); lower one of them"
+            f"{limit} positions (max_position_embeddings; with yarn also factor x "
+            "original_max_position_embeddings); lower one of them"
         )
     if config.policy.moe_aux_loss > 0 and not arch.num_experts:
         yield (
@@ -254,9 +277,11 @@ def _engine_problems(config: Config, world: int, arch: Architecture) -> Iterator
     size = config.engine_tensor_parallel
     origin = ""
     if config.engine.tensor_parallel is None:
-        if any(_tensor_problems(config.policy, arch)) or world % size:
+        is_reported = world % size and not config.roles.are_separate
+        if any(_tensor_problems(config.policy, arch)) or is_reported:
             return  # reported for the policy already
         origin = " (null: as policy.tensor_parallel)"
+    key = " (roles.engine)" if config.roles.are_separate else ""
     whole_experts = config.engine.expert_parallel
     if whole_experts and not arch.num_experts:
         yield "engine.expert_parallel: the model has no experts; set it to false"
@@ -265,7 +290,7 @@ def _engine_problems(config: Config, world: int, arch: Architecture) -> Iterator
     ]
     for misfit in _engine_misfits(size, world, arch, whole_experts):
         yield (
-            f"engine.tensor_parallel: {size}{origin} {misfit}; with {world} processes use "
+            f"engine.tensor_parallel: {size}{origin} {misfit}; with {world} processes{key} use "
             f"{' or '.join(map(str, fitting))}"
         )
 

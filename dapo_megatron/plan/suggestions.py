@@ -109,7 +109,8 @@ def check_layout_and_memory(config: Config, num_processes: int, nodes: NodeSpec)
     try:
         check_layout(config, arch, num_processes)
     except ConfigError as error:
-        if not any(policy_problems(config.policy, num_processes, arch)):
+        is_hybrid = not config.roles.are_separate
+        if not (is_hybrid and any(policy_problems(config.policy, num_processes, arch))):
             raise
         lines = [str(error), *alternatives(config, num_processes, nodes)]
         raise ConfigError("\n".join(lines)) from None

@@ -6,10 +6,13 @@ In a run that would be the first sync or update. By then the engine has sized it
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from dapo_megatron.cluster.groups import group_or_world
 from dapo_megatron.config import Config
 from dapo_megatron.policy.device import device, megatron_device
 from dapo_megatron.policy.model import initialize_parallel
@@ -17,12 +20,11 @@ from dapo_megatron.policy.model import initialize_parallel
 
 def connect(config: Config) -> None:
     """Create Megatron's process groups, and run a collective of a few numbers in each group of
-    ranks that a run uses. Collective. The policy must be built next, with the same layout."""
+    ranks that a run uses. Collective over the ranks with a policy. The policy must be built next,
+    with the same layout."""
     with megatron_device():
         initialize_parallel(config.policy, config.seed)
-    value = torch.zeros(dist.get_world_size(), device=device())
-    # Between each pair of ranks, as in a sync.
-    dist.all_to_all_single(torch.empty_like(value), value)
+    value = torch.zeros(1, device=device())
     groups = (
         None,  # the world
         parallel_state.get_tensor_model_parallel_group(),
@@ -40,4 +42,11 @@ def connect(config: Config) -> None:
     embedding = parallel_state.get_embedding_group(check_initialized=False)
     for group in groups if embedding is None else (*groups, embedding):
         if dist.get_world_size(group) > 1:
-            dist.all_reduce(value[:1], group=group)
+            dist.all_reduce(value, group=group)
+
+
+def connect_bridge(num_ranks: int, group: Any = None) -> None:
+    """Exchange a number between each pair of ranks of the bridge, as a sync does. Collective over
+    all ranks. `group` None: the default group."""
+    value = torch.zeros(num_ranks, device=device())
+    group_or_world(group).alltoall_base(torch.empty_like(value), value, [], []).wait()

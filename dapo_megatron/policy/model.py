@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from dapo_megatron.config import PolicyConfig
-from dapo_megatron.model import Architecture, ChunkPlace, Rope
+from dapo_megatron.model import Architecture, ChunkPlace
 from dapo_megatron.policy import activation, fp8, rope
 from dapo_megatron.policy.device import device, has_cuda
 from dapo_megatron.policy.kernels import kernels
@@ -196,7 +195,7 @@ def _latent(arch: Architecture) -> dict[str, Any]:
         # The frequencies are ours (policy/rope.py). The other two settings scale the softmax.
         "rope_type": "rope",
         "rotary_scaling_factor": arch.rope.factor,
-        "mscale_all_dim": arch.rope.mscale_all_dim,
+        "mscale_all_dim": arch.rope.mscale_all_dim or 0.0,
     }
 
 
@@ -222,6 +221,7 @@ class Decoder(GPTModel):
     """
 
     rope_frequencies: Tensor
+    rope_scaling: float
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
@@ -237,7 +237,9 @@ class Decoder(GPTModel):
         rank's part under sequence parallelism. Megatron accepts only a real mask, so it never sees
         it."""
         embedded, _, *rest, _ = super()._preprocess(input_ids, position_ids, **given)
-        rotation = rope.rotation(position_ids, self.rope_frequencies, self.config)
+        rotation = rope.rotation(
+            position_ids, self.rope_frequencies, self.config, scaling=self.rope_scaling
+        )
         return embedded, rotation, *rest, padding_mask
 
     @property
@@ -325,7 +327,8 @@ def _to_device(model: Decoder, arch: Architecture) -> None:
     for module in model.modules():
         if not any(map(fp8.is_quantized, module.parameters(recurse=False))):
             module._apply(moved, recurse=False)
-    model.rope_frequencies = _rope_frequencies(arch).to(device())
+    model.rope_frequencies = rope.frequencies(arch).to(device())
+    model.rope_scaling = arch.rope.attention_scaling
 
 
 def place(chunk: Decoder) -> ChunkPlace:
@@ -339,39 +342,4 @@ def place(chunk: Decoder) -> ChunkPlace:
         has_head=chunk.post_process,
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         ep_size=parallel_state.get_expert_model_parallel_world_size(),
-    )
-
-
-def _rope_frequencies(arch: Architecture) -> Tensor:
-    """Return the frequencies of rotary position embedding (arXiv 2104.09864), as transformers
-    computes them: radians per position, [head_dim / 2], float32. High frequencies are kept, and low
-    ones are divided by the scaling factor."""
-    rope = arch.rope
-    steps = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
-    plain = 1.0 / rope.theta**steps
-    kept = _kept_share(rope, plain)
-    return (1.0 - kept) * plain / rope.factor + kept * plain
-
-
-def _kept_share(rope: Rope, plain: Tensor) -> Tensor:
-    """Return the share of each frequency that is kept, from 0 to 1."""
-    if rope.kind == "llama3":
-        # Interpolate by the number of rotations within the original length.
-        turns = rope.original_max_positions * plain / (2 * math.pi)
-        low, high = rope.low_freq_factor, rope.high_freq_factor
-        return ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    if rope.kind == "yarn":
-        # Interpolate by the index of the frequency.
-        first = max(math.floor(_index_of(rope, rope.beta_fast, len(plain))), 0)
-        last = min(math.ceil(_index_of(rope, rope.beta_slow, len(plain))), 2 * len(plain) - 1)
-        indices = torch.arange(len(plain), dtype=torch.float32)
-        return 1.0 - ((indices - first) / (last - first or 0.001)).clamp(0.0, 1.0)
-    return torch.zeros_like(plain)
-
-
-def _index_of(rope: Rope, turns: float, count: int) -> float:
-    """Return the index, among `count` frequencies, of the one that makes `turns` rotations within
-    the original length."""
-    return (
-        count * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / math.log(rope.theta)
     )

@@ -69,18 +69,20 @@ class Router(MegatronModule):
         hidden_TH = hidden.reshape(-1, hidden.shape[-1])
         logits_TE = torch.nn.functional.linear(hidden_TH.to(dtype), self.weight.to(dtype))
         scores_TE, probs_TE = self._scores(logits_TE)
-        experts_Tk = self._choose(scores_TE.detach())
+        chosen_Tk = experts_Tk = self._choose(scores_TE.detach())
         if self.routes is not None:
-            experts_Tk = self._replay(experts_Tk, self.routes)
+            experts_Tk = self._replay(chosen_Tk, self.routes)
         top = scores_TE.gather(1, experts_Tk)
         if self.normalize_topk:
             top = top / top.sum(-1, keepdim=True)
         weights_TE = torch.zeros_like(scores_TE).scatter(1, experts_Tk, top * self.scale)
-        chosen_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, experts_Tk, True)
+        used_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, experts_Tk, True)
+        if self.routes is not None:
+            self._count_changes(self.routes, used_TE.gather(1, chosen_Tk))
         if self.balance_scale and self.sequences is not None and torch.is_grad_enabled():
-            loss = self._balance_loss(probs_TE, chosen_TE, self.sequences)
+            loss = self._balance_loss(probs_TE, used_TE, self.sequences)
             weights_TE = _AddLoss.apply(weights_TE, loss * self.balance_scale)  # type: ignore[no-untyped-call]
-        return weights_TE, chosen_TE
+        return weights_TE, used_TE
 
     def _scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weight of each expert's output if it is chosen, and its probability for the
@@ -98,11 +100,17 @@ class Router(MegatronModule):
         experts_Tk = torch.where(is_given_T[:, None], routes_Tk, chosen_Tk)
         if not self.training:
             routes_Tk.copy_(experts_Tk)
-        elif torch.is_grad_enabled():  # counts each token once, also if its layer is recomputed
-            is_changed_T = (experts_Tk.sort(-1).values != chosen_Tk.sort(-1).values).any(-1)
-            counts = torch.stack([is_given_T.sum(), is_changed_T.sum()])
-            self.replayed = counts if self.replayed is None else self.replayed + counts
         return experts_Tk
+
+    def _count_changes(self, routes_Tk: Tensor, is_used_Tk: Tensor) -> None:
+        """Count tokens with given experts, and those for which the router would have chosen others.
+
+        `is_used_Tk` tells which of its choices are used. Counts only where there is a gradient:
+        each token once, also if its layer is recomputed.
+        """
+        if self.training and torch.is_grad_enabled():
+            counts = torch.stack([(routes_Tk[:, 0] >= 0).sum(), (~is_used_Tk.all(-1)).sum()])
+            self.replayed = counts if self.replayed is None else self.replayed + counts
 
     def set_layer_number(self, layer_number: int) -> None:
         """Do nothing. Megatron calls this on every router."""

@@ -15,7 +15,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from dapo_megatron.bridge.transfer import gather_whole
-from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.checkpoints.formats.open import open_model
 from dapo_megatron.checkpoints.formats.store import read_into
 from dapo_megatron.config import Config
 from dapo_megatron.model import read_architecture
@@ -37,7 +37,7 @@ from dapo_megatron.policy.model import (
     initialize_parallel,
     place,
 )
-from dapo_megatron.policy.moe import routers, start_minibatch
+from dapo_megatron.policy.moe import start_minibatch
 from dapo_megatron.policy.offload import Offload
 from dapo_megatron.policy.optimizer import build_optimizer, copy_to_main
 from dapo_megatron.policy.reference import Reference
@@ -62,7 +62,7 @@ class MegatronPolicy:
         with megatron_device():
             initialize_parallel(config.policy, config.seed)
             chunks = build_model(self.architecture, config.policy)
-            store = open_store(Path(config.model.path), config.model.ignore_fields)
+            store = open_model(config.model)
             values = fp8.HighPrecisionValues()
             read_into(store, self._shards_of(chunks, values))
             values.round()
@@ -102,9 +102,10 @@ class MegatronPolicy:
 
     def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
         """See protocols.Policy."""
-        recorded: list[Recorded] | None = [] if self._config.policy.router_replay != "off" else None
-        logprobs = self._score(batch, temperature, recorded)
-        return logprobs if recorded is None else self._with_routes(logprobs, batch, recorded)
+        if self._config.policy.router_replay != "policy":
+            return self._score(batch, temperature)
+        recorded: list[Recorded] = []
+        return self._with_routes(self._score(batch, temperature, recorded), batch, recorded)
 
     def keep_reference(self, write: Callable[[Sequence[Shard]], None] | None = None) -> None:
         """See protocols.Policy."""
@@ -141,7 +142,9 @@ class MegatronPolicy:
                 check(self._gather_values(mini, values))
             means = self._means(sums, num_tokens)
             grad_norm = self._clip(means["loss"])
-            router = {} if mini.routes is None else self._replay_statistics()
+            router: dict[str, float] = {}
+            if self._route_shape is not None and self._config.policy.router_replay != "off":
+                router = replay_statistics(self._models(), self._route_shape, self._device)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step_with_ready_grads()
@@ -392,12 +395,6 @@ class MegatronPolicy:
         num_tokens, groups = batch.tokens.numel(), groups_holding(batch)
         routes = gather(recorded, num_tokens, self._route_shape, groups, self._device)
         return replace(logprobs, routes=routes)
-
-    def _replay_statistics(self) -> dict[str, float]:
-        """Return the statistics of router replay in the last mini-batch. Collective."""
-        assert self._route_shape is not None
-        counts = [router.replayed for chunk in self._models() for router in routers(chunk)]
-        return replay_statistics(counts, self._route_shape, self._device)
 
     def _train(self, mode: bool) -> None:
         for chunk in self._chunks:

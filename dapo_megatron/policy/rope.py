@@ -12,6 +12,7 @@ Shape letters: L tokens of a row on this rank, B rows, R rotated columns of a he
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -20,10 +21,54 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from dapo_megatron.model import Architecture, Rope
 
-def rotation(positions_BL: Tensor, frequencies: Tensor, config: TransformerConfig) -> Tensor:
+
+def frequencies(arch: Architecture) -> Tensor:
+    """Return the frequencies of rotary position embedding (arXiv 2104.09864), as transformers
+    computes them: radians per position, [R / 2], float32. High frequencies are kept, and low ones
+    are divided by the scaling factor."""
+    rope = arch.rope
+    steps = torch.arange(0, arch.rotary_dim, 2, dtype=torch.float32) / arch.rotary_dim
+    plain = 1.0 / rope.theta**steps
+    kept = _kept_share(rope, plain)
+    return (1.0 - kept) * plain / rope.factor + kept * plain
+
+
+def _kept_share(rope: Rope, plain: Tensor) -> Tensor:
+    """Return the share of each frequency that is kept, from 0 to 1."""
+    if rope.kind == "llama3":
+        # Interpolate by the number of rotations within the original length.
+        turns = rope.original_max_positions * plain / (2 * math.pi)
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        return ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    if rope.kind == "yarn":
+        # Interpolate by the index of the frequency.
+        first = max(math.floor(_index_of(rope, rope.beta_fast, len(plain))), 0)
+        last = min(math.ceil(_index_of(rope, rope.beta_slow, len(plain))), 2 * len(plain) - 1)
+        indices = torch.arange(len(plain), dtype=torch.float32)
+        return 1.0 - ((indices - first) / (last - first or 0.001)).clamp(0.0, 1.0)
+    return torch.zeros_like(plain)
+
+
+def _index_of(rope: Rope, turns: float, count: int) -> float:
+    """Return the index, among `count` frequencies, of the one that makes `turns` rotations within
+    the original length."""
+    return (
+        count * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / math.log(rope.theta)
+    )
+
+
+def rotation(
+    positions_BL: Tensor,
+    frequencies: Tensor,
+    config: TransformerConfig,
+    *,
+    scaling: float = 1.0,
+) -> Tensor:
     """Return how to rotate the heads of each token, for `apply`: [L, 1, 1, 2 R], cosines and sines
-    in the model's precision. For Transformer Engine's kernel: [L, 1, 1, R], the angles in float32.
+    times `scaling`, in the model's precision. For Transformer Engine's kernel: [L, 1, 1, R], the
+    angles in float32.
 
     `frequencies` are R / 2 numbers, in radians per position. All rows of a micro-batch have the
     same positions (policy/rows.py).
@@ -31,8 +76,9 @@ def rotation(positions_BL: Tensor, frequencies: Tensor, config: TransformerConfi
     half = positions_BL[0].to(frequencies.dtype)[:, None] * frequencies
     angles = torch.cat((half, half), dim=-1)[:, None, None]
     if config.apply_rope_fusion:
+        assert scaling == 1.0, "see plan/compatibility"
         return angles
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(config.params_dtype)
+    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * scaling).to(config.params_dtype)
 
 
 def apply(

@@ -6,7 +6,8 @@ the chunk. In training the routers read their experts from it. In a pass for log
 write their choice into it. So no pipeline schedule, recomputation or order of calls can mix up
 tokens, micro-batches or layers.
 
--1 stands for an expert that is not given: the router chooses.
+-1 stands for an expert that is not given: the router chooses. It always chooses for the last token
+of a sequence: no log-prob depends on that token, and the engine that sampled it never computed it.
 
 Shape letters: T tokens that this rank holds, n tokens of a micro-batch on this rank, B rows, L
 tokens of a row on this rank, k experts per token.
@@ -24,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dapo_megatron.model import Architecture, ChunkPlace
-from dapo_megatron.types import TokenBatch
+from dapo_megatron.policy.moe import routers
+from dapo_megatron.types import TokenBatch, torch_dtype
 
 SLICE = 2**15
 """Tokens whose routes the ranks exchange at a time."""
@@ -38,23 +40,26 @@ class RouteShape:
     num_experts  experts of a layer
     topk         experts per token
     chunks       for each chunk of this rank, the indices in `layers` of its layers
+    dtype        of the number of an expert
     """
 
     layers: tuple[int, ...]
     num_experts: int
     topk: int
     chunks: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, arch: Architecture, places: Iterable[ChunkPlace]) -> RouteShape:
         """Return the shape for a model, on a rank with chunks in these places."""
-        layers = tuple(filter(arch.has_experts, range(arch.num_layers)))
+        layers = arch.expert_layers
         ends = ((place.first_layer, place.first_layer + place.num_layers) for place in places)
         chunks = tuple(
             tuple(index for index, layer in enumerate(layers) if first <= layer < end)
             for first, end in ends
         )
-        return cls(layers, arch.num_experts, arch.experts_per_token, chunks)
+        dtype = torch_dtype(arch.route_dtype)
+        return cls(layers, arch.num_experts, arch.experts_per_token, chunks, dtype)
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -62,13 +67,9 @@ class RouteShape:
         return tuple(chain(*self.chunks))
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Smallest dtype for the number of an expert."""
-        return torch.uint8 if self.num_experts <= 256 else torch.int16
-
-    def zeros(self, num_tokens: int) -> Tensor:
-        """Return routes [T, layers, k] of zeros."""
-        return torch.zeros(num_tokens, len(self.layers), self.topk, dtype=self.dtype)
+    def width(self) -> int:
+        """Number of experts of a token, in all layers."""
+        return len(self.layers) * self.topk
 
 
 def local_routes(
@@ -82,16 +83,19 @@ def local_routes(
     Raises ValueError naming sequence, token and layer of an impossible route.
     """
     assert batch.routes is not None
-    expected = (len(batch.tokens), len(shape.layers), shape.topk)
+    expected = (len(batch.tokens), shape.width)
     if tuple(batch.routes.shape) != expected:
         raise ValueError(
-            "routes have shape {}; {} tokens of this model, with {} layers of experts and {} "
-            "experts per token, need {}".format(tuple(batch.routes.shape), *expected, expected)
+            f"routes have shape {tuple(batch.routes.shape)}; {len(batch.tokens)} tokens of this "
+            f"model, with {len(shape.layers)} layers of experts and {shape.topk} experts per "
+            f"token, need {expected}"
         )
     local = torch.tensor(shape.local, dtype=torch.int64)
     routes = torch.full((len(index_n), len(local), shape.topk), -1, dtype=torch.int16)
-    is_real = index_n >= 0
-    routes[is_real] = batch.routes[index_n[is_real]][:, local].to(torch.int16)
+    last_S = batch.starts + batch.lengths - 1
+    is_given = (index_n >= 0) & (index_n != last_S[sequence_n])
+    given = batch.routes[index_n[is_given]].unflatten(1, (len(shape.layers), shape.topk))
+    routes[is_given] = given[:, local].to(torch.int16)
     impossible = (~_is_possible(routes, shape)).nonzero()
     if len(impossible):
         row, layer = impossible[0].tolist()
@@ -149,9 +153,9 @@ def gather(
     groups: Iterable[Any],
     device: torch.device,
 ) -> Tensor:
-    """Return the routes [T, layers, k] of a batch that the ranks of `groups` recorded, in host
+    """Return the routes [T, layers * k] of a batch that the ranks of `groups` recorded, in host
     memory. Call it when the device has finished the pass. Collective."""
-    whole = shape.zeros(num_tokens)
+    whole = torch.zeros(num_tokens, len(shape.layers), shape.topk, dtype=shape.dtype)
     for record in records:
         indices = record.indices.flatten()
         is_real = indices >= 0
@@ -166,22 +170,22 @@ def gather(
             # gather. Neither NCCL nor gloo adds int16.
             dist.all_reduce(on_device.view(torch.uint8), group=group)
         part.copy_(on_device)
-    return whole
+    return whole.flatten(1)
 
 
 def replay_statistics(
-    counts: Sequence[Tensor | None], shape: RouteShape, device: torch.device
+    chunks: Iterable[torch.nn.Module], shape: RouteShape, device: torch.device
 ) -> dict[str, float]:
-    """Return the share of tokens, over all layers and in each, for which the router would have
-    chosen other experts than the given ones. Collective over all ranks.
+    """Return the share of tokens of the last mini-batch, over all layers and in each, for which the
+    router would have chosen other experts than the given ones. Collective over all ranks.
 
-    `counts` are Router.replayed of this rank's routers. Tensor- and context-parallel ranks have
-    different tokens, so every token is counted once in each layer.
+    Tensor- and context-parallel ranks have different tokens, so every token is counted once in each
+    layer.
     """
     total = torch.zeros(2, len(shape.layers), dtype=torch.int64, device=device)
-    for layer, count in zip(shape.local, counts, strict=True):
-        if count is not None:
-            total[:, layer] = count
+    for layer, router in zip(shape.local, chain(*map(routers, chunks)), strict=True):
+        if router.replayed is not None:
+            total[:, layer] = router.replayed
     dist.all_reduce(total)
     num_given, num_changed = total.tolist()
     shares = {

@@ -2,56 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
 import pandas as pd
 
 from dapo_megatron.report import groups, phases
+from dapo_megatron.report.chart import Chart
 from dapo_megatron.report.groups import DECIDED, FORECAST, IN_WORDS, KEPT
 from dapo_megatron.report.phases import COLORS, GENERATE, IDLE, LABELS, MOVED, PLANNED, REST
 from dapo_megatron.report.run_data import RunData, frame_of
 from dapo_megatron.types import STEP_PHASES
-
-Section = Literal["dynamics", "groups", "time"]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A chart over the rollout steps, with a help text for newcomers."""
-
-    section: Section
-    id: str
-    title: str
-    help: str
-    y: str
-    """Title of the y axis, with its unit."""
-    series: Mapping[str, str] = field(default_factory=dict)
-    """Metric -> label."""
-    tick: str = ""
-    """d3 format of the y axis."""
-    ghosts: tuple[str, ...] = ()
-    """Keys of curves.GHOSTS, drawn if the reader enables the paper's curves."""
-    evaluations: tuple[str, ...] = ()
-    """Prefixes of evaluation metrics ("avg@"): points with 95% intervals, one trace per set."""
-    stacked: bool = False
-    lines: tuple[str, ...] = ()
-    """Metrics drawn as lines over the stack."""
-    colors: Mapping[str, int] = field(default_factory=dict)
-    """Metric -> index in curves.PALETTE. Default: its position in the chart."""
-    log: bool = False
-
-    @property
-    def overlay(self) -> bool:
-        """True if one figure shows all runs, False if each run has a figure."""
-        return self.section == "dynamics"
-
-    def draws(self, figure: str) -> bool:
-        """Return True if the chart draws an evaluation metric such as avg@4."""
-        return bool(self.evaluations) and figure.startswith(self.evaluations)
-
 
 _training = partial(Chart, "dynamics")
 _groups = partial(Chart, "groups")
@@ -215,6 +175,15 @@ CHARTS: list[Chart] = [
         ".0e",
         (),
         log=True,
+    ),
+    _training(
+        "router",
+        "Experts overridden by router replay",
+        "Share of tokens and layers in which the policy's router would have chosen other experts "
+        "than the replayed ones.",
+        "share",
+        {"router/changed": "overridden"},
+        ".2%",
     ),
     _training(
         "correction",
@@ -423,28 +392,3 @@ def columns_of(run: RunData) -> pd.DataFrame:
     """Return the metrics of a run by step, including derived series."""
     columns = dict(run.metrics.frame.items()) | groups.derived(run) | phases.derived(run)
     return frame_of(run.metrics.steps, columns)
-
-
-def charts_with_data(charts: Iterable[Chart], names: set[str], figures: set[str]) -> list[Chart]:
-    """Return the charts that have data, each without the series that no run has.
-
-    names     metrics that some run has a value of
-    figures   evaluation metrics that some run has, such as avg@4
-    """
-    shown = []
-    for chart in charts:
-        series = {metric: label for metric, label in chart.series.items() if metric in names}
-        if series or any(map(chart.draws, figures)):
-            shown.append(replace(chart, series=series))
-    return shown
-
-
-def chart_of(metric: str | None, charts: Sequence[Chart]) -> str | None:
-    """Return the id of the first chart that shows a metric or an evaluation metric
-    (eval/<set>/<figure>); None without one."""
-    prefix, _, figure = (metric or "").rpartition("/")
-    is_evaluation = prefix.startswith("eval/")
-    for chart in charts:
-        if metric in chart.series or (is_evaluation and chart.draws(figure)):
-            return chart.id
-    return None

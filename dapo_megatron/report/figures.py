@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 from plotly import graph_objects as go
 
-from dapo_megatron.report.charts import Chart
+from dapo_megatron.report.chart import Chart
 from dapo_megatron.report.curves import PALETTE, RunStyle, ghost
 from dapo_megatron.report.wording import visible
 

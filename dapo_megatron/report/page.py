@@ -24,7 +24,8 @@ from markupsafe import Markup
 
 import dapo_megatron
 from dapo_megatron.report import curves, figures, groups, phases, timeline
-from dapo_megatron.report.charts import CHARTS, Chart, chart_of, charts_with_data, columns_of
+from dapo_megatron.report.chart import Chart, chart_of, charts_with_data
+from dapo_megatron.report.charts import CHARTS, columns_of
 from dapo_megatron.report.curves import RunStyle
 from dapo_megatron.report.figures import RunCurves
 from dapo_megatron.report.finding import Finding

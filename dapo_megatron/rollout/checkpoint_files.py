@@ -42,6 +42,7 @@ class CompletionsSnapshot:
             _ROW_BYTES
             + 16 * row.completion.num_tokens
             + 4 * (len(row.prompt.tokens) + len(row.prompt.text) + len(row.completion.text))
+            + memoryview(row.completion.routes or b"").nbytes
             for row in self._rows
         )
 

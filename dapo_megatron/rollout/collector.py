@@ -108,9 +108,13 @@ class EngineCollector:
         for ticket, outcome, verdict in plan.closed:
             for row in self.store.close(ticket):
                 parts = reward(row.completion, self.config.overlong)
+                completion = row.completion
+                if not self.config.tracking.record_routes:
+                    completion = replace(completion, routes=None)
                 rows.append(
                     replace(
                         row,
+                        completion=completion,
                         outcome=outcome.value,
                         verdict=verdict,
                         reward=None if parts is None else parts.total,
@@ -128,7 +132,7 @@ class EngineCollector:
             return
         num_replicas = len(self.exchange_tokens.leaders)
         self.store.fill(
-            row
+            self._with_routes(row, path)
             for number, path in parts_among(folder.iterdir(), CARRIED).items()
             if holder(number, num_replicas) == self.replica
             for row in read_completions(path)
@@ -140,6 +144,19 @@ class EngineCollector:
                     f"state.json, and {self.store.num_tokens(ticket, sample)} in carried_*.parquet;"
                     " resume from another checkpoint"
                 )
+
+    def _with_routes(self, row: CompletionRow, path: Path) -> CompletionRow:
+        """Return a row of a checkpoint with routes, if policy.router_replay needs them, or without.
+        Raises CheckpointError if they are missing."""
+        if self.config.policy.router_replay != "engine":
+            return replace(row, completion=replace(row.completion, routes=None))
+        if row.completion.routes is None:
+            raise CheckpointError(
+                f"{path}: ticket {row.ticket}, sample {row.completion.sample} was sampled without "
+                "policy.router_replay engine, so its routes are not known. Resume without it, or "
+                "start a new run with model.path set to the checkpoint"
+            )
+        return row
 
 
 Held = list[tuple[int, int, int, int]]

@@ -40,12 +40,15 @@ def write_completions(path: Path, rows: Iterable[CompletionRow]) -> None:
 
     Raises OSError, and ValueError for rows with the same ticket and sample.
     """
+    import numpy as np
+
     ordered = sorted(rows, key=lambda row: (row.ticket, row.completion.sample))
     for row, following in pairwise(ordered):
         if (row.ticket, row.completion.sample) == (following.ticket, following.completion.sample):
             raise ValueError(f"ticket {row.ticket}, sample {row.completion.sample}: two rows")
     old = (row.old_logprobs for row in ordered if row.old_logprobs is not None)
-    routes = (row.routes.dtype.name for row in ordered if row.routes is not None)
+    all_routes = (row.completion.routes for row in ordered)
+    routes = (np.dtype(routes.typecode).name for routes in all_routes if routes is not None)
     columns = schema(
         any(values.dtype.itemsize == 8 for values in old),
         has_reference=any(row.reference_logprobs is not None for row in ordered),
@@ -108,7 +111,7 @@ def _batches(rows: Iterable[CompletionRow]) -> Iterator[Batch]:
             )
         completion = row.completion
         size = _ROW_BYTES + prompt_bytes + 8 * completion.num_tokens + len(completion.text)
-        size += 0 if row.routes is None else row.routes.nbytes
+        size += memoryview(completion.routes or b"").nbytes
         if batch and num_bytes + size > ROW_GROUP_BYTES:
             yield batch
             batch, num_bytes = [], 0

@@ -58,8 +58,6 @@ class CompletionRow:
     old_logprobs   float32 or float64 [tokens]: log-probs of the policy before the step's first
                    update; None if they are not known
     reference_logprobs  the same of the reference of loss.kl; None without one
-    routes         uint8 or int16: experts of all tokens, those of the prompt first, in each layer
-                   (see TokenBatch), flattened; None if they are not known
     """
 
     ticket: int
@@ -70,7 +68,6 @@ class CompletionRow:
     reward: float | None = None
     old_logprobs: NDArray[Any] | None = None
     reference_logprobs: NDArray[Any] | None = None
-    routes: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +189,7 @@ def table_of(batch: Batch, schema: Schema) -> Table:
         "reference_logprobs": [row.reference_logprobs for row in rows],
         "prompt_tokens": [tokens for _, tokens, _ in batch],
         "extra": strings(extra for _, _, extra in batch),
-        "routes": [row.routes for row in rows],
+        "routes": [completion.routes for completion in completions],
     }
     arrays = []
     for field in schema:
@@ -269,7 +266,6 @@ def completion_rows(path: Path, table: Table) -> Iterator[CompletionRow]:
             reference_logprobs=_copy(columns["reference_logprobs"][row])
             if "reference_logprobs" in columns
             else None,
-            routes=_copy(columns["routes"][row]) if "routes" in columns else None,
         )
 
 
@@ -296,6 +292,7 @@ def _prompt(source: str, index: int, tokens: Any, text: str, truth: str, extra: 
 
 def _completion(columns: dict[str, list[Any]], row: int) -> Completion:
     tokens, logprobs = columns["tokens"][row], columns["logprobs"][row]
+    routes = columns["routes"][row] if "routes" in columns else None
     if not columns["num_tokens"][row] == len(tokens) == len(logprobs):
         raise ValueError(
             f"num_tokens is {columns['num_tokens'][row]}, with {len(tokens)} tokens and "
@@ -309,6 +306,7 @@ def _completion(columns: dict[str, list[Any]], row: int) -> Completion:
         finish=Finish(columns["finish"][row]),
         segments=_segments_of(columns["segments"][row]),
         grade=_grade(columns, row),
+        routes=None if routes is None else _packed(routes.dtype.char, routes),
     )
 
 

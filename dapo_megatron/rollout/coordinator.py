@@ -16,7 +16,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from dapo_megatron.algo.sampling import verdict
@@ -26,9 +26,11 @@ from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.dispatch import Dispatcher, Events
 from dapo_megatron.rollout.driver import Driver
 from dapo_megatron.rollout.forecast import KeepRate
+from dapo_megatron.rollout.grader_health import GraderHealth
 from dapo_megatron.rollout.ledger import Ledger, TicketState
 from dapo_megatron.rollout.messages import Move, Sampling
 from dapo_megatron.rollout.open_group import OpenGroup
+from dapo_megatron.rollout.step_events import StepEvents
 from dapo_megatron.types import (
     CheckpointError,
     Collected,
@@ -45,18 +47,6 @@ logger = logging.getLogger(__name__)
 
 BOUND = 30
 """Default of rollout.max_prompts_per_step, in units of prompts_per_step."""
-MIN_ABSTAINED = 8
-"""Minimum number of abstained groups after which a grader counts as broken."""
-
-
-@dataclass
-class _Step:
-    """Events since `collect` started."""
-
-    version: int
-    issued: int = 0
-    decided: list[Group] = field(default_factory=list)
-    gradings: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 class Coordinator:
@@ -95,9 +85,8 @@ class Coordinator:
         )
         self._ended: list[tuple[OpenGroup, Outcome]] = []  # not returned by `collect` yet
         self._outcomes: dict[str, Counter[str]] = {}  # counts by data set, over the whole run
-        # These two are not in the checkpoint, because a resumed run may have another grader.
-        self._answered: set[str] = set()  # data sets with at least one graded completion
-        self._abstained: Counter[str] = Counter()  # number of groups by data set
+        self._graders = GraderHealth(config.prompts_per_step)
+        self._ahead = StepEvents()  # events of `sample_ahead`, which count in the next step
         self._regrade: list[tuple[int, int]] = []  # ungraded, from the checkpoint
         self._bound = config.max_prompts_per_step or BOUND * config.prompts_per_step
         self._max_overtake = 0 if config.on_policy else config.max_overtake
@@ -110,7 +99,7 @@ class Coordinator:
         or with none (`train_partial`), or if no completion of a data set can be graded. Raises
         Stopped if a rank was asked to stop. After either error `state` can be saved.
         """
-        step = _Step(version)
+        step, self._ahead = replace(self._ahead, version=version), StepEvents()
         start = self.state() if self._config.deterministic else None
         grade_seconds = self._driver.grade_seconds
         self._expire(step)
@@ -118,17 +107,34 @@ class Coordinator:
         for group in self.groups.values():
             self._submit(group)
         while (chosen := self._commit(step)) is None:
-            self._top_up(step)
+            self._top_up(step, self._config.prompts_per_step)
             regrade, self._regrade = self._regrade, []
             # Some may have expired before the first turn (on_policy).
             events = self._dispatcher.advance([key for key in regrade if key[0] in self.groups])
             self._handle(events, step)
             if events.stop:
                 raise self._stopped(events.stop, step, start)
-            self._check_graders(step)
+            if failure := self._graders.failure(self._driver.last_errors):
+                raise self._starved(failure, step)
             on_progress(min(self._num_ready(), self._config.prompts_per_step))
         self._interrupt(step)
         return self._close(step, chosen, self._driver.grade_seconds - grade_seconds)
+
+    def sample_ahead(self, version: int, is_over: Callable[[], bool]) -> None:
+        """Sample with weights `version` until `is_over`, while the policy trains on what `collect`
+        returned. What is then ready for the next step counts as in flight, so groups do not become
+        older than without training."""
+        step = self._ahead
+        self._dispatcher.start(version)
+        for group in self.groups.values():
+            self._submit(group)
+        stop = ""
+        while not is_over() and not stop:
+            self._top_up(step, 0)
+            events = self._dispatcher.advance()
+            self._handle(events, step)
+            stop = events.stop  # the loop asks all ranks after the training
+        self._interrupt(step)
 
     def state(self) -> dict[str, Any]:
         """Return JSON-compatible state for a checkpoint.
@@ -142,6 +148,7 @@ class Coordinator:
             "keep_rate": [self.keep_rate.kept, self.keep_rate.decided],
             "ended": [[group.to_json(), outcome.value] for group, outcome in self._ended],
             "fates": {source: dict(counts) for source, counts in self._outcomes.items()},
+            "ahead": self._ahead.to_json(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -162,6 +169,8 @@ class Coordinator:
             for group, outcome in state["ended"]
         ]
         self._outcomes = {source: Counter(counts) for source, counts in state["fates"].items()}
+        known = (*self.groups.values(), *(group for group, _ in self._ended))
+        self._ahead = StepEvents.from_json(state.get("ahead"), known)
 
     def held(self) -> list[tuple[int, int, int, int]]:
         """Return (ticket, sample, replica, number of tokens) of every completion that a replica
@@ -202,11 +211,12 @@ class Coordinator:
 
     # ------------------------------------------------------------------ issuing
 
-    def _top_up(self, step: _Step) -> None:
-        """Issue as many prompts as are wanted in flight and fit into the engines."""
+    def _top_up(self, step: StepEvents, num_leaving: int) -> None:
+        """Issue as many prompts as are wanted in flight and fit into the engines. The step will
+        train on `num_leaving` of the ready groups."""
         room = math.ceil(self._dispatcher.room / self._config.samples_per_prompt)
         left = math.inf if self._config.at_bound == "wait" else self._bound - step.issued
-        num_prompts = int(min(self._num_wanted(), room, left))
+        num_prompts = int(min(self._num_wanted(num_leaving), room, left))
         if num_prompts <= 0:
             return
         before, step.issued = step.issued, step.issued + num_prompts
@@ -218,7 +228,7 @@ class Coordinator:
             self.groups[ticket] = group
             self._submit(group)
 
-    def _num_wanted(self) -> int:
+    def _num_wanted(self, num_leaving: int) -> int:
         """Return how many prompts to issue now if the engines have room; may be negative."""
         num_ready = self._num_ready()
         undecided = len(self.groups) - num_ready
@@ -226,9 +236,9 @@ class Coordinator:
         if self._config.on_policy:
             return self.keep_rate.prompts_for(wanted - num_ready) - undecided
         # Little's law: with `lookahead` steps' worth of groups in flight, a group spends about
-        # `lookahead` steps in flight. The N ready groups that this step trains on have left; ready
-        # groups beyond N still count.
-        ahead = self._config.lookahead * wanted - max(0, num_ready - wanted)
+        # `lookahead` steps in flight. The ready groups that this step trains on have left; further
+        # ready groups still count.
+        ahead = self._config.lookahead * wanted - max(0, num_ready - num_leaving)
         return math.ceil(ahead / self.keep_rate.mean) - undecided
 
     def _submit(self, group: OpenGroup) -> None:
@@ -237,7 +247,7 @@ class Coordinator:
 
     # ------------------------------------------------------------------ events
 
-    def _handle(self, events: Events, step: _Step) -> None:
+    def _handle(self, events: Events, step: StepEvents) -> None:
         for ticket, completion in events.sampled:
             group = self.groups[ticket]
             group.completions[completion.sample] = completion
@@ -251,15 +261,16 @@ class Coordinator:
             source = group.prompt.source
             step.gradings[source, "unparsed" if grade and not grade.parsed else grading] += 1
             if grade is not None:
-                self._answered.add(source)
+                self._graders.graded(source)
             if group.is_decided:
                 self._decide(group, step)
 
-    def _decide(self, group: OpenGroup, step: _Step) -> None:
+    def _decide(self, group: OpenGroup, step: StepEvents) -> None:
         """Decide whether a group is trained on, after its last grade."""
         finished = group.group()
         outcome = Outcome.ABSTAINED if group.ungradable else self._judge(finished)
-        self._abstained[group.prompt.source] += outcome is Outcome.ABSTAINED
+        if outcome is Outcome.ABSTAINED:
+            self._graders.abstained(group.prompt.source)
         step.decided.append(finished)
         self.keep_rate.observe(outcome is None)
         if outcome is None:
@@ -286,7 +297,7 @@ class Coordinator:
 
     # ------------------------------------------------------------------ ending a step
 
-    def _commit(self, step: _Step) -> list[OpenGroup] | None:
+    def _commit(self, step: StepEvents) -> list[OpenGroup] | None:
         """Return the groups to train on, or None if the step has to collect more."""
         wanted, num_ready = self._config.prompts_per_step, self._num_ready()
         if num_ready >= wanted:
@@ -315,7 +326,7 @@ class Coordinator:
                 return None
         return None
 
-    def _close(self, step: _Step, chosen: list[OpenGroup], grade_seconds: float) -> Collected:
+    def _close(self, step: StepEvents, chosen: list[OpenGroup], grade_seconds: float) -> Collected:
         train = [group.group() for group in chosen]
         for group in chosen:
             self._end(group, Outcome.TRAINED)
@@ -346,7 +357,7 @@ class Coordinator:
             grade_seconds=grade_seconds,
         )
 
-    def _interrupt(self, step: _Step) -> None:
+    def _interrupt(self, step: StepEvents) -> None:
         """Stop the engines, handle their last events, and store unfinished completions in their
         groups."""
         events = self._dispatcher.interrupt()
@@ -357,7 +368,7 @@ class Coordinator:
             if state is TicketState.RUNNING:
                 self.ledger.move(ticket, TicketState.ISSUED)
 
-    def _expire(self, step: _Step) -> None:
+    def _expire(self, step: StepEvents) -> None:
         """Expire ready groups that are older than `max_age` versions, but no unfinished group.
 
         With on_policy, also expire unfinished groups with tokens of older weights, which a resumed
@@ -398,26 +409,12 @@ class Coordinator:
                         "saved the checkpoint"
                     )
 
-    def _check_graders(self, step: _Step) -> None:
-        """Raise StarvedError if all gradings of a data set failed, over a step's worth of groups
-        and at least MIN_ABSTAINED. In a tiny step a few failures mean nothing."""
-        limit = max(self._config.prompts_per_step, MIN_ABSTAINED)
-        for source, num_groups in self._abstained.items():
-            if num_groups >= limit and source not in self._answered:
-                error = self._driver.last_errors.get(source, "it hung or died")
-                raise self._starved(
-                    f"data set {source!r}: its grader failed on every completion of {num_groups} "
-                    f"groups; last error: {error}. Fix the grader configured for this data set "
-                    "(its limits are rewards.timeout_seconds and rewards.memory_mib)",
-                    step,
-                )
-
-    def _starved(self, message: str, step: _Step) -> StarvedError:
+    def _starved(self, message: str, step: StepEvents) -> StarvedError:
         """Stop the engines, so that `state` is complete, and return the error to raise."""
         self._interrupt(step)
         return StarvedError(message)
 
-    def _stopped(self, by: str, step: _Step, start: Mapping[str, Any] | None) -> Stopped:
+    def _stopped(self, by: str, step: StepEvents, start: Mapping[str, Any] | None) -> Stopped:
         """Stop the engines and return the error to raise.
 
         All tokens sampled so far are carried. A deterministic run returns to the start of the step
@@ -429,7 +426,7 @@ class Coordinator:
             self.restore(start)
         return Stopped(f"stopped by {by}")
 
-    def _shortage(self, step: _Step) -> str:
+    def _shortage(self, step: StepEvents) -> str:
         by_source = "; ".join(
             f"{source}: "
             + ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())

@@ -8,7 +8,8 @@ decisions depend on engine steps and never on the clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from dapo_megatron.cluster.collectives import decode, encode
@@ -31,6 +32,10 @@ ALIVE_SECONDS = 5.0
 """
 WAIT_SECONDS = 1.0
 """Maximum time that `advance` waits for news."""
+
+
+SHORT_SECONDS = 0.02
+"""The same in `short_waits`."""
 
 
 class Driver(Protocol):
@@ -96,7 +101,12 @@ class EngineDriver:
         if not deterministic:
             self.max_sequences += max_sequences // QUEUED_SHARE
         self.last_errors: dict[str, str] = {}
+        self.num_messages = 0
+        """Number of messages from replicas so far."""
+        self.stop_signal = ""
+        """Name of the stop signal that a rank without an engine got, or empty."""
         self._hub = hub
+        self._wait_seconds = WAIT_SECONDS
         self._deterministic = deterministic
         self._silence_seconds = max(silence_seconds, 3 * ALIVE_SECONDS)
         self._grade_seconds = [0.0] * num_replicas
@@ -115,9 +125,7 @@ class EngineDriver:
 
     def start(self, sampling: Sampling) -> None:
         """See `Driver`."""
-        now = time.monotonic()
-        self._heard = [now] * self.num_replicas
-        self._told = [now] * self.num_replicas
+        self._reset_clocks()
         self._send_all(Order(OrderKind.START, sampling=sampling))
 
     def advance(
@@ -130,10 +138,13 @@ class EngineDriver:
             if new or again or self._deterministic:
                 self._send_run(replica, list(new), list(again))
         if self._deterministic:
-            return self._one_each()
-        time.sleep(max(self._answered + self._coalesce_seconds - time.monotonic(), 0.0))
-        reports = self._receive()
-        self._answered = time.monotonic()
+            reports = self._one_each()
+        else:
+            time.sleep(max(self._answered + self._coalesce_seconds - time.monotonic(), 0.0))
+            reports = self._receive()
+            self._answered = time.monotonic()
+        if self.stop_signal:
+            reports.append((0, Report(stop=self.stop_signal)))
         return reports
 
     def interrupt(self) -> list[tuple[int, Report]]:
@@ -150,10 +161,30 @@ class EngineDriver:
                 reports.append((replica, report))
         return sorted(reports, key=lambda item: item[0]) if self._deterministic else reports
 
+    @contextmanager
+    def short_waits(self) -> Iterator[None]:
+        """Let `advance` return soon without news, because its caller waits for something else."""
+        self._wait_seconds = SHORT_SECONDS
+        try:
+            yield
+        finally:
+            self._wait_seconds = WAIT_SECONDS
+
+    def idle(self, is_over: Callable[[], bool]) -> None:
+        """Let all replicas wait until `is_over`."""
+        self._reset_clocks()
+        while not is_over():
+            self._receive()
+
     def end(self, *, only_here: bool = False) -> None:
-        """End the phase on all replicas, or only on that of rank 0."""
-        for replica in range(1 if only_here else self.num_replicas):
+        """End the phase on all replicas, or only on that of rank 0, if it has one."""
+        here = () if self._hub.local is None else (self._hub.local,)
+        for replica in here if only_here else range(self.num_replicas):
             self._send(replica, encode(Order(OrderKind.END)))
+
+    def _reset_clocks(self) -> None:
+        self._heard = [time.monotonic()] * self.num_replicas
+        self._told = list(self._heard)
 
     def _one_each(self) -> list[tuple[int, Report]]:
         """Return one report of each replica, in the order of replicas."""
@@ -166,13 +197,14 @@ class EngineDriver:
         return sorted(reports.items())
 
     def _receive(self) -> list[tuple[int, Report]]:
-        """Wait for messages for up to WAIT_SECONDS, and return the reports with news.
+        """Wait a limited time for messages, and return the reports with news.
 
         Raises RankError naming a replica that is silent for too long, or whose message cannot be
         read.
         """
         reports: list[tuple[int, Report]] = []
-        messages = self._hub.receive(WAIT_SECONDS)
+        messages = self._hub.receive(self._wait_seconds)
+        self.num_messages += len(messages)
         now = time.monotonic()
         for replica, message in messages:
             self._heard[replica] = now

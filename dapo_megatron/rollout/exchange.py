@@ -3,8 +3,8 @@
 Each training sequence goes to the ranks of the data-parallel index that trains on it, and a carried
 completion that another replica continues goes to the leader of that replica. Every rank knows the
 sizes of all messages from the lengths. A message holds, for each sequence in the order of the step,
-its prompt tokens, response tokens (int32) and the engine's log-probs (float32), and then the tokens
-and log-probs of each move.
+its prompt tokens, response tokens (int32), the engine's log-probs (float32) and, with router
+replay, its routes. The same follows for each move, without its prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,25 @@ from dapo_megatron.types import (
     TrainingSequence,
 )
 
-_Number = TypeVar("_Number", np.int32, np.float32)
+_Number = TypeVar("_Number", bound=np.generic)
 BYTES = 4
 """Bytes of a token, and of a log-prob."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSize:
+    """Size of the routes that travel with the tokens.
+
+    bytes_per_token  of all layers; 0 if no routes travel
+    dtype            of the number of an expert
+    """
+
+    bytes_per_token: int = 0
+    dtype: str = "uint8"
+
+    def num_bytes(self, prompt_tokens: int, response_tokens: int) -> int:
+        """Return the bytes of a sequence's routes. The last token has none."""
+        return self.bytes_per_token * (prompt_tokens + response_tokens - 1)
 
 
 @dataclass(frozen=True)
@@ -40,12 +56,14 @@ class TokenExchange:
 
     leaders   rank of each replica's leader
     store     completions held on this rank; empty except on a leader
+    routes    size of the routes that travel with the tokens
     """
 
     exchange: Exchange
     data_parallel: DataParallel
     leaders: Sequence[int]
     store: CompletionStore
+    routes: RouteSize = RouteSize()
 
     def __call__(
         self, sequences: Sequence[TrainingSequence], owners: Sequence[int], moves: Sequence[Move]
@@ -61,19 +79,18 @@ class TokenExchange:
         sizes = [0] * self.exchange.world_size
         for replica, leader in enumerate(self.leaders):
             share = shares.get((replica, self.data_parallel.index), [])
-            sizes[leader] = sum(map(_num_bytes, (sequences[index] for index in share)))
-            sizes[leader] += sum(
-                2 * BYTES * move.summary.num_tokens for move in self._moves(moves, replica, own)
-            )
+            sizes[leader] = sum(self._num_bytes(sequences[index]) for index in share)
+            sizes[leader] += sum(map(self._move_bytes, self._moves(moves, replica, own)))
         parts = on_all_ranks(self.exchange, lambda: self._outgoing(sequences, shares, moves))
         received = self.exchange.all_to_all(parts, sizes)
         tokens: dict[int, SequenceTokens] = {}
         for replica, leader in enumerate(self.leaders):
-            message = _Message(received[leader])
+            message = _Message(received[leader], self.routes)
             for index in shares.get((replica, self.data_parallel.index), []):
                 tokens[index] = message.sequence(sequences[index])
             for move in self._moves(moves, replica, own):
-                self.store.put(move.ticket, move.prompt, message.completion(move.summary))
+                completion = message.completion(move.summary, len(move.prompt.tokens))
+                self.store.put(move.ticket, move.prompt, completion)
         return dict(sorted(tokens.items()))
 
     def _outgoing(
@@ -89,14 +106,18 @@ class TokenExchange:
             self._pack(sequences, shares.get((replica, index), []))
             for index in range(self.data_parallel.size)
         ]
-        parts = [buffers[index] for index in self.data_parallel.indices]
+        parts = [
+            buffers[index] if index >= 0 else bytearray() for index in self.data_parallel.indices
+        ]
         for move in (move for move in moves if move.summary.replica == replica):
             completion = self.store.take(move.ticket, move.summary.sample)
-            _check(f"ticket {move.ticket}, sample {completion.sample}", completion, move.summary)
+            name = f"ticket {move.ticket}, sample {completion.sample}"
+            _check(name, completion, move.summary)
+            routes = self._routes_of(name, completion, len(move.prompt.tokens))
             target = self.leaders[move.target]
             # A new buffer, because several ranks may share the old one.
-            parts[target] = (
-                parts[target] + completion.tokens.tobytes() + completion.logprobs.tobytes()
+            parts[target] = bytearray().join(
+                [parts[target], completion.tokens.tobytes(), completion.logprobs.tobytes(), *routes]
             )
         return parts
 
@@ -115,7 +136,32 @@ class TokenExchange:
                 )
             spans.append(np.array(prompt.tokens, np.int32).tobytes())
             spans += [memoryview(completion.tokens), memoryview(completion.logprobs)]
+            spans += self._routes_of(str(sequence), completion, len(prompt.tokens))
         return bytearray().join(spans)
+
+    def _routes_of(self, name: str, completion: Completion, prompt_tokens: int) -> list[memoryview]:
+        """Return the routes that travel with a completion; empty without any. Raises DapoError if
+        the completion lacks them."""
+        if not self.routes.bytes_per_token:
+            return []
+        expected = self.routes.num_bytes(prompt_tokens, completion.num_tokens)
+        routes = memoryview(completion.routes or b"")
+        if routes.nbytes != expected:
+            raise DapoError(
+                f"{name}: {routes.nbytes} bytes of routes here, but policy.router_replay engine "
+                f"needs {expected} for its {prompt_tokens + completion.num_tokens - 1} tokens"
+            )
+        return [routes]
+
+    def _num_bytes(self, sequence: TrainingSequence) -> int:
+        """Return the size of a sequence in a message."""
+        prompt, response = sequence.prompt_tokens, sequence.response_tokens
+        return BYTES * (prompt + 2 * response) + self.routes.num_bytes(prompt, response)
+
+    def _move_bytes(self, move: Move) -> int:
+        """Return the size of a move in a message."""
+        prompt, response = len(move.prompt.tokens), move.summary.num_tokens
+        return BYTES * 2 * response + self.routes.num_bytes(prompt, response)
 
     def _moves(self, moves: Sequence[Move], source: int, target: int) -> Iterator[Move]:
         """Yield the moves from replica `source` to the leader on rank `target`, in order."""
@@ -135,11 +181,6 @@ def _shares(sequences: Sequence[TrainingSequence], owners: Sequence[int]) -> _Sh
     return shares
 
 
-def _num_bytes(sequence: TrainingSequence) -> int:
-    """Return the size of a sequence in a message."""
-    return BYTES * (sequence.prompt_tokens + 2 * sequence.response_tokens)
-
-
 def _check(name: str, completion: Completion, known: TrainingSequence | CompletionSummary) -> None:
     """Raise DapoError if the coordinator knows of another number of tokens."""
     expected = known.response_tokens if isinstance(known, TrainingSequence) else known.num_tokens
@@ -153,8 +194,9 @@ def _check(name: str, completion: Completion, known: TrainingSequence | Completi
 class _Message:
     """Reader of a received message. What it returns are views of the message, without copies."""
 
-    def __init__(self, message: memoryview) -> None:
+    def __init__(self, message: memoryview, routes: RouteSize) -> None:
         self._bytes = np.frombuffer(message, np.uint8)
+        self._routes = routes
         self._start = 0
 
     def sequence(self, sequence: TrainingSequence) -> SequenceTokens:
@@ -163,12 +205,14 @@ class _Message:
             prompt=self._next(sequence.prompt_tokens, np.int32),
             response=self._next(sequence.response_tokens, np.int32),
             logprobs=self._next(sequence.response_tokens, np.float32),
+            routes=self._next_routes(sequence.prompt_tokens, sequence.response_tokens),
         )
 
-    def completion(self, summary: CompletionSummary) -> Completion:
+    def completion(self, summary: CompletionSummary, prompt_tokens: int) -> Completion:
         """Return the next completion, an unfinished one."""
         tokens = self._next(summary.num_tokens, np.int32)
         logprobs = self._next(summary.num_tokens, np.float32)
+        routes = self._next_routes(prompt_tokens, summary.num_tokens)
         return Completion(
             sample=summary.sample,
             tokens=array("i", tokens.tobytes()),
@@ -176,10 +220,18 @@ class _Message:
             text="",
             finish=summary.finish,
             segments=summary.segments,
+            routes=None if routes is None else array(routes.dtype.char, routes.tobytes()),
         )
 
+    def _next_routes(self, prompt_tokens: int, response_tokens: int) -> NDArray[Any] | None:
+        if not self._routes.bytes_per_token:
+            return None
+        dtype = np.dtype(self._routes.dtype)
+        num_bytes = self._routes.num_bytes(prompt_tokens, response_tokens)
+        return self._next(num_bytes // dtype.itemsize, dtype.type)
+
     def _next(self, number: int, dtype: type[_Number]) -> NDArray[_Number]:
-        stop = self._start + BYTES * number
+        stop = self._start + np.dtype(dtype).itemsize * number
         values: NDArray[_Number] = self._bytes[self._start : stop].view(dtype)
         self._start = stop
         return values

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,8 @@ class PartialStep:
     reference_logprobs: Tensor | None = None
     """The same under the weights of loss.kl's reference."""
     routes: Tensor | None = None
-    """Experts of the same tokens in each layer, integer [T, layers, k]; None without replay."""
+    """Experts of the same tokens in each layer that the pass for old log-probs chose, integer
+    [T, layers * k]; None without policy.router_replay policy. Those of engines are in `tokens`."""
     updates: list[StepStats] = field(default_factory=list)
 
     def begin(self, rollouts: Rollouts) -> None:
@@ -146,7 +147,7 @@ class PartialStep:
             # The values are loaded later, on the ranks that train on them.
             old_logprobs=torch.empty(0) if state["has_logprobs"] else None,
             reference_logprobs=torch.empty(0) if state.get("has_reference") else None,
-            routes=None if (shape := state.get("routes")) is None else torch.empty(0, *shape),
+            routes=None if (shape := state.get("routes")) is None else torch.empty(0, prod(shape)),
             updates=[StepStats(**update) for update in state["updates"]],
         )
 
@@ -175,13 +176,13 @@ class PartialStep:
                     if values is not None:
                         values = np.pad(values, (len(row.prompt.tokens), 0))
                         loaded[index] = torch.from_numpy(values)
-                if row.routes is not None:
-                    routes[index] = self._routes_of(path, index, row.routes)
+                if self.routes is not None:
+                    routes[index] = self._routes_of(path, index, tokens[index].routes)
+                    tokens[index] = replace(tokens[index], routes=None)
         for index in own.values():
             has_old = self.old_logprobs is None or index in old
             has_reference = self.reference_logprobs is None or index in reference
-            has_routes = self.routes is None or index in routes
-            if not (index in tokens and has_old and has_reference and has_routes):
+            if not (index in tokens and has_old and has_reference):
                 raise CheckpointError(
                     f"{folder}: {self.sequences[index]} is missing from open_step_*.parquet; "
                     "resume from another checkpoint"
@@ -191,7 +192,7 @@ class PartialStep:
             self.old_logprobs = self._of_held(old)
         if self.reference_logprobs is not None:
             self.reference_logprobs = self._of_held(reference)
-        if self.routes is not None and routes:
+        if routes:
             self.routes = self._of_held(routes)
 
     def _of_held(self, values: Mapping[int, Tensor]) -> Tensor:
@@ -210,20 +211,15 @@ class PartialStep:
                 "state.json; resume from another checkpoint"
             )
 
-    def _routes_of(self, path: Path, index: int, values: NDArray[Any]) -> Tensor:
-        """Return the routes [tokens, layers, k] of a sequence, from a row of a file."""
-        assert self.sequences is not None
-        if self.routes is None:
-            raise CheckpointError(
-                f"{path}: {self.sequences[index]} has routes, but state.json says that there are "
-                "none; resume from another checkpoint"
-            )
+    def _routes_of(self, path: Path, index: int, values: NDArray[Any] | None) -> Tensor:
+        """Return the routes [tokens, layers * k] of a sequence, from a row of a file."""
+        assert self.sequences is not None and self.routes is not None
         shape = (self.sequences[index].num_tokens, *self.routes.shape[1:])
-        if values.size != prod(shape):
+        size = 0 if values is None else values.size
+        if values is None or size != prod(shape):
             raise CheckpointError(
-                f"{path}: {self.sequences[index]} has {values.size} experts in its routes, but "
-                f"{shape[0]} tokens in {shape[1]} layers with {shape[2]} experts each; resume from "
-                "another checkpoint"
+                f"{path}: {self.sequences[index]} has {size} experts in its routes, but {shape[0]} "
+                f"tokens with {shape[1]} experts each; resume from another checkpoint"
             )
         return torch.from_numpy(values).view(shape)
 
@@ -261,11 +257,15 @@ def _row(
             text="",
             finish=Finish.STOP,
             segments=sequence.segments,
+            routes=_packed(tokens.routes if routes is None else routes.numpy()),
         ),
         old_logprobs=None if old is None else old[response].numpy(),
         reference_logprobs=None if reference is None else reference[response].numpy(),
-        routes=None if routes is None else routes.flatten().numpy(),
     )
+
+
+def _packed(routes: NDArray[Any] | None) -> array[int] | None:
+    return None if routes is None else array(routes.dtype.char, routes.tobytes())
 
 
 def tokens_of(row: CompletionRow) -> SequenceTokens:
@@ -274,6 +274,7 @@ def tokens_of(row: CompletionRow) -> SequenceTokens:
         prompt=np.array(row.prompt.tokens, np.int32),
         response=np.asarray(row.completion.tokens),
         logprobs=np.asarray(row.completion.logprobs),
+        routes=None if row.completion.routes is None else np.asarray(row.completion.routes),
     )
 
 

@@ -110,6 +110,12 @@ class Replay:
         own = own_sequences(sequences, self.data_parallel)
         rows = step_completions(self._folder(step), sequences=own)
         tokens = {own[row.ticket, row.completion.sample]: tokens_of(row) for row in rows}
+        needs_routes = self.config.policy.router_replay == "engine"
+        if needs_routes and any(values.routes is None for values in tokens.values()):
+            raise DataError(
+                f"{self._folder(step)}: recorded without routes, which policy.router_replay engine "
+                "needs; set it to policy or off, or record with tracking.record_routes"
+            )
         return dict(sorted(tokens.items()))
 
     def _folder(self, step: int) -> Path:

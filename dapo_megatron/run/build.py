@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -16,11 +16,7 @@ from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.bridge.bounds import canary_bounds
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.checkpoints import CheckpointSaver
-from dapo_megatron.checkpoints.formats.hf import HfWriter
-from dapo_megatron.checkpoints.formats.open import open_store
-from dapo_megatron.checkpoints.formats.store import blocks
-from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
-from dapo_megatron.checkpoints.formats.weights_folder import copy_companions
+from dapo_megatron.checkpoints.formats.weights_folder import copy_companions, declare_without_mtp
 from dapo_megatron.cluster.instruments import MemoryMeter, StepInstruments, TimelineRecorder
 from dapo_megatron.cluster.messages import Hub, Member, open_channel
 from dapo_megatron.cluster.ranks import Ranks
@@ -37,7 +33,7 @@ from dapo_megatron.config import (
 from dapo_megatron.data.owners import DataParallelRanks
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.prompts import PromptStream, load_source
-from dapo_megatron.model import hf_tensors, read_architecture
+from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check
 from dapo_megatron.plan.compatibility.rule import Machine
 from dapo_megatron.plan.estimate import save_estimate
@@ -49,15 +45,17 @@ from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.evaluate import Evaluator
-from dapo_megatron.rollout.exchange import TokenExchange
+from dapo_megatron.rollout.exchange import RouteSize, TokenExchange
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
+from dapo_megatron.rollout.roles import NoEngine, NoPolicy, SeparateTraining
 from dapo_megatron.rollout.store import CompletionStore
 from dapo_megatron.rollout.worker import Follower, Leader
+from dapo_megatron.run.exports import exports_of
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.run.loss import loss_function, stoppable
 from dapo_megatron.run.other_weights import keep_reference
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
-from dapo_megatron.types import Prompt, torch_dtype, whole
+from dapo_megatron.types import Prompt, torch_dtype
 
 
 @dataclass
@@ -160,34 +158,57 @@ def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, W
     memory of communicators, which are created first. Afterwards it sleeps, and the policy has the
     accelerator until the first sync.
     """
-    from dapo_megatron.engine.engine import VllmEngine
-    from dapo_megatron.policy.communicators import connect
-    from dapo_megatron.policy.policy import MegatronPolicy
+    from dapo_megatron.policy.communicators import connect, connect_bridge
+    from dapo_megatron.policy.device import device
 
-    check(config, read_architecture(config), Machine.here())
-    connect(config)
+    architecture = read_architecture(config)
+    check(config, architecture, Machine.here())
+    if ranks.policy is not None:
+        connect(config)
+    connect_bridge(ranks.world_size, ranks.device_group)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-    engine = VllmEngine(
-        config,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        local_rank=ranks.local_rank,
-        ranks_per_node=ranks_per_node,
-        is_empty=True,
-    )
+    engine = _build_engine(config, ranks, ranks_per_node)
     engine.sleep()
-    policy = MegatronPolicy(config, ranks, planner(config.policy, config.train))
+    policy = _build_policy(config, ranks)
     sync = WeightSync(
         policy,
         engine,
         ranks,
         config.sync,
-        bounds=canary_bounds(config, has_experts=bool(policy.architecture.num_experts)),
-        vocab=policy.architecture.vocab_size,
+        bounds=canary_bounds(config, has_experts=bool(architecture.num_experts)),
+        vocab=architecture.vocab_size,
         max_tokens=config.rollout.max_prompt_tokens,
         ranks_per_node=ranks_per_node,
+        device=device(),
+        group=ranks.device_group,
     )
     return policy, engine, sync
+
+
+def _build_engine(config: Config, ranks: Ranks, ranks_per_node: int) -> RolloutEngine:
+    """Build this rank's engine, empty. Collective over the ranks with an engine."""
+    if ranks.engine is None:
+        num_replicas = config.engine_ranks(ranks.world_size) // config.engine_tensor_parallel
+        return NoEngine(num_replicas, config.engine.max_sequences)
+    from dapo_megatron.engine.engine import VllmEngine
+
+    return VllmEngine(
+        config,
+        rank=ranks.engine.rank,
+        world_size=ranks.engine.world_size,
+        local_rank=ranks.local_rank,
+        ranks_per_node=ranks_per_node,
+        is_empty=True,
+    )
+
+
+def _build_policy(config: Config, ranks: Ranks) -> Policy:
+    """Build this rank's policy. Collective over the ranks with a policy."""
+    if ranks.policy is None:
+        return NoPolicy()
+    from dapo_megatron.policy.policy import MegatronPolicy
+
+    return MegatronPolicy(config, ranks.policy, planner(config.policy, config.train))
 
 
 def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
@@ -195,9 +216,14 @@ def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
     loss = loss_function(config.loss)  # first, so that its errors come before models are built
     policy, engine, sync = build_models(config, ranks)
     replicas = ranks.all_gather(engine.replica, int)
+    # Ranks without an engine form a group, too.
     peers = ranks.subgroup(
         [rank for rank, replica in enumerate(replicas) if replica == engine.replica]
     )
+    if ranks.engine is not None:
+        # A leader exchanges with its engine's ranks every second, even if rank 0 hangs. This must
+        # not count as a sign of life.
+        peers = replace(peers, on_activity=lambda _: None)
     hub, member = open_channel(
         ranks, engine.replica if engine.is_leader else None, engine.num_replicas
     )
@@ -217,10 +243,10 @@ def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
 
     store = CompletionStore()
     grading: GradingPool | None = None
-    worker: Leader | Follower
-    if member is None:
+    worker: Leader | Follower | None = None
+    if member is None and ranks.engine is not None:
         worker = Follower(engine, peers, stop=signal, on_activity=ranks.on_activity)
-    else:
+    elif member is not None:
         grading = _grading_pool(config)
         worker = Leader(
             engine,
@@ -237,7 +263,7 @@ def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
         engine=engine,
         sync=sync,
         loss=loss,
-        engines=Engines(worker, driver, ranks),
+        engines=Engines(worker, driver, ranks, None if worker else peers, signal),
         leaders=[replicas.index(replica) for replica in range(engine.num_replicas)],
         store=store,
         grading=grading,
@@ -276,11 +302,11 @@ def build_parts(
     *,
     recorder: RunRecorder | RankRecorder,
     instruments: StepInstruments,
-    check_stop: Callable[[], float],
+    check_stop: Callable[[Ranks], float],
 ) -> Parts:
-    """Build the loop's parts. `check_stop` raises Stopped on all ranks if any of them received a
+    """Build the loop's parts. `check_stop` raises Stopped on the given ranks if any of them got a
     signal."""
-    if ranks.rank == 0 and torch.cuda.is_available():
+    if ranks.rank == 0 and torch.cuda.is_available() and not config.roles.are_separate:
         _, gpu_bytes = torch.cuda.mem_get_info()
         save_estimate(config, folder.plan, recorder.note, ranks.world_size, gpu_bytes)
     engine, worker = core.engine, core.engines.worker
@@ -291,17 +317,21 @@ def build_parts(
         recorder.ask_requests(lambda: f"{timeline.requests} of {engine.max_sequences}{where}")
     keep_reference(config, ranks, core.policy)
     data_parallel = _data_parallel(config, ranks, core.policy)
-    return Parts(
+    check_policy_stop = partial(check_stop, ranks.policy or ranks)
+    coordinator = _coordinator(config, core, prompts)
+    parts = Parts(
         policy=core.policy,
         sync=core.sync,
-        loss=stoppable(core.loss, config.policy, check_stop),
+        loss=stoppable(core.loss, config.policy, check_policy_stop),
         learning_rate=learning_rate(config.optimizer),
         data_parallel=data_parallel,
         collector=EngineCollector(
             config=config,
-            coordinator=_coordinator(config, core, prompts),
+            coordinator=coordinator,
             engines=core.engines,
-            exchange_tokens=TokenExchange(ranks, data_parallel, core.leaders, core.store),
+            exchange_tokens=TokenExchange(
+                ranks, data_parallel, core.leaders, core.store, route_size(config)
+            ),
             data_parallel=data_parallel,
             recorder=recorder,
             replica=engine.replica if engine.is_leader else None,
@@ -311,8 +341,21 @@ def build_parts(
         recorder=recorder,
         checkpoints=_checkpoints(config, ranks, core.policy, folder, recorder),
         instruments=instruments,
-        check_stop=check_stop,
+        check_stop=partial(check_stop, ranks),
+        check_policy_stop=check_policy_stop,
     )
+    if config.roles.are_separate:
+        ahead = coordinator if config.rollout.samples_ahead else None
+        parts.on_policy_ranks = SeparateTraining(core.engines, ahead, instruments.serving)
+    return parts
+
+
+def route_size(config: Config) -> RouteSize:
+    """Return the size of the routes that engines send with the tokens."""
+    if config.policy.router_replay != "engine":
+        return RouteSize()
+    arch = read_architecture(config)
+    return RouteSize(arch.route_bytes, arch.route_dtype)
 
 
 def _coordinator(config: Config, core: Core, prompts: Prompts) -> Coordinator | None:
@@ -336,14 +379,13 @@ def build_replay(
     *,
     recorder: RunRecorder | RankRecorder,
     instruments: StepInstruments,
-    check_stop: Callable[[], float],
+    check_stop: Callable[[Ranks], float],
 ) -> Parts:
     """Build the loop's parts for training on the rollouts recorded in the run folder `recorded`.
     This needs a policy but no engine and no graders. Collective."""
-    from dapo_megatron.policy.policy import MegatronPolicy
-
-    loss = stoppable(loss_function(config.loss), config.policy, check_stop)
-    policy = MegatronPolicy(config, ranks, planner(config.policy, config.train))
+    check = partial(check_stop, ranks)
+    loss = stoppable(loss_function(config.loss), config.policy, check)
+    policy = _build_policy(config, ranks)
     keep_reference(config, ranks, policy)
     data_parallel = _data_parallel(config, ranks, policy)
     return Parts(
@@ -357,7 +399,8 @@ def build_replay(
         recorder=recorder,
         checkpoints=_checkpoints(config, ranks, policy, folder, recorder),
         instruments=instruments,
-        check_stop=check_stop,
+        check_stop=check,
+        check_policy_stop=check,
     )
 
 
@@ -371,7 +414,9 @@ def build_instruments(
 
 def _data_parallel(config: Config, ranks: Ranks, policy: Policy) -> DataParallelRanks:
     plan, num_updates = planner(config.policy, config.train), config.train.updates_per_step
-    return DataParallelRanks.join(ranks, policy.data_parallel_index, plan, num_updates)
+    return DataParallelRanks.join(
+        ranks, policy.data_parallel_index, plan, num_updates, policy=ranks.policy
+    )
 
 
 def _checkpoints(
@@ -381,7 +426,6 @@ def _checkpoints(
     folder: RunFolder,
     recorder: RunRecorder | RankRecorder,
 ) -> CheckpointSaver:
-    dtype = torch_dtype(config.policy.precision)
     return CheckpointSaver(
         config,
         folder.checkpoints,
@@ -391,36 +435,15 @@ def _checkpoints(
         attempt=folder.attempt,
         check_owner=folder.check_owner,
         note=recorder.note,
-        export=HfExport(config) if config.checkpoint.export_hf else None,
-        describe=partial(copy_companions, Path(config.model.path), dtype=dtype),
+        exports=exports_of(config),
+        describe=partial(_describe, config),
         extra={"mlflow_run": recorder.run_id},
         flush=recorder.flush,
     )
 
 
-class HfExport:
-    """Exports a training checkpoint as an HF folder. Implements checkpoints.Export."""
-
-    def __init__(self, config: Config) -> None:
-        self._model = Path(config.model.path)
-        self._ignore = config.model.ignore_fields
-        self._dtype = torch_dtype(config.policy.precision)
-        shapes = hf_tensors(read_architecture(config))
-        self._infos = {name: TensorInfo(shape, self._dtype) for name, shape in shapes.items()}
-        self.num_bytes = sum(info.nbytes for info in self._infos.values())
-
-    def create(self, target: Path) -> None:
-        """See checkpoints.Export."""
-        HfWriter(target, self._infos).create()
-
-    def write(self, source: Path, target: Path, rank: int, num_ranks: int) -> None:
-        """See checkpoints.Export."""
-        store, writer = open_store(source, self._ignore), HfWriter(target, self._infos)
-        for name in list(self._infos)[rank::num_ranks]:
-            info = store.info(name)
-            for box in blocks(whole(info.shape), info.dtype.itemsize):
-                writer.write(name, store.read(name, box), box)
-
-    def finish(self, target: Path) -> None:
-        """See checkpoints.Export."""
-        HfWriter(target, self._infos).finish(self._model, self._dtype)
+def _describe(config: Config, folder: Path) -> None:
+    """Copy config.json, tokenizer and other files of the model into a training checkpoint."""
+    copy_companions(Path(config.model.path), folder, torch_dtype(config.policy.precision))
+    if config.model.drop_mtp:
+        declare_without_mtp(folder)

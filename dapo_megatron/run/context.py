@@ -55,7 +55,9 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
     folder = RunFolder(config.folder)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     stop = Stop(config.run.stop_seconds, folder.check_owner)
-    watchdog = Watchdog(folder.path, rank, world_size, config.watchdog.model_dump())
+    watchdog = Watchdog(
+        folder.path, rank, world_size, config.watchdog.model_dump(), role=config.role(rank)
+    )
     terminal = sys.stdout
     if with_folder:
         stop.listen()
@@ -64,7 +66,7 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
         signal.signal(signal.SIGTERM, _interrupt)
     try:
         claim(int(os.environ.get("LOCAL_RANK", rank)))
-        ranks = join(backend(), watchdog.record_activity)
+        ranks = join(backend(), watchdog.record_activity, num_policy=config.roles.policy)
         source = None
         if with_folder:
             source = _open_folder(folder, config.resume, ranks)

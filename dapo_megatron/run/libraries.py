@@ -15,9 +15,10 @@ def import_libraries(ranks: Ranks, *, has_engine: bool) -> None:
     """
     from dapo_megatron.engine import device
 
-    device.prepare_environment(ranks.rank, ranks.local_rank)
+    device.prepare_environment((ranks.engine or ranks).rank, ranks.local_rank)
     with quick_imports():
-        import_module("dapo_megatron.policy.policy")
+        if ranks.policy is not None:
+            import_module("dapo_megatron.policy.policy")
         import_module("transformers.models.auto.auto_factory")
-        if has_engine:
+        if has_engine and ranks.engine is not None:
             device.import_vllm()

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.checkpoints.formats.open import open_model, open_store
 from dapo_megatron.checkpoints.formats.store import Store, read_into
 from dapo_megatron.cluster.collectives import on_all_ranks
 from dapo_megatron.config import Config
@@ -15,11 +15,23 @@ from dapo_megatron.protocols import Exchange, Policy
 from dapo_megatron.types import CheckpointError, ConfigError
 
 
+def dropped_layers(config: Config) -> list[str]:
+    """Return a note about tensors of model.path that model.drop_mtp leaves out. Raises
+    CheckpointError if there are some and the key is not set, or if the weights cannot be read."""
+    store = open_model(config.model)
+    if not store.dropped:
+        return []
+    return [
+        f"model.drop_mtp: {len(store.dropped):,} tensors of layers for multi-token prediction are "
+        f"left out ({store.dropped[0]}, ...). They are not trained and not saved"
+    ]
+
+
 def open_checkpoint(config: Config, checkpoint: Path, key: str = "checkpoint") -> Store:
     """Open the weights of the checkpoint that `key` names. Raises ConfigError if its architecture
     differs from that of model.path: a different rope, for example, would load without an error and
     compute wrong values."""
-    store = open_store(checkpoint, config.model.ignore_fields)
+    store = open_store(checkpoint, config.model.ignore_fields, drop_mtp=config.model.drop_mtp)
     expected, actual = (asdict(arch) for arch in (read_architecture(config), store.arch))
     if differing := [name for name in expected if expected[name] != actual[name]]:
         raise ConfigError(

@@ -77,7 +77,7 @@ def open_recorder(
             num_devices=ranks.world_size,
             inspected_groups=config.tracking.inspected_groups,
             timeline_folder=folder.timeline,
-            speedometer=_speedometer(config, ranks.world_size),
+            speedometer=_speedometer(config, config.policy_ranks(ranks.world_size)),
             mlflow=mlflow,
             report=run_report(config, folder, console, is_stopping),
         )
@@ -163,15 +163,23 @@ def _facts(
 ) -> dict[str, str]:
     return {
         "model": config.model.path,
-        "policy": describe(config.policy, world_size),
+        "policy": describe(config.policy, config.policy_ranks(world_size)),
         "computed by": ", ".join(
             value if key == "kernels" else f"{key} {value}" for key, value in chosen.items()
         ),
         "engine": f"tensor {config.engine_tensor_parallel} x "
-        f"{world_size // config.engine_tensor_parallel} replicas",
+        f"{config.engine_ranks(world_size) // config.engine_tensor_parallel} replicas",
+        **_roles_fact(config),
         "folder": str(folder.path),
         **({"loss": config.loss.function} if config.loss.function else {}),
     }
+
+
+def _roles_fact(config: Config) -> dict[str, str]:
+    roles = config.roles
+    if not roles.are_separate:
+        return {}
+    return {"roles": f"{roles.policy} ranks with the policy, {roles.engine} with engines"}
 
 
 def _chosen(config: Config) -> dict[str, str]:

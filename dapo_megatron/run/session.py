@@ -44,6 +44,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
     from dapo_megatron import loop
     from dapo_megatron.rollout.partial_step import PartialStep
     from dapo_megatron.run import build
+    from dapo_megatron.run.other_weights import dropped_layers
     from dapo_megatron.run.record import open_recorder
 
     config, ranks, folder = context.config, context.ranks, context.folder
@@ -70,6 +71,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
         terminal=context.terminal,
         is_stopping=lambda: context.stop.signal is not None,
     )
+    notes += on_rank0(ranks, partial(dropped_layers, config)) or []
     for note in notes:
         recorder.note(f"  {note}")
     with ExitStack() as at_end, _true_status(context, recorder), ExitStack() as stack:
@@ -115,7 +117,8 @@ def _live_parts(
         record.keep_reports(config, folder)
         record.keep_tokenizer(config, folder, recorder)
     core = stack.enter_context(build.build_core(config, ranks, context.stop))
-    context.watchdog.add_diagnostic("in flight", core.engines.worker.in_flight)
+    if core.engines.worker is not None:
+        context.watchdog.add_diagnostic("in flight", core.engines.worker.in_flight)
     return build.build_parts(
         config,
         ranks,
@@ -124,7 +127,7 @@ def _live_parts(
         prompts,
         recorder=recorder,
         instruments=instruments,
-        check_stop=partial(context.stop.check, ranks),
+        check_stop=context.stop.check,
     )
 
 
@@ -149,7 +152,7 @@ def _replay_parts(
         replay,
         recorder=recorder,
         instruments=instruments,
-        check_stop=partial(context.stop.check, ranks),
+        check_stop=context.stop.check,
     )
     return config, parts
 

@@ -20,6 +20,23 @@ EXCEPTIONS = {
         ("policy/model.py", key): "a field of Megatron's MLATransformerConfig"
         for key in ("moe_layer_freq", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim")
     },
+    **{
+        ("checkpoints/formats/torch_dist/model_config.py", key): "a field of run_config.yaml"
+        for key in [
+            "hidden_size",
+            "num_attention_heads",
+            "vocab_size",
+            "max_position_embeddings",
+            "rope_scaling",
+            "attention_dropout",
+            "num_experts",
+            "moe_layer_freq",
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_head_dim",
+            "v_head_dim",
+        ]
+    },
 }
 
 

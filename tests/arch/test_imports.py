@@ -56,7 +56,7 @@ ROOMS = {
     "plan": room("types files config model bridge", "torch rich"),
     # cluster for ranks that fail together.
     "bridge": room("types protocols config cluster", "torch"),
-    "checkpoints": room(f"{LOW} config model cluster", "torch safetensors"),
+    "checkpoints": room(f"{LOW} config model cluster", "torch safetensors yaml"),
     # plan for the layout only.
     "policy": room(
         "types protocols config model plan bridge checkpoints cluster",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from dapo_megatron.checkpoints.formats.compare import compare
 from dapo_megatron.checkpoints.formats.hf import HfWriter
@@ -27,6 +28,7 @@ from dapo_megatron.checkpoints.formats.weights_folder import copy_companions, pu
 from dapo_megatron.model import ChunkPlace, architecture, hf_tensors, layout_of
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.types import whole
+from tools import convert_checkpoint
 
 SHARED = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -112,13 +114,7 @@ EXPERTS = {
     "num_hidden_layers": 3,
     "vocab_size": 101,
 }
-LATENT = {  # multi-head latent attention; the first of three layers is dense
-    "num_key_value_heads": 9,
-    "q_lora_rank": 22,
-    "kv_lora_rank": 14,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 10,
+BIASED_MOE = {  # the first of three layers is dense
     "first_k_dense_replace": 1,
     "n_routed_experts": 6,
     "n_shared_experts": 3,
@@ -133,6 +129,23 @@ LATENT = {  # multi-head latent attention; the first of three layers is dense
     "num_hidden_layers": 3,
     "vocab_size": 101,
 }
+LATENT = {
+    **BIASED_MOE,
+    "num_key_value_heads": 9,
+    "q_lora_rank": 22,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+GLM4_MOE_LITE = {**LATENT, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+GLM4_MOE = {
+    **BIASED_MOE,
+    "n_shared_experts": 12,
+    "head_dim": 12,
+    "use_qk_norm": True,
+    "attention_bias": True,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**ODD, "model_type": "llama"},
     "llama_tied": {**ODD, "model_type": "llama", "tie_word_embeddings": True},
@@ -142,13 +155,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**ODD, "model_type": "qwen3", "head_dim": 14},
     "qwen3_moe": {**ODD, **EXPERTS, "model_type": "qwen3_moe", "head_dim": 14},
     "deepseek_v3": {**ODD, **LATENT, "model_type": "deepseek_v3"},
+    "glm4_moe_lite": {**ODD, **GLM4_MOE_LITE, "model_type": "glm4_moe_lite"},
+    "glm4_moe": {**ODD, **GLM4_MOE, "model_type": "glm4_moe"},
 }
 
 
 def write(writer: StoreWriter, source: Store) -> None:
     writer.create()
     fill(writer, source, lambda _: None)
-    writer.finish(source.folder)
+    writer.finish(source.model_folder)
 
 
 def to_megatron(source: Store, folder: Path, layout: MegatronLayout) -> Store:
@@ -197,6 +212,14 @@ def training_checkpoint(
         save_file(tensors, folder / f"rank_{rank:05d}.safetensors", metadata=metadata)
     (folder / "state.json").write_text("{}")
     return folder
+
+
+def invoke(*arguments: object) -> tuple[int, str]:
+    """Run a command of tools/convert_checkpoint.py in this process. Return exit code and output."""
+    result = CliRunner().invoke(convert_checkpoint.app, [str(each) for each in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
 
 
 def flip_bit(path: Path, key: str) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from dapo_megatron.types import Completion, Prompt, SampleRequest
 from tests.helpers.configs import tiny_config
-from tests.helpers.models import per_expert
+from tests.helpers.models import load_hf, per_expert
 
 GAP = 1e-5  # largest allowed difference of two log-probs (natural logarithm) in float32
 PROMPT_TOKENS, RESPONSE_TOKENS = 160, 24
@@ -34,17 +34,16 @@ def start(
     """Start an engine with the model in `folder`. `overrides` are those of `tiny_config`."""
     from dapo_megatron.engine.engine import VllmEngine
 
-    config = tiny_config(
-        model__path=folder,
-        policy__tensor_parallel=1,
-        engine__tensor_parallel=engine_ranks,
-        engine__kv_cache_gib=0.03,
-        rollout__max_prompt_tokens=PROMPT_TOKENS,
-        rollout__max_response_tokens=RESPONSE_TOKENS,
-        overlong__max_tokens=RESPONSE_TOKENS,
-        overlong__buffer_tokens=8,
-        **overrides,
-    )
+    settings = {
+        "policy__tensor_parallel": 1,
+        "engine__tensor_parallel": engine_ranks,
+        "engine__kv_cache_gib": 0.03,
+        "rollout__max_prompt_tokens": PROMPT_TOKENS,
+        "rollout__max_response_tokens": RESPONSE_TOKENS,
+        "overlong__max_tokens": RESPONSE_TOKENS,
+        "overlong__buffer_tokens": 8,
+    }
+    config = tiny_config(model__path=folder, **{**settings, **overrides})
     return VllmEngine(config, rank=rank, world_size=world_size, local_rank=rank, is_empty=is_empty)
 
 
@@ -142,12 +141,13 @@ def segment_gap(
 
 
 def hf_model(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return load_hf(folder).eval()
 
 
 def weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the full tensors by HF name, as in a checkpoint."""
-    return per_expert({name: weight.detach() for name, weight in model.named_parameters()})
+    biases = {name: value for name, value in model.named_buffers() if name.endswith("_bias")}
+    return per_expert({name: weight.detach() for name, weight in model.named_parameters()} | biases)
 
 
 def offer(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -68,6 +68,7 @@ def rows_of_completions(draw: st.DrawFn) -> list[CompletionRow]:
     prompts = draw(st.lists(GROUPS.map(lambda group: group.prompt), min_size=1, max_size=3))
     keys = draw(st.lists(st.tuples(INT64, st.integers(0, 2**31 - 1)), max_size=4, unique=True))
     is_float64 = draw(st.booleans())
+    expert = draw(st.sampled_from("Bh"))
     rows = []
     for ticket, sample in keys:
         tokens = draw(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4))
@@ -89,6 +90,10 @@ def rows_of_completions(draw: st.DrawFn) -> list[CompletionRow]:
                         ).map(tuple)
                     ),
                     grade=draw(COMPLETIONS).grade,
+                    routes=draw(
+                        st.none()
+                        | st.lists(st.integers(0, 255)).map(lambda values: array(expert, values))
+                    ),
                 ),
                 outcome=draw(TEXT),
                 verdict=draw(st.none() | TEXT),

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -25,6 +33,7 @@ from transformers import (
 )
 
 from dapo_megatron.doctor.shrink import randomize
+from dapo_megatron.model import FAMILIES as FAMILY_RULES
 from tools.make_tiny_model import MAX_TOKENS, make_tokenizer
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
@@ -33,6 +42,10 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),  # qwen3 with experts, 2 of 8 per token
     # Latent attention; a dense layer, then experts, one of them shared.
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    # Half of each head rotates; a dense layer, then experts, one of them shared.
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    # GLM-4.5 with latent attention.
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
 }
@@ -44,13 +57,7 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 40,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
+BIASED_MOE = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
     "n_shared_experts": 2,
@@ -62,7 +69,28 @@ LATENT = {
     "routed_scaling_factor": 2.5,
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
+}
+
+LATENT = {
+    **BIASED_MOE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
     "rms_norm_eps": 1e-6,
+}
+
+GLM4_MOE = {
+    **BIASED_MOE,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "head_dim": 32,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+    "attention_bias": True,
 }
 
 ROPE = {
@@ -76,6 +104,14 @@ ROPE = {
         "original_max_position_embeddings": 128,
     },
     "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+    # Two are kept, two interpolated and 12 divided. Cosines and sines are multiplied by 1.16.
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 5.0,
+        "beta_fast": 8,
+        "original_max_position_embeddings": 128,
+    },
 }
 """Values of `rope_parameters`, with factors that differ from the defaults."""
 
@@ -90,17 +126,20 @@ RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_linear": ("llama", {"rope_parameters": ROPE["linear"]}),
     "mistral": ("mistral", {"head_dim": 64}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_yarn": ("qwen3", {"rope_parameters": ROPE["yarn"]}),
 }
 """Models for parity tests: the family and overrides for `make_random_model`."""
 
 
-def make_random_model(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
+def make_random_model(
+    family: str, folder: Path, seed: int = 0, *, has_mtp: bool = False, **overrides: Any
+) -> Path:
     """Write a random model of `family` with the quickstart's tokenizer. Return `folder`.
 
     The default has two layers, 4 query heads on 2 key-value heads of 32, and an untied head.
     `overrides` go to the HF config (`tie_word_embeddings=True`, `num_hidden_layers=4`, ...). Every
     weight differs from its initial value, so that a tensor that was not loaded changes the outputs
-    (doctor/shrink.py, `randomize`).
+    (doctor/shrink.py, `randomize`). With `has_mtp` it has a layer for multi-token prediction.
     """
     config_class, model_class = FAMILIES[family]
     tokenizer = make_tokenizer()
@@ -113,6 +152,10 @@ def make_random_model(family: str, folder: Path, seed: int = 0, **overrides: Any
         sizes |= EXPERTS
     if family == "deepseek_v3":
         sizes |= LATENT
+    if family == "glm4_moe":
+        sizes |= GLM4_MOE
+    if family == "glm4_moe_lite":
+        sizes |= {**LATENT, "rms_norm_eps": 1e-5}
     if family == "mistral":
         sizes["sliding_window"] = None
     settings: dict[str, Any] = {
@@ -129,11 +172,51 @@ def make_random_model(family: str, folder: Path, seed: int = 0, **overrides: Any
         "pad_token_id": tokenizer.pad_token_id,
         "dtype": "float32",
     }
-    model = model_class(config_class(**{**settings, **sizes, **overrides}))
+    settings |= sizes | overrides
+    if FAMILY_RULES[family].has_mlp_types:
+        num_dense = settings["first_k_dense_replace"]
+        num_sparse = settings["num_hidden_layers"] - num_dense
+        settings["mlp_layer_types"] = ["dense"] * num_dense + ["sparse"] * num_sparse
+    model = model_class(config_class(**settings))
     randomize(model, seed)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if has_mtp:
+        add_mtp(folder)
     return folder
+
+
+def add_mtp(folder: Path) -> list[str]:
+    """Add a layer for multi-token prediction to a checkpoint of one file. Return the names of its
+    tensors, which are those of DeepSeek-V3 and GLM-4.5."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = load_file(folder / "model.safetensors")
+    number, hidden = config["num_hidden_layers"], config["hidden_size"]
+    last, own = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    added = {
+        own + name.removeprefix(last): tensor + 1
+        for name, tensor in tensors.items()
+        if name.startswith(last)
+    }
+    added[own + "eh_proj.weight"] = torch.ones(hidden, 2 * hidden)
+    added |= {f"{own}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm")}
+    added[own + "shared_head.norm.weight"] = torch.ones(hidden)
+    for name in ("embed_tokens.weight", "shared_head.head.weight"):
+        added[own + name] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors | added, folder / "model.safetensors", {"format": "pt"})
+    return sorted(added)
+
+
+def load_hf(folder: Path) -> PreTrainedModel:
+    """Load a model in float32, with `rms_norm_eps` in all norms, as Megatron and vLLM compute them.
+    transformers uses 1e-6 inside latent attention."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = model.config.rms_norm_eps
+    return model
 
 
 def per_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

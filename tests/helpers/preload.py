@@ -18,6 +18,7 @@ with warnings.catch_warnings():
     for module in (
         "dapo_megatron.run.build",
         "compressed_tensors",
+        "vllm.model_executor.models.glm4_moe_lite",
         "vllm.model_executor.models.llama",
         "vllm.model_executor.models.qwen3_moe",
         "vllm.v1.worker.cpu_worker",

@@ -174,6 +174,37 @@ def test_a_step_with_a_reference_resumes_to_the_same_weights(tmp_path: Path) -> 
     assert metrics[1]["kl/reference"] > 0.0 < metrics[1]["policy/entropy_bonus"]
 
 
+ROUTES = (
+    "model.path=model_configs/tiny_qwen3_moe",
+    "policy.router_replay=engine",
+    "tracking.record_routes=true",
+    "rollout.on_policy=false",
+)
+
+
+@pytest.mark.long
+def test_a_run_with_routes_of_the_engine_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    """Stop between two steps with carried completions, then after the first update."""
+    done = start(tmp_path, "undisturbed", 0, *ROUTES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "stopped"
+    for stop_at in (CHECKS + 1, 5):
+        done = start(tmp_path, "stopped", stop_at, *ROUTES)
+        assert done.returncode == STOPPED, done.stdout + done.stderr
+        assert list((folder / "checkpoints").glob("step_*/carried_*.parquet"))
+    assert len(newest_state(folder)["open_step"]["updates"]) == 1
+    done = start(tmp_path, "stopped", 0, *ROUTES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_same(folder, tmp_path / "undisturbed")
+
+    replay = ("--replay", str(folder))
+    done = start(tmp_path, "replayed", 0, *ROUTES, *replay)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, tensors = end_of(tmp_path / "replayed")
+    _, expected = end_of(folder)
+    assert not [name for name in expected if not torch.equal(tensors[name], expected[name])]
+
+
 def newest_state(folder: Path) -> dict[str, Any]:
     files = (folder / "checkpoints").glob("step_*/state.json")
     return json.loads(max(files, key=lambda path: path.stat().st_mtime).read_text())

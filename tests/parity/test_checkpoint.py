@@ -40,8 +40,13 @@ CUT_SHORT, KEY_GONE = "cut_short", "key_gone"
 
 
 def config_of(models: Path, layout: str) -> Config:
-    alone = {"policy__tensor_parallel": 1, "train__max_tokens_per_microbatch": 128}
-    return tiny_config(model__path=model_of(models, layout), **{**alone, **LAYOUTS[layout]})
+    keys = {
+        "policy__tensor_parallel": 1,
+        "train__max_tokens_per_microbatch": 128,
+        "checkpoint__export_hf": "true",
+        "checkpoint__export_megatron": "true",
+    }
+    return tiny_config(model__path=model_of(models, layout), **{**keys, **LAYOUTS[layout]})
 
 
 def build(models: Path, layout: str, exchange: Ranks) -> Any:
@@ -89,7 +94,7 @@ def run(rank: int, world_size: int, models: Path, root: Path) -> dict[str, Any]:
 
 
 def saver(exchange: Ranks, config: Config, policy: Any, folder: Path) -> CheckpointSaver:
-    from dapo_megatron.run.build import HfExport
+    from dapo_megatron.run.exports import exports_of
 
     return CheckpointSaver(
         config,
@@ -97,7 +102,7 @@ def saver(exchange: Ranks, config: Config, policy: Any, folder: Path) -> Checkpo
         exchange,
         background=exchange.second(),
         snapshot=policy.snapshot,
-        export=HfExport(config),
+        exports=exports_of(config),
         describe=partial(copy_companions, Path(config.model.path)),
     )
 
@@ -199,11 +204,12 @@ def test_transformers_loads_the_export_with_the_same_weights(
     assert AutoTokenizer.from_pretrained(export)("12").input_ids
 
 
+@pytest.mark.parametrize("part", ["", "megatron"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_full_tensors_are_read_from_a_checkpoint_of_any_layout(
-    layout: str, ranks: Any, root: Path
+    layout: str, part: str, ranks: Any, root: Path
 ) -> None:
-    store = open_store(checkpoint(root, layout))
+    store = open_store(checkpoint(root, layout) / part)
     read = {name: store.read(name) for name in store.tensors}
     assert equal(read, ranks[0][layout][0])
 

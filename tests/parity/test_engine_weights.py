@@ -41,6 +41,8 @@ ALONE: dict[str, tuple[str, Observations, Observations]] = {
     UNPADDED: ("qwen3_moe", {"moe_intermediate_size": 64}, {}),
     "qwen3_moe": ("qwen3_moe", {}, {}),
     "qwen3_moe, bfloat16": ("qwen3_moe", {}, {"policy__precision": "bfloat16"}),
+    # vLLM keeps its routers in float32, and skips the layer for multi-token prediction.
+    "glm4_moe, bfloat16": ("glm4_moe", {"has_mtp": True}, {"policy__precision": "bfloat16"}),
     "llama": ("llama", {"intermediate_size": 600}, {}),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}, {}),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dapo_megatron.model import FAMILIES as model_families
 from tests.helpers.models import FAMILIES
 from tests.helpers.published import PUBLISHED
 from tests.helpers.ranks import run_ranks
@@ -25,16 +26,15 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Name -> (layout of the policy, sizes of the model)."""
+GROUPED = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 LATENT = {
     "q_lora_rank": 5,
     "kv_lora_rank": 7,
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4,
     "v_head_dim": 5,
-    "n_routed_experts": 8,
-    "n_group": 4,
-    "topk_group": 2,
 }
+WITH_EXPERTS = [family for family in FAMILIES if model_families[family].expert]
 EXPERTS = {
     "ep2": ({"expert_parallel": 2}, {}),
     "tp2_ep4": ({"tensor_parallel": 2, "expert_parallel": 4}, {}),
@@ -92,11 +92,16 @@ def small(family: str, tied: bool, **sizes: Any) -> dict[str, Any]:
         experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
     if "num_experts" in published:
         experts["num_experts"] = 8
+    if "n_routed_experts" in published:
+        experts |= GROUPED
     if "kv_lora_rank" in published:
         experts |= LATENT
         del shared["head_dim"]
         sizes["num_key_value_heads"] = sizes.get("num_attention_heads", 8)
-    return {**published, **shared, **experts, **sizes}
+    fields = {**published, **shared, **experts, **sizes}
+    if model_families[family].has_mlp_types:
+        fields["mlp_layer_types"] = ["dense"] + ["sparse"] * (fields["num_hidden_layers"] - 1)
+    return fields
 
 
 def test_names_and_shapes_equal_those_of_megatron_in_every_layout() -> None:
@@ -104,7 +109,7 @@ def test_names_and_shapes_equal_those_of_megatron_in_every_layout() -> None:
     for name, (layout, sizes) in (LAYOUTS | EXPERTS).items():
         models = {
             f"{family} tied={tied}": small(family, tied, **sizes)
-            for family in (["qwen3_moe", "deepseek_v3"] if name in EXPERTS else FAMILIES)
+            for family in (WITH_EXPERTS if name in EXPERTS else FAMILIES)
             for tied in (False, True)
         }
         cases.append((layout, models))

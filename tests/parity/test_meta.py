@@ -30,6 +30,12 @@ LAYOUTS: dict[str, dict[str, int | bool]] = {
         "expert_parallel": 8,
     },
     "Llama-3.1-8B-Instruct": {"pipeline_parallel": 4, "virtual_pipeline_parallel": 2},
+    "GLM-4.5": {
+        "tensor_parallel": 8,
+        "sequence_parallel": True,
+        "pipeline_parallel": 23,
+        "expert_parallel": 32,
+    },
     "DeepSeek-V3": {
         "tensor_parallel": 8,
         "sequence_parallel": True,

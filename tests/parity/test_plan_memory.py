@@ -45,6 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", SIZES),
     "experts": ("qwen3_moe", SIZES | OF_EXPERTS),
     "latent": ("deepseek_v3", LATENT_SIZES | OF_EXPERTS | {"num_key_value_heads": 8}),
+    "partial": ("glm4_moe", SIZES | OF_EXPERTS),
 }
 SHORT = {"policy__precision": "bfloat16"}
 SEQUENCE = {"policy__tensor_parallel": 2, "policy__sequence_parallel": True}
@@ -59,6 +60,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts": ("experts", 1, {}),
     "experts bfloat16": ("experts", 1, SHORT),
     "latent": ("latent", 1, {}),
+    "partial": ("partial", 1, {}),
     "tensor": ("dense", 2, {"policy__tensor_parallel": 2}),
     "sequence": ("dense", 2, SEQUENCE),
     "sequence bfloat16": ("plain", 2, SEQUENCE | SHORT),

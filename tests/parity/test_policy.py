@@ -28,7 +28,7 @@ from dapo_megatron.types import TokenBatch
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.losses import loss_with
-from tests.helpers.models import RANDOM_MODELS, make_random_model, per_expert
+from tests.helpers.models import RANDOM_MODELS, load_hf, make_random_model, per_expert
 from tests.helpers.ranks import run_ranks
 from tests.helpers.selection import selected
 
@@ -172,10 +172,8 @@ def two_ranks(
 def hf_observed(folder: Path, batch: TokenBatch, temperature: float) -> Observed:
     """Compute the same results with plain torch, one sequence at a time, with one sum and one
     division."""
-    from transformers import AutoModelForCausalLM
-
     torch.set_num_threads(1)  # as in the ranks; more threads would be slower on such small tensors
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_hf(folder)
     parameters = dict(model.named_parameters())
     before = {name: weight.detach().clone() for name, weight in parameters.items()}
     numbers = tiny_config().optimizer

@@ -72,7 +72,18 @@ def given_batch(model: str) -> TokenBatch:
     generator = torch.Generator().manual_seed(1)
     shape = (sum(LENGTHS), NUM_LAYERS - num_dense, NUM_EXPERTS)
     routes = torch.rand(shape, generator=generator).argsort(-1)[..., :topk]
-    return replace(batch, routes=routes.to(torch.uint8))
+    return replace(batch, routes=routes.flatten(1).to(torch.uint8))
+
+
+def experts(routes: Tensor | None, model: str) -> Tensor:
+    """Return routes as sorted experts [T, layers, k]."""
+    assert routes is not None
+    return routes.long().unflatten(1, (-1, MODELS[model][1])).sort(-1).values
+
+
+# The router always chooses for the last token of a sequence.
+IS_GIVEN = torch.ones(sum(LENGTHS), dtype=torch.bool)
+IS_GIVEN[torch.tensor(LENGTHS).cumsum(0) - 1] = False
 
 
 @dataclass
@@ -85,12 +96,14 @@ class Observed:
     gradients       of the given batch, and of free and recorded routing
     router          statistics of an update with the recorded routes: before the weights moved, and
                     afterwards
-    minis           the same per mini-batch of a split step, and its tokens
+    minis           the same per mini-batch of a split step, and its tokens with given experts
     moved           free routes after the weights moved
     kept            routes that a pass with the recorded routes used then
     chosen          experts that the routers of one rank would have chosen in that pass
     local           of a batch of which this rank holds its own sequences: data-parallel index that
                     owns each, log-probs, recorded routes, and gradients
+
+    Routes are [T, layers * k].
     """
 
     free: Tensor
@@ -164,7 +177,7 @@ def _observe(exchange: Ranks, model: str, folder: str, layout: dict[str, Any]) -
         kept = policy.logprobs(replayed).routes
     after = policy.update(replayed, loss, 0.0)
     minis = [
-        (int(mini.lengths.sum()), dict(policy.update(mini, loss, 0.0).router))
+        (int((mini.lengths - 1).sum()), dict(policy.update(mini, loss, 0.0).router))
         for mini in split(replayed, 2, "token")
     ]
     refusals = refusals_of(policy, given) if layout == PADDED | FULL else {}
@@ -189,7 +202,7 @@ def _observe(exchange: Ranks, model: str, folder: str, layout: dict[str, Any]) -
 @contextmanager
 def choices(policy: Any) -> Iterator[Callable[[TokenBatch], Tensor]]:
     """Record what the routers of a policy on one rank would choose in a pass over a packed or
-    padded batch. Yield a function that returns it, [T, layers, k]."""
+    padded batch. Yield a function that returns it, [T, layers * k]."""
     from dapo_megatron.policy.moe import Router, routers
 
     seen: list[tuple[Any, Tensor]] = []
@@ -203,14 +216,15 @@ def choices(policy: Any) -> Iterator[Callable[[TokenBatch], Tensor]]:
 
     def result(batch: TokenBatch) -> Tensor:
         (chunk,) = policy._models()
-        whole = torch.zeros_like(batch.routes, dtype=torch.int64)
+        topk = policy.architecture.experts_per_token
+        whole = torch.zeros_like(batch.routes, dtype=torch.int64).unflatten(1, (-1, topk))
         micro = policy._microbatches(batch, policy._share(batch))
         for layer, router in enumerate(routers(chunk)):
             calls = [chosen for caller, chosen in seen if caller is router]
             for rows, chosen in zip(micro, calls, strict=True):
                 indices = rows.indices.T.flatten()
                 whole[indices[indices >= 0], layer] = chosen[indices >= 0]
-        return whole
+        return whole.flatten(1)
 
     yield result
     Router._replay = original  # type: ignore[method-assign]
@@ -220,10 +234,12 @@ def refusals_of(policy: Any, batch: TokenBatch) -> dict[str, str]:
     """Return the messages of batches with impossible routes."""
     assert batch.routes is not None
     position = LENGTHS[0] + 3  # in sequence 1
+    topk = policy.architecture.experts_per_token
 
     def broken(*experts: int, dtype: torch.dtype = torch.int16) -> Tensor:
         routes = batch.routes.to(dtype)  # type: ignore[union-attr]
-        routes[position, -1, : len(experts)] = torch.tensor(experts, dtype=dtype)
+        first = routes.shape[1] - topk  # of the last layer
+        routes[position, first : first + len(experts)] = torch.tensor(experts, dtype=dtype)
         return routes
 
     impossible = {
@@ -231,8 +247,7 @@ def refusals_of(policy: Any, batch: TokenBatch) -> dict[str, str]:
         "negative": broken(-2),
         "some missing": broken(-1),
         "twice": broken(3, 3),
-        "layers": batch.routes[:, 1:],
-        "experts per token": batch.routes[..., :1],
+        "layers": batch.routes[:, topk:],
         "length": batch.routes[1:],
     }
     messages = {}
@@ -272,10 +287,6 @@ def check_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> N
         check_close(actual[name], gradient, name)
 
 
-def as_sets(routes: Tensor) -> Tensor:
-    return routes.long().sort(-1).values
-
-
 CASES = [(model, layout) for model in MODELS for layout in (*ONE_RANK, *LAYOUTS[model])]
 ranks_of = pytest.mark.parametrize(("model", "layout"), CASES)
 
@@ -294,7 +305,8 @@ def test_any_given_experts_give_the_result_of_one_rank(
     assert float((expected.given - expected.free).abs().max()) > 0.01
     for rank in ranks:
         check_close(rank.given, expected.given)
-        assert torch.equal(rank.returned, given_batch(model).routes)  # type: ignore[arg-type]
+        given = given_batch(model).routes
+        assert torch.equal(rank.returned[IS_GIVEN], given[IS_GIVEN])  # type: ignore[index]
         if layout != "plain":
             check_gradients(rank.gradients["given"], expected.gradients["given"])
 
@@ -304,7 +316,8 @@ def test_recorded_experts_give_the_gradient_of_free_routing(
     model: str, layout: str, ranks: list[Observed], one_rank: Any
 ) -> None:
     for rank in ranks:
-        assert torch.equal(as_sets(rank.recorded), as_sets(one_rank[model, "packed"].recorded))
+        expected = experts(one_rank[model, "packed"].recorded, model)
+        assert torch.equal(experts(rank.recorded, model), expected)
         assert rank.recorded.dtype == torch.uint8
         for name, gradient in rank.gradients["free"].items():
             assert torch.equal(rank.gradients["replayed"][name], gradient), name
@@ -318,8 +331,9 @@ def test_after_weights_moved_old_experts_are_used_and_changes_are_counted(
     expected = one_rank[model, "packed"]
     num_dense, _ = MODELS[model]
     for rank in ranks:
-        assert torch.equal(rank.kept, rank.recorded)
-        is_changed = (as_sets(rank.moved) != as_sets(rank.recorded)).any(-1)
+        assert torch.equal(rank.kept[IS_GIVEN], rank.recorded[IS_GIVEN])
+        is_changed = experts(rank.moved, model) != experts(rank.recorded, model)
+        is_changed = is_changed.any(-1)[IS_GIVEN]
         assert 0.05 < float(is_changed.double().mean()) < 1.0
         # What precedes the first router does not depend on any choice.
         share = float(is_changed[:, 0].double().mean())
@@ -335,7 +349,8 @@ def test_the_share_of_changed_choices_is_that_of_a_comparison(
 ) -> None:
     rank, num_dense = one_rank[model, layout], MODELS[model][0]
     assert rank.chosen is not None
-    shares = (as_sets(rank.chosen) != as_sets(rank.recorded)).any(-1).double().mean(0)
+    is_changed = experts(rank.chosen, model) != experts(rank.recorded, model)
+    shares = is_changed.any(-1)[IS_GIVEN].double().mean(0)
     expected = {f"changed/layer_{num_dense + n}": float(share) for n, share in enumerate(shares)}
     assert rank.router[1] == pytest.approx({"changed": float(shares.mean()), **expected}, abs=1e-12)
 
@@ -348,7 +363,7 @@ def test_mini_batches_get_the_routes_of_their_tokens(
     for rank in ranks:
         for name, share in rank.router[1].items():
             count = sum(number * router[name] for number, router in rank.minis)
-            assert count == pytest.approx(share * sum(LENGTHS), abs=1e-6)
+            assert count == pytest.approx(share * int(IS_GIVEN.sum()), abs=1e-6)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -360,7 +375,7 @@ def test_a_rank_that_holds_its_own_sequences_records_and_replays_theirs(
         is_own = torch.tensor(planned).repeat_interleave(torch.tensor(LENGTHS)) == index
         assert bool(is_own.any()) and not bool(is_own.all())
         check_close(logprobs, rank.free[is_own])
-        assert torch.equal(as_sets(recorded), as_sets(rank.recorded[is_own]))
+        assert torch.equal(experts(recorded, model), experts(rank.recorded[is_own], model))
         check_gradients(gradients, rank.gradients["free"])
 
 
@@ -374,11 +389,10 @@ def test_impossible_routes_are_refused_by_name(model: str, one_rank: Any) -> Non
         assert refusals[name].endswith(f"is not {topk} different experts of 0 to 7")
     tokens, layers = sum(LENGTHS), NUM_LAYERS - num_dense
     for name, shape in (
-        ("layers", (tokens, layers - 1, topk)),
-        ("experts per token", (tokens, layers, 1)),
-        ("length", (tokens - 1, layers, topk)),
+        ("layers", (tokens, (layers - 1) * topk)),
+        ("length", (tokens - 1, layers * topk)),
     ):
-        assert str(shape) in refusals[name] and str((tokens, layers, topk)) in refusals[name]
+        assert str(shape) in refusals[name] and str((tokens, layers * topk)) in refusals[name]
 
 
 # ------------------------------------------------------------------ HF with given experts
@@ -410,7 +424,8 @@ def test_given_experts_give_the_result_of_hf(
     hf = AutoModelForCausalLM.from_pretrained(Path(folders[model]), dtype=torch.float32)
     batch = given_batch(model)
     assert batch.routes is not None
-    parts: Sequence[Tensor] = batch.routes.long().split(LENGTHS)
+    routes_T = batch.routes.long().unflatten(1, (-1, MODELS[model][1]))
+    parts: Sequence[Tensor] = routes_T.split(LENGTHS)
     logprobs = []
     for tokens, routes in zip(batch.tokens.split(LENGTHS), parts, strict=True):
         hf_with(routes.transpose(0, 1), hf, num_dense=num_dense, is_latent=num_dense > 0)

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from dapo_megatron.model import FAMILIES
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.engines import gap, hf_model, requests, run
-from tests.helpers.models import make_random_model
+from tests.helpers.models import ROPE, load_hf, make_random_model
 from tests.helpers.ranks import run_ranks
 
 NUM_RANKS = 4
@@ -44,6 +45,24 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tp4": {"tensor_parallel": 4},
     "ep2x2": {"tensor_parallel": 2, "expert_parallel": True},  # experts are not split
 }
+CPU_LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
+"""Sizes of latent attention. vLLM on CPU supports only the first two."""
+KIMI_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50_000.0,
+    "factor": 32.0,
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 64,
+}
+"""Rope of Kimi-K2 with a shorter length, and an `mscale_all_dim` that makes cosines scale."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
         "llama",
@@ -65,15 +84,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", {}),
-    "deepseek_v3": (
+    "deepseek_v3": ("deepseek_v3", CPU_LATENT),
+    # As in Moonlight: one group of experts, whole queries, and another epsilon of norms.
+    "moonlight": (
         "deepseek_v3",
-        {
-            "kv_lora_rank": 512,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 64,
-            "v_head_dim": 64,
-        },
+        {**CPU_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
     ),
+    "kimi_k2": ("deepseek_v3", {**CPU_LATENT, "rope_parameters": KIMI_YARN}),
+    "glm4_moe_lite": ("glm4_moe_lite", CPU_LATENT),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe_air": ("glm4_moe", {"use_qk_norm": False}),
+    "qwen3_yarn": ("qwen3", {"rope_parameters": ROPE["yarn"]}),
     "llama_odd": (
         "llama",
         {
@@ -85,7 +106,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-WITH_EXPERTS = ("qwen3_moe", "deepseek_v3")
+WITH_EXPERTS = [name for name, (family, _) in MODELS.items() if FAMILIES[family].expert]
 ODD = {"tp1": {}, "pp2_4_and_3": {"pipeline_parallel": 2, "first_stage_layers": 4}}
 DAILY = ("qwen3_moe", {"tp4": ("tp1", "tp2_pp2", "tp2_ep4"), "tp2x2": ("tp4",)})
 """(model, policies of each engine) of the only case that is not marked `sync` (make test-sync). The
@@ -154,6 +175,7 @@ def measure(
             vocab=vocab,
             max_tokens=32,
             ranks_per_node=4,
+            device=torch.device("cpu"),
         )
         reports = [sync(0)]
         fixed = canary_sequences(vocab, 32)
@@ -203,10 +225,8 @@ def measure(
 
 @torch.no_grad()
 def logprobs_of_hf(folder: Path, fixed: list[list[int]]) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
     tokens = torch.tensor(fixed)
-    logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
+    logits = load_hf(folder)(tokens).logits
     return logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
 
 

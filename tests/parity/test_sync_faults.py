@@ -33,6 +33,8 @@ def rank_main(rank: int, folder: Path, precision: str = "float32") -> dict[str, 
 
     In bfloat16 no fingerprints are compared, and the canary's maximum has no bound.
     """
+    import torch
+
     from dapo_megatron.bridge.bounds import canary_bounds
     from dapo_megatron.bridge.sync import WeightSync
     from dapo_megatron.cluster.ranks import Ranks
@@ -61,6 +63,7 @@ def rank_main(rank: int, folder: Path, precision: str = "float32") -> dict[str, 
         vocab=vocab,
         max_tokens=32,
         ranks_per_node=2,
+        device=torch.device("cpu"),
     )
     if precision == "bfloat16":
         sync._verifier.check_fingerprints = lambda *_: None

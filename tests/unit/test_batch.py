@@ -296,7 +296,7 @@ def test_split_is_even_and_keeps_every_sequence(sizes: list[list[int]], num_upda
         for ticket, row in enumerate(sizes)
     ]
     batch = assembled(*groups)
-    routes = torch.arange(6 * batch.tokens.numel()).view(-1, 3, 2)
+    routes = torch.arange(6 * batch.tokens.numel()).view(-1, 6)
     batch = replace(batch, old_logprobs=batch.engine_logprobs - 0.25, routes=routes)
     minis = split(batch, num_updates, "token")
     counts = [mini.num_sequences for mini in minis]

@@ -99,7 +99,7 @@ def test_a_manifest_with_files_outside_its_checkpoint_is_rejected(
 
 def test_the_manifest_has_the_checksum_of_every_file(tmp_path: Path) -> None:
     run = Run(tmp_path / "x")
-    run.checkpoints.export = TextExport()
+    run.checkpoints.exports = {"hf": TextExport()}
     path = run.save(3)
     assert (path / "hf" / "index.txt").read_text(encoding="utf-8") == "done"
     assert int((path / "hf" / "0.txt").read_text(encoding="utf-8")) > 8 * KIB
@@ -294,7 +294,7 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with checkpoints 10 and 20."""
     path = tmp_path_factory.mktemp("runs") / "x"
     run = Run(path)
-    run.checkpoints.export = TextExport()
+    run.checkpoints.exports = {"hf": TextExport()}
     run.save(10)
     run.save(20)
     run.unlock()

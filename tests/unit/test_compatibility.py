@@ -11,7 +11,7 @@ import torch
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.files import read_json
-from dapo_megatron.model import FAMILIES, Architecture, architecture
+from dapo_megatron.model import FAMILIES, Architecture, Rope, architecture
 from dapo_megatron.plan.compatibility import RULES, check, find
 from dapo_megatron.plan.compatibility.__main__ import page
 from dapo_megatron.plan.compatibility.rule import Action, CompatibilityRule, Machine, RunFacts
@@ -38,6 +38,7 @@ EXPERTS = {
     "moe_intermediate_size": 768,
 }
 QWEN3 = architecture(QWEN3_HF)
+YARN = replace(QWEN3, rope=Rope(1e6, "yarn", 4.0))
 DEEPSEEK = architecture(PUBLISHED["DeepSeek-V3"][1])
 H100 = Machine((9, 0), (13, 0), frozenset({"transformer_engine", "apex", "triton"}))
 NO_GPU = Machine()
@@ -48,6 +49,8 @@ def config_of(*overrides: str) -> Config:
 
 
 def model_of(rule: CompatibilityRule) -> Architecture:
+    if rule.name == "rope-yarn":
+        return YARN
     models = (QWEN3, architecture(QWEN3_HF | EXPERTS), DEEPSEEK)
     return next(model for model in models if model.family in rule.families)
 

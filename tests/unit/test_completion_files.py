@@ -50,14 +50,13 @@ def row(ticket: int, sample: int, **changes: Any) -> CompletionRow:
 
 def exact(row: CompletionRow) -> tuple[Any, ...]:
     """Return the content of a row so that equal values have equal bits."""
-    old, routes, made = row.old_logprobs, row.routes, row.completion
+    old, made = row.old_logprobs, row.completion
     return (
-        repr(replace(row, completion=None, old_logprobs=None, routes=None)),
+        repr(replace(row, completion=None, old_logprobs=None)),
         repr(replace(made, tokens=(), logprobs=())),
         made.tokens.tobytes(),
         made.logprobs.tobytes(),
         None if old is None else (old.dtype, old.tobytes()),
-        None if routes is None else (routes.dtype, routes.tobytes()),
     )
 
 

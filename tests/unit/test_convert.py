@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.model import ChunkPlace
@@ -27,6 +26,7 @@ from tests.helpers.checkpoints import (
     config_of,
     differences,
     flip_bit,
+    invoke,
     training_checkpoint,
     write_random,
 )
@@ -37,14 +37,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(REPOSITORY / "tools" / "convert_checkpoint.py")]
 MIB = 2**20
 Q = "model.layers.0.self_attn.q_proj.weight"
-
-
-def invoke(*arguments: object) -> tuple[int, str]:
-    """Run a command in this process. Return its exit code and output."""
-    result = CliRunner().invoke(convert_checkpoint.app, [str(each) for each in arguments])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.output
 
 
 def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
@@ -424,10 +416,10 @@ def test_a_difference_after_reading_back_fails_the_conversion(
 ) -> None:
     """Every replica is compared: norms of each rank, and the tied embedding of the last stage."""
 
-    def damaged(folder: Path, *arguments: Any) -> Any:
+    def damaged(folder: Path, *arguments: Any, **options: Any) -> Any:
         if folder.name.endswith(".partial"):
             flip_bit(folder / f"{file}.safetensors", f"model/{key}.weight")
-        return open_store(folder, *arguments)
+        return open_store(folder, *arguments, **options)
 
     monkeypatch.setattr(convert_checkpoint, "open_store", damaged)
     hf = write_random(tmp_path / "hf", config_of("llama_tied", vocab_size=36))
@@ -439,7 +431,7 @@ def test_a_difference_after_reading_back_fails_the_conversion(
 
 def test_the_tool_imports_neither_megatron_nor_vllm_nor_transformers() -> None:
     code = (
-        "import sys, tools.convert_checkpoint; "
+        "import sys; sys.path.append('tools'); import convert_checkpoint; "
         "assert not {'megatron', 'vllm', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
@@ -453,6 +445,7 @@ def test_memory_use_and_signals_with_a_large_model(tmp_path: Path) -> None:
     """Memory does not grow with a model of 1.5 GB. Interrupt and kill publish no partial folder."""
     source = write_random(tmp_path / "hf", CONFIGS["llama_750m"], max_file_bytes=2**29)
     megatron, report = tmp_path / "megatron", tmp_path / "figures.json"
+    saved, to_json = tmp_path / "torch_dist", ("--json", report)
     options = ["--tensor-parallel", 4, "--pipeline-parallel", 2, "--json", report]
     for number, (code, is_left) in {
         signal.SIGINT: (130, False),
@@ -468,7 +461,8 @@ def test_memory_use_and_signals_with_a_large_model(tmp_path: Path) -> None:
         assert not megatron.exists() and megatron.with_suffix(".partial").exists() == is_left
     for arguments in (
         ("hf-to-megatron", source, megatron, *options),
-        ("megatron-to-hf", megatron, tmp_path / "again", "--json", report),
+        ("hf-to-megatron", megatron, saved, "--format", "torch_dist", *to_json),
+        ("megatron-to-hf", saved, tmp_path / "again", *to_json),
     ):
         process = start(*arguments)
         assert process.wait() == 0

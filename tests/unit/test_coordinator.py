@@ -620,3 +620,37 @@ def test_a_running_group_never_expires() -> None:
     assert running
     late = collect(coordinator, driver, 20)
     assert not any(fates_of(late).get(ticket) is Outcome.EXPIRED for ticket in running)
+
+
+# ---------------------------------------------------------------------------- separate roles
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 40])
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_groups_sampled_during_training_are_bounded_and_count_in_the_next_step(
+    num_turns: int, is_resumed: bool
+) -> None:
+    driver = ScriptedDriver(mixed_every(2), max_sequences=64)
+    coordinator = make_coordinator(driver, lookahead=2.0)
+    issued = ended = decided = 0
+    for version in range(6):
+        collected = collect(coordinator, driver, version)
+        issued += collected.counts["issued"]
+        ended += len(collected.ended)
+        decided += len(collected.decided)
+        assert issued == ended + collected.counts["carried"]
+        assert decided == ended + collected.counts["carried_ready"]
+        turns = iter([False] * num_turns)
+        coordinator.sample_ahead(version, lambda turns=turns: next(turns, True))  # type: ignore[misc]
+        # lookahead 2 x 4 mixed groups, of which every second group is one, and a margin.
+        num_ready = sum(group.is_ready for group in coordinator.groups.values())
+        assert num_ready <= 12 and len(coordinator.groups) <= 32
+        if num_turns == 40:
+            assert num_ready >= 6
+        if is_resumed:
+            state, coordinator = coordinator.state(), make_coordinator(driver, lookahead=2.0)
+            resume(coordinator, driver, state)
+    ages = [version - c.segments[0].version for g in collected.train for c in g.completions]
+    assert sum(ages) / len(ages) <= 3.0
+    driver.stop = "SIGTERM"
+    coordinator.sample_ahead(version, lambda: False)  # a stop ends it

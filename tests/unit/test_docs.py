@@ -135,7 +135,11 @@ def test_options_exist(page: Path) -> None:
 
 def script_source(script: str) -> str:
     """Return the source of a program and of its modules in tools/."""
-    folders = {"tools/prepare_data.py": "tools/preparing", "tools/gpu_check.py": "tools/gpu_checks"}
+    folders = {
+        "tools/prepare_data.py": "tools/preparing",
+        "tools/gpu_check.py": "tools/gpu_checks",
+        "tools/convert_checkpoint.py": "tools/converting",
+    }
     parts = [REPOSITORY / script, *(REPOSITORY / folders.get(script, "-")).glob("*.py")]
     return "\n".join(map(read, parts))
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.rollout.completion_rows import CompletionRow, summarize
-from dapo_megatron.rollout.exchange import BYTES, TokenExchange
+from dapo_megatron.rollout.exchange import BYTES, RouteSize, TokenExchange
 from dapo_megatron.rollout.messages import Move
 from dapo_megatron.rollout.open_group import OpenGroup
 from dapo_megatron.rollout.store import CompletionStore
@@ -87,6 +87,7 @@ class Counting:
 class Step:
     """A step with random sequences. Every rank makes the same one from its seed."""
 
+    routes: RouteSize
     rows: list[tuple[int, CompletionRow]] = field(default_factory=list)
     """(replica, completion) of every completion."""
     sequences: list[TrainingSequence] = field(default_factory=list)
@@ -94,8 +95,18 @@ class Step:
     moves: list[Move] = field(default_factory=list)
 
 
+ROUTES = (RouteSize(), RouteSize(6, "uint8"), RouteSize(6, "int16"))
+
+
+def random_routes(rng: random.Random, size: RouteSize, num_tokens: int) -> array[int] | None:
+    """Return the routes of a completion whose prompt and response have `num_tokens` tokens."""
+    if not size.bytes_per_token:
+        return None
+    return array(np.dtype(size.dtype).char, rng.randbytes(size.bytes_per_token * (num_tokens - 1)))
+
+
 def random_step(seed: int, num_indices: int, num_replicas: int) -> Step:
-    rng, step = random.Random(seed), Step()
+    rng, step = random.Random(seed), Step(ROUTES[seed % len(ROUTES)])
     for ticket in range(rng.randint(0, 6)):
         prompt = Prompt("sums", ticket, _tokens(rng, rng.randint(1, 5)), f"{ticket}", "7")
         is_trained = rng.random() < 0.6
@@ -109,6 +120,7 @@ def random_step(seed: int, num_indices: int, num_replicas: int) -> Step:
                 "",
                 Finish.STOP if is_trained else Finish.UNFINISHED,
                 (Segment(3, num_tokens),),
+                routes=random_routes(rng, step.routes, len(prompt.tokens) + num_tokens),
             )
             step.rows.append((replica, CompletionRow(ticket, prompt, completion)))
             if is_trained:
@@ -152,8 +164,8 @@ def check_step(
     own_replica = leaders.index(ranks.rank) if ranks.rank in leaders else None
     store, counting = CompletionStore(), Counting(ranks)
     store.fill(row for replica, row in step.rows if replica == own_replica)
-    index = indices[ranks.rank]
-    exchange = TokenExchange(counting, Indices(indices, ranks.rank), leaders, store)  # type: ignore[arg-type]
+    index, routes = indices[ranks.rank], step.routes
+    exchange = TokenExchange(counting, Indices(indices, ranks.rank), leaders, store, routes)  # type: ignore[arg-type]
     tokens = exchange(step.sequences, step.owners, step.moves)
 
     by_key = {(row.ticket, row.completion.sample): row for _, row in step.rows}
@@ -169,6 +181,14 @@ def check_step(
         assert tokens[place].response.dtype == tokens[place].prompt.dtype == np.int32
         assert tokens[place].logprobs.dtype == np.float32
         num_bytes += BYTES * (sequence.prompt_tokens + 2 * sequence.response_tokens)
+        if routes.bytes_per_token:
+            values = tokens[place].routes
+            assert values is not None and row.completion.routes is not None
+            assert values.tobytes() == row.completion.routes.tobytes()
+            assert values.dtype.name == routes.dtype
+            num_bytes += values.nbytes
+        else:
+            assert tokens[place].routes is None
 
     moves = {(move.ticket, move.summary.sample): move for move in step.moves}
     held = {
@@ -185,6 +205,8 @@ def check_step(
     for move in step.moves:
         if move.target == own_replica:
             num_bytes += 2 * BYTES * move.summary.num_tokens
+            num_tokens = len(move.prompt.tokens) + move.summary.num_tokens
+            num_bytes += routes.bytes_per_token * (num_tokens - 1)
     return counting.received[0], num_bytes
 
 
@@ -196,16 +218,23 @@ def exchange_another_length(rank: int) -> str:
     prompt = Prompt("sums", 0, (1, 2, 3), "4", "7")
     summary = replace(summarize(completion, 1), num_tokens=3)
     sequence = TrainingSequence(4, 5, 1, 3, 2, (Segment(3, 2),), 0.5, True, 1.0)
-    for sequences, moves in (
-        ([replace(sequence, response_tokens=3)], []),
-        ([replace(sequence, prompt_tokens=2)], []),
-        ([replace(sequence, sample=6)], []),
-        ([], [Move(4, prompt, summary, 0)]),
+    for sequences, moves, is_without_routes in (
+        ([replace(sequence, response_tokens=3)], [], False),
+        ([replace(sequence, prompt_tokens=2)], [], False),
+        ([replace(sequence, sample=6)], [], False),
+        ([], [Move(4, prompt, summary, 0)], False),
+        ([sequence], [], True),
     ):
         store = CompletionStore()
         if rank == leaders[1]:
             store.put(4, prompt, completion)
-        exchange = TokenExchange(ranks, Indices(indices, rank), leaders, store)  # type: ignore[arg-type]
+        exchange = TokenExchange(
+            ranks,
+            Indices(indices, rank),  # type: ignore[arg-type]
+            leaders,
+            store,
+            RouteSize(6) if is_without_routes else RouteSize(),
+        )
         with pytest.raises(DapoError) as raised:
             exchange(sequences, [1] * len(sequences), moves)
         errors.append(str(raised.value))
@@ -230,7 +259,11 @@ def test_every_rank_receives_exactly_its_own_sequences_and_moves(ranks: list[Any
 
 def test_another_length_than_announced_is_an_error_with_ticket_and_sample(ranks: list[Any]) -> None:
     assert len({errors for _, errors in ranks}) == 1, "all ranks raise the same error"
-    response, prompt, missing, move = ranks[0][1].splitlines()
+    response, prompt, missing, move, routes = ranks[0][1].splitlines()
+    assert routes == (
+        "rank 2: ticket 4, sample 5: 0 bytes of routes here, but policy.router_replay engine needs "
+        "24 for its 4 tokens"
+    )
     known = "2 tokens and 2 log-probs here, but the coordinator knows of 3 tokens"
     sequence = "rank 2: ticket 4, sample 5"
     assert response == move == f"{sequence}: {known}"

@@ -6,9 +6,10 @@ Parameters are plain tensors here. tests/parity/test_families.py uses Megatron's
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -24,6 +25,7 @@ from transformers import AutoTokenizer
 
 from dapo_megatron.engine.device import check_config, has_cuda
 from dapo_megatron.files import read_json
+from dapo_megatron.model import FAMILIES as model_families
 from dapo_megatron.model import (
     Architecture,
     ChunkPlace,
@@ -35,7 +37,6 @@ from dapo_megatron.model import (
     hf_tensors,
     layout_of,
 )
-from dapo_megatron.model.families.llama import LLAMA
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.types import ConfigError, Region, TensorSlice
 from tests.helpers.configs import tiny_config
@@ -83,22 +84,25 @@ class Layout:
 def models(draw: st.DrawFn, family: str, tied: bool, tp: int) -> Architecture:
     """Draw a model of odd sizes that `tp` ranks can divide, also with fewer key-value heads than
     ranks."""
+    rules = model_families[family]
     groups = draw(st.sampled_from([1, 2, 3, 4, 6]).filter(lambda n: n % tp == 0 or tp % n == 0))
     per_group = draw(st.integers(1, 4).filter(lambda n: n * groups % tp == 0))
     fields = {
         "num_hidden_layers": draw(st.integers(2, 3)),
         "hidden_size": 6,
         "num_attention_heads": per_group * groups,
-        "num_key_value_heads": per_group * groups if family == "deepseek_v3" else groups,
-        "head_dim": draw(st.sampled_from([2, 4])),
+        "num_key_value_heads": per_group * groups if rules.has_latent else groups,
+        "head_dim": draw(st.sampled_from([4, 8] if rules.has_partial_rotary else [2, 4])),
         "intermediate_size": draw(st.integers(1, 3)) * tp,
         "vocab_size": draw(st.integers(1, 150)),
         "tie_word_embeddings": tied,
         "moe_intermediate_size": 4 * draw(st.integers(1, 2)),
     }
-    if family == "deepseek_v3":
+    fields |= {field: draw(st.booleans()) for field in rules.flags.values()}
+    if rules.has_latent:
         del fields["head_dim"]
         fields["q_lora_rank"] = draw(st.sampled_from([None, 5]))
+    if rules.has_grouped_routing:
         fields["first_k_dense_replace"] = draw(st.integers(0, 2))
     return architecture(config(family, **fields))
 
@@ -455,17 +459,27 @@ def config(family: str = "qwen3_moe", **changes: Any) -> dict[str, Any]:
         "vocab_size": 100,
         "max_position_embeddings": 256,
     }
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
-    if family == "deepseek_v3":
-        experts = experts | LATENT
-        del experts["num_experts"], sizes["head_dim"]
+    rules = model_families[family]
+    experts: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 4}
+    experts |= GROUPED if rules.has_grouped_routing else {"num_experts": 8}
+    if not rules.expert:
+        experts = {}
+        changes.pop("moe_intermediate_size", None)
+    if rules.has_partial_rotary:
+        sizes["head_dim"] = 4
+    if rules.has_latent:
+        experts |= LATENT
+        del sizes["head_dim"]
         heads = changes.get("num_attention_heads", sizes["num_attention_heads"])
         sizes["num_key_value_heads"] = heads
         changes.setdefault("num_key_value_heads", heads)
-    elif family != "qwen3_moe":
-        experts = {}
-        changes.pop("moe_intermediate_size", None)
-    return {**published, **sizes, **experts, **changes}
+    fields = {**published, **sizes, **experts, **changes}
+    if rules.has_mlp_types and "mlp_layer_types" not in fields:
+        num_dense, num_layers = fields["first_k_dense_replace"], fields["num_hidden_layers"]
+        if isinstance(num_dense, int) and isinstance(num_layers, int):
+            types = ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
+            fields["mlp_layer_types"] = types
+    return fields
 
 
 LATENT = {
@@ -474,6 +488,8 @@ LATENT = {
     "qk_nope_head_dim": 3,
     "qk_rope_head_dim": 2,
     "v_head_dim": 5,
+}
+GROUPED = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
     "n_shared_experts": 2,
@@ -488,6 +504,8 @@ def test_configs_written_by_transformers_are_understood(family: str) -> None:
         "mistral": {"sliding_window": None},
         # Fields that vLLM reads and transformers does not write.
         "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        "glm4_moe_lite": {"first_k_dense_replace": 1},
+        "glm4_moe": {"head_dim": 128},  # else 42, of which an odd number would rotate
     }
     written = FAMILIES[family][0](**needed.get(family, {}))
     assert architecture(written.to_dict()).num_layers == written.num_hidden_layers
@@ -548,6 +566,33 @@ LLAMA3 = {
 }
 
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("fields", "scaling"),
+    [
+        ({}, 0.1 * math.log(4) + 1),
+        ({"mscale": 0.7}, 0.1 * math.log(4) + 1),
+        (
+            {"mscale": 2.0, "mscale_all_dim": 0.5},
+            (0.2 * math.log(4) + 1) / (0.05 * math.log(4) + 1),
+        ),
+        ({"attention_factor": 1.25, "mscale": 2.0, "mscale_all_dim": 0.5}, 1.25),
+        ({"factor": 0.5}, 1.0),
+    ],
+)
+def test_yarn_scales_cosines_and_sines(fields: dict[str, Any], scaling: float) -> None:
+    rope = architecture(config("qwen3", rope_scaling={**YARN, **fields})).rope
+    assert (rope.kind, rope.beta_fast, rope.beta_slow) == ("yarn", 32.0, 1.0)
+    assert rope.attention_scaling == pytest.approx(scaling, rel=1e-15)
+
+
+def test_yarn_limits_positions_to_those_that_vllm_has_angles_for() -> None:
+    assert architecture(config("qwen3", rope_scaling=YARN)).max_positions == 128
+    assert architecture(config("qwen3", rope_scaling={**YARN, "factor": 90})).max_positions == 256
+
+
 def test_rope_is_read_from_all_of_its_fields() -> None:
     new = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}
     expected = Rope(5e5, "llama3", 32.0, 1.5, 3.0, 4096)
@@ -569,7 +614,13 @@ def test_rope_is_read_from_all_of_its_fields() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "original_max_position_embeddings is missing",
+        ),
+        ({"rope_scaling": {**YARN, "truncate": False}}, "truncate = False"),
+        ({"rope_scaling": {**YARN, "beta_fast": None}}, "rope_scaling.beta_fast = None"),
+        ({"rope_scaling": {**YARN, "attn_factor": 2.0}}, "rope_scaling.attn_factor = 2.0"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing from rope_scaling"),
         (
@@ -634,7 +685,6 @@ def test_unsupported_rope_is_rejected_with_its_field(fields: dict[str, Any], mes
         ("mistral", "auto_map", {"AutoModel": "modeling.Model"}),
         ("llama", "quantization_config", {"quant_method": "fp8"}),
         ("deepseek_v3", "rope_interleave", False),
-        ("deepseek_v3", "rms_norm_eps", 1e-5),
         ("deepseek_v3", "moe_layer_freq", 2),
         ("deepseek_v3", "num_key_value_heads", 2),
         ("deepseek_v3", "head_dim", 64),
@@ -646,6 +696,14 @@ def test_unsupported_rope_is_rejected_with_its_field(fields: dict[str, Any], mes
         ("deepseek_v3", "topk_group", 5),
         ("deepseek_v3", "num_experts_per_tok", 5),  # only two groups of two experts are used
         ("deepseek_v3", "n_shared_experts", None),
+        ("glm4_moe_lite", "rope_interleave", False),
+        ("glm4_moe_lite", "partial_rotary_factor", 0.5),
+        ("glm4_moe_lite", "mlp_layer_types", ["dense", "dense", "sparse", "sparse"]),
+        ("glm4_moe", "scoring_func", "softmax"),
+        ("glm4_moe", "partial_rotary_factor", 1.5),
+        ("glm4_moe", "partial_rotary_factor", 0.3),  # of 4 columns: 1
+        ("glm4_moe", "partial_rotary_factor", None),  # 1.0 in transformers, 0.5 in vLLM
+        ("glm4_moe", "attention_bias", "yes"),
     ],
 )
 def test_unsupported_values_are_rejected_with_their_field(
@@ -739,7 +797,14 @@ def test_multi_latent_attention_is_read() -> None:
     assert (arch.head_dim, arch.num_dense_layers, arch.shared_intermediate_size) == (2, 1, 8)
     assert arch.grouped_routing == GroupedRouting(4, 2, 2.5)
     assert arch.rope == Rope(
-        1e4, "yarn", 40, original_max_positions=4096, beta_fast=32, beta_slow=1, mscale_all_dim=1.0
+        1e4,
+        "yarn",
+        40,
+        original_max_positions=4096,
+        beta_fast=32,
+        beta_slow=1,
+        mscale=1.0,
+        mscale_all_dim=1.0,
     )
     [names] = [hf_tensors(architecture(config("deepseek_v3", q_lora_rank=None)))]
     assert names["model.layers.0.self_attn.q_proj.weight"] == (20, 6)
@@ -750,10 +815,10 @@ def test_multi_latent_attention_is_read() -> None:
     ("rope", "message"),
     [
         ({"type": "linear", "factor": 2.0}, "rope type 'linear'"),
-        ({"mscale": 0.7}, "mscale = 0.7 and mscale_all_dim = 1.0"),
         ({"mscale": 0.0, "mscale_all_dim": 0.0}, "mscale = 0.0"),
         ({"truncate": False}, "truncate"),
         ({"attention_factor": 2.0}, "attention_factor"),
+        ({**YARN, "type": "yarn", "mscale": 0.7}, "mscale = 0.7 and mscale_all_dim = None"),
     ],
 )
 def test_unsupported_rope_of_multi_latent_attention_is_rejected(
@@ -849,6 +914,43 @@ def test_a_missing_size_is_rejected_with_its_name(field: str) -> None:
         architecture(incomplete)
 
 
-def test_a_family_cannot_require_a_rotation_that_the_policy_ignores() -> None:
-    with pytest.raises(ValueError, match=r"family glm: partial_rotary_factor = 0.5 .* whole heads"):
-        replace(LLAMA, model_type="glm", required={"partial_rotary_factor": 0.5})
+@pytest.mark.parametrize(
+    ("fields", "rotated"),
+    [
+        ({}, 0.5),
+        ({"partial_rotary_factor": 0.25}, 0.25),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}}, 1.0),
+    ],
+)
+def test_the_share_of_rotated_columns_is_read(fields: dict[str, Any], rotated: float) -> None:
+    published = config("glm4_moe", head_dim=8)
+    del published["partial_rotary_factor"], published["rope_theta"]
+    arch = architecture({**published, **fields})
+    assert (arch.rope.partial_rotary_factor, arch.rotary_dim) == (rotated, 8 * rotated)
+
+
+def test_the_number_of_dense_layers_is_that_of_transformers_and_of_vllm() -> None:
+    published = config("glm4_moe_lite", first_k_dense_replace=2)
+    assert architecture(published).num_dense_layers == 2
+    del published["mlp_layer_types"]  # transformers then assumes one
+    with pytest.raises(ConfigError, match="first_k_dense_replace = 2, but mlp_layer_types"):
+        architecture(published)
+    assert architecture({**published, "first_k_dense_replace": 1}).num_dense_layers == 1
+    del published["first_k_dense_replace"]
+    with pytest.raises(ConfigError, match="first_k_dense_replace is missing"):
+        architecture(published)
+
+
+def test_kimi_k2_is_read_as_deepseek_v3() -> None:
+    fields = config("deepseek_v3")
+    assert architecture({**fields, "model_type": "kimi_k2"}) == architecture(fields)
+
+
+def test_features_that_differ_between_checkpoints_are_read() -> None:
+    for bias in (False, True):
+        for norm in (False, True):
+            arch = architecture(config("glm4_moe", attention_bias=bias, use_qk_norm=norm))
+            names = hf_tensors(arch)
+            assert (arch.qkv_bias, arch.qk_norm) == (bias, norm)
+            assert ("model.layers.0.self_attn.q_proj.bias" in names) == bias
+            assert ("model.layers.3.self_attn.k_norm.weight" in names) == norm

@@ -14,6 +14,8 @@ from dapo_megatron.types import ConfigError
 from tests.helpers.models import FAMILIES
 from tests.helpers.published import PUBLISHED
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
 
 def config(family: str, **changes: Any) -> dict[str, Any]:
     published = next(fields for _, fields in PUBLISHED.values() if fields["model_type"] == family)
@@ -26,6 +28,25 @@ def test_a_written_config_reads_back_as_the_same_architecture(name: str) -> None
     written = to_hf_config(arch)
     assert architecture(written) == arch
     assert architecture(FAMILIES[arch.family][0](**written).to_dict()) == arch
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("glm4_moe", {"partial_rotary_factor": 1.0}),
+        ("glm4_moe", {"use_qk_norm": False, "attention_bias": False}),
+        ("glm4_moe", {"rope_scaling": {**YARN, "mscale": 2.0, "mscale_all_dim": 0.5}}),
+        ("qwen3", {"rope_scaling": YARN}),
+        ("llama", {"rope_scaling": {**YARN, "attention_factor": 1.3, "beta_slow": 2}}),
+        ("glm4_moe_lite", {"rope_scaling": YARN}),
+    ],
+)
+def test_features_of_a_checkpoint_read_back(family: str, fields: dict[str, Any]) -> None:
+    arch = architecture(config(family, **fields))
+    assert arch != architecture(config(family))
+    written = to_hf_config(arch)
+    assert architecture(written) == arch
+    assert architecture(FAMILIES[family][0](**written).to_dict()) == arch
 
 
 METADATA = {
@@ -119,6 +140,7 @@ def test_models_read_no_private_config_fields_except_two() -> None:
             *("model_executor/models/llama.py", "model_executor/models/mistral.py"),
             *("model_executor/models/qwen2.py", "model_executor/models/qwen3.py"),
             *("model_executor/models/qwen3_moe.py", "model_executor/models/deepseek_v2.py"),
+            "model_executor/models/glm4_moe.py",
         ],
     }
     read = re.compile(r"config(?:\.|, [\"'])(_[a-z]\w*)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -99,7 +100,7 @@ SHORT = {
 
 def config_of(text: str) -> Config:
     """Return the config for text like `tp=2 sp=true`, with keys of SHORT or full keys."""
-    pairs = [pair.partition("=") for pair in text.split()]
+    pairs = [pair.partition("=") for pair in re.split(r" (?=[\w.]+=)", text)]
     overrides = [f"{SHORT.get(key, key)}={value}" for key, _, value in pairs]
     return load_config(TINY, [*NUMBERS, *overrides])
 
@@ -165,6 +166,29 @@ def test_an_invalid_layout_is_rejected_with_the_nearest_valid_ones(
     assert problems[1] == f"layouts that fit {world} processes:"
     assert 1 <= len(problems[2:]) <= 3
     assert all(line.startswith("  policy.") for line in problems[2:])
+
+
+@pytest.mark.parametrize(
+    ("world", "text", "message"),
+    [
+        (3, "tp=2 roles={policy: 2, engine: 1} engine=1", None),
+        (6, "tp=2 roles={policy: 2, engine: 4} engine=4", None),
+        (4, "tp=2 roles={policy: 2, engine: 1} engine=1", "roles.policy + roles.engine = 2 + 1, "
+            "but there are 4 processes (run.processes, or the launcher's)"),
+        (4, "tp=2 roles={policy: 3, engine: 1} engine=1", "policy.tensor_parallel x pipeline_para"
+            "llel x context_parallel = 2 does not divide the 3 processes (roles.policy)"),
+        (3, "tp=2 roles={policy: 2, engine: 1}", "engine.tensor_parallel: 2 (null: as policy.tens"
+            "or_parallel) does not divide the 1 processes; with 1 processes (roles.engine) use 1"),
+        (5, "tp=2 roles={policy: 2, engine: 3} engine=2", "engine.tensor_parallel: 2 does not divid"
+            "e the 3 processes; with 3 processes (roles.engine) use 1"),
+    ],
+)  # fmt: skip
+def test_a_layout_must_fit_the_ranks_of_its_role(
+    world: int, text: str, message: str | None
+) -> None:
+    problems = layout_problems(world, text)
+    assert problems == [] if message is None else problems[0] == message
+    assert not layout_problems(2, "tp=2 roles={policy: 2, engine: 1}", has_engine=False)
 
 
 @pytest.mark.parametrize(

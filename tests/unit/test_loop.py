@@ -118,6 +118,7 @@ def train(
     parts: Any = SimpleNamespace(
         sync=journal, evaluator=journal, recorder=journal, checkpoints=journal,
         collector=journal, instruments=journal, data_parallel=ONE_INDEX, check_stop=lambda: None,
+        check_policy_stop=lambda: None, on_policy_ranks=lambda _, train: train(),
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=4)
     try:
@@ -262,7 +263,8 @@ def test_the_mismatch_is_checked_before_the_first_optimizer_step(
     recorder = SimpleNamespace(sequence_diagnostics=lambda *_: None, trained=lambda *_: None)
     parts: Any = SimpleNamespace(
         policy=policy, recorder=recorder, sync=Journal(set()), instruments=Journal(set()),
-        data_parallel=ONE_INDEX, check_stop=lambda: None, loss=None,
+        data_parallel=ONE_INDEX, check_stop=lambda: None,
+        check_policy_stop=lambda: None, on_policy_ranks=lambda _, train: train(), loss=None,
         learning_rate=lambda step: 1e-3,
     )  # fmt: skip
     if is_refused:

@@ -137,12 +137,16 @@ def test_a_lost_replica_is_named_and_no_other(kind: str, tmp_path: Path) -> None
     assert (of_lost_rank, of_healthy_rank) == (expected, None)
 
 
+NUM_IDLE_TURNS = 40
+"""Turns of 0.1 s: together longer than the limit of three times ALIVE_SECONDS."""
+
+
 def test_an_idle_replica_is_not_lost_however_short_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It shows signs of life only every ALIVE_SECONDS."""
     for module in (driver_module, worker_module):
-        monkeypatch.setattr(module, "ALIVE_SECONDS", 0.3)
+        monkeypatch.setattr(module, "ALIVE_SECONDS", 1.0)
     monkeypatch.setattr(worker_module, "IDLE_SECONDS", 0.1)
     monkeypatch.setattr(driver_module, "WAIT_SECONDS", 0.1)
     num_turns = 0
@@ -150,14 +154,14 @@ def test_an_idle_replica_is_not_lost_however_short_the_limit(
     def task(driver: EngineDriver) -> int:
         nonlocal num_turns
         driver.start(sampling("use"))
-        for _ in range(12):
+        for _ in range(NUM_IDLE_TURNS):
             assert driver.advance([[]], [[]]) == []
             num_turns += 1
         return num_turns
 
     ranks = Ranks(0, 1, 0)
     with started(CannedEngine(0), ranks, InstantGrading(), silence_seconds=0.01) as engines:
-        assert engines.run(task, int) == 12
+        assert engines.run(task, int) == NUM_IDLE_TURNS
 
 
 def test_an_error_of_the_coordinator_ends_the_phase_of_its_worker() -> None:
@@ -172,3 +176,17 @@ def test_an_error_of_the_coordinator_ends_the_phase_of_its_worker() -> None:
     ):
         engines.run(task, None)
     assert "coordinator" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_stop_signal_of_a_rank_without_an_engine_reaches_the_coordinator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver_module, "WAIT_SECONDS", 0.1)
+
+    def task(driver: EngineDriver) -> list[str]:
+        driver.start(sampling("use"))
+        driver.stop_signal = "SIGUSR1"
+        return [report.stop for _, report in driver.advance([[]], [[]])]
+
+    with started(CannedEngine(0), Ranks(0, 1, 0), InstantGrading()) as engines:
+        assert engines.run(task, list[str]) == ["SIGUSR1"]

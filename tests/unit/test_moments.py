@@ -30,7 +30,7 @@ from dapo_megatron.types import CheckpointError
 from tests.helpers.checkpoints import config_of, differences, write_random
 
 FIELDS = ("model", "exp_avg", "exp_avg_sq", "param")
-MODELS = ("llama_tied", "qwen2", "qwen3_moe", "deepseek_v3")
+MODELS = ("llama_tied", "qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe")
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def test_every_field_is_read_from_checkpoints_of_any_layout(
     data: st.DataObject,
 ) -> None:
     name = data.draw(st.sampled_from(MODELS))
-    has_experts = name in ("qwen3_moe", "deepseek_v3")
+    has_experts = name in ("qwen3_moe", "deepseek_v3", "glm4_moe")
     layout = data.draw(layouts(has_experts))
     random = data.draw(st.randoms(use_true_random=False))
 

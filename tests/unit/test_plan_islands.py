@@ -137,9 +137,7 @@ def test_weights_arrive_in_every_island(monkeypatch: pytest.MonkeyPatch) -> None
     """Two pipeline stages of two nodes each, and so two islands of a node of each stage."""
     monkeypatch.setattr(islands, "ISLAND_RANKS", 4)
     ranks = Threads(8)
-    monkeypatch.setattr(
-        "dapo_megatron.bridge.transfer.dist.all_to_all_single", ranks.all_to_all_single
-    )
+    monkeypatch.setattr("dapo_megatron.bridge.transfer.group_or_world", lambda _: ranks)
     held, wanted = slices_of_cluster(8, 2, 2, 2, 2)
     plan = make_plan(held, wanted, bucket_bytes=BUCKET_BYTES, ranks_per_node=2)
     assert plan.islands == ((0, 1, 4, 5), (2, 3, 6, 7))

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from dapo_megatron.report import charts
+from dapo_megatron.report.chart import Chart
 from dapo_megatron.report.run_data import StateWord
 from tests.helpers.configs import REPOSITORY
 
@@ -15,7 +16,7 @@ FIRST_CELLS = set(re.findall(r"^\| ([^|]+?) \|", PAGE, re.MULTILINE))
 
 
 @pytest.mark.parametrize("chart", charts.CHARTS)
-def test_every_chart_is_explained(chart: charts.Chart) -> None:
+def test_every_chart_is_explained(chart: Chart) -> None:
     assert chart.title in FIRST_CELLS
 
 

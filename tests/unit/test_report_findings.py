@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from dapo_megatron.config import Config
 from dapo_megatron.report import finding, health_rules, work_rules
-from dapo_megatron.report.charts import CHARTS, chart_of
+from dapo_megatron.report.chart import chart_of
+from dapo_megatron.report.charts import CHARTS
 from dapo_megatron.report.curves import ghost
 from dapo_megatron.report.finding import Finding, Track
 from dapo_megatron.report.finding_rule import track

@@ -24,7 +24,8 @@ from plotly import graph_objects
 
 from dapo_megatron.cluster import heartbeat
 from dapo_megatron.report import command, page
-from dapo_megatron.report.charts import CHARTS, chart_of, charts_with_data
+from dapo_megatron.report.chart import chart_of, charts_with_data
+from dapo_megatron.report.charts import CHARTS
 from dapo_megatron.report.command import parse_steps, report, watch
 from dapo_megatron.report.curves import GHOSTS, PALETTE, ghost, run_styles
 from dapo_megatron.report.page import Options, make_payload

@@ -134,3 +134,45 @@ def prove_in_subgroup(rank: int) -> str:
 def test_members_of_a_subgroup_prove_the_secret() -> None:
     results = run_ranks(prove_in_subgroup, 3)
     assert all("did not prove that it knows" in text for text in results[1:]), results
+
+
+def use_roles(rank: int, other_secret: bool) -> str:
+    """Join again, as one rank with a policy and two with engines."""
+    import torch
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    if other_secret and rank == 2:
+        module.run_secret = lambda _: b"another"  # type: ignore[assignment]
+    try:
+        ranks = module.join("gloo", num_policy=1)
+    except RankError as error:
+        return str(error)
+    assert (ranks.policy is None) == (rank > 0) and (ranks.engine is None) == (rank == 0)
+    role = ranks.policy or ranks.engine
+    assert role is not None
+    # The default group has only the ranks of a role.
+    assert (dist.get_rank(), dist.get_world_size()) == (role.rank, role.world_size)
+    assert role.all_gather(rank, int) == ([0] if rank == 0 else [1, 2])
+    assert ranks.all_gather(rank, int) == [0, 1, 2]
+    received = torch.empty(3)
+    ranks.device_group.alltoall_base(received, torch.arange(3.0) + 10 * rank, [], []).wait()
+    assert received.tolist() == [rank, 10 + rank, 20 + rank]
+    for _ in range(2):  # two generations of the same group
+        pair = ranks.subgroup([0, 2]) if rank != 1 else None
+        assert pair is None or pair.all_gather(rank, int) == [0, 2]
+    if rank > 0:
+        assert role.second().broadcast(rank, int, source=1) == 2
+        with pytest.raises(RankError, match=r"^rank 2: sent a message"):
+            role.all_gather("text" if rank == 2 else 1, int)
+    ranks.barrier()
+    return ""
+
+
+def test_each_role_is_a_world_of_its_own_and_groups_extend_over_both() -> None:
+    assert run_ranks(use_roles, 3, False) == [""] * 3
+
+
+def test_ranks_of_both_roles_prove_the_secret() -> None:
+    results = run_ranks(use_roles, 3, True)
+    assert all("secret" in text for text in results), results

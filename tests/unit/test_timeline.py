@@ -122,6 +122,30 @@ def test_sequences_of_evaluation_do_not_count_as_running(monkeypatch: pytest.Mon
     assert kept[1]["ranks"][0]["spans"] == [["generate", 1.0, 5.0], ["evaluate", 5.0, 55.0]]
 
 
+def test_requests_during_training_on_other_ranks_count_as_overlap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, kept = Clock(monkeypatch), {}
+    timeline = TimelineRecorder(Ranks(0, 1, 0), 2, kept.__setitem__)
+    report_running = timeline.follow(replica=0, max_sequences=8)
+    timeline.begin(1)
+    with timeline.phase("generate"):
+        clock.now += 2.0
+    with timeline.serving():
+        clock.now += 1.0
+        report_running(4)
+        clock.now += 6.0
+        report_running(0)
+        clock.now += 1.0
+    metrics = timeline.metrics()
+    assert metrics["throughput/overlap"] == pytest.approx(0.75)
+    assert metrics["time/engine_idle"] == pytest.approx(2.0)  # of the phase generate only
+    assert kept[1]["replicas"][0]["running"] == [
+        [0.0, 0], [2.0, 0], [2.0, 0], [3.0, 4], [9.0, 0], [10.0, 0],
+    ]  # fmt: skip
+    assert kept[1]["ranks"][0]["spans"] == [["generate", 0.0, 2.0], ["generate", 2.0, 10.0]]
+
+
 @pytest.mark.parametrize(
     ("every", "expected"), [(0, []), (1, [5, 6, 7, 8, 9]), (2, [5, 6, 8]), (10, [5])]
 )

@@ -31,7 +31,7 @@ from tests.parity.test_transfer import (
 
 
 class Threads:
-    """Ranks as threads: `protocols.Exchange` and the all-to-all of torch.distributed."""
+    """Ranks as threads: `protocols.Exchange` and the all-to-all of a process group."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -54,9 +54,9 @@ class Threads:
     def broadcast(self, value: Any, of: object, source: int = 0) -> Any:
         return self.all_gather(value, of)[source]
 
-    def all_to_all_single(
+    def alltoall_base(
         self, received: Tensor, sent: Tensor, splits_in: list[int], splits_out: list[int]
-    ) -> None:
+    ) -> Threads:
         assert received.numel() == sum(splits_in) and sent.numel() == sum(splits_out)
         self.calls += self.rank == 0
         parts = self.all_gather(sent.split(splits_out), of=None)
@@ -64,6 +64,10 @@ class Threads:
         assert [len(part) for part in received_parts] == splits_in
         received.copy_(torch.cat(received_parts))
         self.all_gather(None, of=None)  # until here, receivers read the sender's buffer
+        return self
+
+    def wait(self) -> None:
+        """Return at once: the all-to-all has ended."""
 
     def run(self, work: Callable[[], Any]) -> list[Any]:
         """Return the result of `work` on each rank. A rank that fails breaks the barrier."""
@@ -88,9 +92,7 @@ class Threads:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Threads:
     threads = Threads(NUM_RANKS)
-    monkeypatch.setattr(
-        "dapo_megatron.bridge.transfer.dist.all_to_all_single", threads.all_to_all_single
-    )
+    monkeypatch.setattr("dapo_megatron.bridge.transfer.group_or_world", lambda _: threads)
     return threads
 
 

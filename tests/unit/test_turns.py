@@ -151,6 +151,7 @@ def make_sync(both: Any, **keys: Any) -> WeightSync:
     return WeightSync(
         both, both, Ranks(0, 1, 0), SyncConfig(max_gap=1e-3, **keys),
         bounds=BOUNDS, vocab=VOCAB, max_tokens=NUM_TOKENS, ranks_per_node=1,
+        device=torch.device("cpu"),
     )  # fmt: skip
 
 
@@ -298,6 +299,7 @@ def train(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> tu
         policy=both, sync=sync, collector=world, evaluator=world, recorder=world,
         checkpoints=world, data_parallel=ONE_INDEX, loss=None,
         learning_rate=lambda step: 1e-4, check_stop=lambda: None,
+        check_policy_stop=lambda: None, on_policy_ranks=lambda _, train: train(),
         instruments=StepInstruments(world, MemoryMeter(ranks), TimelineRecorder(ranks, every=0)),
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=2)

@@ -341,7 +341,7 @@ def build(setting: Setting, folder: Path) -> Rank:
         config=config,
         coordinator=coordinator,
         engines=Engines(worker, driver, exchange),
-        exchange_tokens=MeteredTokenExchange(exchange, data_parallel, leaders, store, meter),
+        exchange_tokens=MeteredTokenExchange(exchange, data_parallel, leaders, store, meter=meter),
         data_parallel=data_parallel,
         recorder=recorder,
         replica=None if place else replica,

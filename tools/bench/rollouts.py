@@ -228,7 +228,9 @@ def _collectors(
             config=config,
             coordinator=coordinator(form),
             engines=core.engines,
-            exchange_tokens=TokenExchange(ranks, data_parallel, core.leaders, core.store),
+            exchange_tokens=TokenExchange(
+                ranks, data_parallel, core.leaders, core.store, build.route_size(config)
+            ),
             data_parallel=data_parallel,
             recorder=RankRecorder(),
             replica=core.engine.replica if core.engine.is_leader else None,

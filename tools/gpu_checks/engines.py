@@ -118,6 +118,7 @@ def _sync_of(config: Config, ranks: Ranks, policy: Any, engine: Any) -> Any:
         vocab=policy.architecture.vocab_size,
         max_tokens=config.rollout.max_prompt_tokens,
         ranks_per_node=ranks.world_size,
+        device=policy.shards()[0].view.device,
     )
 
 

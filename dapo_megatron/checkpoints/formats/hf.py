@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,12 +15,13 @@ from dapo_megatron.checkpoints.formats.store import (
     Store,
     StoreWriter,
     blocks,
+    check_mtp,
     checked_tensors,
 )
 from dapo_megatron.checkpoints.formats.tensor_file import TensorFile, TensorInfo
 from dapo_megatron.checkpoints.formats.weights_folder import HF_INDEX, check_file_name
 from dapo_megatron.files import read_json
-from dapo_megatron.model import architecture
+from dapo_megatron.model import architecture, mtp_layers, without_mtp
 from dapo_megatron.types import CheckpointError, whole
 
 SINGLE = "model.safetensors"
@@ -32,8 +33,9 @@ _BUFFER = ".rotary_emb.inv_freq"
 from config.json."""
 
 
-def open_hf(folder: Path, ignore: Collection[str] = ()) -> Store:
-    """Open an HF folder; `ignore` lists fields of its config.json to ignore.
+def open_hf(folder: Path, ignore: Collection[str] = (), *, drop_mtp: bool = False) -> Store:
+    """Open an HF folder; `ignore` lists fields of its config.json to ignore. `drop_mtp` leaves out
+    layers for multi-token prediction.
 
     Raises CheckpointError if the tensors are not exactly those of the model in config.json, and
     ConfigError for an unsupported model.
@@ -46,6 +48,10 @@ def open_hf(folder: Path, ignore: Collection[str] = ()) -> Store:
         _check_tied_head(files[file_of[_EMBEDDING]], files[file_of[_HEAD]])
         del infos[_HEAD]
     infos = {name: info for name, info in infos.items() if not name.endswith(_BUFFER)}
+    if dropped := _mtp_tensors(infos, mtp_layers(config)):
+        check_mtp(folder, dropped, drop_mtp=drop_mtp)
+        config = without_mtp(config)
+        infos = {name: info for name, info in infos.items() if name not in set(dropped)}
     infos = checked_tensors(folder, infos, arch)
     return Store(
         folder=folder,
@@ -58,6 +64,7 @@ def open_hf(folder: Path, ignore: Collection[str] = ()) -> Store:
             name: [_file_slice(name, info, file_of[name])] for name, info in infos.items()
         },
         files=files,
+        dropped=dropped,
     )
 
 
@@ -152,6 +159,12 @@ def _find_tensors(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
                     f"{folder}: {name} is in both {file_of[name]} and {file_name}; {_ONE_DOWNLOAD}"
                 )
     return files, file_of
+
+
+def _mtp_tensors(names: Iterable[str], layers: range) -> list[str]:
+    """Return the names of tensors of these layers, sorted."""
+    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+    return sorted(name for name in names if name.startswith(prefixes))
 
 
 def _why_no_weights(folder: Path) -> str:

@@ -29,6 +29,7 @@ from dapo_megatron.checkpoints.formats.store import (
     TensorSource,
     checked_tensors,
     disjoint,
+    dtype_of,
 )
 from dapo_megatron.checkpoints.formats.tensor_file import TensorFile, TensorInfo
 from dapo_megatron.checkpoints.formats.weights_folder import MEGATRON_JSON, check_file_name
@@ -277,18 +278,7 @@ def _plan_files(
                 continue
             key = _PREFIX + name
             plan.tensors[key] = TensorInfo(
-                local_parameter.shape, _dtype(key, local_parameter.parts, tensors)
+                local_parameter.shape, dtype_of(key, local_parameter.parts, tensors)
             )
             plan.file_slices += [file_slice_of(part, file, key) for part in local_parameter.parts]
         yield plan
-
-
-def _dtype(
-    key: str, parts: Sequence[ParameterPart], tensors: Mapping[str, TensorInfo]
-) -> torch.dtype:
-    # If all rows of a rank are padding, the parameter has no parts.
-    dtypes = {tensors[part.name].dtype for part in parts} or {next(iter(tensors.values())).dtype}
-    if len(dtypes) > 1:
-        names = ", ".join(f"{part.name} {tensors[part.name].dtype}" for part in parts)
-        raise CheckpointError(f"{key} holds tensors of different dtypes ({names}); use --dtype")
-    return dtypes.pop()

@@ -20,7 +20,7 @@ from dapo_megatron.checkpoints.formats.tensor_file import (
     check_room,
 )
 from dapo_megatron.checkpoints.formats.weights_folder import copy_companions
-from dapo_megatron.model import Architecture, hf_tensors
+from dapo_megatron.model import Architecture, ParameterPart, hf_tensors
 from dapo_megatron.types import CheckpointError, Region, Shard, dtype_name, overlap, whole
 
 BLOCK_BYTES = 64 * 2**20
@@ -61,9 +61,8 @@ class FileSlice:
 class Store:
     """Weights on disk. No file stays open, and a read takes memory for its result only.
 
-    `folder` also contains config.json, tokenizer and other files of the model. `format` (hf,
-    megatron, training; for optimizer state, the field) and `layout` describe how the weights are
-    split into files.
+    `format` (hf, megatron, torch_dist, training; for optimizer state, the field) and `layout`
+    describe how the weights are split into files.
     """
 
     folder: Path
@@ -78,6 +77,15 @@ class Store:
     files: Mapping[str, TensorSource]
     replicas: Sequence[tuple[FileSlice, FileSlice]] = field(default=(), repr=False)
     """Boxes that are stored more than once: (slice in `file_slices`, other copy)."""
+    dropped: Sequence[str] = field(default=(), repr=False)
+    """Names of the stored tensors of layers for multi-token prediction, which were left out."""
+    companions: Path | None = None
+    """Folder of config.json, tokenizer and other files of the model, if it is not `folder`."""
+
+    @property
+    def model_folder(self) -> Path:
+        """Folder of config.json, tokenizer and other files of the model."""
+        return self.companions or self.folder
 
     def read(self, name: str, box: Region | None = None) -> Tensor:
         """Return an HF tensor, or a box of it. Raises CheckpointError naming file or tensor."""
@@ -236,15 +244,15 @@ class StoreWriter:
     def __init__(self, folder: Path, plans: Sequence[FilePlan]) -> None:
         self.folder = folder
         self.file_slices = [file_slice for plan in plans for file_slice in plan.file_slices]
-        self._files = {
-            plan.name: TensorFileWriter(folder / plan.name, plan.tensors, plan.metadata)
-            for plan in plans
-        }
+        self._files = {plan.name: self._make_file(plan) for plan in plans}
         self._by_name: dict[str, list[FileSlice]] = {}
         for file_slice in self.file_slices:
             self._by_name.setdefault(file_slice.name, []).append(file_slice)
         self.nbytes = sum(file.nbytes for file in self._files.values())
         """Total size of the files in bytes."""
+
+    def _make_file(self, plan: FilePlan) -> TensorFileWriter:
+        return TensorFileWriter(self.folder / plan.name, plan.tensors, plan.metadata)
 
     def create(self) -> None:
         """Create the files in their final size. Raises CheckpointError if the disk is too full."""
@@ -276,6 +284,29 @@ class StoreWriter:
         for file in self._files.values():
             file.finish()
         copy_companions(source, self.folder, dtype)
+
+
+def check_mtp(folder: Path, names: Sequence[str], *, drop_mtp: bool) -> None:
+    """Raise CheckpointError if a folder has tensors of layers for multi-token prediction, `names`,
+    and they are not to be left out."""
+    if names and not drop_mtp:
+        raise CheckpointError(
+            f"{folder}: {names[0]} and {len(names) - 1} more tensors belong to layers for "
+            "multi-token prediction, which cannot be trained. Set model.drop_mtp=true to leave "
+            "them out"
+        )
+
+
+def dtype_of(
+    key: str, parts: Sequence[ParameterPart], tensors: Mapping[str, TensorInfo]
+) -> torch.dtype:
+    """Return the dtype of the HF tensors in a parameter. Raises CheckpointError if they differ."""
+    # If all rows of a rank are padding, the parameter has no parts.
+    dtypes = {tensors[part.name].dtype for part in parts} or {next(iter(tensors.values())).dtype}
+    if len(dtypes) > 1:
+        names = ", ".join(f"{part.name} {tensors[part.name].dtype}" for part in parts)
+        raise CheckpointError(f"{key} holds tensors of different dtypes ({names}); use --dtype")
+    return dtypes.pop()
 
 
 def fill(target: StoreWriter, source: Store, progress: Callable[[int], object]) -> None:

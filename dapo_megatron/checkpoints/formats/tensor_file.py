@@ -97,27 +97,7 @@ class TensorFile:
         """Return a tensor, or a box of it, reading only the bytes needed. Raises CheckpointError
         naming the file."""
         info = self.tensors[key]
-        box = whole(info.shape) if box is None else box
-        tensor = torch.empty(box.shape, dtype=info.dtype)
-        target = bytes_of(tensor)
-        size, done = info.dtype.itemsize, 0
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                for start, count in _runs(info.shape, box):
-                    into = target[done : done + count * size]
-                    self._fill(file.fileno(), into, self._offsets[key] + start * size, key)
-                    done += count * size
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: {key} cannot be read ({error.strerror})") from None
-        return tensor
-
-    def _fill(self, handle: int, target: memoryview, offset: int, key: str) -> None:
-        done = 0
-        while done < len(target):  # preadv may return fewer bytes than requested
-            count = os.preadv(handle, [target[done:]], offset + done)
-            if count == 0:
-                raise CheckpointError(f"{self.path}: cut off inside {key}; copy it again")
-            done += count
+        return read_box(self.path, key, info, self._offsets[key], box or whole(info.shape))
 
 
 class TensorFileWriter:
@@ -161,7 +141,7 @@ class TensorFileWriter:
                 file.seek(_LENGTH_BYTES)
                 file.write(self._header)
         except OSError as error:
-            raise self._failure(error) from None
+            raise cannot_write(self.path, self.nbytes, error) from None
 
     def write(self, key: str, value: Tensor, box: Region | None = None) -> None:
         """Write a tensor, or a box of it. Raises ValueError if its dtype or shape does not match,
@@ -170,16 +150,10 @@ class TensorFileWriter:
         box = whole(info.shape) if box is None else box
         if value.dtype != info.dtype or tuple(value.shape) != box.shape:
             raise ValueError(f"{key}: {value.dtype} {tuple(value.shape)} is not {info} {box}")
-        source = bytes_of(value.detach().to("cpu").contiguous())
-        size, done = info.dtype.itemsize, 0
         try:
-            with self.path.open("r+b", buffering=0) as file:
-                for start, count in _runs(info.shape, box):
-                    part = source[done : done + count * size]
-                    _drain(file.fileno(), part, self._starts[key] + start * size)
-                    done += count * size
+            write_box(self.path, info, self._starts[key], box, value)
         except OSError as error:
-            raise self._failure(error) from None
+            raise cannot_write(self.path, self.nbytes, error) from None
 
     def finish(self) -> None:
         """Sync all data to disk, then write the header length, which makes the file valid."""
@@ -187,19 +161,21 @@ class TensorFileWriter:
         try:
             with self.path.open("r+b", buffering=0) as file:
                 os.fsync(file.fileno())
-                _drain(file.fileno(), length, 0)
+                drain(file.fileno(), length, 0)
                 os.fsync(file.fileno())
         except OSError as error:
-            raise self._failure(error) from None
+            raise cannot_write(self.path, self.nbytes, error) from None
 
-    def _failure(self, error: OSError) -> CheckpointError:
-        if error.errno not in _NO_ROOM:
-            return CheckpointError(f"{self.path}: cannot be written ({error.strerror})")
-        free = shutil.disk_usage(self.path.parent).free
-        return CheckpointError(
-            f"{self.path}: no room ({error.strerror}): the file needs {self.nbytes:,} bytes, "
-            f"{free:,} are free there"
-        )
+
+def cannot_write(path: Path, nbytes: int, error: OSError) -> CheckpointError:
+    """Return the error of a file of `nbytes` that cannot be written."""
+    if error.errno not in _NO_ROOM:
+        return CheckpointError(f"{path}: cannot be written ({error.strerror})")
+    free = shutil.disk_usage(path.parent).free
+    return CheckpointError(
+        f"{path}: no room ({error.strerror}): the file needs {nbytes:,} bytes, "
+        f"{free:,} are free there"
+    )
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
@@ -267,6 +243,42 @@ def _end_of(path: Path, ranges: list[tuple[int, int, str]]) -> int:
     return end
 
 
+def read_box(path: Path, key: str, info: TensorInfo, offset: int, box: Region) -> Tensor:
+    """Return a box of the row-major tensor `key` whose data start at `offset`, reading only the
+    bytes needed. Raises CheckpointError naming the file."""
+    tensor = torch.empty(box.shape, dtype=info.dtype)
+    target = bytes_of(tensor)
+    size, done = info.dtype.itemsize, 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            for start, count in _runs(info.shape, box):
+                into = target[done : done + count * size]
+                _fill(path, file.fileno(), into, offset + start * size, key)
+                done += count * size
+    except OSError as error:
+        raise CheckpointError(f"{path}: {key} cannot be read ({error.strerror})") from None
+    return tensor
+
+
+def _fill(path: Path, handle: int, target: memoryview, offset: int, key: str) -> None:
+    done = 0
+    while done < len(target):  # preadv may return fewer bytes than requested
+        count = os.preadv(handle, [target[done:]], offset + done)
+        if count == 0:
+            raise CheckpointError(f"{path}: cut off inside {key}; copy it again")
+        done += count
+
+
+def write_box(path: Path, info: TensorInfo, offset: int, box: Region, value: Tensor) -> None:
+    """Write a box of a row-major tensor whose data start at `offset`. Raises OSError."""
+    source = bytes_of(value.detach().to("cpu").contiguous())
+    size, done = info.dtype.itemsize, 0
+    with path.open("r+b", buffering=0) as file:
+        for start, count in _runs(info.shape, box):
+            drain(file.fileno(), source[done : done + count * size], offset + start * size)
+            done += count * size
+
+
 def _runs(shape: tuple[int, ...], box: Region) -> Iterator[tuple[int, int]]:
     """Yield (first element, number of elements) of each contiguous run of memory that the box
     covers in a row-major tensor of `shape`, in order."""
@@ -286,7 +298,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(cast(bytearray, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
-def _drain(handle: int, source: memoryview, offset: int) -> None:
+def drain(handle: int, source: memoryview, offset: int) -> None:
+    """Write all of `source` at `offset` of an open file. Raises OSError."""
     done = 0
     while done < len(source):
         done += os.pwrite(handle, source[done:], offset + done)

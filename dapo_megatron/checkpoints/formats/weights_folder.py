@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,12 +23,27 @@ from dapo_megatron.files import (
     sync_to_disk,
     try_lock,
 )
+from dapo_megatron.model import without_mtp
 from dapo_megatron.types import CheckpointError, dtype_name
 
 MEGATRON_JSON = "megatron.json"
 _RUN_JSON = "state.json"  # part of a training checkpoint (checkpoints/folder.py)
+TRACKER = "latest_checkpointed_iteration.txt"
+"""File of Megatron that names the newest checkpoint in a folder of them."""
+_TORCH_DIST = (".metadata", "metadata.json", "run_config.yaml", TRACKER)
 HF_INDEX = "model.safetensors.index.json"
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"}
+_WEIGHTS = {
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".distcp",
+}
 _FOLDERS = ("additional_chat_templates",)  # where transformers keeps further chat templates
 _DTYPE_FIELDS = ("dtype", "torch_dtype")  # the names in transformers 5 and before
 
@@ -79,8 +95,19 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None
         config = read_json(source / "config.json")
         for field in [name for name in _DTYPE_FIELDS if name in config] or [_DTYPE_FIELDS[0]]:
             config[field] = dtype_name(dtype)
-        text = json.dumps(config, indent=2, ensure_ascii=False)
-        (target / "config.json").write_text(text + "\n", encoding="utf-8")
+        _write_config(target, config)
+
+
+def declare_without_mtp(folder: Path) -> None:
+    """Make the folder's config.json that of a model without layers for multi-token prediction."""
+    config = read_json(folder / "config.json")
+    if (fields := without_mtp(config)) != config:
+        _write_config(folder, fields)
+
+
+def _write_config(folder: Path, fields: Mapping[str, Any]) -> None:
+    text = json.dumps(fields, indent=2, ensure_ascii=False)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _is_weights_or_state(path: Path) -> bool:
@@ -88,7 +115,7 @@ def _is_weights_or_state(path: Path) -> bool:
     return (
         path.suffix in _WEIGHTS
         or name.endswith((".index.json", ".partial"))
-        or name in (MEGATRON_JSON, _RUN_JSON)
+        or name in (MEGATRON_JSON, _RUN_JSON, *_TORCH_DIST)
     )
 
 
@@ -117,7 +144,7 @@ def publish(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 )
             with partial_folder(partial):
                 yield partial
-                for path in filter(Path.is_file, partial.iterdir()):
+                for path in filter(Path.is_file, partial.rglob("*")):
                     sync_to_disk(path)
                 publish_folder(partial, target)
     except OSError as error:

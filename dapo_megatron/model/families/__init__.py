@@ -7,6 +7,8 @@ from types import MappingProxyType
 
 from dapo_megatron.model.families.deepseek_v3 import DEEPSEEK_V3
 from dapo_megatron.model.families.family import Family
+from dapo_megatron.model.families.glm4_moe import GLM4_MOE
+from dapo_megatron.model.families.glm4_moe_lite import GLM4_MOE_LITE
 from dapo_megatron.model.families.llama import LLAMA
 from dapo_megatron.model.families.mistral import MISTRAL
 from dapo_megatron.model.families.qwen2 import QWEN2
@@ -14,6 +16,14 @@ from dapo_megatron.model.families.qwen3 import QWEN3
 from dapo_megatron.model.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3)}
+    {
+        family.model_type: family
+        for family in (
+            *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3),
+            *(GLM4_MOE, GLM4_MOE_LITE),
+        )
+    }
 )
 """Families by `model_type` in config.json."""
+ALIASES: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
+"""Other values of `model_type`, and the families that they mean."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dapo_megatron.model.architecture import Architecture
 from dapo_megatron.model.sharding import (
+    ColumnParallel,
     MergedColumnParallel,
     QKVParallel,
     Replicated,
@@ -48,7 +49,14 @@ class Family:
     required    fields that must have this value or be absent
     harmless    fields that do not change what the model computes
     defaults    HF's values of absent fields, if they differ between families
+    flags       fields that decide whether layers have a feature: the feature's name in
+                `Architecture` -> field. Without an entry, all checkpoints of the family have the
+                features whose parameters are in `layer`
     has_window  all layers attend to the last `sliding_window` tokens only, unless it is null
+    has_partial_rotary
+                only a part of each head rotates (`partial_rotary_factor`)
+    has_mlp_types
+                transformers reads `mlp_layer_types`, and vLLM `first_k_dense_replace`
     """
 
     model_type: str
@@ -57,17 +65,10 @@ class Family:
     required: Mapping[str, Any] = field(default_factory=dict)
     harmless: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
     has_window: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse a requirement that the policy would ignore."""
-        if self.required.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(
-                f"family {self.model_type}: partial_rotary_factor = "
-                f"{self.required['partial_rotary_factor']} is required, but the policy rotates "
-                "whole heads. Add the number of rotated columns to Rope (model/architecture.py), "
-                "and use it in _rope_frequencies (policy/model.py)"
-            )
+    has_partial_rotary: bool = False
+    has_mlp_types: bool = False
 
     def has(self, name: str) -> bool:
         """Return whether some layer has the parameter `name`."""
@@ -82,6 +83,33 @@ class Family:
     def has_grouped_routing(self) -> bool:
         """Whether routers have a bias instead of an auxiliary loss."""
         return self.has("mlp.router.expert_bias")
+
+
+def _where(
+    only: Callable[[Architecture, int], bool], *parameters: Parameter
+) -> tuple[Parameter, ...]:
+    """Return the parameters of layers for which `only(arch, layer)` is true."""
+    return tuple(replace(parameter, only=only) for parameter in parameters)
+
+
+def _has_qkv_bias(arch: Architecture, _layer: int) -> bool:
+    return arch.qkv_bias
+
+
+def _has_qk_norm(arch: Architecture, _layer: int) -> bool:
+    return arch.qk_norm
+
+
+def _has_query_rank(arch: Architecture, _layer: int) -> bool:
+    return arch.latent is not None and arch.latent.q_lora_rank > 0
+
+
+def _has_whole_query(arch: Architecture, layer: int) -> bool:
+    return not _has_query_rank(arch, layer)
+
+
+def _is_dense(arch: Architecture, layer: int) -> bool:
+    return not arch.has_experts(layer)
 
 
 EMBEDDING = Parameter(
@@ -111,7 +139,8 @@ ATTENTION = (
     ),
 )
 
-QKV_BIAS = (
+QKV_BIAS = _where(
+    _has_qkv_bias,
     Parameter(
         "self_attention.linear_qkv.bias",
         QKVParallel(
@@ -120,12 +149,63 @@ QKV_BIAS = (
     ),
 )
 
-QK_NORM = (
+QK_NORM = _where(
+    _has_qk_norm,
     Parameter(
         "self_attention.q_layernorm.weight", Replicated("self_attn.q_norm.weight", ("head_dim",))
     ),
     Parameter(
         "self_attention.k_layernorm.weight", Replicated("self_attn.k_norm.weight", ("head_dim",))
+    ),
+)
+
+LATENT_REQUIRED: dict[str, Any] = {
+    "attention_bias": False,
+    "pretraining_tp": 1,
+    "moe_layer_freq": 1,
+    # Rope rotates pairs of adjacent columns; Megatron and vLLM assume this.
+    "rope_interleave": True,
+}
+"""`Family.required` of families with latent attention."""
+
+LATENT_ATTENTION = (
+    Parameter("input_layernorm.weight", Replicated("input_layernorm.weight", ("hidden_size",))),
+    *_where(
+        _has_whole_query,
+        Parameter(
+            "self_attention.linear_q_proj.weight",
+            ColumnParallel("self_attn.q_proj.weight", "latent.qk_head_dim", "hidden_size"),
+        ),
+    ),
+    *_where(
+        _has_query_rank,
+        Parameter(
+            "self_attention.linear_q_down_proj.weight",
+            Replicated("self_attn.q_a_proj.weight", ("latent.q_lora_rank", "hidden_size")),
+        ),
+        Parameter(
+            "self_attention.q_layernorm.weight",
+            Replicated("self_attn.q_a_layernorm.weight", ("latent.q_lora_rank",)),
+        ),
+        Parameter(
+            "self_attention.linear_q_up_proj.weight",
+            ColumnParallel("self_attn.q_b_proj.weight", "latent.qk_head_dim", "latent.q_lora_rank"),
+        ),
+    ),
+    Parameter(
+        "self_attention.linear_kv_down_proj.weight",
+        Replicated("self_attn.kv_a_proj_with_mqa.weight", ("latent.down_rows", "hidden_size")),
+    ),
+    Parameter(
+        "self_attention.kv_layernorm.weight",
+        Replicated("self_attn.kv_a_layernorm.weight", ("latent.kv_lora_rank",)),
+    ),
+    Parameter(
+        "self_attention.linear_kv_up_proj.weight",
+        ColumnParallel("self_attn.kv_b_proj.weight", "latent.up_dim", "latent.kv_lora_rank"),
+    ),
+    Parameter(
+        "self_attention.linear_proj.weight", RowParallel("self_attn.o_proj.weight", "value_columns")
     ),
 )
 
@@ -161,3 +241,47 @@ EXPERT = (
         fused="mlp.experts.linear_fc2.weight{expert}",
     ),
 )
+
+SHARED_EXPERT = (
+    Parameter(
+        "mlp.shared_experts.linear_fc1.weight",
+        MergedColumnParallel(
+            "mlp.shared_experts.gate_proj.weight",
+            "mlp.shared_experts.up_proj.weight",
+            "shared_intermediate_size",
+        ),
+    ),
+    Parameter(
+        "mlp.shared_experts.linear_fc2.weight",
+        RowParallel("mlp.shared_experts.down_proj.weight", "shared_intermediate_size"),
+    ),
+)
+
+BIASED_MOE = (
+    *_where(_is_dense, *DENSE_MLP),
+    *_where(
+        Architecture.has_experts,
+        *ROUTER,
+        Parameter(
+            "mlp.router.expert_bias",
+            Replicated("mlp.gate.e_score_correction_bias", ("num_experts",)),
+        ),
+        *SHARED_EXPERT,
+    ),
+)
+"""MLP of families with some dense layers first, then layers with routed and shared experts and a
+biased router."""
+
+BIASED_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+"""Fields of the router of `BIASED_MOE`. transformers ignores them. vLLM uses another router without
+them, but only for DeepSeek-V3."""
+
+HARMLESS_IN_TRAINING = frozenset(
+    {
+        # Layers for speculative decoding, which training does not use (model.drop_mtp).
+        "num_nextn_predict_layers",
+        # Used by HF's training only. Here policy.moe_aux_loss balances experts.
+        "output_router_logits",
+    }
+)
+"""Fields of `BIASED_MOE` families that do not change what the model computes."""

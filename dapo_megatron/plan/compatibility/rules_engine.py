@@ -261,6 +261,16 @@ _ENGINE = (
         example_machine=HOPPER,
     ),
     CompatibilityRule(
+        "roles-not-run",
+        ("roles.policy", "roles.engine"),
+        Action.NOT_RUN,
+        lambda run: run.on_gpu and run.has_engine and run.config.roles.are_separate,
+        "policy and engines on GPUs of their own: the NCCL group over both",
+        "",
+        ("roles.policy=1", "roles.engine=1"),
+        example_machine=HOPPER,
+    ),
+    CompatibilityRule(
         "engine-fp8-not-run",
         ("engine.quantization",),
         Action.NOT_RUN,

@@ -193,6 +193,16 @@ _KERNELS = (
         families=LATENT,
     ),
     CompatibilityRule(
+        "rope-yarn",
+        ("policy.fused_rope", "model"),
+        Action.REFUSED,
+        lambda run: run.config.policy.fused_rope and run.arch.rope.attention_scaling != 1.0,
+        "the fused rotary embedding cannot scale cosines and sines, as yarn requires",
+        "set policy.fused_rope false",
+        ("policy.fused_rope=true", TE, BFLOAT16),
+        families=NOT_LATENT,
+    ),
+    CompatibilityRule(
         "rope-spikes",
         ("policy.fused_rope",),
         Action.WARNED,
@@ -397,9 +407,9 @@ _ROUTERS = (
         ("policy.router_replay",),
         Action.NOT_RUN,
         lambda run: _replays(run) and (run.machine is None or run.on_gpu),
-        "recording and replaying the choice of experts",
+        "recording the choice of experts in engine or policy, and replaying it",
         "",
-        ("policy.router_replay=policy",),
+        ("policy.router_replay=engine",),
         families=SPARSE,
     ),
 )

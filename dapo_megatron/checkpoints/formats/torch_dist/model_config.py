@@ -1,0 +1,356 @@
+"""The configuration of a model in Megatron's own words: `run_config.yaml` of Megatron-Bridge, and
+the arguments of Megatron-LM in `common.pt`. Both are written, and checked against config.json."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Mapping
+from math import isclose, log
+from pathlib import Path
+from reprlib import repr as shorten
+from typing import Any
+
+import torch
+import yaml
+
+from dapo_megatron.checkpoints.formats.torch_dist.metadata import Contents
+from dapo_megatron.checkpoints.formats.torch_dist.pickles import Inert, kind_of
+from dapo_megatron.checkpoints.formats.torch_dist.records import read_object
+from dapo_megatron.model import Architecture, Rope
+from dapo_megatron.types import CheckpointError, ConfigError
+
+RUN_CONFIG = "run_config.yaml"
+COMMON = "common.pt"
+_COMMON_OBJECT = "common_state/shard_0_1"
+_MAX_YAML_BYTES = 4 * 2**20
+_NAMESPACES = ("Namespace", "SimpleNamespace")
+
+_ARGUMENTS = {
+    "layernorm_epsilon": "norm_epsilon",
+    "gated_linear_unit": "swiglu",
+    "num_moe_experts": "num_experts",
+    "rope_scaling": "use_rope_scaling",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+}
+"""Name of a field in run_config.yaml -> its name among the arguments, where they differ."""
+_TIED, _UNTIED = "share_embeddings_and_output_weights", "untie_embeddings_and_output_weights"
+_NULL_IS_A_VALUE = (
+    "num_moe_experts",
+    "num_experts",
+    "seq_len_interpolation_factor",
+    "rotary_seq_len_interpolation_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "window_size",
+)
+"""Fields whose null is a value. Null of other fields means that Megatron derives them."""
+_FIXED = {
+    "rotary_interleaved": False,
+    "layernorm_zero_centered_gamma": False,
+    "apply_layernorm_1p": False,
+    "window_size": None,
+    "softmax_type": "vanilla",
+}
+"""Fields with one value in all families, under either name."""
+
+
+def megatron_fields(arch: Architecture) -> dict[str, Any]:
+    """Return the fields of run_config.yaml that say what the model computes.
+
+    Raises ConfigError for a rope or a router that Megatron does not have.
+    """
+    if arch.rope.kind == "yarn" and arch.rope.partial_rotary_factor != 1.0:
+        raise ConfigError(
+            "model.path: rope_parameters: Megatron rotates whole heads with yarn, and not "
+            f"{arch.rope.partial_rotary_factor:g} of them; a checkpoint of Megatron would compute "
+            "something else"
+        )
+    if arch.grouped_routing and not arch.normalize_topk and arch.experts_per_token > 1:
+        raise ConfigError(
+            "model.path: norm_topk_prob: Megatron always normalizes the weights of experts with "
+            "sigmoid scores; a checkpoint of Megatron would compute something else"
+        )
+    return {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "num_attention_heads": arch.num_heads,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": arch.norm_eps,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
+        "qk_layernorm": arch.qk_norm or arch.latent is not None,
+        _TIED: arch.tie_word_embeddings,
+        "rotary_base": arch.rope.theta,
+        "rotary_percent": arch.rope.partial_rotary_factor,
+        # It has no effect on the experts, and is not compared if all layers have them.
+        **({} if arch.has_experts(0) else {"ffn_hidden_size": arch.intermediate_size}),
+        **_attention(arch),
+        **_experts(arch),
+        **(_latent_rope if arch.latent else _rope)(arch.rope),
+    }
+
+
+def _attention(arch: Architecture) -> dict[str, Any]:
+    if arch.latent is None:
+        return {
+            "num_query_groups": arch.num_kv_heads,
+            "kv_channels": arch.head_dim,
+            "multi_latent_attention": False,
+        }
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": arch.latent.q_lora_rank or None,
+        "kv_lora_rank": arch.latent.kv_lora_rank,
+        "qk_head_dim": arch.latent.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": arch.latent.qk_rope_head_dim,
+        "v_head_dim": arch.latent.v_head_dim,
+    }
+
+
+def _experts(arch: Architecture) -> dict[str, Any]:
+    if not arch.num_experts:
+        return {"num_moe_experts": None}
+    fields: dict[str, Any] = {
+        "num_moe_experts": arch.num_experts,
+        "moe_router_topk": arch.experts_per_token,
+        "moe_ffn_hidden_size": arch.moe_intermediate_size,
+    }
+    if arch.shared_intermediate_size:
+        fields["moe_shared_expert_intermediate_size"] = arch.shared_intermediate_size
+    if arch.num_dense_layers:
+        fields["moe_layer_freq"] = [int(arch.has_experts(n)) for n in range(arch.num_layers)]
+    routing = arch.grouped_routing
+    if routing is None:
+        # Without pre-softmax, the weights of the chosen experts add up to 1.
+        return fields | {
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": not arch.normalize_topk,
+        }
+    return fields | {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": routing.scale,
+        "moe_router_num_groups": routing.n_group if routing.n_group > 1 else None,
+        "moe_router_group_topk": routing.topk_group if routing.n_group > 1 else None,
+    }
+
+
+def _rope(rope: Rope) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rope_scaling": rope.kind == "llama3",
+        "seq_len_interpolation_factor": rope.factor if rope.kind == "linear" else None,
+    }
+    if rope.kind == "llama3":
+        fixed = (rope.low_freq_factor, rope.high_freq_factor, rope.original_max_positions)
+        if fixed != (1, 4, 8192):
+            raise ConfigError(
+                "model.path: rope_parameters: Megatron has the rope llama3 only with "
+                "low_freq_factor 1, high_freq_factor 4 and original_max_position_embeddings 8192, "
+                f"not {fixed}; a checkpoint of Megatron would compute something else"
+            )
+        fields["rope_scaling_factor"] = rope.factor
+    if rope.kind == "yarn":
+        fields["position_embedding_type"] = "yarn"
+        fields |= {f"yarn_{name}": value for name, value in _yarn(rope).items()}
+        fields["yarn_original_max_position_embeddings"] = rope.original_max_positions
+    return fields
+
+
+def _latent_rope(rope: Rope) -> dict[str, Any]:
+    fields: dict[str, Any] = {"position_embedding_type": "rope"}
+    if rope.kind != "yarn":
+        return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    positions = {"original_max_position_embeddings": rope.original_max_positions}
+    return fields | {"rope_type": "yarn"} | _yarn(rope) | positions
+
+
+def _yarn(rope: Rope) -> dict[str, Any]:
+    return {
+        "rotary_scaling_factor": rope.factor,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        **_magnitudes(rope),
+    }
+
+
+def _magnitudes(rope: Rope) -> dict[str, float]:
+    """Return Megatron's mscale and mscale_all_dim. Cosines and sines are multiplied by
+    m(mscale) / m(mscale_all_dim), with m(x) = 0.1 x log factor + 1."""
+    if rope.attention_factor is not None and rope.factor > 1.0:
+        mscale = (rope.attention_factor - 1.0) / (0.1 * log(rope.factor))
+        return {"mscale": mscale, "mscale_all_dim": 0.0}
+    if rope.mscale is None or rope.mscale_all_dim is None:
+        return {"mscale": 1.0, "mscale_all_dim": 0.0}
+    return {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
+
+
+def as_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of run_config.yaml by the names of Megatron-LM's arguments."""
+    arguments = {_ARGUMENTS.get(name, name): value for name, value in fields.items()}
+    if "layernorm_epsilon" in fields:  # its name in newer versions
+        arguments["layernorm_epsilon"] = fields["layernorm_epsilon"]
+    if _TIED in arguments:
+        arguments[_UNTIED] = not arguments.pop(_TIED)
+    return arguments
+
+
+# ------------------------------------------------------------------------------- reading
+
+
+def check_config(folder: Path, contents: Contents, arch: Architecture) -> None:
+    """Raise CheckpointError if the checkpoint's configuration contradicts config.json.
+
+    The error lists every contradiction with both values.
+    """
+    where, stored, in_arguments = _stored_config(folder, contents)
+    try:
+        wanted = megatron_fields(arch)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    if stored.get("rope_type") == "rope":
+        stored = {**stored, "rotary_scaling_factor": 1.0}  # not used
+    if stored.get("moe_router_topk_scaling_factor", 1.0) is None:
+        stored = {**stored, "moe_router_topk_scaling_factor": 1.0}
+    if in_arguments:
+        wanted = as_arguments(wanted)
+        if stored.get("group_query_attention") is False:  # Megatron-LM then ignores its default, 1
+            stored = {**stored, "num_query_groups": stored.get("num_attention_heads")}
+    num_tokens = stored.get("vocab_size")
+    if isinstance(num_tokens, int) and num_tokens > arch.vocab_size:
+        wanted = {**wanted, "vocab_size": arch.vocab_size}  # rows of tokens would be cut off
+    wanted = {**wanted, **_FIXED}
+    problems = [
+        f"  {name} is {shorten(stored[name])} there, {value!r} by config.json"
+        for name, value in wanted.items()
+        if name in stored and name != "rope_type" and not _is_same(name, stored[name], value)
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{where}: is of another model than config.json:\n"
+            + "\n".join(problems)
+            + "\nName the HF model from which this checkpoint was made"
+        )
+
+
+def _is_same(name: str, stored: Any, wanted: Any) -> bool:
+    if stored is None and name not in _NULL_IS_A_VALUE:
+        return True
+    if isinstance(stored, int | float) and isinstance(wanted, int | float):
+        return isclose(stored, wanted, rel_tol=1e-9)
+    # Megatron writes false, 0 and null for what a model does not have.
+    return bool((not stored and not wanted) or stored == wanted)
+
+
+def _stored_config(folder: Path, contents: Contents) -> tuple[Path, Mapping[str, Any], bool]:
+    """Return (file, fields, whether their names are those of Megatron-LM's arguments)."""
+    path = folder / RUN_CONFIG
+    if path.exists():
+        model = _read_yaml(path).get("model")
+        if not isinstance(model, dict):
+            raise CheckpointError(f"{path}: has no section model; copy it again")
+        return path, model, False
+    path, common = folder / COMMON, None
+    if path.exists():
+        common = read_object(path, "the arguments")
+    elif _COMMON_OBJECT in contents.objects:
+        record = contents.objects[_COMMON_OBJECT]
+        path = folder / record.file
+        listed = read_object(path, _COMMON_OBJECT, record)
+        common = listed[0] if isinstance(listed, list) and listed else None
+    if not isinstance(common, dict):
+        raise CheckpointError(
+            f"{path}: missing, or not the common state of a checkpoint of Megatron; copy the whole "
+            "checkpoint again"
+        )
+    arguments = common.get("args")
+    if not isinstance(arguments, Inert) or kind_of(arguments) not in _NAMESPACES:
+        return path, {}, True  # not written by Megatron-LM
+    return path, arguments.state if isinstance(arguments.state, dict) else {}, True
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses merge keys. A few hundred bytes with nested ones would take gigabytes."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Raise if a mapping has a merge key."""
+        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+            raise yaml.YAMLError("it has merge keys, which no checkpoint of Megatron needs")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = path.read_bytes()
+        if len(data) > _MAX_YAML_BYTES:
+            raise ValueError(f"longer than {_MAX_YAML_BYTES:,} bytes")
+        value = yaml.load(data, _Loader)
+    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: no mapping of names to values; copy it again")
+    return value
+
+
+# ------------------------------------------------------------------------------- writing
+
+
+def write_config(folder: Path, arch: Architecture, dtype: torch.dtype, stacked: bool) -> None:
+    """Write `common.pt` and `run_config.yaml`. Raises ConfigError as `megatron_fields` does."""
+    fields = megatron_fields(arch) | {
+        "ffn_hidden_size": arch.intermediate_size,
+        "max_position_embeddings": arch.max_positions,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "make_vocab_size_divisible_by": 128,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+    }
+    arguments = as_arguments(fields) | {
+        "seq_length": arch.max_positions,
+        "group_query_attention": arch.latent is None,
+        "params_dtype": dtype,
+        "ckpt_format": "torch_dist",
+        "no_save_optim": True,
+        "no_save_rng": True,
+    }
+    common = {
+        "args": argparse.Namespace(**arguments),
+        # Version 3: query, key and value of a head group are next to each other.
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "content_metadata": {
+            "singleton_local_shards": False,
+            "non_homogeneous_layers": not stacked,
+        },
+    }
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
+    (folder / COMMON).write_bytes(buffer.getvalue())
+    text = yaml.safe_dump(_run_config(fields, arch, dtype), sort_keys=False)
+    (folder / RUN_CONFIG).write_text(text, encoding="utf-8")
+
+
+def _run_config(
+    fields: Mapping[str, Any], arch: Architecture, dtype: torch.dtype
+) -> dict[str, Any]:
+    theta = float(arch.rope.theta)
+    kind = "mla_provider.MLAModelProvider" if arch.latent else "gpt_provider.GPTModelProvider"
+    model = {name: value for name, value in fields.items() if name != "max_position_embeddings"}
+    model.pop("multi_latent_attention")
+    return {
+        "model": {
+            "_target_": f"megatron.bridge.models.{kind}",
+            **model,
+            "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
+            "params_dtype": {"_target_": str(dtype), "_call_": False},
+            "rotary_base": int(theta) if theta.is_integer() else theta,
+            "seq_length": arch.max_positions,
+            "vocab_size": arch.vocab_size,
+            "should_pad_vocab": True,
+        },
+        "checkpoint": {"save_optim": False, "save_rng": False, "fully_parallel_save": False},
+    }

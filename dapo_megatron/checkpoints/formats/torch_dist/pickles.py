@@ -1,0 +1,146 @@
+"""Reading pickles without running them.
+
+A pickle names classes and functions, and asks the reader to call them. This reader calls none: each
+allowed name becomes an `Inert` object that only keeps what it was called with. Any other name is an
+error.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from dapo_megatron.types import CheckpointError
+
+
+class Inert:
+    """Stands for an object of a pickle. It keeps the arguments and the state of that object."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Ignore an item of a dict subclass."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an attribute of the object that was pickled."""
+        return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+
+_CHECKPOINT = "torch.distributed.checkpoint."
+_MEGATRON = "megatron.core."
+_NAMES = {
+    _CHECKPOINT + "metadata": (
+        "Metadata MetadataIndex TensorStorageMetadata ChunkStorageMetadata BytesStorageMetadata "
+        "TensorProperties StorageMeta _MEM_FORMAT_ENCODING"
+    ),
+    _CHECKPOINT + "filesystem": "_StorageInfo",
+    _CHECKPOINT + "planner": "SavePlan WriteItem WriteItemType TensorWriteData",
+    # Placeholders in checkpoints of Megatron-core 0.15 and before.
+    _MEGATRON + "dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
+    # What torch.save writes for tensors.
+    "torch._utils": "_rebuild_tensor_v2 _rebuild_parameter",
+    "torch.serialization": "_get_layout",
+    "torch": (
+        "device DoubleStorage FloatStorage HalfStorage BFloat16Storage LongStorage IntStorage "
+        "ShortStorage CharStorage ByteStorage BoolStorage"
+    ),
+    # What Megatron-core allows in common.pt (megatron/core/safe_globals.py).
+    "argparse": "Namespace",
+    "types": "SimpleNamespace",
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",
+    "signal": "Signals",
+    "_io": "BytesIO",
+    "numpy": "ndarray dtype",
+    "numpy.dtypes": "UInt32DType",
+    "numpy.core.multiarray": "_reconstruct",
+    "numpy._core.multiarray": "_reconstruct",
+    _MEGATRON + "enums": "ModelType",
+    _MEGATRON + "optimizer.optimizer_config": "OptimizerConfig",
+    _MEGATRON + "rerun_state_machine": "RerunDiagnostic RerunMode RerunState",
+    _MEGATRON + "transformer.enums": (
+        "AttnBackend CudaGraphModule CudaGraphScope InferenceCudaGraphScope"
+    ),
+    # How pickle writes bytes and sets in protocol 2.
+    "_codecs": "encode",
+    "builtins": "set frozenset bytearray",
+}
+_ALLOWED = {(module, name) for module, names in _NAMES.items() for name in names.split()}
+_DTYPES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8"
+
+
+def _size(values: tuple[int, ...]) -> tuple[int, ...]:
+    """Return `values` as they are. A copy of a long one at each of many calls takes memory."""
+    if type(values) is not tuple:
+        raise TypeError("torch.Size of something else than a tuple")
+    return values
+
+
+# Harmless values that the reader needs as they are.
+_VALUES: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): _size,
+    ("collections", "OrderedDict"): OrderedDict,
+    **{("torch", name): getattr(torch, name) for name in (*_DTYPES.split(), "bool")},
+}
+
+
+class _Unpickler(pickle._Unpickler):
+    """Unpickles into `Inert` objects. Each class is made anew, so that a pickle that changes one
+    changes nothing outside of itself.
+
+    It is the unpickler in Python: that in C allocates as much memory as a single number in the
+    pickle says.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._classes: dict[tuple[str, str], type[Inert]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _VALUES:
+            return _VALUES[module, name]
+        if (module, name) not in _ALLOWED:
+            raise _RefusedError(f"{module}.{name}")
+        key = (module, name)
+        return self._classes.setdefault(key, type(name, (Inert,), {}))
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return the description of a storage: ('storage', class, key, device, elements)."""
+        return pid
+
+
+class _RefusedError(Exception):
+    """A pickle names a class or function that is not allowed."""
+
+
+def load_pickle(data: bytes, where: str) -> Any:
+    """Return the content of a pickle, with `Inert` objects in place of its classes.
+
+    Raises CheckpointError that begins with `where` and names what is refused or damaged.
+    """
+    try:
+        return _Unpickler(data).load()
+    except _RefusedError as refused:
+        raise CheckpointError(
+            f"{where}: refused, because its pickle names {refused}, which no checkpoint of "
+            "Megatron needs; loading it elsewhere could run a program. Get it from its source again"
+        ) from None
+    except Exception as error:  # noqa: BLE001 - damaged data may raise anything
+        raise CheckpointError(
+            f"{where}: damaged: it cannot be unpickled ({type(error).__name__}: {error}); copy it "
+            "again"
+        ) from None
+
+
+def kind_of(value: Any) -> str:
+    """Return the name of the class that an object had when it was pickled."""
+    return type(value).__name__

@@ -1,0 +1,373 @@
+"""Checkpoints of Megatron as a `Store`: opened, and written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from dapo_megatron.checkpoints.formats.store import (
+    FilePlan,
+    FileSlice,
+    Store,
+    StoreWriter,
+    check_mtp,
+    checked_tensors,
+    disjoint,
+    dtype_of,
+)
+from dapo_megatron.checkpoints.formats.tensor_file import TensorFileWriter, TensorInfo
+from dapo_megatron.checkpoints.formats.torch_dist.metadata import (
+    METADATA,
+    Chunk,
+    Contents,
+    Record,
+    read_metadata,
+    write_metadata,
+)
+from dapo_megatron.checkpoints.formats.torch_dist.model_config import (
+    check_config,
+    megatron_fields,
+    write_config,
+)
+from dapo_megatron.checkpoints.formats.torch_dist.names import (
+    KeyEntry,
+    Name,
+    key_entry,
+    keys_of,
+    parameters_of,
+    parse_key,
+    stacks_layers,
+    state_keys,
+)
+from dapo_megatron.checkpoints.formats.torch_dist.records import (
+    ChunkEntry,
+    RecordFile,
+    RecordFileWriter,
+)
+from dapo_megatron.checkpoints.formats.weights_folder import TRACKER, check_links
+from dapo_megatron.files import read_json
+from dapo_megatron.model import Architecture, LocalParameter, architecture, without_mtp
+from dapo_megatron.types import CheckpointError, Region
+
+FORMAT = "torch_dist"
+RELEASE = "release"
+"""Folder of a checkpoint that no step belongs to. Megatron starts from its weights at step 0."""
+MAX_FILE_BYTES = 4 * 2**30
+_ABOUT = "metadata.json"
+_MAX_PADDING = 128 * 128
+"""Maximum padding of the vocabulary: Megatron-LM pads to 128 rows for each tensor-parallel rank."""
+_MTP = "mtp."
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+# ------------------------------------------------------------------------------- reading
+
+
+def find_iteration(folder: Path) -> Path | None:
+    """Return the folder of the checkpoint in `folder`: itself, or the one that the tracker file
+    names. Return None if it is no folder of Megatron.
+
+    Raises CheckpointError for a checkpoint that is missing, or in a format that is not read.
+    """
+    tracker = folder / TRACKER
+    if tracker.exists():
+        name = _newest(tracker)
+        if not (folder / name).is_dir():
+            raise CheckpointError(f"{folder / name}: missing, though {TRACKER} names it")
+        folder = folder / name
+    if any(folder.glob("mp_rank_*")):
+        raise CheckpointError(
+            f"{folder}: has the old format `torch` of Megatron-LM (mp_rank_*), whose files can run "
+            "programs when they are loaded. Convert it with Megatron-LM, in the layout and with "
+            "the arguments of its training: torchrun ... pretrain_gpt.py ... --use-checkpoint-args "
+            "--no-load-optim --no-load-rng --load FOLDER --ckpt-format torch "
+            "--ckpt-convert-format torch_dist --ckpt-convert-save OTHER_FOLDER"
+        )
+    has_metadata, has_about = (folder / METADATA).exists(), (folder / _ABOUT).exists()
+    if not (has_metadata or tracker.exists()) and (folder / "config.json").exists():
+        return None  # a metadata.json of something else
+    if has_metadata and not has_about:
+        raise CheckpointError(
+            f"{folder}: {_ABOUT} is missing: its saving did not finish, or it was not saved by "
+            "Megatron-core in the format torch_dist"
+        )
+    if not has_about and not tracker.exists():
+        return None
+    backend = read_json(folder / _ABOUT).get("sharded_backend")
+    if backend != FORMAT:
+        raise CheckpointError(
+            f"{folder / _ABOUT}: the format {backend!r:.40}; only {FORMAT} is read. Load the "
+            "checkpoint in Megatron and save it with --ckpt-format torch_dist"
+        )
+    return folder
+
+
+def _newest(tracker: Path) -> str:
+    """Return the name of the folder that a tracker file names. Raises CheckpointError."""
+    try:
+        text = tracker.read_bytes()[:100].decode().strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{tracker}: cannot be read ({error})") from None
+    if text == RELEASE:
+        return text
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise CheckpointError(f"{tracker}: {text!r:.40} is neither an iteration nor {RELEASE}")
+    return f"iter_{int(text):07d}"
+
+
+def open_torch_dist(
+    folder: Path,
+    iteration: Path,
+    ignore: Collection[str] = (),
+    hf: Path | None = None,
+    *,
+    drop_mtp: bool = False,
+) -> Store:
+    """Open the checkpoint `iteration`, which was found for `folder`.
+
+    `hf` is a folder with config.json and tokenizer. By default they are in the checkpoint, or next
+    to it. `drop_mtp` leaves out layers for multi-token prediction. Raises CheckpointError naming
+    the faulty file, tensor or value, and ConfigError for an unsupported model.
+    """
+    check_links(iteration)
+    homes = [hf] if hf else [iteration, folder, iteration.parent]
+    home = next((path for path in homes if (path / "config.json").exists()), None)
+    if home is None:
+        raise CheckpointError(
+            f"{hf or folder}: has no config.json, which Megatron does not write. Name the HF model "
+            "from which the checkpoint was made with --hf-config, or copy its config.json and "
+            f"tokenizer into {folder}"
+        )
+    config = read_json(home / "config.json")
+    arch = architecture(config, ignore)
+    contents = read_metadata(iteration)
+    check_config(iteration, contents, arch)
+    contents, dropped = _without_mtp(iteration, contents, drop_mtp)
+    if dropped:
+        config = without_mtp(config)
+    items, file_slices, tensors = _tensors(iteration, contents, arch)
+    tensors = checked_tensors(iteration, tensors, arch)
+    by_name, replicas = disjoint(iteration, file_slices, tensors)
+    return Store(
+        folder=iteration,
+        format=FORMAT,
+        layout={"files": len(items), "checkpoint": iteration.name},
+        config=config,
+        arch=arch,
+        tensors=tensors,
+        file_slices=by_name,
+        files={name: RecordFile(iteration / name, of_file) for name, of_file in items.items()},
+        replicas=replicas,
+        companions=home,
+        dropped=dropped,
+    )
+
+
+def _without_mtp(folder: Path, contents: Contents, drop_mtp: bool) -> tuple[Contents, list[str]]:
+    """Return the contents without layers for multi-token prediction, and the tensors of these."""
+    dropped = sorted(key for key in contents.tensors if key.startswith(_MTP))
+    check_mtp(folder, dropped, drop_mtp=drop_mtp)
+    tensors = {key: info for key, info in contents.tensors.items() if key not in set(dropped)}
+    chunks = [chunk for chunk in contents.chunks if chunk.key in tensors]
+    return Contents(tensors, chunks, contents.objects), dropped
+
+
+def _tensors(
+    folder: Path, contents: Contents, arch: Architecture
+) -> tuple[dict[str, dict[str, ChunkEntry]], list[FileSlice], dict[str, TensorInfo]]:
+    """Return items by file and key, the slices in them, and the HF tensors."""
+    parameters = parameters_of(arch)
+    items: dict[str, dict[str, ChunkEntry]] = {}
+    file_slices: list[FileSlice] = []
+    tensors: dict[str, TensorInfo] = {}
+    seen = set()
+    names = {key: parse_key(key) for key in contents.tensors}
+    for key, name in names.items():
+        _check_shape(folder, key, name, contents.tensors[key], parameters, arch)
+    for chunk in contents.chunks:
+        name = names[chunk.key]
+        start, sizes = chunk.region.start, chunk.region.shape
+        for index in product(*map(range, sizes[: name.num_leading])):
+            at = tuple(a + b for a, b in zip(start, index, strict=False))
+            entry = name.entry(at)
+            # A tensor with two names, of which one is an alias.
+            identity = (entry.local, chunk.region, chunk.record)
+            if identity in seen:
+                continue
+            seen.add(identity)
+            inside = Region((*at, *start[len(at) :]), (*(1 for _ in at), *sizes[len(at) :]))
+            item_key = f"{chunk.key}{inside}"
+            items.setdefault(chunk.record.file, {})[item_key] = ChunkEntry(chunk, index)
+            parameter = parameters.get(entry.local)
+            if parameter is None:
+                raise _no_tensor(folder, entry.local, arch)
+            for file_slice, shape in _slices(chunk, name, item_key, parameter):
+                info = TensorInfo(shape, chunk.dtype)
+                if tensors.setdefault(file_slice.name, info) != info:
+                    raise CheckpointError(
+                        f"{folder}: {chunk.key}: {file_slice.name} is {chunk.dtype} here and "
+                        f"{tensors[file_slice.name].dtype} elsewhere"
+                    )
+                file_slices.append(file_slice)
+    return items, file_slices, tensors
+
+
+def _check_shape(
+    folder: Path,
+    key: str,
+    name: Name,
+    info: TensorInfo,
+    parameters: Mapping[str, LocalParameter],
+    arch: Architecture,
+) -> None:
+    """Raise CheckpointError unless a tensor of the checkpoint is one of the model's."""
+    sizes = [
+        *([arch.num_layers] if name.stacks_layers else []),
+        *([arch.num_experts] if name.stacks_experts else []),
+    ]
+    parameter = parameters.get(name.entry((0,) * name.num_leading).local)
+    if name.stacks_layers and parameter is None:  # tensors that the first layers do not have
+        parameter = parameters.get(name.entry((arch.num_layers - 1, 0)[: name.num_leading]).local)
+    if key == "output_layer.weight" and arch.tie_word_embeddings:
+        raise CheckpointError(
+            f"{folder}: has {key}, but config.json ties the head to the embedding "
+            "(tie_word_embeddings = true)"
+        )
+    if parameter is None:
+        raise _no_tensor(folder, key, arch)
+    rows, *columns = parameter.shape
+    if name.half is not None:
+        rows //= 2
+    wanted = (*sizes, rows, *columns)
+    if key in _VOCABULARY and len(info.shape) == 2 and info.shape[1] == wanted[1]:
+        if not rows <= info.shape[0] <= rows + _MAX_PADDING:
+            raise CheckpointError(
+                f"{folder}: {key} has {info.shape[0]:,} rows, but config.json has vocab_size "
+                f"{rows:,}; padding adds 0 to {_MAX_PADDING:,} rows. If the tokenizer has no more "
+                "tokens than rows, use a copy of the HF model with this vocab_size in config.json"
+            )
+    elif info.shape != wanted:
+        raise CheckpointError(
+            f"{folder}: {key} has shape {info.shape}, but the model in config.json needs {wanted}"
+        )
+
+
+def _no_tensor(folder: Path, key: str, arch: Architecture) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: {key} is no tensor of the model in config.json ({arch.family}, "
+        f"{arch.num_layers} layers)"
+    )
+
+
+def _slices(
+    chunk: Chunk, name: Name, item_key: str, parameter: LocalParameter
+) -> Iterator[tuple[FileSlice, tuple[int, ...]]]:
+    """Yield the boxes of HF tensors in a chunk, and the shapes of these tensors."""
+    start = chunk.region.start[name.num_leading :]
+    if name.half:
+        start = (start[0] + parameter.shape[0] // 2, *start[1:])
+    box = Region(start, chunk.region.shape[name.num_leading :])
+    for part in parameter.parts:
+        # The box of the part in the parameter. A part fills full rows of it.
+        inside = Region((part.first_row, *(0 for _ in start[1:])), part.region.shape)
+        if shared := inside.intersect(box):
+            offset = shared.within(inside).start
+            at = tuple(a + b for a, b in zip(part.region.start, offset, strict=True))
+            region = Region(at, shared.shape)
+            stored = shared.within(box).start
+            file_slice = FileSlice(part.name, region, chunk.record.file, item_key, stored)
+            yield file_slice, part.global_shape
+
+
+# ------------------------------------------------------------------------------- writing
+
+
+class TorchDistWriter(StoreWriter):
+    """Writes a checkpoint that Megatron loads in any layout, as `release` in a folder with
+    config.json and tokenizer.
+
+    Raises ConfigError for a model that Megatron does not have, or CheckpointError if HF tensors
+    that are merged into one parameter have different dtypes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        arch: Architecture,
+        tensors: Mapping[str, TensorInfo],
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        megatron_fields(arch)  # raises
+        self._arch = arch
+        self._entries: dict[str, KeyEntry] = {}
+        [(self._dtype, _)] = Counter(info.dtype for info in tensors.values()).most_common(1)
+        super().__init__(folder, list(self._plan(tensors, max_file_bytes)))
+
+    def _plan(self, tensors: Mapping[str, TensorInfo], max_file_bytes: int) -> Iterator[FilePlan]:
+        plan, nbytes, number = FilePlan("__0_0.distcp"), 0, 0
+        for local, parameter in parameters_of(self._arch).items():
+            info = TensorInfo(parameter.shape, dtype_of(local, parameter.parts, tensors))
+            if plan.tensors and nbytes + info.nbytes > max_file_bytes:
+                yield plan
+                nbytes, number = 0, number + 1
+                plan = FilePlan(f"__0_{number}.distcp")
+            nbytes += info.nbytes
+            self._entries[local] = key_entry(local, self._arch)
+            plan.tensors[local] = info
+            plan.file_slices += [
+                FileSlice(
+                    part.name,
+                    part.region,
+                    plan.name,
+                    local,
+                    (part.first_row, *(0 for _ in part.region.shape[1:])),
+                )
+                for part in parameter.parts
+            ]
+        yield plan
+
+    def _make_file(self, plan: FilePlan) -> TensorFileWriter:
+        num_leading = {local: len(self._entries[local].index) for local in plan.tensors}
+        return RecordFileWriter(self.folder / RELEASE / plan.name, plan.tensors, num_leading)
+
+    def create(self) -> None:
+        (self.folder / RELEASE).mkdir()
+        super().create()
+
+    def finish(self, source: Path, dtype: torch.dtype | None = None) -> None:
+        super().finish(source, dtype)
+        folder = self.folder / RELEASE
+        write_config(folder, self._arch, self._dtype, stacks_layers(self._arch))
+        tensors: dict[str, TensorInfo] = {}
+        chunks: list[Chunk] = []
+        for file in self._files.values():
+            assert isinstance(file, RecordFileWriter)
+            none = file.none
+            for local, info in file.tensors.items():
+                for key, chunk in self._chunks(local, info, file.records[local]):
+                    sizes = self._entries[local].sizes
+                    tensors[key] = TensorInfo((*sizes, *info.shape), info.dtype)
+                    chunks.append(chunk)
+        write_metadata(folder, tensors, chunks, dict.fromkeys(state_keys(self._arch), none))
+        about = {
+            "sharded_backend": FORMAT,
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
+        (folder / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        (self.folder / TRACKER).write_text(RELEASE, encoding="utf-8")
+
+    def _chunks(self, local: str, info: TensorInfo, record: Record) -> Iterator[tuple[str, Chunk]]:
+        """Yield the chunk of a parameter under each of its keys."""
+        entry = self._entries[local]
+        start = (*entry.index, *(0 for _ in info.shape))
+        region = Region(start, (*(1 for _ in entry.index), *info.shape))
+        for key in keys_of(entry.name, self._arch):
+            yield key, Chunk(key, region, info.dtype, record)

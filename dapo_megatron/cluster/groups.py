@@ -1,0 +1,94 @@
+"""Process groups that are made directly on a rendezvous store, outside of torch's registry.
+
+torch numbers the ranks of a registered group within the default group. A group whose members have
+different default groups (policy and engines on ranks of their own) cannot be registered. A group
+that is made directly has only its members, so one can also be made anew without a dead member.
+
+Use the methods of such a group. With the functions of torch.distributed, an error of a collective
+would become a ValueError, because they look up the group in the registry to log it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup, Store
+
+TIMEOUT = timedelta(hours=2)
+"""Timeout of torch's collectives. Longer than any legitimate wait; the watchdog acts earlier."""
+
+_generations: Counter[str] = Counter()
+"""Number of groups that this process has made, by purpose and members."""
+
+
+def group_or_world(group: ProcessGroup | None) -> ProcessGroup:
+    """Return the group, or the default group for None."""
+    import torch.distributed as dist
+
+    world = group or dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def make_group(store: Store, purpose: str, members: Sequence[int], own: int) -> ProcessGroup:
+    """Return a new gloo group for tensors on the CPU. Collective over its members.
+
+    members   their numbers in the run, in the order of the group
+    own       index of this rank in `members`
+
+    Every call with the same purpose and members makes the next generation of that group. All
+    members must make the same calls, in any order of purposes.
+    """
+    import torch
+    from torch.distributed import ProcessGroup, ProcessGroupGloo
+
+    store, name = _generation(store, purpose, members)
+    backend = ProcessGroupGloo(store, own, len(members), TIMEOUT)
+    return _wrapped(store, name, backend, torch.device("cpu"), ProcessGroup.BackendType.GLOO)
+
+
+def make_device_group(
+    store: Store, purpose: str, members: Sequence[int], own: int, device: int
+) -> ProcessGroup:
+    """Return a new NCCL group for tensors on the GPU with this index; see `make_group`."""
+    import torch
+    from torch.distributed import ProcessGroup, ProcessGroupNCCL
+
+    store, name = _generation(store, purpose, members)
+    options = ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    backend = ProcessGroupNCCL(store, own, len(members), options)
+    place = torch.device("cuda", device)
+    return _wrapped(store, name, backend, place, ProcessGroup.BackendType.NCCL)
+
+
+def _generation(store: Store, purpose: str, members: Sequence[int]) -> tuple[Store, str]:
+    """Return the store and the name of the next generation of a group."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    digest = hashlib.sha256(",".join(map(str, members)).encode()).hexdigest()[:16]
+    key = f"{purpose} {digest}"  # short, because it precedes every key of the group in the store
+    generation = _generations[key]
+    _generations[key] += 1
+    name = f"{purpose} {members[0]}-{members[-1]}/{generation}"
+    return PrefixStore(f"{key}/{generation}", store), name
+
+
+def _wrapped(store: Store, name: str, backend: Any, place: Any, kind: Any) -> ProcessGroup:
+    """Return the process group of a backend for tensors on the device `place`. The flight recorder
+    shows its name, by which the watchdog compares ranks."""
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import GroupName
+
+    backend._set_sequence_number_for_group()
+    group = ProcessGroup(store, backend.rank(), backend.size())
+    group._set_default_backend(kind)
+    group._register_backend(place, kind, backend)
+    group._set_group_name(GroupName(name))
+    group._set_group_desc(name)
+    return group

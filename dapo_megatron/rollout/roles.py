@@ -1,0 +1,164 @@
+"""Ranks with a policy and ranks with an engine: who does what, and what stands in for the other.
+
+By default every rank has both. With separate roles (the config section `roles`), the ranks with an
+engine serve the coordinator while those with a policy train.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from dapo_megatron.cluster.collectives import on_rank0
+from dapo_megatron.protocols import ReceivedTensor, StepResult
+from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
+from dapo_megatron.rollout.coordinator import Coordinator
+from dapo_megatron.rollout.driver import EngineDriver
+from dapo_megatron.rollout.engines import Engines, Running
+from dapo_megatron.types import (
+    DapoError,
+    LogProbs,
+    RankError,
+    SampleRequest,
+    Shard,
+    TensorSlice,
+    TokenBatch,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SeparateTraining:
+    """Training of a step on the ranks with a policy, while the others serve the coordinator.
+
+    coordinator    on rank 0, if the engines sample on meanwhile. None: they wait
+    serving        measures what this rank's engine does meanwhile
+    """
+
+    engines: Engines
+    coordinator: Coordinator | None
+    serving: Callable[[], AbstractContextManager[None]]
+
+    def __call__(self, version: int, train: Callable[[], StepResult]) -> StepResult:
+        """Return rank 0's result of `train` on all ranks. See protocols.Parts."""
+        result: StepResult = {}, 0
+        error: DapoError | None = None
+        is_over = threading.Event()
+        running = self._lead_engines(version, is_over)
+        try:
+            if self.engines.worker is None:
+                result = train()
+            else:
+                with self.serving():
+                    self.engines.worker.serve()
+        except RankError:  # the lost rank would not come to the exchange below
+            raise
+        except DapoError as raised:
+            error = raised
+        is_over.set()
+        if running is not None:
+            running.join()
+            error = error or running.failure
+        on_rank0(self.engines.exchange, partial(_raise, error))
+        _raise(error)
+        return self.engines.exchange.broadcast(result, StepResult)
+
+    def _lead_engines(self, version: int, is_over: threading.Event) -> Running[None] | None:
+        """Start a thread on rank 0 that leads the engines during the training."""
+        if self.engines.driver is None:
+            return None
+
+        def lead(driver: EngineDriver) -> None:
+            with driver.short_waits():
+                if self.coordinator is not None:
+                    self.coordinator.sample_ahead(version, is_over.is_set)
+                driver.idle(is_over.is_set)
+
+        return Running(lead, self.engines.driver)
+
+
+def _raise(error: DapoError | None) -> None:
+    if error is not None:
+        raise error
+
+
+class NoPolicy:
+    """Policy of a rank without one. Implements protocols.Policy."""
+
+    data_parallel_index = -1
+
+    def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
+        """Return no log-probs."""
+        return LogProbs(torch.empty(0), torch.empty(0))
+
+    def shards(self) -> Sequence[Shard]:
+        """Return no shards."""
+        return []
+
+    def snapshot(self) -> CompletionsSnapshot:
+        """Return a snapshot that writes nothing."""
+        return CompletionsSnapshot(CARRIED, 0, [])
+
+    def _nothing(self, *_: object, **__: object) -> None:
+        """Do nothing."""
+
+    def _never(self, *_: object, **__: object) -> NoReturn:
+        raise AssertionError("this rank has no policy")
+
+    keep_reference = rewrite = load = offload = onload = _nothing
+    reference_logprobs = update = _never
+
+
+@dataclass
+class NoEngine:
+    """Engine of a rank without one. Implements protocols.RolloutEngine."""
+
+    num_replicas: int
+    max_sequences: int
+    replica: int = -1
+    is_leader: bool = False
+    version: int = 0
+    requests: Collection[SampleRequest] = ()
+
+    def needed_slices(self, offered: Mapping[str, Any]) -> list[TensorSlice]:
+        """Return no slices."""
+        return []
+
+    def receive(self, weights: Iterable[ReceivedTensor], version: int) -> None:
+        """Take part in the transfer, which brings nothing here."""
+        for _ in weights:
+            pass
+        self.version = version
+
+    def read_back(
+        self, names: Container[str] | None = None
+    ) -> Iterable[tuple[TensorSlice, Tensor | None]]:
+        """Return no weights."""
+        return []
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return no log-probs."""
+        return []
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """Return no tokens."""
+        return []
+
+    def _nothing(self, *_: object, **__: object) -> None:
+        """Do nothing."""
+
+    def _never(self, *_: object, **__: object) -> NoReturn:
+        raise AssertionError("this rank has no engine")
+
+    sleep = wake_weights = wake_cache = close = _nothing
+    submit = step = interrupt = _never

@@ -1,0 +1,579 @@
+"""Checkpoints of Megatron-core, read in the layouts of many ranks and written, and damaged or
+hostile ones, which are refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dapo_megatron.checkpoints.formats.compare import compare_replicas
+from dapo_megatron.checkpoints.formats.megatron import MegatronLayout
+from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.checkpoints.formats.torch_dist.model_config import megatron_fields
+from dapo_megatron.checkpoints.formats.torch_dist.store import TorchDistWriter
+from dapo_megatron.model import architecture
+from dapo_megatron.types import CheckpointError, ConfigError
+from tests.helpers.checkpoints import (
+    MODELS,
+    config_of,
+    differences,
+    edit_json,
+    to_megatron,
+    write_random,
+)
+from tests.helpers.torch_dist import (
+    Runs,
+    archive,
+    edit_arguments,
+    edit_metadata,
+    edit_yaml,
+    replace_record,
+    save_as_ranks,
+    to_torch_dist,
+)
+from tools import convert_checkpoint
+
+QKV = "decoder.layers.self_attention.linear_qkv.weight"
+NORM = "decoder.final_layernorm.weight"
+HEAD = "output_layer.weight"
+RAN = "the_pickle_ran"
+
+
+def small(name: str) -> dict[str, Any]:
+    """Return a config whose sizes are divisible by four ranks."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
+    experts = {"num_experts": 4} if "moe" in name else {}
+    if name == "deepseek_v3":
+        sizes["num_key_value_heads"] = 8
+        experts = {"n_routed_experts": 4, "moe_intermediate_size": 8, "n_shared_experts": 2}
+    return config_of(name, **sizes, **experts, num_hidden_layers=2)
+
+
+# ------------------------------------------------------------------------------- conversion
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_survives_the_round_trip(name: str, tmp_path: Path) -> None:
+    source = open_store(write_random(tmp_path / "hf", {**MODELS[name], "vocab_size": 101}))
+    written = open_store(to_torch_dist(source, tmp_path / "torch_dist"))
+    assert not differences(source, written)
+    assert not written.replicas  # two keys of one norm are one tensor
+    stages = (1, source.arch.num_layers - 1)
+    layout = MegatronLayout(3, stages, 3 if source.arch.num_experts else 1)
+    resharded = to_megatron(written, tmp_path / "megatron", layout)
+    again = to_torch_dist(resharded, tmp_path / "again", max_file_bytes=10_000)
+    assert not differences(source, open_store(again))
+    assert len(list(again.glob("release/*.distcp"))) > 5
+
+
+@pytest.mark.parametrize("style", ["stacked", "by layer", "singleton"])
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 2)])
+def test_every_layout_of_keys_and_ranks_is_read(
+    name: str, tp: int, ep: int, style: str, tmp_path: Path
+) -> None:
+    if name == "deepseek_v3" and style == "stacked":
+        pytest.skip("its layers differ, so Megatron does not stack them")
+    source = open_store(write_random(tmp_path / "hf", small(name)))
+    saved = open_store(save_as_ranks(source, tmp_path / "saved", tp=tp, ep=ep, style=style))
+    assert not differences(source, saved)
+    assert not list(compare_replicas(saved, lambda _: None))
+
+
+def test_optimizer_states_are_ignored_and_the_tracker_names_the_iteration(
+    source: Path, tmp_path: Path
+) -> None:
+    folder = copied(source, tmp_path)
+    (folder / "release").rename(folder / "iter_0000100")
+    (folder / "latest_checkpointed_iteration.txt").write_text("100\n")
+    path = folder / "iter_0000100" / ".metadata"
+    content = pickle.loads(path.read_bytes())
+    entry = content.state_dict_metadata[NORM]
+    content.state_dict_metadata["optimizer.state.exp_avg." + NORM] = entry
+    path.write_bytes(pickle.dumps(content))
+    assert not differences(open_store(source.parent / "hf"), open_store(folder))
+    (folder / "latest_checkpointed_iteration.txt").write_text("200")
+    with pytest.raises(CheckpointError, match=r"iter_0000200: missing, though latest_check"):
+        open_store(folder)
+
+
+def test_a_folder_without_config_json_needs_the_hf_model(source: Path, tmp_path: Path) -> None:
+    folder = copied(source, tmp_path)
+    for path in filter(Path.is_file, folder.iterdir()):
+        path.unlink()
+    code, output = invoke("inspect", folder / "release")
+    assert code == 2 and "no config.json" in output and "--hf-config" in output
+    hf = source.parent / "hf"
+    assert invoke("verify", folder / "release", hf, "--hf-config", hf)[0] == 0
+    code, output = invoke("megatron-to-hf", folder / "release", tmp_path / "x", "--hf-config", hf)
+    assert code == 0, output
+    (tmp_path / "x" / "metadata.json").write_text("{}")  # does not make it one of Megatron
+    assert open_store(tmp_path / "x").format == "hf"
+    (tmp_path / "x" / "metadata.json").unlink()
+    names = {path.name for path in (tmp_path / "x").iterdir()}
+    assert names == {path.name for path in hf.iterdir()}
+
+
+def test_the_tool_writes_a_checkpoint_of_megatron(source: Path, tmp_path: Path) -> None:
+    hf, target = source.parent / "hf", tmp_path / "m"
+    code, output = invoke("hf-to-megatron", hf, target, "--format", "torch_dist")
+    assert code == 0 and "read back and compared" in output
+    assert invoke("verify", hf, target)[0] == 0
+    assert "torch_dist (files 1, checkpoint release), qwen2" in invoke("inspect", target)[1]
+    options = ("--format", "torch_dist", "--tensor-parallel", 3)
+    code, output = invoke("reshard", hf, tmp_path / "n", *options)
+    assert code == 2 and "leave the options of the layout out" in output
+
+
+# ------------------------------------------------------------------------------- other models
+
+
+def test_fields_of_every_family_are_consistent_with_themselves(tmp_path: Path) -> None:
+    for name in MODELS:
+        source = open_store(write_random(tmp_path / name, {**MODELS[name], "vocab_size": 37}))
+        folder = to_torch_dist(source, tmp_path / f"{name}_saved")
+        open_store(folder)
+        edit_arguments(folder)  # without run_config.yaml
+        open_store(folder)
+
+
+@pytest.mark.parametrize("edit", [edit_yaml, edit_arguments])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"rotary_base": 1_000_000}, r"rotary_base is 1000000 there, 10000.0 by config.json"),
+        ({"num_attention_heads": 18}, r"num_attention_heads is 18 there, 9 by config.json"),
+        ({"num_query_groups": 9}, r"num_query_groups is 9 there, 3 by config.json"),
+        ({"add_qkv_bias": False}, r"add_qkv_bias is False there, True by config.json"),
+        ({"vocab_size": 38}, r"vocab_size is 38 there, 37 by config.json"),
+        ({"window_size": [8, 0]}, r"window_size is \[8, 0\] there, None by config.json"),
+        ({"rotary_interleaved": True}, r"rotary_interleaved is True there, False by"),
+        ({"num_layers": 3, "hidden_size": 8}, r"num_layers is 3[^\n]+\n  hidden_size is 8 there"),
+    ],
+)
+def test_a_configuration_of_another_model_is_refused_with_both_values(
+    source: Path,
+    tmp_path: Path,
+    edit: Callable[..., None],
+    fields: dict[str, Any],
+    expected: str,
+) -> None:
+    folder = copied(source, tmp_path)
+    edit(folder, **fields)
+    with pytest.raises(CheckpointError, match=expected):
+        open_store(folder)
+
+
+def test_null_means_off_for_groups_of_experts_and_their_scale(tmp_path: Path) -> None:
+    source = open_store(write_random(tmp_path / "hf", config_of("deepseek_v3")))
+    for name in ("moe_router_num_groups", "moe_router_topk_scaling_factor"):
+        folder = to_torch_dist(source, tmp_path / name)
+        edit_yaml(folder, **{name: None})
+        with pytest.raises(CheckpointError, match=f"{name} is "):
+            open_store(folder)
+
+
+def test_the_number_of_query_groups_counts_only_with_grouped_attention(tmp_path: Path) -> None:
+    """Megatron-LM saves its default, 1, for a model without grouped attention."""
+    config = {
+        **config_of("llama"),
+        "num_key_value_heads": config_of("llama")["num_attention_heads"],
+    }
+    source = open_store(write_random(tmp_path / "hf", config))
+    ungrouped, grouped = (to_torch_dist(source, tmp_path / name) for name in ("a", "b"))
+    edit_arguments(ungrouped, group_query_attention=False, num_query_groups=1)
+    open_store(ungrouped)
+    edit_arguments(grouped, group_query_attention=True, num_query_groups=1)
+    with pytest.raises(CheckpointError, match="num_query_groups is 1 there"):
+        open_store(grouped)
+
+
+def test_a_tied_head_and_a_scaled_rope_are_compared_by_megatrons_names(
+    source: Path, tmp_path: Path
+) -> None:
+    folder = copied(source, tmp_path)
+    edit_arguments(
+        folder, untie_embeddings_and_output_weights=False, rotary_seq_len_interpolation_factor=4
+    )
+    with pytest.raises(CheckpointError) as caught:
+        open_store(folder)
+    assert "untie_embeddings_and_output_weights is False there, True by" in str(caught.value)
+    assert "rotary_seq_len_interpolation_factor is 4 there, None by config" in str(caught.value)
+
+
+def test_a_rope_that_megatron_does_not_have_is_not_written(tmp_path: Path) -> None:
+    published = {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 5.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = {**config_of("llama"), "rope_parameters": published}
+    fields = megatron_fields(architecture(config))
+    assert fields["rope_scaling"] and fields["rope_scaling_factor"] == 5.0
+    config["rope_parameters"] = published | {"high_freq_factor": 6.0}
+    source = open_store(write_random(tmp_path / "hf", config))
+    with pytest.raises(ConfigError, match="low_freq_factor 1, high_freq_factor 4"):
+        TorchDistWriter(tmp_path, source.arch, source.tensors)
+
+
+# ------------------------------------------------------------------------------- damage
+
+
+def chunks_of(content: Any, key: str) -> Any:
+    return content.state_dict_metadata[key].chunks
+
+
+def drop(content: Any, key: str) -> None:
+    del content.state_dict_metadata[key]
+
+
+def storage_of(content: Any, key: str) -> Any:
+    return next(info for index, info in content.storage_data.items() if index.fqn == key)
+
+
+def without_storage(content: Any) -> None:
+    content.storage_data = {i: s for i, s in content.storage_data.items() if i.fqn != NORM}
+
+
+def swap(content: Any) -> None:
+    norm, head = storage_of(content, NORM), storage_of(content, HEAD)
+    norm.offset, norm.length = head.offset, head.length
+
+
+def set_size(content: Any, key: str, *size: int) -> None:
+    entry = content.state_dict_metadata[key]
+    entry.size = entry.chunks[0].sizes = torch.Size(size)
+
+
+def stack_more(content: Any) -> None:
+    content.state_dict_metadata[QKV].size = torch.Size((3, 60, 36))
+
+
+def retype(content: Any, dtype: torch.dtype) -> None:
+    content.state_dict_metadata[NORM].properties.dtype = dtype
+
+
+def twice(content: Any) -> None:
+    """Let the two halves of the head overlap."""
+    entry = content.state_dict_metadata[HEAD]
+    first = entry.chunks[0]
+    second = type(first)(torch.Size((1, 0)), torch.Size((36, 36)))
+    index = next(index for index in content.storage_data if index.fqn == HEAD)
+    content.storage_data[type(index)(HEAD, second.offsets)] = content.storage_data[index]
+    entry.chunks.append(second)
+
+
+def only_half(content: Any) -> None:
+    chunks_of(content, HEAD)[0].sizes = torch.Size((10, 36))
+
+
+def extra(content: Any) -> None:
+    key = "decoder.layers.mlp.linear_fc2.bias"
+    content.state_dict_metadata[key] = content.state_dict_metadata[NORM]
+    index = next(index for index in content.storage_data if index.fqn == NORM)
+    content.storage_data[type(index)(key, index.offset)] = content.storage_data[index]
+
+
+def append_zeros(folder: Path) -> None:
+    replace_record(folder, NORM, bytes(1000))
+
+
+def hostile(folder: Path) -> Runs:
+    """Return an object that leaves a file behind when it is unpickled."""
+    return Runs(os.system, f"touch {folder.parent / RAN}")
+
+
+def linked(folder: Path) -> None:
+    path = folder / "release" / "__0_0.distcp"
+    path.rename(folder.parent / "elsewhere")
+    path.symlink_to(folder.parent / "elsewhere")
+
+
+def legacy(folder: Path) -> None:
+    (folder / "release" / "mp_rank_00").mkdir()
+    (folder / "release" / "mp_rank_00" / "model_optim_rng.pt").touch()
+
+
+def common(folder: Path, content: bytes | None) -> None:
+    (folder / "release" / "run_config.yaml").unlink()
+    (folder / "release" / "common.pt").unlink()
+    if content is not None:
+        (folder / "release" / "common.pt").write_bytes(content)
+
+
+def part(folder: Path, name: str) -> Path:
+    return folder / "release" / name
+
+
+BF16 = torch.zeros(36, dtype=torch.bfloat16)
+CONTENT = r"\.metadata: damaged: "
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "metadata cut off": (
+        lambda folder: os.truncate(part(folder, ".metadata"), 700),
+        CONTENT + "it cannot be unpickled",
+    ),
+    "metadata empty": (lambda folder: os.truncate(part(folder, ".metadata"), 0), CONTENT),
+    "metadata missing": (
+        lambda folder: part(folder, ".metadata").unlink(),
+        r"\.metadata: cannot be read \(No such file",
+    ),
+    "metadata of another kind": (
+        lambda folder: part(folder, ".metadata").write_bytes(pickle.dumps({"a": 1})),
+        CONTENT + "a dict where a Metadata must be",
+    ),
+    "metadata with a memory bomb": (
+        lambda folder: part(folder, ".metadata").write_bytes(b"\x80\x02Nr\xff\xff\xff\x7f."),
+        CONTENT + "a NoneType where a Metadata must be",
+    ),
+    "metadata with an endless string": (
+        lambda folder: part(folder, ".metadata").write_bytes(b"\x80\x04\x8d" + b"\xff" * 7 + b"."),
+        CONTENT + "it cannot be unpickled",
+    ),
+    "metadata that runs a program": (
+        lambda folder: part(folder, ".metadata").write_bytes(pickle.dumps(hostile(folder))),
+        r"\.metadata: refused, because its pickle names posix\.system",
+    ),
+    "metadata that evaluates code": (
+        lambda folder: part(folder, ".metadata").write_bytes(pickle.dumps(Runs(eval, "1"))),
+        r"names builtins\.eval",
+    ),
+    "metadata that hides a program in an allowed object": (
+        lambda folder: edit_metadata(
+            folder, lambda content: setattr(content, "planner_data", {"x": hostile(folder)})
+        ),
+        r"names posix\.system",
+    ),
+    "metadata that imports": (
+        lambda folder: part(folder, ".metadata").write_bytes(b"cdapo_megatron.files\nshutil\n."),
+        r"names dapo_megatron\.files\.shutil",
+    ),
+    "a tensor that runs a program": (
+        lambda folder: replace_record(folder, NORM, archive([hostile(folder)])),
+        rf"__0_0\.distcp: {NORM}\[0:36\]: refused, because its pickle names posix\.system",
+    ),
+    "arguments that run a program": (
+        lambda folder: common(folder, archive({"args": hostile(folder)})),
+        r"common\.pt: the arguments: refused, because its pickle names posix\.system",
+    ),
+    "YAML that runs a program": (
+        lambda folder: part(folder, "run_config.yaml").write_text(
+            f"model: !!python/object/apply:os.system ['touch {folder.parent / RAN}']"
+        ),
+        r"run_config\.yaml: cannot be read \(could not determine a constructor",
+    ),
+    "YAML with merge keys": (
+        lambda folder: part(folder, "run_config.yaml").write_text(
+            "a: &a {x: 1}\nmodel: {<<: [*a, *a]}"
+        ),
+        r"run_config\.yaml: cannot be read \(it has merge keys",
+    ),
+    "YAML cut off": (
+        lambda folder: part(folder, "run_config.yaml").write_text("model: {a: [1"),
+        r"run_config\.yaml: cannot be read",
+    ),
+    "YAML without a model": (
+        lambda folder: part(folder, "run_config.yaml").write_text("train: {}"),
+        r"run_config\.yaml: has no section model",
+    ),
+    "no arguments": (lambda folder: common(folder, None), r"common\.pt: missing, or not"),
+    "arguments are no archive": (
+        lambda folder: common(folder, b"PK" + bytes(100)),
+        r"common\.pt: the arguments: damaged: not what torch\.save writes",
+    ),
+    "file cut off": (
+        lambda folder: os.truncate(part(folder, "__0_0.distcp"), 9_000),
+        r"__0_0\.distcp: cut off: by \.metadata it needs [\d,]+ bytes, but the file has 9,000",
+    ),
+    "file missing": (
+        lambda folder: part(folder, "__0_0.distcp").unlink(),
+        r"__0_0\.distcp: missing, though \.metadata lists it",
+    ),
+    "file outside": (
+        lambda folder: edit_metadata(
+            folder, lambda c: setattr(storage_of(c, NORM), "relative_path", "../x.distcp")
+        ),
+        r"\.metadata: names the file '\.\./x\.distcp'",
+    ),
+    "file linked": (linked, r"__0_0\.distcp: a link to"),
+    "record without elements": (append_zeros, rf"{NORM}\[0:36\]: damaged: not what torch\.save"),
+    "record is no tensor": (
+        lambda folder: replace_record(folder, NORM, archive([None] * 9)),
+        rf"{NORM}\[0:36\]: is no tensor",
+    ),
+    "record of another shape": (
+        lambda folder: replace_record(folder, NORM, archive(torch.zeros(40, dtype=BF16.dtype))),
+        rf"{NORM}\[0:36\]: is bfloat16 \(40,\) in the file, but bfloat16 \(36,\) in \.metadata",
+    ),
+    "record is transposed": (
+        lambda folder: replace_record(
+            folder, HEAD, archive(torch.zeros(36, 37, dtype=BF16.dtype).T)
+        ),
+        "its elements are not contiguous",
+    ),
+    "record compressed": (
+        lambda folder: replace_record(
+            folder, NORM, archive(BF16, compression=zipfile.ZIP_DEFLATED)
+        ),
+        r"is compressed",
+    ),
+    "record with few elements": (
+        lambda folder: replace_record(folder, NORM, archive(BF16, replaced={"data/0": bytes(8)})),
+        r"data/0 has 8 bytes instead of 72",
+    ),
+    "record in another byte order": (
+        lambda folder: replace_record(folder, NORM, archive(BF16, replaced={"byteorder": b"big"})),
+        r"has the byte order b'big'",
+    ),
+    "records mixed up": (
+        lambda folder: edit_metadata(folder, swap),
+        rf"{NORM}\[0:36\]: is bfloat16 \(37, 36\) in the file, but bfloat16 \(36,\) in",
+    ),
+    "record at a negative offset": (
+        lambda folder: edit_metadata(
+            folder, lambda c: setattr(storage_of(c, NORM), "offset", -100)
+        ),
+        CONTENT + rf"{NORM} is at -100",
+    ),
+    "record far too long": (
+        lambda folder: edit_metadata(
+            folder, lambda c: setattr(storage_of(c, NORM), "length", 2**62)
+        ),
+        r"__0_0\.distcp: cut off",
+    ),
+    "record too short": (
+        lambda folder: edit_metadata(folder, lambda c: setattr(storage_of(c, NORM), "length", 9)),
+        rf"{NORM}\[0:36\] is in only 9 bytes",
+    ),
+    "record transformed": (
+        lambda folder: edit_metadata(
+            folder, lambda c: setattr(storage_of(c, NORM), "transform_descriptors", ["zstd"])
+        ),
+        rf"{NORM} is stored with \['zstd'\], which cannot be read",
+    ),
+    "chunk without a file": (
+        lambda folder: edit_metadata(folder, without_storage),
+        CONTENT + rf"no file is named for {NORM}",
+    ),
+    "chunk missing": (
+        lambda folder: edit_metadata(folder, lambda c: chunks_of(c, HEAD).clear()),
+        r"the tensor lm_head\.weight is missing",
+    ),
+    "chunk too small": (
+        lambda folder: edit_metadata(folder, only_half),
+        r"only 360 of 1,332 elements of lm_head\.weight exist",
+    ),
+    "chunk outside": (
+        lambda folder: edit_metadata(
+            folder, lambda c: setattr(chunks_of(c, NORM)[0], "sizes", torch.Size((99,)))
+        ),
+        CONTENT + rf"{NORM} has the shape \(36,\), but a chunk at \[0:99\]",
+    ),
+    "chunks overlap": (
+        lambda folder: edit_metadata(folder, twice),
+        r"contain overlapping parts of lm_head\.weight",
+    ),
+    "tensor missing": (
+        lambda folder: edit_metadata(folder, lambda c: drop(c, NORM)),
+        r"the tensor model\.norm\.weight is missing",
+    ),
+    "tensor too many": (
+        lambda folder: edit_metadata(folder, extra),
+        r"decoder\.layers\.mlp\.linear_fc2\.bias is no tensor of the model in config\.json",
+    ),
+    "tensor of another shape": (
+        lambda folder: edit_metadata(folder, lambda c: set_size(c, NORM, 30)),
+        rf"{NORM} has shape \(30,\), but the model in config\.json needs \(36,\)",
+    ),
+    "tensor of another dtype": (
+        lambda folder: edit_metadata(folder, lambda c: retype(c, torch.float16)),
+        rf"{NORM}\[0:36\]: is bfloat16 \(36,\) in the file, but float16",
+    ),
+    "tensor quantized": (
+        lambda folder: edit_metadata(folder, lambda c: retype(c, torch.int8)),
+        r"model\.norm\.weight is int8; quantized weights cannot be read",
+    ),
+    "layers too many": (
+        lambda folder: edit_metadata(folder, stack_more),
+        rf"{QKV} has shape \(3, 60, 36\), but the model in config\.json needs \(2, 60, 36\)",
+    ),
+    "vocabulary too small": (
+        lambda folder: edit_metadata(folder, lambda c: set_size(c, HEAD, 30, 36)),
+        rf"{HEAD} has 30 rows, but config\.json has vocab_size 37",
+    ),
+    "head although tied": (
+        lambda folder: edit_json(
+            folder / "config.json", lambda c: c.update(tie_word_embeddings=True)
+        ),
+        r"share_embeddings_and_output_weights is False there, True by config\.json",
+    ),
+    "other backend": (
+        lambda folder: part(folder, "metadata.json").write_text(
+            json.dumps({"sharded_backend": "zarr"})
+        ),
+        r"metadata\.json: the format 'zarr'; only torch_dist is read",
+    ),
+    "saving did not finish": (
+        lambda folder: part(folder, "metadata.json").unlink(),
+        r"metadata\.json is missing: its saving did not finish",
+    ),
+    "old format": (legacy, r"mp_rank_\*.*--ckpt-convert-format torch_dist"),
+    "tracker that names another folder": (
+        lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("../../etc"),
+        r"'\.\./\.\./etc' is neither an iteration nor release",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_and_hostile_checkpoints_are_refused_by_name(
+    damage: str, source: Path, tmp_path: Path
+) -> None:
+    folder = copied(source, tmp_path)
+    damaging, expected = DAMAGE[damage]
+    damaging(folder)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=expected):
+        store = open_store(folder)
+        for name in store.tensors:
+            store.read(name)
+    assert invoke("megatron-to-hf", folder, tmp_path / "target")[0] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert not (tmp_path / RAN).exists()
+
+
+def test_the_hostile_pickles_would_run_elsewhere(source: Path, tmp_path: Path) -> None:
+    folder = copied(source, tmp_path)
+    DAMAGE["metadata that runs a program"][0](folder)
+    pickle.loads(part(folder, ".metadata").read_bytes())
+    assert (tmp_path / RAN).exists()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of Megatron of the model in `hf` next to it."""
+    folder = tmp_path_factory.mktemp("torch_dist")
+    config = config_of("qwen2", num_key_value_heads=3)
+    hf = open_store(write_random(folder / "hf", config))
+    return to_torch_dist(hf, folder / "saved")
+
+
+def copied(source: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(source, tmp_path / "saved")
+
+
+def invoke(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(convert_checkpoint.app, [str(each) for each in arguments])
+    return result.exit_code, result.output
