@@ -428,6 +428,10 @@ class Checkpoints(Protocol):
         """Wait until nothing is being written. Raises CheckpointError if the last save failed."""
         ...
 
+    def is_unfinished(self) -> bool:
+        """Return whether the last save could not end, because a rank was lost."""
+        ...
+
 
 @dataclass
 class Parts:

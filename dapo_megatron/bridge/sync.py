@@ -13,6 +13,8 @@ weights move. The KV cache is allocated last, after the policy has made room.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any
 
@@ -26,7 +28,7 @@ from dapo_megatron.bridge.transfer import Transfer, gather_slices
 from dapo_megatron.bridge.verify import SyncVerifier, canary_sequences
 from dapo_megatron.cluster.collectives import on_all_ranks
 from dapo_megatron.config import SyncConfig
-from dapo_megatron.protocols import Exchange, Policy, RolloutEngine
+from dapo_megatron.protocols import Exchange, Policy, ReceivedTensor, RolloutEngine
 from dapo_megatron.types import SyncError, SyncReport
 
 
@@ -49,8 +51,11 @@ class WeightSync:
         ranks_per_node: int,
         device: torch.device,
         group: Any = None,
+        noticing_losses: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`group` is the process group for tensors on `device`; None for the default group."""
+        """`group` is the process group for tensors on `device`; None for the default group. A
+        collective in it runs inside of `noticing_losses()`."""
+        self._noticing_losses = noticing_losses
         self._policy = policy
         self._engine = engine
         self._exchange = exchange
@@ -135,6 +140,11 @@ class WeightSync:
             decode_gap=decode_gap,
         )
 
+    def _tensors(self) -> Iterator[ReceivedTensor]:
+        """Yield the tensors that arrive here."""
+        with self._noticing_losses():
+            yield from self._transfer
+
     def switch_to_policy(self) -> None:
         """Give the accelerator to the policy, whichever model has it."""
         self._engine.sleep()
@@ -142,7 +152,7 @@ class WeightSync:
 
     def _move(self, version: int) -> None:
         """Move the weights. Raises SyncError if ranks have different versions."""
-        stream = iter(self._transfer)
+        stream = self._tensors()
         on_all_ranks(self._exchange, lambda: self._engine.receive(stream, version), drain=stream)
         versions = self._exchange.all_gather((version, self._engine.version), tuple[int, int])
         newest = max(synced for synced, _ in versions)

@@ -22,12 +22,15 @@ from typing import Any, Protocol, TypeVar
 from dapo_megatron.checkpoints import folder as folders
 from dapo_megatron.checkpoints.folder import Entry, entry_of, write_manifest
 from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
+from dapo_megatron.cluster.members import EnginesChanged
 from dapo_megatron.config import Config
 from dapo_megatron.files import publish_folder, write_text
 from dapo_megatron.protocols import Exchange, Snapshot
 from dapo_megatron.types import CheckpointError, DapoError
 
 Result = TypeVar("Result")
+ABANDON_SECONDS = 10.0
+"""Time that the threads of a checkpoint have to end after a rank was lost."""
 
 
 class Export(Protocol):
@@ -159,6 +162,14 @@ class CheckpointSaver:
                 f"{self._failure}. The run ends without this checkpoint. Fix the cause, then "
                 "resume=auto continues from the newest checkpoint"
             )
+
+    def is_unfinished(self) -> bool:
+        """Return whether this rank's last checkpoint was being written, and a rank was lost."""
+        if self._thread is not None:
+            self._thread.join(ABANDON_SECONDS)
+            if self._thread.is_alive():
+                return True
+        return isinstance(self._error, EnginesChanged)
 
     def _join(self) -> None:
         if self._thread is not None:

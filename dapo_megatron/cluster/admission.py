@@ -47,6 +47,8 @@ class Admission:
         """File descriptor of an accepted connection -> address of its peer."""
         self._known: dict[int, str] = {}
         """File descriptor of a member's connection -> name of the member."""
+        self.ended: dict[str, float] = {}
+        """Names of members whose last connection has ended -> when, as time.monotonic()."""
         self._zap = context.socket(zmq.REP)
         self._zap.bind("inproc://zeromq.zap.01")
         server.zap_domain = DOMAIN
@@ -63,6 +65,7 @@ class Admission:
     def know(self, descriptor: int, name: str) -> None:
         """Note that a message of a member came from a connection. Any thread may call this."""
         self._known[descriptor] = name
+        self.ended.pop(name, None)
 
     def close(self) -> None:
         """End the thread. Call it after the server's socket is closed. Idempotent."""
@@ -105,6 +108,8 @@ class Admission:
         address = self._peers.pop(descriptor, UNKNOWN)
         if name := self._known.pop(descriptor, None):
             logger.info("%s: its connection to rank 0 has ended", name)
+            if name not in self._known.values():
+                self.ended[name] = time.monotonic()
         else:
             self._refusals.add(address, "it did not prove that it belongs to this run")
 

@@ -35,11 +35,18 @@ def group_or_world(group: ProcessGroup | None) -> ProcessGroup:
     return world
 
 
-def make_group(store: Store, purpose: str, members: Sequence[int], own: int) -> ProcessGroup:
+def make_group(
+    store: Store,
+    purpose: str,
+    members: Sequence[int],
+    own: int,
+    timeout: timedelta = TIMEOUT,
+) -> ProcessGroup:
     """Return a new gloo group for tensors on the CPU. Collective over its members.
 
     members   their numbers in the run, in the order of the group
     own       index of this rank in `members`
+    timeout   of making the group, and of each of its collectives
 
     Every call with the same purpose and members makes the next generation of that group. All
     members must make the same calls, in any order of purposes.
@@ -48,7 +55,7 @@ def make_group(store: Store, purpose: str, members: Sequence[int], own: int) -> 
     from torch.distributed import ProcessGroup, ProcessGroupGloo
 
     store, name = _generation(store, purpose, members)
-    backend = ProcessGroupGloo(store, own, len(members), TIMEOUT)
+    backend = ProcessGroupGloo(store, own, len(members), timeout)
     return _wrapped(store, name, backend, torch.device("cpu"), ProcessGroup.BackendType.GLOO)
 
 

@@ -19,6 +19,9 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+import psutil
+
+from dapo_megatron.cluster.join import node_name
 from dapo_megatron.files import read_json, write_json
 from dapo_megatron.types import CheckpointError
 
@@ -126,6 +129,16 @@ def _is_valid(heartbeat: Heartbeat) -> bool:
 def read_heartbeats(run: Path, world_size: int) -> list[Heartbeat | None]:
     """Return the heartbeat of each rank, in rank order."""
     return [read_heartbeat(heartbeat_file(run, rank)) for rank in range(world_size)]
+
+
+def has_ended_here(run: Path, rank: int) -> bool:
+    """Return whether the process of a rank, which was on this node, has ended."""
+    heartbeat = read_heartbeat(heartbeat_file(run, rank))
+    return (
+        heartbeat is not None
+        and heartbeat.host == node_name()
+        and not psutil.pid_exists(heartbeat.pid)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from dapo_megatron.cluster.join import node_name
+from dapo_megatron.cluster.members import EnginesChanged
 from dapo_megatron.cluster.processes import forget_peak, resident_bytes
 from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.protocols import Exchange
@@ -403,8 +404,15 @@ class StepInstruments:
         seconds = time.perf_counter() - self._started
         return {
             **{f"time/{name}": value for name, value in self._seconds.items()},
-            **self.memory.metrics(),
-            **self.timeline.metrics(),
+            **self._of_all_ranks(),
             "time/step": seconds,
             "throughput/tokens_per_second": num_tokens / seconds,
         }
+
+    def _of_all_ranks(self) -> dict[str, float]:
+        """Return what is measured on several ranks; nothing if one of them was lost, which the next
+        exchange finds again."""
+        try:
+            return {**self.memory.metrics(), **self.timeline.metrics()}
+        except EnginesChanged:
+            return {}

@@ -9,9 +9,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import (
+    Callable,
+    Iterator,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+)
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import attempt_variable
 from dapo_megatron.cluster.processes import die_with_parent
 from dapo_megatron.cluster.ranks import STORE
@@ -24,6 +33,11 @@ KILL_SECONDS = 5.0
 """Time between SIGTERM and SIGKILL."""
 GRACE_SECONDS = 15.0
 """Time that the other ranks have to exit by themselves after one has failed."""
+RESTART_SECONDS = 2.0
+"""Time before a rank is started again. If the whole run ends, other ranks have failed by then."""
+SHORT_LIFE_SECONDS = 120.0
+MAX_SHORT_LIVES = 5
+"""A rank is not started again if it ended within SHORT_LIFE_SECONDS so many times in a row."""
 
 
 def started_at() -> float:
@@ -44,22 +58,68 @@ def launch(
 
     It is the code of the first rank to fail. The other ranks then have `grace_seconds` to exit
     before they are terminated. SIGTERM and SIGUSR1 are forwarded; SIGINT reaches the ranks from the
-    terminal. The ranks are killed if this process dies.
+    terminal. The ranks are killed if this process dies. A rank that has called `allow_restart` is
+    started again if it fails.
     """
     with private_folder() as folder:
         shared = {**os.environ, **attempt_variable(), **meeting_variables(folder)}
         port = free_port()
-        ranks = [
-            subprocess.Popen(
-                command,
-                env={**shared, **_environment(rank, num_processes, port)},
-                preexec_fn=_prepare_rank,
-            )
-            for rank in range(num_processes)
-        ]
+
+        def start(rank: int) -> subprocess.Popen[bytes]:
+            environment = {**shared, **_environment(rank, num_processes, port)}
+            return subprocess.Popen(command, env=environment, preexec_fn=_prepare_rank)
+
+        ranks = [start(rank) for rank in range(num_processes)]
+        restarts = _Restarts(start, folder, [time.monotonic()] * num_processes)
         with _forward_signals(ranks):
-            code = _wait(ranks, grace_seconds)
+            code = _wait(ranks, grace_seconds, restarts)
     return code if code >= 0 else 128 - code
+
+
+def allow_restart(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let the launcher start this rank again if it fails. The run goes on without it meanwhile, so
+    its error is not the run's exit reason."""
+    environ.pop(exit_reason.VARIABLE, None)
+    if STORE in environ:
+        _restart_mark(Path(environ[STORE]).parent, int(environ["RANK"])).touch()
+
+
+def _restart_mark(folder: Path, rank: int) -> Path:
+    return folder / f"restart_{rank}"
+
+
+@dataclass
+class _Restarts:
+    """Starts failed ranks again that have allowed it.
+
+    start       starts a rank
+    folder      where ranks leave their marks
+    started_at  time of each rank's last start, as time.monotonic()
+    """
+
+    start: Callable[[int], subprocess.Popen[bytes]]
+    folder: Path
+    started_at: list[float]
+    _failed_at: dict[int, float] = field(default_factory=dict)
+    _short_lives: Counter[int] = field(default_factory=Counter)
+
+    def are_allowed(self, rank: int) -> bool:
+        """Return whether a failed rank is started again, now or soon."""
+        is_marked = _restart_mark(self.folder, rank).exists()
+        return is_marked and self._short_lives[rank] < MAX_SHORT_LIVES
+
+    def run(self, ranks: MutableSequence[subprocess.Popen[bytes]]) -> None:
+        """Replace failed ranks that may be started again."""
+        now = time.monotonic()
+        for rank, process in enumerate(ranks):
+            if not process.poll() or not self.are_allowed(rank):
+                continue
+            if now < self._failed_at.setdefault(rank, now) + RESTART_SECONDS:
+                continue
+            is_short = self._failed_at.pop(rank) - self.started_at[rank] < SHORT_LIFE_SECONDS
+            self._short_lives[rank] = self._short_lives[rank] + 1 if is_short else 0
+            print(f"rank {rank} ended with exit code {process.returncode}; it is started again")
+            ranks[rank], self.started_at[rank] = self.start(rank), now
 
 
 def meeting_variables(folder: Path) -> dict[str, str]:
@@ -84,10 +144,18 @@ def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
     return environment
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> int:
+def _wait(
+    ranks: MutableSequence[subprocess.Popen[bytes]], grace_seconds: float, restarts: _Restarts
+) -> int:
     first, code, deadline, is_terminated = 0, 0, None, False
     while any(rank.poll() is None for rank in ranks):
-        failed = [number for number, rank in enumerate(ranks) if rank.poll()]
+        failed = [
+            number
+            for number, rank in enumerate(ranks)
+            if rank.poll() and not restarts.are_allowed(number)
+        ]
+        if deadline is None and all(rank.poll() != 0 for rank in ranks):
+            restarts.run(ranks)
         if failed and deadline is None:
             first, deadline = failed[0], time.monotonic() + grace_seconds
             code = ranks[first].returncode
@@ -103,7 +171,8 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> int
     if ranks[0].returncode != code and deadline is not None:
         # The terminal shows at most rank 0's error.
         print(f"rank {first} failed first (exit code {code}); see its log", file=sys.stderr)
-    return code or next((rank.returncode for rank in ranks if rank.returncode), 0)
+    failed = [rank.returncode for number, rank in enumerate(ranks) if rank.returncode]
+    return code or (failed[0] if failed and ranks[0].returncode else 0)
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ MAX_BATCH = 1_000
 OPEN_SECONDS = 120.0
 """Time limit for the members to connect."""
 RECONNECT_SECONDS = 30.0
-"""Time that `Hub.send` waits for a member whose connection is broken."""
+"""Default time that `Hub.send` waits for a member whose connection is broken."""
 LINGER_SECONDS = 2.0
 """Maximum time that `close` waits until the last messages are sent."""
 
@@ -218,17 +218,26 @@ class Hub:
         """Return a member's name for errors, such as "replica 3 (rank 12, host n4)"."""
         return self._peers[member].name
 
-    def send(self, member: int, message: bytes) -> None:
+    def silence(self, member: int) -> float:
+        """Return the seconds since the connection of a member ended; 0.0 if it has one."""
+        ended = None
+        if self._admission is not None:
+            ended = self._admission.ended.get(self._peers[member].name)
+        return 0.0 if ended is None else time.monotonic() - ended
+
+    def send(
+        self, member: int, message: bytes, reconnect_seconds: float = RECONNECT_SECONDS
+    ) -> None:
         """Send a message to a member. Waits only if the member's connection is broken.
 
-        Raises RankError if it does not connect again within RECONNECT_SECONDS.
+        Raises RankError if it does not connect again within `reconnect_seconds`.
         """
         peer = self._peers[member]
         with self._exclusive():
             frame = peer.frame(message)
             deadline = None
             while not self._try_send(peer, frame):
-                deadline = deadline or time.monotonic() + RECONNECT_SECONDS
+                deadline = deadline or time.monotonic() + reconnect_seconds
                 if time.monotonic() >= deadline:
                     raise RankError(f"{peer.name}: its connection is lost; see the log of its rank")
                 time.sleep(0.05)

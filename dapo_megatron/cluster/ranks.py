@@ -19,6 +19,7 @@ from dapo_megatron.cluster.groups import (
     make_group,
 )
 from dapo_megatron.cluster.join import is_one_machine
+from dapo_megatron.cluster.members import EnginesChanged, Members, num_starts
 from dapo_megatron.cluster.secret import NUM_BYTES, prove, run_secret
 from dapo_megatron.types import RankError
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 STORE = "DAPO_MEGATRON_STORE"
 """Environment variable with the path of the store file of ranks on one machine, see `launch`. Only
 their user can open the file, whereas torch's TCPStore serves all keys to anyone who connects."""
+ENGINE = "DAPO_MEGATRON_ENGINE"
+"""Environment variable with the name of this rank's engine, if engines have ranks of their own."""
 T = TypeVar("T")
 
 
@@ -49,6 +52,12 @@ class Ranks:
     """Numbers of these ranks in the run; empty if they are all ranks."""
     by_role: RanksByRole | None = None
     """Ranks of each role; None if every rank has a policy and an engine."""
+    generation: int = 0
+    """Number of times that ranks with engines were lost or joined."""
+    timeout: timedelta = TIMEOUT
+    """Timeout of collectives."""
+    has_engines_apart: bool = False
+    """Whether some of these ranks have only an engine, others only a policy."""
     on_activity: Callable[[str], None] = lambda _: None
     """Called before and after every exchange, so that the watchdog knows where a rank hangs."""
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -59,13 +68,25 @@ class Ranks:
         return self.members or range(self.world_size)
 
     @property
+    def is_late(self) -> bool:
+        """Whether this start of an engine has not joined the others yet."""
+        return self.by_role is not None and not self.by_role.members.current
+
+    @property
+    def engines_apart(self) -> Members:
+        """The ranks that take part in a run whose engines have ranks of their own."""
+        assert self.by_role is not None
+        return self.by_role.members
+
+    @property
     def policy(self) -> Ranks | None:
         """The ranks that have a policy, as a world of their own; None on other ranks."""
         return self if self.by_role is None else self.by_role.policy
 
     @property
     def engine(self) -> Ranks | None:
-        """The ranks that have an engine, as a world of their own; None on other ranks."""
+        """The ranks of this rank's engine, as a world of their own; None on other ranks. If every
+        rank has a policy, the ranks of all engines."""
         return self if self.by_role is None else self.by_role.engine
 
     def second(self) -> Ranks:
@@ -89,7 +110,9 @@ class Ranks:
         own = members.index(self.names[self.rank])
         group = None
         if len(members) > 1:
-            group = make_group(self.store or _default_store(), purpose, members, own)
+            store = self.store or _default_store()
+            with self.noticing_losses():
+                group = make_group(store, f"{purpose} {self.generation}", members, own)
         ranks = replace(
             self,
             rank=own,
@@ -97,6 +120,7 @@ class Ranks:
             group=group,
             members=tuple(members),
             by_role=None,
+            has_engines_apart=self.has_engines_apart and len(members) == self.world_size,
             on_activity=on_activity,
             _numbers=itertools.count(1),
         )
@@ -164,81 +188,146 @@ class Ranks:
     def _reporting_activity(self, kind: str) -> Iterator[None]:
         name = f"{kind} {next(self._numbers)}"
         self.on_activity(name)
-        yield
+        with self.noticing_losses():
+            yield
         self.on_activity(f"{name} done")
+
+    @contextmanager
+    def noticing_losses(self) -> Iterator[None]:
+        """Raise EnginesChanged if a collective in this block fails and some of these ranks may be
+        lost, because they have only an engine."""
+        try:
+            yield
+        except RuntimeError as error:  # of gloo or NCCL
+            if self.has_engines_apart:
+                text = f"a rank with an engine is gone or hangs: {_first_line(error)}"
+                raise EnginesChanged(text) from error
+            raise
 
 
 @dataclass(frozen=True, slots=True)
 class RanksByRole:
-    """Ranks of the policy and ranks of the engines, each a world of its own. One of them is None:
-    that of the role that this rank does not have."""
+    """Ranks of the policy, and ranks of this rank's engine, each a world of its own. One of them is
+    None: that of the role that this rank does not have."""
 
     policy: Ranks | None
     engine: Ranks | None
+    members: Members
+    """The ranks that take part, which may change."""
 
 
 def join(
-    backend: str, on_activity: Callable[[str], None] = lambda _: None, *, num_policy: int = 0
+    backend: str,
+    on_activity: Callable[[str], None] = lambda _: None,
+    *,
+    num_policy: int = 0,
+    replica_size: int = 1,
+    timeout: timedelta = TIMEOUT,
 ) -> Ranks:
     """Join the ranks that the launcher's environment variables describe. Collective.
 
-    The first `num_policy` ranks have only a policy, the others only an engine. 0: every rank has
-    both. Raises ConfigError, before contacting any other rank, if this rank has no secret
-    (secret.py). Raises RankError if another rank does not know the secret.
+    num_policy    the first ranks have only a policy, the others only an engine; 0: all have both
+    replica_size  ranks of an engine with ranks of its own
+    timeout       of collectives of the policy's ranks with those of engines
+
+    Raises ConfigError, before contacting any other rank, if this rank has no secret (secret.py).
+    Raises RankError if another rank does not know the secret.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = open_store(rank, world_size, TIMEOUT)
     if num_policy:
-        return _join_role(backend, store, rank, world_size, num_policy, on_activity)
+        members = Members(
+            store,
+            rank,
+            num_policy,
+            world_size,
+            replica_size,
+            start=num_starts(store, rank, 1),
+            on_activity=on_activity,
+        )
+        return _join_role(backend, members, timeout)
     return form_world(backend, store, rank, world_size, timeout=TIMEOUT, on_activity=on_activity)
 
 
-def _join_role(
-    backend: str,
-    store: Store,
-    rank: int,
-    world_size: int,
-    num_policy: int,
-    on_activity: Callable[[str], None],
-) -> Ranks:
-    """Create the default process group of this rank's role, and the groups of all ranks.
+def _join_role(backend: str, members: Members, timeout: timedelta) -> Ranks:
+    """Create the default process group of this rank's role, and the groups of all ranks, unless
+    this start of an engine comes late: then `next_generation` does.
 
-    Megatron and vLLM make their groups over the default process group, so each gets a world without
-    the other. Ranks of the policy come first: rank 0 has the coordinator and writes the run's
-    files, and a run may lose an engine but not its policy.
+    Megatron and vLLM make their groups over the default process group, so the policy and each
+    engine get a world of their own. Ranks of the policy come first: rank 0 has the coordinator and
+    writes the run's files, and a run may lose an engine but not its policy.
     """
     from torch._C._distributed_c10d import PrefixStore
 
+    rank, num_policy, store = members.rank, members.num_policy, members.store
     has_policy = rank < num_policy
-    role = "policy" if has_policy else "engine"
-    members = range(num_policy) if has_policy else range(num_policy, world_size)
-    everyone = range(world_size)
-    group = make_group(store, "run", everyone, rank)
+    if has_policy:
+        role, peers = "policy", range(num_policy)
+    else:
+        first = rank - (rank - num_policy) % members.replica_size
+        role, peers = f"engine {first} {members.start}", range(first, first + members.replica_size)
+        os.environ[ENGINE] = f"{first}.{members.start}"
+    if members.start == 1:
+        members.current = tuple(range(members.num_ranks))
     role_ranks = form_world(
         backend,
         PrefixStore(role, store),
-        members.index(rank),
-        len(members),
+        peers.index(rank),
+        len(peers),
         timeout=TIMEOUT,
         # With another first word, as in `Ranks.subgroup`.
-        on_activity=lambda what: on_activity(f"{role} {what}"),
+        on_activity=lambda what: members.on_activity(f"{role} {what}"),
     )
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    role_ranks = replace(role_ranks, local_rank=local_rank, store=store, members=tuple(members))
+    role_ranks = replace(role_ranks, local_rank=local_rank, store=store, members=tuple(peers))
     ranks = Ranks(
         rank=rank,
-        world_size=world_size,
+        world_size=members.num_ranks,
         local_rank=local_rank,
-        group=group,
-        device_group=group
-        if backend == "gloo"
-        else make_device_group(store, "bridge", everyone, rank, local_rank),
         store=store,
-        by_role=RanksByRole(*((role_ranks, None) if has_policy else (None, role_ranks))),
-        on_activity=on_activity,
+        timeout=timeout,
+        by_role=RanksByRole(
+            role_ranks if has_policy else None, None if has_policy else role_ranks, members
+        ),
+        on_activity=members.on_activity,
     )
-    ranks.check_members()
-    return ranks
+    return next_generation(ranks, backend) if members.current else ranks
+
+
+def next_generation(ranks: Ranks, backend: str) -> Ranks:
+    """Return the ranks that now take part, with new process groups. Collective over them, after
+    `Members.meet` or `Members.knock`. Raises EnginesChanged if one is lost meanwhile."""
+    assert ranks.by_role is not None
+    members = ranks.by_role.members
+    current, number = members.current, members.generation
+    own = current.index(members.rank)
+    store = ranks.store or _default_store()
+    try:
+        group = make_group(store, f"run {number}", current, own, ranks.timeout)
+        device_group = (
+            group
+            if backend == "gloo"
+            else make_device_group(store, f"bridge {number}", current, own, ranks.local_rank)
+        )
+    except RuntimeError as error:  # of gloo, NCCL or the store
+        raise EnginesChanged(f"a rank was lost while it joined: {_first_line(error)}") from error
+    formed = replace(
+        ranks,
+        rank=own,
+        world_size=len(current),
+        group=group,
+        device_group=device_group,
+        members=current,
+        generation=number,
+        has_engines_apart=True,
+        _numbers=itertools.count(1),
+    )
+    formed.check_members()
+    return formed
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
 def form_world(

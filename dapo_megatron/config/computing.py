@@ -119,6 +119,9 @@ class EngineConfig(Section):
     async_scheduling: bool | None = None
     """Schedule the next engine step while the GPU computes the current one. null: vLLM's default
     (on a GPU true). Set false to find the cause of wrong tokens."""
+    min_replicas: Count = 1
+    """Used with `roles`: number of engines with which the run goes on after others are lost. With
+    fewer it waits up to watchdog.start for them to return, and then ends."""
     model_runner: Literal["auto", "v1", "v2"] = "auto"
     """vLLM's model runner. auto: vLLM's default (on a GPU v2). Set v1 to find the cause of wrong
     tokens or log-probs."""

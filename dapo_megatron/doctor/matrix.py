@@ -10,7 +10,7 @@ from dapo_megatron.config import Config, PolicyConfig
 from dapo_megatron.model import Architecture
 from dapo_megatron.plan.layout import data_parallel, policy_problems
 from dapo_megatron.protocols import MicrobatchPlanner
-from dapo_megatron.run import build
+from dapo_megatron.run.models import planner
 
 MAX_TOKENS = 400
 """Largest planned micro-batch. The mini-batch has 837 tokens, its longest sequence 300."""
@@ -124,7 +124,7 @@ class LayoutCase:
     def planner(self, config: Config) -> MicrobatchPlanner:
         """Return the planner that splits the mini-batch; `config` is from `self.config`."""
         if self.split == "planned":
-            return build.planner(config.policy, config.train)
+            return planner(config.policy, config.train)
         return {"single": single_plan, "skewed": skewed_plan}[self.split]
 
 

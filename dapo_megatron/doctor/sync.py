@@ -99,18 +99,21 @@ def _prove(config: Config, local_rank: int) -> SyncProof:
     import torch.distributed as dist
 
     from dapo_megatron.policy.device import backend, claim
-    from dapo_megatron.run import build
+    from dapo_megatron.run.models import build_models, build_sync
 
     claim(local_rank)
-    ranks = join(backend(), num_policy=config.roles.policy)
+    ranks = join(
+        backend(), num_policy=config.roles.policy, replica_size=config.engine_tensor_parallel
+    )
     verified = config.sync.model_copy(update={"fingerprint_every": 1})
     verified_config = config.model_copy(update={"sync": verified})
-    policy, engine, weight_sync = build.build_models(verified_config, ranks)
+    models = build_models(verified_config, ranks)
+    weight_sync = build_sync(verified_config, ranks, models)
     reports = []
     for version, factor in enumerate(FACTORS):
         # As in a run, the engine sleeps while the policy's weights change.
         weight_sync.switch_to_policy()
-        policy.rewrite(partial(_multiply, factor))
+        models.policy.rewrite(partial(_multiply, factor))
         reports.append(weight_sync(version))
     plan = weight_sync.plan
     proof = SyncProof(
@@ -122,7 +125,7 @@ def _prove(config: Config, local_rank: int) -> SyncProof:
         num_rounds=plan.num_rounds,
         reports=reports,
     )
-    engine.close()
+    models.engine.close()
     dist.destroy_process_group()
     return proof
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.cluster.imports import disable_compiler
+from dapo_megatron.cluster.ranks import ENGINE
 from dapo_megatron.cluster.scratch import clear_abandoned, locked
 from dapo_megatron.engine.generators import random_state
 from dapo_megatron.types import ConfigError
@@ -383,8 +384,11 @@ def _patch_expert_parallel() -> None:
 
 def _shared_memory_name() -> str:
     """Return the name of this run's shared memory, and of its lock (cluster/scratch.py). It is the
-    same on all ranks, because they have the same MASTER_PORT."""
-    return f"dapo-{os.geteuid()}-{os.environ['MASTER_PORT']}"
+    same on all ranks of an engine, because they have the same MASTER_PORT, and with ranks of their
+    own the same name of the engine."""
+    return "-".join(
+        ["dapo", str(os.geteuid()), os.environ["MASTER_PORT"], *os.environ.get(ENGINE, "").split()]
+    )
 
 
 def forget_expert_kernels(model: nn.Module) -> None:

@@ -38,6 +38,7 @@ from dapo_megatron.types import (
     ConfigError,
     DapoError,
     Finish,
+    RankError,
     SampleRequest,
     SyncError,
 )
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
 _TRANSFER = "dapo_megatron"  # name of our back end of vLLM's weight transfer
 _SYNC_FAILED = "a weight sync failed midway, so it holds a mixture of old and new weights"
+_SYNC_INTERRUPTED = "a rank was lost in a weight sync. Call receive() again"
 _NO_WEIGHTS = "it has no weights. Call receive() first"
 _WEIGHTS_DROPPED = "sleep() dropped its weights. Call receive() first"
 _CLOSED = "it is closed"
@@ -187,7 +189,11 @@ class VllmEngine:
             raise SyncError("weights offered to an engine asleep. Call wake_weights() first")
         receiver = self._require_receiver()
         self._unusable = _SYNC_FAILED
-        receiver.receive(weights)
+        try:
+            receiver.receive(weights)
+        except RankError:  # the next sync brings all weights again
+            self._unusable = _SYNC_INTERRUPTED
+            raise
         self._unusable = ""
         self.version = version
 

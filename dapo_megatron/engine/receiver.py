@@ -42,7 +42,7 @@ from dapo_megatron.engine.loading import SliceLoader
 from dapo_megatron.engine.loads import LoadedSlice, trace
 from dapo_megatron.engine.slices import Offer, check_used
 from dapo_megatron.protocols import ReceivedTensor
-from dapo_megatron.types import SyncError, TensorSlice
+from dapo_megatron.types import DapoError, SyncError, TensorSlice
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -88,7 +88,7 @@ class StreamTransferEngine(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo
         """
         try:
             update_info.load(self.model)
-        except SyncError:
+        except DapoError:
             self.finish_weight_update()
             raise
 

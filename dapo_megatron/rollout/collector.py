@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
+from dapo_megatron.cluster.members import EnginesChanged, agreed
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import reward
-from dapo_megatron.protocols import DataParallel, Recorder
+from dapo_megatron.protocols import DataParallel, Exchange, Recorder
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.rollout.completion_files import read_completions
 from dapo_megatron.rollout.completion_rows import CompletionRow
@@ -25,6 +26,7 @@ from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.exchange import TokenExchange
+from dapo_megatron.rollout.holders import Inventory
 from dapo_megatron.rollout.messages import StepPlan
 from dapo_megatron.rollout.open_group import holder
 from dapo_megatron.rollout.parquet import parts_among
@@ -38,6 +40,8 @@ from dapo_megatron.types import CheckpointError, Rollouts, Stopped
 class EngineCollector:
     """Source of rollouts from the engines. Implements protocols.Collector.
 
+    policy    exchange between the ranks with a policy, if engines have ranks of their own; None on
+              other ranks
     replica   replica that this rank leads; None on other ranks
     store     completions that this rank holds; empty except on a leader
     """
@@ -50,25 +54,49 @@ class EngineCollector:
     recorder: Recorder
     replica: int | None
     store: CompletionStore
+    policy: Exchange | None = None
 
     def collect(self, version: int, on_progress: Callable[[int], None]) -> Rollouts:
-        """See protocols.Collector. Raises as Coordinator.collect does, on every rank."""
+        """See protocols.Collector. Raises as Coordinator.collect does, on every rank. After
+        EnginesChanged, what was collected can be collected again."""
         if self.config.rollout.deterministic:
             self.store.save_point()
         try:
             plan = self.engines.run(partial(self._plan, version, on_progress), StepPlan)
+            self.store.forget_save_point()
+            started = time.perf_counter()
+            owners = self.data_parallel.owners(plan.sequences)
+            exchange = partial(self.exchange_tokens, plan.sequences, owners, plan.moves)
+            tokens = agreed(self.policy, exchange)
         except Stopped:
             if self.config.rollout.deterministic:
                 self.store.roll_back()
             raise
-        self.store.forget_save_point()
-        started = time.perf_counter()
-        owners = self.data_parallel.owners(plan.sequences)
-        tokens = self.exchange_tokens(plan.sequences, owners, plan.moves)
+        except EnginesChanged:
+            if self.coordinator is not None:
+                self.coordinator.revert()
+            raise
+        if self.coordinator is not None:
+            self.coordinator.confirm()
         seconds = time.perf_counter() - started
         if self.replica is not None:
             self.recorder.completions(version + 1, self.replica, self._close(plan))
         return Rollouts(plan.sequences, tokens, plan.metrics | {"time/exchange": seconds})
+
+    def adopt(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`, on rank 0 that of an earlier coordinator of this run, with what
+        the replicas hold now. Groups of which a part is missing are sampled anew. Collective."""
+        exchange = self.engines.exchange
+        own = (-1 if self.replica is None else self.replica, self.store.inventory())
+        inventories = dict(exchange.all_gather(own, tuple[int, Inventory]))
+        held: Held = []
+        if self.coordinator is not None:
+            self.coordinator.restore(state)
+            replicas = range(len(self.exchange_tokens.leaders))
+            self.coordinator.find_completions([inventories[replica] for replica in replicas])
+            held = self.coordinator.held()
+        held = exchange.broadcast(held, Held)
+        self.store.keep({(ticket, sample) for ticket, sample, r, _ in held if r == self.replica})
 
     def state(self) -> dict[str, Any]:
         """See protocols.Collector. Empty except on rank 0."""

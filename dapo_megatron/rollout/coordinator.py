@@ -15,32 +15,33 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dapo_megatron.algo.sampling import verdict
 from dapo_megatron.config import OverlongConfig, RolloutConfig
-from dapo_megatron.data.batch import valid_completions
 from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.dispatch import Dispatcher, Events
 from dapo_megatron.rollout.driver import Driver
 from dapo_megatron.rollout.forecast import KeepRate
 from dapo_megatron.rollout.grader_health import GraderHealth
+from dapo_megatron.rollout.holders import (
+    Inventory,
+    find_completions,
+    groups_with,
+    rebalance,
+)
+from dapo_megatron.rollout.judge import check_lengths, judge
 from dapo_megatron.rollout.ledger import Ledger, TicketState
 from dapo_megatron.rollout.messages import Move, Sampling
 from dapo_megatron.rollout.open_group import OpenGroup
 from dapo_megatron.rollout.step_events import StepEvents
 from dapo_megatron.types import (
-    CheckpointError,
     Collected,
-    CompletionSummary,
     Finish,
-    Group,
     Outcome,
     StarvedError,
     Stopped,
-    Verdict,
 )
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,10 @@ class Coordinator:
         stream: PromptStream,
         driver: Driver,
         seed: int,
+        *,
+        is_elastic: bool = False,
     ) -> None:
+        """`is_elastic`: a replica may be lost without ending the run."""
         self.ledger = Ledger()
         self.groups: dict[int, OpenGroup] = {}
         """Groups of all open tickets, in ticket order."""
@@ -86,8 +90,10 @@ class Coordinator:
         self._ended: list[tuple[OpenGroup, Outcome]] = []  # not returned by `collect` yet
         self._outcomes: dict[str, Counter[str]] = {}  # counts by data set, over the whole run
         self._graders = GraderHealth(config.prompts_per_step)
-        self._ahead = StepEvents()  # events of `sample_ahead`, which count in the next step
+        self._step = StepEvents()  # since the last step, also those of `sample_ahead`
         self._regrade: list[tuple[int, int]] = []  # ungraded, from the checkpoint
+        self._is_elastic = is_elastic
+        self._before: dict[str, Any] | None = None  # state before the end of the last step
         self._bound = config.max_prompts_per_step or BOUND * config.prompts_per_step
         self._max_overtake = 0 if config.on_policy else config.max_overtake
 
@@ -99,7 +105,7 @@ class Coordinator:
         or with none (`train_partial`), or if no completion of a data set can be graded. Raises
         Stopped if a rank was asked to stop. After either error `state` can be saved.
         """
-        step, self._ahead = replace(self._ahead, version=version), StepEvents()
+        step = self._step = replace(self._step, version=version)
         start = self.state() if self._config.deterministic else None
         grade_seconds = self._driver.grade_seconds
         self._expire(step)
@@ -112,19 +118,23 @@ class Coordinator:
             # Some may have expired before the first turn (on_policy).
             events = self._dispatcher.advance([key for key in regrade if key[0] in self.groups])
             self._handle(events, step)
+            if self._dispatcher.is_broken:
+                self._go_on_without_lost(step)
             if events.stop:
                 raise self._stopped(events.stop, step, start)
             if failure := self._graders.failure(self._driver.last_errors):
                 raise self._starved(failure, step)
             on_progress(min(self._num_ready(), self._config.prompts_per_step))
         self._interrupt(step)
+        if self._is_elastic:
+            self._before = self.state()
         return self._close(step, chosen, self._driver.grade_seconds - grade_seconds)
 
     def sample_ahead(self, version: int, is_over: Callable[[], bool]) -> None:
         """Sample with weights `version` until `is_over`, while the policy trains on what `collect`
         returned. What is then ready for the next step counts as in flight, so groups do not become
         older than without training."""
-        step = self._ahead
+        step = self._step
         self._dispatcher.start(version)
         for group in self.groups.values():
             self._submit(group)
@@ -133,6 +143,8 @@ class Coordinator:
             self._top_up(step, 0)
             events = self._dispatcher.advance()
             self._handle(events, step)
+            if self._dispatcher.is_broken:
+                self._go_on_without_lost(step)
             stop = events.stop  # the loop asks all ranks after the training
         self._interrupt(step)
 
@@ -148,7 +160,7 @@ class Coordinator:
             "keep_rate": [self.keep_rate.kept, self.keep_rate.decided],
             "ended": [[group.to_json(), outcome.value] for group, outcome in self._ended],
             "fates": {source: dict(counts) for source, counts in self._outcomes.items()},
-            "ahead": self._ahead.to_json(),
+            "ahead": self._step.to_json(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -160,7 +172,7 @@ class Coordinator:
         self.groups.clear()
         self.groups.update((group.ticket, group) for group in groups)
         self.ledger.audit(self._open_groups())
-        self._check_lengths()
+        check_lengths(groups, self._config.max_response_tokens)
         # Grade these again, because the graders' queues are not in the checkpoint.
         self._regrade = [(g.ticket, c.sample) for g in groups for c in g.to_grade()]
         self.keep_rate.kept, self.keep_rate.decided = state["keep_rate"]
@@ -170,7 +182,7 @@ class Coordinator:
         ]
         self._outcomes = {source: Counter(counts) for source, counts in state["fates"].items()}
         known = (*self.groups.values(), *(group for group, _ in self._ended))
-        self._ahead = StepEvents.from_json(state.get("ahead"), known)
+        self._step = StepEvents.from_json(state.get("ahead"), known)
 
     def held(self) -> list[tuple[int, int, int, int]]:
         """Return (ticket, sample, replica, number of tokens) of every completion that a replica
@@ -183,31 +195,24 @@ class Coordinator:
         ]
 
     def rebalance(self) -> list[Move]:
-        """Decide which unfinished completions continue on another replica, and return them.
+        """Return the unfinished completions that continue on another replica."""
+        return rebalance(self.groups, self._driver.num_replicas, self._driver.max_sequences)
 
-        A completion stays with the replica that holds its tokens, unless that replica holds more
-        than it can run at once, as after a resume with fewer replicas. The newest ones then go to
-        the replica that holds the fewest.
-        """
-        held: list[list[tuple[OpenGroup, CompletionSummary]]] = [
-            [] for _ in range(self._driver.num_replicas)
-        ]
-        for group in self.groups.values():
-            for completion in group.completions.values():
-                if completion.finish is Finish.UNFINISHED:
-                    held[completion.replica].append((group, completion))
-        moves = []
-        for items in held:
-            while len(items) > self._driver.max_sequences:
-                target = min(range(len(held)), key=lambda replica: len(held[replica]))
-                if len(held[target]) + 1 >= len(items):
-                    break
-                group, completion = items.pop()
-                moved = replace(completion, replica=target)
-                group.completions[completion.sample] = moved
-                held[target].insert(0, (group, moved))
-                moves.append(Move(group.ticket, group.prompt, completion, target))
-        return moves
+    def revert(self) -> None:
+        """Take back the end of the step that `collect` returned last, because its tokens did not
+        arrive. Does nothing without one."""
+        if self._before is not None:
+            self.restore(self._before)
+
+    def confirm(self) -> None:
+        """Note that the tokens of the step that `collect` returned last have arrived."""
+        self._before = None
+
+    def find_completions(self, inventories: Sequence[Inventory]) -> None:
+        """Continue with the completions that replicas hold now. Groups of which one is missing are
+        sampled anew."""
+        find_completions({group.ticket: group for group, _ in self._ended}, inventories)
+        self._sample_anew(find_completions(self.groups, inventories))
 
     # ------------------------------------------------------------------ issuing
 
@@ -268,7 +273,9 @@ class Coordinator:
     def _decide(self, group: OpenGroup, step: StepEvents) -> None:
         """Decide whether a group is trained on, after its last grade."""
         finished = group.group()
-        outcome = Outcome.ABSTAINED if group.ungradable else self._judge(finished)
+        outcome = (
+            Outcome.ABSTAINED if group.ungradable else judge(finished, self._config, self._overlong)
+        )
         if outcome is Outcome.ABSTAINED:
             self._graders.abstained(group.prompt.source)
         step.decided.append(finished)
@@ -278,22 +285,6 @@ class Coordinator:
             self.ledger.move(group.ticket, TicketState.READY)
         else:
             self._end(group, outcome)
-
-    def _judge(self, group: Group) -> Outcome | None:
-        """Return the outcome of a graded group, or None if it can be trained on.
-
-        Uses raw correctness, never the shaped reward (eq. 11; NVIDIA-NeMo/RL#2431).
-        """
-        completions = valid_completions(group, self._overlong)
-        if len(completions) < 2:  # the mean of one reward is no baseline
-            return Outcome.OVERLONG
-        if self._config.dynamic_sampling:
-            group_verdict = verdict([c.grade is not None and c.grade.correct for c in completions])
-            if group_verdict is not Verdict.MIXED:
-                return Outcome(group_verdict.value)
-        if self._overlong.filter and all(c.finish is Finish.LENGTH for c in completions):
-            return Outcome.OVERLONG  # none of its tokens would enter the loss
-        return None
 
     # ------------------------------------------------------------------ ending a step
 
@@ -337,6 +328,7 @@ class Coordinator:
                 group.overtaken += 1
         forecast = self.keep_rate.mean
         self.keep_rate.forget()
+        self._step = StepEvents()
         ended, self._ended = self._ended, []
         return Collected(
             train=train,
@@ -357,9 +349,27 @@ class Coordinator:
             grade_seconds=grade_seconds,
         )
 
-    def _interrupt(self, step: StepEvents) -> None:
+    def _go_on_without_lost(self, step: StepEvents) -> None:
+        """Go on after a replica was lost, with what it had on the others."""
+        orphans = self._interrupt(step)
+        lost_groups = groups_with(self.groups, self._driver.lost, orphans)
+        self._dispatcher.restart(self._sample_anew(lost_groups))
+        for group in self.groups.values():
+            self._submit(group)
+
+    def _sample_anew(self, groups: Sequence[OpenGroup]) -> list[int]:
+        """Forget the completions of groups, and return their tickets."""
+        for group in groups:
+            group.reset()
+            self.ledger.reissue(group.ticket)
+        tickets = {group.ticket for group in groups}
+        self._regrade = [key for key in self._regrade if key[0] not in tickets]
+        self._step.decided = [group for group in self._step.decided if group.ticket not in tickets]
+        return sorted(tickets)
+
+    def _interrupt(self, step: StepEvents) -> frozenset[int]:
         """Stop the engines, handle their last events, and store unfinished completions in their
-        groups."""
+        groups. Return the tickets with requests that lost replicas had."""
         events = self._dispatcher.interrupt()
         self._handle(events, step)
         for ticket, completion in events.unfinished:
@@ -367,6 +377,7 @@ class Coordinator:
         for ticket, state in self.ledger.open.items():
             if state is TicketState.RUNNING:
                 self.ledger.move(ticket, TicketState.ISSUED)
+        return events.orphans
 
     def _expire(self, step: StepEvents) -> None:
         """Expire ready groups that are older than `max_age` versions, but no unfinished group.
@@ -395,19 +406,6 @@ class Coordinator:
         return self.ledger.num_ready
 
     # ------------------------------------------------------------------ errors
-
-    def _check_lengths(self) -> None:
-        """Raise CheckpointError if a carried completion has already reached the length limit."""
-        limit = self._config.max_response_tokens
-        for group in self.groups.values():
-            for completion in group.completions.values():
-                if completion.finish is Finish.UNFINISHED and completion.num_tokens >= limit:
-                    raise CheckpointError(
-                        f"rollout.max_response_tokens: {limit}, but ticket {group.ticket}, sample "
-                        f"{completion.sample} of the checkpoint is unfinished with "
-                        f"{completion.num_tokens} tokens; resume with the limit of the run that "
-                        "saved the checkpoint"
-                    )
 
     def _starved(self, message: str, step: StepEvents) -> StarvedError:
         """Stop the engines, so that `state` is complete, and return the error to raise."""

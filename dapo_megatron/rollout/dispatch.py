@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dapo_megatron.rollout.driver import Driver
 from dapo_megatron.rollout.messages import Graded, GroupRequest, Report, Sampled, Sampling
@@ -26,6 +26,8 @@ class Events:
     graded: list[Graded]
     unfinished: list[Sampled]
     """Unfinished completions, after an interrupt."""
+    orphans: frozenset[int] = frozenset()
+    """Tickets with requests that lost replicas had, after an interrupt."""
     stop: str = ""
     """Name of the stop signal, or empty. If there is one, `graded` is empty: the signal may also
     have killed graders, so these completions are graded again after a resume."""
@@ -59,6 +61,7 @@ class Dispatcher:
         self._groups = groups
         self._is_closed = is_closed
         self._version: int | None = None
+        self._num_lost = 0
         self._queue: list[tuple[int, int]] = []
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._running = [0] * driver.num_replicas
@@ -68,13 +71,25 @@ class Dispatcher:
     @property
     def room(self) -> int:
         """Free engine capacity, in requests, minus the queue length; may be negative."""
-        capacity = self._driver.max_sequences * self._driver.num_replicas
+        present = self._driver.num_replicas - len(self._driver.lost)
+        capacity = self._driver.max_sequences * present
         return capacity - len(self._in_flight) - len(self._queue)
 
-    def start(self, version: int | None = None) -> None:
-        """Start a phase. New tokens must be of the weights `version`; None: of any."""
+    def start(self, version: int | None = None, dropped: Sequence[int] = ()) -> None:
+        """Start a phase. New tokens must be of the weights `version`; None: of any. Replicas drop
+        their completions of the tickets `dropped`."""
         self._version = version
-        self._driver.start(self._sampling)
+        self._driver.start(self._sampling, dropped)
+        self._num_lost = len(self._driver.lost)
+
+    def restart(self, dropped: Sequence[int]) -> None:
+        """Start the interrupted phase again."""
+        self.start(self._version, dropped)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a replica was lost since the start of the phase."""
+        return len(self._driver.lost) > self._num_lost
 
     def submit(self, group: OpenGroup) -> bool:
         """Queue requests for the unfinished completions of a group; lower tickets go first. Return
@@ -104,6 +119,9 @@ class Dispatcher:
         self._queue.clear()
         self._claims = [0] * self._driver.num_replicas
         events = self._take(self._driver.interrupt(), is_interrupted=True)
+        lost = self._driver.lost
+        orphans = [key[0] for key, request in self._in_flight.items() if request.replica in lost]
+        events = replace(events, orphans=frozenset(orphans))
         self._in_flight.clear()
         self._running = [0] * self._driver.num_replicas
         return events
@@ -123,6 +141,8 @@ class Dispatcher:
         last_ticket, preferred = -1, 0
         limit = self._driver.max_sequences
         load = [sum(pair) for pair in zip(self._running, self._claims, strict=True)]
+        for replica in self._driver.lost:
+            load[replica] = limit
         free = [replica for replica, number in enumerate(load) if number < limit]
         capacity = limit * len(self._running)
         while self._queue and len(self._in_flight) < capacity:

@@ -7,16 +7,20 @@ decisions depend on engine steps and never on the clock.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from dapo_megatron.cluster.collectives import decode, encode
+from dapo_megatron.cluster.members import EnginesChanged
 from dapo_megatron.cluster.messages import Hub
 from dapo_megatron.cluster.numbered import MAX_MESSAGE_BYTES
 from dapo_megatron.rollout.messages import GroupRequest, Order, OrderKind, Report, Sampling
 from dapo_megatron.types import DataError, RankError
+
+logger = logging.getLogger(__name__)
 
 COALESCE_SECONDS = 0.01
 """Minimum time between two answers of `advance`, so that many small reports cost little."""
@@ -27,6 +31,9 @@ QUEUED_SHARE = 8
 a report and its answer are on their way. In lock step there are none."""
 MAX_ORDER_BYTES = MAX_MESSAGE_BYTES // 2
 """Maximum size of an order. Larger ones are divided."""
+DISCONNECTED_SECONDS = 3.0
+"""A replica of an elastic run counts as lost if its connection has ended for so long. One that is
+alive connects again within a second."""
 ALIVE_SECONDS = 5.0
 """Interval at which rank 0 and leaders show each other that they are alive, if they have no news.
 """
@@ -44,6 +51,8 @@ class Driver(Protocol):
     num_replicas: int
     max_sequences: int
     """Maximum number of requests that one replica runs at once."""
+    lost: set[int]
+    """Replicas that are gone or hang. Nothing more is sent to them."""
 
     @property
     def grade_seconds(self) -> float:
@@ -60,8 +69,9 @@ class Driver(Protocol):
         """Return a replica's name for errors, such as "replica 3 (rank 12, host n4)"."""
         ...
 
-    def start(self, sampling: Sampling) -> None:
-        """Start a phase in which all requests have these sampling parameters."""
+    def start(self, sampling: Sampling, dropped: Sequence[int] = ()) -> None:
+        """Start a phase in which all requests have these sampling parameters. Completions so far of
+        the tickets `dropped` are dropped."""
         ...
 
     def advance(
@@ -78,12 +88,17 @@ class Driver(Protocol):
         """Stop all engines. Return the last reports, with all unfinished completions."""
         ...
 
+    def raise_lost(self) -> None:
+        """Raise EnginesChanged naming the lost replicas, if there are any."""
+        ...
+
 
 class EngineDriver:
     """Driver over the sockets of a run. Only the coordinator's thread uses it.
 
     silence_seconds   a replica without any sign of life for so long counts as lost; at least three
                       times ALIVE_SECONDS, because an idle replica shows none more often
+    is_elastic        the run goes on without a lost replica; otherwise it is an error
     """
 
     def __init__(
@@ -94,6 +109,7 @@ class EngineDriver:
         *,
         deterministic: bool,
         silence_seconds: float,
+        is_elastic: bool = False,
     ) -> None:
         self.num_replicas = num_replicas
         self.max_sequences = max_sequences
@@ -101,11 +117,12 @@ class EngineDriver:
         if not deterministic:
             self.max_sequences += max_sequences // QUEUED_SHARE
         self.last_errors: dict[str, str] = {}
+        self.lost: set[int] = set()
         self.num_messages = 0
         """Number of messages from replicas so far."""
         self.stop_signal = ""
         """Name of the stop signal that a rank without an engine got, or empty."""
-        self._hub = hub
+        self._hub, self._is_elastic = hub, is_elastic
         self._wait_seconds = WAIT_SECONDS
         self._deterministic = deterministic
         self._silence_seconds = max(silence_seconds, 3 * ALIVE_SECONDS)
@@ -123,10 +140,15 @@ class EngineDriver:
         """See `Driver`."""
         return self._hub.name(replica)
 
-    def start(self, sampling: Sampling) -> None:
+    @property
+    def present(self) -> list[int]:
+        """The replicas that are not lost."""
+        return [replica for replica in range(self.num_replicas) if replica not in self.lost]
+
+    def start(self, sampling: Sampling, dropped: Sequence[int] = ()) -> None:
         """See `Driver`."""
         self._reset_clocks()
-        self._send_all(Order(OrderKind.START, sampling=sampling))
+        self._send_all(Order(OrderKind.START, sampling=sampling, dropped=list(dropped)))
 
     def advance(
         self,
@@ -135,7 +157,7 @@ class EngineDriver:
     ) -> list[tuple[int, Report]]:
         """See `Driver`."""
         for replica, (new, again) in enumerate(zip(requests, regrade, strict=True)):
-            if new or again or self._deterministic:
+            if replica not in self.lost and (new or again or self._deterministic):
                 self._send_run(replica, list(new), list(again))
         if self._deterministic:
             reports = self._one_each()
@@ -152,7 +174,7 @@ class EngineDriver:
         self._send_all(Order(OrderKind.INTERRUPT))
         reports: list[tuple[int, Report]] = []
         interrupted: set[int] = set()
-        while len(interrupted) < self.num_replicas:
+        while not interrupted.issuperset(self.present):
             for replica, report in self._receive():
                 if replica in interrupted:
                     raise RankError(f"{self.name(replica)}: reports although it was interrupted")
@@ -177,10 +199,21 @@ class EngineDriver:
             self._receive()
 
     def end(self, *, only_here: bool = False) -> None:
-        """End the phase on all replicas, or only on that of rank 0, if it has one."""
-        here = () if self._hub.local is None else (self._hub.local,)
-        for replica in here if only_here else range(self.num_replicas):
-            self._send(replica, encode(Order(OrderKind.END)))
+        """End the phase on all replicas, or only on that of rank 0, if it has one. Raises
+        EnginesChanged if a replica was lost in an elastic run."""
+        if only_here:
+            if self._hub.local is not None:
+                self._send(self._hub.local, encode(Order(OrderKind.END)))
+            return
+        self._check_connections()
+        self._send_all(Order(OrderKind.END, is_broken=bool(self.lost)))
+        self.raise_lost()
+
+    def raise_lost(self) -> None:
+        """See `Driver`."""
+        if self.lost:
+            names = ", ".join(self.name(replica) for replica in sorted(self.lost))
+            raise EnginesChanged(f"{names}: lost; the run goes on without")
 
     def _reset_clocks(self) -> None:
         self._heard = [time.monotonic()] * self.num_replicas
@@ -189,7 +222,7 @@ class EngineDriver:
     def _one_each(self) -> list[tuple[int, Report]]:
         """Return one report of each replica, in the order of replicas."""
         reports: dict[int, Report] = {}
-        while len(reports) < self.num_replicas:
+        while not reports.keys() >= set(self.present):
             for replica, report in self._receive():
                 if replica in reports:
                     raise RankError(f"{self.name(replica)}: two reports in one turn")
@@ -207,6 +240,8 @@ class EngineDriver:
         self.num_messages += len(messages)
         now = time.monotonic()
         for replica, message in messages:
+            if replica in self.lost:
+                continue
             self._heard[replica] = now
             report: Report = decode(message, Report, self.name(replica))
             self._grade_seconds[replica] = report.grade_seconds
@@ -219,16 +254,34 @@ class EngineDriver:
         return reports
 
     def _check_alive(self, now: float) -> None:
-        """Show replicas that rank 0 is alive. Raises RankError naming one that is silent."""
-        for replica in range(self.num_replicas):
+        """Show replicas that rank 0 is alive. A silent one is lost."""
+        self._check_connections()
+        for replica in self.present:
             silence = now - self._heard[replica]
             if silence > self._silence_seconds:
-                raise RankError(
+                self._lose(
+                    replica,
                     f"{self.name(replica)}: no sign of life for {silence:.0f} s. Its engine hangs "
-                    "or its process is gone; see its log (limit: watchdog.generate)"
+                    "or its process is gone; see its log (limit: watchdog.generate)",
                 )
-            if now - self._told[replica] > ALIVE_SECONDS:
+            elif now - self._told[replica] > ALIVE_SECONDS:
                 self._send(replica, encode(Order(OrderKind.ALIVE)))
+
+    def _check_connections(self) -> None:
+        """Find out which replicas of an elastic run have ended."""
+        for replica in self.present if self._is_elastic else ():
+            if self._hub.silence(replica) > DISCONNECTED_SECONDS:
+                self._lose(replica, f"{self.name(replica)}: its connection has ended")
+
+    def _lose(self, replica: int, why: str) -> None:
+        """Go on without a replica, or raise RankError if the run is not elastic. Raises
+        EnginesChanged if it was the last one."""
+        if not self._is_elastic:
+            raise RankError(why)
+        logger.warning("%s; the run goes on without it", why)
+        self.lost.add(replica)
+        if not self.present:
+            self.raise_lost()
 
     def _send_run(
         self,
@@ -254,10 +307,16 @@ class EngineDriver:
         self._send_run(replica, requests[middle:], regrade, kind)
 
     def _send(self, replica: int, message: bytes) -> None:
-        self._hub.send(replica, message)
+        if self._is_elastic:
+            try:
+                self._hub.send(replica, message, DISCONNECTED_SECONDS)
+            except RankError as error:
+                self._lose(replica, str(error))
+        else:
+            self._hub.send(replica, message)
         self._told[replica] = time.monotonic()
 
     def _send_all(self, order: Order) -> None:
         message = encode(order)
-        for replica in range(self.num_replicas):
+        for replica in self.present:
             self._send(replica, message)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, NoReturn, Protocol, TypeVar, cast
 
 from dapo_megatron.cluster.collectives import on_rank0
+from dapo_megatron.cluster.members import EnginesChanged
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.types import DapoError, RankError
@@ -53,6 +54,7 @@ class Engines:
 
         A DapoError of `task` is raised on every rank. A RankError is raised on rank 0 only, because
         the rank that it names may not answer any more. The launcher then ends the others.
+        EnginesChanged, after a replica was lost, is raised on every rank that is left.
         """
         if self.driver is None:
             self._serve(None)
@@ -73,6 +75,9 @@ class Engines:
         is_over = False
         while not is_over:
             is_over = self.waiting.broadcast(running is not None and running.wait(), bool)
+            is_broken = running is not None and isinstance(running.error, EnginesChanged)
+            if self.waiting.broadcast(is_broken, bool):
+                raise EnginesChanged("a replica was lost; see the log of rank 0")
             signals = self.waiting.all_gather(self.stop(), str)
             if self.driver is not None:
                 self.driver.stop_signal = next(filter(None, signals), "")
@@ -123,7 +128,7 @@ class Running(Generic[T]):
         except BaseException as error:  # noqa: BLE001 - raised again in the main thread
             self.error = error
         try:
-            if not isinstance(self.error, RankError):
+            if not isinstance(self.error, RankError) or isinstance(self.error, EnginesChanged):
                 self._driver.end()
         except BaseException as error:  # noqa: BLE001 - raised again in the main thread
             self.error = error

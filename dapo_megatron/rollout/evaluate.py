@@ -78,7 +78,7 @@ def sample_all(
 
     The grade of a completion that could not be graded is None. `on_progress` is called with the
     number of decided groups. Raises Stopped, after stopping the engines, if a rank was asked to
-    stop.
+    stop, and EnginesChanged if a replica was lost.
     """
     groups = {ticket: OpenGroup(ticket, prompt, num_samples) for ticket, prompt in tickets}
     dispatcher = Dispatcher(driver, sampling, groups)
@@ -88,6 +88,9 @@ def sample_all(
     num_decided = 0
     while num_decided < len(groups):
         events = dispatcher.advance()
+        if dispatcher.is_broken:  # the next generation of ranks evaluates again
+            dispatcher.interrupt()
+            driver.raise_lost()
         if events.stop:
             dispatcher.interrupt()
             raise Stopped(f"stopped by {events.stop}")

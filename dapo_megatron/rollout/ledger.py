@@ -18,6 +18,9 @@ from typing import Any
 
 from dapo_megatron.types import DapoError, Outcome
 
+RESAMPLED = "resampled"
+"""Name of the count of tickets that are sampled anew, because an engine with a part was lost."""
+
 
 class TicketState(StrEnum):
     """State of an open ticket."""
@@ -61,7 +64,8 @@ class Ledger:
     open: dict[int, TicketState] = field(default_factory=dict)
     """State of each open ticket."""
     step: Counter[str] = field(default_factory=Counter)
-    """Number of tickets issued, and with each outcome, since the last `close_step`."""
+    """Number of tickets issued, with each outcome, and sampled anew, since the last `close_step`.
+    """
     num_ready: int = 0
     """Number of open tickets that are ready. Counted, because it is needed after every event."""
 
@@ -79,6 +83,12 @@ class Ledger:
         self.open[ticket] = state
         self.num_ready += state is TicketState.READY
 
+    def reissue(self, ticket: int) -> None:
+        """Return an open ticket in any state to ISSUED, because completions of it were lost."""
+        self.num_ready -= self.open[ticket] is TicketState.READY
+        self.open[ticket] = TicketState.ISSUED
+        self.step[RESAMPLED] += 1
+
     def close_ticket(self, ticket: int, outcome: Outcome) -> None:
         """End an open ticket with `outcome`. Raises DapoError if the transition is not allowed."""
         self._check(ticket, outcome)
@@ -87,7 +97,8 @@ class Ledger:
         self.step[outcome.value] += 1
 
     def close_step(self, open_groups: Mapping[int, bool]) -> dict[str, int]:
-        """Return this step's counts: issued, each outcome, carried, and how many carried are ready.
+        """Return this step's counts: issued, each outcome, sampled anew if there are any, carried,
+        and how many carried are ready.
 
         Raises DapoError as `audit` does, or if an engine still works on a ticket.
         """
@@ -99,6 +110,8 @@ class Ledger:
             raise DapoError(f"ledger: ticket {running[0]} is still running at the end of a step")
         counts = {"issued": self.step["issued"]}
         counts |= {outcome.value: self.step[outcome.value] for outcome in Outcome}
+        if self.step[RESAMPLED]:
+            counts[RESAMPLED] = self.step[RESAMPLED]
         counts["carried"] = len(self.open)
         counts["carried_ready"] = sum(state is TicketState.READY for state in self.open.values())
         self.step = Counter()

@@ -118,6 +118,10 @@ class Order:
     requests: list[GroupRequest] = field(default_factory=list)
     regrade: list[tuple[int, int]] = field(default_factory=list)
     """(ticket, sample) of finished completions of a resumed run."""
+    dropped: list[int] = field(default_factory=list)
+    """Tickets whose completions so far are dropped, because others of the same group were lost."""
+    is_broken: bool = False
+    """At the end of a phase: whether a replica was lost, so that the ranks meet anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,7 @@ class Turn:
     num_steps: int
     interrupt: bool
     end: bool
+    is_broken: bool
     asks_stop: bool
     """Gather the stop signals of all ranks of the engine."""
 

@@ -25,6 +25,12 @@ class OpenGroup:
     is_ready: bool = False
     """Whether the group is decided and waits to be trained on."""
 
+    def reset(self) -> None:
+        """Forget all completions, to sample the group anew. How often it was overtaken counts on."""
+        self.completions.clear()
+        self.ungradable.clear()
+        self.is_ready = False
+
     def to_sample(self) -> list[tuple[int, CompletionSummary | None]]:
         """Return (sample, completion so far or None) for every completion to be sampled."""
         so_far = ((sample, self.completions.get(sample)) for sample in range(self.num_samples))

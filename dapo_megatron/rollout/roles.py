@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from dapo_megatron.cluster.collectives import on_rank0
-from dapo_megatron.protocols import ReceivedTensor, StepResult
+from dapo_megatron.cluster.members import EnginesChanged, agreed
+from dapo_megatron.protocols import Evaluations, Exchange, ReceivedTensor, StepResult, Sync
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import EngineDriver
@@ -27,6 +28,8 @@ from dapo_megatron.types import (
     RankError,
     SampleRequest,
     Shard,
+    Stopped,
+    SyncReport,
     TensorSlice,
     TokenBatch,
 )
@@ -40,23 +43,27 @@ class SeparateTraining:
     """Training of a step on the ranks with a policy, while the others serve the coordinator.
 
     coordinator    on rank 0, if the engines sample on meanwhile. None: they wait
+    policy         exchange between the ranks with a policy; None on ranks with an engine
     serving        measures what this rank's engine does meanwhile
     """
 
     engines: Engines
     coordinator: Coordinator | None
+    policy: Exchange | None
     serving: Callable[[], AbstractContextManager[None]]
 
     def __call__(self, version: int, train: Callable[[], StepResult]) -> StepResult:
-        """Return rank 0's result of `train` on all ranks. See protocols.Parts."""
+        """Return rank 0's result of `train` on all ranks. See protocols.Parts. If a replica is lost
+        meanwhile, EnginesChanged is raised when the training is over."""
         result: StepResult = {}, 0
         error: DapoError | None = None
         is_over = threading.Event()
         running = self._lead_engines(version, is_over)
         try:
-            if self.engines.worker is None:
+            if self.policy is not None:
                 result = train()
             else:
+                assert self.engines.worker is not None
                 with self.serving():
                     self.engines.worker.serve()
         except RankError:  # the lost rank would not come to the exchange below
@@ -64,9 +71,17 @@ class SeparateTraining:
         except DapoError as raised:
             error = raised
         is_over.set()
+        is_broken = False
         if running is not None:
-            running.join()
-            error = error or running.failure
+            running.thread.join()
+            is_broken = isinstance(running.error, EnginesChanged)
+            if not is_broken:
+                running.join()
+                error = error or running.failure
+        # A request to stop is found again. Any other error of the policy ends the run.
+        if self.policy is not None and self.policy.broadcast(is_broken, bool):
+            _raise(None if isinstance(error, Stopped) else error)
+            raise EnginesChanged("a replica was lost; see the log of rank 0")
         on_rank0(self.engines.exchange, partial(_raise, error))
         _raise(error)
         return self.engines.exchange.broadcast(result, StepResult)
@@ -88,6 +103,38 @@ class SeparateTraining:
 def _raise(error: DapoError | None) -> None:
     if error is not None:
         raise error
+
+
+@dataclass(frozen=True)
+class AgreedSync:
+    """A sync that all ranks with a policy complete, or none. Implements protocols.Sync."""
+
+    sync: Sync
+    policy: Exchange | None
+
+    def __call__(self, version: int) -> SyncReport:
+        """Sync once."""
+        return agreed(self.policy, partial(self.sync, version))
+
+    def switch_to_policy(self) -> None:
+        """See protocols.Sync."""
+        self.sync.switch_to_policy()
+
+
+@dataclass(frozen=True)
+class AgreedEvaluations:
+    """The same for evaluations. Implements protocols.Evaluations."""
+
+    evaluations: Evaluations
+    policy: Exchange | None
+
+    def due(self, step: int, last: int) -> bool:
+        """See protocols.Evaluations."""
+        return self.evaluations.due(step, last)
+
+    def run(self) -> dict[str, float]:
+        """Evaluate once."""
+        return agreed(self.policy, self.evaluations.run)
 
 
 class NoPolicy:

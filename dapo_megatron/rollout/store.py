@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from dapo_megatron.rollout.completion_rows import CompletionRow
@@ -71,6 +71,18 @@ class CompletionStore:
             for ticket, completions in sorted(self._completions.items())
             for _, completion in sorted(completions.items())
         ]
+
+    def inventory(self) -> list[tuple[int, int, int]]:
+        """Return (ticket, sample, number of tokens) of every completion."""
+        return [
+            (ticket, sample, completion.num_tokens)
+            for ticket, completions in self._completions.items()
+            for sample, completion in completions.items()
+        ]
+
+    def keep(self, wanted: Collection[tuple[int, int]]) -> None:
+        """Drop all completions but those `wanted`, given as (ticket, sample)."""
+        self.fill(row for row in self.rows() if (row.ticket, row.completion.sample) in wanted)
 
     def fill(self, rows: Iterable[CompletionRow]) -> None:
         """Replace all completions."""

@@ -8,11 +8,12 @@ engine submit the same requests between the same steps, and no replica waits for
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import cast
 
 from dapo_megatron.cluster.collectives import decode, encode
+from dapo_megatron.cluster.members import EnginesChanged
 from dapo_megatron.cluster.messages import Member
 from dapo_megatron.protocols import Exchange, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
@@ -72,6 +73,8 @@ class Follower:
             self._on_activity("turn")
             self._take(turn)
             is_over = turn.end
+            if turn.is_broken:
+                raise EnginesChanged("a replica was lost; see the log of rank 0")
 
     def in_flight(self) -> str:
         """Return the unanswered requests as text, for the report of a hang."""
@@ -125,6 +128,7 @@ class Leader:
         self._is_interrupted = False  # since the last answer to an interrupt, until the next phase
         self._sampled: list[Sampled] = []
         self._grades: defaultdict[str, list[Graded]] = defaultdict(list)
+        self._num_drops: Counter[int] = Counter()
         self._grade_seconds = 0.0
         self._stop_signal = ""
         self._reported = self._asked = 0.0
@@ -144,6 +148,8 @@ class Leader:
             self._run(turn.num_steps)
             self._collect(wait=self._deterministic and turn.num_steps > 0)
             self._report(unfinished, is_due=self._deterministic and turn.num_steps > 0)
+            if turn.is_broken:
+                raise EnginesChanged("a replica was lost; see the log of rank 0")
             if turn.end:
                 return
 
@@ -176,6 +182,8 @@ class Leader:
         for order in orders:
             if order.sampling is not None:
                 self._sampling, self._is_interrupted = order.sampling, False
+            for ticket in order.dropped:
+                self._drop(ticket)
         groups = [group for order in orders for group in order.requests]
         requests = [request for group in groups for request in self._sample_requests(group)]
         num_steps = STEPS if OrderKind.RUN in kinds else 0
@@ -189,6 +197,7 @@ class Leader:
             num_steps=num_steps if self._deterministic else 1,
             interrupt=OrderKind.INTERRUPT in kinds,
             end=OrderKind.END in kinds,
+            is_broken=any(order.is_broken for order in orders),
             asks_stop=asks_stop,
         )
         return turn, requests
@@ -250,9 +259,16 @@ class Leader:
         if self._sampling is not None and self._sampling.is_kept:
             self._store.put(request.ticket, request.prompt, completion)
 
+    def _drop(self, ticket: int) -> None:
+        """Drop the completions of a ticket, and their grades, also those that are still to come."""
+        self._store.close(ticket)
+        self._num_drops[ticket] += 1
+        for name, grades in self._grades.items():
+            self._grades[name] = [grade for grade in grades if grade[0] != ticket]
+
     def _grade(self, ticket: int, prompt: Prompt, completion: Completion) -> None:
         assert self._sampling is not None
-        key = self._sampling, ticket, completion.sample
+        key = self._sampling, ticket, completion.sample, self._num_drops[ticket]
         self._grading.submit(key, prompt.source, completion.text, prompt.truth, dict(prompt.extra))
 
     def _collect(self, *, wait: bool) -> None:
@@ -260,7 +276,9 @@ class Leader:
         started = time.perf_counter()
         while self._grading.pending:
             results = self._grading.collect(wait)
-            for (sampling, ticket, sample), grade, outcome in results:
+            for (sampling, ticket, sample, num_drops), grade, outcome in results:
+                if num_drops != self._num_drops[ticket]:
+                    continue
                 if sampling.is_kept:
                     self._store.set_grade(ticket, sample, grade)
                 self._grades[sampling.name].append((ticket, sample, grade, outcome))

@@ -1,9 +1,7 @@
-"""Build the loop's parts from the config. This is the only file that connects the loop to Megatron
-and vLLM."""
+"""Build the loop's parts from the config, around policy and engine (models.py)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,11 +11,11 @@ from typing import Self
 import torch
 
 from dapo_megatron.algo.schedule import warmup_lr
-from dapo_megatron.bridge.bounds import canary_bounds
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.checkpoints import CheckpointSaver
 from dapo_megatron.checkpoints.formats.weights_folder import copy_companions, declare_without_mtp
 from dapo_megatron.cluster.instruments import MemoryMeter, StepInstruments, TimelineRecorder
+from dapo_megatron.cluster.members import EnginesChanged
 from dapo_megatron.cluster.messages import Hub, Member, open_channel
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
@@ -26,19 +24,13 @@ from dapo_megatron.config import (
     Columns,
     Config,
     OptimizerConfig,
-    PolicyConfig,
     Source,
-    TrainConfig,
 )
 from dapo_megatron.data.owners import DataParallelRanks
-from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.prompts import PromptStream, load_source
 from dapo_megatron.model import read_architecture
-from dapo_megatron.plan.compatibility import check
-from dapo_megatron.plan.compatibility.rule import Machine
 from dapo_megatron.plan.estimate import save_estimate
-from dapo_megatron.plan.rows import row_multiple, sequence_multiple
-from dapo_megatron.protocols import LossFn, MicrobatchPlanner, Parts, Policy, RolloutEngine
+from dapo_megatron.protocols import LossFn, Parts, Policy, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.collector import EngineCollector
 from dapo_megatron.rollout.coordinator import Coordinator
@@ -47,12 +39,13 @@ from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.rollout.exchange import RouteSize, TokenExchange
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
-from dapo_megatron.rollout.roles import NoEngine, NoPolicy, SeparateTraining
+from dapo_megatron.rollout.roles import AgreedEvaluations, AgreedSync, SeparateTraining
 from dapo_megatron.rollout.store import CompletionStore
 from dapo_megatron.rollout.worker import Follower, Leader
 from dapo_megatron.run.exports import exports_of
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.run.loss import loss_function, stoppable
+from dapo_megatron.run.models import Models, build_models, build_policy, build_sync, planner
 from dapo_megatron.run.other_weights import keep_reference
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
 from dapo_megatron.types import Prompt, torch_dtype
@@ -88,12 +81,13 @@ class Core:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         """Stop the grading processes and, without an error, close the sockets and the engine. After
         an error the coordinator's thread may still use the sockets, and the other ranks may never
-        come to the engine's collective."""
+        come to the engine's collective. After EnginesChanged, the engine is used again."""
         if self.grading is not None:
             self.grading.close()
-        if error is None:
+        if error is None or issubclass(error, EnginesChanged):
             for end in self.channel:
                 end.close()
+        if error is None:
             self.engine.close()
 
 
@@ -133,88 +127,20 @@ def load_prompts(config: Config) -> Prompts:
     return Prompts(train, evaluation, notes)
 
 
-def planner(policy: PolicyConfig, train: TrainConfig) -> MicrobatchPlanner:
-    """Return the function that splits a batch into micro-batches that this layout can run."""
-    return partial(
-        plan_microbatches,
-        # The limit is per rank, and the ranks of a context-parallel group share each row.
-        max_tokens=train.max_tokens_per_microbatch * policy.context_parallel,
-        packed=train.packing,
-        sequence_multiple=sequence_multiple(policy),
-        row_multiple=row_multiple(policy),
-        num_multiple=policy.pipeline_parallel if policy.virtual_pipeline_parallel else 1,
-    )
-
-
 def learning_rate(optimizer: OptimizerConfig) -> Callable[[int], float]:
     """Return the learning rate as a function of the rollout step, counted from 1."""
     return partial(warmup_lr, lr=optimizer.lr, warmup_rollout_steps=optimizer.warmup_rollout_steps)
 
 
-def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, WeightSync]:
-    """Build engine, policy and their sync. Collective.
-
-    The engine is built before the policy, because it needs its share of the GPU free. It sees the
-    memory of communicators, which are created first. Afterwards it sleeps, and the policy has the
-    accelerator until the first sync.
-    """
-    from dapo_megatron.policy.communicators import connect, connect_bridge
-    from dapo_megatron.policy.device import device
-
-    architecture = read_architecture(config)
-    check(config, architecture, Machine.here())
-    if ranks.policy is not None:
-        connect(config)
-    connect_bridge(ranks.world_size, ranks.device_group)
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-    engine = _build_engine(config, ranks, ranks_per_node)
-    engine.sleep()
-    policy = _build_policy(config, ranks)
-    sync = WeightSync(
-        policy,
-        engine,
-        ranks,
-        config.sync,
-        bounds=canary_bounds(config, has_experts=bool(architecture.num_experts)),
-        vocab=architecture.vocab_size,
-        max_tokens=config.rollout.max_prompt_tokens,
-        ranks_per_node=ranks_per_node,
-        device=device(),
-        group=ranks.device_group,
-    )
-    return policy, engine, sync
-
-
-def _build_engine(config: Config, ranks: Ranks, ranks_per_node: int) -> RolloutEngine:
-    """Build this rank's engine, empty. Collective over the ranks with an engine."""
-    if ranks.engine is None:
-        num_replicas = config.engine_ranks(ranks.world_size) // config.engine_tensor_parallel
-        return NoEngine(num_replicas, config.engine.max_sequences)
-    from dapo_megatron.engine.engine import VllmEngine
-
-    return VllmEngine(
-        config,
-        rank=ranks.engine.rank,
-        world_size=ranks.engine.world_size,
-        local_rank=ranks.local_rank,
-        ranks_per_node=ranks_per_node,
-        is_empty=True,
-    )
-
-
-def _build_policy(config: Config, ranks: Ranks) -> Policy:
-    """Build this rank's policy. Collective over the ranks with a policy."""
-    if ranks.policy is None:
-        return NoPolicy()
-    from dapo_megatron.policy.policy import MegatronPolicy
-
-    return MegatronPolicy(config, ranks.policy, planner(config.policy, config.train))
-
-
-def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
-    """Build models, graders, and the channel to the coordinator. Collective."""
+def build_core(
+    config: Config, ranks: Ranks, stop: Stop | None = None, models: Models | None = None
+) -> Core:
+    """Build graders, the channel to the coordinator, and models, unless they are given. Collective.
+    `models` are given a new sync."""
     loss = loss_function(config.loss)  # first, so that its errors come before models are built
-    policy, engine, sync = build_models(config, ranks)
+    models = models or build_models(config, ranks)
+    policy, engine = models.policy, models.engine
+    sync = build_sync(config, ranks, models)
     replicas = ranks.all_gather(engine.replica, int)
     # Ranks without an engine form a group, too.
     peers = ranks.subgroup(
@@ -236,12 +162,13 @@ def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
             engine.max_sequences,
             deterministic=is_deterministic,
             silence_seconds=max(config.watchdog.generate, config.watchdog.evaluate),
+            is_elastic=config.roles.are_separate,
         )
 
     def signal() -> str:
         return (stop and stop.signal) or ""
 
-    store = CompletionStore()
+    store = models.store
     grading: GradingPool | None = None
     worker: Leader | Follower | None = None
     if member is None and ranks.engine is not None:
@@ -315,7 +242,6 @@ def build_parts(
         worker.on_running = timeline.follow(engine.replica, engine.max_sequences)
         where = f" in replica {engine.replica}" if engine.num_replicas > 1 else ""
         recorder.ask_requests(lambda: f"{timeline.requests} of {engine.max_sequences}{where}")
-    keep_reference(config, ranks, core.policy)
     data_parallel = _data_parallel(config, ranks, core.policy)
     check_policy_stop = partial(check_stop, ranks.policy or ranks)
     coordinator = _coordinator(config, core, prompts)
@@ -336,6 +262,7 @@ def build_parts(
             recorder=recorder,
             replica=engine.replica if engine.is_leader else None,
             store=core.store,
+            policy=ranks.policy if config.roles.are_separate else None,
         ),
         evaluator=build_evaluator(config, prompts, core),
         recorder=recorder,
@@ -346,7 +273,11 @@ def build_parts(
     )
     if config.roles.are_separate:
         ahead = coordinator if config.rollout.samples_ahead else None
-        parts.on_policy_ranks = SeparateTraining(core.engines, ahead, instruments.serving)
+        parts.on_policy_ranks = SeparateTraining(
+            core.engines, ahead, ranks.policy, instruments.serving
+        )
+        parts.sync = AgreedSync(parts.sync, ranks.policy)
+        parts.evaluator = AgreedEvaluations(parts.evaluator, ranks.policy)
     return parts
 
 
@@ -368,6 +299,7 @@ def _coordinator(config: Config, core: Core, prompts: Prompts) -> Coordinator | 
         stream=PromptStream(prompts.train, seed=config.seed, shuffle=config.data.shuffle),
         driver=core.engines.driver,
         seed=config.seed,
+        is_elastic=config.roles.are_separate,
     )
 
 
@@ -385,7 +317,7 @@ def build_replay(
     This needs a policy but no engine and no graders. Collective."""
     check = partial(check_stop, ranks)
     loss = stoppable(loss_function(config.loss), config.policy, check)
-    policy = _build_policy(config, ranks)
+    policy = build_policy(config, ranks)
     keep_reference(config, ranks, policy)
     data_parallel = _data_parallel(config, ranks, policy)
     return Parts(

@@ -10,17 +10,22 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import FENCED, STOPPED, end_attempt
 from dapo_megatron.cluster.collectives import on_rank0
+from dapo_megatron.cluster.heartbeat import has_ended_here
+from dapo_megatron.cluster.members import EnginesChanged
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.safe_output import above_panel, safe_text
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.config import Config
+from dapo_megatron.protocols import Exchange
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.types import ConfigError, DapoError, DataError, Fenced, Stopped
 
@@ -38,6 +43,23 @@ class RunContext:
     resume_from: Path | None
     watchdog: Watchdog
     stop: Stop
+    is_replaceable: bool = False
+    """Whether the run goes on if this rank, which has only an engine, ends."""
+
+    @property
+    def own_rank(self) -> int:
+        """Number of this rank in the job."""
+        return int(os.environ["RANK"])
+
+    def check(self, exchange: Exchange) -> float:
+        """Check for requests to stop (see Stop.check), and with all ranks for engines that want to
+        join. Collective. Raises EnginesChanged on all ranks if there are some."""
+        seconds = self.stop.check(exchange)
+        if exchange is self.ranks and self.ranks.by_role is not None:
+            members = self.ranks.by_role.members
+            if exchange.broadcast(exchange.rank == 0 and members.wants_in(), bool):
+                raise EnginesChanged("an engine joins")
+        return seconds
 
 
 @contextmanager
@@ -66,10 +88,19 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
         signal.signal(signal.SIGTERM, _interrupt)
     try:
         claim(int(os.environ.get("LOCAL_RANK", rank)))
-        ranks = join(backend(), watchdog.record_activity, num_policy=config.roles.policy)
+        ranks = join(
+            backend(),
+            watchdog.record_activity,
+            num_policy=config.roles.policy,
+            replica_size=config.engine_tensor_parallel,
+            timeout=timedelta(seconds=max(config.watchdog.model_dump().values())),
+        )
+        if ranks.by_role is not None:
+            ranks.by_role.members.is_gone = partial(has_ended_here, folder.path)
         source = None
         if with_folder:
-            source = _open_folder(folder, config.resume, ranks)
+            if not ranks.is_late:
+                source = _open_folder(folder, config.resume, ranks)
             terminal = redirect_output(folder.logs / f"rank_{ranks.rank}.log")
             watchdog.terminal_fd = terminal.fileno()
             watchdog.at_hang = lambda: end_attempt(folder.attempts, "hung")

@@ -85,6 +85,11 @@ def open_recorder(
     recorder = on_rank0(ranks, make)
     if recorder is not None:
         return recorder
+    return rank_recorder(config, folder)
+
+
+def rank_recorder(config: Config, folder: RunFolder) -> RankRecorder:
+    """Return the recorder of a rank other than rank 0."""
     return RankRecorder(
         writer=_writer(config, folder, partial(print, file=sys.stderr)),
         inspected_groups=config.tracking.inspected_groups,

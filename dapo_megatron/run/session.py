@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +17,7 @@ from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import end_attempt, start_attempt
 from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.cluster.launch import started_at
+from dapo_megatron.cluster.members import EnginesChanged
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_json
 from dapo_megatron.model import read_architecture
@@ -29,6 +30,7 @@ from dapo_megatron.types import CheckpointError, DapoError, Fenced, Phase, Stopp
 if TYPE_CHECKING:
     from dapo_megatron.cluster.instruments import StepInstruments
     from dapo_megatron.protocols import Parts
+    from dapo_megatron.run.build import Prompts
     from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
 
 
@@ -44,8 +46,9 @@ def _train(context: RunContext, replay: Path | None) -> None:
     from dapo_megatron import loop
     from dapo_megatron.rollout.partial_step import PartialStep
     from dapo_megatron.run import build
+    from dapo_megatron.run.elastic import ElasticTraining
     from dapo_megatron.run.other_weights import dropped_layers
-    from dapo_megatron.run.record import open_recorder
+    from dapo_megatron.run.record import open_recorder, rank_recorder
 
     config, ranks, folder = context.config, context.ranks, context.folder
     notes = check(config, read_architecture(config), Machine.here(), has_engine=replay is None)
@@ -60,75 +63,78 @@ def _train(context: RunContext, replay: Path | None) -> None:
                 "checkpoint as model.path"
             )
         partial_step = PartialStep.from_state(state and state.get("open_step"), config)
-    on_rank0(ranks, lambda: start_attempt(folder.attempts, progress.step))
-    recorder = open_recorder(
-        config,
-        ranks,
-        folder,
-        step=progress.step,
-        last_recorded=progress.step + (partial_step.sequences is not None),
-        resumed_from=source,
-        terminal=context.terminal,
-        is_stopping=lambda: context.stop.signal is not None,
-    )
-    notes += on_rank0(ranks, partial(dropped_layers, config)) or []
+    recorder: RunRecorder | RankRecorder
+    if ranks.is_late:
+        recorder = rank_recorder(config, folder)
+    else:
+        on_rank0(ranks, lambda: start_attempt(folder.attempts, progress.step))
+        recorder = open_recorder(
+            config,
+            ranks,
+            folder,
+            step=progress.step,
+            last_recorded=progress.step + (partial_step.sequences is not None),
+            resumed_from=source,
+            terminal=context.terminal,
+            is_stopping=lambda: context.stop.signal is not None,
+        )
+        notes += on_rank0(ranks, partial(dropped_layers, config)) or []
     for note in notes:
         recorder.note(f"  {note}")
-    with ExitStack() as at_end, _true_status(context, recorder), ExitStack() as stack:
-        context.watchdog.on_phase = stack.enter_context(recorder.live())
-        instruments = build.build_instruments(config, ranks, recorder, context.watchdog)
-        if replay is None:
-            parts = _live_parts(context, recorder, instruments, stack)
-        else:
-            config, parts = _replay_parts(context, recorder, instruments, replay)
+
+    def resume(parts: Parts) -> None:
         if state is not None and source is not None:
             parts.policy.load(source)
             with restoring(source):
                 parts.collector.restore(state["coordinator"], source)
                 on_all_ranks(ranks, lambda: partial_step.load(source, parts.data_parallel))
-        started = started_at() - progress.seconds
-        context.stop.hold()
-        try:
-            with context.watchdog.phase(Phase.OTHER):
-                progress = loop.train(config, parts, progress, partial_step, started=started)
-        except Stopped:
-            at_end.callback(ranks.barrier)
-            raise
+
+    summary: dict[str, Any] = {}
+
+    def conclude(progress: loop.Progress, instruments: StepInstruments) -> None:
         # MLflow can be slow, and a launcher kills the last rank soon after the others have ended.
-        at_end.callback(ranks.barrier)
-        summary = _conclude(context, progress, instruments.memory.highest_gib())
+        at_end.callback(wait_for_all)
+        summary.update(_conclude(context, progress, instruments.memory.highest_gib()))
+
+    def wait_for_all() -> None:
+        with suppress(EnginesChanged):  # its work is done
+            context.ranks.barrier()
+
+    started = started_at() - progress.seconds
+    with ExitStack() as at_end, _true_status(context, recorder), ExitStack() as stack:
+        context.watchdog.on_phase = stack.enter_context(recorder.live())
+        try:
+            if replay is None:
+                prompts = _prompts(context, recorder)
+                ElasticTraining(
+                    context, recorder, prompts, resume, progress, partial_step, started
+                ).run(conclude)
+            else:
+                instruments = build.build_instruments(config, ranks, recorder, context.watchdog)
+                config, parts = _replay_parts(context, recorder, instruments, replay)
+                resume(parts)
+                context.stop.hold()
+                with context.watchdog.phase(Phase.OTHER):
+                    loop.train(config, parts, progress, partial_step, started=started)
+                conclude(progress, instruments)
+        except Stopped:
+            at_end.callback(wait_for_all)
+            raise
     recorder.summary(summary, folder.path)
 
 
-def _live_parts(
-    context: RunContext,
-    recorder: RunRecorder | RankRecorder,
-    instruments: StepInstruments,
-    stack: ExitStack,
-) -> Parts:
-    """Build the loop's parts for a run with engines. Register what must be closed on `stack`."""
+def _prompts(context: RunContext, recorder: RunRecorder | RankRecorder) -> Prompts:
+    """Load the prompts of a run with engines, and keep what its report needs."""
     from dapo_megatron.run import build, record
 
-    config, ranks, folder = context.config, context.ranks, context.folder
+    config, folder = context.config, context.folder
     prompts = build.load_prompts(config)
     for note in prompts.notes:
         recorder.note(f"  {note}")
-    if ranks.rank == 0:
+    if context.own_rank == 0:
         record.keep_reports(config, folder)
         record.keep_tokenizer(config, folder, recorder)
-    core = stack.enter_context(build.build_core(config, ranks, context.stop))
-    if core.engines.worker is not None:
-        context.watchdog.add_diagnostic("in flight", core.engines.worker.in_flight)
-    return build.build_parts(
-        config,
-        ranks,
-        folder,
-        core,
-        prompts,
-        recorder=recorder,
-        instruments=instruments,
-        check_stop=context.stop.check,
-    )
+    return prompts
 
 
 def _replay_parts(
@@ -171,9 +177,8 @@ def _true_status(context: RunContext, recorder: RunRecorder | RankRecorder) -> I
         report_error(error, context.ranks.rank, context.terminal, context.folder.logs)
         # A lost rank is only a consequence of another error. A DapoError occurs on all ranks, so
         # only rank 0 records it.
-        if not exit_reason.is_secondary(str(error)) and (
-            context.ranks.rank == 0 or not isinstance(error, DapoError)
-        ):
+        ends_run = not (context.is_replaceable or exit_reason.is_secondary(str(error)))
+        if ends_run and (context.own_rank == 0 or not isinstance(error, DapoError)):
             end_attempt(context.folder.attempts, "stopped" if is_stop else "crashed")
         raise
     finally:
@@ -217,7 +222,9 @@ def _summary(context: RunContext, progress: Any, highest_gib: float) -> dict[str
     parent. (A grading process needs 0.1 GiB.)"""
     from dapo_megatron.tracking.provenance import commit, versions
 
-    peaks = context.ranks.all_gather(highest_gib, float)
+    peaks = [highest_gib]
+    with suppress(EnginesChanged):  # the run is over
+        peaks = context.ranks.all_gather(highest_gib, float)
     return {
         "accuracy_before": _accuracy(progress.first_evaluation),
         "accuracy_after": _accuracy(progress.last_evaluation),

@@ -51,7 +51,7 @@ def config_of(models: Path, layout: str) -> Config:
 
 def build(models: Path, layout: str, exchange: Ranks) -> Any:
     from dapo_megatron.policy.policy import MegatronPolicy
-    from dapo_megatron.run.build import planner
+    from dapo_megatron.run.models import planner
 
     config = config_of(models, layout)
     return MegatronPolicy(config, exchange, planner(config.policy, config.train))

@@ -173,7 +173,7 @@ def _stale(engine: Any, folder: Path) -> Observations:
 def _run(rank: int, folder: Path) -> Observations:
     """Alternate a fully offloaded real policy and a quantized engine, as in a run."""
     from dapo_megatron.cluster.ranks import Ranks
-    from dapo_megatron.run import build
+    from dapo_megatron.run.models import build_models, build_sync
 
     config = tiny_config(
         model__path=folder,
@@ -183,7 +183,9 @@ def _run(rank: int, folder: Path) -> Observations:
         **FP8,
     )
     observed: Observations = {"reports": [], "collectives": _watch_worker()}
-    policy, engine, sync = build.build_models(config, Ranks(rank, 2, rank))
+    ranks = Ranks(rank, 2, rank)
+    models = build_models(config, ranks)
+    policy, engine, sync = models.policy, models.engine, build_sync(config, ranks, models)
     for version in range(NUM_SYNCS):
         engine.sleep()
         policy.onload()

@@ -67,7 +67,7 @@ def observe_both(rank: int, world_size: int, untied: Path, tied: Path) -> list[d
 def observe(exchange: Ranks, model: Path) -> dict[str, Any]:
     from dapo_megatron.policy import step
     from dapo_megatron.policy.policy import MegatronPolicy
-    from dapo_megatron.run.build import planner
+    from dapo_megatron.run.models import planner
 
     config = tiny_config(
         model__path=model, train__max_tokens_per_microbatch=64, policy__tensor_parallel=1

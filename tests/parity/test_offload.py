@@ -45,7 +45,7 @@ CHUNK_BYTES = 2**14
 def build(exchange: Ranks, models: Path, layout: str, parts: tuple[str, ...] = ()) -> Any:
     from dapo_megatron.policy import offload
     from dapo_megatron.policy.policy import MegatronPolicy
-    from dapo_megatron.run.build import planner
+    from dapo_megatron.run.models import planner
 
     offload.CHUNK_BYTES = CHUNK_BYTES
     model, keys = LAYOUTS[layout]

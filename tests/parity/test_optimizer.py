@@ -46,7 +46,7 @@ def config_of(model: Path, **keys: Any) -> Any:
 
 def build(exchange: Ranks, model: Path, **keys: Any) -> Any:
     from dapo_megatron.policy.policy import MegatronPolicy
-    from dapo_megatron.run.build import planner
+    from dapo_megatron.run.models import planner
 
     config = config_of(model, **keys)
     return MegatronPolicy(config, exchange, planner(config.policy, config.train))

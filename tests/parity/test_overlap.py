@@ -70,7 +70,7 @@ def abandoning(when: int) -> Any:
 def build(exchange: Ranks, model: Path, layout: dict[str, Any], *, overlap: bool) -> Any:
     from dapo_megatron.policy import data_parallel
     from dapo_megatron.policy.policy import MegatronPolicy
-    from dapo_megatron.run.build import planner
+    from dapo_megatron.run.models import planner
 
     data_parallel.BUCKET_ELEMENTS = BUCKET_ELEMENTS if overlap else None
     keys = {"tensor_parallel": 1, "overlap": str(overlap).lower(), **layout}

@@ -98,7 +98,7 @@ def plan_of(models: Path, case: str) -> MemoryEstimate:
 def measure(rank: int, models: Path, root: Path, case: str) -> dict[str, Any]:
     """Return bytes of this rank: weights, gradients, peaks of an update and of log-probs, files."""
     from dapo_megatron.policy.policy import MegatronPolicy
-    from dapo_megatron.run.build import planner
+    from dapo_megatron.run.models import planner
 
     config, world = config_of(models, case), CASES[case][1]
     exchange = Ranks(rank, world, rank)

@@ -45,7 +45,7 @@ def build(exchange: Ranks, models: Path, layout: str, name: str = "start") -> tu
     """Return a policy with the weights `name`, and its config."""
     from dapo_megatron.policy import offload
     from dapo_megatron.policy.policy import MegatronPolicy
-    from dapo_megatron.run.build import planner
+    from dapo_megatron.run.models import planner
 
     offload.CHUNK_BYTES = CHUNK_BYTES
     model, keys = LAYOUTS[layout]

@@ -77,7 +77,7 @@ def stations_of(route: str, precision: str) -> list[Station]:
 
 def build(exchange: Ranks, model: Path, layout: str, precision: str) -> Any:
     from dapo_megatron.policy.policy import MegatronPolicy
-    from dapo_megatron.run.build import planner
+    from dapo_megatron.run.models import planner
 
     keys = {"tensor_parallel": 1, **LAYOUTS[layout], "precision": precision}
     config = tiny_config(

@@ -33,7 +33,7 @@ def double(shards: Sequence[Shard]) -> None:
 
 def run(rank: int, world_size: int, model: Path) -> dict[str, list[dict[str, Tensor]]]:
     from dapo_megatron.policy.policy import MegatronPolicy
-    from dapo_megatron.run.build import planner
+    from dapo_megatron.run.models import planner
 
     exchange, by_layout = Ranks(rank, world_size, rank), {}
     for layout, keys in LAYOUTS.items():

@@ -151,7 +151,7 @@ def measure(
     from dapo_megatron.engine.engine import VllmEngine
     from dapo_megatron.model import engine_slices
     from dapo_megatron.policy.policy import MegatronPolicy
-    from dapo_megatron.run import build
+    from dapo_megatron.run.models import planner
 
     exchange = Ranks(rank, NUM_RANKS, rank)
     engine_keys = {f"engine__{key}": value for key, value in engine.items()}
@@ -164,7 +164,7 @@ def measure(
     for name, layout in layouts.items():
         keys = {f"policy__{key}": value for key, value in {"tensor_parallel": 1, **layout}.items()}
         config = tiny_config(model__path=folder, **engine_keys, **keys)
-        policy = MegatronPolicy(config, exchange, build.planner(config.policy, config.train))
+        policy = MegatronPolicy(config, exchange, planner(config.policy, config.train))
         vocab = policy.architecture.vocab_size
         sync = WeightSync(
             policy,

@@ -40,7 +40,7 @@ def rank_main(rank: int, folder: Path, precision: str = "float32") -> dict[str, 
     from dapo_megatron.cluster.ranks import Ranks
     from dapo_megatron.engine.engine import VllmEngine
     from dapo_megatron.policy.policy import MegatronPolicy
-    from dapo_megatron.run import build
+    from dapo_megatron.run.models import planner
     from dapo_megatron.types import SyncError
 
     exchange = Ranks(rank, 2, rank)
@@ -52,7 +52,7 @@ def rank_main(rank: int, folder: Path, precision: str = "float32") -> dict[str, 
         sync__max_gap=1e-4 if precision == "float32" else 20.0,
     )  # two replicas of policy and engine
     engine = Saboteur(VllmEngine(config, rank=rank, world_size=2, local_rank=rank))
-    policy = MegatronPolicy(config, exchange, build.planner(config.policy, config.train))
+    policy = MegatronPolicy(config, exchange, planner(config.policy, config.train))
     vocab = policy.architecture.vocab_size
     sync = WeightSync(
         policy,

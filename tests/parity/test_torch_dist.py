@@ -57,7 +57,7 @@ def save_and_load(exchange: Ranks, folder: str, model: str, layout: str) -> dict
 
     from dapo_megatron.policy.device import megatron_device
     from dapo_megatron.policy.policy import MegatronPolicy
-    from dapo_megatron.run.build import planner
+    from dapo_megatron.run.models import planner
 
     keys = {"tensor_parallel": 1, **LAYOUTS[layout], "precision": "float32"}
 

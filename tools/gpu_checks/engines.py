@@ -62,7 +62,7 @@ def _syncs(
 ) -> Iterator[Figure]:
     from dapo_megatron.engine.engine import VllmEngine
     from dapo_megatron.policy.policy import MegatronPolicy
-    from dapo_megatron.run.build import planner
+    from dapo_megatron.run.models import planner
 
     ranks = join_ranks(setting)
     before = used_gib()
@@ -148,11 +148,13 @@ def tokens_graphs(setting: Setting) -> Iterator[Figure]:
 
 
 def _tokens(setting: Setting, model: str, *overrides: str) -> Iterator[Figure]:
-    from dapo_megatron.run.build import build_models
+    from dapo_megatron.run.models import build_models, build_sync
 
     count, length = setting.pick((256, 512), (4, 16))
     config = make_config(setting, model, f"engine.max_sequences={count}", *overrides)
-    policy, engine, sync = build_models(config, join_ranks(setting))
+    ranks = join_ranks(setting)
+    models = build_models(config, ranks)
+    policy, engine, sync = models.policy, models.engine, build_sync(config, ranks, models)
     report = sync(0)
     vocab = sync._policy.architecture.vocab_size
     generate(engine, count, min(length, 32), vocab)
@@ -173,7 +175,7 @@ def _tokens(setting: Setting, model: str, *overrides: str) -> Iterator[Figure]:
 def plan(setting: Setting) -> Iterator[Figure]:
     """Compare the peak memory of each phase of a 0.6B run with the forecast of `plan`."""
     from dapo_megatron.plan.estimate import NodeSpec, estimate_memory
-    from dapo_megatron.run.build import build_models
+    from dapo_megatron.run.models import build_models, build_sync
 
     ranks = join_ranks(setting)
     tokens = 8192
@@ -184,7 +186,8 @@ def plan(setting: Setting) -> Iterator[Figure]:
     planned = estimate_memory(
         config, ranks.world_size, NodeSpec(ranks.world_size if has_gpu() else 0, total)
     )
-    policy, engine, sync = build_models(config, ranks)
+    models = build_models(config, ranks)
+    policy, engine, sync = models.policy, models.engine, build_sync(config, ranks, models)
     vocab = policy.architecture.vocab_size  # type: ignore[attr-defined]
     meter = MemoryMeter(ranks)
     length = setting.pick(2048, 64)

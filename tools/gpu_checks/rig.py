@@ -142,7 +142,7 @@ def layout(setting: Setting) -> tuple[str, ...]:
 def make_policy(config: Config, ranks: Ranks) -> Any:
     """Return a policy without an engine."""
     from dapo_megatron.policy.policy import MegatronPolicy
-    from dapo_megatron.run.build import planner
+    from dapo_megatron.run.models import planner
 
     check(config, read_architecture(config), Machine.here(), has_engine=False)
     return MegatronPolicy(config, ranks, planner(config.policy, config.train))

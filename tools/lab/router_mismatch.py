@@ -130,8 +130,8 @@ def score(config: Config, results: list[tuple[Any, Any]]) -> dict[str, Any]:
     from dapo_megatron.cluster.ranks import Ranks
     from dapo_megatron.data.batch import assemble
     from dapo_megatron.policy.policy import MegatronPolicy
-    from dapo_megatron.run.build import planner
     from dapo_megatron.run.loss import loss_function
+    from dapo_megatron.run.models import planner
     from dapo_megatron.types import SequenceTokens, TrainingSequence
 
     sequences, tokens = [], {}

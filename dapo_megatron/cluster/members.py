@@ -1,0 +1,238 @@
+"""Which ranks take part in a run whose engines have ranks of their own, and may die and return.
+
+The ranks of one *generation* have process groups in common. When an engine is lost or wants to
+join, all ranks leave their generation (EnginesChanged) and meet at the rendezvous store. Rank 0
+decides who takes part in the next one. The policy's ranks always do: without one of them the run
+ends.
+
+A *start* of an engine rank is one process. An engine whose ranks do not all come is left out, and
+so is a start that was left out once: its process ends, and the launcher starts it again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from dapo_megatron.protocols import Exchange
+from dapo_megatron.types import RankError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+ARRIVAL_SECONDS = 30.0
+"""Time that an engine has to come to the meeting, unless it is known to be gone."""
+POLL_SECONDS = 0.05
+T = TypeVar("T")
+
+
+def num_starts(store: Store, rank: int, new: int = 0) -> int:
+    """Return how many processes of a rank have started, after adding `new` ones."""
+    return int(store.add(f"starts {rank}", new))
+
+
+class EnginesChanged(RankError):
+    """An engine was lost or wants to join, so the ranks have to form a new generation."""
+
+
+def agreed(policy: Exchange | None, action: Callable[[], T]) -> T:
+    """Return the result of a collective `action` of all ranks. If it raises EnginesChanged on some
+    ranks with a policy, it does on all of them, so that they go on from the same place.
+
+    policy  exchange between them; None on other ranks
+    """
+    try:
+        result = action()
+    except EnginesChanged:
+        if policy is not None:
+            policy.all_gather(False, bool)
+        raise
+    if policy is not None and not all(policy.all_gather(True, bool)):
+        raise EnginesChanged("another rank lost its connection to a rank with an engine")
+    return result
+
+
+@dataclass
+class Members:
+    """One rank's part in the meetings.
+
+    num_policy    number of ranks with a policy; they are the first ones
+    num_ranks     number of all ranks of the job, present or not
+    replica_size  ranks of each engine, consecutive
+    start         number of this rank's start, from 1
+    is_gone       whether a rank's process has certainly ended; asked on rank 0
+    on_activity   called with a sign of life
+    """
+
+    store: Store
+    rank: int
+    num_policy: int
+    num_ranks: int
+    replica_size: int
+    start: int
+    is_gone: Callable[[int], bool] = lambda rank: False
+    on_activity: Callable[[str], None] = lambda what: None
+    generation: int = 0
+    current: tuple[int, ...] = ()
+    """Ranks of the generation, ascending; empty for a start that has not joined yet."""
+    _starts: dict[int, int] = field(default_factory=dict)
+    """Start of each rank that has joined later, on rank 0. That of the others is 1."""
+
+    @property
+    def replicas(self) -> list[tuple[int, ...]]:
+        """Ranks of each engine of the generation, in the order of replica numbers."""
+        return [engine for engine in self._engines() if set(engine) <= set(self.current)]
+
+    @property
+    def replica(self) -> int:
+        """Number of this rank's replica in the generation; -1 for a rank with a policy."""
+        return next((i for i, ranks in enumerate(self.replicas) if self.rank in ranks), -1)
+
+    def wants_in(self) -> bool:
+        """Return whether an engine waits to join. Asked on rank 0."""
+        return any(self._waits(engine) for engine in self._engines())
+
+    def knock(self) -> None:
+        """Ask to join, and wait until rank 0 has decided on a generation with this rank. Raises
+        RankError as `meet` does."""
+        self.store.set(f"knock {self.rank} {self.start}", "")
+        invitation = f"invitation {self.rank} {self.start}"
+        while not self._is_set(invitation):
+            self.on_activity("waits to join")
+            time.sleep(POLL_SECONDS)
+        self.generation = int(self.store.get(invitation))
+        self.current = self._decided()
+        if not self._is_complete():
+            self.meet()
+
+    def meet(
+        self,
+        *,
+        at_least: int = 1,
+        wait_seconds: float = math.inf,
+        lost: Collection[int] = (),
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Form the next generation. Collective over the ranks that are left.
+
+        at_least      number of engines with which the run goes on; with fewer, it waits for others
+        wait_seconds  time limit of this wait
+        lost          ranks of which rank 0 knows that they will not come
+        check_stop    raises Stopped, on rank 0, if the run was asked to stop while it waits
+
+        Raises RankError if too few engines are left, or if this rank was left out.
+        """
+        is_complete = False
+        while not is_complete:
+            self.generation += 1
+            self.store.set(f"arrival {self.generation} {self.rank}", "")
+            if self.rank == 0:
+                self._decide(at_least, wait_seconds, set(lost), check_stop)
+            self._wait_for(f"members {self.generation}")
+            self.current = self._decided()
+            if self.rank not in self.current:
+                raise RankError(
+                    f"rank {self.rank}: the run goes on without this engine, because it or another "
+                    "of its ranks did not answer in time. Its next start joins again"
+                )
+            is_complete = self._is_complete()
+
+    def _is_complete(self) -> bool:
+        """Return whether all ranks of the generation know that they belong to it. A group with a
+        rank that is gone would not be made."""
+        self.store.set(f"ready {self.generation} {self.rank}", "")
+        if self.rank == 0:
+            missing = self._missing("ready", set())
+            self.store.set(f"complete {self.generation}", "" if missing else "yes")
+        self._wait_for(f"complete {self.generation}")
+        return bool(self.store.get(f"complete {self.generation}"))
+
+    # ------------------------------------------------------------------ rank 0 decides
+
+    def _decide(
+        self, at_least: int, wait_seconds: float, lost: set[int], check_stop: Callable[[], None]
+    ) -> None:
+        here = set(self.current) - self._missing("arrival", lost)
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            joining = [engine for engine in self._engines() if self._waits(engine)]
+            staying = [engine for engine in self.replicas if set(engine) <= here]
+            engines = sorted({*staying, *joining})
+            if len(engines) >= at_least:
+                break
+            self.on_activity("waits for engines")
+            try:
+                check_stop()
+                if time.monotonic() > deadline:
+                    raise RankError(
+                        f"{len(engines)} engines are left, fewer than engine.min_replicas = "
+                        f"{at_least}, and none returned within {wait_seconds:.0f} s. See the logs "
+                        "of their ranks"
+                    )
+            except BaseException:
+                self._publish([])  # so that no rank waits
+                raise
+            time.sleep(POLL_SECONDS)
+        for rank in (rank for engine in joining for rank in engine):
+            self._starts[rank] = num_starts(self.store, rank)
+            self.store.set(f"invitation {rank} {self._starts[rank]}", str(self.generation))
+        self._publish([*range(self.num_policy), *(rank for engine in engines for rank in engine)])
+
+    def _missing(self, word: str, lost: set[int]) -> set[int]:
+        """Wait until the ranks of the generation before have set their keys `word`. Return those
+        that do not: they are gone, or take too long. Those of the policy always come."""
+        deadline = time.monotonic() + ARRIVAL_SECONDS
+        while True:
+            missing = {
+                rank
+                for rank in self.current
+                if not self._is_set(f"{word} {self.generation} {rank}")
+            }
+            engines = {rank for rank in missing if rank >= self.num_policy}
+            is_late = time.monotonic() > deadline
+            lost |= {
+                rank
+                for rank in engines
+                if is_late or self.is_gone(rank) or self._is_restarted(rank)
+            }
+            if missing <= lost:
+                return missing
+            self.on_activity("waits for the other ranks")
+            time.sleep(POLL_SECONDS)
+
+    def _publish(self, members: list[int]) -> None:
+        self.store.set(f"members {self.generation}", json.dumps(members))
+
+    def _is_restarted(self, rank: int) -> bool:
+        """Return whether a newer start of a rank exists than that of the last generation."""
+        return num_starts(self.store, rank) > self._starts.get(rank, 1)
+
+    def _waits(self, engine: tuple[int, ...]) -> bool:
+        """Return whether the newest starts of all ranks of an engine wait to join."""
+        return all(
+            self._is_restarted(rank)
+            and self._is_set(f"knock {rank} {num_starts(self.store, rank)}")
+            for rank in engine
+        )
+
+    # ------------------------------------------------------------------ the store
+
+    def _engines(self) -> Iterator[tuple[int, ...]]:
+        """Yield the ranks of each engine of the job, present or not."""
+        for first in range(self.num_policy, self.num_ranks, self.replica_size):
+            yield tuple(range(first, first + self.replica_size))
+
+    def _decided(self) -> tuple[int, ...]:
+        return tuple(json.loads(self.store.get(f"members {self.generation}")))
+
+    def _wait_for(self, key: str) -> None:
+        while not self._is_set(key):
+            self.on_activity("waits for the other ranks")
+            time.sleep(POLL_SECONDS)
+
+    def _is_set(self, key: str) -> bool:
+        return bool(self.store.check([key]))

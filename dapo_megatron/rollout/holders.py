@@ -1,0 +1,77 @@
+"""Which replica holds the tokens of a completion, and what follows if it is full or lost."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from dapo_megatron.rollout.messages import Move
+from dapo_megatron.rollout.open_group import OpenGroup
+from dapo_megatron.types import CompletionSummary, Finish
+
+Inventory = list[tuple[int, int, int]]
+"""(ticket, sample, number of tokens) of every completion that a replica holds."""
+
+
+def rebalance(groups: Mapping[int, OpenGroup], num_replicas: int, max_sequences: int) -> list[Move]:
+    """Decide which unfinished completions continue on another replica, and return them.
+
+    A completion stays with the replica that holds its tokens, unless that replica holds more than
+    it can run at once, as after a resume with fewer replicas. The newest ones then go to the
+    replica that holds the fewest.
+    """
+    held: list[list[tuple[OpenGroup, CompletionSummary]]] = [[] for _ in range(num_replicas)]
+    for group in groups.values():
+        for completion in group.completions.values():
+            if completion.finish is Finish.UNFINISHED:
+                held[completion.replica].append((group, completion))
+    moves = []
+    for items in held:
+        while len(items) > max_sequences:
+            target = min(range(len(held)), key=lambda replica: len(held[replica]))
+            if len(held[target]) + 1 >= len(items):
+                break
+            group, completion = items.pop()
+            moved = replace(completion, replica=target)
+            group.completions[completion.sample] = moved
+            held[target].insert(0, (group, moved))
+            moves.append(Move(group.ticket, group.prompt, completion, target))
+    return moves
+
+
+def groups_with(
+    groups: Mapping[int, OpenGroup], lost: Collection[int], orphans: Collection[int]
+) -> list[OpenGroup]:
+    """Return the groups of which a lost replica held or sampled a part. `orphans` are the tickets
+    of its requests.
+
+    They are sampled anew as a whole. If only the lost completions were, those that had finished
+    elsewhere, which tend to be short, would be kept more often than others.
+    """
+    return [
+        group
+        for group in groups.values()
+        if group.ticket in orphans
+        or any(completion.replica in lost for completion in group.completions.values())
+    ]
+
+
+def find_completions(
+    groups: Mapping[int, OpenGroup], inventories: Sequence[Inventory]
+) -> list[OpenGroup]:
+    """Set the replica of every completion to the one that holds it now. Return the groups of which
+    none holds some completion. `inventories` are those of the replicas, in their order."""
+    holders = {
+        (ticket, sample): (replica, num_tokens)
+        for replica, inventory in enumerate(inventories)
+        for ticket, sample, num_tokens in inventory
+    }
+    incomplete = []
+    for group in groups.values():
+        for sample, completion in group.completions.items():
+            replica, num_tokens = holders.get((group.ticket, sample), (-1, -1))
+            if num_tokens != completion.num_tokens:
+                incomplete.append(group)
+                break
+            group.completions[sample] = replace(completion, replica=replica)
+    return incomplete

@@ -1,0 +1,164 @@
+"""Training with engines, while those with ranks of their own may be lost and return.
+
+When the engines change, all ranks leave the loop with EnginesChanged, form the next generation
+(cluster/members.py), and enter the loop again, as a resumed run does. What a checkpoint would hold
+is still in memory: policy and engines, the step in progress, the coordinator's state on rank 0, and
+the completions of replicas. The sync at the start of the loop gives an engine that joined the
+weights. Without roles this happens once, and nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dapo_megatron import loop
+from dapo_megatron.cluster.instruments import StepInstruments
+from dapo_megatron.cluster.launch import allow_restart
+from dapo_megatron.cluster.members import EnginesChanged
+from dapo_megatron.cluster.ranks import next_generation
+from dapo_megatron.policy.device import backend
+from dapo_megatron.protocols import Parts
+from dapo_megatron.rollout.collector import EngineCollector
+from dapo_megatron.rollout.partial_step import PartialStep
+from dapo_megatron.run.build import (
+    Core,
+    Prompts,
+    build_core,
+    build_instruments,
+    build_parts,
+)
+from dapo_megatron.run.context import RunContext
+from dapo_megatron.run.models import build_models
+from dapo_megatron.run.other_weights import keep_reference
+from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
+from dapo_megatron.types import Phase, Stopped
+
+
+@dataclass
+class ElasticTraining:
+    """Training of one rank through all generations.
+
+    resume    continues from a checkpoint, with the parts of the first generation
+    progress  completed steps
+    started   start of the run, as time.time()
+    """
+
+    context: RunContext
+    recorder: RunRecorder | RankRecorder
+    prompts: Prompts
+    resume: Callable[[Parts], None]
+    progress: loop.Progress
+    partial_step: PartialStep
+    started: float
+    _coordinator: dict[str, Any] = field(default_factory=dict)
+    """State of the coordinator of the last generation, on rank 0."""
+    _lost: set[int] = field(default_factory=set)
+    """Ranks that are known to be lost, on rank 0."""
+    _is_resumed: bool = False
+    _is_unsaved: bool = False
+    """Whether the last checkpoint of the last generation could not be written."""
+
+    def run(self, conclude: Callable[[loop.Progress, StepInstruments], None]) -> None:
+        """Train to the end, then call `conclude` on all ranks. Collective."""
+        context = self.context
+        models = build_models(context.config, context.ranks)
+        if context.ranks.is_late:
+            context.ranks.engines_apart.knock()
+            self._is_resumed = True
+            self._form_generation()
+        else:
+            keep_reference(context.config, context.ranks, models.policy)
+        while True:
+            try:
+                with build_core(context.config, context.ranks, context.stop, models) as core:
+                    self._train(core, conclude)
+                return
+            except EnginesChanged as change:
+                self.recorder.note(f"  {change}")
+            for request, _ in models.engine.interrupt() if models.engine.requests else ():
+                del request  # its tokens are sampled again
+            self._meet()
+
+    def _train(
+        self, core: Core, conclude: Callable[[loop.Progress, StepInstruments], None]
+    ) -> None:
+        """Train in one generation."""
+        context = self.context
+        config, ranks = context.config, context.ranks
+        if core.engines.worker is not None:
+            context.watchdog.add_diagnostic("in flight", core.engines.worker.in_flight)
+        instruments = build_instruments(config, ranks, self.recorder, context.watchdog)
+        parts = build_parts(
+            config,
+            ranks,
+            context.folder,
+            core,
+            self.prompts,
+            recorder=self.recorder,
+            instruments=instruments,
+            check_stop=context.check,
+        )
+        if not self._is_resumed:
+            self.resume(parts)
+            self._is_resumed = True
+        else:
+            self._adopt(parts)
+        context.stop.hold()
+        if config.role(context.own_rank) == "engine" and not context.is_replaceable:
+            context.is_replaceable = True
+            allow_restart()
+        try:
+            with context.watchdog.phase(Phase.OTHER):
+                if ranks.broadcast(self._is_unsaved, bool):
+                    loop.save(config, parts, self.progress, self.partial_step, self.started)()
+                    self._is_unsaved = False
+                loop.train(config, parts, self.progress, self.partial_step, started=self.started)
+                ranks.barrier()
+        except EnginesChanged:
+            self._coordinator = parts.collector.state()
+            self._is_unsaved = parts.checkpoints.is_unfinished()
+            if core.engines.driver is not None:
+                replicas = ranks.engines_apart.replicas
+                self._lost = {
+                    rank for replica in core.engines.driver.lost for rank in replicas[replica]
+                }
+            raise
+        conclude(self.progress, instruments)
+
+    def _adopt(self, parts: Parts) -> None:
+        """Go on from where the ranks with a policy are. Collective."""
+        ranks = self.context.ranks
+        self.progress = ranks.broadcast(self.progress, loop.Progress)
+        is_open = ranks.broadcast(self.partial_step.sequences is not None, bool)
+        if ranks.policy is None:
+            self.partial_step.close()
+            self.partial_step.sequences = [] if is_open else None
+        assert isinstance(parts.collector, EngineCollector)
+        parts.collector.adopt(self._coordinator)
+
+    def _meet(self) -> None:
+        """Form the next generation with the ranks that are left and those that wait to join."""
+        context = self.context
+        context.ranks.engines_apart.meet(
+            at_least=context.config.engine.min_replicas,
+            wait_seconds=context.config.watchdog.start,
+            lost=self._lost,
+            check_stop=self._raise_stop,
+        )
+        self._form_generation()
+
+    def _form_generation(self) -> None:
+        context = self.context
+        with context.watchdog.phase(Phase.START):
+            while True:
+                try:
+                    context.ranks = next_generation(context.ranks, backend())
+                    return
+                except EnginesChanged:
+                    context.ranks.engines_apart.meet(at_least=context.config.engine.min_replicas)
+
+    def _raise_stop(self) -> None:
+        if signal := self.context.stop.signal:
+            raise Stopped(f"stopped by {signal} while it waited for engines")
