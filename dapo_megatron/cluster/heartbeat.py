@@ -14,14 +14,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-import psutil
-
-from dapo_megatron.cluster.join import node_name
 from dapo_megatron.files import read_json, write_json
 from dapo_megatron.types import CheckpointError
 
@@ -131,14 +128,20 @@ def read_heartbeats(run: Path, world_size: int) -> list[Heartbeat | None]:
     return [read_heartbeat(heartbeat_file(run, rank)) for rank in range(world_size)]
 
 
-def has_ended_here(run: Path, rank: int) -> bool:
-    """Return whether the process of a rank, which was on this node, has ended."""
-    heartbeat = read_heartbeat(heartbeat_file(run, rank))
-    return (
-        heartbeat is not None
-        and heartbeat.host == node_name()
-        and not psutil.pid_exists(heartbeat.pid)
-    )
+def hanging_ranks(run: Path, ranks: Collection[int], world_size: int) -> list[Heartbeat]:
+    """Return the heartbeats of the ranks that hang, if they are all among `ranks`; else none.
+
+    Those hang that write no heartbeat within HEARTBEAT_SECONDS, or, if all do, those that are
+    behind others. Takes a second longer than that.
+    """
+    before = read_heartbeats(run, world_size)
+    time.sleep(HEARTBEAT_SECONDS + 1.0)
+    now = [heartbeat for heartbeat in read_heartbeats(run, world_size) if heartbeat is not None]
+    last = {heartbeat.rank: heartbeat.time for heartbeat in before if heartbeat is not None}
+    stale = [heartbeat for heartbeat in now if last.get(heartbeat.rank) == heartbeat.time]
+    behind = {suspect.rank for suspect in ranks_behind(now)}
+    hanging = stale or [heartbeat for heartbeat in now if heartbeat.rank in behind]
+    return hanging if {heartbeat.rank for heartbeat in hanging} <= set(ranks) else []
 
 
 @dataclass(frozen=True, slots=True)

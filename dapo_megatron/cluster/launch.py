@@ -108,6 +108,13 @@ class _Restarts:
         is_marked = _restart_mark(self.folder, rank).exists()
         return is_marked and self._short_lives[rank] < MAX_SHORT_LIVES
 
+    @property
+    def are_expected(self) -> bool:
+        """Whether ranks may fail without ending the run."""
+        return any(
+            _restart_mark(self.folder, rank).exists() for rank in range(len(self.started_at))
+        )
+
     def run(self, ranks: MutableSequence[subprocess.Popen[bytes]]) -> None:
         """Replace failed ranks that may be started again."""
         now = time.monotonic()
@@ -154,11 +161,14 @@ def _wait(
             for number, rank in enumerate(ranks)
             if rank.poll() and not restarts.are_allowed(number)
         ]
-        if deadline is None and all(rank.poll() != 0 for rank in ranks):
-            restarts.run(ranks)
         if failed and deadline is None:
             first, deadline = failed[0], time.monotonic() + grace_seconds
             code = ranks[first].returncode
+        elif deadline is None and ranks[0].poll() is None:
+            restarts.run(ranks)
+        elif deadline is None and restarts.are_expected:
+            # The run is over, but a rank that was started again may hang, or wait to join.
+            deadline = time.monotonic() + grace_seconds
         overdue_seconds = time.monotonic() - deadline if deadline is not None else -1.0
         if overdue_seconds > 0 and not is_terminated:
             is_terminated = True  # once: a second SIGTERM would end rank 0 while it closes the run
@@ -168,11 +178,12 @@ def _wait(
             for rank in ranks:
                 rank.kill()
         time.sleep(0.05)
-    if ranks[0].returncode != code and deadline is not None:
+    if code and ranks[0].returncode != code:
         # The terminal shows at most rank 0's error.
         print(f"rank {first} failed first (exit code {code}); see its log", file=sys.stderr)
-    failed = [rank.returncode for number, rank in enumerate(ranks) if rank.returncode]
-    return code or (failed[0] if failed and ranks[0].returncode else 0)
+    allowed = restarts.are_allowed
+    failed = [rank.returncode for n, rank in enumerate(ranks) if rank.returncode and not allowed(n)]
+    return code or next(iter(failed), 0)
 
 
 @contextlib.contextmanager

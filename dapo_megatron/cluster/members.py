@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from dapo_megatron.cluster.join import node_name
+from dapo_megatron.cluster.processes import has_ended, kill_here
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import RankError
 
@@ -30,9 +33,16 @@ POLL_SECONDS = 0.05
 T = TypeVar("T")
 
 
-def num_starts(store: Store, rank: int, new: int = 0) -> int:
-    """Return how many processes of a rank have started, after adding `new` ones."""
-    return int(store.add(f"starts {rank}", new))
+def num_starts(store: Store, rank: int) -> int:
+    """Return how many processes of a rank have started."""
+    return int(store.add(f"starts {rank}", 0))
+
+
+def register(store: Store, rank: int) -> int:
+    """Register this process as the newest start of a rank. Return its number, from 1."""
+    start = int(store.add(f"starts {rank}", 1))  # first: rank 0 would kill the new process
+    store.set(f"process {rank}", json.dumps([node_name(), os.getpid()]))
+    return start
 
 
 class EnginesChanged(RankError):
@@ -64,7 +74,6 @@ class Members:
     num_ranks     number of all ranks of the job, present or not
     replica_size  ranks of each engine, consecutive
     start         number of this rank's start, from 1
-    is_gone       whether a rank's process has certainly ended; asked on rank 0
     on_activity   called with a sign of life
     """
 
@@ -74,7 +83,6 @@ class Members:
     num_ranks: int
     replica_size: int
     start: int
-    is_gone: Callable[[int], bool] = lambda rank: False
     on_activity: Callable[[str], None] = lambda what: None
     generation: int = 0
     current: tuple[int, ...] = ()
@@ -177,6 +185,9 @@ class Members:
                 self._publish([])  # so that no rank waits
                 raise
             time.sleep(POLL_SECONDS)
+        for rank in set(self.current) - {rank for engine in engines for rank in engine}:
+            if rank >= self.num_policy and not self._is_restarted(rank):
+                kill_here(*self._process(rank))  # it hangs, and would keep its memory
         for rank in (rank for engine in joining for rank in engine):
             self._starts[rank] = num_starts(self.store, rank)
             self.store.set(f"invitation {rank} {self._starts[rank]}", str(self.generation))
@@ -197,7 +208,7 @@ class Members:
             lost |= {
                 rank
                 for rank in engines
-                if is_late or self.is_gone(rank) or self._is_restarted(rank)
+                if is_late or self._has_ended(rank) or self._is_restarted(rank)
             }
             if missing <= lost:
                 return missing
@@ -206,6 +217,14 @@ class Members:
 
     def _publish(self, members: list[int]) -> None:
         self.store.set(f"members {self.generation}", json.dumps(members))
+
+    def _process(self, rank: int) -> tuple[str, int]:
+        """Return node and process id of the newest start of a rank."""
+        host, process_id = json.loads(self.store.get(f"process {rank}"))
+        return host, process_id
+
+    def _has_ended(self, rank: int) -> bool:
+        return has_ended(*self._process(rank))
 
     def _is_restarted(self, rank: int) -> bool:
         """Return whether a newer start of a rank exists than that of the last generation."""

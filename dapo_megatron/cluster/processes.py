@@ -11,6 +11,10 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
+from dapo_megatron.cluster.join import node_name
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 _PROCESS = Path("/proc/self")
 
@@ -66,6 +70,23 @@ def kill_descendants(root: int) -> None:
         _signal(running, signal.SIGSTOP)
         stopped |= running
     _signal(stopped, signal.SIGKILL)
+
+
+def has_ended(host: str, process_id: int) -> bool:
+    """Return whether a process on this node has ended; False for one on another node."""
+    if host != node_name():
+        return False
+    try:
+        return psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def kill_here(host: str, process_id: int) -> bool:
+    """Kill a process if it is on this node. Return whether it is."""
+    if host == node_name():
+        _signal({process_id}, signal.SIGKILL)
+    return host == node_name()
 
 
 def remove_folder(folder: str) -> None:

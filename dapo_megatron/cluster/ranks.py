@@ -19,7 +19,7 @@ from dapo_megatron.cluster.groups import (
     make_group,
 )
 from dapo_megatron.cluster.join import is_one_machine
-from dapo_megatron.cluster.members import EnginesChanged, Members, num_starts
+from dapo_megatron.cluster.members import EnginesChanged, Members, register
 from dapo_megatron.cluster.secret import NUM_BYTES, prove, run_secret
 from dapo_megatron.types import RankError
 
@@ -242,7 +242,7 @@ def join(
             num_policy,
             world_size,
             replica_size,
-            start=num_starts(store, rank, 1),
+            start=register(store, rank),
             on_activity=on_activity,
         )
         return _join_role(backend, members, timeout)

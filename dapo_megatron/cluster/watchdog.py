@@ -26,7 +26,7 @@ import faulthandler
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -46,12 +46,14 @@ from dapo_megatron.cluster.heartbeat import (
     Heartbeat,
     RankState,
     describe_suspects,
+    hanging_ranks,
     heartbeat_folder,
     missing_ranks,
     read_heartbeats,
     write_heartbeat,
 )
 from dapo_megatron.cluster.join import node_name
+from dapo_megatron.cluster.processes import kill_here
 from dapo_megatron.cluster.safe_output import above_panel
 from dapo_megatron.files import write_json
 from dapo_megatron.types import Phase
@@ -63,6 +65,8 @@ ASK_SECONDS = 1.0
 hang."""
 END_SECONDS = 7.0
 """Maximum time from detecting a hang to the end of the process; less than BACKSTOP_SECONDS."""
+RESCUE_SECONDS = 12.0
+"""Time that rank 0 has to end a hanging rank without which the run can go on."""
 BACKSTOP_SECONDS = 10.0
 """Time from a phase's limit until faulthandler ends a rank whose threads do not run."""
 EXCHANGES = frozenset({"all_gather", "all_to_all", "broadcast", "barrier"})
@@ -101,6 +105,8 @@ class Watchdog:
         """Called after a hang on the rank that reports it, with a timeout of ASK_SECONDS."""
         self.on_phase: Callable[[str, int], None] = lambda phase, step: None
         """Called with phase and step at every change of phase."""
+        self.replaceable: Callable[[], Sequence[int]] = tuple
+        """Return the ranks without which the run can go on. Rank 0 kills one that hangs."""
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._limits = {**limits, "": limits.get(Phase.START, max(limits.values()))}
         self._attempt, self._role = attempt_name or attempt(), role
@@ -184,13 +190,36 @@ class Watchdog:
             limit, silent = self._silence()
             if self._alarm_reason is not None:
                 self._end_process(self._alarm_reason)
-            if silent > limit:
+            if silent > limit and self._rank == 0 and self.replaceable() and self._rescue():
+                continue
+            if silent > limit + self._patience:
                 why = (
                     f"rank {self._rank}: no sign of life for {limit:g} s, {self.heartbeat().place}"
                 )
                 self._end_process(why, raise_alarm=True)
-            self._arm(limit - silent)
+            self._arm(limit + self._patience - silent)
             self._wake.wait(min(1.0, max(limit - silent, 0.01), limit / 10))
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that other ranks than rank 0 wait for it to end a hanging rank."""
+        return RESCUE_SECONDS if self._rank and self.replaceable() else 0.0
+
+    def _rescue(self) -> bool:
+        """End the ranks that hang, if the run can go on without them. Return whether there were
+        some. The others then lose their connection to them."""
+        self._arm(RESCUE_SECONDS)
+        suspects = run_with_timeout(
+            RESCUE_SECONDS - ASK_SECONDS,
+            lambda: hanging_ranks(self._folder, self.replaceable(), self._world_size),
+        )
+        suspects = [suspect for suspect in suspects or () if suspect.attempt == self._attempt]
+        for suspect in suspects:
+            self._log(f"watchdog: rank {suspect.rank} hangs in {suspect.place}; it is killed")
+        is_ended = [kill_here(suspect.host, suspect.pid) for suspect in suspects]
+        if any(is_ended):
+            self.record_activity("a hanging rank was killed")
+        return any(is_ended)
 
     def _silence(self) -> tuple[float, float]:
         """Return the limit, and the time since the last sign of life, in seconds."""

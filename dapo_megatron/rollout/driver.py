@@ -213,7 +213,7 @@ class EngineDriver:
         """See `Driver`."""
         if self.lost:
             names = ", ".join(self.name(replica) for replica in sorted(self.lost))
-            raise EnginesChanged(f"{names}: lost; the run goes on without")
+            raise EnginesChanged(f"{names}: lost; the run goes on without it")
 
     def _reset_clocks(self) -> None:
         self._heard = [time.monotonic()] * self.num_replicas

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, NoReturn, Protocol, TypeVar, cast
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.members import EnginesChanged
@@ -77,7 +77,7 @@ class Engines:
             is_over = self.waiting.broadcast(running is not None and running.wait(), bool)
             is_broken = running is not None and isinstance(running.error, EnginesChanged)
             if self.waiting.broadcast(is_broken, bool):
-                raise EnginesChanged("a replica was lost; see the log of rank 0")
+                raise lost_error(running)
             signals = self.waiting.all_gather(self.stop(), str)
             if self.driver is not None:
                 self.driver.stop_signal = next(filter(None, signals), "")
@@ -134,6 +134,13 @@ class Running(Generic[T]):
             self.error = error
         if isinstance(self.error, RankError):  # a lost rank cannot be told
             self._driver.end(only_here=True)
+
+
+def lost_error(running: Running[Any] | None) -> EnginesChanged:
+    """Return the error of a task that lost a replica; without the task, one that refers to it."""
+    if running is not None and isinstance(running.error, EnginesChanged):
+        return running.error
+    return EnginesChanged("an engine was lost; see the log of rank 0")
 
 
 def _nowhere() -> NoReturn:

@@ -21,7 +21,7 @@ from dapo_megatron.protocols import Evaluations, Exchange, ReceivedTensor, StepR
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import EngineDriver
-from dapo_megatron.rollout.engines import Engines, Running
+from dapo_megatron.rollout.engines import Engines, Running, lost_error
 from dapo_megatron.types import (
     DapoError,
     LogProbs,
@@ -81,7 +81,7 @@ class SeparateTraining:
         # A request to stop is found again. Any other error of the policy ends the run.
         if self.policy is not None and self.policy.broadcast(is_broken, bool):
             _raise(None if isinstance(error, Stopped) else error)
-            raise EnginesChanged("a replica was lost; see the log of rank 0")
+            raise lost_error(running)
         on_rank0(self.engines.exchange, partial(_raise, error))
         _raise(error)
         return self.engines.exchange.broadcast(result, StepResult)

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import cast
 
 from dapo_megatron.cluster.collectives import decode, encode
-from dapo_megatron.cluster.members import EnginesChanged
 from dapo_megatron.cluster.messages import Member
 from dapo_megatron.protocols import Exchange, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.completion_rows import summarize
 from dapo_megatron.rollout.driver import ALIVE_SECONDS
+from dapo_megatron.rollout.engines import lost_error
 from dapo_megatron.rollout.messages import (
     STEPS,
     Graded,
@@ -74,7 +74,7 @@ class Follower:
             self._take(turn)
             is_over = turn.end
             if turn.is_broken:
-                raise EnginesChanged("a replica was lost; see the log of rank 0")
+                raise lost_error(None)
 
     def in_flight(self) -> str:
         """Return the unanswered requests as text, for the report of a hang."""
@@ -149,7 +149,7 @@ class Leader:
             self._collect(wait=self._deterministic and turn.num_steps > 0)
             self._report(unfinished, is_due=self._deterministic and turn.num_steps > 0)
             if turn.is_broken:
-                raise EnginesChanged("a replica was lost; see the log of rank 0")
+                raise lost_error(None)
             if turn.end:
                 return
 

@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import FENCED, STOPPED, end_attempt
 from dapo_megatron.cluster.collectives import on_rank0
-from dapo_megatron.cluster.heartbeat import has_ended_here
 from dapo_megatron.cluster.members import EnginesChanged
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.safe_output import above_panel, safe_text
@@ -96,7 +94,8 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
             timeout=timedelta(seconds=max(config.watchdog.model_dump().values())),
         )
         if ranks.by_role is not None:
-            ranks.by_role.members.is_gone = partial(has_ended_here, folder.path)
+            members = ranks.by_role.members
+            watchdog.replaceable = lambda: [r for r in members.current if r >= members.num_policy]
         source = None
         if with_folder:
             if not ranks.is_late:
