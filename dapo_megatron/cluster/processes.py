@@ -77,7 +77,7 @@ def has_ended(host: str, process_id: int) -> bool:
     if host != node_name():
         return False
     try:
-        return psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 

@@ -410,6 +410,7 @@ class Coordinator:
     def _starved(self, message: str, step: StepEvents) -> StarvedError:
         """Stop the engines, so that `state` is complete, and return the error to raise."""
         self._interrupt(step)
+        self._step = StepEvents()  # a resumed run has the whole bound again
         return StarvedError(message)
 
     def _stopped(self, by: str, step: StepEvents, start: Mapping[str, Any] | None) -> Stopped:
@@ -420,6 +421,7 @@ class Coordinator:
         completions that replicas hold return with it (EngineCollector).
         """
         self._interrupt(step)
+        self._step = StepEvents()
         if start is not None:
             self.restore(start)
         return Stopped(f"stopped by {by}")

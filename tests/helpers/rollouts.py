@@ -80,6 +80,7 @@ class ScriptedDriver:
     on_advance: Callable[[], None] = lambda: None
     stop: str = ""
     """Name of a signal to report at the next turn."""
+    lost: set[int] = field(default_factory=set)
     requests: list[GroupRequest] = field(default_factory=list)
     """Every request so far."""
     held: dict[tuple[int, int], _Response] = field(default_factory=dict)
@@ -94,8 +95,11 @@ class ScriptedDriver:
     def name(self, replica: int) -> str:
         return f"replica {replica}"
 
-    def start(self, sampling: Sampling) -> None:
+    def start(self, sampling: Sampling, dropped: Sequence[int] = ()) -> None:
         assert not any(self._running)
+
+    def raise_lost(self) -> None:
+        raise NotImplementedError
 
     def advance(
         self,

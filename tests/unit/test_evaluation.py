@@ -191,6 +191,7 @@ class AnsweringDriver:
         """(ticket, sample) of all requests, in the order of the answers."""
         self.phases: list[Sampling] = []
         self.num_turns = self.interrupted = 0
+        self.lost: set[int] = set()
         self._stop_at = stop_at
         self._rows: dict[int, int] = {}
         self._ungraded: list[tuple[int, int, int]] = []
@@ -198,8 +199,11 @@ class AnsweringDriver:
     def name(self, replica: int) -> str:
         return f"replica {replica}"
 
-    def start(self, sampling: Sampling) -> None:
+    def start(self, sampling: Sampling, dropped: Sequence[int] = ()) -> None:
         self.phases.append(sampling)
+
+    def raise_lost(self) -> None:
+        raise NotImplementedError
 
     def advance(
         self, requests: Sequence[Sequence[GroupRequest]], regrade: Sequence[Sequence[object]]

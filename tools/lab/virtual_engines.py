@@ -145,6 +145,7 @@ class VirtualDriver:
         self.max_sequences = model.max_sequences + model.max_sequences // QUEUED_SHARE
         self.grade_seconds = 0.0
         self.last_errors: dict[str, str] = {}
+        self.lost: set[int] = set()
         self.version = 0
         """Version of the weights of all engines."""
         self.clock = 0.0
@@ -166,7 +167,10 @@ class VirtualDriver:
         """See `Driver`."""
         return f"replica {replica}"
 
-    def start(self, sampling: Sampling) -> None:
+    def raise_lost(self) -> None:
+        """See `Driver`. No replica is lost."""
+
+    def start(self, sampling: Sampling, dropped: Sequence[int] = ()) -> None:
         """See `Driver`."""
         self.max_tokens = sampling.max_tokens
 
