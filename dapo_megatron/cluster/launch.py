@@ -103,10 +103,9 @@ class _Restarts:
     _failed_at: dict[int, float] = field(default_factory=dict)
     _short_lives: Counter[int] = field(default_factory=Counter)
 
-    def are_allowed(self, rank: int) -> bool:
-        """Return whether a failed rank is started again, now or soon."""
-        is_marked = _restart_mark(self.folder, rank).exists()
-        return is_marked and self._short_lives[rank] < MAX_SHORT_LIVES
+    def may_fail(self, rank: int) -> bool:
+        """Return whether the run goes on without a rank."""
+        return _restart_mark(self.folder, rank).exists()
 
     @property
     def are_expected(self) -> bool:
@@ -119,7 +118,8 @@ class _Restarts:
         """Replace failed ranks that may be started again."""
         now = time.monotonic()
         for rank, process in enumerate(ranks):
-            if not process.poll() or not self.are_allowed(rank):
+            may_start = self.may_fail(rank) and self._short_lives[rank] < MAX_SHORT_LIVES
+            if not process.poll() or not may_start:
                 continue
             if now < self._failed_at.setdefault(rank, now) + RESTART_SECONDS:
                 continue
@@ -159,7 +159,7 @@ def _wait(
         failed = [
             number
             for number, rank in enumerate(ranks)
-            if rank.poll() and not restarts.are_allowed(number)
+            if rank.poll() and not restarts.may_fail(number)
         ]
         if failed and deadline is None:
             first, deadline = failed[0], time.monotonic() + grace_seconds
@@ -181,9 +181,8 @@ def _wait(
     if code and ranks[0].returncode != code:
         # The terminal shows at most rank 0's error.
         print(f"rank {first} failed first (exit code {code}); see its log", file=sys.stderr)
-    allowed = restarts.are_allowed
-    failed = [rank.returncode for n, rank in enumerate(ranks) if rank.returncode and not allowed(n)]
-    return code or next(iter(failed), 0)
+    codes = (rank.returncode for n, rank in enumerate(ranks) if not restarts.may_fail(n))
+    return code or next(filter(None, codes), 0)
 
 
 @contextlib.contextmanager

@@ -450,7 +450,7 @@ def test_a_deterministic_turn_has_a_fixed_number_of_steps_and_waits_for_all_grad
     assert {item[2:] for item in first.graded} == {(Grade(1.0, True, "7"), "graded")}
     assert len(second.sampled) == len(second.graded) == 4
     assert (last.sampled, last.graded, last.unfinished) == ([], [], [])
-    assert grading.submitted[0] == ((TRAINING, 5, 19), "sums", "7", "7", {})
+    assert grading.submitted[0] == ((TRAINING, 5, 19, 0), "sums", "7", "7", {})
 
 
 def test_completions_of_a_resumed_run_are_graded_again() -> None:
@@ -465,7 +465,7 @@ def test_completions_of_a_resumed_run_are_graded_again() -> None:
 
     report = one_replica(engine, grading, task, store=store)
     assert [item[:2] for item in report.graded] == [(3, 4)]
-    assert grading.submitted == [((TRAINING, 3, 4), "sums", "8", "7", {})]
+    assert grading.submitted == [((TRAINING, 3, 4, 0), "sums", "8", "7", {})]
     assert store.get(3, 4).grade == Grade(1.0, True, "7")
 
 
