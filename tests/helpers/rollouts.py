@@ -97,9 +97,30 @@ class ScriptedDriver:
 
     def start(self, sampling: Sampling, dropped: Sequence[int] = ()) -> None:
         assert not any(self._running)
+        for key in [key for key in self.held if key[0] in dropped]:
+            self._drop(key)
 
     def raise_lost(self) -> None:
         raise NotImplementedError
+
+    def lose(self, replica: int) -> None:
+        """Lose a replica, with all that it holds."""
+        self.lost.add(replica)
+        self._running[replica].clear()
+        for key in [key for key, held in self.held.items() if held.replica == replica]:
+            self._drop(key)
+
+    def inventories(self) -> list[list[tuple[int, int, int]]]:
+        """Return (ticket, sample, number of tokens) of what each replica that is left holds."""
+        return [
+            [(*key, held.tokens) for key, held in self.held.items() if held.replica == replica]
+            for replica in range(self.num_replicas)
+            if replica not in self.lost
+        ]
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        del self.held[key]
+        self._to_grade = [other for other in self._to_grade if other != key]
 
     def advance(
         self,
@@ -112,6 +133,8 @@ class ScriptedDriver:
                 self._start(replica, group)
         self.on_advance()
         for replica, keys in enumerate(regrade):
+            if replica in self.lost:
+                continue
             assert all(self.held[key].replica == replica for key in keys)
             self._to_grade += keys
         sampled = [self._move_on(running) for running in self._running]
@@ -135,6 +158,7 @@ class ScriptedDriver:
                 ),
             )
             for replica, items in enumerate(sampled)
+            if replica not in self.lost
         ]
         self.rng.shuffle(reports)
         return reports
@@ -158,6 +182,7 @@ class ScriptedDriver:
         return reports
 
     def _start(self, replica: int, group: GroupRequest) -> None:
+        assert replica not in self.lost
         for sample, num_tokens in group.samples:
             key = group.ticket, sample
             assert not any(key in running for running in self._running), f"{key} requested twice"
@@ -191,7 +216,11 @@ class ScriptedDriver:
 
 
 def make_coordinator(
-    driver: ScriptedDriver, *, overlong: dict[str, Any] | None = None, **rollout: Any
+    driver: ScriptedDriver,
+    *,
+    overlong: dict[str, Any] | None = None,
+    is_elastic: bool = False,
+    **rollout: Any,
 ) -> Coordinator:
     """Make a coordinator for ten prompts, 4 groups of 2 per step unless `rollout` overrides it."""
     settings = {
@@ -221,6 +250,7 @@ def make_coordinator(
         ),
         driver=driver,
         seed=3,
+        is_elastic=is_elastic,
     )
 
 
@@ -244,4 +274,22 @@ def resume(coordinator: Coordinator, driver: ScriptedDriver, state: Mapping[str,
 
 def moved(driver: ScriptedDriver, num_replicas: int) -> ScriptedDriver:
     """Return a driver with the same script, as after a restart with `num_replicas` replicas."""
-    return replace(driver, num_replicas=num_replicas, requests=[], held={}, on_advance=lambda: None)
+    return replace(
+        driver,
+        num_replicas=num_replicas,
+        requests=[],
+        held={},
+        lost=set(),
+        on_advance=lambda: None,
+    )
+
+
+def without_lost(driver: ScriptedDriver, num_new: int = 0) -> ScriptedDriver:
+    """Return the driver of the next generation: replicas that are left get new numbers, and
+    `num_new` others join."""
+    left = [replica for replica in range(driver.num_replicas) if replica not in driver.lost]
+    following = moved(driver, len(left) + num_new)
+    following.held = {
+        key: replace(held, replica=left.index(held.replica)) for key, held in driver.held.items()
+    }
+    return following

@@ -1,0 +1,93 @@
+"""Test runs that lose engines and get them back."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.helpers.commands import Running, started
+from tests.learning.test_roles import command, wait_for_row
+
+APART = (
+    *("policy.tensor_parallel=1", "rollout.on_policy=false", "rollout.deterministic=false"),
+    *("loss.tis_cap=2.0", "engine.max_sequences=8"),
+)
+LIMIT_SECONDS = 15
+PHASES = ("generate", "logprobs", "update", "sync", "other", "evaluate", "checkpoint")
+
+
+def heartbeat(folder: Path, rank: int) -> dict[str, Any]:
+    heartbeat: dict[str, Any] = json.loads((folder / f".pulse/rank_{rank:05d}.json").read_text())
+    return heartbeat
+
+
+def check_ledger(folder: Path, num_steps: int) -> None:
+    """Check that every ticket is counted once, and none was trained on twice."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    steps = [row for row in rows if "groups/issued" in row]
+    assert [row["step"] for row in steps] == list(range(1, num_steps + 1))
+    ended = ("trained", "all_correct", "all_wrong", "overlong", "abstained", "expired")
+    closed = sum(row[f"groups/{outcome}"] for row in steps for outcome in ended)
+    assert sum(row["groups/issued"] for row in steps) == closed + steps[-1]["groups/carried"]
+    trained: Counter[tuple[int, int]] = Counter()
+    for path in (folder / "samples").glob("step_*/completions_*.parquet"):
+        table = pq.read_table(path, columns=["ticket", "sample", "outcome"]).to_pylist()
+        trained.update((r["ticket"], r["sample"]) for r in table if r["outcome"] == "trained")
+    assert set(trained.values()) == {1}
+    num_samples = 4
+    assert len(trained) == num_samples * sum(row["groups/trained"] for row in steps)
+
+
+def test_a_run_waits_for_its_only_engine_which_died(tmp_path: Path) -> None:
+    roles = ("run.processes=2", "roles={policy: 1, engine: 1}", "train.rollout_steps=5")
+    with started(*command(tmp_path, "run", *APART, *roles), new_session=True) as running:
+        wait_for_row(tmp_path / "run", 2, running)
+        os.kill(heartbeat(tmp_path / "run", 1)["pid"], signal.SIGKILL)
+        assert running.wait(300) == 0, running.stdout
+        assert "rank 1 ended with exit code -9; it is started again" in running.stdout
+    check_ledger(tmp_path / "run", 5)
+    assert not (tmp_path / "run" / ".pulse" / "alarm").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_run_survives_ten_losses_at_random_moments(seed: int, tmp_path: Path) -> None:
+    """Engines are killed or stopped (SIGSTOP). Each time the run goes on, within the watchdog's
+    limit and ten seconds, and the time of a step."""
+    rng = random.Random(seed)
+    num_steps, folder = 60, tmp_path / "run"
+    words = (
+        *("run.processes=3", "roles={policy: 1, engine: 2}", f"train.rollout_steps={num_steps}"),
+        *(f"watchdog.{phase}={LIMIT_SECONDS}" for phase in PHASES),
+        "checkpoint.every=5",
+    )
+    waits = []
+    with started(*command(tmp_path, "run", *APART, *words), new_session=True) as running:
+        wait_for_row(folder, 1, running)
+        for _ in range(10):
+            time.sleep(rng.uniform(0, 12))
+            pulse = heartbeat(folder, rng.choice([1, 2]))
+            number = rng.choice([signal.SIGKILL, signal.SIGSTOP])
+            os.kill(pulse["pid"], number)
+            waits.append((number.name, pulse["phase"], seconds_to_next_row(folder, running)))
+        assert running.wait(300) == 0, running.stdout
+    print(waits)
+    check_ledger(folder, num_steps)
+    limits = {"SIGKILL": 0, "SIGSTOP": LIMIT_SECONDS}
+    assert all(seconds < limits[name] + 10 + 20 for name, _, seconds in waits)
+
+
+def seconds_to_next_row(folder: Path, running: Running) -> float:
+    began = time.monotonic()
+    rows = (folder / "metrics.jsonl").read_text().count("\n")
+    wait_for_row(folder, rows, running)
+    return time.monotonic() - began

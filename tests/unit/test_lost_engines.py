@@ -1,0 +1,224 @@
+"""Test that a run goes on when engines are lost and join: the coordinator's decisions with scripted
+replicas, and the meetings of ranks with threads."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+from dapo_megatron.cluster import members as meetings
+from dapo_megatron.cluster.members import EnginesChanged, Members, agreed, register
+from dapo_megatron.types import Finish, RankError, Stopped
+from tests.helpers.rollouts import (
+    ScriptedDriver,
+    collect,
+    make_coordinator,
+    without_lost,
+)
+from tests.unit.test_coordinator import RUNS, History, random_script
+
+# ---------------------------------------------------------------------- the coordinator
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    keep=st.sampled_from([0.3, 0.5, 0.9]),
+    run=RUNS,
+    losses=st.sets(st.integers(1, 60), max_size=8),
+    joins=st.booleans(),
+)
+def test_no_ticket_is_lost_or_ends_twice_when_replicas_are_lost(
+    seed: int, keep: float, run: dict[str, Any], losses: set[int], joins: bool
+) -> None:
+    """As in a run, a step in which a replica was lost is collected to its end, taken back, and
+    collected again by the next generation."""
+    correct, length = random_script(seed, keep)
+    driver = ScriptedDriver(correct, length, 4, 6, random.Random(seed), grade_at_once=False)
+    coordinator = make_coordinator(driver, is_elastic=True, **run)
+    history = History(coordinator, run)
+    calls = iter(range(1, 10**9))
+
+    def lose_some() -> None:
+        left = [replica for replica in range(driver.num_replicas) if replica not in driver.lost]
+        if next(calls) in losses and len(left) > 1:
+            driver.lose(driver.rng.choice(left))
+
+    version = 0
+    while version < 6:
+        driver.on_advance = lose_some
+        collected = collect(coordinator, driver, version)
+        if not driver.lost:
+            for group in collected.train:  # all of their tokens are still there
+                for completion in group.completions:
+                    held = driver.held[group.ticket, completion.sample]
+                    assert (held.replica, held.tokens) == (
+                        completion.replica,
+                        completion.num_tokens,
+                    )
+            coordinator.confirm()
+            history.record_step(collected)
+            version += 1
+            continue
+        coordinator.revert()
+        state = coordinator.state()
+        driver = without_lost(driver, num_new=int(joins))
+        coordinator = make_coordinator(driver, is_elastic=True, **run)
+        coordinator.restore(state)
+        coordinator.find_completions(driver.inventories())
+        wanted = {(ticket, sample) for ticket, sample, *_ in coordinator.held()}
+        driver.held = {key: held for key, held in driver.held.items() if key in wanted}
+        history.coordinator = coordinator
+    history.check_totals()
+
+
+def test_a_group_is_sampled_anew_as_a_whole() -> None:
+    """Replica 1 dies with one of two completions of each ready group."""
+    driver = ScriptedDriver(lambda ticket, sample: sample == 0, max_sequences=4)
+    coordinator = make_coordinator(driver, is_elastic=True)
+    collect(coordinator, driver, 0)
+    coordinator.revert()
+    placed = {
+        ticket: {completion.replica for completion in group.completions.values()}
+        for ticket, group in coordinator.groups.items()
+    }
+    state = coordinator.state()
+    driver.lose(1)
+    driver = without_lost(driver)
+    coordinator = make_coordinator(driver, is_elastic=True)
+    coordinator.restore(state)
+    coordinator.find_completions(driver.inventories())
+    for ticket, group in coordinator.groups.items():
+        assert bool(group.completions) == (placed[ticket] == {0})
+        assert all(c.finish is not Finish.UNFINISHED for c in group.completions.values())
+    collected = collect(coordinator, driver, 0)
+    assert collected.counts["resampled"] == sum(1 in replicas for replicas in placed.values())
+
+
+# ---------------------------------------------------------------------- meetings of ranks
+
+
+@pytest.fixture(autouse=True)
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ids of the processes that rank 0 would kill: here all ranks are in this one."""
+    killed: list[int] = []
+    monkeypatch.setattr(meetings, "kill_here", lambda host, process_id: killed.append(process_id))
+    return killed
+
+
+def meet_all(members: list[Members], **settings: Any) -> dict[int, Any]:
+    """Let ranks meet in threads. Return what each then knows, or its error, by rank."""
+    results: dict[int, Any] = {}
+
+    def run(member: Members) -> None:
+        try:
+            member.meet(**{"at_least": 1, **settings})
+            results[member.rank] = member.generation, member.current
+        except RankError as error:
+            results[member.rank] = str(error)
+        except Stopped as error:
+            results[member.rank] = type(error)
+
+    threads = [threading.Thread(target=run, args=(member,)) for member in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def started(store: HashStore, replica_size: int = 1) -> list[Members]:
+    """Return the first generation: a policy of two ranks and engines on four."""
+    members = []
+    for rank in range(6):
+        start = register(store, rank)
+        members.append(Members(store, rank, 2, 6, replica_size, start, current=tuple(range(6))))
+    return members
+
+
+def test_the_ranks_that_are_left_form_the_next_generation() -> None:
+    members = started(HashStore())
+    left = [member for member in members if member.rank != 3]
+    results = meet_all(left, lost={3})
+    assert set(results) == {0, 1, 2, 4, 5}
+    assert set(results.values()) == {(1, (0, 1, 2, 4, 5))}
+    assert members[4].replica == 1
+    assert members[0].replica == -1
+
+
+def test_an_engine_without_one_of_its_ranks_is_left_out() -> None:
+    members = started(HashStore(), replica_size=2)
+    results = meet_all([member for member in members if member.rank != 3], lost={3})
+    assert results.pop(2).startswith("rank 2: the run goes on without this engine")
+    assert set(results.values()) == {(1, (0, 1, 4, 5))}
+
+
+def test_a_new_start_joins_and_a_dead_start_does_not() -> None:
+    store = HashStore()
+    members = started(store)
+    meet_all([member for member in members if member.rank not in (3, 4)], lost={3, 4})
+    assert not members[0].wants_in()
+    again = Members(store, 4, 2, 6, 1, register(store, 4))
+    thread = threading.Thread(target=again.knock)
+    thread.start()
+    while not members[0].wants_in():
+        pass
+    results = meet_all([member for member in members if member.rank in (0, 1, 2, 5)])
+    thread.join(20)
+    assert set(results.values()) == {(2, (0, 1, 2, 4, 5))}
+    assert (again.generation, again.current) == (2, (0, 1, 2, 4, 5))
+    assert not members[0].wants_in()
+    store.set(f"knock 3 {register(store, 3)}", "")  # waits, but
+    register(store, 3)  # is followed by a newer start that does not wait yet
+    assert not members[0].wants_in()
+
+
+def test_a_rank_that_comes_too_late_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, killed: list[int]
+) -> None:
+    monkeypatch.setattr(meetings, "ARRIVAL_SECONDS", 0.3)
+    members = started(HashStore())
+    results = meet_all([member for member in members if member.rank != 5])
+    assert set(results.values()) == {(1, (0, 1, 2, 3, 4))}
+    assert len(killed) == 1
+    assert "the run goes on without this engine" in meet_all([members[5]])[5]
+
+
+def test_a_run_with_too_few_engines_waits_and_then_ends() -> None:
+    members = started(HashStore())
+    results = meet_all(members[:2], lost={2, 3, 4, 5}, at_least=1, wait_seconds=0.2)
+    assert "0 engines are left, fewer than engine.min_replicas = 1" in results[0]
+
+    def stop() -> None:
+        raise Stopped("stopped by SIGTERM")
+
+    members = started(HashStore())
+    results = meet_all(members[:2], lost={2, 3, 4, 5}, check_stop=stop)
+    assert results[0] is Stopped
+
+
+class Policy:
+    """Exchange of two ranks with a policy, of which the other one answers `others`."""
+
+    def __init__(self, others: bool) -> None:
+        self._others = others
+
+    def all_gather(self, value: bool, of: object) -> list[bool]:
+        return [value, self._others]
+
+
+def test_ranks_with_a_policy_go_on_together() -> None:
+    def fail() -> None:
+        raise EnginesChanged("lost")
+
+    assert agreed(Policy(others=True), lambda: 5) == 5  # type: ignore[arg-type]
+    with pytest.raises(EnginesChanged):
+        agreed(Policy(others=False), lambda: 5)  # type: ignore[arg-type]
+    with pytest.raises(EnginesChanged, match="lost"):
+        agreed(Policy(others=True), fail)  # type: ignore[arg-type]
