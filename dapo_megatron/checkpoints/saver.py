@@ -137,6 +137,7 @@ class CheckpointSaver:
         First waits for the previous write.
         """
         self._join()
+        self._error = None  # a checkpoint that was lost with an engine is followed by this one
         part, self._part = self._part or self.snapshot(), None
         self._last_save = time.monotonic()
         if self.exchange.rank == 0:
@@ -154,9 +155,12 @@ class CheckpointSaver:
     def wait(self) -> None:
         """Wait until the last checkpoint is written, at the end of a run.
 
-        Raises CheckpointError on all ranks if it could not be written.
+        Raises CheckpointError on all ranks if it could not be written, and EnginesChanged on some
+        if a rank was lost meanwhile.
         """
         self._join()
+        if self._error is not None:
+            raise self._error
         if self._failure is not None:
             raise CheckpointError(
                 f"{self._failure}. The run ends without this checkpoint. Fix the cause, then "
@@ -175,7 +179,7 @@ class CheckpointSaver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
+        if self._error is not None and not isinstance(self._error, EnginesChanged):
             raise self._error
 
     # ------------------------------------------------------------------ in the thread

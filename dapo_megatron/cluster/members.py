@@ -15,9 +15,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.processes import has_ended, kill_here
@@ -103,6 +103,20 @@ class Members:
     def wants_in(self) -> bool:
         """Return whether an engine waits to join. Asked on rank 0."""
         return any(self._waits(engine) for engine in self._engines())
+
+    def differences(self, facts: Mapping[str, Any]) -> list[str]:
+        """Compare `facts` (JSON values, such as those of config keys) with rank 0's. Return a line
+        for each that differs: this rank might train or sample another model."""
+        text = json.dumps(facts)
+        if self.rank == 0:
+            self.store.set("facts", text)
+        own, first = json.loads(text), json.loads(self.store.get("facts"))
+        return [
+            f"{name}: {own.get(name)!r} on rank {self.rank}, but {first.get(name)!r} on rank 0; "
+            "start all ranks with the same version, config and overrides"
+            for name in sorted(own.keys() | first.keys())
+            if own.get(name) != first.get(name)
+        ]
 
     def knock(self) -> None:
         """Ask to join, and wait until rank 0 has decided on a generation with this rank. Raises

@@ -48,6 +48,12 @@ def _contradictions(config: Config) -> Iterable[str]:
             f"roles.policy: {config.roles.policy} with roles.engine {config.roles.engine}: set "
             "both above 0, or both to 0 (every rank has a policy and an engine)"
         )
+    num_engines = config.roles.engine // config.engine_tensor_parallel
+    if config.roles.are_separate and config.engine.min_replicas > num_engines:
+        yield (
+            f"engine.min_replicas: {config.engine.min_replicas}, but roles.engine "
+            f"{config.roles.engine} has only {num_engines} engines; use at most that many"
+        )
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     if sequences % config.train.updates_per_step:
         yield (

@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+import dapo_megatron
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import FENCED, STOPPED, end_attempt
 from dapo_megatron.cluster.collectives import on_rank0
@@ -22,7 +23,7 @@ from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.safe_output import above_panel, safe_text
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watchdog import Watchdog
-from dapo_megatron.config import Config
+from dapo_megatron.config import Config, refuse
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.types import ConfigError, DapoError, DataError, Fenced, Stopped
@@ -95,6 +96,7 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
         )
         if ranks.by_role is not None:
             members = ranks.by_role.members
+            refuse(members.differences(_facts(config)))
             watchdog.replaceable = lambda: [r for r in members.current if r >= members.num_policy]
         source = None
         if with_folder:
@@ -115,6 +117,20 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
     watchdog.close()
     if dist.is_initialized():  # not after an error: the other ranks may never come
         dist.destroy_process_group()
+
+
+def _facts(config: Config) -> dict[str, Any]:
+    """Return what must be the same on all ranks: the version, and each key of the config."""
+
+    def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, dict):
+            for name, item in value.items():
+                yield from flat(f"{prefix}.{name}" if prefix else name, item)
+        else:
+            yield prefix, value
+
+    values = dict(flat("", config.model_dump(mode="json")))
+    return {"version of dapo_megatron": dapo_megatron.__version__, **values}
 
 
 def _open_folder(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:

@@ -57,6 +57,8 @@ class ElasticTraining:
     _lost: set[int] = field(default_factory=set)
     """Ranks that are known to be lost, on rank 0."""
     _is_resumed: bool = False
+    _is_ready: bool = False
+    """Whether this rank has entered the loop before."""
     _is_unsaved: bool = False
     """Whether the last checkpoint of the last generation could not be written."""
 
@@ -105,10 +107,12 @@ class ElasticTraining:
             self._is_resumed = True
         else:
             self._adopt(parts)
-        context.stop.hold()
-        if config.role(context.own_rank) == "engine" and not context.is_replaceable:
-            context.is_replaceable = True
-            allow_restart()
+        if not self._is_ready:
+            context.stop.hold()
+            if config.role(context.own_rank) == "engine":
+                context.is_replaceable = True
+                allow_restart()
+        self._is_ready = True
         try:
             with context.watchdog.phase(Phase.OTHER):
                 if ranks.broadcast(self._is_unsaved, bool):

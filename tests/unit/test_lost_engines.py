@@ -203,6 +203,14 @@ def test_a_run_with_too_few_engines_waits_and_then_ends() -> None:
     assert results[0] is Stopped
 
 
+def test_an_engine_with_another_config_is_refused_by_key() -> None:
+    first, *_, last = started(HashStore())
+    assert first.differences({"version": "1", "seed": 1}) == []
+    assert last.differences({"version": "1", "seed": 1}) == []
+    [line] = last.differences({"version": "1", "seed": 2})
+    assert line.startswith("seed: 2 on rank 5, but 1 on rank 0; start all ranks with the same")
+
+
 class Policy:
     """Exchange of two ranks with a policy, of which the other one answers `others`."""
 
