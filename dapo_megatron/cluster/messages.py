@@ -65,6 +65,8 @@ class Introduction:
     member: int | None
     host: str
     public_key: str
+    rank: int
+    """Number of the rank in the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,14 +330,15 @@ def open_channel(
     for the others, and RankError naming the members that did not connect.
     """
     keys = zmq.curve_keypair()
-    introduction = Introduction(member, node_name(), keys[0].decode())
+    rank = int(os.environ.get("RANK", exchange.rank))
+    introduction = Introduction(member, node_name(), keys[0].decode(), rank)
     introductions = exchange.all_gather(introduction, Introduction)
     ranks = _rank_of_member(introductions, num_members)
 
     def create_hub() -> Hub:
         others = [rank for rank in ranks if rank > 0]
         names = [
-            f"replica {number} (rank {rank}, host {introductions[rank].host})"
+            f"replica {number} (rank {introductions[rank].rank}, host {introductions[rank].host})"
             for number, rank in enumerate(ranks)
         ]
         host = cluster_address(exchange.world_size) if others else None

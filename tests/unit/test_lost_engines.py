@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 
 from dapo_megatron.cluster import members as meetings
 from dapo_megatron.cluster.members import EnginesChanged, Members, agreed, register
+from dapo_megatron.rollout.holders import groups_with
 from dapo_megatron.types import Finish, RankError, Stopped
 from tests.helpers.rollouts import (
     ScriptedDriver,
@@ -99,6 +100,18 @@ def test_a_group_is_sampled_anew_as_a_whole() -> None:
         assert all(c.finish is not Finish.UNFINISHED for c in group.completions.values())
     collected = collect(coordinator, driver, 0)
     assert collected.counts["resampled"] == sum(1 in replicas for replicas in placed.values())
+
+
+def test_a_group_with_requests_on_a_lost_replica_is_sampled_anew() -> None:
+    """Also if all of its completions so far are on others: they finished first."""
+    driver = ScriptedDriver(lambda ticket, sample: True)
+    coordinator = make_coordinator(driver, dynamic_sampling=False)
+    collect(coordinator, driver, 0)
+    groups = dict(coordinator.groups)
+    kept = {t for t, g in groups.items() if all(c.replica == 0 for c in g.completions.values())}
+    ticket = min(kept)
+    tickets = {group.ticket for group in groups_with(groups, lost={1}, orphans={ticket})}
+    assert tickets == groups.keys() - kept | {ticket}
 
 
 # ---------------------------------------------------------------------- meetings of ranks
