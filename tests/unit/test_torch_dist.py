@@ -27,6 +27,7 @@ from tests.helpers.checkpoints import (
     config_of,
     differences,
     edit_json,
+    edit_tensors,
     to_megatron,
     write_random,
 )
@@ -109,6 +110,44 @@ def test_the_tool_writes_a_checkpoint_of_megatron(source: Path, tmp_path: Path) 
     assert code == 2 and "leave the options of the layout out" in output
 
 
+def test_only_files_of_the_model_are_copied_from_a_folder_of_training(
+    source: Path, tmp_path: Path
+) -> None:
+    folder = copied(source, tmp_path)
+    model = {
+        *("config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json"),
+        *("tokenizer_config.json", "tokenizer.model", "merges.txt", "vocab.json", "LICENSE"),
+    }
+    others = (
+        *("events.out.tfevents.1700000000.node", "samples_000010.jsonl", "train.log", "job.sh"),
+        *("optim_states_0.bin", "mp_rank_00.pt", "model.safetensors.index.json", "state.json"),
+        *("tokenizer.py", "tokenization_x.py", "progress.txt", "tokenizer.json.partial"),
+    )
+    for name in (*model - {"config.json"}, *others):
+        (folder / name).write_text("{}")
+    (folder / "wandb").mkdir()
+    code, output = invoke("megatron-to-hf", folder, tmp_path / "hf")
+    assert code == 0, output
+    names = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert names == {*model, "model.safetensors"}
+
+
+def test_layers_of_different_dtypes_are_not_stacked(source: Path, tmp_path: Path) -> None:
+    hf = shutil.copytree(source.parent / "hf", tmp_path / "hf")
+    name = "model.layers.1.mlp.down_proj.weight"
+    edit_tensors(
+        hf / "model.safetensors", lambda values: values.update({name: values[name].float()})
+    )
+    options = ("--format", "torch_dist", "--no-check")
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "m", *options)
+    assert code == 2 and "decoder.layers.mlp.linear_fc2.weight: Megatron has one tensor" in output
+    assert "decoder.layers.0.mlp.linear_fc2.weight (bfloat16)" in output
+    assert "decoder.layers.1.mlp.linear_fc2.weight (float32)" in output and "--dtype" in output
+    assert not (tmp_path / "m").exists()
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "m", *options, "--dtype", "float32")
+    assert code == 0, output
+
+
 # ------------------------------------------------------------------------------- other models
 
 
@@ -146,6 +185,61 @@ def test_a_configuration_of_another_model_is_refused_with_both_values(
     edit(folder, **fields)
     with pytest.raises(CheckpointError, match=expected):
         open_store(folder)
+
+
+def test_groups_of_experts_that_megatron_ranks_differently_are_refused(tmp_path: Path) -> None:
+    """In Megatron the score of a group is the sum of its best num_experts_per_tok // topk_group
+    experts, in HF and vLLM always of its best two."""
+    groups = {"n_group": 2, "topk_group": 1}
+    source = open_store(write_random(tmp_path / "hf", config_of("deepseek_v3", **groups)))
+    folder = to_torch_dist(source, tmp_path / "saved")  # 2 // 1 = 2
+    edit_json(folder / "config.json", lambda config: config.update(num_experts_per_tok=3))
+    with pytest.raises(CheckpointError, match=r"topk_group = 1: Megatron ranks .* best 3 experts"):
+        open_store(folder)
+    for changes in ({"num_experts_per_tok": 3}, {"topk_group": 2, "num_experts_per_tok": 3}):
+        arch = architecture(config_of("deepseek_v3", **groups | changes))
+        if changes.get("topk_group") == 2:  # all groups are chosen
+            assert megatron_fields(arch)["moe_router_group_topk"] == 2
+        else:
+            with pytest.raises(ConfigError, match="HF and vLLM always by their best 2"):
+                megatron_fields(arch)
+
+
+@pytest.mark.parametrize("edit", [edit_yaml, edit_arguments])
+def test_padding_is_that_of_the_saved_arguments(
+    source: Path, tmp_path: Path, edit: Callable[..., None]
+) -> None:
+    """37 tokens are padded to 40 by multiples of 4 on two tensor-parallel ranks."""
+    folder = copied(source, tmp_path)
+    edit(folder, make_vocab_size_divisible_by=4, tensor_model_parallel_size=2)
+    for rows, is_right in ((37, True), (40, True), (48, False), (41, False)):
+        edit_metadata(folder, lambda content, rows=rows: set_rows(content, rows))
+        if is_right:
+            open_store(folder)
+        else:
+            with pytest.raises(CheckpointError, match=f"has {rows} rows.* padded to 40 by make_vo"):
+                open_store(folder)
+
+
+def test_layers_for_multi_token_prediction_are_dropped_by_consent(tmp_path: Path) -> None:
+    config = config_of("deepseek_v3", num_nextn_predict_layers=1)
+    source = open_store(write_random(tmp_path / "hf", config))
+    folder = to_torch_dist(source, tmp_path / "saved")
+    added = [f"mtp.layers.0.{name}.weight" for name in ("enorm", "hnorm")]
+    edit_metadata(folder, lambda content: [extra(content, key) for key in added])
+    with pytest.raises(CheckpointError, match=rf"{added[0]} and 1 more .* model\.drop_mtp=true"):
+        open_store(folder)
+    store = open_store(folder, drop_mtp=True)
+    assert store.dropped == added and store.config["num_nextn_predict_layers"] == 0
+    code, output = invoke("megatron-to-hf", folder, tmp_path / "x")
+    assert code == 2 and "Use --drop-mtp to leave them out" in output
+    code, output = invoke("megatron-to-hf", folder, tmp_path / "again", "--drop-mtp")
+    assert code == 0 and f"left out: {added[0]} and 1 more tensors" in output
+    again = open_store(tmp_path / "again")
+    assert differences(source, again) == differences(source, store)  # config.json only
+    assert {line.partition(":")[0] for line in differences(source, again)} == {
+        "config.num_nextn_predict_layers"
+    }
 
 
 def test_null_means_off_for_groups_of_experts_and_their_scale(tmp_path: Path) -> None:
@@ -254,8 +348,12 @@ def only_half(content: Any) -> None:
     chunks_of(content, HEAD)[0].sizes = torch.Size((10, 36))
 
 
-def extra(content: Any) -> None:
-    key = "decoder.layers.mlp.linear_fc2.bias"
+def set_rows(content: Any, rows: int) -> None:
+    """Set the rows of the head, without changing its elements."""
+    content.state_dict_metadata[HEAD].size = torch.Size((rows, 36))
+
+
+def extra(content: Any, key: str = "decoder.layers.mlp.linear_fc2.bias") -> None:
     content.state_dict_metadata[key] = content.state_dict_metadata[NORM]
     index = next(index for index in content.storage_data if index.fqn == NORM)
     content.storage_data[type(index)(key, index.offset)] = content.storage_data[index]
@@ -268,6 +366,12 @@ def append_zeros(folder: Path) -> None:
 def hostile(folder: Path) -> Runs:
     """Return an object that leaves a file behind when it is unpickled."""
     return Runs(os.system, f"touch {folder.parent / RAN}")
+
+
+def repeated(name: bytes, opcode: bytes) -> bytes:
+    """Return a pickle of 100,000 objects that name the same tuple of 100,000 numbers."""
+    numbers = b"(" + b"K\x01" * 100_000 + b"tq\x00"
+    return b"\x80\x02" + numbers + b"0](" + (name + b"h\x00" + opcode) * 100_000 + b"e."
 
 
 def linked(folder: Path) -> None:
@@ -314,6 +418,30 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "metadata with an endless string": (
         lambda folder: part(folder, ".metadata").write_bytes(b"\x80\x04\x8d" + b"\xff" * 7 + b"."),
+        CONTENT + "it cannot be unpickled",
+    ),
+    "metadata that copies its arguments": (
+        lambda folder: part(folder, ".metadata").write_bytes(
+            repeated(b"cargparse\nNamespace\n", pickle.REDUCE)
+        ),
+        CONTENT + "a list where a Metadata must be",
+    ),
+    "metadata that copies its items": (
+        lambda folder: part(folder, ".metadata").write_bytes(
+            repeated(b"ccollections\nOrderedDict\n", pickle.REDUCE)
+        ),
+        CONTENT + "it cannot be unpickled",
+    ),
+    "metadata that copies a state": (
+        lambda folder: part(folder, ".metadata").write_bytes(
+            repeated(b"ccollections\nOrderedDict\n)R", pickle.BUILD)
+        ),
+        CONTENT + "a list where a Metadata must be",
+    ),
+    "metadata with a key that takes forever": (
+        lambda folder: part(folder, ".metadata").write_bytes(
+            b"\x80\x02})" + b"2\x86" * 200 + b"Ns."
+        ),
         CONTENT + "it cannot be unpickled",
     ),
     "metadata that runs a program": (
