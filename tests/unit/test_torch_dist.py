@@ -19,8 +19,13 @@ from typer.testing import CliRunner
 from dapo_megatron.checkpoints.formats.megatron import MegatronLayout
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.torch_dist.model_config import megatron_fields
+from dapo_megatron.checkpoints.formats.torch_dist.options import (
+    fields_without_option,
+    megatron_lm_options,
+)
 from dapo_megatron.checkpoints.formats.torch_dist.store import TorchDistWriter
 from dapo_megatron.model import architecture
+from dapo_megatron.model.published import find_published
 from dapo_megatron.types import CheckpointError, ConfigError
 from tests.helpers.checkpoints import (
     MODELS,
@@ -103,6 +108,8 @@ def test_the_tool_writes_a_checkpoint_of_megatron(source: Path, tmp_path: Path) 
     hf, target = source.parent / "hf", tmp_path / "m"
     code, output = invoke("hf-to-megatron", hf, target, "--format", "torch_dist")
     assert code == 0 and "read back and compared" in output
+    assert "options of Megatron-LM for this model:\n    --num-layers 2 " in output
+    assert "    --num-layers 2 " in invoke("inspect", target)[1]
     assert invoke("verify", hf, target)[0] == 0
     assert "torch_dist (files 1, checkpoint release), qwen2" in invoke("inspect", target)[1]
     options = ("--format", "torch_dist", "--tensor-parallel", 3)
@@ -146,6 +153,60 @@ def test_layers_of_different_dtypes_are_not_stacked(source: Path, tmp_path: Path
     assert not (tmp_path / "m").exists()
     code, output = invoke("hf-to-megatron", hf, tmp_path / "m", *options, "--dtype", "float32")
     assert code == 0, output
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_field_of_a_model_is_an_option_or_reported(name: str) -> None:
+    arch = architecture(MODELS[name])
+    options = " ".join(megatron_lm_options(arch))
+    assert not fields_without_option(arch)
+    known = {
+        "gated_linear_unit": "--swiglu",
+        "layernorm_epsilon": "--norm-epsilon",
+        "num_moe_experts": "--num-experts",
+        "add_bias_linear": "--disable-bias-linear",
+        "share_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
+    }
+    inverted = ("add_bias_linear", "share_embeddings_and_output_weights")
+    for field, value in megatron_fields(arch).items():
+        option = known.get(field, "--" + field.replace("_", "-"))
+        is_on = value is not None and bool(value) is not (field in inverted)
+        # Without it, there is one group per head.
+        if field != "num_query_groups" or value != arch.num_heads:
+            assert (f"{option} " in f"{options} ") is is_on, (field, value)
+
+
+def test_options_of_megatron_lm() -> None:
+    """Version 0.16.1 of Megatron-LM reads these, and makes the model's config of them."""
+    moonlight = architecture(find_published("Moonlight-16B-A3B").hf)
+    assert " ".join(megatron_lm_options(moonlight)) == (
+        "--num-layers 27 --hidden-size 2048 --num-attention-heads 16 --normalization RMSNorm "
+        "--norm-epsilon 1e-05 --swiglu --disable-bias-linear --qk-layernorm --rotary-base 50000 "
+        "--rotary-percent 1.0 "
+        "--ffn-hidden-size 11264 --multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 "
+        "--qk-pos-emb-head-dim 64 --v-head-dim 128 --num-experts 64 --moe-router-topk 6 "
+        "--moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 2816 "
+        '--moe-layer-freq "([0]*1+[1]*26)" --moe-router-score-function sigmoid '
+        "--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.446 "
+        "--position-embedding-type rope --rope-type rope --rotary-scaling-factor 1.0 "
+        "--max-position-embeddings 8192 --attention-dropout 0.0 --hidden-dropout 0.0 "
+        "--untie-embeddings-and-output-weights --no-rope-fusion"
+    )
+    kimi = architecture(find_published("Kimi-K2-Instruct").hf)
+    assert fields_without_option(kimi) == {"beta_fast": 1.0}
+    assert "--rope-type yarn" in " ".join(megatron_lm_options(kimi))
+    plain = {name: value for name, value in config_of("qwen3").items() if name != "rope_theta"}
+    rope: dict[str, Any] = {"rope_type": "linear", "rope_theta": 10_000.5, "factor": 4.0}
+    linear = architecture({**plain, "rope_parameters": rope})
+    assert fields_without_option(linear) == {
+        "rotary_seq_len_interpolation_factor": 4.0,
+        "rotary_base": 10_000.5,
+    }
+    assert "--rotary-seq-len-interpolation-factor 4 " in " ".join(megatron_lm_options(linear))
+    rope |= {"rope_type": "yarn", "original_max_position_embeddings": 1024}
+    yarn = architecture({**plain, "rope_parameters": rope})
+    assert fields_without_option(yarn)["yarn_rotary_scaling_factor"] == 4.0
+    assert "yarn" not in " ".join(megatron_lm_options(yarn))
 
 
 # ------------------------------------------------------------------------------- other models

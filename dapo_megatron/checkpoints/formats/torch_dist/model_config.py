@@ -173,6 +173,7 @@ def _rope(rope: Rope) -> dict[str, Any]:
         fields["position_embedding_type"] = "yarn"
         fields |= {f"yarn_{name}": value for name, value in _yarn(rope).items()}
         fields["yarn_original_max_position_embeddings"] = rope.original_max_positions
+        fields["yarn_correction_range_round_to_int"] = True
     return fields
 
 
