@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import yaml
 
+from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import Store, fill
 from dapo_megatron.checkpoints.formats.torch_dist.store import MAX_FILE_BYTES, TorchDistWriter
+from tests.helpers.checkpoints import config_of, write_random
 
 
 def to_torch_dist(source: Store, folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> Path:
@@ -26,7 +28,30 @@ def to_torch_dist(source: Store, folder: Path, *, max_file_bytes: int = MAX_FILE
     return folder
 
 
+def make_checkpoint(folder: Path) -> Path:
+    """Write a model of two layers as HF and, of that, a checkpoint of Megatron. Return the latter,
+    which is next to `hf`."""
+    config = config_of("qwen2", num_key_value_heads=3)
+    return to_torch_dist(open_store(write_random(folder / "hf", config)), folder / "saved")
+
+
 # ------------------------------------------------------------------------------- damage
+
+QKV = "decoder.layers.self_attention.linear_qkv.weight"
+NORM = "decoder.final_layernorm.weight"
+HEAD = "output_layer.weight"
+
+
+def set_rows(content: Any, rows: int) -> None:
+    """Set the rows of the head in `.metadata`, without changing its elements."""
+    content.state_dict_metadata[HEAD].size = torch.Size((rows, 36))
+
+
+def add_tensor(content: Any, key: str) -> None:
+    """Add a tensor to `.metadata`, whose elements are those of the last norm."""
+    content.state_dict_metadata[key] = content.state_dict_metadata[NORM]
+    index = next(index for index in content.storage_data if index.fqn == NORM)
+    content.storage_data[type(index)(key, index.offset)] = content.storage_data[index]
 
 
 class Runs:
