@@ -12,10 +12,8 @@ from typing import Any
 import torch
 import yaml
 
-from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import Store, fill
 from dapo_megatron.checkpoints.formats.torch_dist.store import MAX_FILE_BYTES, TorchDistWriter
-from tests.helpers.checkpoints import config_of, write_random
 
 
 def to_torch_dist(source: Store, folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> Path:
@@ -26,13 +24,6 @@ def to_torch_dist(source: Store, folder: Path, *, max_file_bytes: int = MAX_FILE
     fill(writer, source, lambda _: None)
     writer.finish(source.model_folder)
     return folder
-
-
-def make_checkpoint(folder: Path) -> Path:
-    """Write a model of two layers as HF and, of that, a checkpoint of Megatron. Return the latter,
-    which is next to `hf`."""
-    config = config_of("qwen2", num_key_value_heads=3)
-    return to_torch_dist(open_store(write_random(folder / "hf", config)), folder / "saved")
 
 
 # ------------------------------------------------------------------------------- damage

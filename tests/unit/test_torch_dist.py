@@ -28,6 +28,7 @@ from tests.helpers.checkpoints import (
     edit_json,
     edit_tensors,
     invoke,
+    make_checkpoint,
     to_megatron,
     write_random,
 )
@@ -37,7 +38,6 @@ from tests.helpers.torch_dist import (
     edit_arguments,
     edit_metadata,
     edit_yaml,
-    make_checkpoint,
     set_rows,
     to_torch_dist,
 )

@@ -17,7 +17,7 @@ import torch
 
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.types import CheckpointError
-from tests.helpers.checkpoints import edit_json, invoke
+from tests.helpers.checkpoints import edit_json, invoke, make_checkpoint
 from tests.helpers.torch_dist import (
     HEAD,
     NORM,
@@ -26,7 +26,6 @@ from tests.helpers.torch_dist import (
     add_tensor,
     archive,
     edit_metadata,
-    make_checkpoint,
     replace_record,
 )
 
