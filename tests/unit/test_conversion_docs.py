@@ -110,28 +110,28 @@ def rows() -> dict[str, str]:
     """Return the options of each family in the table, by model_type, and those of all."""
     table = re.search(r"^\| family \| options \|\n\|---\|---\|\n(.*?)\n\n", PAGE, re.DOTALL | re.M)
     assert table is not None
-    found = {}
+    options_of = {}
     for row in table[1].splitlines():
         names, options = row.strip("|").split(" | ", 1)
         for name in re.findall(r"[a-z0-9_]+", names):
-            found[name] = options
+            options_of[name] = options
     for other in ("qwen3", "glm4_moe"):
-        for name, options in found.items():
+        for name, options in options_of.items():
             if f"of `{other}`" in options:
-                found[name] += found[other]
-    return found
+                options_of[name] += options_of[other]
+    return options_of
 
 
 def test_the_table_of_options_is_that_of_the_program() -> None:
-    found = rows()
-    assert found.keys() == {"all", *FAMILIES}
+    options_of = rows()
+    assert options_of.keys() == {"all", *FAMILIES}
     configs = [*MODELS.values(), *(dict(model.hf) for model in published_models().values())]
     for config in configs:
         used = {word for option in megatron_lm_options(architecture(config))
                 for word in option.split() if word.startswith("--")}  # fmt: skip
         family = str(config["model_type"])
-        named = found["all"] + found[ALIASES.get(family, family)]
+        named = options_of["all"] + options_of[ALIASES.get(family, family)]
         missing = {option for option in used if not re.search(rf"{option}[ `]", named)}
         assert not missing, (family, missing)
-        common = set(re.findall(r"--[a-z-]+", found["all"]))
+        common = set(re.findall(r"--[a-z-]+", options_of["all"]))
         assert common - used <= {"--untie-embeddings-and-output-weights"}, family
