@@ -29,6 +29,7 @@ from typing import Annotated, Any
 
 import typer
 from converting.layouts import make_layout
+from converting.options import print_options
 from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
@@ -162,6 +163,8 @@ def to_megatron(
             return MegatronWriter(folder, store.arch, layout, tensors)
 
         results |= convert(store, target, writer, dtype, overwrite, check, ignore or ())
+        if format is Format.TORCH_DIST:
+            results |= print_options(store.arch)
 
 
 @app.command()
@@ -197,7 +200,8 @@ def inspect(
 ) -> None:
     """Print what a folder holds. A damaged or unknown folder is refused with the reason."""
     with report_errors(json_file) as results:
-        content = describe(open_store(folder, ignore or (), hf_config, drop_mtp=drop_mtp))
+        store = open_store(folder, ignore or (), hf_config, drop_mtp=drop_mtp)
+        content = describe(store)
         results |= content
         layout = ", ".join(f"{key} {value}" for key, value in content["layout"].items())
         print(f"{folder}: {content['format']} ({layout}), {content['family']}")
@@ -210,6 +214,8 @@ def inspect(
             f"{len(content['tensors']):,} tensors in {content['files']} files, "
             f"{content['parameters']:,} parameters, {content['bytes']:,} bytes"
         )
+        if store.format == Format.TORCH_DIST:
+            results |= print_options(store.arch)
 
 
 @app.command()

@@ -43,6 +43,7 @@ from dapo_megatron.config.yaml12 import parse_yaml
 from dapo_megatron.data.hub import dataset_batches, name_of
 from dapo_megatron.data.prompts import report_path
 from dapo_megatron.data.rows import DAPO_MATH_COLUMNS
+from dapo_megatron.data.tokenizer import load_tokenizer
 from dapo_megatron.files import partial_folder
 from dapo_megatron.types import ConfigError, DapoError, DataError
 
@@ -203,7 +204,7 @@ def main(
             similarity=MinHashSimilarity(similarity),
             overlap=overlap.value,
             near_duplicates=near_duplicates.value,
-            tokenizer=load_tokenizer(tokenizer, max_prompt_tokens),
+            tokenizer=tokenizer_of(tokenizer, max_prompt_tokens),
             max_prompt_tokens=max_prompt_tokens or 0,
             columns=parse_columns("--columns", columns),
             evaluation_columns=parse_columns("--evaluation-columns", evaluation_columns),
@@ -251,20 +252,11 @@ def outputs_of(output: Path, inputs: list[str], evaluation: list[Path], force: b
     return files
 
 
-def load_tokenizer(folder: Path | None, max_prompt_tokens: int | None) -> Any:
+def tokenizer_of(folder: Path | None, max_prompt_tokens: int | None) -> Any:
     """Return the tokenizer of a local folder; None if there is no limit. Raises DataError."""
     if (folder is None) != (max_prompt_tokens is None):
         raise DataError("--tokenizer and --max-prompt-tokens: set both, or neither")
-    if folder is None:
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"--tokenizer {folder}: no tokenizer can be read; name a folder with one ({error})"
-        ) from error
+    return load_tokenizer(folder, "--tokenizer") if folder else None
 
 
 def parse_columns(option: str, text: str | None) -> Columns:

@@ -284,6 +284,13 @@ class LatentAttention(MLASelfAttention):
         self.linear_kv_down_proj.shared = config.qk_pos_emb_head_dim
         self.rotary_pos_emb = GivenRotation()
 
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Return the layers of the spec. Megatron-core 0.19 calls this, and for queries without a
+        latent it would add a norm that no checkpoint has."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+        norms = ("q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in (*names, *norms)}
+
     def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
         """Run MLASelfAttention.forward, which takes no rotation. `rotary_pos_emb`: see
         rope.rotation."""

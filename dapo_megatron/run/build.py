@@ -28,6 +28,7 @@ from dapo_megatron.config import (
 )
 from dapo_megatron.data.owners import DataParallelRanks
 from dapo_megatron.data.prompts import PromptStream, load_source
+from dapo_megatron.data.tokenizer import load_tokenizer
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.estimate import save_estimate
 from dapo_megatron.protocols import LossFn, Parts, Policy, RolloutEngine
@@ -93,10 +94,8 @@ class Core:
 
 def load_prompts(config: Config) -> Prompts:
     """Load all prompts. Evaluation sets are loaded first, because their problems are excluded from
-    training."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    training. Raises DataError naming model.path or the data."""
+    tokenizer = load_tokenizer(Path(config.model.path), "model.path")
     limit = config.rollout.max_prompt_tokens
     notes: list[str] = []
 

@@ -17,6 +17,7 @@ from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config, FileSource, source_file_name
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.data.prompts import report_of
+from dapo_megatron.data.tokenizer import load_tokenizer
 from dapo_megatron.files import write_json, write_text
 from dapo_megatron.model import read_architecture
 from dapo_megatron.model.flops import model_flops, peak_flops
@@ -31,6 +32,7 @@ from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder, Speedomet
 from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.tracking.run_report import WAIT_SECONDS, RunReport
 from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker
+from dapo_megatron.types import DapoError
 
 
 def open_recorder(
@@ -116,13 +118,11 @@ def keep_tokenizer(config: Config, folder: RunFolder, recorder: RunRecorder | Ra
     format is skipped. A tokenizer that cannot be loaded has already ended the run in
     `load_prompts`.
     """
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        tokenizer = load_tokenizer(Path(config.model.path), "model.path")
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
             write_text(folder.tokenizer, backend.to_str())
-    except (OSError, ValueError) as error:
+    except (DapoError, OSError) as error:
         recorder.note(f"  no {folder.tokenizer.name}: {error}")
 
 

@@ -28,6 +28,7 @@ from dapo_megatron.checkpoints.formats.weights_folder import copy_companions, pu
 from dapo_megatron.model import ChunkPlace, architecture, hf_tensors, layout_of
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.types import whole
+from tests.helpers.torch_dist import to_torch_dist
 from tools import convert_checkpoint
 
 SHARED = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096}
@@ -188,6 +189,13 @@ def differences(left: Store, right: Store) -> list[str]:
 def config_of(name: str, **changes: Any) -> dict[str, Any]:
     """Return the config of a small model, for tests that damage a checkpoint."""
     return {**MODELS[name], "num_hidden_layers": 2, "vocab_size": 37, **changes}
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """Write a model of two layers as HF and, of that, a checkpoint of Megatron. Return the latter,
+    which is next to `hf`."""
+    config = config_of("qwen2", num_key_value_heads=3)
+    return to_torch_dist(open_store(write_random(folder / "hf", config)), folder / "saved")
 
 
 def training_checkpoint(

@@ -3,6 +3,7 @@ layout is read, and what is written here it loads in another layout, with the sa
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("qwen3", {"tie_word_embeddings": True, "vocab_size": 99}),
     "bias": ("qwen2", {}),
     "experts": ("qwen3_moe", {}),
-    "latent": ("deepseek_v3", {"num_hidden_layers": 3}),
+    # Groups whose score Megatron computes as HF: the sum of two experts.
+    "latent": ("deepseek_v3", {"num_hidden_layers": 4, "num_experts_per_tok": 4}),
+    "moonlight": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
+    ),
     "glm": ("glm4_moe", {"num_hidden_layers": 3}),
+    "flash": ("glm4_moe_lite", {"num_experts_per_tok": 4}),
 }
 CASES = [
     ("tied", "tp2"),
     ("tied", "pp2"),
     ("bias", "tp2"),
-    ("experts", "tp2"),
-    ("experts", "ep2"),
-    ("latent", "tp2"),
-    ("latent", "ep2"),
     ("glm", "tp2"),
     ("glm", "ep2"),
+    ("latent", "tp2"),
+    ("latent", "pp2"),
+    *product(("experts", "moonlight", "flash"), LAYOUTS),
 ]
 
 

@@ -1,63 +1,46 @@
-"""Checkpoints of Megatron-core, read in the layouts of many ranks and written, and damaged or
-hostile ones, which are refused with the reason."""
+"""Checkpoints of Megatron-core, written and read."""
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
-from dapo_megatron.checkpoints.formats.compare import compare_replicas
 from dapo_megatron.checkpoints.formats.megatron import MegatronLayout
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.torch_dist.model_config import megatron_fields
+from dapo_megatron.checkpoints.formats.torch_dist.options import (
+    fields_without_option,
+    megatron_lm_options,
+)
 from dapo_megatron.checkpoints.formats.torch_dist.store import TorchDistWriter
 from dapo_megatron.model import architecture
+from dapo_megatron.model.published import find_published
 from dapo_megatron.types import CheckpointError, ConfigError
 from tests.helpers.checkpoints import (
     MODELS,
     config_of,
     differences,
     edit_json,
+    edit_tensors,
+    invoke,
+    make_checkpoint,
     to_megatron,
     write_random,
 )
 from tests.helpers.torch_dist import (
-    Runs,
-    archive,
+    NORM,
+    add_tensor,
     edit_arguments,
     edit_metadata,
     edit_yaml,
-    replace_record,
-    save_as_ranks,
+    set_rows,
     to_torch_dist,
 )
-from tools import convert_checkpoint
-
-QKV = "decoder.layers.self_attention.linear_qkv.weight"
-NORM = "decoder.final_layernorm.weight"
-HEAD = "output_layer.weight"
-RAN = "the_pickle_ran"
-
-
-def small(name: str) -> dict[str, Any]:
-    """Return a config whose sizes are divisible by four ranks."""
-    sizes = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
-    experts = {"num_experts": 4} if "moe" in name else {}
-    if name == "deepseek_v3":
-        sizes["num_key_value_heads"] = 8
-        experts = {"n_routed_experts": 4, "moe_intermediate_size": 8, "n_shared_experts": 2}
-    return config_of(name, **sizes, **experts, num_hidden_layers=2)
-
 
 # ------------------------------------------------------------------------------- conversion
 
@@ -74,20 +57,6 @@ def test_a_model_survives_the_round_trip(name: str, tmp_path: Path) -> None:
     again = to_torch_dist(resharded, tmp_path / "again", max_file_bytes=10_000)
     assert not differences(source, open_store(again))
     assert len(list(again.glob("release/*.distcp"))) > 5
-
-
-@pytest.mark.parametrize("style", ["stacked", "by layer", "singleton"])
-@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3", "qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 2)])
-def test_every_layout_of_keys_and_ranks_is_read(
-    name: str, tp: int, ep: int, style: str, tmp_path: Path
-) -> None:
-    if name == "deepseek_v3" and style == "stacked":
-        pytest.skip("its layers differ, so Megatron does not stack them")
-    source = open_store(write_random(tmp_path / "hf", small(name)))
-    saved = open_store(save_as_ranks(source, tmp_path / "saved", tp=tp, ep=ep, style=style))
-    assert not differences(source, saved)
-    assert not list(compare_replicas(saved, lambda _: None))
 
 
 def test_optimizer_states_are_ignored_and_the_tracker_names_the_iteration(
@@ -128,11 +97,105 @@ def test_the_tool_writes_a_checkpoint_of_megatron(source: Path, tmp_path: Path) 
     hf, target = source.parent / "hf", tmp_path / "m"
     code, output = invoke("hf-to-megatron", hf, target, "--format", "torch_dist")
     assert code == 0 and "read back and compared" in output
+    assert "options of Megatron-LM for this model:\n    --num-layers 2 " in output
+    assert "    --num-layers 2 " in invoke("inspect", target)[1]
     assert invoke("verify", hf, target)[0] == 0
     assert "torch_dist (files 1, checkpoint release), qwen2" in invoke("inspect", target)[1]
     options = ("--format", "torch_dist", "--tensor-parallel", 3)
     code, output = invoke("reshard", hf, tmp_path / "n", *options)
     assert code == 2 and "leave the options of the layout out" in output
+
+
+def test_only_files_of_the_model_are_copied_from_a_folder_of_training(
+    source: Path, tmp_path: Path
+) -> None:
+    folder = copied(source, tmp_path)
+    model = {
+        *("config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json"),
+        *("tokenizer_config.json", "tokenizer.model", "merges.txt", "vocab.json", "LICENSE"),
+    }
+    others = (
+        *("events.out.tfevents.1700000000.node", "samples_000010.jsonl", "train.log", "job.sh"),
+        *("optim_states_0.bin", "mp_rank_00.pt", "model.safetensors.index.json", "state.json"),
+        *("tokenizer.py", "tokenization_x.py", "progress.txt", "tokenizer.json.partial"),
+    )
+    for name in (*model - {"config.json"}, *others):
+        (folder / name).write_text("{}")
+    (folder / "wandb").mkdir()
+    code, output = invoke("megatron-to-hf", folder, tmp_path / "hf")
+    assert code == 0, output
+    names = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert names == {*model, "model.safetensors"}
+
+
+def test_layers_of_different_dtypes_are_not_stacked(source: Path, tmp_path: Path) -> None:
+    hf = shutil.copytree(source.parent / "hf", tmp_path / "hf")
+    name = "model.layers.1.mlp.down_proj.weight"
+    edit_tensors(
+        hf / "model.safetensors", lambda values: values.update({name: values[name].float()})
+    )
+    options = ("--format", "torch_dist", "--no-check")
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "m", *options)
+    assert code == 2 and "decoder.layers.mlp.linear_fc2.weight: Megatron has one tensor" in output
+    assert "decoder.layers.0.mlp.linear_fc2.weight (bfloat16)" in output
+    assert "decoder.layers.1.mlp.linear_fc2.weight (float32)" in output and "--dtype" in output
+    assert not (tmp_path / "m").exists()
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "m", *options, "--dtype", "float32")
+    assert code == 0, output
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_field_of_a_model_is_an_option_or_reported(name: str) -> None:
+    arch = architecture(MODELS[name])
+    options = " ".join(megatron_lm_options(arch))
+    assert not fields_without_option(arch)
+    known = {
+        "gated_linear_unit": "--swiglu",
+        "layernorm_epsilon": "--norm-epsilon",
+        "num_moe_experts": "--num-experts",
+        "add_bias_linear": "--disable-bias-linear",
+        "share_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
+    }
+    inverted = ("add_bias_linear", "share_embeddings_and_output_weights")
+    for field, value in megatron_fields(arch).items():
+        option = known.get(field, "--" + field.replace("_", "-"))
+        is_on = value is not None and bool(value) is not (field in inverted)
+        # Without it, there is one group per head.
+        if field != "num_query_groups" or value != arch.num_heads:
+            assert (f"{option} " in f"{options} ") is is_on, (field, value)
+
+
+def test_options_of_megatron_lm() -> None:
+    """Version 0.16.1 of Megatron-LM reads these, and makes the model's config of them."""
+    moonlight = architecture(find_published("Moonlight-16B-A3B").hf)
+    assert " ".join(megatron_lm_options(moonlight)) == (
+        "--num-layers 27 --hidden-size 2048 --num-attention-heads 16 --normalization RMSNorm "
+        "--norm-epsilon 1e-05 --swiglu --disable-bias-linear --qk-layernorm --rotary-base 50000 "
+        "--rotary-percent 1.0 "
+        "--ffn-hidden-size 11264 --multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 "
+        "--qk-pos-emb-head-dim 64 --v-head-dim 128 --num-experts 64 --moe-router-topk 6 "
+        "--moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 2816 "
+        '--moe-layer-freq "([0]*1+[1]*26)" --moe-router-score-function sigmoid '
+        "--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.446 "
+        "--position-embedding-type rope --rope-type rope --rotary-scaling-factor 1.0 "
+        "--max-position-embeddings 8192 --attention-dropout 0.0 --hidden-dropout 0.0 "
+        "--untie-embeddings-and-output-weights --no-rope-fusion"
+    )
+    kimi = architecture(find_published("Kimi-K2-Instruct").hf)
+    assert fields_without_option(kimi) == {"beta_fast": 1.0}
+    assert "--rope-type yarn" in " ".join(megatron_lm_options(kimi))
+    plain = {name: value for name, value in config_of("qwen3").items() if name != "rope_theta"}
+    rope: dict[str, Any] = {"rope_type": "linear", "rope_theta": 10_000.5, "factor": 4.0}
+    linear = architecture({**plain, "rope_parameters": rope})
+    assert fields_without_option(linear) == {
+        "rotary_seq_len_interpolation_factor": 4.0,
+        "rotary_base": 10_000.5,
+    }
+    assert "--rotary-seq-len-interpolation-factor 4 " in " ".join(megatron_lm_options(linear))
+    rope |= {"rope_type": "yarn", "original_max_position_embeddings": 1024}
+    yarn = architecture({**plain, "rope_parameters": rope})
+    assert fields_without_option(yarn)["yarn_rotary_scaling_factor"] == 4.0
+    assert "yarn" not in " ".join(megatron_lm_options(yarn))
 
 
 # ------------------------------------------------------------------------------- other models
@@ -172,6 +235,61 @@ def test_a_configuration_of_another_model_is_refused_with_both_values(
     edit(folder, **fields)
     with pytest.raises(CheckpointError, match=expected):
         open_store(folder)
+
+
+def test_groups_of_experts_that_megatron_ranks_differently_are_refused(tmp_path: Path) -> None:
+    """In Megatron the score of a group is the sum of its best num_experts_per_tok // topk_group
+    experts, in HF and vLLM always of its best two."""
+    groups = {"n_group": 2, "topk_group": 1}
+    source = open_store(write_random(tmp_path / "hf", config_of("deepseek_v3", **groups)))
+    folder = to_torch_dist(source, tmp_path / "saved")  # 2 // 1 = 2
+    edit_json(folder / "config.json", lambda config: config.update(num_experts_per_tok=3))
+    with pytest.raises(CheckpointError, match=r"topk_group = 1: Megatron ranks .* best 3 experts"):
+        open_store(folder)
+    for changes in ({"num_experts_per_tok": 3}, {"topk_group": 2, "num_experts_per_tok": 3}):
+        arch = architecture(config_of("deepseek_v3", **groups | changes))
+        if changes.get("topk_group") == 2:  # all groups are chosen
+            assert megatron_fields(arch)["moe_router_group_topk"] == 2
+        else:
+            with pytest.raises(ConfigError, match="HF and vLLM always by their best 2"):
+                megatron_fields(arch)
+
+
+@pytest.mark.parametrize("edit", [edit_yaml, edit_arguments])
+def test_padding_is_that_of_the_saved_arguments(
+    source: Path, tmp_path: Path, edit: Callable[..., None]
+) -> None:
+    """37 tokens are padded to 40 by multiples of 4 on two tensor-parallel ranks."""
+    folder = copied(source, tmp_path)
+    edit(folder, make_vocab_size_divisible_by=4, tensor_model_parallel_size=2)
+    for rows, is_right in ((37, True), (40, True), (48, False), (41, False)):
+        edit_metadata(folder, lambda content, rows=rows: set_rows(content, rows))
+        if is_right:
+            open_store(folder)
+        else:
+            with pytest.raises(CheckpointError, match=f"has {rows} rows.* padded to 40 by make_vo"):
+                open_store(folder)
+
+
+def test_layers_for_multi_token_prediction_are_dropped_by_consent(tmp_path: Path) -> None:
+    config = config_of("deepseek_v3", num_nextn_predict_layers=1)
+    source = open_store(write_random(tmp_path / "hf", config))
+    folder = to_torch_dist(source, tmp_path / "saved")
+    added = [f"mtp.layers.0.{name}.weight" for name in ("enorm", "hnorm")]
+    edit_metadata(folder, lambda content: [add_tensor(content, key) for key in added])
+    with pytest.raises(CheckpointError, match=rf"{added[0]} and 1 more .* model\.drop_mtp=true"):
+        open_store(folder)
+    store = open_store(folder, drop_mtp=True)
+    assert store.dropped == added and store.config["num_nextn_predict_layers"] == 0
+    code, output = invoke("megatron-to-hf", folder, tmp_path / "x")
+    assert code == 2 and "Use --drop-mtp to leave them out" in output
+    code, output = invoke("megatron-to-hf", folder, tmp_path / "again", "--drop-mtp")
+    assert code == 0 and f"left out: {added[0]} and 1 more tensors" in output
+    again = open_store(tmp_path / "again")
+    assert differences(source, again) == differences(source, store)  # config.json only
+    assert {line.partition(":")[0] for line in differences(source, again)} == {
+        "config.num_nextn_predict_layers"
+    }
 
 
 def test_null_means_off_for_groups_of_experts_and_their_scale(tmp_path: Path) -> None:
@@ -229,351 +347,11 @@ def test_a_rope_that_megatron_does_not_have_is_not_written(tmp_path: Path) -> No
         TorchDistWriter(tmp_path, source.arch, source.tensors)
 
 
-# ------------------------------------------------------------------------------- damage
-
-
-def chunks_of(content: Any, key: str) -> Any:
-    return content.state_dict_metadata[key].chunks
-
-
-def drop(content: Any, key: str) -> None:
-    del content.state_dict_metadata[key]
-
-
-def storage_of(content: Any, key: str) -> Any:
-    return next(info for index, info in content.storage_data.items() if index.fqn == key)
-
-
-def without_storage(content: Any) -> None:
-    content.storage_data = {i: s for i, s in content.storage_data.items() if i.fqn != NORM}
-
-
-def swap(content: Any) -> None:
-    norm, head = storage_of(content, NORM), storage_of(content, HEAD)
-    norm.offset, norm.length = head.offset, head.length
-
-
-def set_size(content: Any, key: str, *size: int) -> None:
-    entry = content.state_dict_metadata[key]
-    entry.size = entry.chunks[0].sizes = torch.Size(size)
-
-
-def stack_more(content: Any) -> None:
-    content.state_dict_metadata[QKV].size = torch.Size((3, 60, 36))
-
-
-def retype(content: Any, dtype: torch.dtype) -> None:
-    content.state_dict_metadata[NORM].properties.dtype = dtype
-
-
-def twice(content: Any) -> None:
-    """Let the two halves of the head overlap."""
-    entry = content.state_dict_metadata[HEAD]
-    first = entry.chunks[0]
-    second = type(first)(torch.Size((1, 0)), torch.Size((36, 36)))
-    index = next(index for index in content.storage_data if index.fqn == HEAD)
-    content.storage_data[type(index)(HEAD, second.offsets)] = content.storage_data[index]
-    entry.chunks.append(second)
-
-
-def only_half(content: Any) -> None:
-    chunks_of(content, HEAD)[0].sizes = torch.Size((10, 36))
-
-
-def extra(content: Any) -> None:
-    key = "decoder.layers.mlp.linear_fc2.bias"
-    content.state_dict_metadata[key] = content.state_dict_metadata[NORM]
-    index = next(index for index in content.storage_data if index.fqn == NORM)
-    content.storage_data[type(index)(key, index.offset)] = content.storage_data[index]
-
-
-def append_zeros(folder: Path) -> None:
-    replace_record(folder, NORM, bytes(1000))
-
-
-def hostile(folder: Path) -> Runs:
-    """Return an object that leaves a file behind when it is unpickled."""
-    return Runs(os.system, f"touch {folder.parent / RAN}")
-
-
-def linked(folder: Path) -> None:
-    path = folder / "release" / "__0_0.distcp"
-    path.rename(folder.parent / "elsewhere")
-    path.symlink_to(folder.parent / "elsewhere")
-
-
-def legacy(folder: Path) -> None:
-    (folder / "release" / "mp_rank_00").mkdir()
-    (folder / "release" / "mp_rank_00" / "model_optim_rng.pt").touch()
-
-
-def common(folder: Path, content: bytes | None) -> None:
-    (folder / "release" / "run_config.yaml").unlink()
-    (folder / "release" / "common.pt").unlink()
-    if content is not None:
-        (folder / "release" / "common.pt").write_bytes(content)
-
-
-def part(folder: Path, name: str) -> Path:
-    return folder / "release" / name
-
-
-BF16 = torch.zeros(36, dtype=torch.bfloat16)
-CONTENT = r"\.metadata: damaged: "
-DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "metadata cut off": (
-        lambda folder: os.truncate(part(folder, ".metadata"), 700),
-        CONTENT + "it cannot be unpickled",
-    ),
-    "metadata empty": (lambda folder: os.truncate(part(folder, ".metadata"), 0), CONTENT),
-    "metadata missing": (
-        lambda folder: part(folder, ".metadata").unlink(),
-        r"\.metadata: cannot be read \(No such file",
-    ),
-    "metadata of another kind": (
-        lambda folder: part(folder, ".metadata").write_bytes(pickle.dumps({"a": 1})),
-        CONTENT + "a dict where a Metadata must be",
-    ),
-    "metadata with a memory bomb": (
-        lambda folder: part(folder, ".metadata").write_bytes(b"\x80\x02Nr\xff\xff\xff\x7f."),
-        CONTENT + "a NoneType where a Metadata must be",
-    ),
-    "metadata with an endless string": (
-        lambda folder: part(folder, ".metadata").write_bytes(b"\x80\x04\x8d" + b"\xff" * 7 + b"."),
-        CONTENT + "it cannot be unpickled",
-    ),
-    "metadata that runs a program": (
-        lambda folder: part(folder, ".metadata").write_bytes(pickle.dumps(hostile(folder))),
-        r"\.metadata: refused, because its pickle names posix\.system",
-    ),
-    "metadata that evaluates code": (
-        lambda folder: part(folder, ".metadata").write_bytes(pickle.dumps(Runs(eval, "1"))),
-        r"names builtins\.eval",
-    ),
-    "metadata that hides a program in an allowed object": (
-        lambda folder: edit_metadata(
-            folder, lambda content: setattr(content, "planner_data", {"x": hostile(folder)})
-        ),
-        r"names posix\.system",
-    ),
-    "metadata that imports": (
-        lambda folder: part(folder, ".metadata").write_bytes(b"cdapo_megatron.files\nshutil\n."),
-        r"names dapo_megatron\.files\.shutil",
-    ),
-    "a tensor that runs a program": (
-        lambda folder: replace_record(folder, NORM, archive([hostile(folder)])),
-        rf"__0_0\.distcp: {NORM}\[0:36\]: refused, because its pickle names posix\.system",
-    ),
-    "arguments that run a program": (
-        lambda folder: common(folder, archive({"args": hostile(folder)})),
-        r"common\.pt: the arguments: refused, because its pickle names posix\.system",
-    ),
-    "YAML that runs a program": (
-        lambda folder: part(folder, "run_config.yaml").write_text(
-            f"model: !!python/object/apply:os.system ['touch {folder.parent / RAN}']"
-        ),
-        r"run_config\.yaml: cannot be read \(could not determine a constructor",
-    ),
-    "YAML with merge keys": (
-        lambda folder: part(folder, "run_config.yaml").write_text(
-            "a: &a {x: 1}\nmodel: {<<: [*a, *a]}"
-        ),
-        r"run_config\.yaml: cannot be read \(it has merge keys",
-    ),
-    "YAML cut off": (
-        lambda folder: part(folder, "run_config.yaml").write_text("model: {a: [1"),
-        r"run_config\.yaml: cannot be read",
-    ),
-    "YAML without a model": (
-        lambda folder: part(folder, "run_config.yaml").write_text("train: {}"),
-        r"run_config\.yaml: has no section model",
-    ),
-    "no arguments": (lambda folder: common(folder, None), r"common\.pt: missing, or not"),
-    "arguments are no archive": (
-        lambda folder: common(folder, b"PK" + bytes(100)),
-        r"common\.pt: the arguments: damaged: not what torch\.save writes",
-    ),
-    "file cut off": (
-        lambda folder: os.truncate(part(folder, "__0_0.distcp"), 9_000),
-        r"__0_0\.distcp: cut off: by \.metadata it needs [\d,]+ bytes, but the file has 9,000",
-    ),
-    "file missing": (
-        lambda folder: part(folder, "__0_0.distcp").unlink(),
-        r"__0_0\.distcp: missing, though \.metadata lists it",
-    ),
-    "file outside": (
-        lambda folder: edit_metadata(
-            folder, lambda c: setattr(storage_of(c, NORM), "relative_path", "../x.distcp")
-        ),
-        r"\.metadata: names the file '\.\./x\.distcp'",
-    ),
-    "file linked": (linked, r"__0_0\.distcp: a link to"),
-    "record without elements": (append_zeros, rf"{NORM}\[0:36\]: damaged: not what torch\.save"),
-    "record is no tensor": (
-        lambda folder: replace_record(folder, NORM, archive([None] * 9)),
-        rf"{NORM}\[0:36\]: is no tensor",
-    ),
-    "record of another shape": (
-        lambda folder: replace_record(folder, NORM, archive(torch.zeros(40, dtype=BF16.dtype))),
-        rf"{NORM}\[0:36\]: is bfloat16 \(40,\) in the file, but bfloat16 \(36,\) in \.metadata",
-    ),
-    "record is transposed": (
-        lambda folder: replace_record(
-            folder, HEAD, archive(torch.zeros(36, 37, dtype=BF16.dtype).T)
-        ),
-        "its elements are not contiguous",
-    ),
-    "record compressed": (
-        lambda folder: replace_record(
-            folder, NORM, archive(BF16, compression=zipfile.ZIP_DEFLATED)
-        ),
-        r"is compressed",
-    ),
-    "record with few elements": (
-        lambda folder: replace_record(folder, NORM, archive(BF16, replaced={"data/0": bytes(8)})),
-        r"data/0 has 8 bytes instead of 72",
-    ),
-    "record in another byte order": (
-        lambda folder: replace_record(folder, NORM, archive(BF16, replaced={"byteorder": b"big"})),
-        r"has the byte order b'big'",
-    ),
-    "records mixed up": (
-        lambda folder: edit_metadata(folder, swap),
-        rf"{NORM}\[0:36\]: is bfloat16 \(37, 36\) in the file, but bfloat16 \(36,\) in",
-    ),
-    "record at a negative offset": (
-        lambda folder: edit_metadata(
-            folder, lambda c: setattr(storage_of(c, NORM), "offset", -100)
-        ),
-        CONTENT + rf"{NORM} is at -100",
-    ),
-    "record far too long": (
-        lambda folder: edit_metadata(
-            folder, lambda c: setattr(storage_of(c, NORM), "length", 2**62)
-        ),
-        r"__0_0\.distcp: cut off",
-    ),
-    "record too short": (
-        lambda folder: edit_metadata(folder, lambda c: setattr(storage_of(c, NORM), "length", 9)),
-        rf"{NORM}\[0:36\] is in only 9 bytes",
-    ),
-    "record transformed": (
-        lambda folder: edit_metadata(
-            folder, lambda c: setattr(storage_of(c, NORM), "transform_descriptors", ["zstd"])
-        ),
-        rf"{NORM} is stored with \['zstd'\], which cannot be read",
-    ),
-    "chunk without a file": (
-        lambda folder: edit_metadata(folder, without_storage),
-        CONTENT + rf"no file is named for {NORM}",
-    ),
-    "chunk missing": (
-        lambda folder: edit_metadata(folder, lambda c: chunks_of(c, HEAD).clear()),
-        r"the tensor lm_head\.weight is missing",
-    ),
-    "chunk too small": (
-        lambda folder: edit_metadata(folder, only_half),
-        r"only 360 of 1,332 elements of lm_head\.weight exist",
-    ),
-    "chunk outside": (
-        lambda folder: edit_metadata(
-            folder, lambda c: setattr(chunks_of(c, NORM)[0], "sizes", torch.Size((99,)))
-        ),
-        CONTENT + rf"{NORM} has the shape \(36,\), but a chunk at \[0:99\]",
-    ),
-    "chunks overlap": (
-        lambda folder: edit_metadata(folder, twice),
-        r"contain overlapping parts of lm_head\.weight",
-    ),
-    "tensor missing": (
-        lambda folder: edit_metadata(folder, lambda c: drop(c, NORM)),
-        r"the tensor model\.norm\.weight is missing",
-    ),
-    "tensor too many": (
-        lambda folder: edit_metadata(folder, extra),
-        r"decoder\.layers\.mlp\.linear_fc2\.bias is no tensor of the model in config\.json",
-    ),
-    "tensor of another shape": (
-        lambda folder: edit_metadata(folder, lambda c: set_size(c, NORM, 30)),
-        rf"{NORM} has shape \(30,\), but the model in config\.json needs \(36,\)",
-    ),
-    "tensor of another dtype": (
-        lambda folder: edit_metadata(folder, lambda c: retype(c, torch.float16)),
-        rf"{NORM}\[0:36\]: is bfloat16 \(36,\) in the file, but float16",
-    ),
-    "tensor quantized": (
-        lambda folder: edit_metadata(folder, lambda c: retype(c, torch.int8)),
-        r"model\.norm\.weight is int8; quantized weights cannot be read",
-    ),
-    "layers too many": (
-        lambda folder: edit_metadata(folder, stack_more),
-        rf"{QKV} has shape \(3, 60, 36\), but the model in config\.json needs \(2, 60, 36\)",
-    ),
-    "vocabulary too small": (
-        lambda folder: edit_metadata(folder, lambda c: set_size(c, HEAD, 30, 36)),
-        rf"{HEAD} has 30 rows, but config\.json has vocab_size 37",
-    ),
-    "head although tied": (
-        lambda folder: edit_json(
-            folder / "config.json", lambda c: c.update(tie_word_embeddings=True)
-        ),
-        r"share_embeddings_and_output_weights is False there, True by config\.json",
-    ),
-    "other backend": (
-        lambda folder: part(folder, "metadata.json").write_text(
-            json.dumps({"sharded_backend": "zarr"})
-        ),
-        r"metadata\.json: the format 'zarr'; only torch_dist is read",
-    ),
-    "saving did not finish": (
-        lambda folder: part(folder, "metadata.json").unlink(),
-        r"metadata\.json is missing: its saving did not finish",
-    ),
-    "old format": (legacy, r"mp_rank_\*.*--ckpt-convert-format torch_dist"),
-    "tracker that names another folder": (
-        lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("../../etc"),
-        r"'\.\./\.\./etc' is neither an iteration nor release",
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_and_hostile_checkpoints_are_refused_by_name(
-    damage: str, source: Path, tmp_path: Path
-) -> None:
-    folder = copied(source, tmp_path)
-    damaging, expected = DAMAGE[damage]
-    damaging(folder)
-    before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match=expected):
-        store = open_store(folder)
-        for name in store.tensors:
-            store.read(name)
-    assert invoke("megatron-to-hf", folder, tmp_path / "target")[0] == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-    assert not (tmp_path / RAN).exists()
-
-
-def test_the_hostile_pickles_would_run_elsewhere(source: Path, tmp_path: Path) -> None:
-    folder = copied(source, tmp_path)
-    DAMAGE["metadata that runs a program"][0](folder)
-    pickle.loads(part(folder, ".metadata").read_bytes())
-    assert (tmp_path / RAN).exists()
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of Megatron of the model in `hf` next to it."""
-    folder = tmp_path_factory.mktemp("torch_dist")
-    config = config_of("qwen2", num_key_value_heads=3)
-    hf = open_store(write_random(folder / "hf", config))
-    return to_torch_dist(hf, folder / "saved")
+    return make_checkpoint(tmp_path_factory.mktemp("torch_dist"))
 
 
 def copied(source: Path, tmp_path: Path) -> Path:
     return shutil.copytree(source, tmp_path / "saved")
-
-
-def invoke(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(convert_checkpoint.app, [str(each) for each in arguments])
-    return result.exit_code, result.output

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,20 +31,25 @@ MEGATRON_JSON = "megatron.json"
 _RUN_JSON = "state.json"  # part of a training checkpoint (checkpoints/folder.py)
 TRACKER = "latest_checkpointed_iteration.txt"
 """File of Megatron that names the newest checkpoint in a folder of them."""
-_TORCH_DIST = (".metadata", "metadata.json", "run_config.yaml", TRACKER)
 HF_INDEX = "model.safetensors.index.json"
-_WEIGHTS = {
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".h5",
-    ".msgpack",
-    ".gguf",
-    ".onnx",
-    ".distcp",
-}
+_COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",  # SentencePiece and tiktoken
+    "*.tiktoken",
+    "chat_template*",
+    "LICENSE*",
+    "NOTICE*",
+)
+"""Files of a model that accompany its weights. Others (logs of a training, samples, code, ...) are
+not copied."""
+_NEVER = (".py", ".safetensors", ".bin", ".pt", ".pth", ".partial", ".lock")
+"""Suffixes of files that are not copied under any name: code, weights and incomplete files."""
 _FOLDERS = ("additional_chat_templates",)  # where transformers keeps further chat templates
 _DTYPE_FIELDS = ("dtype", "torch_dtype")  # the names in transformers 5 and before
 
@@ -80,14 +86,14 @@ def check_file_name(name: str, owner: Path) -> None:
 
 
 def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy all files except weights and a run's state: tokenizer, chat template, configs, ...
+    """Copy the files of a model besides its weights: config.json, tokenizer, chat template, ...
 
     config.json is copied byte for byte; if `dtype` is given, only its dtype is replaced. Raises
     CheckpointError for a link out of `source`.
     """
     check_links(source)
     for path in sorted(source.iterdir()):
-        if path.is_file() and not _is_weights_or_state(path):
+        if path.is_file() and _is_companion(path.name):
             shutil.copyfile(path, target / path.name)
         elif path.is_dir() and path.name in _FOLDERS:
             shutil.copytree(path, target / path.name)
@@ -110,13 +116,9 @@ def _write_config(folder: Path, fields: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _is_weights_or_state(path: Path) -> bool:
-    name = path.name
-    return (
-        path.suffix in _WEIGHTS
-        or name.endswith((".index.json", ".partial"))
-        or name in (MEGATRON_JSON, _RUN_JSON, *_TORCH_DIST)
-    )
+def _is_companion(name: str) -> bool:
+    is_named = any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)
+    return is_named and not name.endswith(_NEVER)
 
 
 @contextmanager

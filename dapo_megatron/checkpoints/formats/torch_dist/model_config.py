@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import io
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import isclose, log
 from pathlib import Path
 from reprlib import repr as shorten
@@ -71,6 +72,7 @@ def megatron_fields(arch: Architecture) -> dict[str, Any]:
             "model.path: norm_topk_prob: Megatron always normalizes the weights of experts with "
             "sigmoid scores; a checkpoint of Megatron would compute something else"
         )
+    _check_groups(arch)
     return {
         "num_layers": arch.num_layers,
         "hidden_size": arch.hidden_size,
@@ -90,6 +92,21 @@ def megatron_fields(arch: Architecture) -> dict[str, Any]:
         **_experts(arch),
         **(_latent_rope if arch.latent else _rope)(arch.rope),
     }
+
+
+def _check_groups(arch: Architecture) -> None:
+    """Raise ConfigError if Megatron would choose other groups of experts."""
+    routing = arch.grouped_routing
+    if routing is None or routing.topk_group == routing.n_group:
+        return
+    num_best = arch.experts_per_token // routing.topk_group
+    if num_best != 2:
+        raise ConfigError(
+            f"model.path: num_experts_per_tok = {arch.experts_per_token}, topk_group = "
+            f"{routing.topk_group}: Megatron ranks groups by their best {num_best} experts "
+            "(num_experts_per_tok // topk_group), HF and vLLM always by their best 2; a checkpoint "
+            "of Megatron would compute something else"
+        )
 
 
 def _attention(arch: Architecture) -> dict[str, Any]:
@@ -156,6 +173,7 @@ def _rope(rope: Rope) -> dict[str, Any]:
         fields["position_embedding_type"] = "yarn"
         fields |= {f"yarn_{name}": value for name, value in _yarn(rope).items()}
         fields["yarn_original_max_position_embeddings"] = rope.original_max_positions
+        fields["yarn_correction_range_round_to_int"] = True
     return fields
 
 
@@ -200,12 +218,34 @@ def as_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------- reading
 
 
-def check_config(folder: Path, contents: Contents, arch: Architecture) -> None:
+@dataclass(frozen=True, slots=True)
+class SavedConfig:
+    """The configuration in a checkpoint: its file and its fields, whose names are those of
+    Megatron-LM's arguments if `in_arguments`."""
+
+    path: Path
+    fields: Mapping[str, Any]
+    in_arguments: bool
+
+    def padded_vocabulary(self, vocab_size: int) -> int | None:
+        """Return the rows to which the run padded its vocabulary, or None if the file does not say
+        it."""
+        names = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
+        multiple = 1
+        for name in names:
+            size = self.fields.get(name)
+            if type(size) is not int or size < 1:
+                return None
+            multiple *= size
+        return -(-vocab_size // multiple) * multiple
+
+
+def check_config(folder: Path, saved: SavedConfig, arch: Architecture) -> None:
     """Raise CheckpointError if the checkpoint's configuration contradicts config.json.
 
     The error lists every contradiction with both values.
     """
-    where, stored, in_arguments = _stored_config(folder, contents)
+    stored = saved.fields
     try:
         wanted = megatron_fields(arch)
     except ConfigError as error:
@@ -214,7 +254,7 @@ def check_config(folder: Path, contents: Contents, arch: Architecture) -> None:
         stored = {**stored, "rotary_scaling_factor": 1.0}  # not used
     if stored.get("moe_router_topk_scaling_factor", 1.0) is None:
         stored = {**stored, "moe_router_topk_scaling_factor": 1.0}
-    if in_arguments:
+    if saved.in_arguments:
         wanted = as_arguments(wanted)
         if stored.get("group_query_attention") is False:  # Megatron-LM then ignores its default, 1
             stored = {**stored, "num_query_groups": stored.get("num_attention_heads")}
@@ -229,7 +269,7 @@ def check_config(folder: Path, contents: Contents, arch: Architecture) -> None:
     ]
     if problems:
         raise CheckpointError(
-            f"{where}: is of another model than config.json:\n"
+            f"{saved.path}: is of another model than config.json:\n"
             + "\n".join(problems)
             + "\nName the HF model from which this checkpoint was made"
         )
@@ -244,14 +284,14 @@ def _is_same(name: str, stored: Any, wanted: Any) -> bool:
     return bool((not stored and not wanted) or stored == wanted)
 
 
-def _stored_config(folder: Path, contents: Contents) -> tuple[Path, Mapping[str, Any], bool]:
-    """Return (file, fields, whether their names are those of Megatron-LM's arguments)."""
+def read_config(folder: Path, contents: Contents) -> SavedConfig:
+    """Return the configuration in a checkpoint. Raises CheckpointError for a damaged file."""
     path = folder / RUN_CONFIG
     if path.exists():
         model = _read_yaml(path).get("model")
         if not isinstance(model, dict):
             raise CheckpointError(f"{path}: has no section model; copy it again")
-        return path, model, False
+        return SavedConfig(path, model, False)
     path, common = folder / COMMON, None
     if path.exists():
         common = read_object(path, "the arguments")
@@ -267,8 +307,9 @@ def _stored_config(folder: Path, contents: Contents) -> tuple[Path, Mapping[str,
         )
     arguments = common.get("args")
     if not isinstance(arguments, Inert) or kind_of(arguments) not in _NAMESPACES:
-        return path, {}, True  # not written by Megatron-LM
-    return path, arguments.state if isinstance(arguments.state, dict) else {}, True
+        return SavedConfig(path, {}, True)  # not written by Megatron-LM
+    fields = arguments.state if isinstance(arguments.state, dict) else {}
+    return SavedConfig(path, fields, True)
 
 
 class _Loader(yaml.SafeLoader):

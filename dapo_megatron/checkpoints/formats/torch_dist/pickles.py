@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,12 +21,8 @@ from dapo_megatron.types import CheckpointError
 class Inert:
     """Stands for an object of a pickle. It keeps the arguments and the state of that object."""
 
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        self.state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
+    args: tuple[Any, ...] = ()
+    state: Any = None
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Ignore an item of a dict subclass."""
@@ -78,6 +75,10 @@ _ALLOWED = {(module, name) for module, names in _NAMES.items() for name in names
 _DTYPES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8"
 
 
+_MAX_KEY = 16
+"""Maximum length of a tuple that is a key. Megatron's have two numbers."""
+
+
 def _size(values: tuple[int, ...]) -> tuple[int, ...]:
     """Return `values` as they are. A copy of a long one at each of many calls takes memory."""
     if type(values) is not tuple:
@@ -85,10 +86,15 @@ def _size(values: tuple[int, ...]) -> tuple[int, ...]:
     return values
 
 
+def _ordered_dict() -> OrderedDict[Any, Any]:
+    """Return an empty dict, which the pickle fills. Arguments would be copied."""
+    return OrderedDict()
+
+
 # Harmless values that the reader needs as they are.
 _VALUES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): _size,
-    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "OrderedDict"): _ordered_dict,
     **{("torch", name): getattr(torch, name) for name in (*_DTYPES.split(), "bool")},
 }
 
@@ -98,8 +104,12 @@ class _Unpickler(pickle._Unpickler):
     changes nothing outside of itself.
 
     It is the unpickler in Python: that in C allocates as much memory as a single number in the
-    pickle says.
+    pickle says. Time and memory are proportional to the length of the pickle: whatever it names
+    twice is neither copied nor hashed twice.
     """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
@@ -116,6 +126,64 @@ class _Unpickler(pickle._Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         """Return the description of a storage: ('storage', class, key, device, elements)."""
         return pid
+
+    def _call(self) -> None:
+        """Replace a class or function and its arguments on the stack by an object."""
+        args = self.stack.pop()
+        function = self.stack.pop()
+        if type(args) is not tuple:
+            raise TypeError("a call whose arguments are no tuple")
+        if isinstance(function, type) and issubclass(function, Inert):
+            result: Any = function()
+            result.args = args
+        elif function in (_size, _ordered_dict) and len(args) == (function is _size):
+            result = function(*args)
+        else:
+            raise TypeError("a call of something that is no function, or with other arguments")
+        self.stack.append(result)
+
+    def _set_state(self) -> None:
+        """Give an object its state. That of other objects than Inert ones is not needed."""
+        state = self.stack.pop()
+        if isinstance(self.stack[-1], Inert):
+            self.stack[-1].state = state
+
+    dispatch[pickle.REDUCE[0]] = dispatch[pickle.NEWOBJ[0]] = _call
+    dispatch[pickle.BUILD[0]] = _set_state
+    # Calls that Python 3 writes for no class in the list.
+    for opcode in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX):
+        del dispatch[opcode[0]]
+
+
+def _with_short_keys(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
+    """Return the reader of an opcode, which raises TypeError if one of its keys takes long to hash.
+    A pickle can use one key often. `keys` are their places on the stack."""
+
+    def checked(unpickler: _Unpickler) -> None:
+        for key in unpickler.stack[keys]:
+            items = key if type(key) is tuple else (key,)
+            if len(items) > _MAX_KEY or not all(map(_is_short, items)):
+                raise TypeError("a key that is neither a name nor a number")
+        load(unpickler)
+
+    return checked
+
+
+def _is_short(value: Any) -> bool:
+    if type(value) is int:
+        return value.bit_length() <= 64
+    return value is None or isinstance(value, (str, bytes, bool, float, torch.dtype, Inert))
+
+
+for _opcode, _keys in {
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(None, None, 2),
+    pickle.DICT: slice(None, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+}.items():
+    _load = _Unpickler.dispatch[_opcode[0]]
+    _Unpickler.dispatch[_opcode[0]] = _with_short_keys(_load, _keys)
 
 
 class _RefusedError(Exception):

@@ -31,8 +31,10 @@ from dapo_megatron.checkpoints.formats.torch_dist.metadata import (
     write_metadata,
 )
 from dapo_megatron.checkpoints.formats.torch_dist.model_config import (
+    SavedConfig,
     check_config,
     megatron_fields,
+    read_config,
     write_config,
 )
 from dapo_megatron.checkpoints.formats.torch_dist.names import (
@@ -53,7 +55,7 @@ from dapo_megatron.checkpoints.formats.torch_dist.records import (
 from dapo_megatron.checkpoints.formats.weights_folder import TRACKER, check_links
 from dapo_megatron.files import read_json
 from dapo_megatron.model import Architecture, LocalParameter, architecture, without_mtp
-from dapo_megatron.types import CheckpointError, Region
+from dapo_megatron.types import CheckpointError, Region, dtype_name
 
 FORMAT = "torch_dist"
 RELEASE = "release"
@@ -147,7 +149,9 @@ def open_torch_dist(
     config = read_json(home / "config.json")
     arch = architecture(config, ignore)
     contents = read_metadata(iteration)
-    check_config(iteration, contents, arch)
+    saved = read_config(iteration, contents)
+    check_config(iteration, saved, arch)
+    _check_vocabulary(iteration, contents, saved, arch)
     contents, dropped = _without_mtp(iteration, contents, drop_mtp)
     if dropped:
         config = without_mtp(config)
@@ -245,17 +249,37 @@ def _check_shape(
     if name.half is not None:
         rows //= 2
     wanted = (*sizes, rows, *columns)
-    if key in _VOCABULARY and len(info.shape) == 2 and info.shape[1] == wanted[1]:
-        if not rows <= info.shape[0] <= rows + _MAX_PADDING:
-            raise CheckpointError(
-                f"{folder}: {key} has {info.shape[0]:,} rows, but config.json has vocab_size "
-                f"{rows:,}; padding adds 0 to {_MAX_PADDING:,} rows. If the tokenizer has no more "
-                "tokens than rows, use a copy of the HF model with this vocab_size in config.json"
-            )
-    elif info.shape != wanted:
+    if key in _VOCABULARY:
+        wanted = (info.shape[0] if info.shape else 0, *columns)  # `_check_vocabulary`
+    if info.shape != wanted:
         raise CheckpointError(
             f"{folder}: {key} has shape {info.shape}, but the model in config.json needs {wanted}"
         )
+
+
+def _check_vocabulary(
+    folder: Path, contents: Contents, saved: SavedConfig, arch: Architecture
+) -> None:
+    """Raise CheckpointError unless embedding and head have the rows of the vocabulary, padded or
+    not."""
+    padded = saved.padded_vocabulary(arch.vocab_size)
+    for key in filter(contents.tensors.__contains__, _VOCABULARY):
+        rows = next(iter(contents.tensors[key].shape), 0)
+        if padded is None:
+            is_right = arch.vocab_size <= rows <= arch.vocab_size + _MAX_PADDING
+            limit = f"padding adds 0 to {_MAX_PADDING:,} rows"
+        else:
+            is_right = rows in (arch.vocab_size, padded)
+            limit = (
+                f"padded to {padded:,} by make_vocab_size_divisible_by x "
+                f"tensor_model_parallel_size in {saved.path.name}"
+            )
+        if not is_right:
+            raise CheckpointError(
+                f"{folder}: {key} has {rows:,} rows, but config.json has vocab_size "
+                f"{arch.vocab_size:,}; {limit}. If the tokenizer has no more tokens than rows, use "
+                f"a copy of the HF model with vocab_size {rows} in config.json"
+            )
 
 
 def _no_tensor(folder: Path, key: str, arch: Architecture) -> CheckpointError:
@@ -293,7 +317,7 @@ class TorchDistWriter(StoreWriter):
     config.json and tokenizer.
 
     Raises ConfigError for a model that Megatron does not have, or CheckpointError if HF tensors
-    that are merged into one parameter have different dtypes.
+    that are merged or stacked into one tensor have different dtypes.
     """
 
     def __init__(
@@ -311,6 +335,7 @@ class TorchDistWriter(StoreWriter):
 
     def _plan(self, tensors: Mapping[str, TensorInfo], max_file_bytes: int) -> Iterator[FilePlan]:
         plan, nbytes, number = FilePlan("__0_0.distcp"), 0, 0
+        first_of: dict[str, tuple[str, torch.dtype]] = {}
         for local, parameter in parameters_of(self._arch).items():
             info = TensorInfo(parameter.shape, dtype_of(local, parameter.parts, tensors))
             if plan.tensors and nbytes + info.nbytes > max_file_bytes:
@@ -318,7 +343,14 @@ class TorchDistWriter(StoreWriter):
                 nbytes, number = 0, number + 1
                 plan = FilePlan(f"__0_{number}.distcp")
             nbytes += info.nbytes
-            self._entries[local] = key_entry(local, self._arch)
+            entry = self._entries[local] = key_entry(local, self._arch)
+            first, dtype = first_of.setdefault(entry.name.key, (local, info.dtype))
+            if dtype != info.dtype:
+                raise CheckpointError(
+                    f"{entry.name.key}: Megatron has one tensor for {first} ({dtype_name(dtype)}) "
+                    f"and {local} ({dtype_name(info.dtype)}), so their dtypes must be equal; use "
+                    "--dtype"
+                )
             plan.tensors[local] = info
             plan.file_slices += [
                 FileSlice(
