@@ -31,6 +31,16 @@ def _contradictions(config: Config) -> Iterable[str]:
             f"rollout.max_age: {rollout.max_age} must be more than rollout.max_overtake = "
             f"{rollout.max_overtake}, because a group must not expire for being slow"
         )
+    if rollout.max_staleness is not None and rollout.on_policy:
+        yield (
+            f"rollout.max_staleness: {rollout.max_staleness} has no effect with rollout.on_policy "
+            "true, because all trained tokens are of the current weights; set it to null"
+        )
+    if (rollout.max_staleness or 0) > rollout.max_age:
+        yield (
+            f"rollout.max_staleness: {rollout.max_staleness} must be at most rollout.max_age = "
+            f"{rollout.max_age}, because groups that old would expire; raise max_age"
+        )
     if (bound := rollout.max_prompts_per_step or 0) and bound < rollout.prompts_per_step:
         yield (
             f"rollout.max_prompts_per_step: {bound} must be at least rollout.prompts_per_step = "
