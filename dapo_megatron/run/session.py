@@ -43,7 +43,7 @@ def train(config: Config, replay: Path | None = None) -> None:
 def _train(context: RunContext, replay: Path | None) -> None:
     from dapo_megatron import loop
     from dapo_megatron.rollout.partial_step import PartialStep
-    from dapo_megatron.run import build
+    from dapo_megatron.run import build, journal
     from dapo_megatron.run.other_weights import dropped_layers
     from dapo_megatron.run.record import open_recorder
 
@@ -60,13 +60,15 @@ def _train(context: RunContext, replay: Path | None) -> None:
                 "checkpoint as model.path"
             )
         partial_step = PartialStep.from_state(state and state.get("open_step"), config)
+    repeated, journal_notes = journal.find_entries(context) if replay is None else ({}, [])
+    notes += journal_notes
     on_rank0(ranks, lambda: start_attempt(folder.attempts, progress.step))
     recorder = open_recorder(
         config,
         ranks,
         folder,
         step=progress.step,
-        last_recorded=progress.step + (partial_step.sequences is not None),
+        last_recorded=max(progress.step + (partial_step.sequences is not None), *repeated, 0),
         resumed_from=source,
         terminal=context.terminal,
         is_stopping=lambda: context.stop.signal is not None,
@@ -79,6 +81,8 @@ def _train(context: RunContext, replay: Path | None) -> None:
         instruments = build.build_instruments(config, ranks, recorder, context.watchdog)
         if replay is None:
             parts = _live_parts(context, recorder, instruments, stack)
+            if config.checkpoint.rollouts:
+                parts.collector = journal.with_journal(context, recorder, parts, repeated)
         else:
             config, parts = _replay_parts(context, recorder, instruments, replay)
         if state is not None and source is not None:
