@@ -43,7 +43,8 @@ def train(config: Config, replay: Path | None = None) -> None:
 def _train(context: RunContext, replay: Path | None) -> None:
     from dapo_megatron import loop
     from dapo_megatron.rollout.partial_step import PartialStep
-    from dapo_megatron.run import build, journal
+    from dapo_megatron.run import build
+    from dapo_megatron.run.journal import find_entries
     from dapo_megatron.run.other_weights import dropped_layers
     from dapo_megatron.run.record import open_recorder
 
@@ -60,8 +61,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
                 "checkpoint as model.path"
             )
         partial_step = PartialStep.from_state(state and state.get("open_step"), config)
-    repeated, journal_notes = journal.find_entries(context) if replay is None else ({}, [])
-    notes += journal_notes
+    repeated, about_journal = find_entries(context) if replay is None else ({}, [])
     on_rank0(ranks, lambda: start_attempt(folder.attempts, progress.step))
     recorder = open_recorder(
         config,
@@ -73,16 +73,14 @@ def _train(context: RunContext, replay: Path | None) -> None:
         terminal=context.terminal,
         is_stopping=lambda: context.stop.signal is not None,
     )
-    notes += on_rank0(ranks, partial(dropped_layers, config)) or []
+    notes += about_journal + (on_rank0(ranks, partial(dropped_layers, config)) or [])
     for note in notes:
         recorder.note(f"  {note}")
     with ExitStack() as at_end, _true_status(context, recorder), ExitStack() as stack:
         context.watchdog.on_phase = stack.enter_context(recorder.live())
         instruments = build.build_instruments(config, ranks, recorder, context.watchdog)
         if replay is None:
-            parts = _live_parts(context, recorder, instruments, stack)
-            if config.checkpoint.rollouts:
-                parts.collector = journal.with_journal(context, recorder, parts, repeated)
+            parts = _live_parts(context, recorder, instruments, repeated, stack)
         else:
             config, parts = _replay_parts(context, recorder, instruments, replay)
         if state is not None and source is not None:
@@ -108,10 +106,13 @@ def _live_parts(
     context: RunContext,
     recorder: RunRecorder | RankRecorder,
     instruments: StepInstruments,
+    repeated: dict[int, Path],
     stack: ExitStack,
 ) -> Parts:
-    """Build the loop's parts for a run with engines. Register what must be closed on `stack`."""
+    """Build the loop's parts for a run with engines. `repeated` are the journal's entries to train
+    on again. Register what must be closed on `stack`."""
     from dapo_megatron.run import build, record
+    from dapo_megatron.run.journal import with_journal
 
     config, ranks, folder = context.config, context.ranks, context.folder
     prompts = build.load_prompts(config)
@@ -123,7 +124,7 @@ def _live_parts(
     core = stack.enter_context(build.build_core(config, ranks, context.stop))
     if core.engines.worker is not None:
         context.watchdog.add_diagnostic("in flight", core.engines.worker.in_flight)
-    return build.build_parts(
+    parts = build.build_parts(
         config,
         ranks,
         folder,
@@ -133,6 +134,9 @@ def _live_parts(
         instruments=instruments,
         check_stop=context.stop.check,
     )
+    if config.checkpoint.rollouts:
+        parts.collector = with_journal(context, recorder, parts, repeated)
+    return parts
 
 
 def _replay_parts(
