@@ -80,8 +80,8 @@ class Journal:
         self.collector.restore(state, folder)
 
     def _journaled(self, entry: Path, on_progress: Callable[[int], None]) -> Rollouts:
+        state = on_all_ranks(self.exchange, lambda: read_state(entry))
         with restoring(entry):
-            state = read_state(entry)
             step = PartialStep.from_state(state["open_step"], self.config)
             on_all_ranks(self.exchange, lambda: step.load(entry, self.data_parallel))
             self.collector.restore(state["coordinator"], entry)
