@@ -16,8 +16,9 @@ An entry is written like a checkpoint, in the background, and is complete or doe
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from dapo_megatron.checkpoints import CheckpointSaver, read_state, restoring
 from dapo_megatron.checkpoints.folder import fault_of, place_of, published
 from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.config import Config
-from dapo_megatron.protocols import Collector, DataParallel, Exchange, Parts
+from dapo_megatron.protocols import Collector, DataParallel, Exchange, Parts, Snapshot, StepResult
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.rollout.partial_step import PartialStep
+from dapo_megatron.rollout.roles import SeparateTraining
 from dapo_megatron.run.context import RunContext
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
 from dapo_megatron.types import Rollouts
@@ -70,7 +72,7 @@ class Journal:
         """See protocols.Collector."""
         return self.collector.state()
 
-    def snapshot(self) -> CompletionsSnapshot:
+    def snapshot(self) -> Snapshot:
         """See protocols.Collector. Called before a run ends, so it waits for the last entry."""
         self.saver.stage()
         return self.collector.snapshot()
@@ -78,6 +80,15 @@ class Journal:
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
         """See protocols.Collector."""
         self.collector.restore(state, folder)
+
+    def train(
+        self, training: SeparateTraining, version: int, work: Callable[[], StepResult]
+    ) -> StepResult:
+        """Train as `training` does. Engines wait meanwhile if the next step is repeated, too:
+        nothing that they sampled would be kept."""
+        if self.entries:
+            training = replace(training, coordinator=None)
+        return training(version, work)
 
     def _journaled(self, entry: Path, on_progress: Callable[[int], None]) -> Rollouts:
         state = on_all_ranks(self.exchange, lambda: read_state(entry))
@@ -100,9 +111,7 @@ class Journal:
         self.saver.commit(number, state, parts)()
         if self.exchange.rank == 0:
             oldest = self.oldest_checkpoint()
-            for old, path in published(self.saver.folder):
-                if old <= oldest:
-                    shutil.rmtree(path, ignore_errors=True)
+            _delete(path for old, path in published(self.saver.folder) if old <= oldest)
 
 
 def facts_of(config: Config, world_size: int) -> dict[str, Any]:
@@ -139,17 +148,22 @@ def find_entries(context: RunContext) -> tuple[dict[int, Path], list[str]]:
     if entries:
         notes.append(f"repeats steps {first} to {max(entries)} with their journaled rollouts")
     others = [p for number, p in paths.items() if not is_used or number >= first + len(entries)]
-    on_rank0(ranks, lambda: [shutil.rmtree(path) for path in others])
+    on_rank0(ranks, lambda: _delete(others))
     return entries, notes
 
 
-def with_journal(
+def _delete(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def add_journal(
     context: RunContext,
     recorder: RunRecorder | RankRecorder,
     parts: Parts,
     entries: dict[int, Path],
-) -> Collector:
-    """Return the collector of `parts` with a journal. Collective."""
+) -> None:
+    """Journal what the collector of `parts` collects, after repeating `entries`. Collective."""
     config, ranks, folder = context.config, context.ranks, context.folder
     all_kept = config.checkpoint.model_copy(update={"keep": 2**31, "keep_every": None})
     saver = CheckpointSaver(
@@ -163,7 +177,7 @@ def with_journal(
         note=recorder.note,
         flush=recorder.flush,
     )
-    return Journal(
+    journal = Journal(
         config,
         parts.collector,
         parts.data_parallel,
@@ -173,3 +187,6 @@ def with_journal(
         facts_of(config, ranks.world_size),
         lambda: min((step for step, _ in published(folder.checkpoints)), default=0),
     )
+    parts.collector = journal
+    if isinstance(parts.on_policy_ranks, SeparateTraining):
+        parts.on_policy_ranks = partial(journal.train, parts.on_policy_ranks)

@@ -112,7 +112,7 @@ def _live_parts(
     """Build the loop's parts for a run with engines. `repeated` are the journal's entries to train
     on again. Register what must be closed on `stack`."""
     from dapo_megatron.run import build, record
-    from dapo_megatron.run.journal import with_journal
+    from dapo_megatron.run.journal import add_journal
 
     config, ranks, folder = context.config, context.ranks, context.folder
     prompts = build.load_prompts(config)
@@ -135,7 +135,7 @@ def _live_parts(
         check_stop=context.stop.check,
     )
     if config.checkpoint.rollouts:
-        parts.collector = with_journal(context, recorder, parts, repeated)
+        add_journal(context, recorder, parts, repeated)
     return parts
 
 

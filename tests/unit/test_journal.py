@@ -13,7 +13,7 @@ import pytest
 from dapo_megatron.config import Config
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.run.folder import RunFolder
-from dapo_megatron.run.journal import Journal, find_entries, with_journal
+from dapo_megatron.run.journal import Journal, add_journal, find_entries
 from dapo_megatron.types import Rollouts
 from tests.helpers.batches import described, tokens_of
 from tests.helpers.configs import tiny_config
@@ -76,11 +76,10 @@ def start(path: Path, source: Path | None = None, first: int = 0, **keys: Any) -
     context: Any = SimpleNamespace(config=config, ranks=ALONE, folder=folder, resume_from=source)
     entries, notes = find_entries(context)
     live = Live(first)
-    parts: Any = SimpleNamespace(collector=live, data_parallel=ONE)
+    parts: Any = SimpleNamespace(collector=live, data_parallel=ONE, on_policy_ranks=None)
     recorder: Any = SimpleNamespace(note=notes.append, flush=lambda: None)
-    journal = with_journal(context, recorder, parts, dict(entries))
-    assert isinstance(journal, Journal)
-    return Attempt(journal, live, entries, notes)
+    add_journal(context, recorder, parts, dict(entries))
+    return Attempt(parts.collector, live, entries, notes)
 
 
 def checkpoint(path: Path, step: int, *, is_open: bool = False) -> Path:
