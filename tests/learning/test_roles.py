@@ -224,6 +224,7 @@ def test_a_killed_asynchronous_run_repeats_its_journaled_steps(tmp_path: Path) -
     [last] = re.findall(r"repeats steps 2 to (\d) with their journaled rollouts", done.stdout)
     rows = metrics_of(folder)
     assert [row["step"] for row in rows] == [*range(6)]
+    assert max(row["groups/age_max"] for row in rows[1:]) <= 2  # rollout.max_staleness
     for row in rows[2 : 1 + min(int(last), max(before))]:
         expected = before[row["step"]]
         assert {k: v for k, v in row.items() if not k.startswith("sync/")} == {
