@@ -61,6 +61,12 @@ class RolloutConfig(Section):
     """A finished but unused group expires when its oldest token is more than this many versions
     old. Must be more than max_overtake, so that no group is dropped for being slow. Used only with
     on_policy false."""
+    max_staleness: WholeNumber | None = None
+    """Maximum age of a trained token: number of versions between the weights that sampled it and
+    those that train on it. If a token might become older, no prompts are issued, so that engines
+    may wait, and running groups are not overtaken. Nothing is dropped. 0: only tokens of the
+    current weights, without losing a group. null: lookahead and max_overtake bound the age. Used
+    only with on_policy false."""
     max_prompts_per_step: Count | None = None
     """Largest number of prompts issued in one step. null: 30 times prompts_per_step (the paper's
     script: 10 batches of 3 times prompts_per_step)."""

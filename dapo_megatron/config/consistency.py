@@ -6,7 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from dapo_megatron.config import Config, KLConfig, LossConfig, Section, refuse, source_file_name
+from dapo_megatron.config import (
+    Config,
+    KLConfig,
+    LossConfig,
+    RolloutConfig,
+    Section,
+    refuse,
+    source_file_name,
+)
 
 
 def check_values(config: Config) -> None:
@@ -26,16 +34,7 @@ def _contradictions(config: Config) -> Iterable[str]:
             f"overlong.max_tokens: {overlong.max_tokens} is more than rollout.max_response_tokens "
             f"= {rollout.max_response_tokens}, so the penalty can never reach -1"
         )
-    if rollout.max_age <= rollout.max_overtake:
-        yield (
-            f"rollout.max_age: {rollout.max_age} must be more than rollout.max_overtake = "
-            f"{rollout.max_overtake}, because a group must not expire for being slow"
-        )
-    if (bound := rollout.max_prompts_per_step or 0) and bound < rollout.prompts_per_step:
-        yield (
-            f"rollout.max_prompts_per_step: {bound} must be at least rollout.prompts_per_step = "
-            f"{rollout.prompts_per_step}"
-        )
+    yield from _rollout_contradictions(rollout)
     if overlong.filtered_in_mean and not overlong.filter:
         yield (
             "overlong.filtered_in_mean: true has no effect without overlong.filter; set it to "
@@ -80,6 +79,29 @@ def _contradictions(config: Config) -> Iterable[str]:
     names = [source_file_name(source.name) for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"data.train / evaluation.sets: the name {name!r} is used twice; change one of them"
+
+
+def _rollout_contradictions(rollout: RolloutConfig) -> Iterable[str]:
+    if rollout.max_age <= rollout.max_overtake:
+        yield (
+            f"rollout.max_age: {rollout.max_age} must be more than rollout.max_overtake = "
+            f"{rollout.max_overtake}, because a group must not expire for being slow"
+        )
+    if rollout.max_staleness is not None and rollout.on_policy:
+        yield (
+            f"rollout.max_staleness: {rollout.max_staleness} has no effect with rollout.on_policy "
+            "true, because all trained tokens are of the current weights; set it to null"
+        )
+    if (rollout.max_staleness or 0) > rollout.max_age:
+        yield (
+            f"rollout.max_staleness: {rollout.max_staleness} must be at most rollout.max_age = "
+            f"{rollout.max_age}, because groups that old would expire; raise max_age"
+        )
+    if (bound := rollout.max_prompts_per_step or 0) and bound < rollout.prompts_per_step:
+        yield (
+            f"rollout.max_prompts_per_step: {bound} must be at least rollout.prompts_per_step = "
+            f"{rollout.prompts_per_step}"
+        )
 
 
 FIXED_BY_OBJECTIVE: dict[str, dict[str, Any]] = {

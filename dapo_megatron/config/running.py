@@ -63,6 +63,10 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep."""
     keep_every: Count | None = None
     """Also keep every checkpoint whose step is a multiple of this. null: keep only the newest."""
+    rollouts: bool = False
+    """Also save the rollouts of every step when they are collected, in <run>/journal. A run that is
+    killed then trains again on the same rollouts after its last checkpoint, instead of sampling
+    them anew, and gets the same weights. For runs without rollout.deterministic."""
     export_hf: bool = False
     """Also write each checkpoint as an HF folder."""
     export_megatron: bool = False

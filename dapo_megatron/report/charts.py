@@ -276,9 +276,13 @@ CHARTS: list[Chart] = [
         "groups_age",
         "Age of what is trained on",
         "Weight versions since the groups of a step were started. 0 is on-policy; "
-        "rollout.lookahead controls the mean.",
+        "rollout.lookahead controls the mean, rollout.max_staleness bounds the oldest.",
         "versions",
-        {"groups/age_mean": "mean", "groups/age_max": "oldest"},
+        {
+            "groups/age_mean": "mean",
+            "groups/token_age_mean": "mean of tokens",
+            "groups/age_max": "oldest",
+        },
     ),
     _groups(
         "groups_fresh",

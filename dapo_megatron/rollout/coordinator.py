@@ -35,6 +35,7 @@ from dapo_megatron.rollout.judge import check_lengths, judge
 from dapo_megatron.rollout.ledger import Ledger, TicketState
 from dapo_megatron.rollout.messages import Move, Sampling
 from dapo_megatron.rollout.open_group import OpenGroup
+from dapo_megatron.rollout.staleness import StalenessBound
 from dapo_megatron.rollout.step_events import StepEvents
 from dapo_megatron.types import (
     Collected,
@@ -96,6 +97,7 @@ class Coordinator:
         self._before: dict[str, Any] | None = None  # state before the end of the last step
         self._bound = config.max_prompts_per_step or BOUND * config.prompts_per_step
         self._max_overtake = 0 if config.on_policy else config.max_overtake
+        self._staleness = StalenessBound(config.max_staleness, config.prompts_per_step)
 
     def collect(self, version: int, on_progress: Callable[[int], None]) -> Collected:
         """Collect the groups of one step. `version` is the version of the current weights; a
@@ -134,7 +136,7 @@ class Coordinator:
         """Sample with weights `version` until `is_over`, while the policy trains on what `collect`
         returned. What is then ready for the next step counts as in flight, so groups do not become
         older than without training."""
-        step = self._step
+        step = self._step = replace(self._step, version=version)
         self._dispatcher.start(version)
         for group in self.groups.values():
             self._submit(group)
@@ -221,7 +223,8 @@ class Coordinator:
         train on `num_leaving` of the ready groups."""
         room = math.ceil(self._dispatcher.room / self._config.samples_per_prompt)
         left = math.inf if self._config.at_bound == "wait" else self._bound - step.issued
-        num_prompts = int(min(self._num_wanted(num_leaving), room, left))
+        in_time = self._staleness.room(len(self.groups) - num_leaving)
+        num_prompts = int(min(self._num_wanted(num_leaving), room, left, in_time))
         if num_prompts <= 0:
             return
         before, step.issued = step.issued, step.issued + num_prompts
@@ -229,7 +232,7 @@ class Coordinator:
             logger.warning("%s; going on (rollout.at_bound: wait)", self._shortage(step))
         tickets = self.ledger.issue(num_prompts)
         for ticket, prompt in zip(tickets, self._stream.take(num_prompts), strict=True):
-            group = OpenGroup(ticket, prompt, self._config.samples_per_prompt)
+            group = OpenGroup(ticket, prompt, self._config.samples_per_prompt, step.version)
             self.groups[ticket] = group
             self._submit(group)
 
@@ -292,7 +295,7 @@ class Coordinator:
         """Return the groups to train on, or None if the step has to collect more."""
         wanted, num_ready = self._config.prompts_per_step, self._num_ready()
         if num_ready >= wanted:
-            return self._first_ready(wanted)
+            return self._first_ready(wanted, step.version)
         undecided = len(self.groups) - num_ready
         if undecided or step.issued < self._bound or self._config.at_bound == "wait":
             return None
@@ -300,7 +303,7 @@ class Coordinator:
             return list(self.groups.values())
         raise self._starved(self._shortage(step) + _ADVICE, step)
 
-    def _first_ready(self, wanted: int) -> list[OpenGroup] | None:
+    def _first_ready(self, wanted: int, version: int) -> list[OpenGroup] | None:
         """Return the first `wanted` ready groups in ticket order, or None if they must wait.
 
         A group that is not ready can be overtaken in at most `max_overtake` steps. After that, all
@@ -312,7 +315,7 @@ class Coordinator:
             if group.is_ready:
                 chosen.append(group)
                 if len(chosen) == wanted:
-                    return chosen
+                    return chosen if self._staleness.allows(chosen, self.groups, version) else None
             elif group.overtaken >= self._max_overtake:
                 return None
         return None

@@ -8,6 +8,7 @@ decisions depend on engine steps and never on the clock.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,8 +28,8 @@ COALESCE_SECONDS = 0.01
 COALESCE_SECONDS_PER_REPLICA = 0.0005
 """The same, per replica: 0.13 s for 256 replicas."""
 QUEUED_SHARE = 8
-"""A replica has up to 1 + 1/8 times as many requests as it runs at once. So no slot is free while
-a report and its answer are on their way. In lock step there are none."""
+"""A replica has up to 1 + 1/8 times as many requests as it runs at once, and at least one more. So
+no slot is free while a report and its answer are on their way. In lock step there are none."""
 MAX_ORDER_BYTES = MAX_MESSAGE_BYTES // 2
 """Maximum size of an order. Larger ones are divided."""
 DISCONNECTED_SECONDS = 3.0
@@ -115,7 +116,7 @@ class EngineDriver:
         self.max_sequences = max_sequences
         self._coalesce_seconds = max(COALESCE_SECONDS, COALESCE_SECONDS_PER_REPLICA * num_replicas)
         if not deterministic:
-            self.max_sequences += max_sequences // QUEUED_SHARE
+            self.max_sequences += math.ceil(max_sequences / QUEUED_SHARE)
         self.last_errors: dict[str, str] = {}
         self.lost: set[int] = set()
         self.num_messages = 0

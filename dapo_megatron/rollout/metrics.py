@@ -38,23 +38,24 @@ def rollout_metrics(collected: Collected, overlong: OverlongConfig) -> dict[str,
 
 
 def _age_metrics(collected: Collected) -> dict[str, float]:
-    """Return the age of the groups trained on, in weight versions since their first token, and the
-    share of their tokens that the current weights sampled."""
+    """Return the age of the groups trained on, in weight versions since their first token, the mean
+    age of their tokens, and the share of tokens that the current weights sampled."""
     ages = [
         collected.version - min(c.oldest_version for c in group.completions)
         for group in collected.train
     ]
     if not ages:
         return {}
-    tokens: Counter[bool] = Counter()
+    tokens: Counter[int] = Counter()  # by age
     for group in collected.train:
         for completion in group.completions:
             for segment in completion.segments:
-                tokens[segment.version == collected.version] += segment.num_tokens
+                tokens[collected.version - segment.version] += segment.num_tokens
     return {
         "groups/age_mean": fmean(ages),
         "groups/age_max": float(max(ages)),
-        "groups/fresh_token_fraction": tokens[True] / tokens.total(),
+        "groups/token_age_mean": sum(age * n for age, n in tokens.items()) / tokens.total(),
+        "groups/fresh_token_fraction": tokens[0] / tokens.total(),
     }
 
 

@@ -17,6 +17,8 @@ class OpenGroup:
     ticket: int
     prompt: Prompt
     num_samples: int
+    issued_version: int = 0
+    """Version of the engines' weights when the ticket was issued. No token is older."""
     completions: dict[int, CompletionSummary] = field(default_factory=dict)
     ungradable: set[int] = field(default_factory=set)
     """Indices of samples that could not be graded: the grader hung, died or raised."""
@@ -99,6 +101,7 @@ class OpenGroup:
             "extra": dict(prompt.extra),
             "prompt_tokens": list(prompt.tokens),
             "num_samples": self.num_samples,
+            "issued_version": self.issued_version,
             "completions": [_to_json(completion) for completion in self.completions.values()],
             "ungradable": sorted(self.ungradable),
             "overtaken": self.overtaken,
@@ -109,6 +112,8 @@ class OpenGroup:
     def from_json(cls, value: Mapping[str, Any], num_replicas: int) -> OpenGroup:
         """Return the group that `to_json` serialized, in a run of `num_replicas` replicas."""
         completions = [_from_json(item, num_replicas) for item in value["completions"]]
+        # Older checkpoints lack the version of the issue.
+        oldest = min((completion.oldest_version for completion in completions), default=0)
         return cls(
             ticket=value["ticket"],
             prompt=Prompt(
@@ -120,6 +125,7 @@ class OpenGroup:
                 extra=value["extra"],
             ),
             num_samples=value["num_samples"],
+            issued_version=value.get("issued_version", oldest),
             completions={completion.sample: completion for completion in completions},
             ungradable=set(value["ungradable"]),
             overtaken=value["overtaken"],

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dapo_megatron import loop
@@ -30,6 +31,7 @@ from dapo_megatron.run.build import (
     build_parts,
 )
 from dapo_megatron.run.context import RunContext
+from dapo_megatron.run.journal import add_journal
 from dapo_megatron.run.models import build_models
 from dapo_megatron.run.other_weights import keep_reference
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
@@ -43,6 +45,7 @@ class ElasticTraining:
     resume    continues from a checkpoint, with the parts of the first generation
     progress  completed steps
     started   start of the run, as time.time()
+    repeated  entries of the journal to train on again, by step
     """
 
     context: RunContext
@@ -52,6 +55,7 @@ class ElasticTraining:
     progress: loop.Progress
     partial_step: PartialStep
     started: float
+    repeated: dict[int, Path]
     _coordinator: dict[str, Any] = field(default_factory=dict)
     """State of the coordinator of the last generation, on rank 0."""
     _lost: set[int] = field(default_factory=set)
@@ -102,11 +106,15 @@ class ElasticTraining:
             instruments=instruments,
             check_stop=context.check,
         )
+        collector = parts.collector
+        if config.checkpoint.rollouts:
+            add_journal(context, self.recorder, parts, self.repeated)
         if not self._is_resumed:
             self.resume(parts)
             self._is_resumed = True
         else:
-            self._adopt(parts)
+            assert isinstance(collector, EngineCollector)
+            self._adopt(collector)
         if not self._is_ready:
             context.stop.hold()
             if config.role(context.own_rank) == "engine":
@@ -131,7 +139,7 @@ class ElasticTraining:
             raise
         conclude(self.progress, instruments)
 
-    def _adopt(self, parts: Parts) -> None:
+    def _adopt(self, collector: EngineCollector) -> None:
         """Go on from where the ranks with a policy are. Collective."""
         ranks = self.context.ranks
         self.progress = ranks.broadcast(self.progress, loop.Progress)
@@ -139,8 +147,7 @@ class ElasticTraining:
         if ranks.policy is None:
             self.partial_step.close()
             self.partial_step.sequences = [] if is_open else None
-        assert isinstance(parts.collector, EngineCollector)
-        parts.collector.adopt(self._coordinator)
+        collector.adopt(self._coordinator)
 
     def _meet(self) -> None:
         """Form the next generation with the ranks that are left and those that wait to join."""

@@ -48,6 +48,7 @@ class RunFolder:
         self.tokenizer = path / "tokenizer.json"
         self.data = path / "data"
         self.checkpoints = path / "checkpoints"
+        self.journal = path / "journal"
         self.logs = path / "logs"
         self.attempts = path / "attempts.jsonl"
         self.owner = path / OWNER
@@ -79,6 +80,7 @@ class RunFolder:
                 self._take_over()
             write_json(self.owner, {"attempt": self.attempt})
             recover_checkpoints(self.checkpoints)
+            recover_checkpoints(self.journal)
         except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
             raise ConfigError(f"run.directory: {self.path}: {error.strerror}") from error
         except OSError as error:  # a full or missing disk may be fixed by the next start

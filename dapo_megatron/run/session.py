@@ -47,6 +47,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
     from dapo_megatron.rollout.partial_step import PartialStep
     from dapo_megatron.run import build
     from dapo_megatron.run.elastic import ElasticTraining
+    from dapo_megatron.run.journal import find_entries
     from dapo_megatron.run.other_weights import dropped_layers
     from dapo_megatron.run.record import open_recorder, rank_recorder
 
@@ -64,16 +65,20 @@ def _train(context: RunContext, replay: Path | None) -> None:
             )
         partial_step = PartialStep.from_state(state and state.get("open_step"), config)
     recorder: RunRecorder | RankRecorder
+    repeated: dict[int, Path] = {}
     if ranks.is_late:
         recorder = rank_recorder(config, folder)
     else:
+        if replay is None:
+            repeated, about_journal = find_entries(context)
+            notes += about_journal
         on_rank0(ranks, lambda: start_attempt(folder.attempts, progress.step))
         recorder = open_recorder(
             config,
             ranks,
             folder,
             step=progress.step,
-            last_recorded=progress.step + (partial_step.sequences is not None),
+            last_recorded=max(progress.step + (partial_step.sequences is not None), *repeated, 0),
             resumed_from=source,
             terminal=context.terminal,
             is_stopping=lambda: context.stop.signal is not None,
@@ -107,7 +112,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
             if replay is None:
                 prompts = _prompts(context, recorder)
                 ElasticTraining(
-                    context, recorder, prompts, resume, progress, partial_step, started
+                    context, recorder, prompts, resume, progress, partial_step, started, repeated
                 ).run(conclude)
             else:
                 instruments = build.build_instruments(config, ranks, recorder, context.watchdog)

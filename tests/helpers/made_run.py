@@ -287,6 +287,7 @@ class _Writer:
             "time/grade": 0.1 + self._noise(0.02),
             "groups/age_mean": 1 / num_trained,
             "groups/age_max": min(step - 1, 1),
+            "groups/token_age_mean": 0.1,
             "groups/fresh_token_fraction": 0.9 + self._noise(0.05),
             **{f"grading/{how}": 0 for how in ("timeout", "crash", "memory", "error")},
             "grading/unparsed": sum(not c.grade.parsed for c in trained if c.grade),

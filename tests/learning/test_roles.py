@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -192,13 +193,57 @@ def test_engines_sample_while_the_policy_trains(tmp_path: Path) -> None:
     overlaps = [row["throughput/overlap"] for row in steps]
     print(f"overlap by step: {overlaps}")
     assert min(overlaps) > 0.95
-    ended = ("trained", "all_correct", "all_wrong", "overlong", "abstained", "expired")
-    closed = sum(row[f"groups/{outcome}"] for row in steps for outcome in ended)
-    assert sum(row["groups/issued"] for row in steps) == closed + steps[-1]["groups/carried"]
+    check_ledger(steps)
     timeline = json.loads((folder / "timeline" / "step_000003.json").read_text())
     policy, engine = ([name for name, _, _ in rank["spans"]] for rank in timeline["ranks"])
     assert "update" in policy and "update" not in engine
     assert engine.count("generate") == 2  # for the step, and during its training
+
+
+@pytest.mark.long
+def test_a_killed_asynchronous_run_repeats_its_journaled_steps(tmp_path: Path) -> None:
+    """Killed after step 3. The checkpoints of steps 2 and 3 are taken away, so that the run repeats
+    these steps from that of step 1."""
+    words = (
+        *ONE_EACH,
+        *("rollout.on_policy=false", "rollout.deterministic=false", "loss.tis_cap=2.0"),
+        *("rollout.max_staleness=2", "train.rollout_steps=5"),
+        *("checkpoint.rollouts=true", "checkpoint.every=1", "checkpoint.keep=9"),
+    )
+    folder, aside = tmp_path / "killed", tmp_path / "aside"
+    with started(*command(tmp_path, "killed", *words), new_session=True) as running:
+        wait_for_row(folder, 3, running)
+        os.killpg(running.pid, signal.SIGKILL)
+    before = {row["step"]: row for row in metrics_of(folder)}
+    assert sum(row["groups/token_age_mean"] for row in before.values() if row["step"]) > 0
+    aside.mkdir()
+    for path in sorted((folder / "checkpoints").glob("step_*"))[1:]:
+        path.rename(aside / path.name)
+    done = run(*command(tmp_path, "killed", *words))
+    assert done.returncode == 0, done.stdout + done.stderr
+    [last] = re.findall(r"repeats steps 2 to (\d) with their journaled rollouts", done.stdout)
+    rows = metrics_of(folder)
+    assert [row["step"] for row in rows] == [*range(6)]
+    assert max(row["groups/age_max"] for row in rows[1:]) <= 2  # rollout.max_staleness
+    for row in rows[2 : 1 + min(int(last), max(before))]:
+        expected = before[row["step"]]
+        assert {k: v for k, v in row.items() if not k.startswith("sync/")} == {
+            k: v for k, v in expected.items() if not k.startswith("sync/")
+        }
+    for path in aside.iterdir():
+        tensors, others = (
+            load_file(where / path.name / "rank_00000.safetensors")
+            for where in (aside, folder / "checkpoints")
+        )
+        assert not [name for name in others if not torch.equal(tensors[name], others[name])]
+    check_ledger(rows[1:])
+
+
+def check_ledger(steps: list[dict[str, Any]]) -> None:
+    """Check that every prompt of a run was issued once, and ended once or is carried."""
+    ended = ("trained", "all_correct", "all_wrong", "overlong", "abstained", "expired")
+    closed = sum(row[f"groups/{outcome}"] for row in steps for outcome in ended)
+    assert sum(row["groups/issued"] for row in steps) == closed + steps[-1]["groups/carried"]
 
 
 @pytest.mark.long

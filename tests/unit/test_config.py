@@ -369,6 +369,7 @@ OBJECTIVE_DEFAULTS = {
     "rollout.lookahead": "acts only with on_policy false, which the YAML must set",
     "rollout.max_overtake": "the same",
     "rollout.max_age": "the same",
+    "rollout.max_staleness": "the same",
     "rollout.max_prompts_per_step": "a bound that a healthy run never reaches",
     "rollout.at_bound": "what to do at that bound",
     "rollout.deterministic": "bitwise repeatability; the objective is the same",
@@ -402,6 +403,15 @@ GSPO = ["loss.objective=gspo", "loss.aggregation=sequence", "loss.tis_cap=null"]
         (["overlong.buffer_tokens=16"], "overlong.buffer_tokens: 16 must be less than"),
         (["rollout.max_age=8"], "rollout.max_age: 8 must be more than rollout.max_overtake = 8"),
         (["rollout.max_age=1", "rollout.max_overtake=0"], None),
+        (
+            ["rollout.max_staleness=17"],
+            "rollout.max_staleness: 17 must be at most rollout.max_age = 16",
+        ),
+        (
+            ["rollout.max_staleness=1", "rollout.on_policy=true"],
+            "rollout.max_staleness: 1 has no effect",
+        ),
+        (["rollout.max_staleness=0"], None),
         (["rollout.max_prompts_per_step=31"], "rollout.max_prompts_per_step: 31 must be at least"),
         (["overlong.filtered_in_mean=true"], "overlong.filtered_in_mean: true has no effect wi"),
         (["overlong.max_tokens=17"], "overlong.max_tokens: 17 is more than rollout.max_response"),

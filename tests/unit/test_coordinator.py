@@ -293,8 +293,9 @@ RUNS = st.fixed_dictionaries(
         "prompts_per_step": st.integers(1, 6),
         "samples_per_prompt": st.integers(2, 4),
         "max_prompts_per_step": st.just(500),
+        "max_staleness": st.none() | st.integers(0, 4),
     }
-)
+).filter(lambda run: run["max_staleness"] is None or not run["on_policy"])
 
 
 @settings(max_examples=150, deadline=None)
@@ -305,6 +306,7 @@ RUNS = st.fixed_dictionaries(
     num_replicas=st.integers(1, 3),
     max_sequences=st.integers(1, 12),
     kills=st.lists(st.integers(1, 60), max_size=3),
+    ahead=st.integers(0, 30),
 )
 def test_no_ticket_is_lost_or_ends_twice_in_any_order_and_after_any_kill(
     seed: int,
@@ -313,6 +315,7 @@ def test_no_ticket_is_lost_or_ends_twice_in_any_order_and_after_any_kill(
     num_replicas: int,
     max_sequences: int,
     kills: list[int],
+    ahead: int,
 ) -> None:
     correct, length = random_script(seed, keep)
     driver = ScriptedDriver(
@@ -326,6 +329,9 @@ def test_no_ticket_is_lost_or_ends_twice_in_any_order_and_after_any_kill(
         try:
             history.record_step(collect(coordinator, driver, version))
             version += 1
+            if not run["on_policy"] and version < 6:
+                turns = iter([False] * ahead)
+                coordinator.sample_ahead(version - 1, lambda turns=turns: next(turns, True))  # type: ignore[misc]
         except Killed:
             # Resume from any moment, also within a step, with another number of replicas.
             driver = moved(driver, 1 + (driver.num_replicas % 3))
@@ -388,6 +394,8 @@ class History:
                 assert versions == sorted(set(versions))
                 num_tokens = sum(part.num_tokens for part in completion.segments)
                 assert completion.num_tokens == num_tokens
+                if self.run["max_staleness"] is not None:
+                    assert version - versions[0] <= self.run["max_staleness"]
         self._check_order(tickets, version)
 
     def _check_order(self, tickets: list[int], version: int) -> None:
@@ -654,3 +662,59 @@ def test_groups_sampled_during_training_are_bounded_and_count_in_the_next_step(
     assert sum(ages) / len(ages) <= 3.0
     driver.stop = "SIGTERM"
     coordinator.sample_ahead(version, lambda: False)  # a stop ends it
+
+
+# ---------------------------------------------------------------------------- max_staleness
+
+
+def oldest_age(max_staleness: int | None) -> int:
+    """Return the largest age of a trained token, with engines that could sample far ahead."""
+    driver = ScriptedDriver(
+        mixed_every(2), lambda ticket, sample: 1 + 7 * ticket % MAX_TOKENS, max_sequences=64
+    )
+    coordinator = make_coordinator(driver, lookahead=6.0, max_staleness=max_staleness)
+    ages = []
+    for version in range(12):
+        collected = collect(coordinator, driver, version)
+        assert len(collected.train) == 4 and collected.counts["expired"] == 0
+        ages += [version - c.oldest_version for g in collected.train for c in g.completions]
+        turns = iter([False] * 30)
+        coordinator.sample_ahead(version, lambda turns=turns: next(turns, True))  # type: ignore[misc]
+    return max(ages)
+
+
+def test_no_trained_token_is_older_than_max_staleness() -> None:
+    assert oldest_age(None) > 4
+    assert [oldest_age(bound) for bound in (0, 1, 2, 3)] == [0, 1, 2, 3]
+
+
+def test_a_step_waits_for_a_group_that_would_become_too_old() -> None:
+    """Ticket 1 takes as long as three steps. Without the bound, later groups overtake it."""
+
+    def run(max_staleness: int | None) -> int:
+        driver = ScriptedDriver(
+            mixed_every(1), lambda ticket, sample: MAX_TOKENS if ticket == 1 else 1, 1, 8
+        )
+        coordinator = make_coordinator(driver, max_staleness=max_staleness)
+        for version in range(MAX_TOKENS):
+            if 1 in trained(collect(coordinator, driver, version)):
+                return version
+        raise AssertionError("never trained")
+
+    assert run(None) >= 2
+    assert run(1) == 1
+    assert run(0) == 0
+
+
+def test_groups_older_than_a_lowered_bound_are_trained_in_order() -> None:
+    driver = ScriptedDriver(mixed_every(1), max_sequences=64)
+    coordinator = make_coordinator(driver, lookahead=5.0)
+    collect(coordinator, driver, 0)
+    carried = list(coordinator.groups)
+    assert len(carried) >= 20
+    state, lower = coordinator.state(), make_coordinator(driver, lookahead=5.0, max_staleness=1)
+    for group in state["groups"]:
+        del group["issued_version"]  # as in older checkpoints
+    resume(lower, driver, state)
+    tickets = [t for version in range(1, 6) for t in trained(collect(lower, driver, version))]
+    assert tickets == carried[:20]

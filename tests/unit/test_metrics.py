@@ -88,6 +88,7 @@ def test_metrics_cover_every_decided_group_before_filtering() -> None:
         "groups/interrupted_completions": 7.0,
         "groups/age_mean": 2.0,  # started by version 3, trained at version 5
         "groups/age_max": 2.0,
+        "groups/token_age_mean": pytest.approx(4 / 5),
         "groups/fresh_token_fraction": pytest.approx(3 / 5),
     }
 

@@ -20,6 +20,7 @@ from tests.helpers.configs import REPOSITORY, TINY
 OBJECTIVES = sorted((TINY.parent / "objectives").glob("*.yaml"))
 CORRECTIONS = sorted((TINY.parent / "corrections").glob("*.yaml"))
 REGULARIZATION = sorted((TINY.parent / "regularization").glob("*.yaml"))
+ROLES = sorted((TINY.parent / "roles").glob("*.yaml"))
 CONFIGS = sorted(path for path in TINY.parent.glob("*.yaml"))
 
 
@@ -35,7 +36,7 @@ def test_every_objective_has_an_overlay() -> None:
 
 
 @pytest.mark.parametrize(
-    "overlay", [*OBJECTIVES, *CORRECTIONS, *REGULARIZATION], ids=lambda path: path.stem
+    "overlay", [*OBJECTIVES, *CORRECTIONS, *REGULARIZATION, *ROLES], ids=lambda path: path.stem
 )
 def test_an_overlay_runs_on_the_tiny_config(overlay: Path) -> None:
     config = load(overlay)

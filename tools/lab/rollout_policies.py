@@ -58,6 +58,7 @@ class Setting:
     lookahead: float = RolloutConfig.model_fields["lookahead"].default
     max_overtake: int = RolloutConfig.model_fields["max_overtake"].default
     max_age: int = RolloutConfig.model_fields["max_age"].default
+    max_staleness: int | None = None
 
 
 @dataclass
@@ -243,6 +244,7 @@ def coordinated(
             lookahead=setting.lookahead,
             max_overtake=setting.max_overtake,
             max_age=setting.max_age,
+            max_staleness=None if on_policy else setting.max_staleness,
         ),
         overlong=OverlongConfig(
             max_tokens=setting.max_tokens,

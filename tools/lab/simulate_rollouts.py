@@ -208,6 +208,7 @@ def main(
     lookahead: Annotated[float | None, typer.Option(help="As rollout.lookahead.")] = None,
     max_overtake: Annotated[int | None, typer.Option(help="As rollout.max_overtake.")] = None,
     max_age: Annotated[int | None, typer.Option(help="As rollout.max_age.")] = None,
+    max_staleness: Annotated[int | None, typer.Option(help="As rollout.max_staleness.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the answers.")] = 0,
     jobs: Annotated[int, typer.Option(help="Processes.")] = len(os.sched_getaffinity(0)),
     plot: Annotated[
@@ -228,6 +229,7 @@ def main(
         "lookahead": lookahead,
         "max_overtake": max_overtake,
         "max_age": max_age,
+        "max_staleness": max_staleness,
     }
     setting = replace(base, **{name: value for name, value in given.items() if value is not None})
     engine = replace(
