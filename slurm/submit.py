@@ -242,7 +242,6 @@ def plan(config: Config, request: Request) -> Iterator[tuple[str, str]]:
     yield "layout", f"TP x PP x CP x EP x DP = {product}: {describe(policy, policy_world)}"
     if roles.are_separate:
         yield "roles", f"policy on the first {roles.policy} ranks, engines on {roles.engine}"
-        yield "", "memory and time are not forecast with roles"
     if policy.tensor_parallel > request.tasks_per_node:
         yield "", "tensor parallelism crosses nodes: every layer waits for the network"
     if config.checkpoint.every == 0 and config.checkpoint.max_minutes is None:
@@ -343,11 +342,10 @@ def submit(
     _show(loaded, request, elsewhere=elsewhere)
     if errors := list(problems(loaded, request, elsewhere=elsewhere)):
         raise _refused(errors)
-    if not loaded.roles.are_separate:
-        from dapo_megatron.plan.forecast import forecast
+    from dapo_megatron.plan.forecast import forecast
 
-        if errors := forecast(loaded, request.world_size, _node_spec(request)):
-            raise _refused(errors)
+    if errors := forecast(loaded, request.world_size, _node_spec(request)):
+        raise _refused(errors)
     if not dry_run:
         _submit(sbatch_command(loaded, request), request)
 
