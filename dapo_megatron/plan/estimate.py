@@ -220,7 +220,9 @@ def _nodes(config: Config, num_processes: int, ranks_per_node: int) -> list[tupl
     """Return the kinds of nodes, with a title for each."""
     roles = config.roles
     if not roles.are_separate:
-        return [("host memory of a node", NodeRanks(ranks_per_node, ranks_per_node, ranks_per_node))]
+        return [
+            ("host memory of a node", NodeRanks(ranks_per_node, ranks_per_node, ranks_per_node))
+        ]
     nodes: dict[str, NodeRanks] = {}
     for first in range(0, num_processes, ranks_per_node):
         num = min(ranks_per_node, num_processes - first)

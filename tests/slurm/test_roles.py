@@ -44,9 +44,7 @@ def test_each_role_has_a_step_with_its_ranks(project: Project) -> None:
     assert {task["DAPO_WORLD_SIZE"][0] for task in tasks} == {"4"}
     for name in ("MASTER_ADDR", "MASTER_PORT", "DAPO_MEGATRON_SECRET", "DAPO_MEGATRON_ATTEMPT"):
         assert len({task[name][0] for task in tasks}) == 1, name
-    assert {task["arguments"][0] for task in tasks} == {
-        "-m dapo_megatron train c.yaml resume=auto"
-    }
+    assert {task["arguments"][0] for task in tasks} == {"-m dapo_megatron train c.yaml resume=auto"}
     verdicts = [task["DAPO_MEGATRON_VERDICT"][0].rpartition("/")[2] for task in tasks]
     assert verdicts == ["verdict"] * 2 + ["verdict_of_engines"] * 2
     logs = project.folder / "slurm_logs/dapo" / attempt
