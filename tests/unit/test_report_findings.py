@@ -324,8 +324,10 @@ FIRES: dict[str, tuple[dict[str, Any], str, str, str | None]] = {
     ),
     "engines wait": (
         {
-            **{"throughput/overlap": 0.0, "time/generate": 20.0},
-            **{"time/logprobs": 10.0, "time/update": 60.0},
+            "throughput/overlap": 0.0,
+            "time/generate": 20.0,
+            "time/logprobs": 10.0,
+            "time/update": 60.0,
         },
         "^Engines wait for 73% of a step",
         "warn",
