@@ -1,5 +1,5 @@
-"""What only runs with roles have: how long each side waits, the split of the ranks that balances both,
-and the memory that engine ranks share with no policy."""
+"""Describe a plan with roles: how long each side waits, the best split of the ranks, and the memory
+that engine ranks share with no policy."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def _waiting_warning(estimate: MemoryEstimate, speed: Speed, role: str, share: f
     if split is not None:
         policy, engine, seconds = split
         return (
-            f"{text}; roles.policy={policy} roles.engine={engine} is the best split of these ranks: "
+            f"{text}; roles.policy={policy} roles.engine={engine} is the best split of the ranks: "
             f"{seconds:,.0f} instead of {speed.step_seconds:,.0f} s a step"
         )
     if not speed.overlaps:
         return (
-            f"{text}, because the two sides take turns (rollout.on_policy or deterministic), and no "
-            f"other split of {estimate.num_processes} ranks helps; without roles no GPU waits"
+            f"{text}, because the two sides take turns (rollout.on_policy or deterministic), and "
+            f"no other split of {estimate.num_processes} ranks helps; without roles no GPU waits"
         )
     return f"{text}, and no other split of {estimate.num_processes} ranks makes it shorter"
 

@@ -46,7 +46,7 @@ def derived(run: RunData) -> dict[str, pd.Series]:
         MOVED: without("sync", "sync_verify", "sync_turns"),
         IDLE: (time("engine_idle") / time("generate").where(lambda of: of > 0)).clip(0, 1),
     }
-    # Only runs with roles have this metric: the share of the training in which engines had requests.
+    # Only runs with roles have it: the share of the training in which engines had requests.
     overlap = run.metrics.series("throughput/overlap")
     step = time("step").where(overlap.notna() & (time("step") > 0))
     training = time("logprobs").fillna(0) + time("update").fillna(0)

@@ -1,4 +1,4 @@
-"""Policy and engines on nodes of their own: two steps of one job, of which that of the engines may lose
+"""Policy and engines on nodes of their own: two steps of one job. The step of the engines may lose
 ranks and nodes."""
 
 from __future__ import annotations

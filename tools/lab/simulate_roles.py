@@ -4,10 +4,11 @@ each role with GPUs of its own.
     python tools/lab/simulate_roles.py
 
 It uses the real coordinator, with engines on a virtual clock and answers as in
-simulate_rollouts.py. The work is the same in every row. The seconds of training are inversely proportional to the number
-of the policy's GPUs, and proportional to the mean length of the answers. Engines are alike in all
-rows, only their number differs. Between the two turns of a GPU that has both, policy and engine
-exchange the memory (--turn-seconds), and everything waits during a sync (--sync-seconds).
+simulate_rollouts.py. The work is the same in every row. The seconds of training are inversely
+proportional to the number of the policy's GPUs, and proportional to the mean length of the answers.
+Engines are alike in all rows, only their number differs. Between the two turns of a GPU that has
+both, policy and engine exchange the memory (--turn-seconds), and everything waits during a sync
+(--sync-seconds).
 """
 
 from __future__ import annotations
