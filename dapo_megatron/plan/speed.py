@@ -3,8 +3,8 @@ takes hours or weeks. All assumptions are stated.
 
 Training takes the model's FLOPs divided by the peak of the devices times the MFU. An engine step
 takes the longer of reading weights and KV cache from memory and computing. Generation takes as many
-engine steps as the longest response has tokens, or more if the sequences do not all fit at once. With
-rollout.on_policy false, groups are carried, so no step waits for its longest response.
+engine steps as the longest response has tokens, or more if the sequences do not all fit at once.
+With rollout.on_policy false, groups are carried, so no step waits for its longest response.
 
 With roles, each side works with its own GPUs. A step takes as long as the slower side if engines
 sample while the policy trains, else the sum of both.
