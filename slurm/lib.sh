@@ -87,8 +87,8 @@ check_tasks() {
 split_roles() {
     POLICY_NODES=("${NODES[@]}") ENGINE_NODES=()
     [[ -n ${DAPO_ROLES:-} ]] || return 0
-    local policy=${DAPO_ROLES%+*} engines=${DAPO_ROLES#*+}
-    { is_number "$policy" && is_number "$engines"; } ||
+    local policy=${DAPO_ROLES%%+*} engines=${DAPO_ROLES#*+}
+    { [[ $DAPO_ROLES == *+* ]] && is_number "$policy" && is_number "$engines"; } ||
         refuse "DAPO_ROLES: $DAPO_ROLES; write roles.policy+roles.engine, such as 96+32"
     ((policy > 0 && engines > 0 && policy % TASKS == 0 && engines % TASKS == 0)) ||
         refuse "DAPO_ROLES: $DAPO_ROLES on nodes of $TASKS tasks; a node has one role, so use" \
