@@ -56,7 +56,7 @@ def test_each_role_has_a_step_with_its_ranks(project: Project) -> None:
 def test_a_dead_engine_is_started_again_and_the_policy_goes_on(project: Project) -> None:
     job = submit(project, 2, "1+1", FAKE="busy", FAKE_ENGINE="crash crash serve", FAKE_SECONDS="12")
     assert job.wait_for()["JobState"] == "COMPLETED", job.story()
-    assert starts(project, f"{job.number}.0", 1) == 3
+    assert starts(project, f"{job.number}.0", 1) == 3, job.story()
     assert int(job.facts()["Restarts"]) == 0
 
 
@@ -66,14 +66,14 @@ def test_an_engine_that_keeps_crashing_is_given_up_and_the_policy_goes_on(projec
         DAPO_ENGINE_STARTS="3",
     )  # fmt: skip
     assert job.wait_for()["JobState"] == "COMPLETED", job.story()
-    assert starts(project, f"{job.number}.0", 1) == 3
+    assert starts(project, f"{job.number}.0", 1) == 3, job.story()
 
 
 def test_the_end_of_the_policy_ends_the_engines_and_the_job_is_requeued(project: Project) -> None:
     job = submit(project, 2, "1+1", FAKE="dead busy", FAKE_ENGINE="serve")
     assert job.wait_for(seconds=90)["JobState"] == "COMPLETED", job.story()
     assert int(job.facts()["Restarts"]) == 1
-    assert starts(project, f"{job.number}.0", 1) == 1
+    assert starts(project, f"{job.number}.0", 1) == 1, job.story()
 
 
 def test_usr1_stops_the_policy_and_the_engines_follow(project: Project) -> None:

@@ -25,7 +25,7 @@ from dapo_megatron.types import Outcome, Prompt
 FAR = 10_000_000
 """A ticket that no run reaches. Groups from here on are an independent sample."""
 
-
+FILTERED = (Outcome.ALL_CORRECT, Outcome.ALL_WRONG)
 TURN_SECONDS = 0.0003
 """Measured seconds of a turn (tools/bench/data_plane.py)."""
 
@@ -272,14 +272,12 @@ def coordinated(
             step - min(completion.oldest_version for completion in group.completions)
             for group in collected.train
         ]
-        log.filtered += [
-            group.ticket
-            for group, fate in collected.ended
-            if fate in (Outcome.ALL_CORRECT, Outcome.ALL_WRONG)
-        ]
+        log.filtered += [group.ticket for group, fate in collected.ended if fate in FILTERED]
         train = [group.ticket for group in collected.train]
         tokens = sum(c.num_tokens for group in collected.train for c in group.completions)
         _close(log, setting, driver, started, train, ages, tokens, coordinator if ahead else None)
+    # Those of the last training are not collected yet.
+    log.filtered += [group.ticket for group, fate in coordinator._ended if fate in FILTERED]
     log.num_issued = coordinator.ledger.next_ticket
     log.carried = set(coordinator.ledger.open)
     return log
