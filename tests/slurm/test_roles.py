@@ -14,6 +14,8 @@ from tests.slurm.runs import NUM_STEPS, START_SECONDS, Run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 QUICK = {"DAPO_ENGINE_PAUSE": "1", "DAPO_GUARD_SECONDS": "2", "DAPO_GRACE_SECONDS": "5"}
+SECONDS = 240.0
+"""Time allowed for a job of the fake program, on a busy machine. One takes 8 to 50 s."""
 
 
 @pytest.fixture
@@ -35,8 +37,8 @@ def starts(project: Project, attempt: str, rank: int) -> int:
 
 
 def test_each_role_has_a_step_with_its_ranks(project: Project) -> None:
-    job = submit(project, 2, "2+2", "--ntasks-per-node=2", FAKE="busy")
-    assert job.wait_for()["JobState"] == "COMPLETED", job.story()
+    job = submit(project, 2, "2+2", "--ntasks-per-node=2", FAKE="busy", FAKE_STARTS="2")
+    assert job.wait_for(seconds=SECONDS)["JobState"] == "COMPLETED", job.story()
     attempt = f"{job.number}.0"
     tasks = [project.record(attempt, f"train-{rank}") for rank in range(4)]
     assert [task["SLURM_PROCID"][0] for task in tasks] == ["0", "1", "0", "1"]
@@ -54,24 +56,24 @@ def test_each_role_has_a_step_with_its_ranks(project: Project) -> None:
 
 
 def test_a_dead_engine_is_started_again_and_the_policy_goes_on(project: Project) -> None:
-    job = submit(project, 2, "1+1", FAKE="busy", FAKE_ENGINE="crash crash serve", FAKE_SECONDS="12")
-    assert job.wait_for()["JobState"] == "COMPLETED", job.story()
+    job = submit(project, 2, "1+1", FAKE="busy", FAKE_ENGINE="crash crash serve", FAKE_STARTS="3")
+    assert job.wait_for(seconds=SECONDS)["JobState"] == "COMPLETED", job.story()
     assert starts(project, f"{job.number}.0", 1) == 3, job.story()
     assert int(job.facts()["Restarts"]) == 0
 
 
 def test_an_engine_that_keeps_crashing_is_given_up_and_the_policy_goes_on(project: Project) -> None:
     job = submit(
-        project, 2, "1+1", FAKE="busy", FAKE_ENGINE="mute", FAKE_SECONDS="12",
-        DAPO_ENGINE_STARTS="3",
+        project, 2, "1+1", FAKE="busy", FAKE_ENGINE="mute", FAKE_STARTS="3",
+        DAPO_ENGINE_STARTS="3", FAKE_SECONDS="5",
     )  # fmt: skip
-    assert job.wait_for()["JobState"] == "COMPLETED", job.story()
+    assert job.wait_for(seconds=SECONDS)["JobState"] == "COMPLETED", job.story()
     assert starts(project, f"{job.number}.0", 1) == 3, job.story()
 
 
 def test_the_end_of_the_policy_ends_the_engines_and_the_job_is_requeued(project: Project) -> None:
     job = submit(project, 2, "1+1", FAKE="dead busy", FAKE_ENGINE="serve")
-    assert job.wait_for(seconds=90)["JobState"] == "COMPLETED", job.story()
+    assert job.wait_for(seconds=SECONDS)["JobState"] == "COMPLETED", job.story()
     assert int(job.facts()["Restarts"]) == 1
     assert starts(project, f"{job.number}.0", 1) == 1, job.story()
 
@@ -81,7 +83,7 @@ def test_usr1_stops_the_policy_and_the_engines_follow(project: Project) -> None:
     attempt = f"{job.number}.0"
     project.wait_until_ready(attempt, 1)
     project.cluster.run("scancel", "--batch", "--signal=USR1", str(job.number))
-    assert job.wait_for(seconds=90)["JobState"] == "COMPLETED", job.story()
+    assert job.wait_for(seconds=SECONDS)["JobState"] == "COMPLETED", job.story()
     assert project.record(attempt, "train-0")["signal"] == ["USR1"]
     assert "exit code 75" in job.log
 
@@ -89,11 +91,11 @@ def test_usr1_stops_the_policy_and_the_engines_follow(project: Project) -> None:
 def test_the_job_goes_on_without_a_lost_node_of_engines(
     project: Project, needs_networks: None
 ) -> None:
-    job = submit(project, 3, "1+2", FAKE="busy", FAKE_SECONDS="50")
+    job = submit(project, 3, "1+2", FAKE="busy", FAKE_STARTS="2", FAKE_SECONDS="50")
     attempt = f"{job.number}.0"
-    wait_until(lambda: starts(project, attempt, 2) == 1, 30, job.story)
+    wait_until(lambda: starts(project, attempt, 2) == 1, 120, job.story)
     project.cluster.kill_node("node3")
-    assert job.wait_for(seconds=90)["JobState"] == "COMPLETED", job.story()
+    assert job.wait_for(seconds=SECONDS)["JobState"] == "COMPLETED", job.story()
     assert int(job.facts()["Restarts"]) == 0
     assert starts(project, attempt, 1) == 1
 
@@ -105,9 +107,9 @@ def test_the_job_is_requeued_without_the_lost_node_of_its_script(
     job = submit(project, 2, "1+1", FAKE="wait busy", FAKE_ENGINE="serve")
     attempt = f"{job.number}.0"
     project.wait_until_ready(attempt, 1)
-    wait_until(lambda: starts(project, attempt, 1) == 1, 30, job.story)
+    wait_until(lambda: starts(project, attempt, 1) == 1, 120, job.story)
     project.cluster.kill_node("node1")
-    assert job.wait_for(seconds=150)["JobState"] == "COMPLETED", job.story()
+    assert job.wait_for(seconds=SECONDS)["JobState"] == "COMPLETED", job.story()
     assert int(job.facts()["Restarts"]) == 1
     assert project.record(f"{job.number}.1", "train-0")["host"] != ["node1"]
 
@@ -122,7 +124,7 @@ def test_the_job_is_requeued_without_the_lost_node_of_its_script(
 )
 def test_wrong_roles_are_refused(project: Project, roles: str, reason: str) -> None:
     job = submit(project, 2, roles)
-    assert job.wait_for()["JobState"] == "FAILED", job.story()
+    assert job.wait_for(seconds=SECONDS)["JobState"] == "FAILED", job.story()
     assert reason in job.log
 
 
