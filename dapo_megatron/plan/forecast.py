@@ -168,12 +168,20 @@ def warnings(estimate: MemoryEstimate, speed: Speed | None) -> list[str]:
     return [*estimate.warnings(), *of_roles]
 
 
+_RANKS = {
+    Phase.GENERATE: " (engine ranks)",
+    Phase.LOGPROBS: " (policy ranks)",
+    Phase.UPDATE: " (policy ranks)",
+    Phase.SYNC: "",
+}
+
+
 def _render_speed(estimate: MemoryEstimate, speed: Speed, console: Console) -> None:
     is_separate = estimate.config.roles.are_separate
     table = Table("phase", "seconds", title="a rollout step (estimate)")
     for phase, seconds in speed.seconds.items():
-        role = {Phase.GENERATE: " (engine ranks)", Phase.SYNC: ""}.get(phase, " (policy ranks)")
-        table.add_row(phase + role * is_separate, f"{seconds:,.0f}")
+        role = _RANKS[Phase(phase)] if is_separate else ""
+        table.add_row(phase + role, f"{seconds:,.0f}")
     table.add_row("step", f"{speed.step_seconds:,.0f}")
     console.print(table)
     if is_separate:

@@ -199,8 +199,8 @@ def _generate(
         longest = config.rollout.max_response_tokens
         steps = max(longest, sequences * response / concurrent)
     else:  # always as many sequences run as are in flight and fit
-        concurrent = max(min(concurrent, config.rollout.lookahead * sequences), 1)
-        steps = sequences * response / concurrent
+        in_flight = max(config.rollout.lookahead * sequences, 1.0)
+        steps = sequences * response / min(concurrent, in_flight)
     batch = sequences * response / steps
     read = engine.weights.num_bytes + batch * context * engine.token_bytes
     flops = batch * (token_flops(arch) + head_flops(arch) + context * pair_flops(arch)) / size
