@@ -182,7 +182,7 @@ def _read(path: Path) -> TimelineFile | None:
         for span in _spans(entry.get("spans"))
     ]
     replicas = {
-        entry["replica"]: sorted(_points(entry.get("running")))
+        entry["replica"]: sorted(_points(entry.get("running")), key=lambda point: point[0])
         for entry in _entries(value.get("replicas"), "replica")
     }
     return TimelineFile(value["step"], _frame(rows), replicas)

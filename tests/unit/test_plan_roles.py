@@ -119,10 +119,11 @@ def test_the_split_that_a_warning_names_is_the_best(tmp_path: Path) -> None:
 
 
 def test_the_suggested_share_of_the_memory_fits_without_a_warning(tmp_path: Path) -> None:
-    estimate, _ = plan_of(config_of(tmp_path, 8, 8, engine__memory_fraction=0.5))
+    row = {"train__max_tokens_per_microbatch": 10240}
+    estimate, _ = plan_of(config_of(tmp_path, 8, 8, engine__memory_fraction=0.5, **row))
     [warning] = role_warnings(estimate, None)
     share = float(warning.split("so ")[1].split(" fits")[0])
-    larger, _ = plan_of(config_of(tmp_path, 8, 8, engine__memory_fraction=share))
+    larger, _ = plan_of(config_of(tmp_path, 8, 8, engine__memory_fraction=share, **row))
     assert larger.sequences > estimate.sequences
     assert larger.fits() and not [*larger.gpu_warnings(), *role_warnings(larger, None)]
     free = larger.nodes.gpu_memory_gib - max(

@@ -260,7 +260,7 @@ def test_on_policy_is_faster_than_whole_batches_and_has_age_0(figures: dict[str,
 
 @pytest.mark.parametrize("training_seconds", [5.0, 200.0])
 def test_an_asynchronous_step_takes_as_long_as_the_slower_side(training_seconds: float) -> None:
-    """As many engines as `figures` has, which alone take between these two."""
+    """Test with a shorter and a longer training than the sampling of a step takes."""
     setting = replace(SMALL, training_seconds=training_seconds, overhead_seconds=0.0, steps=16)
     workload = LogNormal(1_500.0, 0.5, samples=SMALL.samples)
     figures = run(asynchronous, setting, workload)
