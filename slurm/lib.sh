@@ -145,10 +145,11 @@ step() {
     [[ -v STEP_NODES ]] || local STEP_NODES=("${NODES[@]}")
     nodes=$(IFS=,; echo "${STEP_NODES[*]}")
     [[ -n ${STEP_SECONDS:-} ]] && limit=(timeout -k 30 "$STEP_SECONDS")
-    # Without --container-env, variables of the image would override those of the job.
+    # Without --overlap, a step that is requested while the one before it still ends sometimes waits
+    # for 60 s. Without --container-env, variables of the image would override those of the job.
     [[ -n ${DAPO_CONTAINER:-} ]] && STEP_OPTIONS+=("--container-env=$(env_names)")
     # Bash before 4.4 treats an empty array as unset.
-    exec ${limit[@]+"${limit[@]}"} srun --nodes="${#STEP_NODES[@]}" --nodelist="$nodes" \
+    exec ${limit[@]+"${limit[@]}"} srun --overlap --nodes="${#STEP_NODES[@]}" --nodelist="$nodes" \
         --ntasks="$((TASKS * ${#STEP_NODES[@]}))" --ntasks-per-node="$TASKS" \
         --cpus-per-task="$DAPO_CPUS_PER_TASK" --distribution=block --kill-on-bad-exit=0 \
         --wait="${DAPO_GRACE_SECONDS:-20}" --output="$log" \
