@@ -101,6 +101,18 @@ def test_the_job_goes_on_without_a_lost_node_of_engines(
     assert starts(project, attempt, 1) == 1
 
 
+def test_the_job_is_requeued_without_a_lost_node_of_the_policy(
+    project: Project, needs_networks: None
+) -> None:
+    job = submit(project, 3, "2+1", FAKE="wait busy", FAKE_ENGINE="serve")
+    project.wait_until_ready(f"{job.number}.0", 2)
+    project.cluster.kill_node("node2")
+    assert job.wait_for(seconds=SECONDS)["JobState"] == "COMPLETED", job.story()
+    assert int(job.facts()["Restarts"]) == 1
+    hosts = [project.record(f"{job.number}.1", f"train-{rank}")["host"][0] for rank in range(3)]
+    assert len({*hosts}) == 3 and "node2" not in hosts
+
+
 def test_the_job_is_requeued_without_the_lost_node_of_its_script(
     project: Project, needs_networks: None
 ) -> None:
