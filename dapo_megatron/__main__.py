@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from dapo_megatron.cluster.join import adopt_step
+from dapo_megatron.cluster.join import adopt_step, check_roles
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.cluster.secret import run_secret
@@ -326,6 +326,8 @@ def _load(
     config = load_config(path, overrides or [], overlays or [])
     if not has_engine:  # a replay trains on all ranks
         config = config.model_copy(update={"roles": RolesConfig()})
+    else:
+        check_roles(config.roles.policy, config.roles.engine)
     arch = read_architecture(config)
     check_layout(config, arch, num_processes(config), has_engine=has_engine)
     check_compatibility(config, arch, has_engine=has_engine)

@@ -2,7 +2,7 @@
 # Functions of the job scripts: log folders, starting steps, chains of jobs, bad nodes.
 # A job script sources it from the checkout and calls, in this order:
 #   open_job NAME, check_tasks, use_program, choose_rendezvous, then `step ...`
-# convert.sbatch needs neither check_tasks nor choose_rendezvous.
+# convert.sbatch needs neither check_tasks nor choose_rendezvous. Only train.sbatch has roles.
 
 # shellcheck disable=SC2034 # the scripts use them
 readonly DONE=0 USER_ERROR=2 BAD_NODES=69 STOPPED=75 FENCED=97 HUNG=98
@@ -50,7 +50,8 @@ is_secret() { # NAME
 # Names this start, makes its log folder and sources env.sh.
 open_job() {
     set_umask
-    check_numbers DAPO_PORT_BASE DAPO_QUICK_SECONDS DAPO_MAX_QUICK_CRASHES SLURM_RESTART_COUNT
+    check_numbers DAPO_PORT_BASE DAPO_QUICK_SECONDS DAPO_MAX_QUICK_CRASHES SLURM_RESTART_COUNT \
+        DAPO_ENGINE_STARTS DAPO_ENGINE_PAUSE
     export DAPO_MEGATRON_ATTEMPT=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
     cd "$DAPO_HOME" || exit $USER_ERROR # paths in a config are relative to it
     LOGS=${DAPO_LOGS:-slurm_logs}
@@ -79,6 +80,25 @@ open_job() {
 check_tasks() {
     ((GPUS == 0 || GPUS == TASKS)) || refuse "--ntasks-per-node=$TASKS with $GPUS GPUs per node:" \
         "there is one task per GPU; use --ntasks-per-node=$GPUS or --gpus-per-node=$TASKS"
+}
+
+# split_roles: with DAPO_ROLES=N+M, sets POLICY_NODES to the nodes of ranks 0 to N-1, which have the
+# policy, and ENGINE_NODES to those of the M ranks with engines. Each role has a step of its own.
+split_roles() {
+    POLICY_NODES=("${NODES[@]}") ENGINE_NODES=()
+    [[ -n ${DAPO_ROLES:-} ]] || return 0
+    local policy=${DAPO_ROLES%%+*} engines=${DAPO_ROLES#*+}
+    { [[ $DAPO_ROLES == *+* ]] && is_number "$policy" && is_number "$engines"; } ||
+        refuse "DAPO_ROLES: $DAPO_ROLES; write roles.policy+roles.engine, such as 96+32"
+    ((policy > 0 && engines > 0 && policy % TASKS == 0 && engines % TASKS == 0)) ||
+        refuse "DAPO_ROLES: $DAPO_ROLES on nodes of $TASKS tasks; a node has one role, so use" \
+            "multiples of $TASKS (slurm/submit.py sets it)"
+    ((policy + engines == TASKS * ${#NODES[@]})) || refuse "DAPO_ROLES: $DAPO_ROLES, but the job" \
+        "has $((TASKS * ${#NODES[@]})) tasks on ${#NODES[@]} nodes"
+    POLICY_NODES=("${NODES[@]:0:policy / TASKS}") ENGINE_NODES=("${NODES[@]:policy / TASKS}")
+    export DAPO_RUN_OVER=$ATTEMPT_LOGS/over
+    rm -f "$DAPO_RUN_OVER"
+    say "policy on ${POLICY_NODES[*]}, engines on ${ENGINE_NODES[*]}"
 }
 
 # ------------------------------------------------------------------ starting steps
@@ -117,16 +137,20 @@ use_program() {
 # Prints the names of variables that must keep the job's values in a container, comma-separated.
 env_names() { compgen -e | grep -E '^(NCCL|GLOO|TORCH|UCX|OMP|VLLM|DAPO)_|^MASTER_' | paste -sd, -; }
 
-# step LOG_PATTERN COMMAND...: runs COMMAND as one task per GPU. When the first task ends, the
-# others have DAPO_GRACE_SECONDS to end (--kill-on-bad-exit would not wait). STEP_SECONDS limits the
-# step.
+# step LOG_PATTERN COMMAND...: runs COMMAND as one task per GPU, on all nodes or on STEP_NODES. When
+# the first task ends, the others have DAPO_GRACE_SECONDS to end (--kill-on-bad-exit would not wait).
+# STEP_SECONDS limits the step.
 step() {
-    local log=$1 limit=(); shift
+    local log=$1 limit=() nodes; shift
+    [[ -v STEP_NODES ]] || local STEP_NODES=("${NODES[@]}")
+    nodes=$(IFS=,; echo "${STEP_NODES[*]}")
     [[ -n ${STEP_SECONDS:-} ]] && limit=(timeout -k 30 "$STEP_SECONDS")
-    # Without --container-env, variables of the image would override those of the job.
+    # Without --overlap, a step that is requested while the one before it still ends sometimes waits
+    # for 60 s. Without --container-env, variables of the image would override those of the job.
     [[ -n ${DAPO_CONTAINER:-} ]] && STEP_OPTIONS+=("--container-env=$(env_names)")
     # Bash before 4.4 treats an empty array as unset.
-    exec ${limit[@]+"${limit[@]}"} srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="$TASKS" \
+    exec ${limit[@]+"${limit[@]}"} srun --overlap --nodes="${#STEP_NODES[@]}" --nodelist="$nodes" \
+        --ntasks="$((TASKS * ${#STEP_NODES[@]}))" --ntasks-per-node="$TASKS" \
         --cpus-per-task="$DAPO_CPUS_PER_TASK" --distribution=block --kill-on-bad-exit=0 \
         --wait="${DAPO_GRACE_SECONDS:-20}" --output="$log" \
         ${STEP_OPTIONS[@]+"${STEP_OPTIONS[@]}"} "$@"

@@ -208,6 +208,12 @@ def lead_seconds(config: Config) -> int:
     return max(HEADER_LEAD_SECONDS, ceil(config.run.stop_seconds) + MARGIN_SECONDS)
 
 
+def _steps(config: Config, request: Request) -> int:
+    """Return the number of steps of a job: two if policy and engines have nodes of their own."""
+    roles = config.roles
+    return 1 + (roles.are_separate and roles.policy % request.tasks_per_node == 0)
+
+
 def sbatch_command(config: Config, request: Request) -> list[str]:
     """Return the sbatch command of one job of the chain."""
     options = {
@@ -222,7 +228,9 @@ def sbatch_command(config: Config, request: Request) -> list[str]:
     }
     if request.chain > 1:
         options["dependency"] = "singleton"
-    words = [f"--{name}={value}" for name, value in options.items()]
+    if _steps(config, request) == 2:  # the job goes on without a lost node of engines
+        options["no-kill"] = ""
+    words = [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
     return ["sbatch", "--parsable", *words, str(SCRIPT.relative_to(CHECKOUT)), *request.arguments]
 
 
@@ -242,7 +250,8 @@ def plan(config: Config, request: Request) -> Iterator[tuple[str, str]]:
     yield "layout", f"TP x PP x CP x EP x DP = {product}: {describe(policy, policy_world)}"
     if roles.are_separate:
         yield "roles", f"policy on the first {roles.policy} ranks, engines on {roles.engine}"
-        yield "", "memory and time are not forecast with roles"
+        if _steps(config, request) == 1:
+            yield "", "a node has both roles, so the job ends if an engine is lost"
     if policy.tensor_parallel > request.tasks_per_node:
         yield "", "tensor parallelism crosses nodes: every layer waits for the network"
     if config.checkpoint.every == 0 and config.checkpoint.max_minutes is None:
@@ -339,15 +348,16 @@ def submit(
         gpu_memory_gib=gpu_memory,
         host_memory_gib=host_memory,
     )
+    if _steps(loaded, request) == 2:
+        environment["DAPO_ROLES"] = f"{loaded.roles.policy}+{loaded.roles.engine}"
     elsewhere = dry_run and not Path(loaded.model.path).exists()
     _show(loaded, request, elsewhere=elsewhere)
     if errors := list(problems(loaded, request, elsewhere=elsewhere)):
         raise _refused(errors)
-    if not loaded.roles.are_separate:
-        from dapo_megatron.plan.forecast import forecast
+    from dapo_megatron.plan.forecast import forecast
 
-        if errors := forecast(loaded, request.world_size, _node_spec(request)):
-            raise _refused(errors)
+    if errors := forecast(loaded, request.world_size, _node_spec(request)):
+        raise _refused(errors)
     if not dry_run:
         _submit(sbatch_command(loaded, request), request)
 

@@ -35,6 +35,8 @@ class EngineMemory:
     routes: MemoryItem
     token_bytes: int
     """Bytes of the KV cache per token."""
+    received_bytes: int
+    """Bytes of the weights that a sync brings, before quantization."""
 
     @property
     def parts(self) -> tuple[MemoryItem, ...]:
@@ -56,7 +58,7 @@ def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) ->
     """Estimate an engine on GPUs of `memory_bytes` each; None means no GPU."""
     size, dtype = config.engine_tensor_parallel, torch_dtype(config.policy.precision)
     weights, small = _weights(arch, size, dtype, config.engine.expert_parallel)
-    how = f"over {size} ranks"
+    how, received = f"over {size} ranks", weights
     if config.engine.quantization == "fp8":
         # Embedding, head and norms stay in `dtype`. Scales add only a thousandth.
         weights -= small - small // dtype.itemsize
@@ -82,6 +84,7 @@ def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) ->
         MemoryItem(WORKSPACE, workspace, "a step of most tokens, logits, CUDA graphs: assumed"),
         MemoryItem(ROUTES, routes, "experts of each token in the cache: policy.router_replay"),
         token_bytes,
+        received,
     )
 
 

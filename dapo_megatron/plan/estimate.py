@@ -16,12 +16,13 @@ from dapo_megatron.plan import stage as policy
 from dapo_megatron.plan.activations import Kernels, micro_of
 from dapo_megatron.plan.engine_memory import EngineMemory, engine_of
 from dapo_megatron.plan.layout import data_parallel
-from dapo_megatron.plan.phases import PHASES, Moment, Phases, fullest, phases_of
+from dapo_megatron.plan.phases import PHASES, Moment, Phases, engine_phases, fullest, phases_of
 from dapo_megatron.plan.stage import Stage
 from dapo_megatron.types import STEP_PHASES, ConfigError, DapoError
 
 GPU_MARGIN, HOST_MARGIN = 0.05, 0.10
 """A free share of the memory below this causes a warning."""
+ENGINE_RANKS = "every engine rank"
 HOST = "host"
 """Name for a node's host memory, used in place of a phase."""
 PROCESS_GIB = 4.0
@@ -51,7 +52,8 @@ class Excess:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of a run. `kinds` maps the name of each pipeline stage to the phases of its ranks."""
+    """Memory of a run. `kinds` maps the name of each kind of rank (a pipeline stage, or the engines
+    on ranks of their own) to its phases, `hosts` the title of each kind of node to its memory."""
 
     config: Config
     arch: Architecture
@@ -61,7 +63,7 @@ class MemoryEstimate:
     stages: tuple[Stage, ...]
     kinds: dict[str, Phases]
     engine: EngineMemory
-    host: tuple[MemoryItem, ...]
+    hosts: dict[str, tuple[MemoryItem, ...]]
     disk: tuple[MemoryItem, ...]
 
     @property
@@ -87,8 +89,13 @@ class MemoryEstimate:
         return self.fullest(phase)[1].num_bytes
 
     @property
+    def host(self) -> tuple[MemoryItem, ...]:
+        """Host memory of the kind of node that needs the most."""
+        return max(self.hosts.values(), key=size)
+
+    @property
     def host_bytes(self) -> int:
-        """Host memory that the ranks of a node need, in bytes."""
+        """Host memory that the ranks of this node need, in bytes."""
         return size(self.host)
 
     def excesses(self) -> list[Excess]:
@@ -161,10 +168,17 @@ def estimate_memory(
     kernels = kernels_of(config, arch, has_gpu=has_gpu)
     micro = micro_of(config, arch, kernels, on_gpu=has_gpu)
     stages = tuple(
-        Stage(config, micro, num_processes, number)
+        Stage(config, micro, config.policy_ranks(num_processes), number)
         for number in range(config.policy.pipeline_parallel)
     )
     engine = engine_of(config, arch, nodes.gpu_memory_gib * GIB if has_gpu else None)
+    is_separate = config.roles.are_separate
+    kinds = {
+        stage.name: phases_of(stage, None if is_separate else engine, has_gpu=has_gpu)
+        for stage in stages
+    }
+    if is_separate:
+        kinds[ENGINE_RANKS] = engine_phases(config, engine, num_processes, has_gpu=has_gpu)
     ranks_per_node = min(num_processes, nodes.gpus_per_node) if has_gpu else num_processes
     return MemoryEstimate(
         config=config,
@@ -173,10 +187,13 @@ def estimate_memory(
         nodes=nodes,
         kernels=kernels,
         stages=stages,
-        kinds={stage.name: phases_of(stage, engine, has_gpu=has_gpu) for stage in stages},
+        kinds=kinds,
         engine=engine,
-        host=_host_parts(config, stages, ranks_per_node),
-        disk=_disk_parts(stages, num_processes),
+        hosts={
+            title: _host_parts(config, stages, num_processes, node)
+            for title, node in _nodes(config, num_processes, ranks_per_node)
+        },
+        disk=_disk_parts(stages, config.policy_ranks(num_processes)),
     )
 
 
@@ -190,38 +207,64 @@ def kernels_of(config: Config, arch: Architecture, *, has_gpu: bool) -> Kernels:
     return chosen
 
 
+@dataclass(frozen=True)
+class NodeRanks:
+    """Ranks of a node: all, those with a policy, and those with an engine."""
+
+    num: int
+    policy: int
+    engine: int
+
+
+def _nodes(config: Config, num_processes: int, ranks_per_node: int) -> list[tuple[str, NodeRanks]]:
+    """Return the kinds of nodes, with a title for each."""
+    roles = config.roles
+    if not roles.are_separate:
+        return [
+            ("host memory of a node", NodeRanks(ranks_per_node, ranks_per_node, ranks_per_node))
+        ]
+    nodes: dict[str, NodeRanks] = {}
+    for first in range(0, num_processes, ranks_per_node):
+        num = min(ranks_per_node, num_processes - first)
+        policy = min(max(roles.policy - first, 0), num)
+        ranks = {"policy": policy, "engine": num - policy}
+        title = " and ".join(f"{count} {role} ranks" for role, count in ranks.items() if count)
+        nodes[f"host memory of a node with {title}"] = NodeRanks(num, policy, num - policy)
+    return list(nodes.items())
+
+
 def _host_parts(
-    config: Config, stages: Sequence[Stage], ranks_per_node: int
+    config: Config, stages: Sequence[Stage], num_processes: int, node: NodeRanks
 ) -> tuple[MemoryItem, ...]:
     """Return the host memory of a node, as if all its ranks were in the fullest pipeline stage."""
     offloaded = max(policy.offloaded_bytes(stage) for stage in stages)
     optimizer = max(policy.optimizer_on_host(stage) for stage in stages)
     reference = max(policy.reference_bytes(stage) for stage in stages)
     snapshot = max(policy.snapshot_bytes(stage) for stage in stages)
-    engines = max(ranks_per_node // config.engine_tensor_parallel, 1)
+    engines = max(node.engine // config.engine_tensor_parallel, 1) if node.engine else 0
     graders = engines * config.rewards.workers
-    ranks = f"{ranks_per_node} ranks"
+    ranks = f"{node.policy} ranks"
     limit = config.rewards.memory_mib / 1024
     parts = (
         MemoryItem(
             "processes",
-            int(ranks_per_node * PROCESS_GIB * GIB),
-            f"{ranks}, {PROCESS_GIB:g} GiB each: assumed",
+            int(node.num * PROCESS_GIB * GIB),
+            f"{node.num} ranks, {PROCESS_GIB:g} GiB each: assumed",
         ),
         MemoryItem(
             "offloaded while generating",
-            ranks_per_node * offloaded,
+            node.policy * offloaded,
             f"{ranks}, pinned: policy.offload",
         ),
         MemoryItem(
-            "optimizer for good", ranks_per_node * optimizer, f"{ranks}: optimizer.cpu_offload"
+            "optimizer for good", node.policy * optimizer, f"{ranks}: optimizer.cpu_offload"
         ),
         MemoryItem(
-            "reference model", ranks_per_node * reference, f"{ranks}, pinned: weights for loss.kl"
+            "reference model", node.policy * reference, f"{ranks}, pinned: weights for loss.kl"
         ),
         MemoryItem(
             "a checkpoint's copy",
-            ranks_per_node * snapshot,
+            node.policy * snapshot,
             f"{ranks}: weights and optimizer, until written",
         ),
         MemoryItem(
@@ -232,8 +275,8 @@ def _host_parts(
         MemoryItem(
             "routes",
             # Twice: with the message in which they leave or arrive.
-            2 * ranks_per_node * _route_bytes(config, stages[0])
-            + 2 * engines * _held_route_bytes(config, stages[0]),
+            2 * node.policy * _route_bytes(config, stages[0])
+            + 2 * engines * _held_route_bytes(config, stages[0].arch, num_processes),
             f"{ranks} and {engines} engines, if every answer has its maximum length: "
             "policy.router_replay",
         ),
@@ -250,15 +293,15 @@ def _route_bytes(config: Config, stage: Stage) -> int:
     )
 
 
-def _held_route_bytes(config: Config, stage: Stage) -> int:
+def _held_route_bytes(config: Config, arch: Architecture, num_processes: int) -> int:
     """Return the bytes of the routes that the leader of an engine holds until a step is trained,
     those of groups that are filtered or carried included."""
     if config.policy.router_replay != "engine":
         return 0
     rollout = config.rollout
-    engines = max(stage.num_processes // config.engine_tensor_parallel, 1)
+    engines = max(config.engine_ranks(num_processes) // config.engine_tensor_parallel, 1)
     issued = (1.0 if rollout.on_policy else rollout.lookahead) / rollout.expected_keep_rate
-    return int(issued * _step_route_bytes(config, stage.arch)) // engines
+    return int(issued * _step_route_bytes(config, arch)) // engines
 
 
 def _step_route_bytes(config: Config, arch: Architecture) -> int:

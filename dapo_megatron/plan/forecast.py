@@ -22,19 +22,15 @@ from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory
 from dapo_megatron.plan.layout import describe
 from dapo_megatron.plan.phases import PHASES, Moment, Phases, fullest
+from dapo_megatron.plan.roles import describe_roles, role_warnings
 from dapo_megatron.plan.speed import Assumptions, Speed, estimate_speed
 from dapo_megatron.plan.stage import ACTIVATIONS
 from dapo_megatron.plan.suggestions import alternatives, check_layout_and_memory, problems
-from dapo_megatron.types import ConfigError
+from dapo_megatron.types import Phase
 
 
 def check(config: Config, num_processes: int, nodes: NodeSpec) -> None:
     """Check model, compatibility and layout before a forecast. Raises ConfigError."""
-    if config.roles.are_separate:
-        raise ConfigError(
-            "roles: memory and time are forecast only for ranks with both a policy and an engine; "
-            "forecast without roles, on roles.policy GPUs"
-        )
     check_compatibility(config, planned_architecture(config))
     check_layout_and_memory(config, num_processes, nodes)
 
@@ -64,9 +60,11 @@ def render(estimate: MemoryEstimate, console: Console, speed: Speed | None = Non
     config = estimate.config
     for note in published_notes(config):
         console.print(f"model: {note}", highlight=False, markup=False, soft_wrap=True)
+    roles, policy_world = config.roles, config.policy_ranks(estimate.num_processes)
+    of_roles = f" ({roles.policy} policy, {roles.engine} engine)" if roles.are_separate else ""
     console.print(
-        f"{estimate.arch.family}, {estimate.num_processes} ranks: "
-        f"{describe(config.policy, estimate.num_processes)}; engines of "
+        f"{estimate.arch.family}, {estimate.num_processes} ranks{of_roles}: "
+        f"{describe(config.policy, policy_world)}; engines of "
         f"{config.engine_tensor_parallel}; kernels {estimate.kernels}"
         + ("" if estimate.kernels == "local" else " (activations counted, not measured)"),
         highlight=False,
@@ -74,7 +72,7 @@ def render(estimate: MemoryEstimate, console: Console, speed: Speed | None = Non
     )
     for title, phases in _kinds(estimate):
         console.print(_memory(estimate, title, phases))
-    for title, parts in (("host memory of a node", estimate.host), ("disk", estimate.disk)):
+    for title, parts in (*estimate.hosts.items(), ("disk", estimate.disk)):
         console.print(_parts(title, parts))
     tokens = _tokens(estimate, speed)
     console.print(
@@ -84,8 +82,8 @@ def render(estimate: MemoryEstimate, console: Console, speed: Speed | None = Non
         highlight=False,
     )
     if speed is not None:
-        _render_speed(speed, console)
-    for text in estimate.warnings():
+        _render_speed(estimate, speed, console)
+    for text in warnings(estimate, speed):
         console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -164,12 +162,30 @@ def _parts(title: str, parts: Iterable[MemoryItem]) -> Table:
     return table
 
 
-def _render_speed(speed: Speed, console: Console) -> None:
+def warnings(estimate: MemoryEstimate, speed: Speed | None) -> list[str]:
+    """Return the warnings of memory, and those of roles."""
+    of_roles = role_warnings(estimate, speed) if estimate.config.roles.are_separate else ()
+    return [*estimate.warnings(), *of_roles]
+
+
+_RANKS = {
+    Phase.GENERATE: " (engine ranks)",
+    Phase.LOGPROBS: " (policy ranks)",
+    Phase.UPDATE: " (policy ranks)",
+    Phase.SYNC: "",
+}
+
+
+def _render_speed(estimate: MemoryEstimate, speed: Speed, console: Console) -> None:
+    is_separate = estimate.config.roles.are_separate
     table = Table("phase", "seconds", title="a rollout step (estimate)")
     for phase, seconds in speed.seconds.items():
-        table.add_row(phase, f"{seconds:,.0f}")
+        role = _RANKS[Phase(phase)] if is_separate else ""
+        table.add_row(phase + role, f"{seconds:,.0f}")
     table.add_row("step", f"{speed.step_seconds:,.0f}")
     console.print(table)
+    if is_separate:
+        console.print(describe_roles(estimate, speed), highlight=False, markup=False)
     lines = [f"{name} {value}" for name, value in speed.assumptions.lines() if value != "None"]
     console.print(
         f"assumed: {', '.join(lines)}; {speed.prompts:,.0f} prompts a step, responses of "
@@ -191,7 +207,7 @@ def to_json(
         "host_memory_bytes": estimate.host_memory_bytes,
         "fits": estimate.fits(),
         "problems": list(problems),
-        "warnings": list(estimate.warnings()),
+        "warnings": warnings(estimate, speed),
         "kinds": {
             kind: {
                 phase: {moment.name: _rows(moment.parts) for moment in moments}
@@ -205,8 +221,11 @@ def to_json(
         },
         "sequences": estimate.sequences,
         "host": _rows(estimate.host),
+        "hosts": {title: _rows(parts) for title, parts in estimate.hosts.items()},
         "disk": _rows(estimate.disk),
         "seconds": None if speed is None else {**speed.seconds, "step": speed.step_seconds},
+        "sync_bytes": None if speed is None else speed.sync_bytes,
+        "waiting": speed.waiting if speed and estimate.config.roles.are_separate else None,
         "assumptions": None if speed is None else dict(speed.assumptions.lines()),
     }
 

@@ -1,4 +1,5 @@
-"""Memory on the device in each phase of a rollout step, with engine sleep and policy offload.
+"""Memory on the device in each phase of a rollout step, with engine sleep and policy offload, or
+with policy and engines on ranks of their own.
 
 A phase has several moments with different parts in memory. In a pass these are a layer's
 computation and the output head; in a sync first both models, then only the engine. The size of a
@@ -7,10 +8,12 @@ phase is that of its fullest moment.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dapo_megatron.bridge.plan import BUCKET_BYTES
 from dapo_megatron.bridge.verify import NUM_SEQUENCES
+from dapo_megatron.config import Config
 from dapo_megatron.plan import GIB, MemoryItem, size
 from dapo_megatron.plan import stage as policy
 from dapo_megatron.plan.engine_memory import EngineMemory
@@ -29,6 +32,7 @@ NCCL_GIB = 0.2
 """Buffers of one communicator (assumed)."""
 NUM_BUCKETS = 2
 """Transfer buffers: one to send, one to receive (bridge/transfer.py)."""
+BUCKETS = MemoryItem("sync buckets", NUM_BUCKETS * BUCKET_BYTES, "one to send, one to receive")
 
 
 @dataclass(frozen=True)
@@ -52,27 +56,50 @@ def fullest(moments: tuple[Moment, ...]) -> Moment:
     return max(moments, key=lambda moment: moment.num_bytes)
 
 
-def phases_of(stage: Stage, engine: EngineMemory, *, has_gpu: bool) -> Phases:
-    """Return the moments of each phase on a device of this pipeline stage."""
+def engine_phases(config: Config, engine: EngineMemory, num_ranks: int, *, has_gpu: bool) -> Phases:
+    """Return the moments of each phase on a device with an engine and no policy, one of `num_ranks`
+    in the run."""
+    sizes = {
+        "run": num_ranks,
+        "world": config.engine_ranks(num_ranks),
+        "engine": config.engine_tensor_parallel,
+    }
+    parts = (*((_communicators(sizes),) if has_gpu else ()), *engine.parts)
+    awake = (Moment("engine awake", parts),)
+    return {
+        Phase.START: (Moment("engine made", parts),),
+        Phase.GENERATE: awake,
+        Phase.SYNC: (Moment("weights move", (*parts, BUCKETS)),),
+        Phase.LOGPROBS: awake,
+        Phase.UPDATE: awake,
+    }
+
+
+def phases_of(stage: Stage, engine: EngineMemory | None, *, has_gpu: bool) -> Phases:
+    """Return the moments of each phase on a device of this pipeline stage. `engine` is None if
+    engines have ranks of their own."""
     always = (_overhead(stage),) if has_gpu else ()
     sleeps = has_gpu and stage.config.engine.sleep
-    awake = () if sleeps else engine.parts
+    parts = engine.parts if engine else ()
+    awake = () if sleeps else parts
+    pool = engine.weight_pool if engine else ()
     made = (policy.weights(stage), policy.gradients(stage), policy.optimizer(stage))
     copies = tuple(filter(None, (policy.quantized_copies(stage),)))
     # FP8 copies stay from one micro-batch to the next, and so also during a sync.
     whole = (*always, *made, *copies)
-    generating = Moment("engine awake", (*always, *_left(stage, made, copies), *engine.parts))
+    name = "engine awake" if engine else "waiting"
+    generating = Moment(name, (*always, *_left(stage, made, copies), *parts))
 
     # The engine is built first and sleeps before the policy is built. FP8 copies of bfloat16
     # weights are only made by the first forward pass.
     at_first = copies if stage.policy.fp8 and stage.policy.fp8.parameters else ()
     start = [Moment("policy made", (*always, *made, *at_first, *awake))]
     if sleeps:
-        start.insert(0, Moment("engine made", (*always, *engine.parts)))
+        start.insert(0, Moment("engine made", (*always, *parts)))
     return {
         Phase.START: tuple(start),
         Phase.GENERATE: (generating,),
-        Phase.SYNC: (*_turning(stage, whole, awake or engine.weight_pool), generating),
+        Phase.SYNC: (*_turning(stage, whole, awake or pool), generating),
         Phase.LOGPROBS: tuple(
             Moment(_moment_name(part), (*whole, *awake, part))
             for part in policy.passing(stage, backward=False)
@@ -102,7 +129,6 @@ def _turning(
 ) -> tuple[Moment, Moment]:
     """Return the moments of a sync in which both models are on the device (bridge/sync.py): weights
     are transferred, then the policy scores the canary sequences."""
-    buckets = MemoryItem("sync buckets", NUM_BUCKETS * BUCKET_BYTES, "one to send, one to receive")
     config, micro = stage.config, stage.micro
     length = max(2, min(config.sync.canary_tokens, config.rollout.max_prompt_tokens))
     multiple = preferred_multiple(stage.policy, on_gpu=micro.on_gpu)
@@ -111,7 +137,7 @@ def _turning(
     scoring = replace(stage, micro=replace(micro, num_tokens=max(canary_tokens, 1)))
     passing = max(policy.passing(scoring, backward=False), key=lambda part: part.num_bytes)
     return (
-        Moment("weights move", (*whole, *engine, buckets)),
+        Moment("weights move", (*whole, *engine, BUCKETS)),
         Moment("check", (*whole, *engine, passing)),
     )
 
@@ -121,18 +147,26 @@ def _moment_name(part: MemoryItem) -> str:
 
 
 def _overhead(stage: Stage) -> MemoryItem:
-    """Return the memory of CUDA and NCCL."""
+    """Return the memory of CUDA and NCCL on a rank with a policy. With roles, one communicator
+    spans all ranks of the run."""
     layout, world = stage.policy, stage.num_processes
     data = data_parallel(layout, world)
+    is_separate = stage.config.roles.are_separate
     sizes = {
+        "run": world + stage.config.roles.engine if is_separate else 1,
         "world": world,
         "tensor": layout.tensor_parallel,
         "pipeline": layout.pipeline_parallel,
         "context": layout.context_parallel,
         "data": data * layout.context_parallel,
         "expert": layout.expert_parallel,
-        "engine": stage.config.engine_tensor_parallel,
+        "engine": 1 if is_separate else stage.config.engine_tensor_parallel,
     }
+    return _communicators(sizes)
+
+
+def _communicators(sizes: Mapping[str, int]) -> MemoryItem:
+    """Return the memory of CUDA, and of NCCL with communicators of these sizes."""
     count = sum(number > 1 for number in sizes.values())
     return MemoryItem(
         "CUDA and NCCL",

@@ -4,6 +4,10 @@ takes hours or weeks. All assumptions are stated.
 Training takes the model's FLOPs divided by the peak of the devices times the MFU. An engine step
 takes the longer of reading weights and KV cache from memory and computing. Generation takes as many
 engine steps as the longest response has tokens, or more if the sequences do not all fit at once.
+With rollout.on_policy false, groups are carried, so no step waits for its longest response.
+
+With roles, each side works with its own GPUs. A step takes as long as the slower side if engines
+sample while the policy trains, else the sum of both.
 """
 
 from __future__ import annotations
@@ -73,11 +77,30 @@ class Speed:
     tokens: int
     """Tokens trained on per step."""
     assumptions: Assumptions
+    sync_bytes: int
+    """Bytes that all engine ranks together need in a sync. With roles, all of them are sent."""
+    overlaps: bool = False
+    """Whether engines sample while the policy trains."""
+
+    @property
+    def training_seconds(self) -> float:
+        """Seconds in which the policy computes."""
+        return self.seconds[Phase.LOGPROBS] + self.seconds[Phase.UPDATE]
 
     @property
     def step_seconds(self) -> float:
         """Seconds of a whole step."""
-        return sum(self.seconds.values())
+        if not self.overlaps:
+            return sum(self.seconds.values())
+        return max(self.seconds[Phase.GENERATE], self.training_seconds) + self.seconds[Phase.SYNC]
+
+    @property
+    def waiting(self) -> dict[str, float]:
+        """Share of a step in which each role waits for the other, if they have ranks of their own:
+        {"policy": ..., "engine": ...}."""
+        both = self.step_seconds - self.seconds[Phase.SYNC]
+        busy = {"policy": self.training_seconds, "engine": self.seconds[Phase.GENERATE]}
+        return {role: (both - seconds) / self.step_seconds for role, seconds in busy.items()}
 
 
 def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = None) -> Speed:
@@ -93,7 +116,7 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
     length = ceil(prompt + response)
     sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     scored = ceil(response) * sequences
-    devices = estimate.num_processes * peak * given.mfu
+    devices = config.policy_ranks(estimate.num_processes) * peak * given.mfu
 
     def train(*, backward: bool) -> float:
         flops = model_flops(arch, [length] * sequences, backward=backward, num_scored=scored)
@@ -119,6 +142,8 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
         response_tokens=response,
         tokens=length * sequences,
         assumptions=given,
+        sync_bytes=estimate.engine.received_bytes * config.engine_ranks(estimate.num_processes),
+        overlaps=config.roles.are_separate and config.rollout.samples_ahead,
     )
 
 
@@ -138,7 +163,7 @@ def _row_factor(estimate: MemoryEstimate, length: int, sequences: int, minis: in
     """Return the factor by which the pipeline bubble and the padding of rows make a pass longer."""
     policy = estimate.config.policy
     bound = estimate.config.train.max_tokens_per_microbatch * policy.context_parallel
-    tokens = sequences * length / minis / data_parallel(policy, estimate.num_processes)
+    tokens = sequences * length / minis / _data_parallel(estimate)
     num_micro = max(ceil(tokens / bound), 1)
     chunks = policy.virtual_pipeline_parallel or 1
     bubble = (policy.pipeline_parallel - 1) / chunks / num_micro
@@ -148,6 +173,11 @@ def _row_factor(estimate: MemoryEstimate, length: int, sequences: int, minis: in
     # The time of a micro-batch is proportional to its tokens. Imbalance between ranks, of up to
     # half a sequence, is included in the MFU.
     return (1.0 + bubble) * padded / row
+
+
+def _data_parallel(estimate: MemoryEstimate) -> int:
+    config = estimate.config
+    return data_parallel(config.policy, config.policy_ranks(estimate.num_processes))
 
 
 def _generate(
@@ -160,12 +190,17 @@ def _generate(
 ) -> float:
     config, arch, engine = estimate.config, estimate.arch, estimate.engine
     size = config.engine_tensor_parallel
-    replicas = estimate.num_processes / size
+    num_ranks = config.engine_ranks(estimate.num_processes)
+    replicas = num_ranks / size
     sequences = prompts * config.rollout.samples_per_prompt / replicas
     context = prompt + response / 2
     concurrent = max(min(config.engine.max_sequences, engine.sequences(context)), 1)
-    longest = config.rollout.max_response_tokens
-    steps = max(longest, sequences * response / concurrent)
+    if config.rollout.on_policy:
+        longest = config.rollout.max_response_tokens
+        steps = max(longest, sequences * response / concurrent)
+    else:  # always as many sequences run as are in flight and fit
+        in_flight = max(config.rollout.lookahead * sequences, 1.0)
+        steps = sequences * response / min(concurrent, in_flight)
     batch = sequences * response / steps
     read = engine.weights.num_bytes + batch * context * engine.token_bytes
     flops = batch * (token_flops(arch) + head_flops(arch) + context * pair_flops(arch)) / size
@@ -174,12 +209,12 @@ def _generate(
     reading = read / (MEMORY_BANDWIDTH[given.gpu] * given.bandwidth_share)
     prefill = model_flops(arch, [ceil(prompt)], backward=False) * prompts
     seconds = steps * (overhead + max(reading, flops / (peak * given.mfu)))
-    return seconds + prefill / (estimate.num_processes * peak * given.mfu)
+    return seconds + prefill / (num_ranks * peak * given.mfu)
 
 
 def _sync(estimate: MemoryEstimate, given: Assumptions) -> float:
     """Return the seconds to transfer the weights to engine ranks, and to move offloaded parts to
     the host and back."""
-    moved = estimate.engine.weights.num_bytes / given.link_bytes_per_second
+    moved = estimate.engine.received_bytes / given.link_bytes_per_second
     offloaded = max(map(offloaded_bytes, estimate.stages))
     return moved + 2 * offloaded / given.host_bytes_per_second

@@ -63,7 +63,7 @@ def suggest(estimate: MemoryEstimate, phase: str) -> list[Suggestion]:
     suggestions = []
     arch = estimate.arch
     for change, config, num_processes in _candidates(estimate.config, estimate.num_processes):
-        changed = _estimate_if_valid(config, arch, num_processes, estimate.nodes)
+        changed = estimate_if_valid(config, arch, num_processes, estimate.nodes)
         if changed is None:
             continue
         freed = (estimate.num_bytes(phase) - changed.num_bytes(phase)) / GIB
@@ -86,7 +86,7 @@ def _advice(estimate: MemoryEstimate, phase: str) -> str:
     return "\n".join(lines)
 
 
-def _estimate_if_valid(
+def estimate_if_valid(
     config: Config, arch: Architecture, num_processes: int, nodes: NodeSpec
 ) -> MemoryEstimate | None:
     """Estimate a changed config. Return None if the config is invalid."""
@@ -109,8 +109,8 @@ def check_layout_and_memory(config: Config, num_processes: int, nodes: NodeSpec)
     try:
         check_layout(config, arch, num_processes)
     except ConfigError as error:
-        is_hybrid = not config.roles.are_separate
-        if not (is_hybrid and any(policy_problems(config.policy, num_processes, arch))):
+        policy_world = config.policy_ranks(num_processes)
+        if not any(policy_problems(config.policy, policy_world, arch)):
             raise
         lines = [str(error), *alternatives(config, num_processes, nodes)]
         raise ConfigError("\n".join(lines)) from None
@@ -123,13 +123,16 @@ def alternatives(config: Config, num_processes: int, nodes: NodeSpec) -> list[st
     layouts, num_tried = _fitting_layouts(config, num_processes, nodes)
     if layouts:
         return ["\n  ".join([f"memory included, these fit {gpus}:", *layouts])]
-    enough = _least_nodes(config, nodes)
+    has_roles = config.roles.are_separate
+    enough = None if has_roles else _least_nodes(config, nodes)
     if enough is None and not num_tried:
         return []
     text = (
         f"memory: the run does not fit {gpus} with {GPU_MARGIN:.0%} to spare, in this layout or in "
         "one near it (layouts listed above were chosen without looking at memory)"
     )
+    if has_roles:
+        return [f"{text}; try more ranks (roles.policy, roles.engine)"]
     if enough is None:
         return [f"{text}; nor does it fit {MAX_NODES} nodes or fewer"]
     number, layout = enough
@@ -156,22 +159,22 @@ def _fitting_layouts(
     """Return layouts near the configured one that fit model, ranks and memory with a margin, and
     the number of layouts that were estimated. There are at most `count` layouts, nearest first,
     each as overrides of the changed keys."""
-    arch = planned_architecture(config)
+    arch, policy_world = planned_architecture(config), config.policy_ranks(num_processes)
     num_tried = 0
 
     def fits(policy: PolicyConfig) -> bool:
         nonlocal num_tried
-        if num_tried == NUM_TRIED or any(policy_problems(policy, num_processes, arch)):
+        if num_tried == NUM_TRIED or any(policy_problems(policy, policy_world, arch)):
             return False
         changed = config.model_copy(update={"policy": policy})
-        estimate = _estimate_if_valid(changed, arch, num_processes, nodes)
+        estimate = estimate_if_valid(changed, arch, num_processes, nodes)
         if estimate is None:
             return False
         num_tried += 1
         return estimate.fits() and not any(estimate.gpu_warnings())
 
     layouts = nearest(
-        config.policy, num_processes, arch.num_layers, arch.num_experts, fits, count=count
+        config.policy, policy_world, arch.num_layers, arch.num_experts, fits, count=count
     )
     return layouts, num_tried
 
@@ -181,14 +184,21 @@ def _fitting_layouts(
 
 def _candidates(config: Config, world: int) -> Iterator[tuple[str, Config, int]]:
     """Yield (change, changed config, number of processes). Not all of these configs are valid."""
-    for section, values in (*_of_policy(config), *_of_the_rest(config)):
+    turns = () if config.roles.are_separate else _of_turns(config.policy)
+    for section, values in (*_of_policy(config), *turns, *_of_the_rest(config)):
         yield _keys(section, values), _changed(config, section, values), world
     # Twice the context-parallel ranks with half the tokens each: rows keep their total length.
     ranks = {"context_parallel": 2 * config.policy.context_parallel}
     tokens = {"max_tokens_per_microbatch": -(-config.train.max_tokens_per_microbatch // 2)}
     halved = _changed(_changed(config, "policy", ranks), "train", tokens)
     yield f"{_keys('policy', ranks)} {_keys('train', tokens)}", halved, world
-    yield f"twice the nodes ({2 * world} GPUs)", config, 2 * world
+    roles = config.roles
+    if not roles.are_separate:
+        yield f"twice the nodes ({2 * world} GPUs)", config, 2 * world
+        return
+    for role, number in (("policy", roles.policy), ("engine", roles.engine)):
+        more = _changed(config, "roles", {role: 2 * number})
+        yield f"roles.{role}={2 * number} ({world + number} GPUs)", more, world + number
 
 
 def _of_policy(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -202,6 +212,12 @@ def _of_policy(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "policy", {"tensor_parallel": twice, "sequence_parallel": True}
     yield "policy", {"pipeline_parallel": 2 * policy.pipeline_parallel}
     yield "policy", {"expert_parallel": 2 * policy.expert_parallel}
+    if policy.fp8 and not policy.fp8.parameters:
+        yield "policy", {"fp8": policy.fp8.model_copy(update={"parameters": True})}
+
+
+def _of_turns(policy: PolicyConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the changes of what stays on a GPU that policy and engine share."""
     for part in ("weights", "gradients", "optimizer"):
         if part not in policy.offload:
             yield "policy", {"offload": (*policy.offload, part)}
@@ -210,8 +226,7 @@ def _of_policy(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     for part in policy.offload:
         # Frees host memory, and needs more GPU memory.
         yield "policy", {"offload": tuple(name for name in policy.offload if name != part)}
-    if policy.fp8 and not policy.fp8.parameters:
-        yield "policy", {"fp8": policy.fp8.model_copy(update={"parameters": True})}
+    yield "engine", {"sleep": True}
 
 
 def _of_the_rest(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -239,8 +254,6 @@ def _of_the_rest(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "engine", {"tensor_parallel": 2 * config.engine_tensor_parallel}
     if engine.quantization == "none":
         yield "engine", {"quantization": "fp8"}
-    if not engine.sleep:
-        yield "engine", {"sleep": True}
 
 
 def _keys(section: str, values: dict[str, Any]) -> str:

@@ -9,7 +9,17 @@ import pandas as pd
 from dapo_megatron.report import groups, phases
 from dapo_megatron.report.chart import Chart
 from dapo_megatron.report.groups import DECIDED, FORECAST, IN_WORDS, KEPT
-from dapo_megatron.report.phases import COLORS, GENERATE, IDLE, LABELS, MOVED, PLANNED, REST
+from dapo_megatron.report.phases import (
+    COLORS,
+    ENGINES_WAIT,
+    GENERATE,
+    IDLE,
+    LABELS,
+    MOVED,
+    PLANNED,
+    POLICY_WAITS,
+    REST,
+)
 from dapo_megatron.report.run_data import RunData, frame_of
 from dapo_megatron.types import STEP_PHASES
 
@@ -347,6 +357,15 @@ CHARTS: list[Chart] = [
         "slots (engine.max_sequences) that were in use.",
         "share",
         {IDLE: "idle", "throughput/running_mean": "running"},
+        ".0%",
+    ),
+    _time(
+        "time_roles",
+        "Waiting of each role",
+        "With engines on ranks of their own: share of a step in which the policy waits for "
+        "engines, and in which engines have no request while others generate or the policy trains.",
+        "share",
+        {POLICY_WAITS: "policy", ENGINES_WAIT: "engines"},
         ".0%",
     ),
     _time(

@@ -24,13 +24,15 @@ GENERATE = "derived/time_generate"
 REST = "derived/time_rest"
 MOVED = "derived/time_sync_moved"
 IDLE = "derived/engine_idle"
+POLICY_WAITS, ENGINES_WAIT = "derived/policy_waits", "derived/engines_wait"
 PLANNED = "derived/plan_{}_gib"
 """Planned memory of a phase in GiB; format it with the phase."""
 
 
 def derived(run: RunData) -> dict[str, pd.Series]:
     """Return series by step: seconds of generate without waiting for graders, seconds outside all
-    phases, seconds of sync that move weights, idle share of the engines, and planned memory."""
+    phases, seconds of sync that move weights, idle share of the engines, and planned memory. With
+    roles also the shares of a step in which the policy waits for engines, and engines are idle."""
 
     def time(name: str) -> pd.Series:
         return run.metrics.series(f"time/{name}")
@@ -43,6 +45,15 @@ def derived(run: RunData) -> dict[str, pd.Series]:
         REST: without("step", *STEP_PHASES),
         MOVED: without("sync", "sync_verify", "sync_turns"),
         IDLE: (time("engine_idle") / time("generate").where(lambda of: of > 0)).clip(0, 1),
+    }
+    # Only runs with roles have it: the share of the training in which engines had requests.
+    overlap = run.metrics.series("throughput/overlap")
+    step = time("step").where(overlap.notna() & (time("step") > 0))
+    training = time("logprobs").fillna(0) + time("update").fillna(0)
+    idle = time("engine_idle").fillna(0) + (1 - overlap) * training
+    series |= {
+        POLICY_WAITS: (time("generate").fillna(0) / step).clip(0, 1),
+        ENGINES_WAIT: (idle / step).clip(0, 1),
     }
     for phase, gib in memory_plan(run).items():
         measured = run.metrics.series(f"memory/{phase}_gib")

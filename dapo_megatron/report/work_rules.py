@@ -21,7 +21,7 @@ from dapo_megatron.report.finding_rule import (
     first_of,
 )
 from dapo_megatron.report.groups import DECIDED, IN_WORDS, KEPT, OUTCOMES, totals
-from dapo_megatron.report.phases import IDLE, memory_plan
+from dapo_megatron.report.phases import ENGINES_WAIT, IDLE, POLICY_WAITS, memory_plan
 from dapo_megatron.report.run_data import RunData
 from dapo_megatron.report.wording import number, percent, times
 from dapo_megatron.rewards.pool import CAUSES
@@ -196,6 +196,7 @@ PROMPTS: tuple[RunRule, ...] = (
 
 ENGINES_IDLE = 0.3  # of generation: a note
 ENGINES_IDLE_MUCH = 0.5  # of generation: a warning
+ROLE_WAITS = 0.5  # of a step: a warning
 TIME_GROWTH = 1.5  # times its start, in seconds and in seconds per token: a note
 TIME_GROWTH_MUCH = 3.0  # times its start: a warning
 TIME_SHARE = 0.1  # of a step; phases below it are not judged
@@ -230,6 +231,25 @@ def growth(phase: Phase) -> FindingRule:
         "{s.early!n} → {s.late!n} s per step, and more seconds per token.",
         _GROWTH_KNOBS.get(phase),
         trend=True,
+    )
+
+
+def waits(metric: str, who: str, more: str, fewer: str) -> FindingRule:
+    """Return the rule for a role that waits most of the time for the other, if they have ranks of
+    their own."""
+
+    def setting(waiting: JudgedSeries) -> str:
+        if waiting.run.is_on_policy:
+            return "rollout.on_policy: false; roles.policy: 0, so that every rank has both"
+        return f"roles.{more}: higher; roles.{fewer}: lower"
+
+    return FindingRule(
+        metric,
+        {"warn": lambda s: s.late > ROLE_WAITS},
+        f"{who} {{s.late!p}} of a step",
+        "{s.early!p} → {s.late!p} of time/step.",
+        "{setting}",
+        facts=lambda s: {"setting": setting(s)},
     )
 
 
@@ -287,6 +307,8 @@ TIME: tuple[RunRule, ...] = (
             else "rollout.lookahead: higher; engine.max_sequences: lower"
         },
     ),
+    waits(POLICY_WAITS, "The policy waits for", "engine", "policy"),
+    waits(ENGINES_WAIT, "Engines wait for", "policy", "engine"),
     *map(growth, EVERY_STEP),
     FindingRule(
         PLAIN_STEP,

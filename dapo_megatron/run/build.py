@@ -232,7 +232,7 @@ def build_parts(
 ) -> Parts:
     """Build the loop's parts. `check_stop` raises Stopped on the given ranks if any of them got a
     signal."""
-    if ranks.rank == 0 and torch.cuda.is_available() and not config.roles.are_separate:
+    if ranks.rank == 0 and torch.cuda.is_available():
         _, gpu_bytes = torch.cuda.mem_get_info()
         save_estimate(config, folder.plan, recorder.note, ranks.world_size, gpu_bytes)
     engine, worker = core.engine, core.engines.worker

@@ -62,7 +62,8 @@ class Job:
         output = "".join(path.read_text() for path in self.folder.glob(f"*-{self.number}.out"))
         facts = self.facts()
         kept = {key: facts.get(key) for key in ("JobState", "Reason", "Restarts", "ExitCode")}
-        return f"{self.cluster.logs()}\njob {self.number}: {kept}\n{output}"
+        steps = self.cluster.run("squeue", "-s", check=False)
+        return f"{self.cluster.logs()}\n{steps}\njob {self.number}: {kept}\n{output}"
 
 
 @dataclass(frozen=True)

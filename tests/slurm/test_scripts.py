@@ -292,12 +292,12 @@ def test_the_check_can_be_skipped(project: Project) -> None:
         (
             ("-N1", "--ntasks-per-node=2", "--gpus-per-node=h100:8", "c.yaml"),
             {},
-            "give sbatch --ntasks-per-node=8",
+            "there is one task per GPU; use --ntasks-per-node=8",
         ),
         ((*TWO, "c.yaml"), {"DAPO_VENV": "nowhere"}, "DAPO_VENV: no "),
         ((*TWO, "c.yaml"), {"DAPO_APPTAINER": "no.sif"}, "DAPO_APPTAINER: no file no.sif"),
         ((*TWO, "c.yaml"), {"DAPO_INTERFACE": "ib7"}, "no address on ib7"),
-        ((*TWO, "c.yaml"), {"DAPO_HOME": "/nowhere"}, "/nowhere is no checkout"),
+        ((*TWO, "c.yaml"), {"DAPO_HOME": "/nowhere"}, "/nowhere is not a checkout"),
     ],
 )
 def test_a_wrong_submission_is_refused_with_its_cause(

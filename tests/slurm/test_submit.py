@@ -170,6 +170,19 @@ def test_a_job_that_would_fail_is_refused_with_its_cause(
     assert "nothing was submitted" in ran.stderr
 
 
+def test_roles_on_nodes_of_their_own_are_planned_as_two_steps() -> None:
+    words = ("model_configs/qwen3_8b.yaml", "--dry-run", "roles.policy=8")
+    ran = run(*words, "--nodes=2", "roles.engine=8")
+    assert ran.returncode == 0, ran.stderr
+    assert "DAPO_ROLES=8+8 sbatch" in ran.stdout.replace("'", "")
+    assert "--no-kill " in ran.stdout
+    assert "every policy rank" in ran.stdout and "every engine rank" in ran.stdout
+    shared = run(*words[:2], "--nodes=1", "roles.policy=4", "roles.engine=4")
+    assert shared.returncode == 0, shared.stderr
+    assert "a node has both roles, so the job ends if an engine is lost" in shared.stdout
+    assert "DAPO_ROLES" not in shared.stdout and "--no-kill" not in shared.stdout
+
+
 def test_an_image_in_a_registry_need_not_exist_as_a_file() -> None:
     assert run(TINY, "--container", "registry/image:1", "--dry-run").returncode == 0
 

@@ -316,6 +316,23 @@ FIRES: dict[str, tuple[dict[str, Any], str, str, str | None]] = {
         "warn",
         "correction/effective_sample_share",
     ),
+    "policy waits": (
+        {"throughput/overlap": 0.9},
+        "^The policy waits for 60% of a step",
+        "warn",
+        "derived/policy_waits",
+    ),
+    "engines wait": (
+        {
+            "throughput/overlap": 0.0,
+            "time/generate": 20.0,
+            "time/logprobs": 10.0,
+            "time/update": 60.0,
+        },
+        "^Engines wait for 73% of a step",
+        "warn",
+        "derived/engines_wait",
+    ),
     "idle": ({"time/engine_idle": 20.0}, "idle for 33%", "note", "derived/engine_idle"),
     "idle much": ({"time/engine_idle": 40.0}, "idle for 67%", "warn", "derived/engine_idle"),
     "phase grew": (

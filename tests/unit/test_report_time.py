@@ -162,6 +162,54 @@ def test_a_timeline_is_drawn_with_spans_and_running_sequences(tmp_path: Path) ->
     assert timeline.note(run_of(tmp_path)) is None
 
 
+def test_a_timeline_with_roles_shows_who_waits(tmp_path: Path) -> None:
+    """Rank 0 has the policy, ranks 1 and 2 an engine each, which sample while it trains."""
+    engines = [["generate", 0, 10], ["generate", 10, 20], ["sync", 20, 21]]
+    write(
+        tmp_path,
+        1,
+        ranks=[
+            {"rank": 0, "spans": [["generate", 0, 10], ["update", 10, 20], ["sync", 20, 21]]},
+            {"rank": 1, "spans": engines},
+            {"rank": 2, "spans": engines},
+        ],
+        replicas=[
+            {
+                "replica": 0,
+                "running": [[0, 0], [1, 8], [10, 8], [10, 0], [11, 8], [18, 0], [20, 0]],
+            },
+            {"replica": 1, "running": [[0, 0], [10, 0], [10, 0], [20, 0]]},
+        ],
+    )
+    [drawn] = timeline.timelines(run_of(tmp_path, config={"roles": {"policy": 1, "engine": 2}}))
+    rows: dict[str, list[tuple[str, float, float]]] = {}
+    for bars in drawn.figure["data"][:-1]:
+        for row, begin, length in zip(bars["y"], bars["base"], bars["x"], strict=True):
+            rows.setdefault(row, []).append((bars["name"], begin, begin + length))
+    assert sorted(rows["rank 0 policy"], key=lambda bar: bar[1]) == [
+        (timeline.WAITING, 0, 10), ("update", 10, 20), ("sync", 20, 21),
+    ]  # fmt: skip
+    assert sorted(rows["rank 1 engine"], key=lambda bar: bar[1]) == [
+        (timeline.ENGINE_IDLE, 0, 1), ("generate", 1, 10), (timeline.ENGINE_IDLE, 10, 11),
+        ("generate", 11, 18), (timeline.ENGINE_IDLE, 18, 20), ("sync", 20, 21),
+    ]  # fmt: skip
+    assert {name for name, *_ in rows["rank 2 engine"]} == {timeline.ENGINE_IDLE, "sync"}
+
+
+def test_shares_in_which_roles_wait() -> None:
+    columns: dict[str, list[float | None]] = {
+        "time/step": [20.0, 20.0, 20.0],
+        "time/generate": [8.0, 2.0, 8.0],
+        "time/engine_idle": [1.0, 0.0, 1.0],
+        "time/logprobs": [2.0, 4.0, 2.0],
+        "time/update": [8.0, 12.0, 8.0],
+        "throughput/overlap": [0.5, 0.0, None],
+    }
+    run = run_of(columns=columns)
+    assert derived(run)[phases.POLICY_WAITS] == [0.4, 0.1, None]
+    assert derived(run)[phases.ENGINES_WAIT] == [0.3, 0.8, None]
+
+
 POINTS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 50)), min_size=1, max_size=30).map(
     lambda points: sorted({at: (at, count) for at, count in points}.values())
 )

@@ -21,6 +21,7 @@ from rollout_policies import (
     POLICIES,
     WHOLE_BATCHES,
     Figures,
+    asynchronous,
     kolmogorov_smirnov,
     run,
 )
@@ -255,6 +256,20 @@ def test_on_policy_is_faster_than_whole_batches_and_has_age_0(figures: dict[str,
     assert on_policy.seconds_per_step <= 0.95 * whole.seconds_per_step
     assert on_policy.age_max == 0
     assert on_policy.prompts_per_step < whole.prompts_per_step
+
+
+@pytest.mark.parametrize("training_seconds", [5.0, 200.0])
+def test_an_asynchronous_step_takes_as_long_as_the_slower_side(training_seconds: float) -> None:
+    """Test with a shorter and a longer training than the sampling of a step takes."""
+    setting = replace(SMALL, training_seconds=training_seconds, overhead_seconds=0.0, steps=16)
+    workload = LogNormal(1_500.0, 0.5, samples=SMALL.samples)
+    figures = run(asynchronous, setting, workload)
+    carrying = run(POLICIES[CARRYING], setting, workload)
+    generating = carrying.steady_seconds - training_seconds
+    slower = max(training_seconds, generating)
+    assert slower - 0.05 * generating <= figures.steady_seconds <= 1.07 * slower
+    assert figures.lost_groups == 0 and figures.wasted_tokens == 0.0
+    assert figures.age_mean <= MAX_AGE_MEAN
 
 
 def test_strict_order_makes_data_older() -> None:

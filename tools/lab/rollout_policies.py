@@ -1,8 +1,8 @@
-"""Four policies that collect the mixed groups of a step, on the same virtual engines and answers.
+"""Policies that collect the mixed groups of a step, on the same virtual engines and answers.
 
-Two use the real coordinator (carrying, and on-policy). The other two are small simulations of what
-other systems do: whole batches until enough groups are mixed, and a fixed over-sampling that trains
-on the groups that finish first and drops the rest.
+Three use the real coordinator (carrying, on-policy, and sampling while the policy trains). The
+others are small simulations of what other systems do: whole batches until enough groups are mixed,
+and a fixed over-sampling that trains on the groups that finish first and drops the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dapo_megatron.types import Outcome, Prompt
 FAR = 10_000_000
 """A ticket that no run reaches. Groups from here on are an independent sample."""
 
-
+FILTERED = (Outcome.ALL_CORRECT, Outcome.ALL_WRONG)
 TURN_SECONDS = 0.0003
 """Measured seconds of a turn (tools/bench/data_plane.py)."""
 
@@ -45,7 +45,7 @@ class Setting:
     """Seconds of each step per token that it trains on: interrupt, plan, exchange, assembly, and
     the start of recording, as tools/bench/data_plane.py measures them."""
     training_seconds: float = 60.0
-    """Seconds of training per step, in which nothing is generated."""
+    """Seconds of training per step. Only `asynchronous` generates meanwhile."""
     prompts_per_step: int = 512
     samples: int = 16
     max_tokens: int = 20_480
@@ -65,7 +65,7 @@ class Setting:
 class Log:
     """Record of what a policy did."""
 
-    seconds: float = 0.0
+    step_seconds: list[float] = field(default_factory=list)
     generation_seconds: float = 0.0
     trained: list[list[int]] = field(default_factory=list)
     """Tickets of each step."""
@@ -86,6 +86,8 @@ class Figures:
     """Results of a policy."""
 
     seconds_per_step: float
+    steady_seconds: float
+    """Seconds per step after the warmup."""
     busy: float
     """Generated tokens over the most that all engines can generate in the rollout seconds."""
     age_mean: float
@@ -126,7 +128,8 @@ def figures(log: Log, setting: Setting, workload: Workload, driver: VirtualDrive
     ages = [age for step in log.ages[setting.warmup :] for age in step]
     capacity = setting.engine.capacity * setting.replicas
     return Figures(
-        seconds_per_step=log.seconds / setting.steps,
+        seconds_per_step=fmean(log.step_seconds),
+        steady_seconds=fmean(log.step_seconds[setting.warmup :]),
         busy=driver.num_generated / (capacity * log.generation_seconds),
         age_mean=fmean(ages),
         age_max=max(ages),
@@ -228,9 +231,14 @@ def _groups_in_finish_order(setting: Setting, driver: VirtualDriver, batch: rang
 
 
 def coordinated(
-    setting: Setting, workload: Workload, driver: VirtualDriver, *, on_policy: bool = False
+    setting: Setting,
+    workload: Workload,
+    driver: VirtualDriver,
+    *,
+    on_policy: bool = False,
+    ahead: bool = False,
 ) -> Log:
-    """Collect with the real coordinator."""
+    """Collect with the real coordinator. `ahead`: engines sample on while the policy trains."""
     coordinator = Coordinator(
         config=RolloutConfig(
             prompts_per_step=setting.prompts_per_step,
@@ -266,14 +274,12 @@ def coordinated(
             step - min(completion.oldest_version for completion in group.completions)
             for group in collected.train
         ]
-        log.filtered += [
-            group.ticket
-            for group, fate in collected.ended
-            if fate in (Outcome.ALL_CORRECT, Outcome.ALL_WRONG)
-        ]
+        log.filtered += [group.ticket for group, fate in collected.ended if fate in FILTERED]
         train = [group.ticket for group in collected.train]
         tokens = sum(c.num_tokens for group in collected.train for c in group.completions)
-        _close(log, setting, driver, started, train, ages, tokens)
+        _close(log, setting, driver, started, train, ages, tokens, coordinator if ahead else None)
+    # Those of the last training are not collected yet.
+    log.filtered += [group.ticket for group, fate in coordinator._ended if fate in FILTERED]
     log.num_issued = coordinator.ledger.next_ticket
     log.carried = set(coordinator.ledger.open)
     return log
@@ -291,22 +297,31 @@ def _close(
     train: list[int],
     ages: list[int],
     tokens: int,
+    ahead: Coordinator | None = None,
 ) -> None:
+    """End a step. During its training, the coordinator `ahead` keeps the engines busy."""
     log.trained.append(train)
     log.ages.append(ages)
     driver.sleep(setting.overhead_seconds + setting.overhead_per_token * tokens)
-    log.generation_seconds += driver.clock - started
-    driver.sleep(setting.training_seconds)
-    log.seconds += driver.clock - started
+    if ahead is None:
+        log.generation_seconds += driver.clock - started
+        driver.sleep(setting.training_seconds)
+    else:
+        with driver.until(driver.clock + setting.training_seconds) as is_over:
+            ahead.sample_ahead(driver.version, is_over)
+        log.generation_seconds += driver.clock - started
+    log.step_seconds.append(driver.clock - started)
 
 
 WHOLE_BATCHES = "whole batches until enough"
 FIRST_FINISHED = "over-sampling, first finished"
 CARRYING = "ours, carrying"
 ON_POLICY = "ours, on-policy"
+asynchronous: Policy = partial(coordinated, ahead=True)
+on_policy: Policy = partial(coordinated, on_policy=True)
 POLICIES: dict[str, Policy] = {
     WHOLE_BATCHES: whole_batches,
     FIRST_FINISHED: first_finished,
     CARRYING: coordinated,
-    ON_POLICY: partial(coordinated, on_policy=True),
+    ON_POLICY: on_policy,
 }

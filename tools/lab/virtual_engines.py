@@ -11,7 +11,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dapo_megatron.rollout.driver import QUEUED_SHARE
@@ -153,6 +154,7 @@ class VirtualDriver:
         """Tokens generated for each ticket, counted as in `num_generated`."""
         self.max_tokens = math.inf
         """Limit of a response, set by `start`."""
+        self._end = math.inf
         self._outcome = outcome
         self._report_seconds = report_seconds
         self._unfinished: dict[tuple[int, int], CompletionSummary] = {}
@@ -189,6 +191,7 @@ class VirtualDriver:
         if until < first < math.inf:
             missing = (first - self.clock) / self._report_seconds
             until = self.clock + math.ceil(missing) * self._report_seconds
+        until = min(until, self._end)
         reports = []
         for replica, engine in enumerate(self.engines):
             sampled: list[Sampled] = [
@@ -214,6 +217,14 @@ class VirtualDriver:
                 self._unfinished[ticket, summary.sample] = summary
             reports.append((replica, Report(unfinished=unfinished)))
         return reports
+
+    @contextmanager
+    def until(self, end: float) -> Iterator[Callable[[], bool]]:
+        """Let the clock stop at `end` in this block. Yield a function that returns whether it is
+        there."""
+        self._end = end
+        yield lambda: self.clock >= end
+        self._end = math.inf
 
     def sleep(self, seconds: float) -> None:
         """Advance the clock by the seconds of a training phase."""

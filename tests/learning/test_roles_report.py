@@ -1,0 +1,64 @@
+"""Test the report and the plan of a run whose engines sample while the policy trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dapo_megatron.plan.estimate import NodeSpec, estimate_memory
+from dapo_megatron.plan.speed import estimate_speed
+from dapo_megatron.report import charts, phases, timeline
+from dapo_megatron.report.run_data import Metrics, read_run
+from tests.helpers.commands import run
+from tests.helpers.configs import TINY, tiny_config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("runs")
+    done = run(
+        "train", str(TINY), f"run.directory={directory}", "run.name=roles", "run.processes=2",
+        "policy.tensor_parallel=1", "roles={policy: 1, engine: 1}", "train.rollout_steps=3",
+        "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4", "rollout.on_policy=false",
+        "rollout.deterministic=false", "rollout.lookahead=8", "evaluation.every=0",
+        "evaluation.samples=1", "checkpoint.every=0", "tracking.mlflow=false",
+        "tracking.timeline_every=1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory / "roles"
+
+
+def test_the_timeline_shows_what_each_role_does(folder: Path) -> None:
+    drawn = timeline.timelines(read_run(folder))[0]  # later it has sampled enough
+    bars = {
+        (row, trace["name"], begin, begin + length)
+        for trace in drawn.figure["data"][:-1]
+        for row, begin, length in zip(trace["y"], trace["base"], trace["x"], strict=True)
+    }
+    by_row = {row: {name for at, name, *_ in bars if at == row} for row, *_ in bars}
+    assert by_row.keys() == {"rank 0 policy", "rank 1 engine"}
+    assert by_row["rank 0 policy"] >= {timeline.WAITING, "update", "sync"}
+    assert "generate" not in by_row["rank 0 policy"]
+    assert by_row["rank 1 engine"] >= {"generate", "sync"}
+    assert not by_row["rank 1 engine"] & {"update", "log-probs", timeline.WAITING}
+    [update] = [bar for bar in bars if bar[:2] == ("rank 0 policy", "update")]
+    # The engine generates while the policy trains.
+    assert any(bar[1] == "generate" and bar[2] < update[3] and bar[3] > update[2] for bar in bars)
+
+
+def test_the_report_shows_how_long_each_role_waits(folder: Path) -> None:
+    columns = Metrics(charts.columns_of(read_run(folder)))
+    waits = [columns.values(name) for name in (phases.POLICY_WAITS, phases.ENGINES_WAIT)]
+    assert all(len(series) == 3 and 0 < max(series) < 1 for series in waits)
+    done = run("report", str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Waiting of each role" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_plan_counts_the_bytes_of_a_sync(folder: Path) -> None:
+    config = tiny_config(policy__tensor_parallel=1, roles="{policy: 1, engine: 1}")
+    planned = estimate_speed(estimate_memory(config, 2, NodeSpec())).sync_bytes
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["sync/bytes"] == pytest.approx(planned, rel=0.01)
