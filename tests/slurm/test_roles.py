@@ -165,7 +165,6 @@ def test_a_run_with_a_node_for_each_role_completes(training: Project, number: in
     assert [pulse["role"] for pulse in pulses] == ["policy"] * number + ["engine"] * number
 
 
-@pytest.mark.xfail(reason="a lost engine still ends the run", strict=True)
 def test_a_run_goes_on_without_a_lost_node_of_engines(
     training: Project, needs_networks: None
 ) -> None:

@@ -66,7 +66,7 @@ def channel(
 ) -> Iterator[Channel]:
     """Open a channel. The member `absent` does not connect."""
     keys = [zmq.curve_keypair() for _ in range(num_members)]
-    introductions = [Introduction(n, f"h{n}", keys[n][0].decode()) for n in range(num_members)]
+    introductions = [Introduction(n, f"h{n}", keys[n][0].decode(), n) for n in range(num_members)]
     with ExitStack() as stack:
         hub = stack.enter_context(
             closing(Hub(introductions, [name_of(n) for n in range(num_members)], 0, host))
@@ -587,7 +587,7 @@ UNDELIVERED = """
 from dapo_megatron.cluster.messages import *
 import zmq
 keys = zmq.curve_keypair()
-hub = Hub([Introduction(0, "h", keys[0].decode())], ["replica 0"], None, "127.0.0.1")
+hub = Hub([Introduction(0, "h", keys[0].decode(), 0)], ["replica 0"], None, "127.0.0.1")
 member = Member(hub.address, b"member 0", keys)
 hub.wait_for_members()
 nowhere = Member(Address("tcp://127.0.0.1:1", keys[0].decode()), b"member 0", keys)
