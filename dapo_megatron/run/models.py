@@ -23,7 +23,7 @@ from dapo_megatron.rollout.store import CompletionStore
 
 @dataclass
 class Models:
-    """What a rank keeps while others come and go."""
+    """Models and completions of a rank, which it keeps while others come and go."""
 
     policy: Policy
     engine: RolloutEngine

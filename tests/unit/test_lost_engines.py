@@ -38,7 +38,7 @@ from tests.unit.test_coordinator import RUNS, History, random_script
 def test_no_ticket_is_lost_or_ends_twice_when_replicas_are_lost(
     seed: int, keep: float, run: dict[str, Any], losses: set[int], joins: bool
 ) -> None:
-    """As in a run, a step in which a replica was lost is collected to its end, taken back, and
+    """A step in which a replica was lost is collected to its end, taken back, as in a run, and
     collected again by the next generation."""
     correct, length = random_script(seed, keep)
     driver = ScriptedDriver(correct, length, 4, 6, random.Random(seed), grade_at_once=False)
