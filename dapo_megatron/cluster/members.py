@@ -129,13 +129,13 @@ class Members:
         self.generation = int(self.store.get(invitation))
         self.current = self._decided()
         if not self._is_complete():
-            self.meet()
+            self.meet(at_least=1, wait_seconds=math.inf)
 
     def meet(
         self,
         *,
-        at_least: int = 1,
-        wait_seconds: float = math.inf,
+        at_least: int,
+        wait_seconds: float,
         lost: Collection[int] = (),
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:

@@ -73,7 +73,8 @@ class ElasticTraining:
         if context.ranks.is_late:
             context.ranks.engines_apart.knock()
             self._is_resumed = True
-            self._form_generation()
+            if not self._form_generation():
+                self._meet()
         else:
             keep_reference(context.config, context.ranks, models.policy)
         while True:
@@ -83,8 +84,8 @@ class ElasticTraining:
                 return
             except EnginesChanged as change:
                 self.recorder.note(f"  {change}")
-            for request, _ in models.engine.interrupt() if models.engine.requests else ():
-                del request  # its tokens are sampled again
+            if models.engine.requests:
+                models.engine.interrupt()  # its new tokens are sampled again
             self._meet()
 
     def _train(
@@ -151,24 +152,25 @@ class ElasticTraining:
 
     def _meet(self) -> None:
         """Form the next generation with the ranks that are left and those that wait to join."""
-        context = self.context
-        context.ranks.engines_apart.meet(
-            at_least=context.config.engine.min_replicas,
-            wait_seconds=context.config.watchdog.start,
-            lost=self._lost,
-            check_stop=self._raise_stop,
-        )
-        self._form_generation()
+        config, is_formed = self.context.config, False
+        while not is_formed:
+            self.context.ranks.engines_apart.meet(
+                at_least=config.engine.min_replicas,
+                wait_seconds=config.watchdog.start,
+                lost=self._lost,
+                check_stop=self._raise_stop,
+            )
+            self._lost = set()
+            is_formed = self._form_generation()
 
-    def _form_generation(self) -> None:
-        context = self.context
-        with context.watchdog.phase(Phase.START):
-            while True:
-                try:
-                    context.ranks = next_generation(context.ranks, backend())
-                    return
-                except EnginesChanged:
-                    context.ranks.engines_apart.meet(at_least=context.config.engine.min_replicas)
+    def _form_generation(self) -> bool:
+        """Make the groups of the generation. Return False if a rank was lost meanwhile."""
+        with self.context.watchdog.phase(Phase.START):
+            try:
+                self.context.ranks = next_generation(self.context.ranks, backend())
+            except EnginesChanged:
+                return False
+        return True
 
     def _raise_stop(self) -> None:
         if signal := self.context.stop.signal:
