@@ -428,8 +428,9 @@ class Checkpoints(Protocol):
         """Wait until nothing is being written. Raises CheckpointError if the last save failed."""
         ...
 
-    def is_unfinished(self) -> bool:
-        """Return whether the last save could not end, because a rank was lost."""
+    def is_unfinished(self, patience: float) -> bool:
+        """Return whether the last save does not end within `patience` seconds, or failed because a
+        rank was lost."""
         ...
 
 

@@ -9,6 +9,7 @@ is lost, and the run continues with the older ones.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -167,10 +168,11 @@ class CheckpointSaver:
                 "resume=auto continues from the newest checkpoint"
             )
 
-    def is_unfinished(self) -> bool:
-        """Return whether this rank's last checkpoint was being written, and a rank was lost."""
+    def is_unfinished(self, patience: float) -> bool:
+        """Return whether this rank's last checkpoint is not written within `patience` seconds, or
+        failed because a rank was lost."""
         if self._thread is not None:
-            self._thread.join(ABANDON_SECONDS)
+            self._thread.join(None if patience == math.inf else patience)
             if self._thread.is_alive():
                 return True
         return isinstance(self._error, EnginesChanged)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,26 @@ _generations: Counter[str] = Counter()
 """Number of groups that this process has made, by purpose and members."""
 
 
-def group_or_world(group: ProcessGroup | None) -> ProcessGroup:
-    """Return the group, or the default group for None."""
+@dataclass
+class ClosableGroup:
+    """A process group that its owner can close: its connections end when nobody refers to it. Other
+    ranks, which wait for this one in a collective with a lost rank, then fail, too."""
+
+    group: ProcessGroup | None
+
+    def close(self) -> None:
+        """Close the group. No thread of this process may be in one of its collectives."""
+        self.group = None
+
+
+def group_or_world(group: ProcessGroup | ClosableGroup | None) -> ProcessGroup:
+    """Return the group, or the default group for None. Raises RuntimeError if it is closed."""
     import torch.distributed as dist
 
+    if isinstance(group, ClosableGroup):
+        if group.group is None:
+            raise RuntimeError("this process group was closed, because a rank was lost")
+        return group.group
     world = group or dist.group.WORLD
     assert world is not None
     return world

@@ -128,6 +128,17 @@ def read_heartbeats(run: Path, world_size: int) -> list[Heartbeat | None]:
     return [read_heartbeat(heartbeat_file(run, rank)) for rank in range(world_size)]
 
 
+def writes_heartbeats(run: Path, rank: int, attempt: str) -> bool:
+    """Return whether a rank writes a heartbeat of this attempt within HEARTBEAT_SECONDS and a
+    second."""
+    before = read_heartbeat(heartbeat_file(run, rank))
+    time.sleep(HEARTBEAT_SECONDS + 1.0)
+    now = read_heartbeat(heartbeat_file(run, rank))
+    if now is None or now.attempt != attempt or now.state is not RankState.RUNNING:
+        return False
+    return before is None or now.time != before.time
+
+
 def hanging_ranks(run: Path, ranks: Collection[int], world_size: int) -> list[Heartbeat]:
     """Return the heartbeats of the ranks that hang, if they are all among `ranks`; else none.
 

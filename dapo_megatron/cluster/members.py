@@ -49,6 +49,10 @@ class EnginesChanged(RankError):
     """An engine was lost or wants to join, so the ranks have to form a new generation."""
 
 
+class EngineJoins(EnginesChanged):
+    """An engine wants to join, and none was lost."""
+
+
 def agreed(policy: Exchange | None, action: Callable[[], T]) -> T:
     """Return the result of a collective `action` of all ranks. If it raises EnginesChanged on some
     ranks with a policy, it does on all of them, so that they go on from the same place.

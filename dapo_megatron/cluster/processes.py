@@ -83,10 +83,11 @@ def has_ended(host: str, process_id: int) -> bool:
 
 
 def kill_here(host: str, process_id: int) -> bool:
-    """Kill a process if it is on this node. Return whether it is."""
-    if host == node_name():
+    """Kill a process if it is on this node and has not ended. Return whether it is so."""
+    is_here = host == node_name() and not has_ended(host, process_id)
+    if is_here:
         _signal({process_id}, signal.SIGKILL)
-    return host == node_name()
+    return is_here
 
 
 def remove_folder(folder: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dapo_megatron.cluster import collectives
 from dapo_megatron.cluster.groups import (
     TIMEOUT,
+    ClosableGroup,
     group_or_world,
     make_device_group,
     make_group,
 )
 from dapo_megatron.cluster.join import is_one_machine
-from dapo_megatron.cluster.members import EnginesChanged, Members, register
+from dapo_megatron.cluster.members import EnginesChanged, Members, agreed, register
 from dapo_megatron.cluster.secret import NUM_BYTES, prove, run_secret
 from dapo_megatron.types import RankError
 
@@ -58,6 +60,8 @@ class Ranks:
     """Timeout of collectives."""
     has_engines_apart: bool = False
     """Whether some of these ranks have only an engine, others only a policy."""
+    is_agreed: bool = False
+    """Whether the ranks with a policy agree on the success of each collective."""
     on_activity: Callable[[str], None] = lambda _: None
     """Called before and after every exchange, so that the watchdog knows where a rank hangs."""
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -108,11 +112,14 @@ class Ranks:
     ) -> Ranks:
         """Return the ranks with these numbers in the run, with a process group of their own."""
         own = members.index(self.names[self.rank])
-        group = None
+        group: Any = None
         if len(members) > 1:
-            store = self.store or _default_store()
-            with self.noticing_losses():
-                group = make_group(store, f"{purpose} {self.generation}", members, own)
+            store, name = self.store or _default_store(), f"{purpose} {self.generation}"
+            is_of_all = self.has_engines_apart and len(members) == self.world_size
+            if is_of_all:
+                group = agreed(self.policy, lambda: self._closable(store, name, members, own))
+            else:
+                group = make_group(store, name, members, own)
         ranks = replace(
             self,
             rank=own,
@@ -121,6 +128,7 @@ class Ranks:
             members=tuple(members),
             by_role=None,
             has_engines_apart=self.has_engines_apart and len(members) == self.world_size,
+            is_agreed=False,  # of another thread, or of some ranks
             on_activity=on_activity,
             _numbers=itertools.count(1),
         )
@@ -132,16 +140,19 @@ class Ranks:
         if self.world_size == 1:
             self.on_activity("all_gather, one rank")
             return [value]
-        with self._reporting_activity("all_gather"):
-            return collectives.all_gather(value, of, self.group, self.names)
+        return self._together(
+            "all_gather", lambda: collectives.all_gather(value, of, self.group, self.names)
+        )
 
     def broadcast(self, value: T, of: object, source: int = 0) -> T:
         """Return the value of rank `source`. `of` is its type."""
         if self.world_size == 1:
             self.on_activity("broadcast, one rank")
             return value
-        with self._reporting_activity("broadcast"):
-            return collectives.broadcast(value, of, self.group, self.names, source)
+        return self._together(
+            "broadcast",
+            lambda: collectives.broadcast(value, of, self.group, self.names, source),
+        )
 
     def all_to_all(
         self, parts: Sequence[bytes | bytearray | memoryview], sizes: Sequence[int]
@@ -151,14 +162,14 @@ class Ranks:
         if self.world_size == 1:
             self.on_activity("all_to_all, one rank")
             return [memoryview(parts[0])]
-        with self._reporting_activity("all_to_all"):
-            return collectives.all_to_all(parts, sizes, self.group, self.names)
+        return self._together(
+            "all_to_all", lambda: collectives.all_to_all(parts, sizes, self.group, self.names)
+        )
 
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.world_size > 1:
-            with self._reporting_activity("barrier"):
-                group_or_world(self.group).barrier().wait()
+            self._together("barrier", lambda: group_or_world(self.group).barrier().wait())
 
     def check_members(self) -> None:
         """Raise RankError if a member of the group does not know the run's secret. Collective."""
@@ -180,8 +191,10 @@ class Ranks:
 
         received = [torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in range(self.world_size)]
         message = torch.tensor(list(value), dtype=torch.uint8)
-        with self._reporting_activity("all_gather"):
-            group_or_world(self.group).allgather(received, message).wait()
+        self._together(
+            "all_gather",
+            lambda: group_or_world(self.group).allgather(received, message).wait(),
+        )
         return [bytes(tensor.tolist()) for tensor in received]
 
     @contextmanager
@@ -195,14 +208,39 @@ class Ranks:
     @contextmanager
     def noticing_losses(self) -> Iterator[None]:
         """Raise EnginesChanged if a collective in this block fails and some of these ranks may be
-        lost, because they have only an engine."""
+        lost, because they have only an engine. Then the groups are closed, so that no other rank
+        waits for this one."""
         try:
             yield
         except RuntimeError as error:  # of gloo or NCCL
-            if self.has_engines_apart:
-                text = f"a rank with an engine is gone or hangs: {_first_line(error)}"
-                raise EnginesChanged(text) from error
-            raise
+            if not self.has_engines_apart:
+                raise
+            text = f"a rank with an engine is gone or hangs: {_first_line(error)}"
+            traceback.clear_frames(error.__traceback__)  # they refer to the group
+        else:
+            return
+        self.close()
+        raise EnginesChanged(text)
+
+    def _closable(self, store: Store, name: str, members: Sequence[int], own: int) -> ClosableGroup:
+        with self.noticing_losses():
+            return ClosableGroup(make_group(store, name, members, own))
+
+    def close(self) -> None:
+        """Close the groups of these ranks, if some have only an engine. Idempotent."""
+        for group in (self.group, self.device_group):
+            if isinstance(group, ClosableGroup):
+                group.close()
+
+    def _together(self, kind: str, action: Callable[[], T]) -> T:
+        """Run a collective. If some of these ranks have only an engine, it fails on all ranks with
+        a policy, or on none, so that they stay at the same place of the program."""
+
+        def run() -> T:
+            with self._reporting_activity(kind):
+                return action()
+
+        return agreed(self.policy, run) if self.is_agreed else run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,15 +340,19 @@ def next_generation(ranks: Ranks, backend: str) -> Ranks:
     current, number = members.current, members.generation
     own = current.index(members.rank)
     store = ranks.store or _default_store()
-    try:
-        group = make_group(store, f"run {number}", current, own, ranks.timeout)
-        device_group = (
-            group
-            if backend == "gloo"
-            else make_device_group(store, f"bridge {number}", current, own, ranks.local_rank)
-        )
-    except RuntimeError as error:  # of gloo, NCCL or the store
-        raise EnginesChanged(f"a rank was lost while it joined: {_first_line(error)}") from error
+
+    def make() -> tuple[ClosableGroup, ClosableGroup]:
+        try:
+            group = ClosableGroup(make_group(store, f"run {number}", current, own, ranks.timeout))
+            if backend == "gloo":
+                return group, group
+            name, local_rank = f"bridge {number}", ranks.local_rank
+            return group, ClosableGroup(make_device_group(store, name, current, own, local_rank))
+        except RuntimeError as error:  # of gloo, NCCL or the store
+            text = f"a rank was lost while it joined: {_first_line(error)}"
+            raise EnginesChanged(text) from None
+
+    group, device_group = agreed(ranks.policy, make)
     formed = replace(
         ranks,
         rank=own,
@@ -320,6 +362,7 @@ def next_generation(ranks: Ranks, backend: str) -> Ranks:
         members=current,
         generation=number,
         has_engines_apart=True,
+        is_agreed=True,
         _numbers=itertools.count(1),
     )
     formed.check_members()

@@ -51,6 +51,7 @@ from dapo_megatron.cluster.heartbeat import (
     missing_ranks,
     read_heartbeats,
     write_heartbeat,
+    writes_heartbeats,
 )
 from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.processes import kill_here
@@ -193,17 +194,38 @@ class Watchdog:
             if silent > limit and self._rank == 0 and self.replaceable() and self._rescue():
                 continue
             if silent > limit + self._patience:
+                if self._role == "engine" and self._is_rank0_alive():
+                    self._leave()
                 why = (
                     f"rank {self._rank}: no sign of life for {limit:g} s, {self.heartbeat().place}"
                 )
                 self._end_process(why, raise_alarm=True)
-            self._arm(limit + self._patience - silent)
+            slack = 2 * RESCUE_SECONDS if self._role == "engine" else self._patience
+            self._arm(limit + slack - silent)
             self._wake.wait(min(1.0, max(limit - silent, 0.01), limit / 10))
 
     @property
     def _patience(self) -> float:
-        """Seconds that other ranks than rank 0 wait for it to end a hanging rank."""
+        """Seconds that other ranks than rank 0 wait for it to end a hanging rank. An engine also
+        needs the time to look whether rank 0 is alive."""
+        if self._role == "engine":
+            return RESCUE_SECONDS
         return RESCUE_SECONDS if self._rank and self.replaceable() else 0.0
+
+    def _is_rank0_alive(self) -> bool:
+        """Return whether rank 0, which goes on without this rank, writes heartbeats."""
+        alive = run_with_timeout(
+            RESCUE_SECONDS, lambda: writes_heartbeats(self._folder, 0, self._attempt)
+        )
+        return bool(alive)
+
+    def _leave(self) -> None:
+        """End this process without an alarm: the run goes on, and the launcher starts the rank
+        again."""
+        try:
+            self._log(f"watchdog: this engine hangs in {self.heartbeat().place}\n{stacks()}")
+        finally:
+            os._exit(HUNG)
 
     def _rescue(self) -> bool:
         """End the ranks that hang, if the run can go on without them. Return whether there were

@@ -75,8 +75,9 @@ class Engines:
         is_over = False
         while not is_over:
             is_over = self.waiting.broadcast(running is not None and running.wait(), bool)
+            # Only at the end, because until then the thread of the task uses the sockets.
             is_broken = running is not None and isinstance(running.error, EnginesChanged)
-            if self.waiting.broadcast(is_broken, bool):
+            if is_over and self.waiting.broadcast(is_broken, bool):
                 raise lost_error(running)
             signals = self.waiting.all_gather(self.stop(), str)
             if self.driver is not None:

@@ -363,7 +363,8 @@ def _checkpoints(
         ranks,
         background=ranks.second(),
         snapshot=policy.snapshot,
-        attempt=folder.attempt,
+        # Threads of an earlier generation may still write in their own folder.
+        attempt=f"{folder.attempt}_{ranks.generation}" if ranks.generation else folder.attempt,
         check_owner=folder.check_owner,
         note=recorder.note,
         exports=exports_of(config),

@@ -18,7 +18,7 @@ import dapo_megatron
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import FENCED, STOPPED, end_attempt
 from dapo_megatron.cluster.collectives import on_rank0
-from dapo_megatron.cluster.members import EnginesChanged
+from dapo_megatron.cluster.members import EngineJoins
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.safe_output import above_panel, safe_text
 from dapo_megatron.cluster.stop import Stop
@@ -52,12 +52,12 @@ class RunContext:
 
     def check(self, exchange: Exchange) -> float:
         """Check for requests to stop (see Stop.check), and with all ranks for engines that want to
-        join. Collective. Raises EnginesChanged on all ranks if there are some."""
+        join. Collective. Raises EngineJoins on all ranks if there are some."""
         seconds = self.stop.check(exchange)
         if exchange is self.ranks and self.ranks.by_role is not None:
             members = self.ranks.by_role.members
             if exchange.broadcast(exchange.rank == 0 and members.wants_in(), bool):
-                raise EnginesChanged("an engine joins")
+                raise EngineJoins("an engine joins")
         return seconds
 
 
@@ -107,7 +107,9 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
             watchdog.at_hang = lambda: end_attempt(folder.attempts, "hung")
             for note in folder.notes:
                 print(note, file=sys.stderr, flush=True)
-        yield RunContext(config, ranks, folder, terminal, source, watchdog, stop)
+        context = RunContext(config, ranks, folder, terminal, source, watchdog, stop)
+        context.is_replaceable = ranks.is_late
+        yield context
     except BaseException as error:
         watchdog.close()
         report_error(error, rank, terminal, folder.logs if with_folder else None)

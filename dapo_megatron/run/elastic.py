@@ -9,15 +9,18 @@ weights. Without roles this happens once, and nothing changes.
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dapo_megatron import loop
+from dapo_megatron.checkpoints.saver import ABANDON_SECONDS
 from dapo_megatron.cluster.instruments import StepInstruments
 from dapo_megatron.cluster.launch import allow_restart
-from dapo_megatron.cluster.members import EnginesChanged
+from dapo_megatron.cluster.members import EngineJoins, EnginesChanged
 from dapo_megatron.cluster.ranks import next_generation
 from dapo_megatron.policy.device import backend
 from dapo_megatron.protocols import Parts
@@ -84,6 +87,8 @@ class ElasticTraining:
                 return
             except EnginesChanged as change:
                 self.recorder.note(f"  {change}")
+            context.ranks.close()
+            gc.collect()  # a group that something refers to stays open
             if models.engine.requests:
                 models.engine.interrupt()  # its new tokens are sampled again
             self._meet()
@@ -109,6 +114,8 @@ class ElasticTraining:
         )
         collector = parts.collector
         if config.checkpoint.rollouts:
+            # A late start of an engine does not know which steps are repeated.
+            self.repeated = ranks.broadcast(self.repeated, dict[int, Path])
             add_journal(context, self.recorder, parts, self.repeated)
         if not self._is_resumed:
             self.resume(parts)
@@ -129,9 +136,11 @@ class ElasticTraining:
                     self._is_unsaved = False
                 loop.train(config, parts, self.progress, self.partial_step, started=self.started)
                 ranks.barrier()
-        except EnginesChanged:
+        except EnginesChanged as change:
             self._coordinator = parts.collector.state()
-            self._is_unsaved = parts.checkpoints.is_unfinished()
+            # If an engine joins, no rank is lost, and a checkpoint is completed.
+            patience = math.inf if isinstance(change, EngineJoins) else ABANDON_SECONDS
+            self._is_unsaved = parts.checkpoints.is_unfinished(patience)
             if core.engines.driver is not None:
                 replicas = ranks.engines_apart.replicas
                 self._lost = {
