@@ -131,7 +131,7 @@ def meet_all(members: list[Members], **settings: Any) -> dict[int, Any]:
 
     def run(member: Members) -> None:
         try:
-            member.meet(**{"at_least": 1, **settings})
+            member.meet(**{"at_least": 1, "wait_seconds": 60.0, **settings})
             results[member.rank] = member.generation, member.current
         except RankError as error:
             results[member.rank] = str(error)
