@@ -216,10 +216,8 @@ class Policy(Protocol):
 
 class RolloutEngine(Protocol):
     """One vLLM replica, as seen by one of its ranks. The driver submits requests and calls `step`.
-
     The ranks of one replica make the same calls with the same arguments. Calls of different
-    replicas may differ.
-    """
+    replicas may differ."""
 
     replica: int
     num_replicas: int
@@ -241,10 +239,7 @@ class RolloutEngine(Protocol):
 
     def interrupt(self) -> list[tuple[SampleRequest, Completion]]:
         """Drop all requests. Return those that have at least one token, with their unfinished
-        completions.
-
-        This includes requests whose `so_far` has not been extended yet.
-        """
+        completions. This includes requests whose `so_far` has not been extended yet."""
         ...
 
     @property
@@ -254,9 +249,7 @@ class RolloutEngine(Protocol):
 
     def needed_slices(self, offered: Mapping[str, tuple[Shape, torch.dtype]]) -> list[TensorSlice]:
         """Return the slices that this rank needs of the `offered` HF tensors, {name: (shape,
-        dtype)}.
-
-        Raises SyncError naming a tensor that is missing, unknown or has the wrong shape.
+        dtype)}. Raises SyncError naming a tensor that is missing, unknown or has the wrong shape.
         """
         ...
 

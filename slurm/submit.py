@@ -230,7 +230,7 @@ def sbatch_command(config: Config, request: Request) -> list[str]:
         options["dependency"] = "singleton"
     if _steps(config, request) == 2:  # the job goes on without a lost node of engines
         options["no-kill"] = ""
-    words = [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
+    words = [f"--{name}" if value == "" else f"--{name}={value}" for name, value in options.items()]
     return ["sbatch", "--parsable", *words, str(SCRIPT.relative_to(CHECKOUT)), *request.arguments]
 
 

@@ -48,7 +48,8 @@ def _contradictions(config: Config) -> Iterable[str]:
             "both above 0, or both to 0 (every rank has a policy and an engine)"
         )
     num_engines = config.roles.engine // config.engine_tensor_parallel
-    if config.roles.are_separate and config.engine.min_replicas > num_engines:
+    # If there are too few ranks for one engine, plan/layout.py refuses engine.tensor_parallel.
+    if config.roles.are_separate and 0 < num_engines < config.engine.min_replicas:
         yield (
             f"engine.min_replicas: {config.engine.min_replicas}, but roles.engine "
             f"{config.roles.engine} has only {num_engines} engines; use at most that many"

@@ -152,14 +152,13 @@ def build_core(
     hub, member = open_channel(
         ranks, engine.replica if engine.is_leader else None, engine.num_replicas
     )
-    is_deterministic = config.rollout.deterministic
     driver: EngineDriver | None = None
     if hub is not None:
         driver = EngineDriver(
             hub,
             engine.num_replicas,
             engine.max_sequences,
-            deterministic=is_deterministic,
+            deterministic=config.rollout.deterministic,
             silence_seconds=max(config.watchdog.generate, config.watchdog.evaluate),
             is_elastic=config.roles.are_separate,
         )
@@ -167,23 +166,8 @@ def build_core(
     def signal() -> str:
         return (stop and stop.signal) or ""
 
-    store = models.store
-    grading: GradingPool | None = None
-    worker: Leader | Follower | None = None
-    if member is None and ranks.engine is not None:
-        worker = Follower(engine, peers, stop=signal, on_activity=ranks.on_activity)
-    elif member is not None:
-        grading = _grading_pool(config)
-        worker = Leader(
-            engine,
-            grading,
-            member,
-            peers,
-            store,
-            deterministic=is_deterministic,
-            stop=signal,
-            on_activity=ranks.on_activity,
-        )
+    grading = None if member is None else _grading_pool(config)
+    worker = _worker(config, ranks, models, peers, member, grading, signal)
     return Core(
         policy=policy,
         engine=engine,
@@ -191,10 +175,37 @@ def build_core(
         loss=loss,
         engines=Engines(worker, driver, ranks, None if worker else peers, signal),
         leaders=[replicas.index(replica) for replica in range(engine.num_replicas)],
-        store=store,
+        store=models.store,
         grading=grading,
         channel=[end for end in (member, hub) if end is not None],
     )
+
+
+def _worker(
+    config: Config,
+    ranks: Ranks,
+    models: Models,
+    peers: Ranks,
+    member: Member | None,
+    grading: GradingPool | None,
+    stop: Callable[[], str],
+) -> Leader | Follower | None:
+    """Return the worker of this rank's engine, None without an engine. A leader has a `member` of
+    the channel and a grading pool."""
+    if member is not None and grading is not None:
+        return Leader(
+            models.engine,
+            grading,
+            member,
+            peers,
+            models.store,
+            deterministic=config.rollout.deterministic,
+            stop=stop,
+            on_activity=ranks.on_activity,
+        )
+    if ranks.engine is not None:
+        return Follower(models.engine, peers, stop=stop, on_activity=ranks.on_activity)
+    return None
 
 
 def _grading_pool(config: Config) -> GradingPool:

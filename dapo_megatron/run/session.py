@@ -28,8 +28,10 @@ from dapo_megatron.run.libraries import import_libraries
 from dapo_megatron.types import CheckpointError, DapoError, Fenced, Phase, Stopped
 
 if TYPE_CHECKING:
+    from dapo_megatron import loop
     from dapo_megatron.cluster.instruments import StepInstruments
     from dapo_megatron.protocols import Parts
+    from dapo_megatron.rollout.partial_step import PartialStep
     from dapo_megatron.run.build import Prompts
     from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
 
@@ -44,47 +46,22 @@ def train(config: Config, replay: Path | None = None) -> None:
 
 def _train(context: RunContext, replay: Path | None) -> None:
     from dapo_megatron import loop
-    from dapo_megatron.rollout.partial_step import PartialStep
     from dapo_megatron.run import build
     from dapo_megatron.run.elastic import ElasticTraining
     from dapo_megatron.run.journal import find_entries
-    from dapo_megatron.run.other_weights import dropped_layers
-    from dapo_megatron.run.record import open_recorder, rank_recorder
 
     config, ranks, folder = context.config, context.ranks, context.folder
     notes = check(config, read_architecture(config), Machine.here(), has_engine=replay is None)
     source = context.resume_from
     state = read_state(source) if source else None
-    with restoring(source):
-        progress = loop.Progress(**state["progress"]) if state is not None else loop.Progress()
-        if state is not None and replay is None and "replay" in state["coordinator"]:
-            raise CheckpointError(
-                f"resume: {source} was saved by a replay, which has no prompt position and no "
-                f"ledger. Continue with --replay {state['coordinator']['replay']}, or use the "
-                "checkpoint as model.path"
-            )
-        partial_step = PartialStep.from_state(state and state.get("open_step"), config)
-    recorder: RunRecorder | RankRecorder
+    progress, partial_step = _starting_point(context, state, replay)
     repeated: dict[int, Path] = {}
-    if ranks.is_late:
-        recorder = rank_recorder(config, folder)
-    else:
-        if replay is None:
-            repeated, about_journal = find_entries(context)
-            notes += about_journal
-        on_rank0(ranks, lambda: start_attempt(folder.attempts, progress.step))
-        recorder = open_recorder(
-            config,
-            ranks,
-            folder,
-            step=progress.step,
-            last_recorded=max(progress.step + (partial_step.sequences is not None), *repeated, 0),
-            resumed_from=source,
-            terminal=context.terminal,
-            is_stopping=lambda: context.stop.signal is not None,
-        )
-        notes += on_rank0(ranks, partial(dropped_layers, config)) or []
-    for note in notes:
+    if replay is None and not ranks.is_late:
+        repeated, about_journal = find_entries(context)
+        notes += about_journal
+    last_recorded = max(progress.step + (partial_step.sequences is not None), *repeated, 0)
+    recorder, about_layers = _open_recorder(context, progress.step, last_recorded)
+    for note in (*notes, *about_layers):
         recorder.note(f"  {note}")
 
     def resume(parts: Parts) -> None:
@@ -126,6 +103,51 @@ def _train(context: RunContext, replay: Path | None) -> None:
             at_end.callback(wait_for_all)
             raise
     recorder.summary(summary, folder.path)
+
+
+def _starting_point(
+    context: RunContext, state: dict[str, Any] | None, replay: Path | None
+) -> tuple[loop.Progress, PartialStep]:
+    """Return what `state`, that of the checkpoint to resume from, says about completed steps and
+    the step in progress. Raises CheckpointError if it cannot be continued."""
+    from dapo_megatron import loop
+    from dapo_megatron.rollout.partial_step import PartialStep
+
+    source = context.resume_from
+    with restoring(source):
+        progress = loop.Progress(**state["progress"]) if state is not None else loop.Progress()
+        if state is not None and replay is None and "replay" in state["coordinator"]:
+            raise CheckpointError(
+                f"resume: {source} was saved by a replay, which has no prompt position and no "
+                f"ledger. Continue with --replay {state['coordinator']['replay']}, or use the "
+                "checkpoint as model.path"
+            )
+        return progress, PartialStep.from_state(state and state.get("open_step"), context.config)
+
+
+def _open_recorder(
+    context: RunContext, step: int, last_recorded: int
+) -> tuple[RunRecorder | RankRecorder, list[str]]:
+    """Start an attempt after `step`. Return the recorder, and notes about layers of the model that
+    are not used. Collective, except on a rank that comes late to a running attempt."""
+    from dapo_megatron.run.other_weights import dropped_layers
+    from dapo_megatron.run.record import open_recorder, rank_recorder
+
+    config, ranks, folder = context.config, context.ranks, context.folder
+    if ranks.is_late:
+        return rank_recorder(config, folder), []
+    on_rank0(ranks, lambda: start_attempt(folder.attempts, step))
+    recorder = open_recorder(
+        config,
+        ranks,
+        folder,
+        step=step,
+        last_recorded=last_recorded,
+        resumed_from=context.resume_from,
+        terminal=context.terminal,
+        is_stopping=lambda: context.stop.signal is not None,
+    )
+    return recorder, on_rank0(ranks, partial(dropped_layers, config)) or []
 
 
 def _prompts(context: RunContext, recorder: RunRecorder | RankRecorder) -> Prompts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -79,7 +80,7 @@ class CannedEngine:
         self.submitted += requests
         self.requests += requests
         # In a timed run, a few more are queued.
-        limit = self.max_sequences + self.max_sequences // QUEUED_SHARE
+        limit = self.max_sequences + math.ceil(self.max_sequences / QUEUED_SHARE)
         assert len(self.requests) <= limit
 
     def step(self) -> list[tuple[SampleRequest, Completion]]:

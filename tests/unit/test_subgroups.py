@@ -145,13 +145,13 @@ def use_roles(rank: int, other_secret: bool) -> str:
     if other_secret and rank == 2:
         module.run_secret = lambda _: b"another"  # type: ignore[assignment]
     try:
-        ranks = module.join("gloo", num_policy=1)
+        ranks = module.join("gloo", num_policy=1, replica_size=2)
     except RankError as error:
         return str(error)
     assert (ranks.policy is None) == (rank > 0) and (ranks.engine is None) == (rank == 0)
     role = ranks.policy or ranks.engine
     assert role is not None
-    # The default group has only the ranks of a role.
+    # The default group has only the ranks of the policy, or of an engine.
     assert (dist.get_rank(), dist.get_world_size()) == (role.rank, role.world_size)
     assert role.all_gather(rank, int) == ([0] if rank == 0 else [1, 2])
     assert ranks.all_gather(rank, int) == [0, 1, 2]

@@ -144,9 +144,15 @@ def test_every_rank_gets_the_same_groups(replicas: list[Any]) -> None:
     assert replicas[0].num_garbage >= 4  # strangers sent to the coordinator's port meanwhile
 
 
-def test_groups_are_split_between_replicas_by_free_capacity(replicas: list[Any]) -> None:
-    first = [Counter(request.ticket for request in rank.submitted[:5]) for rank in replicas]
-    assert first == [Counter({0: 3, 2: 2}), Counter({1: 3, 2: 1, 3: 1})]
+def test_groups_are_split_between_replicas_by_free_capacity(
+    replicas: list[Any], request: pytest.FixtureRequest
+) -> None:
+    # Engines run 5 requests. In a timed run one more is queued, so ticket 2 stays together.
+    is_timed = "timed" in request.node.name
+    size = 6 if is_timed else 5
+    first = [Counter(request.ticket for request in rank.submitted[:size]) for rank in replicas]
+    together = [Counter({0: 3, 2: 3}), Counter({1: 3, 3: 3})]
+    assert first == (together if is_timed else [{0: 3, 2: 2}, {1: 3, 2: 1, 3: 1}])
     requests = [(r.ticket, r.sample) for rank in replicas for r in rank.submitted]
     assert sorted(requests) == [(ticket, sample) for ticket in ANSWERS for sample in range(3)]
 

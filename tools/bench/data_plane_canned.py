@@ -196,7 +196,8 @@ class ScriptedGrading:
 
     def submit(self, key: Any, source: str, response: str, truth: str, extra: Any) -> None:
         """See GradingPool."""
-        grade = Grade(1.0, True, "42") if key[-1] == 0 else Grade(-1.0, False, "41")
+        _, _, sample, _ = key
+        grade = Grade(1.0, True, "42") if sample == 0 else Grade(-1.0, False, "41")
         due = time.monotonic() + self._delay_seconds
         self._answers.append((due, (key, grade, "graded")))
 
