@@ -103,7 +103,7 @@ _NUM_BYTES = {
 }
 """Memory of what an opcode of one byte creates."""
 _MAX_GROWTH = 24
-"""Maximum of this memory per byte of the pickle. Those of Megatron have about 5."""
+"""Maximum of this memory per byte of the pickle. Those written here have about 2."""
 
 
 def _size(values: tuple[int, ...]) -> tuple[int, ...]:
