@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +33,8 @@ def to_torch_dist(source: Store, folder: Path, *, max_file_bytes: int = MAX_FILE
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 NORM = "decoder.final_layernorm.weight"
 HEAD = "output_layer.weight"
+_STORAGE_NAME = b"X\x01\x00\x00\x000"
+"""The name of a tensor's storage, `0`, in a pickle."""
 
 
 def set_rows(content: Any, rows: int) -> None:
@@ -86,11 +90,14 @@ def replace_record(folder: Path, key: str, data: bytes) -> None:
     offset = path.stat().st_size
     with path.open("ab") as file:
         file.write(data)
+    _move_record(folder, key, offset, len(data))
 
+
+def _move_record(folder: Path, key: str, offset: int, length: int) -> None:
     def change(content: Any) -> None:
         for index, info in content.storage_data.items():
             if index.fqn == key:
-                info.offset, info.length = offset, len(data)
+                info.offset, info.length = offset, length
 
     edit_metadata(folder, change)
 
@@ -106,3 +113,22 @@ def archive(
             data = (replaced or {}).get(name.partition("/")[2], source.read(name))
             target.writestr(name, data)
     return changed.getvalue()
+
+
+def with_name(tensor: torch.Tensor, pickled: bytes) -> bytes:
+    """Return the record of a tensor whose pickle has `pickled` in place of the storage's name."""
+    with zipfile.ZipFile(io.BytesIO(archive(tensor))) as file:
+        content = file.read("archive/data.pkl")
+    assert content.count(_STORAGE_NAME) == 1
+    return archive(tensor, replaced={"data.pkl": content.replace(_STORAGE_NAME, pickled)})
+
+
+def long_directory(folder: Path) -> None:
+    """Let the last norm be an archive whose list of files has 256 MiB, all zeros."""
+    path, nbytes = folder / "release" / "__0_0.distcp", 2**28
+    start = path.stat().st_size
+    os.truncate(path, start + nbytes)
+    with path.open("ab") as file:
+        file.write(struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, nbytes, 0, 0))
+
+    _move_record(folder, NORM, start, nbytes + 22)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import dapo_megatron.checkpoints.formats.torch_dist.store as torch_dist_store
 from dapo_megatron.checkpoints.formats.megatron import MegatronLayout
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.torch_dist.model_config import megatron_fields
@@ -104,6 +105,22 @@ def test_the_tool_writes_a_checkpoint_of_megatron(source: Path, tmp_path: Path) 
     options = ("--format", "torch_dist", "--tensor-parallel", 3)
     code, output = invoke("reshard", hf, tmp_path / "n", *options)
     assert code == 2 and "leave the options of the layout out" in output
+
+
+@pytest.mark.parametrize(
+    "name", [".metadata", "mp_rank_00", "iter_0000007", "latest_checkpointed_iteration.txt"]
+)
+def test_a_checkpoint_of_megatron_itself_is_never_overwritten(
+    source: Path, tmp_path: Path, name: str
+) -> None:
+    target = copied(source, tmp_path)
+    hf = source.parent / "hf"
+    code, _ = invoke("hf-to-megatron", hf, target, "--overwrite", "--format", "torch_dist")
+    assert code == 0  # ours
+    (target / name).write_text("7")
+    code, output = invoke("hf-to-megatron", hf, target, "--overwrite")
+    assert code == 2 and f"{name}: a checkpoint of Megatron, which --overwrite never" in output
+    assert (target / "release" / ".metadata").exists()
 
 
 def test_only_files_of_the_model_are_copied_from_a_folder_of_training(
@@ -220,6 +237,15 @@ def test_fields_of_every_family_are_consistent_with_themselves(tmp_path: Path) -
         ({"add_qkv_bias": False}, r"add_qkv_bias is False there, True by config.json"),
         ({"vocab_size": 38}, r"vocab_size is 38 there, 37 by config.json"),
         ({"window_size": [8, 0]}, r"window_size is \[8, 0\] there, None by config.json"),
+        ({"softmax_scale": 0.0}, r"softmax_scale is 0.0 there, None by config.json"),
+        ({"no_rope_freq": [0, 1]}, r"no_rope_freq is \[0, 1\] there, None by config.json"),
+        ({"attention_output_gate": True}, r"attention_output_gate is True there, False by"),
+        ({"activation_func_clamp_value": 7.0}, r"activation_func_clamp_value is 7.0 there, None"),
+        ({"quick_geglu": True}, r"quick_geglu is True there, False by config.json"),
+        (
+            {"activation_func": {"_target_": "torch.nn.functional.gelu", "_call_": False}},
+            r"activation_func is 'gelu' there, 'silu' by config.json",
+        ),
         ({"rotary_interleaved": True}, r"rotary_interleaved is True there, False by"),
         ({"num_layers": 3, "hidden_size": 8}, r"num_layers is 3[^\n]+\n  hidden_size is 8 there"),
     ],
@@ -290,6 +316,25 @@ def test_layers_for_multi_token_prediction_are_dropped_by_consent(tmp_path: Path
     assert {line.partition(":")[0] for line in differences(source, again)} == {
         "config.num_nextn_predict_layers"
     }
+
+
+def test_one_group_of_experts_is_the_same_as_none(tmp_path: Path) -> None:
+    config = config_of("deepseek_v3", n_group=1, topk_group=1)
+    source = open_store(write_random(tmp_path / "hf", config))
+    folder = to_torch_dist(source, tmp_path / "saved")
+    edit_yaml(folder, moe_router_num_groups=1, moe_router_group_topk=1)
+    open_store(folder)
+    edit_yaml(folder, moe_router_num_groups=2)
+    with pytest.raises(CheckpointError, match="moe_router_num_groups is 2 there, None by"):
+        open_store(folder)
+
+
+def test_the_pieces_of_parameters_are_limited(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_dist_store, "_MAX_ENTRIES", 5)
+    with pytest.raises(CheckpointError, match=r"\.metadata: .* lists more than 5 pieces"):
+        open_store(source)
 
 
 def test_null_means_off_for_groups_of_experts_and_their_scale(tmp_path: Path) -> None:

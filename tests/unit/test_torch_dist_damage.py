@@ -25,8 +25,11 @@ from tests.helpers.torch_dist import (
     Runs,
     add_tensor,
     archive,
+    edit_arguments,
     edit_metadata,
+    long_directory,
     replace_record,
+    with_name,
 )
 
 RAN = "the_pickle_ran"
@@ -232,7 +235,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: edit_metadata(
             folder, lambda c: setattr(storage_of(c, NORM), "relative_path", "../x.distcp")
         ),
-        r"\.metadata: names the file '\.\./x\.distcp'",
+        rf"\.metadata: {NORM}: names the file '\.\./x\.distcp'",
+    ),
+    "file with a long name": (
+        lambda folder: edit_metadata(
+            folder, lambda c: setattr(storage_of(c, NORM), "relative_path", "x" * 300)
+        ),
+        rf"\.metadata: {NORM}: names the file 'xxx",
     ),
     "file linked": (linked, r"__0_0\.distcp: a link to"),
     "record without elements": (append_zeros, rf"{NORM}\[0:36\]: damaged: not what torch\.save"),
@@ -273,6 +282,46 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
             folder, lambda c: setattr(storage_of(c, NORM), "offset", -100)
         ),
         CONTENT + rf"{NORM} is at -100",
+    ),
+    "record at an offset of 2000 digits": (
+        lambda folder: edit_metadata(
+            folder, lambda c: setattr(storage_of(c, NORM), "offset", 1 << 20_000)
+        ),
+        CONTENT + rf"{NORM} is at an integer of 20,001 bits in __0_0\.distcp",
+    ),
+    "tensor of 2**70 rows": (
+        lambda folder: edit_metadata(folder, lambda c: set_size(c, NORM, 2**70)),
+        CONTENT + rf"{NORM}: size of a TensorStorageMetadata is \(1180591620717411303424,\)",
+    ),
+    "tensor of 17 axes": (
+        lambda folder: edit_metadata(folder, lambda c: set_size(c, NORM, *[1] * 17)),
+        CONTENT + rf"{NORM}: size of a TensorStorageMetadata",
+    ),
+    "metadata too long": (
+        lambda folder: os.truncate(part(folder, ".metadata"), 2**31),
+        CONTENT + "longer than 1,073,741,824 bytes",
+    ),
+    "metadata of empty sets": (
+        lambda folder: part(folder, ".metadata").write_bytes(b"\x80\x04" + b"\x8f" * 2**16),
+        CONTENT + r"it cannot be unpickled \(MemoryError: too many empty containers",
+    ),
+    "padding of 2000 digits": (
+        lambda folder: edit_arguments(
+            folder, make_vocab_size_divisible_by=1 << 20_000, tensor_model_parallel_size=1
+        ),
+        r"common\.pt: make_vocab_size_divisible_by is an integer of 20,001 bits",
+    ),
+    "norm epsilon of 2000 digits": (
+        lambda folder: edit_arguments(folder, norm_epsilon=1 << 20_000),
+        r"common\.pt: is of another model[^\n]+\n  norm_epsilon is an integer of 20,001 bits there",
+    ),
+    "record whose name is a bomb": (
+        lambda folder: replace_record(folder, NORM, with_name(BF16, b")" + b"2\x86" * 22)),
+        rf"{NORM}\[0:36\]: is no tensor",
+    ),
+    "record with a long list of files": (
+        long_directory,
+        rf"{NORM}\[0:36\]: damaged: not what torch\.save writes \(a part has 268,435,456 bytes",
     ),
     "record far too long": (
         lambda folder: edit_metadata(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -28,6 +29,7 @@ SINGLE = "model.safetensors"
 MAX_FILE_BYTES = 4 * 2**30
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ONE_DOWNLOAD = "index and files are from different downloads, download the folder again"
+_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.")
 _BUFFER = ".rotary_emb.inv_freq"
 """Suffix of a buffer that old versions of transformers saved. It is ignored, because it follows
 from config.json."""
@@ -51,7 +53,8 @@ def open_hf(folder: Path, ignore: Collection[str] = (), *, drop_mtp: bool = Fals
     if dropped := _mtp_tensors(infos, mtp_layers(config)):
         check_mtp(folder, dropped, drop_mtp=drop_mtp)
         config = without_mtp(config)
-        infos = {name: info for name, info in infos.items() if name not in set(dropped)}
+        left_out = set(dropped)
+        infos = {name: info for name, info in infos.items() if name not in left_out}
     infos = checked_tensors(folder, infos, arch)
     return Store(
         folder=folder,
@@ -163,8 +166,8 @@ def _find_tensors(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
 
 def _mtp_tensors(names: Iterable[str], layers: range) -> list[str]:
     """Return the names of tensors of these layers, sorted."""
-    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
-    return sorted(name for name in names if name.startswith(prefixes))
+    matches = filter(None, map(_LAYER.match, names))
+    return sorted(match.string for match in matches if int(match[1]) in layers)
 
 
 def _why_no_weights(folder: Path) -> str:

@@ -31,6 +31,8 @@ MEGATRON_JSON = "megatron.json"
 _RUN_JSON = "state.json"  # part of a training checkpoint (checkpoints/folder.py)
 TRACKER = "latest_checkpointed_iteration.txt"
 """File of Megatron that names the newest checkpoint in a folder of them."""
+_MEGATRON_NAMES = (".metadata", "mp_rank_*", "iter_*")
+"""Names in checkpoints of Megatron itself, and in none of ours."""
 HF_INDEX = "model.safetensors.index.json"
 _COMPANIONS = (
     "config.json",
@@ -51,6 +53,7 @@ not copied."""
 _NEVER = (".py", ".safetensors", ".bin", ".pt", ".pth", ".partial", ".lock")
 """Suffixes of files that are not copied under any name: code, weights and incomplete files."""
 _FOLDERS = ("additional_chat_templates",)  # where transformers keeps further chat templates
+_MAX_NAME_BYTES = 255  # in the usual file systems
 _DTYPE_FIELDS = ("dtype", "torch_dtype")  # the names in transformers 5 and before
 
 
@@ -75,13 +78,14 @@ def check_links(folder: Path) -> None:
             )
 
 
-def check_file_name(name: str, owner: Path) -> None:
+def check_file_name(name: str, owner: Path | str) -> None:
     """Raise CheckpointError if `name`, which the file `owner` lists, is not the name of a file in
     the same folder."""
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
+    length = len(name.encode(errors="replace"))
+    if name in ("", ".", "..") or "/" in name or "\0" in name or length > _MAX_NAME_BYTES:
         raise CheckpointError(
-            f"{owner}: names the file {name!r}; weights must be in the same folder. Download the "
-            "folder again"
+            f"{owner}: names the file {name!r:.80}; weights must be in the same folder. Download "
+            "the folder again"
         )
 
 
@@ -158,11 +162,25 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{target}: exists; choose another name, or use --overwrite")
     if (target / _RUN_JSON).exists():
         raise CheckpointError(f"{target}: a training checkpoint; --overwrite never replaces one")
+    if foreign := _of_megatron(target):
+        raise CheckpointError(
+            f"{foreign}: a checkpoint of Megatron, which --overwrite never replaces; choose "
+            "another name"
+        )
     is_model = (target / "config.json").exists()
     if not is_model and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(
             f"{target}: holds no model, and --overwrite replaces only model folders"
         )
+
+
+def _of_megatron(folder: Path) -> Path | None:
+    """Return a file or folder that only a checkpoint of Megatron itself has, or None. Ours has the
+    folder `release`, and a tracker file that names it."""
+    tracker = folder / TRACKER
+    if tracker.exists() and (not tracker.is_file() or tracker.read_bytes().strip() != b"release"):
+        return tracker
+    return next((path for name in _MEGATRON_NAMES for path in sorted(folder.glob(name))), None)
 
 
 @contextmanager

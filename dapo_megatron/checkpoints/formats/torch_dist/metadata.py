@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from reprlib import repr as shorten
 from typing import Any
 
 import torch
 
 from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
-from dapo_megatron.checkpoints.formats.torch_dist.pickles import Inert, kind_of, load_pickle
+from dapo_megatron.checkpoints.formats.torch_dist.pickles import (
+    MAX_INTEGER,
+    Inert,
+    kind_of,
+    load_pickle,
+    shorten,
+)
 from dapo_megatron.checkpoints.formats.weights_folder import check_file_name
 from dapo_megatron.types import CheckpointError, Region, whole
 
 METADATA = ".metadata"
+_MAX_BYTES = 2**30
+_MAX_AXES = 16
 _OPTIMIZER = re.compile(r"^(chained_\d+\.)?optimizer\.")
 
 
@@ -56,9 +64,13 @@ def read_metadata(folder: Path) -> Contents:
     """
     path = folder / METADATA
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            data = file.read(_MAX_BYTES) if num_bytes <= _MAX_BYTES else b""
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    if num_bytes > _MAX_BYTES:
+        raise CheckpointError(f"{path}: damaged: longer than {_MAX_BYTES:,} bytes; copy it again")
     content = load_pickle(data, str(path))
     try:
         listed = _field(content, "Metadata", "state_dict_metadata", dict)
@@ -70,7 +82,7 @@ def read_metadata(folder: Path) -> Contents:
             if not isinstance(key, str):
                 raise _MalformedError(f"the name of a tensor is {shorten(key)}")
             if kind_of(entry) == "TensorStorageMetadata" and not _OPTIMIZER.match(key):
-                tensors[key] = _info(entry)
+                tensors[key] = _info(key, entry)
                 chunks += _chunks(path, key, entry, tensors[key], records)
     except _MalformedError as error:
         raise CheckpointError(f"{path}: damaged: {error}; copy it again") from None
@@ -92,10 +104,14 @@ def _field(value: Any, kind: str, name: str, wanted: type) -> Any:
     return result
 
 
-def _sizes(value: Any, kind: str, name: str) -> tuple[int, ...]:
+def _is_length(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_INTEGER
+
+
+def _sizes(key: str, value: Any, kind: str, name: str) -> tuple[int, ...]:
     sizes: tuple[int, ...] = _field(value, kind, name, tuple)
-    if not all(type(size) is int and size >= 0 for size in sizes):
-        raise _MalformedError(f"{name} of a {kind} is {shorten(sizes)}")
+    if len(sizes) > _MAX_AXES or not all(map(_is_length, sizes)):
+        raise _MalformedError(f"{key}: {name} of a {kind} is {shorten(sizes)}")
     return sizes
 
 
@@ -104,12 +120,13 @@ def _record(path: Path, index: Any, info: Any) -> tuple[tuple[str, Any], Record]
     key = _field(index, "MetadataIndex", "fqn", str)
     start = index.get("offset")
     if start is not None:
-        start = _sizes(index, "MetadataIndex", "offset")
+        start = _sizes(key, index, "MetadataIndex", "offset")
     name = _field(info, "_StorageInfo", "relative_path", str)
-    check_file_name(name, path)
+    check_file_name(name, f"{path}: {key}")
     numbers = [_field(info, "_StorageInfo", field, int) for field in ("offset", "length")]
-    if min(numbers) < 0:
-        raise _MalformedError(f"{key} is at {numbers[0]} in {name}, with {numbers[1]} bytes")
+    if not all(map(_is_length, numbers)):
+        offset, length = map(shorten, numbers)
+        raise _MalformedError(f"{key} is at {offset} in {name}, with {length} bytes")
     if transforms := info.get("transform_descriptors"):
         raise CheckpointError(
             f"{path}: {key} is stored with {shorten(transforms)}, which cannot be read; save the "
@@ -118,13 +135,13 @@ def _record(path: Path, index: Any, info: Any) -> tuple[tuple[str, Any], Record]
     return (key, start), Record(name, *numbers)
 
 
-def _info(entry: Inert) -> TensorInfo:
+def _info(key: str, entry: Inert) -> TensorInfo:
     properties = _field(entry, "TensorStorageMetadata", "properties", Inert)
     state = properties.state
     dtype = state[0] if isinstance(state, tuple) and state else properties.get("dtype")
     if not isinstance(dtype, torch.dtype):
         raise _MalformedError(f"a tensor has the dtype {shorten(dtype)}")
-    return TensorInfo(_sizes(entry, "TensorStorageMetadata", "size"), dtype)
+    return TensorInfo(_sizes(key, entry, "TensorStorageMetadata", "size"), dtype)
 
 
 def _chunks(
@@ -135,8 +152,8 @@ def _chunks(
     records: Mapping[tuple[str, Any], Record],
 ) -> Iterable[Chunk]:
     for chunk in _field(entry, "TensorStorageMetadata", "chunks", list):
-        start = _sizes(chunk, "ChunkStorageMetadata", "offsets")
-        region = Region(start, _sizes(chunk, "ChunkStorageMetadata", "sizes"))
+        start = _sizes(key, chunk, "ChunkStorageMetadata", "offsets")
+        region = Region(start, _sizes(key, chunk, "ChunkStorageMetadata", "sizes"))
         is_inside = (
             len(start) == len(region.shape) == len(info.shape)
             and whole(info.shape).intersect(region) == region

@@ -9,14 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isclose, log
 from pathlib import Path
-from reprlib import repr as shorten
 from typing import Any
 
 import torch
 import yaml
 
 from dapo_megatron.checkpoints.formats.torch_dist.metadata import Contents
-from dapo_megatron.checkpoints.formats.torch_dist.pickles import Inert, kind_of
+from dapo_megatron.checkpoints.formats.torch_dist.pickles import (
+    MAX_INTEGER,
+    Inert,
+    kind_of,
+    shorten,
+)
 from dapo_megatron.checkpoints.formats.torch_dist.records import read_object
 from dapo_megatron.model import Architecture, Rope
 from dapo_megatron.types import CheckpointError, ConfigError
@@ -52,8 +56,16 @@ _FIXED = {
     "apply_layernorm_1p": False,
     "window_size": None,
     "softmax_type": "vanilla",
+    "softmax_scale": None,
+    "no_rope_freq": None,
+    "attention_output_gate": False,
+    "activation_func": "silu",
+    "activation_func_clamp_value": None,
+    "quick_geglu": False,
 }
 """Fields with one value in all families, under either name."""
+_ZERO_IS_A_VALUE = ("softmax_scale", "activation_func_clamp_value")
+_GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 
 
 def megatron_fields(arch: Architecture) -> dict[str, Any]:
@@ -229,13 +241,17 @@ class SavedConfig:
 
     def padded_vocabulary(self, vocab_size: int) -> int | None:
         """Return the rows to which the run padded its vocabulary, or None if the file does not say
-        it."""
+        it. Raises CheckpointError for absurd values."""
         names = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
         multiple = 1
         for name in names:
             size = self.fields.get(name)
             if type(size) is not int or size < 1:
                 return None
+            if size > MAX_INTEGER:
+                raise CheckpointError(
+                    f"{self.path}: {name} is {shorten(size)}; the file is damaged, copy it again"
+                )
             multiple *= size
         return -(-vocab_size // multiple) * multiple
 
@@ -254,6 +270,10 @@ def check_config(folder: Path, saved: SavedConfig, arch: Architecture) -> None:
         stored = {**stored, "rotary_scaling_factor": 1.0}  # not used
     if stored.get("moe_router_topk_scaling_factor", 1.0) is None:
         stored = {**stored, "moe_router_topk_scaling_factor": 1.0}
+    if stored.get("moe_router_num_groups") == 1:  # the same as no groups
+        stored = {**stored, **dict.fromkeys(_GROUPS)}
+    if stored.get("activation_func") is not None:
+        stored = {**stored, "activation_func": _function_name(stored["activation_func"])}
     if saved.in_arguments:
         wanted = as_arguments(wanted)
         if stored.get("group_query_attention") is False:  # Megatron-LM then ignores its default, 1
@@ -275,9 +295,17 @@ def check_config(folder: Path, saved: SavedConfig, arch: Architecture) -> None:
         )
 
 
+def _function_name(stored: Any) -> Any:
+    """Return the name of a function, without its module, or `stored` if it is none."""
+    target = stored.get("_target_") if isinstance(stored, dict) else stored
+    return target.rpartition(".")[2] if isinstance(target, str) else stored
+
+
 def _is_same(name: str, stored: Any, wanted: Any) -> bool:
     if stored is None and name not in _NULL_IS_A_VALUE:
         return True
+    if name in _ZERO_IS_A_VALUE or (isinstance(stored, int) and abs(stored) > MAX_INTEGER):
+        return False
     if isinstance(stored, int | float) and isinstance(wanted, int | float):
         return isclose(stored, wanted, rel_tol=1e-9)
     # Megatron writes false, 0 and null for what a model does not have.

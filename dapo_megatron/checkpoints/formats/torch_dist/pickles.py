@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import reprlib
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -16,6 +17,20 @@ from typing import Any, ClassVar
 import torch
 
 from dapo_megatron.types import CheckpointError
+
+MAX_INTEGER = 2**63 - 1
+"""Maximum of sizes and offsets."""
+
+
+class _Shortener(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write integers of thousands of digits.
+        bits = x.bit_length()
+        return f"an integer of {bits:,} bits" if bits > 1000 else super().repr_int(x, level)
+
+
+shorten = _Shortener().repr
+"""Returns a short form of repr for any value."""
 
 
 class Inert:
@@ -77,6 +92,18 @@ _DTYPES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int3
 
 _MAX_KEY = 16
 """Maximum length of a tuple that is a key. Megatron's have two numbers."""
+_NUM_BYTES = {
+    pickle.EMPTY_SET: 216,
+    pickle.FROZENSET: 216,
+    pickle.EMPTY_DICT: 64,
+    pickle.DICT: 64,
+    pickle.EMPTY_LIST: 56,
+    pickle.LIST: 56,
+    pickle.MARK: 56,
+}
+"""Memory of what an opcode of one byte creates."""
+_MAX_GROWTH = 24
+"""Maximum of this memory per byte of the pickle. Those written here have about 2."""
 
 
 def _size(values: tuple[int, ...]) -> tuple[int, ...]:
@@ -114,6 +141,8 @@ class _Unpickler(pickle._Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self._classes: dict[tuple[str, str], type[Inert]] = {}
+        self.room = 2**20 + _MAX_GROWTH * len(data)
+        """Bytes that empty containers may still take."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _VALUES:
@@ -184,6 +213,23 @@ for _opcode, _keys in {
 }.items():
     _load = _Unpickler.dispatch[_opcode[0]]
     _Unpickler.dispatch[_opcode[0]] = _with_short_keys(_load, _keys)
+
+
+def _limited(load: Callable[[Any], None], num_bytes: int) -> Callable[[Any], None]:
+    """Return the reader of an opcode that creates a container of `num_bytes`."""
+
+    def checked(unpickler: _Unpickler) -> None:
+        unpickler.room -= num_bytes
+        if unpickler.room < 0:
+            raise MemoryError("too many empty containers")
+        load(unpickler)
+
+    return checked
+
+
+for _opcode, _num_bytes in _NUM_BYTES.items():
+    _load = _Unpickler.dispatch[_opcode[0]]
+    _Unpickler.dispatch[_opcode[0]] = _limited(_load, _num_bytes)
 
 
 class _RefusedError(Exception):

@@ -25,10 +25,19 @@ from dapo_megatron.checkpoints.formats.tensor_file import (
     read_box,
 )
 from dapo_megatron.checkpoints.formats.torch_dist.metadata import Chunk, Record
-from dapo_megatron.checkpoints.formats.torch_dist.pickles import Inert, kind_of, load_pickle
+from dapo_megatron.checkpoints.formats.torch_dist.pickles import (
+    MAX_INTEGER,
+    Inert,
+    kind_of,
+    load_pickle,
+    shorten,
+)
 from dapo_megatron.types import CheckpointError, Region, dtype_name, whole
 
 _MAX_PICKLE_BYTES = 256 * 2**20
+_MAX_DIRECTORY_BYTES = 16 * 2**20
+"""Maximum length of an archive's list of files, of 100 bytes each."""
+_MAX_NAME = 100
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # of a file in a zip archive
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -119,17 +128,18 @@ def _start_of_elements(path: Path, chunk: Chunk) -> int:
             wanted, dtype = chunk.region.shape, _STORAGES.get(kind.__name__)
             is_tensor = kind_of(value) == "_rebuild_tensor_v2" and isinstance(value, Inert)
             numbers = (size, first, *shape, *strides)
-            is_sound = all(type(number) is int and number >= 0 for number in numbers)
+            is_sound = all(type(number) is int and 0 <= number <= MAX_INTEGER for number in numbers)
             is_sound = is_sound and len(strides) == len(shape)
+            is_sound = is_sound and type(name) is str and len(name) <= _MAX_NAME
         except (AttributeError, TypeError, ValueError):
             is_tensor = False
         if not is_tensor or not is_sound:
             raise CheckpointError(f"{where}: is no tensor; the file is damaged, copy it again")
         if tuple(shape) != wanted or dtype is not chunk.dtype:
             raise CheckpointError(
-                f"{where}: is {dtype_name(dtype) if dtype else kind.__name__} {tuple(shape)} in "
-                f"the file, but {dtype_name(chunk.dtype)} {wanted} in .metadata; file and metadata "
-                "are from different checkpoints"
+                f"{where}: is {dtype_name(dtype) if dtype else kind.__name__} "
+                f"{shorten(tuple(shape))} in the file, but {dtype_name(chunk.dtype)} {wanted} in "
+                ".metadata; file and metadata are from different checkpoints"
             )
         is_contiguous = tuple(
             stride for stride, length in zip(strides, shape, strict=True) if length > 1
@@ -150,11 +160,13 @@ class _Archive:
             self._file = path.open("rb")
         except OSError as error:
             raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from None
+        window = _Window(self._file, record, _MAX_DIRECTORY_BYTES)
         try:
-            self._zip = zipfile.ZipFile(_Window(self._file, record))
+            self._zip = zipfile.ZipFile(window)
         except Exception as error:  # noqa: BLE001 - damaged archives raise many errors
             self._file.close()
             raise self._damaged(error) from None
+        window.max_bytes = _MAX_PICKLE_BYTES
         self._names = {info.filename.partition("/")[2]: info for info in self._zip.infolist()}
 
     def __enter__(self) -> _Archive:
@@ -210,10 +222,11 @@ class _Archive:
 
 
 class _Window(io.RawIOBase):
-    """The bytes of a record as a file of its own."""
+    """The bytes of a record as a file of its own. One read returns at most `max_bytes`."""
 
-    def __init__(self, file: Any, record: Record) -> None:
+    def __init__(self, file: Any, record: Record, max_bytes: int) -> None:
         self._file, self._record = file, record
+        self.max_bytes = max_bytes
         self._at = 0
 
     def seekable(self) -> bool:
@@ -234,8 +247,11 @@ class _Window(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         rest = max(self._record.length - self._at, 0)
+        wanted = rest if size is None or size < 0 else min(size, rest)
+        if wanted > self.max_bytes:
+            raise ValueError(f"a part has {wanted:,} bytes")
         self._file.seek(self._record.offset + self._at)
-        data: bytes = self._file.read(rest if size is None or size < 0 else min(size, rest))
+        data: bytes = self._file.read(wanted)
         self._at += len(data)
         return data
 

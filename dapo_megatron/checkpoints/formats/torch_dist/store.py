@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from itertools import product
+from math import prod
 from pathlib import Path
 
 import torch
@@ -64,6 +65,9 @@ MAX_FILE_BYTES = 4 * 2**30
 _ABOUT = "metadata.json"
 _MAX_PADDING = 128 * 128
 """Maximum padding of the vocabulary: Megatron-LM pads to 128 rows for each tensor-parallel rank."""
+_MAX_ENTRIES = 2**21
+"""Maximum number of pieces of parameters. DeepSeek-V3 from 8 tensor-parallel ranks has
+0.4 million."""
 _MTP = "mtp."
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -177,7 +181,8 @@ def _without_mtp(folder: Path, contents: Contents, drop_mtp: bool) -> tuple[Cont
     """Return the contents without layers for multi-token prediction, and the tensors of these."""
     dropped = sorted(key for key in contents.tensors if key.startswith(_MTP))
     check_mtp(folder, dropped, drop_mtp=drop_mtp)
-    tensors = {key: info for key, info in contents.tensors.items() if key not in set(dropped)}
+    left_out = set(dropped)
+    tensors = {key: info for key, info in contents.tensors.items() if key not in left_out}
     chunks = [chunk for chunk in contents.chunks if chunk.key in tensors]
     return Contents(tensors, chunks, contents.objects), dropped
 
@@ -194,9 +199,16 @@ def _tensors(
     names = {key: parse_key(key) for key in contents.tensors}
     for key, name in names.items():
         _check_shape(folder, key, name, contents.tensors[key], parameters, arch)
+    num_entries = 0
     for chunk in contents.chunks:
         name = names[chunk.key]
         start, sizes = chunk.region.start, chunk.region.shape
+        num_entries += prod(sizes[: name.num_leading])
+        if num_entries > _MAX_ENTRIES:
+            raise CheckpointError(
+                f"{folder / METADATA}: damaged: up to {chunk.key} it lists more than "
+                f"{_MAX_ENTRIES:,} pieces of parameters; copy it again"
+            )
         for index in product(*map(range, sizes[: name.num_leading])):
             at = tuple(a + b for a, b in zip(start, index, strict=False))
             entry = name.entry(at)
