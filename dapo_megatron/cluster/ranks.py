@@ -305,8 +305,20 @@ def _join_role(backend: str, members: Members, timeout: timedelta) -> Ranks:
         first = rank - (rank - num_policy) % members.replica_size
         role, peers = f"engine {first} {members.start}", range(first, first + members.replica_size)
         os.environ[ENGINE] = f"{first}.{members.start}"
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    ranks = Ranks(
+        rank=rank,
+        world_size=members.num_ranks,
+        local_rank=local_rank,
+        store=store,
+        timeout=timeout,
+        by_role=RanksByRole(None, None, members),
+        on_activity=members.on_activity,
+    )
     if members.start == 1:
+        # First, so that all ranks fail together if one does not know the secret.
         members.current = tuple(range(members.num_ranks))
+        ranks = next_generation(ranks, backend)
     role_ranks = form_world(
         backend,
         PrefixStore(role, store),
@@ -316,20 +328,9 @@ def _join_role(backend: str, members: Members, timeout: timedelta) -> Ranks:
         # With another first word, as in `Ranks.subgroup`.
         on_activity=lambda what: members.on_activity(f"{role} {what}"),
     )
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
     role_ranks = replace(role_ranks, local_rank=local_rank, store=store, members=tuple(peers))
-    ranks = Ranks(
-        rank=rank,
-        world_size=members.num_ranks,
-        local_rank=local_rank,
-        store=store,
-        timeout=timeout,
-        by_role=RanksByRole(
-            role_ranks if has_policy else None, None if has_policy else role_ranks, members
-        ),
-        on_activity=members.on_activity,
-    )
-    return next_generation(ranks, backend) if members.current else ranks
+    policy, engine = (role_ranks, None) if has_policy else (None, role_ranks)
+    return replace(ranks, by_role=RanksByRole(policy, engine, members))
 
 
 def next_generation(ranks: Ranks, backend: str) -> Ranks:

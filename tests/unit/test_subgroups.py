@@ -7,6 +7,7 @@ import random
 import pytest
 
 import dapo_megatron.cluster.ranks as module
+from dapo_megatron.cluster.groups import group_or_world
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import RankError
 from tests.helpers.ranks import run_ranks
@@ -156,7 +157,9 @@ def use_roles(rank: int, other_secret: bool) -> str:
     assert role.all_gather(rank, int) == ([0] if rank == 0 else [1, 2])
     assert ranks.all_gather(rank, int) == [0, 1, 2]
     received = torch.empty(3)
-    ranks.device_group.alltoall_base(received, torch.arange(3.0) + 10 * rank, [], []).wait()
+    group_or_world(ranks.device_group).alltoall_base(
+        received, torch.arange(3.0) + 10 * rank, [], []
+    ).wait()
     assert received.tolist() == [rank, 10 + rank, 20 + rank]
     for _ in range(2):  # two generations of the same group
         pair = ranks.subgroup([0, 2]) if rank != 1 else None
