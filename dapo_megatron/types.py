@@ -30,6 +30,12 @@ else:
     Int32s = Float32s = Experts = array
 
 
+def packed(values: NDArray[Any]) -> array[Any]:
+    """Return a numpy array as an array of the same type, without making each number a Python
+    object."""
+    return array(values.dtype.char, values.tobytes())
+
+
 class Phase(StrEnum):
     """Phases of a run, in the order of a rollout step. Each is a key of config.watchdog."""
 

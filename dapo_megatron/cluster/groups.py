@@ -2,7 +2,7 @@
 
 torch numbers the ranks of a registered group within the default group. A group whose members have
 different default groups (policy and engines on ranks of their own) cannot be registered. A group
-that is made directly has only its members, so one can also be made anew without a dead member.
+that is made directly has only its members, so one can also be made again without a dead member.
 
 Use the methods of such a group. With the functions of torch.distributed, an error of a collective
 would become a ValueError, because they look up the group in the registry to log it.

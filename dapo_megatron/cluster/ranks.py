@@ -113,10 +113,10 @@ class Ranks:
         """Return the ranks with these numbers in the run, with a process group of their own."""
         own = members.index(self.names[self.rank])
         group: Any = None
+        has_engines_apart = self.has_engines_apart and len(members) == self.world_size
         if len(members) > 1:
             store, name = self.store or _default_store(), f"{purpose} {self.generation}"
-            is_of_all = self.has_engines_apart and len(members) == self.world_size
-            if is_of_all:
+            if has_engines_apart:
                 group = agreed(self.policy, lambda: self._closable(store, name, members, own))
             else:
                 group = make_group(store, name, members, own)
@@ -127,7 +127,7 @@ class Ranks:
             group=group,
             members=tuple(members),
             by_role=None,
-            has_engines_apart=self.has_engines_apart and len(members) == self.world_size,
+            has_engines_apart=has_engines_apart,
             is_agreed=False,  # of another thread, or of some ranks
             on_activity=on_activity,
             _numbers=itertools.count(1),

@@ -202,7 +202,7 @@ class Watchdog:
                 self._end_process(why, raise_alarm=True)
             slack = 2 * RESCUE_SECONDS if self._role == "engine" else self._patience
             self._arm(limit + slack - silent)
-            self._wake.wait(min(1.0, max(limit - silent, 0.01), limit / 10))
+            self._wake.wait(min(1.0, max(limit + self._patience - silent, 0.01), limit / 10))
 
     @property
     def _patience(self) -> float:

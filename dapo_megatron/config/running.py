@@ -66,7 +66,7 @@ class CheckpointConfig(Section):
     rollouts: bool = False
     """Also save the rollouts of every step when they are collected, in <run>/journal. A run that is
     killed then trains again on the same rollouts after its last checkpoint, instead of sampling
-    them anew, and gets the same weights. For runs without rollout.deterministic."""
+    them again, and gets the same weights. For runs without rollout.deterministic."""
     export_hf: bool = False
     """Also write each checkpoint as an HF folder."""
     export_megatron: bool = False

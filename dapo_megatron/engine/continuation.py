@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dapo_megatron.types import Completion, DapoError, Finish, SampleRequest, Segment
+from dapo_megatron.types import Completion, DapoError, Finish, SampleRequest, Segment, packed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,17 +57,17 @@ def append_tokens(
     if not tokens and so_far is not None:
         return so_far
     new_tokens, new_logprobs = array("i", tokens), array("f", logprobs)
-    packed = None if routes is None else array(routes.dtype.char, routes.tobytes())
-    if so_far is not None and packed is not None:
+    new_routes = None if routes is None else packed(routes)
+    if so_far is not None and new_routes is not None:
         num_known = len(prompt_of(request)) - 1
-        width = len(packed) // (num_known + len(tokens))
+        width = len(new_routes) // (num_known + len(tokens))
         if so_far.routes is None or len(so_far.routes) != num_known * width:
             raise DapoError(
                 f"ticket {request.ticket}, sample {request.sample}: the routes of its first "
                 f"{num_known} tokens are not known. They were sampled without policy.router_replay "
                 "engine, or by another model"
             )
-        packed = so_far.routes + packed[len(so_far.routes) :]
+        new_routes = so_far.routes + new_routes[len(so_far.routes) :]
     return Completion(
         sample=request.sample,
         tokens=so_far.tokens + new_tokens if so_far else new_tokens,
@@ -75,7 +75,7 @@ def append_tokens(
         text="",
         finish=finish,
         segments=_appended(so_far.segments if so_far else (), Segment(version, len(tokens))),
-        routes=packed,
+        routes=new_routes,
     )
 
 

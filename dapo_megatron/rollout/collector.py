@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
-from dapo_megatron.cluster.members import EnginesChanged, agreed
+from dapo_megatron.cluster.members import EnginesChanged
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import reward
-from dapo_megatron.protocols import DataParallel, Exchange, Recorder
+from dapo_megatron.protocols import DataParallel, Recorder
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.rollout.completion_files import read_completions
 from dapo_megatron.rollout.completion_rows import CompletionRow
@@ -40,8 +40,6 @@ from dapo_megatron.types import CheckpointError, Rollouts, Stopped
 class EngineCollector:
     """Source of rollouts from the engines. Implements protocols.Collector.
 
-    policy    exchange between the ranks with a policy, if engines have ranks of their own; None on
-              other ranks
     replica   replica that this rank leads; None on other ranks
     store     completions that this rank holds; empty except on a leader
     """
@@ -54,7 +52,6 @@ class EngineCollector:
     recorder: Recorder
     replica: int | None
     store: CompletionStore
-    policy: Exchange | None = None
 
     def collect(self, version: int, on_progress: Callable[[int], None]) -> Rollouts:
         """See protocols.Collector. Raises as Coordinator.collect does, on every rank. After
@@ -66,8 +63,7 @@ class EngineCollector:
             self.store.forget_save_point()
             started = time.perf_counter()
             owners = self.data_parallel.owners(plan.sequences)
-            exchange = partial(self.exchange_tokens, plan.sequences, owners, plan.moves)
-            tokens = agreed(self.policy, exchange)
+            tokens = self.exchange_tokens(plan.sequences, owners, plan.moves)
         except Stopped:
             if self.config.rollout.deterministic:
                 self.store.roll_back()
@@ -85,7 +81,7 @@ class EngineCollector:
 
     def adopt(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, on rank 0 that of an earlier coordinator of this run, with what
-        the replicas hold now. Groups of which a part is missing are sampled anew. Collective."""
+        the replicas hold now. Groups of which a part is missing are sampled again. Collective."""
         exchange = self.engines.exchange
         own = (-1 if self.replica is None else self.replica, self.store.inventory())
         inventories = dict(exchange.all_gather(own, tuple[int, Inventory]))

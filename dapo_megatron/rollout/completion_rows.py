@@ -32,6 +32,7 @@ from dapo_megatron.types import (
     Grade,
     Prompt,
     Segment,
+    packed,
 )
 
 if TYPE_CHECKING:
@@ -300,13 +301,13 @@ def _completion(columns: dict[str, list[Any]], row: int) -> Completion:
         )
     return Completion(
         sample=columns["sample"][row],
-        tokens=_packed("i", tokens),
-        logprobs=_packed("f", logprobs),
+        tokens=packed(tokens),
+        logprobs=packed(logprobs),
         text=columns["text"][row],
         finish=Finish(columns["finish"][row]),
         segments=_segments_of(columns["segments"][row]),
         grade=_grade(columns, row),
-        routes=None if routes is None else _packed(routes.dtype.char, routes),
+        routes=None if routes is None else packed(routes),
     )
 
 
@@ -354,14 +355,6 @@ def _grade(columns: dict[str, list[Any]], row: int) -> Grade | None:
     if missing:
         raise ValueError(f"a grade without {missing[0]}")
     return Grade(**values)
-
-
-def _packed(typecode: str, values: NDArray[Any]) -> array[Any]:
-    import numpy as np
-
-    packed = array(typecode)
-    packed.frombytes(values.view(np.uint8).data)
-    return packed
 
 
 @contextmanager

@@ -212,9 +212,9 @@ class Coordinator:
 
     def find_completions(self, inventories: Sequence[Inventory]) -> None:
         """Continue with the completions that replicas hold now. Groups of which one is missing are
-        sampled anew."""
+        sampled again."""
         find_completions({group.ticket: group for group, _ in self._ended}, inventories)
-        self._sample_anew(find_completions(self.groups, inventories))
+        self._sample_again(find_completions(self.groups, inventories))
 
     # ------------------------------------------------------------------ issuing
 
@@ -356,11 +356,11 @@ class Coordinator:
         """Go on after a replica was lost, with what it had on the others."""
         orphans = self._interrupt(step)
         lost_groups = groups_with(self.groups, self._driver.lost, orphans)
-        self._dispatcher.restart(self._sample_anew(lost_groups))
+        self._dispatcher.restart(self._sample_again(lost_groups))
         for group in self.groups.values():
             self._submit(group)
 
-    def _sample_anew(self, groups: Sequence[OpenGroup]) -> list[int]:
+    def _sample_again(self, groups: Sequence[OpenGroup]) -> list[int]:
         """Forget the completions of groups, and return their tickets."""
         for group in groups:
             group.reset()

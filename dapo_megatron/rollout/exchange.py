@@ -9,7 +9,6 @@ replay, its routes. The same follows for each move, without its prompt.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ from dapo_megatron.types import (
     DapoError,
     SequenceTokens,
     TrainingSequence,
+    packed,
 )
 
 _Number = TypeVar("_Number", bound=np.generic)
@@ -215,12 +215,12 @@ class _Message:
         routes = self._next_routes(prompt_tokens, summary.num_tokens)
         return Completion(
             sample=summary.sample,
-            tokens=array("i", tokens.tobytes()),
-            logprobs=array("f", logprobs.tobytes()),
+            tokens=packed(tokens),
+            logprobs=packed(logprobs),
             text="",
             finish=summary.finish,
             segments=summary.segments,
-            routes=None if routes is None else array(routes.dtype.char, routes.tobytes()),
+            routes=None if routes is None else packed(routes),
         )
 
     def _next_routes(self, prompt_tokens: int, response_tokens: int) -> NDArray[Any] | None:

@@ -45,7 +45,7 @@ def groups_with(
     """Return the groups of which a lost replica held or sampled a part. `orphans` are the tickets
     of its requests.
 
-    They are sampled anew as a whole. If only the lost completions were, those that had finished
+    They are sampled again as a whole. If only the lost completions were, those that had finished
     elsewhere, which tend to be short, would be kept more often than others.
     """
     return [

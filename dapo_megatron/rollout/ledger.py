@@ -19,7 +19,7 @@ from typing import Any
 from dapo_megatron.types import DapoError, Outcome
 
 RESAMPLED = "resampled"
-"""Name of the count of tickets that are sampled anew, because an engine with a part was lost."""
+"""Name of the count of tickets that are sampled again, because an engine with a part was lost."""
 
 
 class TicketState(StrEnum):
@@ -64,7 +64,7 @@ class Ledger:
     open: dict[int, TicketState] = field(default_factory=dict)
     """State of each open ticket."""
     step: Counter[str] = field(default_factory=Counter)
-    """Number of tickets issued, with each outcome, and sampled anew, since the last `close_step`.
+    """Number of tickets issued, with each outcome, and sampled again, since the last `close_step`.
     """
     num_ready: int = 0
     """Number of open tickets that are ready. Counted, because it is needed after every event."""
@@ -97,7 +97,7 @@ class Ledger:
         self.step[outcome.value] += 1
 
     def close_step(self, open_groups: Mapping[int, bool]) -> dict[str, int]:
-        """Return this step's counts: issued, each outcome, sampled anew if there are any, carried,
+        """Return this step's counts: issued, each outcome, sampled again if there are any, carried,
         and how many carried are ready.
 
         Raises DapoError as `audit` does, or if an engine still works on a ticket.

@@ -121,7 +121,7 @@ class Order:
     dropped: list[int] = field(default_factory=list)
     """Tickets whose completions so far are dropped, because others of the same group were lost."""
     is_broken: bool = False
-    """At the end of a phase: whether a replica was lost, so that the ranks meet anew."""
+    """At the end of a phase: whether a replica was lost, so that the ranks meet again."""
 
 
 @dataclass(frozen=True, slots=True)

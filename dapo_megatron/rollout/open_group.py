@@ -28,7 +28,7 @@ class OpenGroup:
     """Whether the group is decided and waits to be trained on."""
 
     def reset(self) -> None:
-        """Forget all completions, to sample the group anew. `overtaken` counts on."""
+        """Forget all completions, to sample the group again. `overtaken` counts on."""
         self.completions.clear()
         self.ungradable.clear()
         self.is_ready = False

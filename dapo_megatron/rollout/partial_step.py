@@ -10,7 +10,6 @@ ranks that train on them, everything else is in the state.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
@@ -40,6 +39,7 @@ from dapo_megatron.types import (
     SequenceTokens,
     StepStats,
     TrainingSequence,
+    packed,
 )
 
 
@@ -247,25 +247,22 @@ def _row(
     """Return the row of a sequence. Log-probs of the prompt are never used again."""
     prompt = tokens.prompt.tolist()
     response = slice(sequence.prompt_tokens, None)
+    experts = tokens.routes if routes is None else routes.numpy()
     return CompletionRow(
         ticket=sequence.ticket,
         prompt=Prompt(source="", index=0, tokens=tuple(prompt), text="", truth=""),
         completion=Completion(
             sample=sequence.sample,
-            tokens=array("i", tokens.response.tobytes()),
-            logprobs=array("f", tokens.logprobs.tobytes()),
+            tokens=packed(tokens.response),
+            logprobs=packed(tokens.logprobs),
             text="",
             finish=Finish.STOP,
             segments=sequence.segments,
-            routes=_packed(tokens.routes if routes is None else routes.numpy()),
+            routes=None if experts is None else packed(experts),
         ),
         old_logprobs=None if old is None else old[response].numpy(),
         reference_logprobs=None if reference is None else reference[response].numpy(),
     )
-
-
-def _packed(routes: NDArray[Any] | None) -> array[int] | None:
-    return None if routes is None else array(routes.dtype.char, routes.tobytes())
 
 
 def tokens_of(row: CompletionRow) -> SequenceTokens:

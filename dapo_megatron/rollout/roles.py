@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from dapo_megatron.cluster.collectives import on_rank0
-from dapo_megatron.cluster.members import EnginesChanged, agreed
-from dapo_megatron.protocols import Evaluations, Exchange, ReceivedTensor, StepResult, Sync
+from dapo_megatron.cluster.members import EnginesChanged
+from dapo_megatron.protocols import Exchange, ReceivedTensor, StepResult
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import EngineDriver
@@ -29,7 +29,6 @@ from dapo_megatron.types import (
     SampleRequest,
     Shard,
     Stopped,
-    SyncReport,
     TensorSlice,
     TokenBatch,
 )
@@ -103,38 +102,6 @@ class SeparateTraining:
 def _raise(error: DapoError | None) -> None:
     if error is not None:
         raise error
-
-
-@dataclass(frozen=True)
-class AgreedSync:
-    """A sync that all ranks with a policy complete, or none. Implements protocols.Sync."""
-
-    sync: Sync
-    policy: Exchange | None
-
-    def __call__(self, version: int) -> SyncReport:
-        """Sync once."""
-        return agreed(self.policy, partial(self.sync, version))
-
-    def switch_to_policy(self) -> None:
-        """See protocols.Sync."""
-        self.sync.switch_to_policy()
-
-
-@dataclass(frozen=True)
-class AgreedEvaluations:
-    """The same for evaluations. Implements protocols.Evaluations."""
-
-    evaluations: Evaluations
-    policy: Exchange | None
-
-    def due(self, step: int, last: int) -> bool:
-        """See protocols.Evaluations."""
-        return self.evaluations.due(step, last)
-
-    def run(self) -> dict[str, float]:
-        """Evaluate once."""
-        return agreed(self.policy, self.evaluations.run)
 
 
 class NoPolicy:

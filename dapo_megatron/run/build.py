@@ -40,7 +40,7 @@ from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.rollout.exchange import RouteSize, TokenExchange
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
-from dapo_megatron.rollout.roles import AgreedEvaluations, AgreedSync, SeparateTraining
+from dapo_megatron.rollout.roles import SeparateTraining
 from dapo_megatron.rollout.store import CompletionStore
 from dapo_megatron.rollout.worker import Follower, Leader
 from dapo_megatron.run.exports import exports_of
@@ -272,7 +272,6 @@ def build_parts(
             recorder=recorder,
             replica=engine.replica if engine.is_leader else None,
             store=core.store,
-            policy=ranks.policy if config.roles.are_separate else None,
         ),
         evaluator=build_evaluator(config, prompts, core),
         recorder=recorder,
@@ -286,8 +285,6 @@ def build_parts(
         parts.on_policy_ranks = SeparateTraining(
             core.engines, ahead, ranks.policy, instruments.serving
         )
-        parts.sync = AgreedSync(parts.sync, ranks.policy)
-        parts.evaluator = AgreedEvaluations(parts.evaluator, ranks.policy)
     return parts
 
 
@@ -374,8 +371,7 @@ def _checkpoints(
         ranks,
         background=ranks.second(),
         snapshot=policy.snapshot,
-        # Threads of an earlier generation may still write in their own folder.
-        attempt=f"{folder.attempt}_{ranks.generation}" if ranks.generation else folder.attempt,
+        attempt=folder.writer(ranks.generation),
         check_owner=folder.check_owner,
         note=recorder.note,
         exports=exports_of(config),

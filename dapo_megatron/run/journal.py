@@ -174,7 +174,7 @@ def add_journal(
         ranks,
         background=ranks.second(),
         snapshot=lambda: CompletionsSnapshot(CARRIED, 0, []),
-        attempt=f"{folder.attempt}_{ranks.generation}" if ranks.generation else folder.attempt,
+        attempt=folder.writer(ranks.generation),
         check_owner=folder.check_owner,
         note=recorder.note,
         flush=recorder.flush,

@@ -79,7 +79,7 @@ def test_no_ticket_is_lost_or_ends_twice_when_replicas_are_lost(
     history.check_totals()
 
 
-def test_a_group_is_sampled_anew_as_a_whole() -> None:
+def test_a_group_is_sampled_again_as_a_whole() -> None:
     """Replica 1 dies with one of two completions of each ready group."""
     driver = ScriptedDriver(lambda ticket, sample: sample == 0, max_sequences=4)
     coordinator = make_coordinator(driver, is_elastic=True)
@@ -102,7 +102,7 @@ def test_a_group_is_sampled_anew_as_a_whole() -> None:
     assert collected.counts["resampled"] == sum(1 in replicas for replicas in placed.values())
 
 
-def test_a_group_with_requests_on_a_lost_replica_is_sampled_anew() -> None:
+def test_a_group_with_requests_on_a_lost_replica_is_sampled_again() -> None:
     """Also if all of its completions so far are on others: they finished first."""
     driver = ScriptedDriver(lambda ticket, sample: True)
     coordinator = make_coordinator(driver, dynamic_sampling=False)

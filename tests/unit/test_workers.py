@@ -520,7 +520,7 @@ def test_a_continuation_needs_the_tokens_that_the_coordinator_knows(
 
     if message is None:
         one_replica(engine, InstantGrading(), task, store=store)
-        assert store.get(7, 2).num_tokens == 1  # sampled anew
+        assert store.get(7, 2).num_tokens == 1  # sampled again
         return
     with pytest.raises(DapoError, match=f"^ticket 7, sample 2: {message}, but the coordinator"):
         one_replica(engine, InstantGrading(), task, store=store, silence_seconds=0.0)

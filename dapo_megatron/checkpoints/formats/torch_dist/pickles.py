@@ -127,8 +127,8 @@ _VALUES: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle._Unpickler):
-    """Unpickles into `Inert` objects. Each class is made anew, so that a pickle that changes one
-    changes nothing outside of itself.
+    """Unpickles into `Inert` objects. Each unpickler creates the classes again, so that a pickle
+    that changes one changes nothing outside of itself.
 
     It is the unpickler in Python: that in C allocates as much memory as a single number in the
     pickle says. Time and memory are proportional to the length of the pickle: whatever it names
