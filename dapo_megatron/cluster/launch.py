@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import (
     Callable,
     Iterator,
+    Mapping,
     MutableMapping,
     MutableSequence,
     Sequence,
@@ -23,9 +24,9 @@ from pathlib import Path
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import attempt_variable
 from dapo_megatron.cluster.processes import die_with_parent
-from dapo_megatron.cluster.ranks import STORE
 from dapo_megatron.cluster.scratch import private_folder
 from dapo_megatron.cluster.secret import secret_variable
+from dapo_megatron.cluster.store import STORE
 
 _STARTED = "DAPO_MEGATRON_STARTED"
 _IMPORTED = time.time()  # close to the start of the command, which imports this module first
@@ -82,6 +83,12 @@ def allow_restart(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.pop(exit_reason.VARIABLE, None)
     if STORE in environ:
         _restart_mark(Path(environ[STORE]).parent, int(environ["RANK"])).touch()
+
+
+def forbid_restart(environ: Mapping[str, str] = os.environ) -> None:
+    """Take back `allow_restart`: this rank fails before the run can go on without it."""
+    if STORE in environ:
+        _restart_mark(Path(environ[STORE]).parent, int(environ["RANK"])).unlink(missing_ok=True)
 
 
 def _restart_mark(folder: Path, rank: int) -> Path:

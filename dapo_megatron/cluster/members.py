@@ -1,9 +1,9 @@
 """Which ranks take part in a run whose engines have ranks of their own, and may die and return.
 
-The ranks of one *generation* have process groups in common. When an engine is lost or wants to
-join, all ranks leave their generation (EnginesChanged) and meet at the rendezvous store. Rank 0
-decides who takes part in the next one. The policy's ranks always do: without one of them the run
-ends.
+The ranks of one *generation* have process groups in common. The first is formed when all engines
+have been built. When an engine is lost or wants to join, all ranks leave their generation
+(EnginesChanged) and meet at the rendezvous store. Rank 0 decides who takes part in the next one.
+The policy's ranks always do: without one of them the run ends.
 
 A *start* of an engine rank is one process. An engine whose ranks do not all come is left out, and
 so is a start that was left out once: its process ends, and the launcher starts it again.
@@ -16,13 +16,14 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dapo_megatron.cluster.collectives import ErrorRecord
 from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.processes import has_ended, kill_here
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.types import RankError
+from dapo_megatron.types import DapoError, RankError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -90,9 +91,10 @@ class Members:
     on_activity: Callable[[str], None] = lambda what: None
     generation: int = 0
     current: tuple[int, ...] = ()
-    """Ranks of the generation, ascending; empty for a start that has not joined yet."""
+    """Ranks of the generation, ascending. Before the first one, those of the policy; empty for an
+    engine that has not joined yet."""
     _starts: dict[int, int] = field(default_factory=dict)
-    """Start of each rank that has joined later, on rank 0. That of the others is 1."""
+    """Start of each rank of an engine that has taken part, on rank 0."""
 
     @property
     def replicas(self) -> list[tuple[int, ...]]:
@@ -122,18 +124,68 @@ class Members:
             if own.get(name) != first.get(name)
         ]
 
+    @property
+    def replaceable(self) -> list[int]:
+        """Ranks that the run can go on without: those of the generation's engines, and before the
+        first generation those of all engines."""
+        ranks = self.current if self.generation else range(self.num_ranks)
+        return [rank for rank in ranks if rank >= self.num_policy]
+
+    def engine_of(self, rank: int) -> range:
+        """Return the ranks of the engine to which a rank belongs."""
+        first = rank - (rank - self.num_policy) % self.replica_size
+        return range(first, first + self.replica_size)
+
+    def find_peers(self) -> int:
+        """Wait until every rank of this rank's engine has a start that was in no engine before.
+        Return a number of this engine, which is the same on its ranks and new. Collective over
+        them, although some may have been started more often than others."""
+        engine = self.engine_of(self.rank)
+        first = engine[0]
+        if self.rank == first:
+            known = self._used(first)
+            while any(num_starts(self.store, rank) <= known.get(rank, 0) for rank in engine):
+                self._pause("waits for the other ranks of its engine")
+            starts = {rank: num_starts(self.store, rank) for rank in engine}
+            self.store.set(f"engine {first}", json.dumps([self.start, list(starts.items())]))
+            return self.start
+        while self._used(first).get(self.rank) != self.start:
+            self._pause("waits for the other ranks of its engine")
+        return int(json.loads(self.store.get(f"engine {first}"))[0])
+
+    def _used(self, first: int) -> dict[int, int]:
+        """Return the newest start of each rank that was in the engine with this first rank."""
+        key = f"engine {first}"
+        return dict(json.loads(self.store.get(key))[1]) if self._is_set(key) else {}
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell rank 0 about an error of this rank, if it has an engine that has not joined. Before
+        the first generation it ends the run, because it would occur at every start."""
+        if self.rank < self.num_policy or self.generation or not isinstance(error, Exception):
+            return
+        text = str(error) if isinstance(error, DapoError) else f"{type(error).__name__}: {error}"
+        kind = type(error) if isinstance(error, DapoError) else RankError
+        record = ErrorRecord.of(kind(f"rank {self.rank}: {text}"))
+        self.store.set("failure", json.dumps(record and asdict(record)))
+
     def knock(self) -> None:
         """Ask to join, and wait until rank 0 has decided on a generation with this rank. Raises
         RankError as `meet` does."""
         self.store.set(f"knock {self.rank} {self.start}", "")
         invitation = f"invitation {self.rank} {self.start}"
         while not self._is_set(invitation):
-            self.on_activity("waits to join")
-            time.sleep(POLL_SECONDS)
+            self._pause("waits to join")
         self.generation = int(self.store.get(invitation))
         self.current = self._decided()
         if not self._is_complete():
             self.meet(at_least=1, wait_seconds=math.inf)
+
+    def meet_all(self) -> None:
+        """Form the first generation, with all engines. Collective over the policy's ranks, while
+        the engines knock. On rank 0 only the watchdog limits the time; it kills an engine that
+        hangs. Raises the error of an engine that fails (`report_failure`)."""
+        num_engines = (self.num_ranks - self.num_policy) // self.replica_size
+        self.meet(at_least=num_engines, wait_seconds=math.inf)
 
     def meet(
         self,
@@ -160,6 +212,8 @@ class Members:
                 self._decide(at_least, wait_seconds, set(lost), check_stop)
             self._wait_for(f"members {self.generation}")
             self.current = self._decided()
+            if not self.current:
+                raise RankError("rank 0 has ended the run; see its error")
             if self.rank not in self.current:
                 raise RankError(
                     f"rank {self.rank}: the run goes on without this engine, because it or another "
@@ -190,9 +244,10 @@ class Members:
             engines = sorted({*staying, *joining})
             if len(engines) >= at_least:
                 break
-            self.on_activity("waits for engines")
             try:
                 check_stop()
+                if not self._starts:
+                    self._raise_failure()
                 if time.monotonic() > deadline:
                     raise RankError(
                         f"{len(engines)} engines are left, fewer than engine.min_replicas = "
@@ -202,7 +257,8 @@ class Members:
             except BaseException:
                 self._publish([])  # so that no rank waits
                 raise
-            time.sleep(POLL_SECONDS)
+            # Without a limit, there is no sign of life: the watchdog counts the time.
+            self._pause("waits for engines" if deadline < math.inf else "")
         for rank in set(self.current) - {rank for engine in engines for rank in engine}:
             if rank >= self.num_policy and not self._is_restarted(rank):
                 kill_here(*self._process(rank))  # it hangs, and would keep its memory
@@ -230,8 +286,12 @@ class Members:
             }
             if missing <= lost:
                 return missing
-            self.on_activity("waits for the other ranks")
-            time.sleep(POLL_SECONDS)
+            self._pause("waits for the other ranks")
+
+    def _raise_failure(self) -> None:
+        """Raise the error of an engine that could not be built."""
+        if self._is_set("failure"):
+            raise ErrorRecord(**json.loads(self.store.get("failure"))).error()
 
     def _publish(self, members: list[int]) -> None:
         self.store.set(f"members {self.generation}", json.dumps(members))
@@ -245,8 +305,8 @@ class Members:
         return has_ended(*self._process(rank))
 
     def _is_restarted(self, rank: int) -> bool:
-        """Return whether a newer start of a rank exists than that of the last generation."""
-        return num_starts(self.store, rank) > self._starts.get(rank, 1)
+        """Return whether a newer start of a rank exists than that which took part."""
+        return num_starts(self.store, rank) > self._starts.get(rank, 0)
 
     def _waits(self, engine: tuple[int, ...]) -> bool:
         """Return whether the newest starts of all ranks of an engine wait to join."""
@@ -261,15 +321,19 @@ class Members:
     def _engines(self) -> Iterator[tuple[int, ...]]:
         """Yield the ranks of each engine of the job, present or not."""
         for first in range(self.num_policy, self.num_ranks, self.replica_size):
-            yield tuple(range(first, first + self.replica_size))
+            yield tuple(self.engine_of(first))
 
     def _decided(self) -> tuple[int, ...]:
         return tuple(json.loads(self.store.get(f"members {self.generation}")))
 
     def _wait_for(self, key: str) -> None:
         while not self._is_set(key):
-            self.on_activity("waits for the other ranks")
-            time.sleep(POLL_SECONDS)
+            self._pause("waits for the other ranks")
+
+    def _pause(self, activity: str) -> None:
+        if activity:
+            self.on_activity(activity)
+        time.sleep(POLL_SECONDS)
 
     def _is_set(self, key: str) -> bool:
         return bool(self.store.check([key]))

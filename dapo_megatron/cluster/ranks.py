@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,17 +19,14 @@ from dapo_megatron.cluster.groups import (
     make_device_group,
     make_group,
 )
-from dapo_megatron.cluster.join import is_one_machine
 from dapo_megatron.cluster.members import EnginesChanged, Members, agreed, register
 from dapo_megatron.cluster.secret import NUM_BYTES, prove, run_secret
+from dapo_megatron.cluster.store import default_store, open_store
 from dapo_megatron.types import RankError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-STORE = "DAPO_MEGATRON_STORE"
-"""Environment variable with the path of the store file of ranks on one machine, see `launch`. Only
-their user can open the file, whereas torch's TCPStore serves all keys to anyone who connects."""
 ENGINE = "DAPO_MEGATRON_ENGINE"
 """Environment variable with the name of this rank's engine, if engines have ranks of their own."""
 T = TypeVar("T")
@@ -72,8 +68,13 @@ class Ranks:
         return self.members or range(self.world_size)
 
     @property
-    def is_late(self) -> bool:
-        """Whether this start of an engine has not joined the others yet."""
+    def num_ranks(self) -> int:
+        """Number of ranks of the job, also while engines of their own have not joined."""
+        return self.world_size if self.by_role is None else self.by_role.members.num_ranks
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank has only an engine, which has not joined the others yet."""
         return self.by_role is not None and not self.by_role.members.current
 
     @property
@@ -115,7 +116,7 @@ class Ranks:
         group: Any = None
         has_engines_apart = self.has_engines_apart and len(members) == self.world_size
         if len(members) > 1:
-            store, name = self.store or _default_store(), f"{purpose} {self.generation}"
+            store, name = self.store or default_store(), f"{purpose} {self.generation}"
             if has_engines_apart:
                 group = agreed(self.policy, lambda: self._closable(store, name, members, own))
             else:
@@ -264,6 +265,9 @@ def join(
 ) -> Ranks:
     """Join the ranks that the launcher's environment variables describe. Collective.
 
+    If engines have ranks of their own, only those of the policy and those of each engine join.
+    `next_generation` joins them all, when the engines have been built.
+
     num_policy    the first ranks have only a policy, the others only an engine; 0: all have both
     replica_size  ranks of an engine with ranks of its own
     timeout       of collectives of the policy's ranks with those of engines
@@ -282,14 +286,19 @@ def join(
             replica_size,
             start=register(store, rank),
             on_activity=on_activity,
+            current=tuple(range(num_policy)) if rank < num_policy else (),
         )
-        return _join_role(backend, members, timeout)
+        try:
+            return _join_role(backend, members, timeout)
+        except Exception as error:
+            members.report_failure(error)
+            raise
     return form_world(backend, store, rank, world_size, timeout=TIMEOUT, on_activity=on_activity)
 
 
 def _join_role(backend: str, members: Members, timeout: timedelta) -> Ranks:
-    """Create the default process group of this rank's role, and the groups of all ranks, unless
-    this start of an engine comes late: then `next_generation` does.
+    """Create the default process group of this rank's role. Collective over the ranks of the
+    policy, and over those of each engine.
 
     Megatron and vLLM make their groups over the default process group, so the policy and each
     engine get a world of their own. Ranks of the policy come first: rank 0 has the coordinator and
@@ -298,28 +307,16 @@ def _join_role(backend: str, members: Members, timeout: timedelta) -> Ranks:
     from torch._C._distributed_c10d import PrefixStore
 
     rank, num_policy, store = members.rank, members.num_policy, members.store
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
     has_policy = rank < num_policy
     if has_policy:
         role, peers = "policy", range(num_policy)
     else:
-        first = rank - (rank - num_policy) % members.replica_size
-        role, peers = f"engine {first} {members.start}", range(first, first + members.replica_size)
-        os.environ[ENGINE] = f"{first}.{members.start}"
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    ranks = Ranks(
-        rank=rank,
-        world_size=members.num_ranks,
-        local_rank=local_rank,
-        store=store,
-        timeout=timeout,
-        by_role=RanksByRole(None, None, members),
-        on_activity=members.on_activity,
-    )
-    if members.start == 1:
-        # First, so that all ranks fail together if one does not know the secret.
-        members.current = tuple(range(members.num_ranks))
-        ranks = next_generation(ranks, backend)
-    role_ranks = form_world(
+        peers = members.engine_of(rank)
+        number = members.find_peers()
+        role = f"engine {peers[0]} {number}"
+        os.environ[ENGINE] = f"{peers[0]}.{number}"
+    world = form_world(
         backend,
         PrefixStore(role, store),
         peers.index(rank),
@@ -328,19 +325,32 @@ def _join_role(backend: str, members: Members, timeout: timedelta) -> Ranks:
         # With another first word, as in `Ranks.subgroup`.
         on_activity=lambda what: members.on_activity(f"{role} {what}"),
     )
-    role_ranks = replace(role_ranks, local_rank=local_rank, store=store, members=tuple(peers))
-    policy, engine = (role_ranks, None) if has_policy else (None, role_ranks)
-    return replace(ranks, by_role=RanksByRole(policy, engine, members))
+    world = replace(world, local_rank=local_rank, store=store, timeout=timeout)
+    world = replace(world, members=tuple(peers))
+    if has_policy:
+        return replace(world, by_role=RanksByRole(world, None, members))
+    alone = Ranks(rank, members.num_ranks, local_rank, store=store, timeout=timeout)
+    return replace(alone, by_role=RanksByRole(None, world, members))
+
+
+def first_generation(ranks: Ranks, backend: str) -> Ranks:
+    """Return the ranks of a job whose engines have ranks of their own and have all been built.
+    Collective over all of them. Raises EnginesChanged if one is lost meanwhile."""
+    if ranks.policy is None:
+        ranks.engines_apart.knock()
+    else:
+        ranks.engines_apart.meet_all()
+    return next_generation(ranks, backend)
 
 
 def next_generation(ranks: Ranks, backend: str) -> Ranks:
     """Return the ranks that now take part, with new process groups. Collective over them, after
-    `Members.meet` or `Members.knock`. Raises EnginesChanged if one is lost meanwhile."""
+    they have met (members.py). Raises EnginesChanged if one is lost meanwhile."""
     assert ranks.by_role is not None
     members = ranks.by_role.members
     current, number = members.current, members.generation
     own = current.index(members.rank)
-    store = ranks.store or _default_store()
+    store = ranks.store or default_store()
 
     def make() -> tuple[ClosableGroup, ClosableGroup]:
         try:
@@ -364,6 +374,7 @@ def next_generation(ranks: Ranks, backend: str) -> Ranks:
         generation=number,
         has_engines_apart=True,
         is_agreed=True,
+        on_activity=members.on_activity,
         _numbers=itertools.count(1),
     )
     formed.check_members()
@@ -400,50 +411,3 @@ def form_world(
     )
     ranks.check_members()
     return ranks
-
-
-def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return the rendezvous store of this job's ranks.
-
-    If all ranks are on one machine, other machines can connect neither to the store nor to gloo.
-    Raises ConfigError if this rank has no secret.
-    """
-    from torch._C._distributed_c10d import FileStore, HashStore
-    from torch.distributed.rendezvous import rendezvous
-
-    run_secret(world_size)
-    store: Store
-    is_local = is_one_machine(world_size)
-    if is_local:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if world_size == 1:
-        store = HashStore()
-    elif is_local and STORE in os.environ:
-        store = FileStore(os.environ[STORE], world_size)
-    elif is_local and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = _loopback_store(int(os.environ["MASTER_PORT"]), rank, world_size, timeout)
-    else:
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    return store
-
-
-def _default_store() -> Store:
-    """Return the store of the default process group."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
-
-
-def _loopback_store(port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a TCPStore that rank 0 serves on loopback. By default it listens on all interfaces."""
-    from torch._C._distributed_c10d import TCPStore
-    from torch.distributed import DistNetworkError
-
-    listener = None
-    if rank == 0:
-        try:
-            listener = socket.create_server(("127.0.0.1", port)).detach()
-        except OSError as error:
-            raise DistNetworkError(f"MASTER_PORT {port}: {error.strerror}") from error
-    return TCPStore("127.0.0.1", port, world_size, rank == 0, timeout, master_listen_fd=listener)

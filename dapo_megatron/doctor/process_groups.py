@@ -16,7 +16,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from dapo_megatron.cluster.ranks import Ranks, form_world, open_store
+from dapo_megatron.cluster.ranks import Ranks, form_world
+from dapo_megatron.cluster.store import open_store
 from dapo_megatron.policy.device import backend
 
 PATIENCE = timedelta(hours=4)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_megatron.cluster.ranks import join
+from dapo_megatron.cluster.ranks import first_generation, join
 from dapo_megatron.config import Config
 from dapo_megatron.doctor.quiet_rank import quiet_rank
 from dapo_megatron.plan.layout import describe
@@ -108,6 +108,8 @@ def _prove(config: Config, local_rank: int) -> SyncProof:
     verified = config.sync.model_copy(update={"fingerprint_every": 1})
     verified_config = config.model_copy(update={"sync": verified})
     models = build_models(verified_config, ranks)
+    if ranks.by_role is not None:
+        ranks = first_generation(ranks, backend())
     weight_sync = build_sync(verified_config, ranks, models)
     reports = []
     for version, factor in enumerate(FACTORS):

@@ -245,7 +245,7 @@ def build_parts(
     signal."""
     if ranks.rank == 0 and torch.cuda.is_available():
         _, gpu_bytes = torch.cuda.mem_get_info()
-        save_estimate(config, folder.plan, recorder.note, ranks.world_size, gpu_bytes)
+        save_estimate(config, folder.plan, recorder.note, ranks.num_ranks, gpu_bytes)
     engine, worker = core.engine, core.engines.worker
     if isinstance(worker, Leader):
         timeline = instruments.timeline

@@ -18,7 +18,8 @@ import dapo_megatron
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import FENCED, STOPPED, end_attempt
 from dapo_megatron.cluster.collectives import on_rank0
-from dapo_megatron.cluster.members import EngineJoins
+from dapo_megatron.cluster.launch import allow_restart, forbid_restart
+from dapo_megatron.cluster.members import EngineJoins, Members
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.safe_output import above_panel, safe_text
 from dapo_megatron.cluster.stop import Stop
@@ -71,8 +72,6 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
     """
     import torch.distributed as dist
 
-    from dapo_megatron.policy.device import backend, claim
-
     folder = RunFolder(config.folder)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     stop = Stop(config.run.stop_seconds, folder.check_owner)
@@ -85,22 +84,18 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
         watchdog.start()  # before waiting for the other ranks, because one may never come
     else:
         signal.signal(signal.SIGTERM, _interrupt)
+    is_replaceable = with_folder and config.role(rank) == "engine"
+    if is_replaceable:
+        allow_restart()
+    members: Members | None = None
     try:
-        claim(int(os.environ.get("LOCAL_RANK", rank)))
-        ranks = join(
-            backend(),
-            watchdog.record_activity,
-            num_policy=config.roles.policy,
-            replica_size=config.engine_tensor_parallel,
-            timeout=timedelta(seconds=max(config.watchdog.model_dump().values())),
-        )
+        ranks = _join(config, watchdog)
         if ranks.by_role is not None:
             members = ranks.by_role.members
             refuse(members.differences(_facts(config)))
-            watchdog.replaceable = lambda: [r for r in members.current if r >= members.num_policy]
         source = None
         if with_folder:
-            if not ranks.is_late:
+            if not ranks.is_alone:
                 source = _open_folder(folder, config.resume, ranks)
             terminal = redirect_output(folder.logs / f"rank_{ranks.rank}.log")
             watchdog.terminal_fd = terminal.fileno()
@@ -108,9 +103,13 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
             for note in folder.notes:
                 print(note, file=sys.stderr, flush=True)
         context = RunContext(config, ranks, folder, terminal, source, watchdog, stop)
-        context.is_replaceable = ranks.is_late
+        context.is_replaceable = is_replaceable
         yield context
     except BaseException as error:
+        if members is not None:
+            members.report_failure(error)
+        if is_replaceable and (members is None or not members.generation):
+            forbid_restart()
         watchdog.close()
         report_error(error, rank, terminal, folder.logs if with_folder else None)
         if isinstance(error, DapoError):
@@ -119,6 +118,22 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
     watchdog.close()
     if dist.is_initialized():  # not after an error: the other ranks may never come
         dist.destroy_process_group()
+
+
+def _join(config: Config, watchdog: Watchdog) -> Ranks:
+    from dapo_megatron.policy.device import backend, claim
+
+    claim(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+    ranks = join(
+        backend(),
+        watchdog.record_activity,
+        num_policy=config.roles.policy,
+        replica_size=config.engine_tensor_parallel,
+        timeout=timedelta(seconds=max(config.watchdog.model_dump().values())),
+    )
+    if ranks.by_role is not None:
+        watchdog.replaceable = lambda: ranks.engines_apart.replaceable
+    return ranks
 
 
 def _facts(config: Config) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from typing import Any
 from dapo_megatron import loop
 from dapo_megatron.checkpoints.saver import ABANDON_SECONDS
 from dapo_megatron.cluster.instruments import StepInstruments
-from dapo_megatron.cluster.launch import allow_restart
 from dapo_megatron.cluster.members import EngineJoins, EnginesChanged
 from dapo_megatron.cluster.ranks import next_generation
 from dapo_megatron.policy.device import backend
@@ -63,7 +62,6 @@ class ElasticTraining:
     """State of the coordinator of the last generation, on rank 0."""
     _lost: set[int] = field(default_factory=set)
     """Ranks that are known to be lost, on rank 0."""
-    _is_resumed: bool = False
     _is_ready: bool = False
     """Whether this rank has entered the loop before."""
     _is_unsaved: bool = False
@@ -73,13 +71,10 @@ class ElasticTraining:
         """Train to the end, then call `conclude` on all ranks. Collective."""
         context = self.context
         models = build_models(context.config, context.ranks)
-        if context.ranks.is_late:
-            context.ranks.engines_apart.knock()
-            self._is_resumed = True
-            if not self._form_generation():
-                self._meet()
-        else:
-            keep_reference(context.config, context.ranks, models.policy)
+        if context.ranks.policy is not None:
+            keep_reference(context.config, context.ranks.policy, models.policy)
+        if context.ranks.by_role is not None:
+            self._form_first_generation()
         while True:
             try:
                 with build_core(context.config, context.ranks, context.stop, models) as core:
@@ -114,22 +109,19 @@ class ElasticTraining:
         )
         collector = parts.collector
         if config.checkpoint.rollouts:
-            # A late start of an engine does not know which steps are repeated.
+            # Ranks with only an engine do not know which steps are repeated.
             self.repeated = ranks.broadcast(self.repeated, dict[int, Path])
             add_journal(context, self.recorder, parts, self.repeated)
-        if not self._is_resumed:
-            self.resume(parts)
-            self._is_resumed = True
-        else:
+        if ranks.broadcast(self._is_ready, bool):
             assert isinstance(collector, EngineCollector)
-            self._adopt(collector)
+            collector.adopt(self._coordinator)
+        else:
+            self.resume(parts)
+        self._follow()
         if not self._is_ready:
             context.stop.hold()
-            if config.role(context.own_rank) == "engine":
-                context.is_replaceable = True
-                allow_restart()
-        self._is_ready = True
         try:
+            self._is_ready = True
             with context.watchdog.phase(Phase.OTHER):
                 if ranks.broadcast(self._is_unsaved, bool):
                     loop.save(config, parts, self.progress, self.partial_step, self.started)()
@@ -149,7 +141,7 @@ class ElasticTraining:
             raise
         conclude(self.progress, instruments)
 
-    def _adopt(self, collector: EngineCollector) -> None:
+    def _follow(self) -> None:
         """Go on from where the ranks with a policy are. Collective."""
         ranks = self.context.ranks
         self.progress = ranks.broadcast(self.progress, loop.Progress)
@@ -157,7 +149,16 @@ class ElasticTraining:
         if ranks.policy is None:
             self.partial_step.close()
             self.partial_step.sequences = [] if is_open else None
-        collector.adopt(self._coordinator)
+
+    def _form_first_generation(self) -> None:
+        """Form the first generation of the run, or of this start of an engine."""
+        members = self.context.ranks.engines_apart
+        if self.context.ranks.policy is None:
+            members.knock()
+        else:
+            members.meet_all()
+        if not self._form_generation():
+            self._meet()
 
     def _meet(self) -> None:
         """Form the next generation with the ranks that are left and those that wait to join."""

@@ -136,7 +136,7 @@ def find_entries(context: RunContext) -> tuple[dict[int, Path], list[str]]:
     first = step + 1 + is_open  # an open checkpoint has the rollouts of its step
     paths = ranks.broadcast(dict(published(journal)), dict[int, Path])
     is_used = config.checkpoint.rollouts and config.resume == "auto"
-    facts = facts_of(config, config.policy_ranks(ranks.world_size))
+    facts = facts_of(config, config.policy_ranks(ranks.num_ranks))
     entries: dict[int, Path] = {}
     notes: list[str] = []
     while is_used and (path := paths.get(first + len(entries))):
@@ -186,7 +186,7 @@ def add_journal(
         ranks,
         saver,
         entries,
-        facts_of(config, config.policy_ranks(ranks.world_size)),
+        facts_of(config, config.policy_ranks(ranks.num_ranks)),
         lambda: min((step for step, _ in published(folder.checkpoints)), default=0),
     )
     parts.collector = journal

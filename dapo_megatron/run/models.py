@@ -49,7 +49,7 @@ def build_models(config: Config, ranks: Ranks) -> Models:
 
     The engine is built before the policy, because it needs its share of the GPU free. It sees the
     memory of communicators, which are created first. Afterwards it sleeps, and the policy has the
-    accelerator until the first sync.
+    accelerator until the first sync. Engines with ranks of their own share no GPU, and join later.
     """
     from dapo_megatron.policy.communicators import connect, connect_bridge
 
@@ -57,7 +57,7 @@ def build_models(config: Config, ranks: Ranks) -> Models:
     check(config, architecture, Machine.here())
     if ranks.policy is not None:
         connect(config)
-    if not ranks.is_late:
+    if ranks.by_role is None:
         connect_bridge(ranks.world_size, ranks.device_group)
     engine = _build_engine(config, ranks)
     engine.sleep()
@@ -88,13 +88,13 @@ def build_sync(config: Config, ranks: Ranks, models: Models) -> WeightSync:
 
 
 def _ranks_per_node(ranks: Ranks) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_ranks))
 
 
 def _build_engine(config: Config, ranks: Ranks) -> RolloutEngine:
     """Build this rank's engine, empty. Collective over the ranks of `ranks.engine`."""
     if ranks.engine is None:
-        num_replicas = config.engine_ranks(ranks.world_size) // config.engine_tensor_parallel
+        num_replicas = config.engine_ranks(ranks.num_ranks) // config.engine_tensor_parallel
         return NoEngine(num_replicas, config.engine.max_sequences)
     from dapo_megatron.engine.engine import VllmEngine
 

@@ -56,7 +56,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
     state = read_state(source) if source else None
     progress, partial_step = _starting_point(context, state, replay)
     repeated: dict[int, Path] = {}
-    if replay is None and not ranks.is_late:
+    if replay is None and not ranks.is_alone:
         repeated, about_journal = find_entries(context)
         notes += about_journal
     last_recorded = max(progress.step + (partial_step.sequences is not None), *repeated, 0)
@@ -64,13 +64,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
     for note in (*notes, *about_layers):
         recorder.note(f"  {note}")
 
-    def resume(parts: Parts) -> None:
-        if state is not None and source is not None:
-            parts.policy.load(source)
-            with restoring(source):
-                parts.collector.restore(state["coordinator"], source)
-                on_all_ranks(ranks, lambda: partial_step.load(source, parts.data_parallel))
-
+    resume = partial(_resume, context, state, partial_step)
     summary: dict[str, Any] = {}
 
     def conclude(progress: loop.Progress, instruments: StepInstruments) -> None:
@@ -125,16 +119,32 @@ def _starting_point(
         return progress, PartialStep.from_state(state and state.get("open_step"), context.config)
 
 
+def _resume(
+    context: RunContext, state: dict[str, Any] | None, partial_step: PartialStep, parts: Parts
+) -> None:
+    """Load the checkpoint to resume from, of which ranks with a policy have `state`. Collective."""
+    # Ranks with only an engine do not know the checkpoint.
+    source = context.ranks.broadcast(context.resume_from, Path | None)
+    if source is None:
+        return
+    state = state or read_state(source)
+    parts.policy.load(source)
+    with restoring(source):
+        parts.collector.restore(state["coordinator"], source)
+        load = partial(partial_step.load, source, parts.data_parallel)
+        on_all_ranks(context.ranks, load)
+
+
 def _open_recorder(
     context: RunContext, step: int, last_recorded: int
 ) -> tuple[RunRecorder | RankRecorder, list[str]]:
     """Start an attempt after `step`. Return the recorder, and notes about layers of the model that
-    are not used. Collective, except on a rank that comes late to a running attempt."""
+    are not used. Collective, except on a rank with only an engine."""
     from dapo_megatron.run.other_weights import dropped_layers
     from dapo_megatron.run.record import open_recorder, rank_recorder
 
     config, ranks, folder = context.config, context.ranks, context.folder
-    if ranks.is_late:
+    if ranks.is_alone:
         return rank_recorder(config, folder), []
     on_rank0(ranks, lambda: start_attempt(folder.attempts, step))
     recorder = open_recorder(
@@ -262,7 +272,7 @@ def _summary(context: RunContext, progress: Any, highest_gib: float) -> dict[str
         "evaluation_before": progress.first_evaluation,
         "evaluation_after": progress.last_evaluation,
         "seed": context.config.seed,
-        "num_processes": context.ranks.world_size,
+        "num_processes": context.ranks.num_ranks,
         "versions": versions(),
         "commit": commit(),
     }

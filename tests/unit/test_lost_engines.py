@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.distributed import HashStore
 from dapo_megatron.cluster import members as meetings
 from dapo_megatron.cluster.members import EnginesChanged, Members, agreed, register
 from dapo_megatron.rollout.holders import groups_with
-from dapo_megatron.types import Finish, RankError, Stopped
+from dapo_megatron.types import ConfigError, DapoError, Finish, Stopped
 from tests.helpers.rollouts import (
     ScriptedDriver,
     collect,
@@ -125,20 +127,19 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return killed
 
 
-def meet_all(members: list[Members], **settings: Any) -> dict[int, Any]:
-    """Let ranks meet in threads. Return what each then knows, or its error, by rank."""
+def in_threads(actions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
+    """Run the action of each rank in a thread. Return its result or error, by rank."""
     results: dict[int, Any] = {}
 
-    def run(member: Members) -> None:
+    def run(rank: int, action: Callable[[], Any]) -> None:
         try:
-            member.meet(**{"at_least": 1, "wait_seconds": 60.0, **settings})
-            results[member.rank] = member.generation, member.current
-        except RankError as error:
-            results[member.rank] = str(error)
+            results[rank] = action()
         except Stopped as error:
-            results[member.rank] = type(error)
+            results[rank] = type(error)
+        except DapoError as error:
+            results[rank] = str(error)
 
-    threads = [threading.Thread(target=run, args=(member,)) for member in members]
+    threads = [threading.Thread(target=run, args=item) for item in actions.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -146,13 +147,31 @@ def meet_all(members: list[Members], **settings: Any) -> dict[int, Any]:
     return results
 
 
+def meet_all(members: list[Members], **settings: Any) -> dict[int, Any]:
+    """Let ranks meet in threads. Return what each then knows, or its error, by rank."""
+
+    def meet(member: Members) -> tuple[int, tuple[int, ...]]:
+        member.meet(**{"at_least": 1, "wait_seconds": 60.0, **settings})
+        return member.generation, member.current
+
+    return in_threads({member.rank: partial(meet, member) for member in members})
+
+
 def started(store: HashStore, replica_size: int = 1) -> list[Members]:
     """Return the first generation: a policy of two ranks and engines on four."""
-    members = []
-    for rank in range(6):
-        start = register(store, rank)
-        members.append(Members(store, rank, 2, 6, replica_size, start, current=tuple(range(6))))
+    members = [start_rank(store, rank, replica_size) for rank in range(6)]
+    results = in_threads(
+        {member.rank: member.meet_all if member.rank < 2 else member.knock for member in members}
+    )
+    assert set(results.values()) == {None}, results
+    assert {(member.generation, member.current) for member in members} == {(1, tuple(range(6)))}
     return members
+
+
+def start_rank(store: HashStore, rank: int, replica_size: int = 1) -> Members:
+    """Return a new start of a rank."""
+    current = (0, 1) if rank < 2 else ()
+    return Members(store, rank, 2, 6, replica_size, register(store, rank), current=current)
 
 
 def test_the_ranks_that_are_left_form_the_next_generation() -> None:
@@ -160,7 +179,7 @@ def test_the_ranks_that_are_left_form_the_next_generation() -> None:
     left = [member for member in members if member.rank != 3]
     results = meet_all(left, lost={3})
     assert set(results) == {0, 1, 2, 4, 5}
-    assert set(results.values()) == {(1, (0, 1, 2, 4, 5))}
+    assert set(results.values()) == {(2, (0, 1, 2, 4, 5))}
     assert members[4].replica == 1
     assert members[0].replica == -1
 
@@ -169,7 +188,7 @@ def test_an_engine_without_one_of_its_ranks_is_left_out() -> None:
     members = started(HashStore(), replica_size=2)
     results = meet_all([member for member in members if member.rank != 3], lost={3})
     assert results.pop(2).startswith("rank 2: the run goes on without this engine")
-    assert set(results.values()) == {(1, (0, 1, 4, 5))}
+    assert set(results.values()) == {(2, (0, 1, 4, 5))}
 
 
 def test_a_new_start_joins_and_a_dead_start_does_not() -> None:
@@ -177,15 +196,15 @@ def test_a_new_start_joins_and_a_dead_start_does_not() -> None:
     members = started(store)
     meet_all([member for member in members if member.rank not in (3, 4)], lost={3, 4})
     assert not members[0].wants_in()
-    again = Members(store, 4, 2, 6, 1, register(store, 4))
+    again = start_rank(store, 4)
     thread = threading.Thread(target=again.knock)
     thread.start()
     while not members[0].wants_in():
         pass
     results = meet_all([member for member in members if member.rank in (0, 1, 2, 5)])
     thread.join(20)
-    assert set(results.values()) == {(2, (0, 1, 2, 4, 5))}
-    assert (again.generation, again.current) == (2, (0, 1, 2, 4, 5))
+    assert set(results.values()) == {(3, (0, 1, 2, 4, 5))}
+    assert (again.generation, again.current) == (3, (0, 1, 2, 4, 5))
     assert not members[0].wants_in()
     store.set(f"knock 3 {register(store, 3)}", "")  # waits, but
     register(store, 3)  # is followed by a newer start that does not wait yet
@@ -198,7 +217,7 @@ def test_a_rank_that_comes_too_late_is_left_out(
     monkeypatch.setattr(meetings, "ARRIVAL_SECONDS", 0.3)
     members = started(HashStore())
     results = meet_all([member for member in members if member.rank != 5])
-    assert set(results.values()) == {(1, (0, 1, 2, 3, 4))}
+    assert set(results.values()) == {(2, (0, 1, 2, 3, 4))}
     assert len(killed) == 1
     assert "the run goes on without this engine" in meet_all([members[5]])[5]
 
@@ -214,6 +233,54 @@ def test_a_run_with_too_few_engines_waits_and_then_ends() -> None:
     members = started(HashStore())
     results = meet_all(members[:2], lost={2, 3, 4, 5}, check_stop=stop)
     assert results[0] is Stopped
+
+
+def test_an_engine_that_cannot_be_built_ends_the_run_before_the_first_generation() -> None:
+    store = HashStore()
+    members = [start_rank(store, rank) for rank in range(6)]
+
+    def fail() -> None:
+        members[4].report_failure(ConfigError("engine.memory_gib: too little"))
+
+    results = in_threads({0: members[0].meet_all, 1: members[1].meet_all, 4: fail})
+    assert results[0] == "rank 4: engine.memory_gib: too little"
+    assert results[1] == "rank 0 has ended the run; see its error"
+    # Later, the run goes on without it.
+    members = started(HashStore())
+    start_rank(members[0].store, 4).report_failure(ConfigError("another config"))
+    results = meet_all([member for member in members if member.rank != 4], lost={4})
+    assert set(results.values()) == {(2, (0, 1, 2, 3, 5))}
+
+
+def test_the_first_generation_waits_for_an_engine_that_is_started_again() -> None:
+    store = HashStore()
+    members = [start_rank(store, rank) for rank in range(6)]
+    first = {rank: members[rank].meet_all for rank in (0, 1)}
+    knocking = {rank: members[rank].knock for rank in (2, 3, 5)}
+    again = start_rank(store, 4)  # the first start of rank 4 has died
+    results = in_threads({**first, **knocking, 4: again.knock})
+    assert set(results.values()) == {None}
+    assert again.current == tuple(range(6))
+
+
+def test_ranks_of_an_engine_find_each_other_after_unequal_numbers_of_starts() -> None:
+    store = HashStore()
+    members = [start_rank(store, rank, 2) for rank in range(6)]
+    numbers = in_threads({rank: members[rank].find_peers for rank in range(2, 6)})
+    assert numbers == {2: 1, 3: 1, 4: 1, 5: 1}
+    for _ in range(3):  # rank 5 is killed more often than rank 4
+        other = start_rank(store, 5, 2)
+    first = start_rank(store, 4, 2)
+    assert in_threads({4: first.find_peers, 5: other.find_peers}) == {4: 2, 5: 2}
+    # The first rank alone, with a rank that was in the engine before, waits.
+    first = start_rank(store, 4, 2)
+    thread = threading.Thread(target=first.find_peers, daemon=True)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    other = start_rank(store, 5, 2)
+    assert in_threads({5: other.find_peers}) == {5: 3}
+    thread.join(20)
 
 
 def test_an_engine_with_another_config_is_refused_by_key() -> None:

@@ -147,6 +147,7 @@ def use_roles(rank: int, other_secret: bool) -> str:
         module.run_secret = lambda _: b"another"  # type: ignore[assignment]
     try:
         ranks = module.join("gloo", num_policy=1, replica_size=2)
+        ranks = module.first_generation(ranks, "gloo")
     except RankError as error:
         return str(error)
     assert (ranks.policy is None) == (rank > 0) and (ranks.engine is None) == (rank == 0)
