@@ -139,9 +139,14 @@ class Members:
     def find_peers(self) -> int:
         """Wait until every rank of this rank's engine has a start that was in no engine before.
         Return a number of this engine, which is the same on its ranks and new. Collective over
-        them, although some may have been started more often than others."""
+        them, although some may have been started more often than others. What is left on this node
+        of an earlier engine with this rank is killed: it may wait for this rank's last start."""
         engine = self.engine_of(self.rank)
         first = engine[0]
+        earlier = self._used(first)
+        for rank in earlier if self.rank in earlier else ():
+            if num_starts(self.store, rank) == earlier[rank]:
+                kill_here(*self._process(rank))
         if self.rank == first:
             known = self._used(first)
             while any(num_starts(self.store, rank) <= known.get(rank, 0) for rank in engine):
@@ -238,6 +243,7 @@ class Members:
     ) -> None:
         here = set(self.current) - self._missing("arrival", lost)
         deadline = time.monotonic() + wait_seconds
+        num_started = 0
         while True:
             joining = [engine for engine in self._engines() if self._waits(engine)]
             staying = [engine for engine in self.replicas if set(engine) <= here]
@@ -257,8 +263,10 @@ class Members:
             except BaseException:
                 self._publish([])  # so that no rank waits
                 raise
-            # Without a limit, there is no sign of life: the watchdog counts the time.
-            self._pause("waits for engines" if deadline < math.inf else "")
+            # Without a deadline, the watchdog limits the time from the last start of an engine.
+            num_started, num_before = self._num_starts(), num_started
+            is_counted = deadline == math.inf and num_started == num_before
+            self._pause("" if is_counted else "waits for engines")
         for rank in set(self.current) - {rank for engine in engines for rank in engine}:
             if rank >= self.num_policy and not self._is_restarted(rank):
                 kill_here(*self._process(rank))  # it hangs, and would keep its memory
@@ -287,6 +295,10 @@ class Members:
             if missing <= lost:
                 return missing
             self._pause("waits for the other ranks")
+
+    def _num_starts(self) -> int:
+        """Return how many processes of engines have started."""
+        return sum(num_starts(self.store, rank) for rank in range(self.num_policy, self.num_ranks))
 
     def _raise_failure(self) -> None:
         """Raise the error of an engine that could not be built."""

@@ -49,14 +49,19 @@ def check_ledger(folder: Path, num_steps: int) -> None:
 
 
 def test_a_run_waits_for_its_only_engine_which_died(tmp_path: Path) -> None:
+    """The engine dies while it is built, and again during the third step."""
+    folder = tmp_path / "run"
     roles = ("run.processes=2", "roles={policy: 1, engine: 1}", "train.rollout_steps=5")
     with started(*command(tmp_path, "run", *APART, *roles), new_session=True) as running:
-        wait_for_row(tmp_path / "run", 2, running)
-        os.kill(heartbeat(tmp_path / "run", 1)["pid"], signal.SIGKILL)
+        wait_for_file(folder / "logs/rank_1.log", running)
+        os.kill(heartbeat(folder, 1)["pid"], signal.SIGKILL)
+        wait_for_row(folder, 2, running)
+        os.kill(heartbeat(folder, 1)["pid"], signal.SIGKILL)
         assert running.wait(300) == 0, running.stdout
-        assert "rank 1 ended with exit code -9; it is started again" in running.stdout
-    check_ledger(tmp_path / "run", 5)
-    assert not (tmp_path / "run" / ".pulse" / "alarm").read_text()
+        restarts = running.stdout.count("rank 1 ended with exit code -9; it is started again")
+        assert restarts == 2, running.stdout
+    check_ledger(folder, 5)
+    assert not (folder / ".pulse" / "alarm").read_text()
 
 
 @pytest.mark.long
@@ -85,6 +90,12 @@ def test_a_run_survives_ten_losses_at_random_moments(seed: int, tmp_path: Path) 
     check_ledger(folder, num_steps)
     limits = {"SIGKILL": 0, "SIGSTOP": LIMIT_SECONDS}
     assert all(seconds < limits[name] + 10 + 20 for name, _, seconds in waits)
+
+
+def wait_for_file(path: Path, running: Running) -> None:
+    while not path.exists():
+        assert running.poll() is None, running.stdout
+        time.sleep(0.05)
 
 
 def seconds_to_next_row(folder: Path, running: Running) -> float:

@@ -214,8 +214,8 @@ def test_a_new_start_joins_and_a_dead_start_does_not() -> None:
 def test_a_rank_that_comes_too_late_is_left_out(
     monkeypatch: pytest.MonkeyPatch, killed: list[int]
 ) -> None:
-    monkeypatch.setattr(meetings, "ARRIVAL_SECONDS", 0.3)
     members = started(HashStore())
+    monkeypatch.setattr(meetings, "ARRIVAL_SECONDS", 2.0)
     results = meet_all([member for member in members if member.rank != 5])
     assert set(results.values()) == {(2, (0, 1, 2, 3, 4))}
     assert len(killed) == 1
@@ -263,7 +263,9 @@ def test_the_first_generation_waits_for_an_engine_that_is_started_again() -> Non
     assert again.current == tuple(range(6))
 
 
-def test_ranks_of_an_engine_find_each_other_after_unequal_numbers_of_starts() -> None:
+def test_ranks_of_an_engine_find_each_other_after_unequal_numbers_of_starts(
+    killed: list[int],
+) -> None:
     store = HashStore()
     members = [start_rank(store, rank, 2) for rank in range(6)]
     numbers = in_threads({rank: members[rank].find_peers for rank in range(2, 6)})
@@ -272,12 +274,13 @@ def test_ranks_of_an_engine_find_each_other_after_unequal_numbers_of_starts() ->
         other = start_rank(store, 5, 2)
     first = start_rank(store, 4, 2)
     assert in_threads({4: first.find_peers, 5: other.find_peers}) == {4: 2, 5: 2}
-    # The first rank alone, with a rank that was in the engine before, waits.
+    # The first rank alone, with a rank that was in the engine before, kills it and waits.
+    assert not killed
     first = start_rank(store, 4, 2)
     thread = threading.Thread(target=first.find_peers, daemon=True)
     thread.start()
     thread.join(0.3)
-    assert thread.is_alive()
+    assert thread.is_alive() and len(killed) == 1
     other = start_rank(store, 5, 2)
     assert in_threads({5: other.find_peers}) == {5: 3}
     thread.join(20)
