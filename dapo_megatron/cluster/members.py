@@ -144,9 +144,10 @@ class Members:
         engine = self.engine_of(self.rank)
         first = engine[0]
         earlier = self._used(first)
-        for rank in earlier if self.rank in earlier else ():
-            if num_starts(self.store, rank) == earlier[rank]:
-                kill_here(*self._process(rank))
+        if earlier.get(self.rank, self.start) < self.start:
+            for rank, start in earlier.items():
+                if num_starts(self.store, rank) == start:
+                    kill_here(*self._process(rank))
         if self.rank == first:
             known = self._used(first)
             while any(num_starts(self.store, rank) <= known.get(rank, 0) for rank in engine):
