@@ -126,10 +126,10 @@ class Members:
 
     @property
     def replaceable(self) -> list[int]:
-        """Ranks that the run can go on without: those of the generation's engines, and before the
-        first generation those of all engines."""
-        ranks = self.current if self.generation else range(self.num_ranks)
-        return [rank for rank in ranks if rank >= self.num_policy]
+        """Ranks that the run can go on without: those of the generation's engines, and without any
+        those of all engines."""
+        current = [rank for rank in self.current if rank >= self.num_policy]
+        return current or list(range(self.num_policy, self.num_ranks))
 
     def engine_of(self, rank: int) -> range:
         """Return the ranks of the engine to which a rank belongs."""
@@ -173,6 +173,12 @@ class Members:
         kind = type(error) if isinstance(error, DapoError) else RankError
         record = ErrorRecord.of(kind(f"rank {self.rank}: {text}"))
         self.store.set("failure", json.dumps(record and asdict(record)))
+
+    def after_rank0(self, what: str) -> None:
+        """Wait until rank 0 calls this, too."""
+        if self.rank == 0:
+            self.store.set(what, "")
+        self._wait_for(what)
 
     def knock(self) -> None:
         """Ask to join, and wait until rank 0 has decided on a generation with this rank. Raises

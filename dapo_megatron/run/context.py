@@ -97,6 +97,8 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
         if with_folder:
             if not ranks.is_alone:
                 source = _open_folder(folder, config.resume, ranks)
+            if members is not None:
+                members.after_rank0("has opened the run's folder")  # it may move an older run
             terminal = redirect_output(folder.logs / f"rank_{ranks.rank}.log")
             watchdog.terminal_fd = terminal.fileno()
             watchdog.at_hang = lambda: end_attempt(folder.attempts, "hung")

@@ -174,6 +174,10 @@ def start_rank(store: HashStore, rank: int, replica_size: int = 1) -> Members:
     return Members(store, rank, 2, 6, replica_size, register(store, rank), current=current)
 
 
+def stop() -> None:
+    raise Stopped("stopped by SIGTERM")
+
+
 def test_the_ranks_that_are_left_form_the_next_generation() -> None:
     members = started(HashStore())
     left = [member for member in members if member.rank != 3]
@@ -182,6 +186,15 @@ def test_the_ranks_that_are_left_form_the_next_generation() -> None:
     assert set(results.values()) == {(2, (0, 1, 2, 4, 5))}
     assert members[4].replica == 1
     assert members[0].replica == -1
+    assert members[0].replaceable == [2, 4, 5]
+
+
+def test_every_engine_is_replaceable_while_the_first_meeting_waits_for_it() -> None:
+    member = start_rank(HashStore(), 0)
+    with pytest.raises(Stopped):
+        member.meet(at_least=4, wait_seconds=60.0, check_stop=stop)
+    assert member.generation == 1
+    assert member.replaceable == [2, 3, 4, 5]
 
 
 def test_an_engine_without_one_of_its_ranks_is_left_out() -> None:
@@ -226,9 +239,6 @@ def test_a_run_with_too_few_engines_waits_and_then_ends() -> None:
     members = started(HashStore())
     results = meet_all(members[:2], lost={2, 3, 4, 5}, at_least=1, wait_seconds=0.2)
     assert "0 engines are left, fewer than engine.min_replicas = 1" in results[0]
-
-    def stop() -> None:
-        raise Stopped("stopped by SIGTERM")
 
     members = started(HashStore())
     results = meet_all(members[:2], lost={2, 3, 4, 5}, check_stop=stop)
