@@ -190,11 +190,16 @@ def test_the_ranks_that_are_left_form_the_next_generation() -> None:
 
 
 def test_every_engine_is_replaceable_while_the_first_meeting_waits_for_it() -> None:
-    member = start_rank(HashStore(), 0)
-    with pytest.raises(Stopped):
-        member.meet(at_least=4, wait_seconds=60.0, check_stop=stop)
-    assert member.generation == 1
-    assert member.replaceable == [2, 3, 4, 5]
+    store, seen = HashStore(), list[list[int]]()
+    members = [start_rank(store, rank) for rank in range(2)]
+
+    def see_and_stop() -> None:
+        seen.append(members[0].replaceable)
+        stop()
+
+    meet_all(members, at_least=4, check_stop=see_and_stop)
+    assert members[0].generation == 1
+    assert seen == [[2, 3, 4, 5]]
 
 
 def test_an_engine_without_one_of_its_ranks_is_left_out() -> None:
