@@ -66,6 +66,11 @@ class Exchange(Protocol):
         """Number of ranks."""
         ...
 
+    @property
+    def names(self) -> Sequence[int]:
+        """Numbers of these ranks in the run, which errors name."""
+        ...
+
     def all_gather(self, value: T, of: object) -> list[T]:
         """Return the values of all ranks, in rank order."""
         ...
