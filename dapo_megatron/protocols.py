@@ -259,12 +259,9 @@ class RolloutEngine(Protocol):
         ...
 
     def receive(self, weights: Iterable[ReceivedTensor], version: int) -> None:
-        """Replace all weights, clear the prefix cache, and set the version.
-
-        The buffers of one item of `weights` may be reused for the next item. Raises SyncError
-        naming a needed slice that is missing, repeated or has the wrong shape; the engine then
-        accepts no requests.
-        """
+        """Replace all weights, clear the prefix cache, and set the version. The buffers of one item
+        of `weights` may be reused for the next item. Raises SyncError naming a needed slice that is
+        missing, repeated or has the wrong shape; the engine then accepts no requests."""
         ...
 
     def read_back(

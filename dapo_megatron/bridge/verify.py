@@ -109,8 +109,8 @@ class SyncVerifier:
         )
         # Each rank compares some of the tensors.
         rank, num_ranks = self._exchange.rank, self._exchange.world_size
-        share = [len(names) * number // num_ranks for number in (rank, rank + 1)]
-        compared = set(sorted(names)[slice(*share)])
+        ends = [len(names) * number // num_ranks for number in (rank, rank + 1)]
+        compared = set(sorted(names)[slice(*ends)])
 
         @cache  # ranks that share a list and its fingerprints are handled once
         def policy_prints(list_number: int, value_number: int) -> list[tuple[TensorSlice, int]]:
@@ -134,8 +134,8 @@ class SyncVerifier:
 
         policy = list(map(policy_prints, self._held.list_of_rank, value_of_rank))
         engines = list(map(engine_prints, self._wanted.list_of_rank, value_of_rank))
-        found = describe_mismatches(policy, engines, self._replica_of_rank, self._exchange.names)
-        if mismatches := list(chain(*self._exchange.all_gather(found, list[Mismatch]))):
+        share = describe_mismatches(policy, engines, self._replica_of_rank, self._exchange.names)
+        if mismatches := list(chain(*self._exchange.all_gather(share, list[Mismatch]))):
             lines = [mismatch.text for mismatch in mismatches]
             more = f"\n... and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
             raise SyncError(

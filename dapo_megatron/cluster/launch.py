@@ -35,7 +35,7 @@ GRACE_SECONDS = 15.0
 """Time that the other ranks have to exit by themselves after one has failed."""
 RESTART_SECONDS = 2.0
 """Time before a rank is started again. If the whole run ends, other ranks have failed by then."""
-SHORT_LIFE_SECONDS = 600.0
+SHORT_LIFE_SECONDS = 120.0
 MAX_SHORT_LIVES = 5
 """A rank is not started again if it ended within SHORT_LIFE_SECONDS so many times in a row."""
 

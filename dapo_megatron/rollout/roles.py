@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from dapo_megatron.cluster.collectives import on_rank0
-from dapo_megatron.cluster.members import EnginesChanged, Members
+from dapo_megatron.cluster.members import MAX_FAILED_SYNCS, EnginesChanged, Members
 from dapo_megatron.protocols import Exchange, ReceivedTensor, StepResult, Sync
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.rollout.coordinator import Coordinator
@@ -133,14 +133,17 @@ class SeparateSync:
                 raise
             if self.driver is not None:
                 self.driver.lost |= failed
-            names = ", ".join(
-                f"replica {replica} (rank {', '.join(map(str, replicas[replica]))})"
-                for replica in sorted(failed)
-            )
+            names = ", ".join(map(self._take_out, sorted(failed)))
             raise EnginesChanged(
                 f"{names}: failed the check of a sync, which other engines passed; the run goes on "
                 f"without it: {error}"
             ) from error
+
+    def _take_out(self, replica: int) -> str:
+        """Count the failure of a replica. Return its name."""
+        ranks = ", ".join(map(str, self.members.replicas[replica]))
+        limit = "" if self.members.fail_sync(replica) else f", {MAX_FAILED_SYNCS} times: for good"
+        return f"replica {replica} (rank {ranks}{limit})"
 
     def switch_to_policy(self) -> None:
         """See protocols.Sync."""

@@ -2,7 +2,7 @@
 train ...`.
 
 After each sync of rank RANK, if there is a file in the folder MARKS, it is removed and one bit of
-the engine's weights is flipped.
+the engine's weights is flipped. Rank 0 kills no process, as if the engines were on other nodes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron import __main__ as program
+from dapo_megatron.cluster import members
 from dapo_megatron.engine.engine import VllmEngine
 from tests.helpers.saboteur import flip_bit
 
@@ -29,5 +30,6 @@ if __name__ == "__main__":
             flip_bit(NORM)(self)
 
     VllmEngine.receive = spoiled  # type: ignore[method-assign]
+    members.kill_here = lambda host, process_id: None
     sys.argv = ["dapo_megatron", *sys.argv[3:]]
     program.main()

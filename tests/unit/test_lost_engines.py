@@ -290,6 +290,16 @@ def test_an_engine_that_alone_fails_a_sync_leaves_with_all_its_ranks(ranks: set[
         )
 
 
+def test_an_engine_that_failed_too_many_syncs_does_not_join() -> None:
+    store = HashStore()
+    first, *_ = started(store)
+    store.set(f"knock 4 {register(store, 4)}", "")
+    assert [first.fail_sync(2) for _ in range(2)] == [True, True]
+    assert first.wants_in()
+    assert not first.fail_sync(2)
+    assert not first.wants_in()
+
+
 @pytest.mark.parametrize(
     "ranks", [{2, 5}, {0, 4}, {0, 1}, set()], ids=["all", "policy too", "policy", "unknown"]
 )
