@@ -142,8 +142,9 @@ class SeparateSync:
     def _take_out(self, replica: int) -> str:
         """Count the failure of a replica. Return its name."""
         ranks = ", ".join(map(str, self.members.replicas[replica]))
-        limit = "" if self.members.fail_sync(replica) else f", {MAX_FAILED_SYNCS} times: for good"
-        return f"replica {replica} (rank {ranks}{limit})"
+        if self.members.fail_sync(replica):
+            return f"replica {replica} (rank {ranks})"
+        return f"replica {replica} (rank {ranks}; {MAX_FAILED_SYNCS} times, does not join again)"
 
     def switch_to_policy(self) -> None:
         """See protocols.Sync."""

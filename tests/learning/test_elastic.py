@@ -144,6 +144,6 @@ def test_an_engine_that_fails_every_sync_stays_out(tmp_path: Path) -> None:
     print(out)
     assert out.count("it is started again") == MAX_FAILED_SYNCS
     assert out.count("failed the check of a sync") == MAX_FAILED_SYNCS
-    assert f"(rank 2, {MAX_FAILED_SYNCS} times: for good): failed" in out
+    assert f"(rank 2; {MAX_FAILED_SYNCS} times, does not join again): failed" in out
     assert len(list(marks.iterdir())) == 100 - MAX_FAILED_SYNCS
     check_ledger(folder, 80)
