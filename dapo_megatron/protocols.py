@@ -66,6 +66,11 @@ class Exchange(Protocol):
         """Number of ranks."""
         ...
 
+    @property
+    def names(self) -> Sequence[int]:
+        """Numbers of these ranks in the run, which errors name."""
+        ...
+
     def all_gather(self, value: T, of: object) -> list[T]:
         """Return the values of all ranks, in rank order."""
         ...
@@ -254,12 +259,9 @@ class RolloutEngine(Protocol):
         ...
 
     def receive(self, weights: Iterable[ReceivedTensor], version: int) -> None:
-        """Replace all weights, clear the prefix cache, and set the version.
-
-        The buffers of one item of `weights` may be reused for the next item. Raises SyncError
-        naming a needed slice that is missing, repeated or has the wrong shape; the engine then
-        accepts no requests.
-        """
+        """Replace all weights, clear the prefix cache, and set the version. The buffers of one item
+        of `weights` may be reused for the next item. Raises SyncError naming a needed slice that is
+        missing, repeated or has the wrong shape; the engine then accepts no requests."""
         ...
 
     def read_back(

@@ -31,8 +31,7 @@ else:
 
 
 def packed(values: NDArray[Any]) -> array[Any]:
-    """Return a numpy array as an array of the same type, without making each number a Python
-    object."""
+    """Return a numpy array as an array of the same type, without a Python object per number."""
     return array(values.dtype.char, values.tobytes())
 
 
@@ -105,9 +104,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """Result of grading a completion: raw score (usually +1 / -1), correctness, and the answer that
-    the grader extracted. `parsed` is False if the completion contains no answer; these are counted
-    per data set."""
+    """Result of grading a completion: raw score (usually +1 / -1), correctness, extracted answer.
+    `parsed` is False if the completion contains no answer; these are counted per data set."""
 
     score: float
     correct: bool
@@ -583,6 +581,11 @@ class SyncReport:
 class DapoError(Exception):
     """Base class of errors that end a run with a message for the user and no traceback."""
 
+    def __init__(self, message: str = "", ranks: Iterable[int] = ()) -> None:
+        """Take also the ranks that caused an error which all ranks raise, if they are known."""
+        super().__init__(message)
+        self.ranks = frozenset(ranks)
+
 
 class ConfigError(DapoError):
     """The configuration is invalid. The message names the dotted key and how to fix it."""
@@ -602,13 +605,11 @@ class CheckpointError(DapoError):
 
 class StarvedError(DapoError):
     """Dynamic sampling cannot fill a step. The message names the data sets and what to change.
-    Raised on all ranks while the coordinator's state is consistent, so that the run can save a
-    checkpoint before it ends."""
+    Raised on all ranks while the coordinator's state is consistent and can be saved."""
 
 
 class Stopped(DapoError):
-    """A signal asked the run to stop. Raised on all ranks at a point where the run's state is
-    consistent and can be saved."""
+    """A signal asked the run to stop. Raised on all ranks while the run's state can be saved."""
 
 
 class Fenced(DapoError):

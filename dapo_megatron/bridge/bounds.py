@@ -8,7 +8,7 @@ follow from the precisions that policy and engine compute with.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,19 +63,28 @@ class CanaryBounds:
     derived: frozenset[str]
     """Keys of the bounds that are not in the config."""
 
-    def excess(self, gaps: Sequence[CanaryGap]) -> str | None:
+    def allow(self, gap: CanaryGap) -> bool:
+        """Return whether no figure of a gap exceeds its bound."""
+        return gap.max <= self.max and gap.mean <= self.mean and gap.quantile <= self.quantile
+
+    def excess(self, gaps: Mapping[int, CanaryGap]) -> str | None:
         """Return a description of the first figure of any rank that exceeds its bound, or None."""
         for key, bound, values, over in (
-            ("sync.max_gap", self.max, [gap.max for gap in gaps], ""),
-            ("sync.canary_mean_gap", self.mean, [gap.mean for gap in gaps], "the mean"),
+            ("sync.max_gap", self.max, {rank: gap.max for rank, gap in gaps.items()}, ""),
+            (
+                "sync.canary_mean_gap",
+                self.mean,
+                {rank: gap.mean for rank, gap in gaps.items()},
+                "the mean",
+            ),
             (
                 "sync.canary_quantile_gap",
                 self.quantile,
-                [gap.quantile for gap in gaps],
+                {rank: gap.quantile for rank, gap in gaps.items()},
                 f"more than {1 - QUANTILE:.0%}",
             ),
         ):
-            ranks = [rank for rank, value in enumerate(values) if value > bound]
+            ranks = [rank for rank, value in values.items() if value > bound]
             if ranks:
                 worst = max(ranks, key=values.__getitem__)
                 gap = gaps[worst]

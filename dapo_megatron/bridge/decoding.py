@@ -36,24 +36,30 @@ def check_decoding(
     """Return the largest gap, in nats, between the log-probs of decoded and of scored tokens.
 
     Each engine decodes the most likely tokens after the beginnings of `sequences`, which have the
-    same length. Raises SyncError if on any rank the largest gap or the mean exceeds the canary's
-    bound. Collective.
+    same length. Raises SyncError with the ranks on which the largest gap or the mean exceeds the
+    canary's bound, if there are any. Collective.
     """
     rank_gap = on_all_ranks(exchange, lambda: _gap(engine, sequences))
-    gaps = exchange.all_gather(rank_gap, tuple[float, float])
+    gathered = exchange.all_gather(rank_gap, tuple[float, float])
+    gaps = dict(zip(exchange.names, gathered, strict=True))
+    at_fault = [
+        rank for rank, (largest, mean) in gaps.items() if largest > bounds.max or mean > bounds.mean
+    ]
     for key, bound, values in (
-        ("sync.max_gap", bounds.max, [largest for largest, _ in gaps]),
-        ("sync.canary_mean_gap", bounds.mean, [mean for _, mean in gaps]),
+        ("sync.max_gap", bounds.max, {rank: largest for rank, (largest, _) in gaps.items()}),
+        ("sync.canary_mean_gap", bounds.mean, {rank: mean for rank, (_, mean) in gaps.items()}),
     ):
-        if max(values) > bound:
-            ranks = ", ".join(str(rank) for rank, value in enumerate(values) if value > bound)
+        highest = max(values.values())
+        if highest > bound:
+            ranks = ", ".join(str(rank) for rank, value in values.items() if value > bound)
             raise SyncError(
                 f"weights {version}: decoded tokens have other log-probs than the same tokens "
-                f"scored in one pass, by {max(values):.3g}, engine ranks {ranks}; {key} is "
+                f"scored in one pass, by {highest:.3g}, engine ranks {ranks}; {key} is "
                 f"{bound:g}. Scoring agrees with the policy, so CUDA graphs read stale memory, or "
-                "the kernels of decoding compute something else. Try engine.enforce_eager=true"
+                "the kernels of decoding compute something else. Try engine.enforce_eager=true",
+                at_fault,
             )
-    return max(largest for largest, _ in gaps)
+    return max(largest for largest, _ in gathered)
 
 
 def _gap(engine: RolloutEngine, sequences: Sequence[Sequence[int]]) -> tuple[float, float]:

@@ -3,7 +3,8 @@
 The transfer plan is made once and reused. Every sync checks that each wanted slice arrives exactly
 once, that policy and engines give the same log-probs for canary sequences, and that decoding gives
 the same log-probs as scoring (decoding.py). It also compares fingerprints (verify.py) of all
-weights or of a tenth of them (schedule.py). A failure ends the run and names tensor and ranks.
+weights or of a tenth of them (schedule.py). A failure names tensor and ranks. It ends the run,
+unless the run can go on without the engines at fault (rollout/roles.py).
 
 The sync also hands over the accelerator. Before it, the engine sleeps. After it, the parts of the
 policy that policy.offload names are in host memory. Both models are on the accelerator while
@@ -101,8 +102,9 @@ class WeightSync:
     def __call__(self, version: int) -> SyncReport:
         """Sync once.
 
-        Raises SyncError naming tensor and ranks, and ConfigError if there is too little memory to
-        wake the engine. The engines must not be used after an error.
+        Raises SyncError naming tensor and ranks, with the ranks at fault as far as known, and
+        ConfigError if there is too little memory to wake the engine. Engines at fault must not be
+        used after an error, and others need another sync.
         """
         started = time.perf_counter()
         self._policy.onload()
@@ -156,9 +158,15 @@ class WeightSync:
         on_all_ranks(self._exchange, lambda: self._engine.receive(stream, version), drain=stream)
         versions = self._exchange.all_gather((version, self._engine.version), tuple[int, int])
         newest = max(synced for synced, _ in versions)
-        for rank, (synced, running) in enumerate(versions):
-            if (synced, running) != (newest, newest):
-                raise SyncError(
-                    f"weights {newest}: rank {rank} syncs weights {synced}, and its engine has "
-                    f"weights {running}. The ranks are not at the same step"
-                )
+        behind = {
+            rank: pair
+            for rank, pair in zip(self._exchange.names, versions, strict=True)
+            if pair != (newest, newest)
+        }
+        if behind:
+            rank, (synced, running) = next(iter(behind.items()))
+            raise SyncError(
+                f"weights {newest}: rank {rank} syncs weights {synced}, and its engine has "
+                f"weights {running}. The ranks are not at the same step",
+                behind,
+            )

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,16 @@ _Numbered = list[tuple[int, int]]
 """(index into the rank's wanted slices, fingerprint) of each slice that can be read."""
 _Boxes = dict[Region, dict[int, list[int]]]
 """Region -> fingerprint -> the ranks whose copy has it."""
+
+
+class Mismatch(NamedTuple):
+    """Copies of a tensor, or a part of it, that differ."""
+
+    text: str
+    """A line that names tensor and ranks."""
+    ranks: list[int]
+    """Ranks of which some are at fault: those of an engine that differs from the policy. Copies
+    within the policy that differ are all named."""
 
 
 class SyncVerifier:
@@ -85,7 +96,8 @@ class SyncVerifier:
     def check_fingerprints(self, version: int, names: Collection[str] | None = None) -> None:
         """Raise SyncError naming tensors and ranks if policy and engines hold different weights.
 
-        Compares the tensors in `names`, which are the same on all ranks. None: all tensors.
+        All ranks at fault have engines, unless copies within the policy differ. Compares the
+        tensors in `names`, which are the same on all ranks. None: all tensors.
         """
         names = self._names if names is None else names
         is_full = len(names) == len(self._names)
@@ -97,8 +109,8 @@ class SyncVerifier:
         )
         # Each rank compares some of the tensors.
         rank, num_ranks = self._exchange.rank, self._exchange.world_size
-        share = [len(names) * number // num_ranks for number in (rank, rank + 1)]
-        compared = set(sorted(names)[slice(*share)])
+        ends = [len(names) * number // num_ranks for number in (rank, rank + 1)]
+        compared = set(sorted(names)[slice(*ends)])
 
         @cache  # ranks that share a list and its fingerprints are handled once
         def policy_prints(list_number: int, value_number: int) -> list[tuple[TensorSlice, int]]:
@@ -122,13 +134,15 @@ class SyncVerifier:
 
         policy = list(map(policy_prints, self._held.list_of_rank, value_of_rank))
         engines = list(map(engine_prints, self._wanted.list_of_rank, value_of_rank))
-        rank_lines = describe_mismatches(policy, engines, self._replica_of_rank)
-        if lines := list(chain(*self._exchange.all_gather(rank_lines, list[str]))):
+        share = describe_mismatches(policy, engines, self._replica_of_rank, self._exchange.names)
+        if mismatches := list(chain(*self._exchange.all_gather(share, list[Mismatch]))):
+            lines = [mismatch.text for mismatch in mismatches]
             more = f"\n... and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
             raise SyncError(
                 f"weights {version}: fingerprints differ after the sync\n"
                 + "\n".join(lines[:NAMED])
-                + more
+                + more,
+                chain(*(mismatch.ranks for mismatch in mismatches)),
             )
         if is_full:
             rank = next(rank for rank, replica in enumerate(self._replica_of_rank) if replica >= 0)
@@ -169,14 +183,17 @@ class SyncVerifier:
     def check_canary(self, version: int, policy_logprobs: Tensor, *, fingerprinted: bool) -> float:
         """Return the largest gap, in nats, between any engine and the policy.
 
-        Raises SyncError if a gap exceeds its bound. Unless this sync was `fingerprinted` in full,
-        all fingerprints are checked first, because their error names the tensor.
+        Raises SyncError with the ranks whose gap exceeds a bound. Unless this sync was
+        `fingerprinted` in full, all fingerprints are checked first, because their error names the
+        tensor.
         """
         rank_gap = canary_gap(policy_logprobs, self._engine.score(self._sequences))
-        gaps = self._exchange.all_gather(rank_gap, CanaryGap)
+        gathered = self._exchange.all_gather(rank_gap, CanaryGap)
+        gaps = dict(zip(self._exchange.names, gathered, strict=True))
         excess = self._bounds.excess(gaps)
         if excess is None:
-            return max(gap.max for gap in gaps)
+            return max(gap.max for gap in gathered)
+        at_fault = [rank for rank, gap in gaps.items() if not self._bounds.allow(gap)]
         disagreement = (
             f"weights {version}: on canary sequences policy and engine disagree by {excess}"
         )
@@ -184,13 +201,14 @@ class SyncVerifier:
             try:
                 on_all_ranks(self._exchange, self._reload_policy)
             except SyncError as error:
-                raise SyncError(f"{disagreement}. {error}") from error
+                raise SyncError(f"{disagreement}. {error}", at_fault) from error
             self.check_fingerprints(version)
         unread = f" ({self.num_unread} tensors cannot be read back)" if self.num_unread else ""
         raise SyncError(
             f"{disagreement}. The weights' fingerprints agree{unread}, so the engine packs or "
             "quantizes the weights wrongly, or its kernels compute something else. If this gap is "
-            "normal for the model and its precisions, raise that key"
+            "normal for the model and its precisions, raise that key",
+            at_fault,
         )
 
     def _reload_policy(self) -> None:
@@ -299,35 +317,41 @@ def _coefficients(dim: int, first: int, size: int, device: torch.device) -> Tens
 
 
 def describe_mismatches(
-    policy: Fingerprints, engines: Fingerprints, replica_of_rank: Sequence[int]
-) -> list[str]:
-    """Return a line for each mismatch, naming tensor and ranks. `replica_of_rank` is the replica
-    that each engine rank belongs to.
+    policy: Fingerprints,
+    engines: Fingerprints,
+    replica_of_rank: Sequence[int],
+    names: Sequence[int],
+) -> list[Mismatch]:
+    """Return the mismatches. `replica_of_rank` is the replica that each engine rank belongs to, and
+    `names` the numbers of the ranks in the run.
 
     Copies of one region must be equal, among policy ranks and among engine ranks. Shards of policy
     and engine are compared over the smallest unions of boxes that both sides cover.
     """
-    held, wanted = _by_tensor(policy), _by_tensor(engines)
-    lines: list[str] = []
+    held, wanted = _by_tensor(policy, names), _by_tensor(engines, names)
+    replica_of = dict(zip(names, replica_of_rank, strict=True))
+    mismatches: list[Mismatch] = []
     for name in sorted(held.keys() | wanted.keys()):
         trained = _boxes(held.get(name, ()))
         unequal = list(_unequal_copies(name, "policy", trained))
-        lines += unequal
+        mismatches += unequal
         if unequal:
             continue  # it is unknown which copy the engine should hold
         replicas: dict[int, list[tuple[int, Region, int]]] = defaultdict(list)
         for entry in wanted.get(name, ()):
-            replicas[replica_of_rank[entry[0]]].append(entry)
+            replicas[replica_of[entry[0]]].append(entry)
         for _, entries in sorted(replicas.items()):
             sampled = _boxes(entries)
-            lines += _differences(name, trained, sampled)
-    return lines
+            mismatches += _differences(name, trained, sampled)
+    return mismatches
 
 
-def _by_tensor(prints: Fingerprints) -> dict[str, list[tuple[int, Region, int]]]:
+def _by_tensor(
+    prints: Fingerprints, names: Sequence[int]
+) -> dict[str, list[tuple[int, Region, int]]]:
     """Return (rank, region, fingerprint) of all slices, by tensor name."""
     tensors: dict[str, list[tuple[int, Region, int]]] = defaultdict(list)
-    for rank, tensor_slices in enumerate(prints):
+    for rank, tensor_slices in zip(names, prints, strict=True):
         for tensor_slice, value in tensor_slices:
             tensors[tensor_slice.name].append((rank, tensor_slice.region, value))
     return tensors
@@ -342,19 +366,20 @@ def _boxes(entries: Iterable[tuple[int, Region, int]]) -> _Boxes:
     return boxes
 
 
-def _unequal_copies(name: str, side: str, boxes: _Boxes) -> Iterator[str]:
-    """Yield a line per region with unequal copies, naming the smallest group of ranks first."""
+def _unequal_copies(name: str, side: str, boxes: _Boxes) -> Iterator[Mismatch]:
+    """Yield a mismatch per region with unequal copies, naming the smallest group of ranks first."""
     for region, values in boxes.items():
         if len(values) > 1:
             fewest, *rest = sorted(values.values(), key=len)
-            yield (
+            yield Mismatch(
                 f"{name}{region}: {side} ranks {_list(fewest)} hold other values than "
-                f"ranks {_list(chain(*rest))}"
+                f"ranks {_list(chain(*rest))}",
+                list(chain(fewest, *rest)),
             )
 
 
-def _differences(name: str, trained: _Boxes, sampled: _Boxes) -> Iterator[str]:
-    """Yield a line per union of boxes on which one engine's weights are not the policy's."""
+def _differences(name: str, trained: _Boxes, sampled: _Boxes) -> Iterator[Mismatch]:
+    """Yield a mismatch per union of boxes on which one engine's weights are not the policy's."""
     for policy_boxes, engine_boxes in _components(trained, sampled):
         expected = combine_fingerprints(*(next(iter(trained[region])) for region in policy_boxes))
         if len(engine_boxes) == 1:  # compare each rank's copy by itself
@@ -381,7 +406,8 @@ def _differences(name: str, trained: _Boxes, sampled: _Boxes) -> Iterator[str]:
             wrong = sorted(holders) if actual != expected else []
         if wrong:
             box = engine_boxes[0] if len(engine_boxes) == 1 else ""
-            yield f"{name}{box}: engine ranks {_list(wrong)} hold other values than the policy"
+            text = f"{name}{box}: engine ranks {_list(wrong)} hold other values than the policy"
+            yield Mismatch(text, wrong)
 
 
 def _components(trained: _Boxes, sampled: _Boxes) -> Iterator[tuple[list[Region], list[Region]]]:

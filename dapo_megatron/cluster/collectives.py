@@ -59,9 +59,9 @@ class ErrorRecord:
         kinds = (kind.__name__ for kind in type(error).__mro__)
         return ErrorRecord(next(kind for kind in kinds if kind in _ERRORS), str(error))
 
-    def error(self) -> DapoError:
-        """Return the error; a plain DapoError if `kind` is unknown."""
-        return _ERRORS.get(self.kind, DapoError)(self.text)
+    def error(self, ranks: Iterable[int] = ()) -> DapoError:
+        """Return the error, caused by `ranks`; a plain DapoError if `kind` is unknown."""
+        return _ERRORS.get(self.kind, DapoError)(self.text, ranks)
 
 
 NAMED = 5
@@ -87,9 +87,9 @@ def on_rank0(exchange: Exchange, action: Callable[[], T]) -> T | None:
 def on_all_ranks(exchange: Exchange, action: Callable[[], T], *, drain: Iterable[object] = ()) -> T:
     """Run `action` on every rank and return this rank's result. Collective.
 
-    If it raises a DapoError on some ranks, all ranks raise an error with their reasons. `drain` is
-    a collective iteration that is always finished, because the other ranks take part in it. An
-    exception other than DapoError ends this rank; the launcher then ends the others.
+    If it raises a DapoError on some ranks, all ranks raise an error with these ranks and their
+    reasons. `drain` is a collective iteration that is always finished, because the other ranks take
+    part in it. An exception other than DapoError ends this rank; the launcher then ends the others.
     """
     result, error = None, None
     try:
@@ -99,11 +99,12 @@ def on_all_ranks(exchange: Exchange, action: Callable[[], T], *, drain: Iterable
     for _ in drain:
         pass
     records = exchange.all_gather(ErrorRecord.of(error), ErrorRecord | None)
-    errors = {rank: record for rank, record in enumerate(records) if record is not None}
-    if errors:
+    if any(records):
+        named = zip(exchange.names, records, strict=True)
+        errors = {rank: record for rank, record in named if record is not None}
         lines = [f"rank {rank}: {record.text}" for rank, record in errors.items()]
         first = next(iter(errors.values()))
-        raise ErrorRecord(first.kind, "\n".join(lines[:NAMED])).error()
+        raise ErrorRecord(first.kind, "\n".join(lines[:NAMED])).error(errors)
     return cast(T, result)
 
 

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 ARRIVAL_SECONDS = 30.0
 """Time that an engine has to come to the meeting, unless it is known to be gone."""
 POLL_SECONDS = 0.05
+MAX_FAILED_SYNCS = 3
+"""An engine that failed so many syncs since the run was started does not join again."""
 T = TypeVar("T")
 
 
@@ -95,6 +98,8 @@ class Members:
     engine that has not joined yet."""
     _starts: dict[int, int] = field(default_factory=dict)
     """Start of each rank of an engine that has taken part, on rank 0."""
+    _failed_syncs: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """Number of syncs that each engine failed."""
 
     @property
     def replicas(self) -> list[tuple[int, ...]]:
@@ -109,6 +114,13 @@ class Members:
     def wants_in(self) -> bool:
         """Return whether an engine waits to join. Asked on rank 0."""
         return any(self._waits(engine) for engine in self._engines())
+
+    def fail_sync(self, replica: int) -> bool:
+        """Count a sync that an engine of the generation failed. Return whether it may join again.
+        Its new starts might take long to fail, so that the launcher would never give up."""
+        engine = self.replicas[replica]
+        self._failed_syncs[engine] += 1
+        return self._failed_syncs[engine] < MAX_FAILED_SYNCS
 
     def differences(self, facts: Mapping[str, Any]) -> list[str]:
         """Compare `facts` (JSON values, such as those of config keys) with rank 0's. Return a line
@@ -328,8 +340,8 @@ class Members:
         return num_starts(self.store, rank) > self._starts.get(rank, 0)
 
     def _waits(self, engine: tuple[int, ...]) -> bool:
-        """Return whether the newest starts of all ranks of an engine wait to join."""
-        return all(
+        """Return whether the newest starts of all ranks of an engine wait to join, and may."""
+        return self._failed_syncs[engine] < MAX_FAILED_SYNCS and all(
             self._is_restarted(rank)
             and self._is_set(f"knock {rank} {num_starts(self.store, rank)}")
             for rank in engine

@@ -64,7 +64,7 @@ class Ranks:
 
     @property
     def names(self) -> Sequence[int]:
-        """Numbers of these ranks in the run, which errors name."""
+        """See Exchange."""
         return self.members or range(self.world_size)
 
     @property

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from dapo_megatron.cluster.collectives import on_rank0
-from dapo_megatron.cluster.members import EnginesChanged
-from dapo_megatron.protocols import Exchange, ReceivedTensor, StepResult
+from dapo_megatron.cluster.members import MAX_FAILED_SYNCS, EnginesChanged, Members
+from dapo_megatron.protocols import Exchange, ReceivedTensor, StepResult, Sync
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import EngineDriver
@@ -29,6 +29,8 @@ from dapo_megatron.types import (
     SampleRequest,
     Shard,
     Stopped,
+    SyncError,
+    SyncReport,
     TensorSlice,
     TokenBatch,
 )
@@ -97,6 +99,56 @@ class SeparateTraining:
                 driver.idle(is_over.is_set)
 
         return Running(lead, self.engines.driver)
+
+
+@dataclass(frozen=True)
+class SeparateSync:
+    """Sync after which the run goes on without engines that fail its checks. Implements
+    protocols.Sync.
+
+    driver  on rank 0
+    """
+
+    sync: Sync
+    members: Members
+    driver: EngineDriver | None
+
+    def __call__(self, version: int) -> SyncReport:
+        """See protocols.Sync. If some engines are at fault, and others pass the check that finds
+        it, EnginesChanged is raised on all ranks but those of the former, which raise SyncError.
+
+        If all engines fail, or ranks of the policy do, then the policy or the model is at fault,
+        and SyncError is raised on all ranks.
+        """
+        try:
+            return self.sync(version)
+        except SyncError as error:
+            replicas = self.members.replicas
+            failed = {
+                replica for replica, ranks in enumerate(replicas) if error.ranks.intersection(ranks)
+            }
+            is_policy = any(rank < self.members.num_policy for rank in error.ranks)
+            is_all = len(failed) == len(replicas)
+            if not failed or is_policy or is_all or self.members.replica in failed:
+                raise
+            if self.driver is not None:
+                self.driver.lost |= failed
+            names = ", ".join(map(self._take_out, sorted(failed)))
+            raise EnginesChanged(
+                f"{names}: failed the check of a sync, which other engines passed; the run goes on "
+                f"without it: {error}"
+            ) from error
+
+    def _take_out(self, replica: int) -> str:
+        """Count the failure of a replica. Return its name."""
+        ranks = ", ".join(map(str, self.members.replicas[replica]))
+        if self.members.fail_sync(replica):
+            return f"replica {replica} (rank {ranks})"
+        return f"replica {replica} (rank {ranks}; {MAX_FAILED_SYNCS} times, does not join again)"
+
+    def switch_to_policy(self) -> None:
+        """See protocols.Sync."""
+        self.sync.switch_to_policy()
 
 
 def _raise(error: DapoError | None) -> None:

@@ -40,7 +40,7 @@ from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.rollout.exchange import RouteSize, TokenExchange
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
-from dapo_megatron.rollout.roles import SeparateTraining
+from dapo_megatron.rollout.roles import SeparateSync, SeparateTraining
 from dapo_megatron.rollout.store import CompletionStore
 from dapo_megatron.rollout.worker import Follower, Leader
 from dapo_megatron.run.exports import exports_of
@@ -285,6 +285,7 @@ def build_parts(
         parts.on_policy_ranks = SeparateTraining(
             core.engines, ahead, ranks.policy, instruments.serving
         )
+        parts.sync = SeparateSync(core.sync, ranks.engines_apart, core.engines.driver)
     return parts
 
 

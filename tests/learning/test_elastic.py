@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from dapo_megatron.cluster.members import MAX_FAILED_SYNCS
 from tests.helpers.commands import Running, started
 from tests.learning.test_roles import command, wait_for_row
 
@@ -103,3 +105,56 @@ def seconds_to_next_row(folder: Path, running: Running) -> float:
     rows = (folder / "metrics.jsonl").read_text().count("\n")
     wait_for_row(folder, rows, running)
     return time.monotonic() - began
+
+
+def spoiled_run(directory: Path, marks: Path, *more: str) -> tuple[str, ...]:
+    """Return the command of a run with two engines, of which rank 2 is spoiled in as many syncs as
+    there are files in `marks`."""
+    marks.mkdir()
+    roles = ("run.processes=3", "roles={policy: 1, engine: 2}")
+    return (
+        "-m",
+        "tests.helpers.spoiler",
+        "2",
+        str(marks),
+        *command(directory, "run", *APART, *roles, *more),
+    )
+
+
+@pytest.mark.long
+def test_an_engine_that_fails_a_sync_is_taken_out_and_returns(tmp_path: Path) -> None:
+    folder, marks = tmp_path / "run", tmp_path / "marks"
+    words = spoiled_run(tmp_path, marks, "train.rollout_steps=25", "checkpoint.every=1")
+    with started(*words, new_session=True) as running:
+        wait_for_row(folder, 2, running)
+        (marks / "once").touch()
+        assert running.wait(300) == 0, running.stdout
+        out = running.stdout
+    print(out)
+    [line] = re.findall(r"replica 1 \(rank 2\): failed the check of a sync.*\n.*", out)
+    assert "fingerprints differ" in line
+    assert "model.norm.weight[0:128]: engine ranks 2 hold other values than the policy" in line
+    assert out.count("rank 2 ended with exit code 1; it is started again") == 1
+    assert "error: weights 3: fingerprints differ" in (folder / "logs" / "rank_2.log").read_text()
+    assert out.index("an engine joins") > out.index(line)
+    check_ledger(folder, 25)
+    names = {path.name for path in (folder / "samples" / "step_000025").glob("completions_*")}
+    assert names == {"completions_00000.parquet", "completions_00001.parquet"}
+
+
+@pytest.mark.long
+def test_an_engine_that_fails_every_sync_stays_out(tmp_path: Path) -> None:
+    folder, marks = tmp_path / "run", tmp_path / "marks"
+    words = spoiled_run(tmp_path, marks, "train.rollout_steps=80")
+    with started(*words, new_session=True) as running:
+        wait_for_row(folder, 2, running)
+        for number in range(100):
+            (marks / str(number)).touch()
+        assert running.wait(500) == 0, running.stdout
+        out = running.stdout
+    print(out)
+    assert out.count("it is started again") == MAX_FAILED_SYNCS
+    assert out.count("failed the check of a sync") == MAX_FAILED_SYNCS
+    assert f"(rank 2; {MAX_FAILED_SYNCS} times, does not join again): failed" in out
+    assert len(list(marks.iterdir())) == 100 - MAX_FAILED_SYNCS
+    check_ledger(folder, 80)

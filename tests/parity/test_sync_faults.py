@@ -6,6 +6,7 @@ intended for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from dapo_megatron.types import DapoError
 from tests.helpers import saboteur
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import make_random_model
@@ -22,14 +24,19 @@ from tests.helpers.saboteur import Saboteur
 NORM = "model.layers.1.input_layernorm.weight"
 GATE = "model.layers.0.mlp.experts.{}.gate_proj.weight"
 FAULTY_RANK = 1
+ON_BOTH = "one bit flipped in each engine"
 FINGERPRINT, COVERAGE, VERSION, CANARY = (
     "fingerprints differ", "given to the engine", "its engine has", "on canary sequences",
 )  # fmt: skip
 DECODING = "decoded tokens have other log-probs"
 
 
-def rank_main(rank: int, folder: Path, precision: str = "float32") -> dict[str, str]:
-    """Return what each fault makes the sync report on this rank, or "" for nothing.
+Reported = tuple[str, list[int]]
+"""Text of an error, and the ranks at fault; an empty text without an error."""
+
+
+def rank_main(rank: int, folder: Path, precision: str = "float32") -> dict[str, Reported]:
+    """Return what each fault makes the sync report on this rank.
 
     In bfloat16 no fingerprints are compared, and the canary's maximum has no bound.
     """
@@ -81,15 +88,17 @@ def rank_main(rank: int, folder: Path, precision: str = "float32") -> dict[str, 
             reported[name] = attempt(sync, number, SyncError)
         engine.heal()
         reported[f"after: {name}"] = attempt(sync, number, SyncError)
+    engine.afterwards = saboteur.flip_bit(NORM)
+    reported[ON_BOTH] = attempt(sync, number, SyncError)
     return reported
 
 
-def attempt(sync: Any, version: int, error: type[Exception]) -> str:
+def attempt(sync: Any, version: int, error: type[DapoError]) -> Reported:
     try:
         sync(version)
     except error as raised:
-        return str(raised)
-    return ""
+        return str(raised), sorted(raised.ranks)
+    return "", []
 
 
 Fault = Callable[[Saboteur, Any, dict[str, Any]], Any]
@@ -165,6 +174,13 @@ def _(engine: Saboteur, policy: Any, old: Any) -> Iterator[None]:
     handle.remove()
 
 
+@fault("log-probs that are no numbers")
+def _(engine: Saboteur, policy: Any, old: Any) -> Iterator[None]:
+    engine.score = lambda sequences: [[math.nan] * (len(tokens) - 1) for tokens in sequences]
+    yield
+    del engine.score
+
+
 @fault("right weights, another computation")
 def _(engine: Saboteur, policy: Any, old: Any) -> Iterator[None]:
     engine.afterwards = saboteur.other_epsilon
@@ -181,22 +197,25 @@ EXPECTED = {
     "a policy rank whose weights drifted": (FINGERPRINT, NORM, "policy ranks"),
     "expert packing skipped": (FINGERPRINT, "mlp.experts.0.", "engine ranks 1 "),
     "decoding unlike scoring": (DECODING, "engine ranks 1;"),
+    "log-probs that are no numbers": (CANARY, "by inf", "engine ranks 1;"),
     "right weights, another computation": (CANARY, "engine ranks 1"),
 }
+OF_THE_POLICY = "a policy rank whose weights drifted"
 
 
 BY_CANARY = {
     "two experts swapped",
     "an engine given older weights",
     "expert packing skipped",
+    "log-probs that are no numbers",
     "right weights, another computation",
 }
 """Faults that the canary finds in bfloat16 without fingerprints."""
-UNSEEN = {"one bit flipped in the engine", "a policy rank whose weights drifted"}
+UNSEEN = {"one bit flipped in the engine", OF_THE_POLICY}
 """Faults that only fingerprints find in bfloat16: they are smaller than its rounding."""
 
 
-def messages(folder: Path, *more: str) -> dict[str, str]:
+def messages(folder: Path, *more: str) -> dict[str, Reported]:
     """Return what each fault makes all ranks report."""
     # Experts of a size that vLLM packs without padding. Otherwise unpacked experts are refused for
     # their shape, and the fault would not be silent.
@@ -207,38 +226,48 @@ def messages(folder: Path, *more: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reported]:
     return messages(tmp_path_factory.mktemp("moe"))
 
 
-def test_a_sync_without_a_fault_reports_nothing(reported: dict[str, str]) -> None:
-    assert reported["nothing"] == ""
+def test_a_sync_without_a_fault_reports_nothing(reported: dict[str, Reported]) -> None:
+    assert reported["nothing"] == ("", [])
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_reported_by_the_intended_check_in_that_sync(
-    reported: dict[str, str], name: str
+    reported: dict[str, Reported], name: str
 ) -> None:
-    print(f"{name}: {reported[name]}")
+    """Both copies of a policy that differ are at fault, because nobody knows the right one."""
+    text, ranks = reported[name]
+    print(f"{name}: {text}")
     for words in EXPECTED[name]:
-        assert words in reported[name]
+        assert words in text
+    assert ranks == ([0, 1] if name == OF_THE_POLICY else [FAULTY_RANK])
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_next_sync_repairs_the_engine(reported: dict[str, str], name: str) -> None:
+def test_the_next_sync_repairs_the_engine(reported: dict[str, Reported], name: str) -> None:
     if name != "right weights, another computation":  # a sync of weights cannot repair it
-        assert reported[f"after: {name}"] == ""
+        assert reported[f"after: {name}"] == ("", [])
+
+
+def test_both_engines_may_be_at_fault(reported: dict[str, Reported]) -> None:
+    text, ranks = reported[ON_BOTH]
+    assert text.count(NORM) == 2 and ranks == [0, 1]
 
 
 @pytest.mark.long
 def test_in_bfloat16_the_canary_finds_gross_faults_without_fingerprints(tmp_path: Path) -> None:
     reported = messages(tmp_path / "moe", "bfloat16")
-    assert reported["nothing"] == ""
+    assert reported["nothing"] == ("", [])
     for name in BY_CANARY:
-        assert CANARY in reported[name] and "derived from bfloat16 with experts" in reported[name]
-        assert "engine ranks 1;" in reported[name]
+        text, ranks = reported[name]
+        assert CANARY in text and "engine ranks 1;" in text and ranks == [FAULTY_RANK]
+        assert "derived from bfloat16 with experts" in text or "by inf" in text
         if name != "right weights, another computation":
-            assert reported[f"after: {name}"] == ""
+            assert reported[f"after: {name}"] == ("", [])
     for name in UNSEEN:
-        assert reported[name] == ""
-    assert len(BY_CANARY | UNSEEN) + 3 == len(FAULTS)  # the others are found in the exchange
+        assert reported[name] == ("", [])
+    # The others are found in the exchange, or by decoding.
+    assert len(BY_CANARY | UNSEEN) + 4 == len(FAULTS)

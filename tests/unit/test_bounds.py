@@ -44,27 +44,32 @@ def test_the_gap_has_its_maximum_mean_and_quantile() -> None:
 def test_nan_counts_as_infinity() -> None:
     gap = gap_of((0, 3, math.nan))
     assert (gap.max, gap.mean, gap.sequence, gap.token) == (math.inf, math.inf, 0, 3)
-    assert "sync.max_gap is 10" in str(BOUNDS.excess([gap]))
+    assert "sync.max_gap is 10" in str(BOUNDS.excess({0: gap}))
 
 
 def test_a_gap_within_its_bounds_has_no_excess() -> None:
-    assert BOUNDS.excess([gap_of(), gap_of((1, 15, 9.0), (2, 1, 0.9))]) is None
+    gaps = [gap_of(), gap_of((1, 15, 9.0), (2, 1, 0.9))]
+    assert BOUNDS.excess(dict(enumerate(gaps))) is None
+    assert all(map(BOUNDS.allow, gaps))
 
 
 def test_an_excess_names_figure_bound_worst_token_and_ranks() -> None:
     healthy = gap_of()
-    assert BOUNDS.excess([healthy, gap_of((1, 15, 11.0))]) == (
-        "11 (sequence 1, token 15), engine ranks 1; sync.max_gap is 10"
+    assert BOUNDS.excess({0: healthy, 5: gap_of((1, 15, 11.0))}) == (
+        "11 (sequence 1, token 15), engine ranks 5; sync.max_gap is 10"
     )
     spread = gap_of(*((sequence, 7, 3.0) for sequence in range(4)))
-    assert BOUNDS.excess([spread, healthy, spread]) == (
+    assert BOUNDS.excess({0: spread, 1: healthy, 2: spread}) == (
         "0.12 (on the mean of 100 tokens; by 3 at sequence 0, token 7), engine ranks 0, 2; "
         "sync.canary_mean_gap is 0.1, derived from bfloat16"
     )
-    assert BOUNDS.excess([healthy, gap_of((1, 15, 4.0), (3, 2, 2.0))]) == (
+    skewed = gap_of((1, 15, 4.0), (3, 2, 2.0))
+    assert BOUNDS.excess({0: healthy, 1: skewed}) == (
         "2 (on more than 1% of 100 tokens; by 4 at sequence 1, token 15), engine ranks 1; "
         "sync.canary_quantile_gap is 1, derived from bfloat16"
     )
+    exceeding = gap_of((1, 15, 11.0)), spread, skewed, gap_of((0, 3, math.nan))
+    assert not any(map(BOUNDS.allow, exceeding))
 
 
 FP8 = {"policy__precision": "bfloat16", "engine__quantization": "fp8"}
@@ -95,4 +100,4 @@ def test_bounds_in_the_config_are_taken_and_not_called_derived() -> None:
     bounds = canary_bounds(config, has_experts=False)
     assert bounds.mean == 0.5 and bounds.derived == {"sync.canary_quantile_gap"}
     gap = gap_of(*((sequence, token, 0.9) for sequence in range(4) for token in range(1, 26)))
-    assert str(bounds.excess([gap])).endswith("sync.max_gap is 0.0001")
+    assert str(bounds.excess({0: gap})).endswith("sync.max_gap is 0.0001")

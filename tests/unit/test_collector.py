@@ -45,6 +45,10 @@ class Replayed:
     sent: list[Any]
     received: int = 0
 
+    @property
+    def names(self) -> range:
+        return range(self.world_size)
+
     def broadcast(self, value: Any, of: Any, source: int = 0) -> Any:
         if self.rank == source:
             self.sent.append(encode(value))

@@ -1,11 +1,12 @@
 """Test that a run goes on when engines are lost and join: the coordinator's decisions with scripted
-replicas, and the meetings of ranks with threads."""
+replicas, the meetings of ranks with threads, and who leaves after a failed sync."""
 
 from __future__ import annotations
 
 import random
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch.distributed import HashStore
 from dapo_megatron.cluster import members as meetings
 from dapo_megatron.cluster.members import EnginesChanged, Members, agreed, register
 from dapo_megatron.rollout.holders import groups_with
-from dapo_megatron.types import ConfigError, DapoError, Finish, Stopped
+from dapo_megatron.rollout.roles import SeparateSync
+from dapo_megatron.types import ConfigError, DapoError, Finish, Stopped, SyncError, SyncReport
 from tests.helpers.rollouts import (
     ScriptedDriver,
     collect,
@@ -328,3 +330,65 @@ def test_ranks_with_a_policy_go_on_together() -> None:
         agreed(Policy(others=False), lambda: 5)  # type: ignore[arg-type]
     with pytest.raises(EnginesChanged, match="lost"):
         agreed(Policy(others=True), fail)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- engines that fail a sync
+
+
+@dataclass
+class FailingSync:
+    """Sync in which `ranks` are at fault."""
+
+    ranks: set[int]
+
+    def __call__(self, version: int) -> SyncReport:
+        raise SyncError(f"weights {version}: fingerprints differ", self.ranks)
+
+    def switch_to_policy(self) -> None: ...
+
+
+def errors_of(ranks: set[int]) -> tuple[dict[int, DapoError], set[int]]:
+    """Let a policy of two ranks and two engines of two ranks fail a sync. Return the error of each
+    rank, and the replicas that rank 0 knows to be lost."""
+    errors: dict[int, DapoError] = {}
+    driver = ScriptedDriver(lambda ticket, sample: True)
+    for member in started(HashStore(), replica_size=2):
+        driver_here = driver if member.rank == 0 else None
+        sync = SeparateSync(FailingSync(ranks), member, driver_here)  # type: ignore[arg-type]
+        with pytest.raises(DapoError) as raised:
+            sync(3)
+        errors[member.rank] = raised.value
+    return errors, driver.lost
+
+
+@pytest.mark.parametrize("ranks", [{4}, {4, 5}])
+def test_an_engine_that_alone_fails_a_sync_leaves_with_all_its_ranks(ranks: set[int]) -> None:
+    errors, lost = errors_of(ranks)
+    assert lost == {1}
+    leaving = {rank for rank, error in errors.items() if isinstance(error, SyncError)}
+    assert leaving == {4, 5}
+    for rank in (0, 1, 2, 3):
+        assert isinstance(errors[rank], EnginesChanged)
+        assert str(errors[rank]) == (
+            "replica 1 (rank 4, 5): failed the check of a sync, which other engines passed; the run"
+            " goes on without it: weights 3: fingerprints differ"
+        )
+
+
+def test_an_engine_that_failed_too_many_syncs_does_not_join() -> None:
+    store = HashStore()
+    first, *_ = started(store)
+    store.set(f"knock 4 {register(store, 4)}", "")
+    assert [first.fail_sync(2) for _ in range(2)] == [True, True]
+    assert first.wants_in()
+    assert not first.fail_sync(2)
+    assert not first.wants_in()
+
+
+@pytest.mark.parametrize(
+    "ranks", [{2, 5}, {0, 4}, {0, 1}, set()], ids=["all", "policy too", "policy", "unknown"]
+)
+def test_a_failed_sync_ends_the_run_if_not_only_some_engines_are_at_fault(ranks: set[int]) -> None:
+    errors, lost = errors_of(ranks)
+    assert {type(error) for error in errors.values()} == {SyncError}
+    assert not lost

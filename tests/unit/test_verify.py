@@ -3,7 +3,8 @@ the tensor and the ranks."""
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from collections.abc import Sequence
+from itertools import pairwise, product, zip_longest
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dapo_megatron.bridge.verify import (
+    Fingerprints,
+    Mismatch,
     _coefficients,
     combine_fingerprints,
     describe_mismatches,
@@ -136,6 +139,15 @@ def fingerprints(
     ]
 
 
+def mismatches(
+    policy: Fingerprints, engines: Fingerprints, replicas: Sequence[int]
+) -> list[Mismatch]:
+    """Describe mismatches of a policy and engines on the first ranks, both from rank 0."""
+    sides = zip_longest(policy, engines, replicas)
+    held, wanted, numbers = zip(*((p or [], e or [], r or 0) for p, e, r in sides), strict=True)
+    return describe_mismatches(held, wanted, numbers, range(len(numbers)))
+
+
 LAYOUTS = {  # regions of policy ranks, of engine ranks, and the replica of each engine rank
     "equal": (HALVES * 2, HALVES * 2, [0, 0, 1, 1]),
     "policy finer": (QUARTERS, HALVES * 2, [0, 0, 1, 1]),
@@ -152,7 +164,7 @@ def test_equal_weights_agree_in_all_layouts(layout: str) -> None:
     held, wanted, replicas = LAYOUTS[layout]
     tensor = random_tensor(SHAPE, torch.float32)
     policy = fingerprints(held, [tensor] * len(held))
-    assert describe_mismatches(policy, fingerprints(wanted, [tensor] * len(wanted)), replicas) == []
+    assert mismatches(policy, fingerprints(wanted, [tensor] * len(wanted)), replicas) == []
 
 
 @pytest.mark.parametrize(
@@ -171,29 +183,41 @@ def test_a_stale_engine_rank_is_named(layout: str, stale: int, named: str) -> No
     held, wanted, replicas = LAYOUTS[layout]
     new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
     sampled = [old if rank == stale else new for rank in range(len(wanted))]
-    [line] = describe_mismatches(
+    [(line, ranks)] = mismatches(
         fingerprints(held, [new] * len(held)), fingerprints(wanted, sampled), replicas
     )
     assert line.startswith(NAME) and named in line
+    assert stale in ranks and {replicas[rank] for rank in ranks} == {replicas[stale]}
+
+
+def test_ranks_are_named_by_their_numbers_in_the_run() -> None:
+    """Rank 1 of five was lost; rank 4 has other values."""
+    new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
+    policy = [*fingerprints([box()], [new]), [], [], []]
+    engines = [[], *fingerprints([box()] * 3, [new, new, old])]
+    [(line, ranks)] = describe_mismatches(policy, engines, [-1, 0, 1, 2], [0, 2, 3, 4])
+    assert "engine ranks 4 hold" in line and ranks == [4]
 
 
 def test_a_policy_rank_that_drifted_is_named_even_if_its_engine_follows_it() -> None:
     new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
     state = [new, new, old, new]
-    lines = describe_mismatches(
+    [(line, ranks)] = mismatches(
         fingerprints([box()] * 4, state), fingerprints([box()] * 4, state), range(4)
     )
-    assert lines == [f"{NAME}[0:12, 0:8]: policy ranks 2 hold other values than ranks 0, 1, 3"]
+    assert line == f"{NAME}[0:12, 0:8]: policy ranks 2 hold other values than ranks 0, 1, 3"
+    assert sorted(ranks) == [0, 1, 2, 3]
 
 
 def test_copies_inside_one_engine_are_compared_with_each_other() -> None:
     """Tensor-parallel ranks hold copies if there are fewer key-value heads than ranks."""
     new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
     wanted = [HALVES[0], HALVES[0], HALVES[1], HALVES[1]]
-    [line] = describe_mismatches(
+    [(line, ranks)] = mismatches(
         fingerprints([box()], [new]), fingerprints(wanted, [new, old, new, new]), [0] * 4
     )
     assert "engine ranks" in line and "1" in line
+    assert 1 in ranks
 
 
 @settings(max_examples=50)
@@ -202,10 +226,10 @@ def test_any_two_shardings_agree_and_any_fault_is_reported(data: st.DataObject) 
     tensor = random_tensor(SHAPE, torch.float32)
     held, wanted = data.draw(cuts(SHAPE)), data.draw(cuts(SHAPE))
     policy, replicas = fingerprints(held, [tensor] * len(held)), [0] * len(wanted)
-    assert describe_mismatches(policy, fingerprints(wanted, [tensor] * len(wanted)), replicas) == []
+    assert mismatches(policy, fingerprints(wanted, [tensor] * len(wanted)), replicas) == []
     wrong = tensor.clone()
     wrong[data.draw(st.integers(0, 11)), data.draw(st.integers(0, 7))] += 1.0
-    assert describe_mismatches(policy, fingerprints(wanted, [wrong] * len(wanted)), replicas)
+    assert mismatches(policy, fingerprints(wanted, [wrong] * len(wanted)), replicas)
 
 
 def test_fingerprint_weights_are_odd() -> None:
