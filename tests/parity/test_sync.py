@@ -19,7 +19,7 @@ from dapo_megatron.model import FAMILIES
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.engines import gap, hf_model, requests, run
-from tests.helpers.models import ROPE, load_hf, make_random_model
+from tests.helpers.models import KIMI_YARN, ROPE, load_hf, make_random_model
 from tests.helpers.ranks import run_ranks
 
 NUM_RANKS = 4
@@ -52,17 +52,6 @@ CPU_LATENT = {
     "v_head_dim": 64,
 }
 """Sizes of latent attention. vLLM on CPU supports only the first two."""
-KIMI_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 50_000.0,
-    "factor": 32.0,
-    "beta_fast": 1.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,
-    "original_max_position_embeddings": 64,
-}
-"""Rope of Kimi-K2 with a shorter length, and an `mscale_all_dim` that makes cosines scale."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
         "llama",
@@ -90,7 +79,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**CPU_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
     ),
-    "kimi_k2": ("deepseek_v3", {**CPU_LATENT, "rope_parameters": KIMI_YARN}),
+    # With an `mscale_all_dim` that makes cosines scale.
+    "kimi_k2": (
+        "deepseek_v3",
+        {**CPU_LATENT, "rope_parameters": KIMI_YARN | {"mscale_all_dim": 0.7}},
+    ),
     "glm4_moe_lite": ("glm4_moe_lite", CPU_LATENT),
     "glm4_moe": ("glm4_moe", {}),
     "glm4_moe_air": ("glm4_moe", {"use_qk_norm": False}),
