@@ -46,10 +46,10 @@ test: env  ## run the tests, three files at a time (JOBS=3), without those of th
 test-long: env  ## run only the tests marked long
 	$(VENV)/bin/python -m pytest -m long $(ARGS)
 
-test-layouts: env  ## run the whole matrix of layouts: four ranks, eight models, an hour
+test-layouts: env  ## run the whole matrix of layouts: four ranks, every family, hours
 	$(VENV)/bin/python -m pytest -m layouts $(ARGS)
 
-test-sync: env  ## run the whole matrix of policy and engine layouts: four ranks, seven models
+test-sync: env  ## run the whole matrix of policy and engine layouts: four ranks, every family, hours
 	$(VENV)/bin/python -m pytest -m sync $(ARGS)
 
 test-slurm: env  ## test the job scripts on an emulated cluster: installs Slurm with apt-get (root or sudo)

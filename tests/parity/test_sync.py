@@ -24,9 +24,10 @@ from tests.helpers.ranks import run_ranks
 
 NUM_RANKS = 4
 GAP = 1e-5  # nats, float32
-ODD_GAP = 5e-5
-"""Bound for seven wide layers of random weights. There HF in float32 differs from HF in float64 by
-2.6e-5, and the engine by 2.5e-5."""
+GAPS = {"llama_odd": 5e-5, "moonlight": 1.5e-5, "kimi_k2": 1.5e-5}
+"""Bounds of models in which float32 itself differs more from float64. With the seven wide layers of
+`llama_odd` HF does so by 2.6e-5, the engine by 2.5e-5. In `moonlight` it is 5.7e-6 and 6.1e-6, in
+`kimi_k2` 3.0e-6 and 4.8e-6, and policy and engine differ by up to 1.1e-5."""
 POLICIES: dict[str, dict[str, int]] = {
     "tp1": {},  # four data-parallel copies
     "tp2": {"tensor_parallel": 2},  # and two data-parallel copies
@@ -268,7 +269,7 @@ def test_engine_equals_policy_equals_hf(
         for engine in names
     ]
     ranks = run_ranks(rank_main, NUM_RANKS, folder, layouts)
-    bound = ODD_GAP if model == "llama_odd" else GAP
+    bound = GAPS.get(model, GAP)
     for engine, measured_on_ranks in zip(names, zip(*ranks, strict=True), strict=True):
         for layout in names[engine]:
             where = f"{layout} -> {engine}"
