@@ -14,7 +14,7 @@ NEXT   := $(CURDIR)/.contracts/megatron-core-$(NEXT_MEGATRON)
 CORE   := tests/contracts tests/parity/test_policy.py tests/parity/test_families.py \
           tests/parity/test_latent.py tests/parity/test_checkpoint.py tests/parity/test_transfer.py \
           tests/parity/test_torch_dist.py tests/parity/test_torch_dist_models.py \
-          tests/unit/test_torch_dist_layouts.py
+          tests/parity/test_yarn.py tests/unit/test_torch_dist_layouts.py
 
 .PHONY: help env env-gpu quickstart ladder test test-long test-layouts test-sync test-slurm \
         test-browser test-contracts test-triton test-mutations test-gpu-stack lint mlflow-ui clean
@@ -46,10 +46,10 @@ test: env  ## run the tests, three files at a time (JOBS=3), without those of th
 test-long: env  ## run only the tests marked long
 	$(VENV)/bin/python -m pytest -m long $(ARGS)
 
-test-layouts: env  ## run the whole matrix of layouts: four ranks, eight models, an hour
+test-layouts: env  ## run the whole matrix of layouts: four ranks, every family, hours
 	$(VENV)/bin/python -m pytest -m layouts $(ARGS)
 
-test-sync: env  ## run the whole matrix of policy and engine layouts: four ranks, seven models
+test-sync: env  ## run the whole matrix of policy and engine layouts: four ranks, every family, hours
 	$(VENV)/bin/python -m pytest -m sync $(ARGS)
 
 test-slurm: env  ## test the job scripts on an emulated cluster: installs Slurm with apt-get (root or sudo)

@@ -1,6 +1,6 @@
 """Write random checkpoints of any size, block by block, and convert, compare and damage them.
 
-python -m tests.helpers.checkpoints qwen2_7b FOLDER
+PYTHONPATH=tools python -m tests.helpers.checkpoints qwen2_7b FOLDER
 """
 
 from __future__ import annotations

@@ -115,6 +115,18 @@ ROPE = {
 }
 """Values of `rope_parameters`, with factors that differ from the defaults."""
 
+KIMI_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50_000.0,
+    "factor": 32.0,
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
+"""Rope of Kimi-K2 with a shorter length."""
+
 RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),

@@ -39,6 +39,7 @@ def doctor(
         *("-m", "tests.helpers.broken_doctor", fault, "--ranks", ranks),
         *("doctor", "layouts", *arguments, "--json", report),
         environment={**environment_without_launcher(), "OMP_NUM_THREADS": "1"},
+        timeout=400.0 if ranks == 2 else 3_000.0,
     )
     output = ran.stdout + ran.stderr[-4000:]
     assert report.exists(), output

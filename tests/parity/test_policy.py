@@ -245,8 +245,12 @@ def check_same(actual: Observed, expected: Observed) -> None:
     assert largest_difference(actual.gradients, expected.gradients) < 1e-6  # 7.2e-7
     assert distance(actual.gradients, expected.gradients) < 5e-6  # 2.7e-6
     assert worst(actual.gradients, expected.gradients) < 1e-5  # 4.1e-6
-    assert actual.losses == pytest.approx(expected.losses, abs=3e-7, rel=0)  # 7.7e-8
-    assert actual.grad_norms == pytest.approx(expected.grad_norms, rel=3e-6)  # 9.9e-7
+    assert actual.losses[0] == pytest.approx(expected.losses[0], abs=3e-7, rel=0)  # 7.7e-8
+    assert actual.grad_norms[0] == pytest.approx(expected.grad_norms[0], rel=3e-6)  # 9.9e-7
+    # After an update, one element whose gradient is near 0 is enough for 6.8e-7 and 4.9e-6: AdamW
+    # divides noise by noise (GLM-4.7-Flash on Megatron-core 0.19.2).
+    assert actual.losses == pytest.approx(expected.losses, abs=2e-6, rel=0)
+    assert actual.grad_norms == pytest.approx(expected.grad_norms, rel=1.5e-5)
     assert distance(actual.moved, expected.moved) < 2e-3  # 7.5e-4
 
 

@@ -19,14 +19,15 @@ from dapo_megatron.model import FAMILIES
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.engines import gap, hf_model, requests, run
-from tests.helpers.models import ROPE, load_hf, make_random_model
+from tests.helpers.models import KIMI_YARN, ROPE, load_hf, make_random_model
 from tests.helpers.ranks import run_ranks
 
 NUM_RANKS = 4
 GAP = 1e-5  # nats, float32
-ODD_GAP = 5e-5
-"""Bound for seven wide layers of random weights. There HF in float32 differs from HF in float64 by
-2.6e-5, and the engine by 2.5e-5."""
+GAPS = {"llama_odd": 5e-5, "moonlight": 1.5e-5, "kimi_k2": 1.5e-5}
+"""Bounds of models in which float32 itself differs more from float64. With the seven wide layers of
+`llama_odd` HF does so by 2.6e-5, the engine by 2.5e-5. In `moonlight` it is 5.7e-6 and 6.1e-6, in
+`kimi_k2` 3.0e-6 and 4.8e-6, and policy and engine differ by up to 1.1e-5."""
 POLICIES: dict[str, dict[str, int]] = {
     "tp1": {},  # four data-parallel copies
     "tp2": {"tensor_parallel": 2},  # and two data-parallel copies
@@ -52,17 +53,6 @@ CPU_LATENT = {
     "v_head_dim": 64,
 }
 """Sizes of latent attention. vLLM on CPU supports only the first two."""
-KIMI_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 50_000.0,
-    "factor": 32.0,
-    "beta_fast": 1.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,
-    "original_max_position_embeddings": 64,
-}
-"""Rope of Kimi-K2 with a shorter length, and an `mscale_all_dim` that makes cosines scale."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
         "llama",
@@ -90,7 +80,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**CPU_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
     ),
-    "kimi_k2": ("deepseek_v3", {**CPU_LATENT, "rope_parameters": KIMI_YARN}),
+    # With an `mscale_all_dim` that makes cosines scale.
+    "kimi_k2": (
+        "deepseek_v3",
+        {**CPU_LATENT, "rope_parameters": KIMI_YARN | {"mscale_all_dim": 0.7}},
+    ),
     "glm4_moe_lite": ("glm4_moe_lite", CPU_LATENT),
     "glm4_moe": ("glm4_moe", {}),
     "glm4_moe_air": ("glm4_moe", {"use_qk_norm": False}),
@@ -275,7 +269,7 @@ def test_engine_equals_policy_equals_hf(
         for engine in names
     ]
     ranks = run_ranks(rank_main, NUM_RANKS, folder, layouts)
-    bound = ODD_GAP if model == "llama_odd" else GAP
+    bound = GAPS.get(model, GAP)
     for engine, measured_on_ranks in zip(names, zip(*ranks, strict=True), strict=True):
         for layout in names[engine]:
             where = f"{layout} -> {engine}"

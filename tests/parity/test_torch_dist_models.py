@@ -13,20 +13,10 @@ import torch
 import yaml
 
 from dapo_megatron.checkpoints.formats.open import open_store
-from tests.helpers.models import ROPE, load_hf, make_random_model
+from tests.helpers.models import KIMI_YARN, ROPE, load_hf, make_random_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.torch_dist import to_torch_dist
 
-KIMI_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 50_000.0,
-    "factor": 32.0,
-    "beta_fast": 1.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 64,
-}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama3": (

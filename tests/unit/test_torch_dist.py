@@ -123,6 +123,57 @@ def test_a_checkpoint_of_megatron_itself_is_never_overwritten(
     assert (target / "release" / ".metadata").exists()
 
 
+def remove_mark(release: Path) -> None:
+    (release / "dapo_megatron.json").unlink()
+
+
+def change_metadata(release: Path) -> None:
+    with (release / ".metadata").open("ab") as file:
+        file.write(b"saved by another program")
+
+
+def change_mark(release: Path) -> None:
+    (release / "dapo_megatron.json").write_text('{"written_by": "dapo_megatron"}')
+
+
+def add_legacy(release: Path) -> None:
+    (release / "mp_rank_00").mkdir()
+
+
+def only_legacy(release: Path) -> None:
+    shutil.rmtree(release)
+    (release / "mp_rank_00").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("has_tracker", [True, False])
+@pytest.mark.parametrize(
+    "change", [remove_mark, change_metadata, change_mark, add_legacy, only_legacy]
+)
+def test_a_release_that_was_not_written_here_is_never_overwritten(
+    source: Path, tmp_path: Path, change: Callable[[Path], None], has_tracker: bool
+) -> None:
+    """Converters of Megatron-LM write `release` and its tracker file, too."""
+    target = copied(source, tmp_path)
+    change(target / "release")
+    if not has_tracker:
+        (target / "latest_checkpointed_iteration.txt").unlink()
+    before = sorted(target.rglob("*"))
+    for command in (["hf-to-megatron", "--format", "torch_dist"], ["megatron-to-hf"]):
+        code, output = invoke(*command, source.parent / "hf", target, "--overwrite")
+        assert code == 2 and f"{target / 'release'}: a checkpoint of Megatron, which" in output
+        assert "dapo_megatron.json" in output
+    assert sorted(target.rglob("*")) == before
+
+
+def test_a_tracker_without_its_checkpoint_is_never_overwritten(
+    source: Path, tmp_path: Path
+) -> None:
+    target = copied(source, tmp_path)
+    shutil.rmtree(target / "release")
+    code, output = invoke("hf-to-megatron", source.parent / "hf", target, "--overwrite")
+    assert code == 2 and "latest_checkpointed_iteration.txt: a checkpoint of Megatron" in output
+
+
 def test_only_files_of_the_model_are_copied_from_a_folder_of_training(
     source: Path, tmp_path: Path
 ) -> None:

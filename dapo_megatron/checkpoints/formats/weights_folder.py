@@ -3,6 +3,7 @@ publishing."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -31,7 +32,14 @@ MEGATRON_JSON = "megatron.json"
 _RUN_JSON = "state.json"  # part of a training checkpoint (checkpoints/folder.py)
 TRACKER = "latest_checkpointed_iteration.txt"
 """File of Megatron that names the newest checkpoint in a folder of them."""
-_MEGATRON_NAMES = (".metadata", "mp_rank_*", "iter_*")
+RELEASE = "release"
+"""Folder of a checkpoint of Megatron that no step belongs to. Megatron starts from its weights at
+step 0."""
+_ORIGIN = "dapo_megatron.json"
+"""File that marks such a checkpoint as written here. It has the SHA-256 of its `.metadata`."""
+_METADATA = ".metadata"
+_LEGACY = "mp_rank_*"
+_MEGATRON_NAMES = (_METADATA, _LEGACY, "iter_*")
 """Names in checkpoints of Megatron itself, and in none of ours."""
 HF_INDEX = "model.safetensors.index.json"
 _COMPANIONS = (
@@ -164,8 +172,8 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{target}: a training checkpoint; --overwrite never replaces one")
     if foreign := _of_megatron(target):
         raise CheckpointError(
-            f"{foreign}: a checkpoint of Megatron, which --overwrite never replaces; choose "
-            "another name"
+            f"{foreign}: a checkpoint of Megatron, which --overwrite never replaces, except those "
+            f"written here, as their {_ORIGIN} shows; choose another name"
         )
     is_model = (target / "config.json").exists()
     if not is_model and not (target.is_dir() and not any(target.iterdir())):
@@ -175,12 +183,32 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
 
 
 def _of_megatron(folder: Path) -> Path | None:
-    """Return a file or folder that only a checkpoint of Megatron itself has, or None. Ours has the
-    folder `release`, and a tracker file that names it."""
-    tracker = folder / TRACKER
+    """Return a file or folder of a checkpoint of Megatron that was not written here, or None."""
+    tracker, release = folder / TRACKER, folder / RELEASE
     if tracker.exists() and (not tracker.is_file() or tracker.read_bytes().strip() != b"release"):
         return tracker
+    if (tracker.exists() or release.exists()) and not _is_written_here(release):
+        return release if release.exists() else tracker
     return next((path for name in _MEGATRON_NAMES for path in sorted(folder.glob(name))), None)
+
+
+def declare_written_here(release: Path) -> None:
+    """Mark a complete checkpoint of Megatron as written by this program, so that --overwrite may
+    replace it. Another `.metadata` makes the mark invalid."""
+    (release / _ORIGIN).write_bytes(_origin(release))
+
+
+def _is_written_here(release: Path) -> bool:
+    if any(release.glob(_LEGACY)):
+        return False
+    mark, metadata = release / _ORIGIN, release / _METADATA
+    return mark.is_file() and metadata.is_file() and mark.read_bytes() == _origin(release)
+
+
+def _origin(release: Path) -> bytes:
+    with (release / _METADATA).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return json.dumps({"written_by": "dapo_megatron", "metadata_sha256": digest}).encode()
 
 
 @contextmanager

@@ -53,14 +53,17 @@ from dapo_megatron.checkpoints.formats.torch_dist.records import (
     RecordFile,
     RecordFileWriter,
 )
-from dapo_megatron.checkpoints.formats.weights_folder import TRACKER, check_links
+from dapo_megatron.checkpoints.formats.weights_folder import (
+    RELEASE,
+    TRACKER,
+    check_links,
+    declare_written_here,
+)
 from dapo_megatron.files import read_json
 from dapo_megatron.model import Architecture, LocalParameter, architecture, without_mtp
 from dapo_megatron.types import CheckpointError, Region, dtype_name
 
 FORMAT = "torch_dist"
-RELEASE = "release"
-"""Folder of a checkpoint that no step belongs to. Megatron starts from its weights at step 0."""
 MAX_FILE_BYTES = 4 * 2**30
 _ABOUT = "metadata.json"
 _MAX_PADDING = 128 * 128
@@ -406,6 +409,7 @@ class TorchDistWriter(StoreWriter):
             "common_backend_version": 1,
         }
         (folder / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        declare_written_here(folder)
         (self.folder / TRACKER).write_text(RELEASE, encoding="utf-8")
 
     def _chunks(self, local: str, info: TensorInfo, record: Record) -> Iterator[tuple[str, Chunk]]:

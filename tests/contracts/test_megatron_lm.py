@@ -1,0 +1,210 @@
+"""Megatron-LM itself takes what is written here, with the options that are printed for it, and
+computes what HF computes. What it saves is read bit by bit.
+
+Its parser, model builder, `load_checkpoint` and `save_checkpoint` run on the CPU with Megatron's
+local layers, on one rank and on two. Megatron-LM is not in a package, so the tests are skipped
+unless a checkout of it and Triton, which it imports, are on PYTHONPATH:
+
+    PYTHONPATH=MEGATRON_LM:TRITON python -m pytest tests/contracts/test_megatron_lm.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dapo_megatron.checkpoints.formats.compare import compare, compare_replicas
+from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.checkpoints.formats.torch_dist.options import (
+    fields_without_option,
+    megatron_lm_options,
+)
+from dapo_megatron.model import Architecture
+from tests.helpers.models import load_hf, make_random_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.torch_dist import to_torch_dist
+from tests.parity.test_torch_dist_models import MODELS, without_transformer_engine
+
+if importlib.util.find_spec("megatron.training") is None:
+    pytest.skip("Megatron-LM is not on PYTHONPATH", allow_module_level=True)
+
+LAYOUTS = {
+    "one": (1, ""),
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "ep2": (2, "--expert-model-parallel-size 2"),
+}
+"""Layout -> (number of ranks, options)."""
+ON_CPU = (
+    "--transformer-impl local --use-cpu-initialization --distributed-backend gloo "
+    "--attention-backend unfused --no-rope-fusion --no-bias-swiglu-fusion "
+    "--no-bias-dropout-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
+    "--no-persist-layer-norm"
+)
+FINETUNE = "--ckpt-format torch_dist --finetune --no-load-optim --no-load-rng"
+TRAINING = "--seq-length 128 --micro-batch-size 1 --global-batch-size 2 --train-iters 1 --lr 1e-5"
+SAVED_STEP = 100
+
+
+def measure(rank: int, world_size: int, folders: list[Path], layouts: list[str]) -> Any:
+    """Return the largest difference of logits from HF for each (model, layout)."""
+    from dapo_megatron.policy.device import megatron_device
+
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 90, (2, 24))
+    results = {}
+    for folder in folders:
+        arch = open_store(folder / "hf").arch
+        with torch.no_grad():
+            wanted = load_hf(folder / "hf")(tokens).logits
+        for layout in layouts:
+            if layout == "ep2" and not arch.num_experts:
+                continue
+            with megatron_device(), torch.no_grad():
+                logits = load_and_save(rank, world_size, folder, layout, arch, tokens)
+            if logits is not None:
+                difference = logits[..., : arch.vocab_size] - wanted
+                results[folder.name, layout] = float(difference.abs().max())
+    return results
+
+
+def load_and_save(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    layout: str,
+    arch: Architecture,
+    tokens: torch.Tensor,
+) -> torch.Tensor | None:
+    """Load a checkpoint into a model of NaNs, save it, and return its logits on the last stage."""
+    from megatron.core import parallel_state
+    from megatron.training import checkpointing
+
+    args = megatron_lm_arguments(rank, world_size, folder, layout, arch)
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    model = build(args).eval()
+    for parameter in model.parameters():
+        parameter.fill_(torch.nan)
+    assert checkpointing.load_checkpoint([model], None, None) == (0, 0)
+    for name, parameter in model.named_parameters():
+        if "word_embeddings" in name or "output_layer" in name:
+            parameter.nan_to_num_(0.0)  # rows of padding
+        assert not parameter.isnan().any(), name
+    args.save, args.finetune = str(folder / layout), False
+    args.no_save_optim = args.no_save_rng = True
+    checkpointing.get_rng_state = lambda *_: None
+    torch.cuda.synchronize = lambda *_: None
+    checkpointing.save_checkpoint(SAVED_STEP, [model], None, None, 0)
+    logits = forward(model, args, tokens)
+    parallel_state.destroy_model_parallel()
+    return logits
+
+
+def megatron_lm_arguments(
+    rank: int, world_size: int, folder: Path, layout: str, arch: Architecture
+) -> Any:
+    """Return what Megatron-LM makes of the printed options."""
+    from megatron.training import arguments, global_vars
+    from megatron.training.tokenizer import tokenizer
+
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    arguments.get_device_arch_version = lambda: 9  # as on an H100
+    options = " ".join((*megatron_lm_options(arch), LAYOUTS[layout][1], ON_CPU, FINETUNE, TRAINING))
+    sys.argv = ["pretrain_gpt.py", *shlex.split(options), "--load", str(folder / "written")]
+    sys.argv += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(arch.vocab_size - 1)]
+    args = arguments.parse_args()
+    arguments.validate_args(args)
+    args.padded_vocab_size = tokenizer._vocab_size_with_padding(arch.vocab_size, args)
+    global_vars._GLOBAL_ARGS = args
+    return args
+
+
+def build(args: Any) -> torch.nn.Module:
+    """Build the model as pretrain_gpt.py does. Of latent attention, Megatron-core has the core and
+    the down projections only with Transformer Engine, so those are ours."""
+    import gpt_builders
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    moe_utils.te_general_gemm = None  # used although it is only defined with Transformer Engine
+    config = core_transformer_config_from_args(args)
+    make_block = gpt_builders.get_gpt_decoder_block_spec
+
+    def block(*args: Any, **kwargs: Any) -> Any:
+        spec = make_block(*args, **kwargs)
+        without_transformer_engine(spec)
+        return spec
+
+    if config.multi_latent_attention:
+        gpt_builders.get_gpt_decoder_block_spec = block
+    stages = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    model: torch.nn.Module = gpt_builders.gpt_builder(args, *stages, config=config)
+    gpt_builders.get_gpt_decoder_block_spec = make_block
+    return model
+
+
+def forward(model: Any, args: Any, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Return the logits of all tensor-parallel ranks. Earlier pipeline stages return None."""
+    import torch.distributed as dist
+
+    rows, length = tokens.shape
+    positions = torch.arange(length).expand_as(tokens)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    if args.pipeline_model_parallel_size > 1:
+        hidden = torch.empty(length, rows, args.hidden_size)
+        if dist.get_rank() == 0:
+            dist.send(model(tokens, positions, mask).contiguous(), 1)
+            return None
+        dist.recv(hidden, 0)
+        model.set_input_tensor(hidden)
+    logits: torch.Tensor = model(tokens, positions, mask)
+    if args.tensor_model_parallel_size > 1:
+        parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, logits.contiguous())
+        logits = torch.cat(parts, dim=-1)
+    return logits
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models whose every field has an option, as HF and as checkpoints of Megatron."""
+    root = tmp_path_factory.mktemp("megatron_lm")
+    folders = {}
+    for name, (family, overrides) in MODELS.items():
+        hf = open_store(make_random_model(family, root / name / "hf", **overrides))
+        if not fields_without_option(hf.arch):
+            folders[name] = to_torch_dist(hf, root / name / "written").parent
+    return folders
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_megatron_lm_computes_what_hf_computes(folders: dict[str, Path], world_size: int) -> None:
+    layouts = [name for name, (num_ranks, _) in LAYOUTS.items() if num_ranks == world_size]
+    results = run_ranks(measure, world_size, world_size, list(folders.values()), layouts)
+    differences = results[-1]
+    print(differences)
+    assert {name for name, _ in differences} == set(folders) and len(folders) > 8
+    assert max(differences.values()) < 1e-5
+    for name, layout in differences:
+        source = open_store(folders[name] / "hf")
+        saved = open_store(folders[name] / layout, hf=folders[name] / "hf")
+        assert saved.folder.name == f"iter_{SAVED_STEP:07d}"
+        assert not list(compare(source, saved, lambda _: None)), (name, layout)
+        assert not list(compare_replicas(saved, lambda _: None)), (name, layout)
