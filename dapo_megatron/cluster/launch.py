@@ -125,13 +125,16 @@ class _Restarts:
         """Replace failed ranks that may be started again."""
         now = time.monotonic()
         for rank, process in enumerate(ranks):
-            may_start = self.may_fail(rank) and self._short_lives[rank] < MAX_SHORT_LIVES
-            if not process.poll() or not may_start:
+            if not process.poll() or not self.may_fail(rank):
                 continue
-            if now < self._failed_at.setdefault(rank, now) + RESTART_SECONDS:
+            if rank not in self._failed_at:
+                self._failed_at[rank] = now
+                is_short = now - self.started_at[rank] < SHORT_LIFE_SECONDS
+                self._short_lives[rank] = self._short_lives[rank] + 1 if is_short else 0
+            is_given_up = self._short_lives[rank] >= MAX_SHORT_LIVES
+            if is_given_up or now < self._failed_at[rank] + RESTART_SECONDS:
                 continue
-            is_short = self._failed_at.pop(rank) - self.started_at[rank] < SHORT_LIFE_SECONDS
-            self._short_lives[rank] = self._short_lives[rank] + 1 if is_short else 0
+            del self._failed_at[rank]
             print(f"rank {rank} ended with exit code {process.returncode}; it is started again")
             ranks[rank], self.started_at[rank] = self.start(rank), now
 

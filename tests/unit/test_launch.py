@@ -1,0 +1,59 @@
+"""Test that `launch` starts ranks again that have allowed it, with ranks that are small programs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dapo_megatron.cluster import launch as module
+from dapo_megatron.cluster.launch import launch
+
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+from dapo_megatron.cluster.launch import allow_restart, forbid_restart
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+if rank == "0":
+    while not (folder / "done").exists():
+        time.sleep(0.01)
+    sys.exit(0)
+allow_restart()
+starts = len(list(folder.glob("start_*"))) + 1
+(folder / f"start_{starts}").touch()
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RESTART_SECONDS", 0.0)
+
+
+def run(folder: Path, engine: str) -> tuple[int, int]:
+    """Launch a rank that waits for the file `done` and one that runs `engine`. Return the exit code
+    and how often the second was started."""
+    command = [sys.executable, "-c", PROGRAM + engine, str(folder)]
+    code = launch(command, 2, grace_seconds=0.2)
+    return code, len(list(folder.glob("start_*")))
+
+
+def test_a_rank_that_allows_it_is_started_again(tmp_path: Path) -> None:
+    engine = "(folder / 'done').touch() if starts == 3 else sys.exit(7)"
+    assert run(tmp_path, engine) == (0, 3)
+
+
+def test_a_rank_with_many_short_lives_is_given_up(tmp_path: Path) -> None:
+    engine = f"""
+if starts == {module.MAX_SHORT_LIVES}:
+    if os.fork() == 0:
+        time.sleep(1.0)
+        (folder / "done").touch()
+        os._exit(0)
+os._exit(7)
+"""
+    assert run(tmp_path, engine) == (0, module.MAX_SHORT_LIVES)
+
+
+def test_a_rank_that_takes_it_back_ends_the_run(tmp_path: Path) -> None:
+    assert run(tmp_path, "forbid_restart(); sys.exit(7)") == (7, 1)
