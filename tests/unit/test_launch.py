@@ -1,4 +1,4 @@
-"""Test that `launch` starts ranks again that have allowed it, with ranks that are small programs."""
+"""Test that `launch` starts ranks again that have allowed it. The ranks are small programs."""
 
 from __future__ import annotations
 
