@@ -86,7 +86,7 @@ def allow_restart(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def forbid_restart(environ: Mapping[str, str] = os.environ) -> None:
-    """Take back `allow_restart`: this rank fails before the run can go on without it."""
+    """Take back `allow_restart`: the run cannot go on without this rank."""
     if STORE in environ:
         _restart_mark(Path(environ[STORE]).parent, int(environ["RANK"])).unlink(missing_ok=True)
 

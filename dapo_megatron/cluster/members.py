@@ -176,15 +176,18 @@ class Members:
         key = f"engine {first}"
         return dict(json.loads(self.store.get(key))[1]) if self._is_set(key) else {}
 
-    def report_failure(self, error: BaseException) -> None:
-        """Tell rank 0 about an error of this rank, if it has an engine that has not joined. Before
-        the first generation it ends the run, because it would occur at every start."""
-        if self.rank < self.num_policy or self.generation or not isinstance(error, Exception):
-            return
+    def report_failure(self, error: BaseException) -> bool:
+        """Tell rank 0 about an error of a rank with an engine, if the run waits for its first
+        generation. The error then ends the run, because it would occur at every start. Return
+        whether it does."""
+        is_alone = self.rank >= self.num_policy and not self.generation
+        if not is_alone or not isinstance(error, Exception) or self._is_set("members 1"):
+            return False
         text = str(error) if isinstance(error, DapoError) else f"{type(error).__name__}: {error}"
         kind = type(error) if isinstance(error, DapoError) else RankError
         record = ErrorRecord.of(kind(f"rank {self.rank}: {text}"))
         self.store.set("failure", json.dumps(record and asdict(record)))
+        return True
 
     def after_rank0(self, what: str) -> None:
         """Wait until rank 0 calls this, too."""

@@ -6,7 +6,7 @@ import itertools
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -291,7 +291,8 @@ def join(
         try:
             return _join_role(backend, members, timeout)
         except Exception as error:
-            members.report_failure(error)
+            with suppress(RuntimeError):  # of a store that is gone
+                members.report_failure(error)
             raise
     return form_world(backend, store, rank, world_size, timeout=TIMEOUT, on_activity=on_activity)
 

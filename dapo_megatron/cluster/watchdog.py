@@ -54,6 +54,7 @@ from dapo_megatron.cluster.heartbeat import (
     writes_heartbeats,
 )
 from dapo_megatron.cluster.join import node_name
+from dapo_megatron.cluster.launch import forbid_restart
 from dapo_megatron.cluster.processes import kill_here
 from dapo_megatron.cluster.safe_output import above_panel
 from dapo_megatron.files import write_json
@@ -256,6 +257,7 @@ class Watchdog:
         """Report the hang and end this process. Everything that may block runs in other threads."""
         try:
             self._arm(0.0)
+            run_with_timeout(ASK_SECONDS, forbid_restart)  # if this is an engine: the run hangs
             if not run_with_timeout(END_SECONDS, lambda: self._report_hang(why, raise_alarm)):
                 text = f"hung: {why}\nthe report is incomplete because the disk or a log hangs too"
                 run_with_timeout(ASK_SECONDS, lambda: self._write_to_terminal(text))

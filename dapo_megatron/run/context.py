@@ -108,10 +108,9 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
         context.is_replaceable = is_replaceable
         yield context
     except BaseException as error:
-        if members is not None:
-            members.report_failure(error)
-        if is_replaceable and (members is None or not members.generation):
-            forbid_restart()
+        with suppress(RuntimeError):  # of a store that is gone
+            if members is not None and members.report_failure(error):
+                forbid_restart()
         watchdog.close()
         report_error(error, rank, terminal, folder.logs if with_folder else None)
         if isinstance(error, DapoError):

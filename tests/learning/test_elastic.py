@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +84,24 @@ def test_a_run_survives_ten_losses_at_random_moments(seed: int, tmp_path: Path) 
         wait_for_row(folder, 1, running)
         for _ in range(10):
             time.sleep(rng.uniform(0, 12))
-            pulse = heartbeat(folder, rng.choice([1, 2]))
-            number = rng.choice([signal.SIGKILL, signal.SIGSTOP])
-            os.kill(pulse["pid"], number)
+            rank, number = rng.choice([1, 2]), rng.choice([signal.SIGKILL, signal.SIGSTOP])
+            pulse = send_signal(folder, rank, number)
             waits.append((number.name, pulse["phase"], seconds_to_next_row(folder, running)))
         assert running.wait(300) == 0, running.stdout
     print(waits)
     check_ledger(folder, num_steps)
     limits = {"SIGKILL": 0, "SIGSTOP": LIMIT_SECONDS}
     assert all(seconds < limits[name] + 10 + 20 for name, _, seconds in waits)
+
+
+def send_signal(folder: Path, rank: int, number: signal.Signals) -> dict[str, Any]:
+    """Send a signal to a rank, as soon as it runs. Return its last heartbeat."""
+    while True:
+        pulse = heartbeat(folder, rank)
+        with suppress(ProcessLookupError):  # it has died and is not started again yet
+            os.kill(pulse["pid"], number)
+            return pulse
+        time.sleep(0.1)
 
 
 def wait_for_file(path: Path, running: Running) -> None:

@@ -257,14 +257,14 @@ def test_an_engine_that_cannot_be_built_ends_the_run_before_the_first_generation
     members = [start_rank(store, rank) for rank in range(6)]
 
     def fail() -> None:
-        members[4].report_failure(ConfigError("engine.memory_gib: too little"))
+        assert members[4].report_failure(ConfigError("engine.memory_gib: too little"))
 
     results = in_threads({0: members[0].meet_all, 1: members[1].meet_all, 4: fail})
     assert results[0] == "rank 4: engine.memory_gib: too little"
     assert results[1] == "rank 0 has ended the run; see its error"
     # Later, the run goes on without it.
     members = started(HashStore())
-    start_rank(members[0].store, 4).report_failure(ConfigError("another config"))
+    assert not start_rank(members[0].store, 4).report_failure(ConfigError("another config"))
     results = meet_all([member for member in members if member.rank != 4], lost={4})
     assert set(results.values()) == {(2, (0, 1, 2, 3, 5))}
 
