@@ -248,7 +248,7 @@ def check_ledger(steps: list[dict[str, Any]]) -> None:
 
 @pytest.mark.long
 def test_a_stopped_policy_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    """Of a stopped engine see test_elastic.py."""
+    """A stopped engine does not: see test_elastic.py."""
     limits = ("generate", "logprobs", "update", "sync", "other", "evaluate", "checkpoint")
     words = (*ONE_EACH, *(f"watchdog.{phase}=15" for phase in limits), "train.rollout_steps=1000")
     with started(*command(tmp_path, "hung", *words), new_session=True) as running:
