@@ -14,14 +14,12 @@ from collections.abc import (
     Callable,
     Iterator,
     Mapping,
-    MutableMapping,
     MutableSequence,
     Sequence,
 )
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import attempt_variable
 from dapo_megatron.cluster.processes import die_with_parent
 from dapo_megatron.cluster.scratch import private_folder
@@ -77,10 +75,8 @@ def launch(
     return code if code >= 0 else 128 - code
 
 
-def allow_restart(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let the launcher start this rank again if it fails. The run goes on without it meanwhile, so
-    its error is not the run's exit reason."""
-    environ.pop(exit_reason.VARIABLE, None)
+def allow_restart(environ: Mapping[str, str] = os.environ) -> None:
+    """Let the launcher start this rank again if it fails."""
     if STORE in environ:
         _restart_mark(Path(environ[STORE]).parent, int(environ["RANK"])).touch()
 

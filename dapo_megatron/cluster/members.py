@@ -21,10 +21,11 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_megatron.cluster.collectives import ErrorRecord
+from dapo_megatron.cluster.exit_reason import is_secondary
 from dapo_megatron.cluster.join import node_name
-from dapo_megatron.cluster.processes import has_ended, kill_here
+from dapo_megatron.cluster.processes import has_ended, kill_here, runs_here
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.types import DapoError, RankError
+from dapo_megatron.types import ConfigError, DapoError, RankError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 ARRIVAL_SECONDS = 30.0
 """Time that an engine has to come to the meeting, unless it is known to be gone."""
 POLL_SECONDS = 0.05
+LEAVING_SECONDS = 3.0
+"""Time that the process of an engine that is left out has to end by itself."""
 MAX_FAILED_SYNCS = 3
 """An engine that failed so many syncs since the run was started does not join again."""
 T = TypeVar("T")
@@ -122,6 +125,14 @@ class Members:
         self._failed_syncs[engine] += 1
         return self._failed_syncs[engine] < MAX_FAILED_SYNCS
 
+    def refuse_second_job(self) -> None:
+        """Raise ConfigError if another job uses this store. Only engines start more than once."""
+        if self.rank < self.num_policy and self.start > 1:
+            raise ConfigError(
+                f"MASTER_ADDR, MASTER_PORT: rank {self.rank} has been started before in this "
+                "store. Another job uses it; give each job a port of its own"
+            )
+
     def differences(self, facts: Mapping[str, Any]) -> list[str]:
         """Compare `facts` (JSON values, such as those of config keys) with rank 0's. Return a line
         for each that differs: this rank might train or sample another model."""
@@ -181,13 +192,23 @@ class Members:
         generation. The error then ends the run, because it would occur at every start. Return
         whether it does."""
         is_alone = self.rank >= self.num_policy and not self.generation
-        if not is_alone or not isinstance(error, Exception) or self._is_set("members 1"):
+        if not is_alone or not isinstance(error, Exception) or self._is_set("formed"):
+            return False
+        if is_secondary(str(error)):  # of another rank of the engine that is gone
             return False
         text = str(error) if isinstance(error, DapoError) else f"{type(error).__name__}: {error}"
         kind = type(error) if isinstance(error, DapoError) else RankError
-        record = ErrorRecord.of(kind(f"rank {self.rank}: {text}"))
-        self.store.set("failure", json.dumps(record and asdict(record)))
+        self._set_error("failure", kind(f"rank {self.rank}: {text}"))
         return True
+
+    def _set_error(self, key: str, error: DapoError) -> None:
+        record = ErrorRecord.of(error)
+        self.store.set(key, json.dumps(record and asdict(record)))
+
+    def _raise_error(self, key: str) -> None:
+        """Raise the error that was set, if one was."""
+        if self._is_set(key):
+            raise ErrorRecord(**json.loads(self.store.get(key))).error()
 
     def after_rank0(self, what: str) -> None:
         """Wait until rank 0 calls this, too."""
@@ -240,7 +261,7 @@ class Members:
             self._wait_for(f"members {self.generation}")
             self.current = self._decided()
             if not self.current:
-                raise RankError("rank 0 has ended the run; see its error")
+                self._raise_error("end")
             if self.rank not in self.current:
                 raise RankError(
                     f"rank {self.rank}: the run goes on without this engine, because it or another "
@@ -255,6 +276,8 @@ class Members:
         if self.rank == 0:
             missing = self._missing("ready", set())
             self.store.set(f"complete {self.generation}", "" if missing else "yes")
+            if not missing:
+                self.store.set("formed", "")
         self._wait_for(f"complete {self.generation}")
         return bool(self.store.get(f"complete {self.generation}"))
 
@@ -274,24 +297,23 @@ class Members:
                 break
             try:
                 check_stop()
-                if not self._starts:
-                    self._raise_failure()
+                if deadline == math.inf:
+                    self._raise_error("failure")
                 if time.monotonic() > deadline:
                     raise RankError(
                         f"{len(engines)} engines are left, fewer than engine.min_replicas = "
                         f"{at_least}, and none returned within {wait_seconds:.0f} s. See the logs "
                         "of their ranks"
                     )
-            except BaseException:
+            except DapoError as error:
+                self._set_error("end", error)
                 self._publish([])  # so that no rank waits
                 raise
             # Without a deadline, the watchdog limits the time from the last start of an engine.
             num_started, num_before = self._num_starts(), num_started
             is_counted = deadline == math.inf and num_started == num_before
             self._pause("" if is_counted else "waits for engines")
-        for rank in set(self.current) - {rank for engine in engines for rank in engine}:
-            if rank >= self.num_policy and not self._is_restarted(rank):
-                kill_here(*self._process(rank))  # it hangs, and would keep its memory
+        self._end_leftovers(set(self.replaceable) - {rank for engine in engines for rank in engine})
         for rank in (rank for engine in joining for rank in engine):
             self._starts[rank] = num_starts(self.store, rank)
             self.store.set(f"invitation {rank} {self._starts[rank]}", str(self.generation))
@@ -318,14 +340,19 @@ class Members:
                 return missing
             self._pause("waits for the other ranks")
 
+    def _end_leftovers(self, ranks: Collection[int]) -> None:
+        """Kill the processes on this node of ranks that do not take part. They hang and would keep
+        their memory, or are about to end."""
+        left = [self._process(rank) for rank in ranks if not self._is_restarted(rank)]
+        deadline = time.monotonic() + LEAVING_SECONDS
+        while any(runs_here(*process) for process in left) and time.monotonic() < deadline:
+            self._pause("waits for ranks that leave")
+        for process in left:
+            kill_here(*process)
+
     def _num_starts(self) -> int:
         """Return how many processes of engines have started."""
         return sum(num_starts(self.store, rank) for rank in range(self.num_policy, self.num_ranks))
-
-    def _raise_failure(self) -> None:
-        """Raise the error of an engine that could not be built."""
-        if self._is_set("failure"):
-            raise ErrorRecord(**json.loads(self.store.get("failure"))).error()
 
     def _publish(self, members: list[int]) -> None:
         self.store.set(f"members {self.generation}", json.dumps(members))

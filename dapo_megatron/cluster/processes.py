@@ -82,9 +82,14 @@ def has_ended(host: str, process_id: int) -> bool:
         return True
 
 
+def runs_here(host: str, process_id: int) -> bool:
+    """Return whether a process is on this node and has not ended."""
+    return host == node_name() and not has_ended(host, process_id)
+
+
 def kill_here(host: str, process_id: int) -> bool:
     """Kill a process if it is on this node and has not ended. Return whether it is so."""
-    is_here = host == node_name() and not has_ended(host, process_id)
+    is_here = runs_here(host, process_id)
     if is_here:
         _signal({process_id}, signal.SIGKILL)
     return is_here

@@ -288,6 +288,7 @@ def join(
             on_activity=on_activity,
             current=tuple(range(num_policy)) if rank < num_policy else (),
         )
+        members.refuse_second_job()
         try:
             return _join_role(backend, members, timeout)
         except Exception as error:
@@ -335,8 +336,10 @@ def _join_role(backend: str, members: Members, timeout: timedelta) -> Ranks:
 
 
 def first_generation(ranks: Ranks, backend: str) -> Ranks:
-    """Return the ranks of a job whose engines have ranks of their own and have all been built.
-    Collective over all of them. Raises EnginesChanged if one is lost meanwhile."""
+    """Return all ranks of the job, when engines with ranks of their own have been built. Collective
+    over all of them. Raises EnginesChanged if one is lost meanwhile."""
+    if ranks.by_role is None:
+        return ranks
     if ranks.policy is None:
         ranks.engines_apart.knock()
     else:

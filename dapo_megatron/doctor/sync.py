@@ -108,8 +108,7 @@ def _prove(config: Config, local_rank: int) -> SyncProof:
     verified = config.sync.model_copy(update={"fingerprint_every": 1})
     verified_config = config.model_copy(update={"sync": verified})
     models = build_models(verified_config, ranks)
-    if ranks.by_role is not None:
-        ranks = first_generation(ranks, backend())
+    ranks = first_generation(ranks, backend())
     weight_sync = build_sync(verified_config, ranks, models)
     reports = []
     for version, factor in enumerate(FACTORS):

@@ -46,7 +46,7 @@ from dapo_megatron.rollout.worker import Follower, Leader
 from dapo_megatron.run.exports import exports_of
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.run.loss import loss_function, stoppable
-from dapo_megatron.run.models import Models, build_models, build_policy, build_sync, planner
+from dapo_megatron.run.models import Models, build_policy, build_sync, planner
 from dapo_megatron.run.other_weights import keep_reference
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
 from dapo_megatron.types import Prompt, torch_dtype
@@ -131,13 +131,9 @@ def learning_rate(optimizer: OptimizerConfig) -> Callable[[int], float]:
     return partial(warmup_lr, lr=optimizer.lr, warmup_rollout_steps=optimizer.warmup_rollout_steps)
 
 
-def build_core(
-    config: Config, ranks: Ranks, stop: Stop | None = None, models: Models | None = None
-) -> Core:
-    """Build graders, the channel to the coordinator, and models, unless they are given. Collective.
-    `models` are given a new sync."""
-    loss = loss_function(config.loss)  # first, so that its errors come before models are built
-    models = models or build_models(config, ranks)
+def build_core(config: Config, ranks: Ranks, models: Models, stop: Stop | None = None) -> Core:
+    """Build graders, the channel to the coordinator, and the sync of `models`. Collective."""
+    loss = loss_function(config.loss)
     policy, engine = models.policy, models.engine
     sync = build_sync(config, ranks, models)
     replicas = ranks.all_gather(engine.replica, int)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dapo_megatron import loop
 from dapo_megatron.checkpoints.saver import ABANDON_SECONDS
+from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.instruments import StepInstruments
 from dapo_megatron.cluster.members import EngineJoins, EnginesChanged
 from dapo_megatron.cluster.ranks import next_generation
@@ -34,6 +36,7 @@ from dapo_megatron.run.build import (
 )
 from dapo_megatron.run.context import RunContext
 from dapo_megatron.run.journal import add_journal
+from dapo_megatron.run.loss import loss_function
 from dapo_megatron.run.models import build_models
 from dapo_megatron.run.other_weights import keep_reference
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
@@ -70,6 +73,7 @@ class ElasticTraining:
     def run(self, conclude: Callable[[loop.Progress, StepInstruments], None]) -> None:
         """Train to the end, then call `conclude` on all ranks. Collective."""
         context = self.context
+        loss_function(context.config.loss)  # its errors come before models are built
         models = build_models(context.config, context.ranks)
         if context.ranks.policy is not None:
             keep_reference(context.config, context.ranks.policy, models.policy)
@@ -77,7 +81,7 @@ class ElasticTraining:
             self._form_first_generation()
         while True:
             try:
-                with build_core(context.config, context.ranks, context.stop, models) as core:
+                with build_core(context.config, context.ranks, models, context.stop) as core:
                     self._train(core, conclude)
                 return
             except EnginesChanged as change:
@@ -120,6 +124,8 @@ class ElasticTraining:
         self._follow()
         if not self._is_ready:
             context.stop.hold()
+            if context.is_replaceable:
+                exit_reason.forget()
         try:
             self._is_ready = True
             with context.watchdog.phase(Phase.OTHER):
@@ -127,7 +133,8 @@ class ElasticTraining:
                     loop.save(config, parts, self.progress, self.partial_step, self.started)()
                     self._is_unsaved = False
                 loop.train(config, parts, self.progress, self.partial_step, started=self.started)
-                ranks.barrier()
+                with suppress(EnginesChanged):  # all steps are done and saved
+                    ranks.barrier()
         except EnginesChanged as change:
             self._coordinator = parts.collector.state()
             # If an engine joins, no rank is lost, and a checkpoint is completed.

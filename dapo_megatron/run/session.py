@@ -18,6 +18,7 @@ from dapo_megatron.cluster.attempt import end_attempt, start_attempt
 from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.cluster.members import EnginesChanged
+from dapo_megatron.cluster.ranks import first_generation
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_json
 from dapo_megatron.model import read_architecture
@@ -227,7 +228,9 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
     """Evaluate the model, or the weights of a checkpoint of any layout. Return the metrics on rank
     0, None on other ranks."""
     from dapo_megatron.checkpoints.formats.store import read_into
+    from dapo_megatron.policy.device import backend
     from dapo_megatron.run import build
+    from dapo_megatron.run.models import build_models
     from dapo_megatron.run.other_weights import open_checkpoint
 
     with open_context(config, with_folder=False) as context:
@@ -235,7 +238,9 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
         import_libraries(ranks, has_engine=True)
         store = open_checkpoint(config, Path(checkpoint)) if checkpoint else None
         prompts = build.load_prompts(config)
-        with build.build_core(config, ranks) as core:
+        models = build_models(config, ranks)
+        ranks = first_generation(ranks, backend())
+        with build.build_core(config, ranks, models) as core:
             if store is not None:
                 core.policy.rewrite(partial(read_into, store))
             core.sync(0)

@@ -247,6 +247,13 @@ def check_ledger(steps: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("words", [("evaluate",), ("doctor", "sync")])
+def test_other_commands_work_with_roles(words: tuple[str, ...]) -> None:
+    out = run(*words, str(TINY), "--overlay", "model_configs/roles/tiny_async.yaml")
+    assert out.returncode == 0, out.stdout + out.stderr
+
+
+@pytest.mark.long
 def test_a_stopped_policy_ends_the_run_and_is_named(tmp_path: Path) -> None:
     """A stopped engine does not: see test_elastic.py."""
     limits = ("generate", "logprobs", "update", "sync", "other", "evaluate", "checkpoint")

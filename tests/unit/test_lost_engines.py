@@ -19,7 +19,15 @@ from dapo_megatron.cluster import members as meetings
 from dapo_megatron.cluster.members import EnginesChanged, Members, agreed, register
 from dapo_megatron.rollout.holders import groups_with
 from dapo_megatron.rollout.roles import SeparateSync
-from dapo_megatron.types import ConfigError, DapoError, Finish, Stopped, SyncError, SyncReport
+from dapo_megatron.types import (
+    ConfigError,
+    DapoError,
+    Finish,
+    RankError,
+    Stopped,
+    SyncError,
+    SyncReport,
+)
 from tests.helpers.rollouts import (
     ScriptedDriver,
     collect,
@@ -126,6 +134,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ids of the processes that rank 0 would kill: here all ranks are in this one."""
     killed: list[int] = []
     monkeypatch.setattr(meetings, "kill_here", lambda host, process_id: killed.append(process_id))
+    monkeypatch.setattr(meetings, "LEAVING_SECONDS", 0.0)
     return killed
 
 
@@ -261,7 +270,10 @@ def test_an_engine_that_cannot_be_built_ends_the_run_before_the_first_generation
 
     results = in_threads({0: members[0].meet_all, 1: members[1].meet_all, 4: fail})
     assert results[0] == "rank 4: engine.memory_gib: too little"
-    assert results[1] == "rank 0 has ended the run; see its error"
+    assert results[1] == results[0]
+    # An engine whose other rank was killed is started again.
+    member = start_rank(HashStore(), 4)
+    assert not member.report_failure(RankError("Connection closed by peer [127.0.0.1]:1"))
     # Later, the run goes on without it.
     members = started(HashStore())
     assert not start_rank(members[0].store, 4).report_failure(ConfigError("another config"))
@@ -301,6 +313,15 @@ def test_ranks_of_an_engine_find_each_other_after_unequal_numbers_of_starts(
     other = start_rank(store, 5, 2)
     assert in_threads({5: other.find_peers}) == {5: 3}
     thread.join(20)
+
+
+def test_a_second_job_with_the_same_store_is_refused() -> None:
+    store = HashStore()
+    start_rank(store, 1).refuse_second_job()
+    with pytest.raises(ConfigError, match="MASTER_PORT: rank 1 has been started before"):
+        start_rank(store, 1).refuse_second_job()
+    start_rank(store, 4)
+    start_rank(store, 4).refuse_second_job()  # an engine
 
 
 def test_an_engine_with_another_config_is_refused_by_key() -> None:
