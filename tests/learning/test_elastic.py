@@ -73,7 +73,7 @@ def test_a_run_survives_ten_losses_at_random_moments(seed: int, tmp_path: Path) 
     """Engines are killed or stopped (SIGSTOP). Each time the run goes on, within the watchdog's
     limit and ten seconds, and the time of a step."""
     rng = random.Random(seed)
-    num_steps, folder = 60, tmp_path / "run"
+    num_steps, folder = 150, tmp_path / "run"
     words = (
         *("run.processes=3", "roles={policy: 1, engine: 2}", f"train.rollout_steps={num_steps}"),
         *(f"watchdog.{phase}={LIMIT_SECONDS}" for phase in PHASES),
@@ -85,7 +85,7 @@ def test_a_run_survives_ten_losses_at_random_moments(seed: int, tmp_path: Path) 
         for _ in range(10):
             time.sleep(rng.uniform(0, 12))
             rank, number = rng.choice([1, 2]), rng.choice([signal.SIGKILL, signal.SIGSTOP])
-            pulse = send_signal(folder, rank, number)
+            pulse = send_signal(folder, rank, number, running)
             waits.append((number.name, pulse["phase"], seconds_to_next_row(folder, running)))
         assert running.wait(300) == 0, running.stdout
     print(waits)
@@ -94,14 +94,17 @@ def test_a_run_survives_ten_losses_at_random_moments(seed: int, tmp_path: Path) 
     assert all(seconds < limits[name] + 10 + 20 for name, _, seconds in waits)
 
 
-def send_signal(folder: Path, rank: int, number: signal.Signals) -> dict[str, Any]:
+def send_signal(
+    folder: Path, rank: int, number: signal.Signals, running: Running
+) -> dict[str, Any]:
     """Send a signal to a rank, as soon as it runs. Return its last heartbeat."""
-    while True:
+    while running.poll() is None:
         pulse = heartbeat(folder, rank)
         with suppress(ProcessLookupError):  # it has died and is not started again yet
             os.kill(pulse["pid"], number)
             return pulse
         time.sleep(0.1)
+    raise AssertionError(running.stdout)
 
 
 def wait_for_file(path: Path, running: Running) -> None:
