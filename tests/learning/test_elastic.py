@@ -84,8 +84,8 @@ def test_a_run_survives_ten_losses_at_random_moments(seed: int, tmp_path: Path) 
         wait_for_row(folder, 1, running)
         for _ in range(10):
             time.sleep(rng.uniform(0, 12))
-            rank, number = rng.choice([1, 2]), rng.choice([signal.SIGKILL, signal.SIGSTOP])
-            pulse = send_signal(folder, rank, number, running)
+            number = rng.choice([signal.SIGKILL, signal.SIGSTOP])
+            pulse = send_signal(folder, number, rng, running)
             waits.append((number.name, pulse["phase"], seconds_to_next_row(folder, running)))
         assert running.wait(300) == 0, running.stdout
     print(waits)
@@ -95,12 +95,12 @@ def test_a_run_survives_ten_losses_at_random_moments(seed: int, tmp_path: Path) 
 
 
 def send_signal(
-    folder: Path, rank: int, number: signal.Signals, running: Running
+    folder: Path, number: signal.Signals, rng: random.Random, running: Running
 ) -> dict[str, Any]:
-    """Send a signal to a rank, as soon as it runs. Return its last heartbeat."""
+    """Send a signal to an engine that runs. Return its last heartbeat."""
     while running.poll() is None:
-        pulse = heartbeat(folder, rank)
-        with suppress(ProcessLookupError):  # it has died and is not started again yet
+        pulse = heartbeat(folder, rng.choice([1, 2]))
+        with suppress(ProcessLookupError):  # it has died, and is not started again yet or no more
             os.kill(pulse["pid"], number)
             return pulse
         time.sleep(0.1)
