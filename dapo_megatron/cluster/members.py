@@ -287,11 +287,13 @@ class Members:
         self, at_least: int, wait_seconds: float, lost: set[int], check_stop: Callable[[], None]
     ) -> None:
         here = set(self.current) - self._missing("arrival", lost)
+        staying = [engine for engine in self.replicas if set(engine) <= here]
+        # Before the wait: a new start of the last engine may be waited for.
+        self._end_leftovers(set(self.current) - {rank for engine in staying for rank in engine})
         deadline = time.monotonic() + wait_seconds
         num_started = 0
         while True:
             joining = [engine for engine in self._engines() if self._waits(engine)]
-            staying = [engine for engine in self.replicas if set(engine) <= here]
             engines = sorted({*staying, *joining})
             if len(engines) >= at_least:
                 break
@@ -313,7 +315,6 @@ class Members:
             num_started, num_before = self._num_starts(), num_started
             is_counted = deadline == math.inf and num_started == num_before
             self._pause("" if is_counted else "waits for engines")
-        self._end_leftovers(set(self.replaceable) - {rank for engine in engines for rank in engine})
         for rank in (rank for engine in joining for rank in engine):
             self._starts[rank] = num_starts(self.store, rank)
             self.store.set(f"invitation {rank} {self._starts[rank]}", str(self.generation))
@@ -341,9 +342,13 @@ class Members:
             self._pause("waits for the other ranks")
 
     def _end_leftovers(self, ranks: Collection[int]) -> None:
-        """Kill the processes on this node of ranks that do not take part. They hang and would keep
-        their memory, or are about to end."""
-        left = [self._process(rank) for rank in ranks if not self._is_restarted(rank)]
+        """Kill the processes on this node of engines among `ranks`, which do not take part. They
+        hang and would keep their memory, or are about to end."""
+        left = [
+            self._process(rank)
+            for rank in ranks
+            if rank >= self.num_policy and not self._is_restarted(rank)
+        ]
         deadline = time.monotonic() + LEAVING_SECONDS
         while any(runs_here(*process) for process in left) and time.monotonic() < deadline:
             self._pause("waits for ranks that leave")
