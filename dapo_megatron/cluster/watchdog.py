@@ -192,7 +192,9 @@ class Watchdog:
             limit, silent = self._silence()
             if self._alarm_reason is not None:
                 self._end_process(self._alarm_reason)
-            if silent > limit and self._rank == 0 and self.replaceable() and self._rescue():
+            may_rescue = silent > limit and self._rank == 0 and self.replaceable()
+            # It takes seconds to look, in which this rank may have gone on by itself.
+            if may_rescue and (self._rescue() or self._silence()[1] < silent):
                 continue
             if silent > limit + self._patience:
                 if self._role == "engine" and self._is_rank0_alive():
