@@ -25,6 +25,7 @@ from dapo_megatron.cluster.processes import die_with_parent
 from dapo_megatron.cluster.scratch import private_folder
 from dapo_megatron.cluster.secret import secret_variable
 from dapo_megatron.cluster.store import STORE
+from dapo_megatron.types import ConfigError
 
 _STARTED = "DAPO_MEGATRON_STARTED"
 _IMPORTED = time.time()  # close to the start of the command, which imports this module first
@@ -34,9 +35,11 @@ GRACE_SECONDS = 15.0
 """Time that the other ranks have to exit by themselves after one has failed."""
 RESTART_SECONDS = 2.0
 """Time before a rank is started again. If the whole run ends, other ranks have failed by then."""
-SHORT_LIFE_SECONDS = 120.0
-MAX_SHORT_LIVES = 5
-"""A rank is not started again if it ended within SHORT_LIFE_SECONDS so many times in a row."""
+STARTS, MAX_STARTS = "DAPO_ENGINE_STARTS", 5
+"""A rank is not started again after so many starts in a row that were followed by a quick end. As
+slurm/engine_rank.sh does, read from the environment variable, with this default."""
+QUICK, QUICK_SECONDS = "DAPO_QUICK_SECONDS", 600
+"""An end within so many seconds after the start is quick."""
 
 
 def started_at() -> float:
@@ -58,8 +61,9 @@ def launch(
     It is the code of the first rank to fail. The other ranks then have `grace_seconds` to exit
     before they are terminated. SIGTERM and SIGUSR1 are forwarded; SIGINT reaches the ranks from the
     terminal. The ranks are killed if this process dies. A rank that has called `allow_restart` is
-    started again if it fails.
+    started again if it fails. Raises ConfigError if STARTS or QUICK is not a number.
     """
+    max_starts, quick_seconds = _number(STARTS, MAX_STARTS), _number(QUICK, QUICK_SECONDS)
     with private_folder() as folder:
         shared = {**os.environ, **attempt_variable(), **meeting_variables(folder)}
         port = free_port()
@@ -69,7 +73,8 @@ def launch(
             return subprocess.Popen(command, env=environment, preexec_fn=_prepare_rank)
 
         ranks = [start(rank) for rank in range(num_processes)]
-        restarts = _Restarts(start, folder, [time.monotonic()] * num_processes)
+        now = time.monotonic()
+        restarts = _Restarts(start, folder, max_starts, quick_seconds, [now] * num_processes)
         with _forward_signals(ranks):
             code = _wait(ranks, grace_seconds, restarts)
     return code if code >= 0 else 128 - code
@@ -87,6 +92,13 @@ def forbid_restart(environ: Mapping[str, str] = os.environ) -> None:
         _restart_mark(Path(environ[STORE]).parent, int(environ["RANK"])).unlink(missing_ok=True)
 
 
+def _number(variable: str, default: int) -> int:
+    given = os.environ.get(variable) or str(default)
+    if not (given.isascii() and given.isdigit()):
+        raise ConfigError(f"{variable}: {given!r} is not a number")
+    return int(given)
+
+
 def _restart_mark(folder: Path, rank: int) -> Path:
     return folder / f"restart_{rank}"
 
@@ -95,16 +107,20 @@ def _restart_mark(folder: Path, rank: int) -> Path:
 class _Restarts:
     """Starts failed ranks again that have allowed it.
 
-    start       starts a rank
-    folder      where ranks leave their marks
-    started_at  time of each rank's last start, as time.monotonic()
+    start          starts a rank
+    folder         where ranks leave their marks
+    max_starts     number of starts in a row, with a quick end, after which a rank is given up
+    quick_seconds  an end within this time after the start is quick
+    started_at     time of each rank's last start, as time.monotonic()
     """
 
     start: Callable[[int], subprocess.Popen[bytes]]
     folder: Path
+    max_starts: int
+    quick_seconds: int
     started_at: list[float]
     _failed_at: dict[int, float] = field(default_factory=dict)
-    _short_lives: Counter[int] = field(default_factory=Counter)
+    _quick_ends: Counter[int] = field(default_factory=Counter)
 
     def may_fail(self, rank: int) -> bool:
         """Return whether the run goes on without a rank."""
@@ -125,9 +141,9 @@ class _Restarts:
                 continue
             if rank not in self._failed_at:
                 self._failed_at[rank] = now
-                is_short = now - self.started_at[rank] < SHORT_LIFE_SECONDS
-                self._short_lives[rank] = self._short_lives[rank] + 1 if is_short else 0
-            is_given_up = self._short_lives[rank] >= MAX_SHORT_LIVES
+                is_quick = now - self.started_at[rank] < self.quick_seconds
+                self._quick_ends[rank] = self._quick_ends[rank] + 1 if is_quick else 0
+            is_given_up = self._quick_ends[rank] >= self.max_starts
             if is_given_up or now < self._failed_at[rank] + RESTART_SECONDS:
                 continue
             del self._failed_at[rank]

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from dapo_megatron.cluster.launch import STARTS
 from dapo_megatron.cluster.members import MAX_FAILED_SYNCS
 from tests.helpers.commands import Running, started
 from tests.learning.test_roles import command, wait_for_row
@@ -69,9 +70,12 @@ def test_a_run_waits_for_its_only_engine_which_died(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_run_survives_ten_losses_at_random_moments(seed: int, tmp_path: Path) -> None:
+def test_a_run_survives_ten_losses_at_random_moments(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Engines are killed or stopped (SIGSTOP). Each time the run goes on, within the watchdog's
     limit and ten seconds, and the time of a step."""
+    monkeypatch.setenv(STARTS, "20")  # more than there are losses, which all are quick ends
     rng = random.Random(seed)
     num_steps, folder = 150, tmp_path / "run"
     words = (

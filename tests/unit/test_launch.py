@@ -9,6 +9,7 @@ import pytest
 
 from dapo_megatron.cluster import launch as module
 from dapo_megatron.cluster.launch import launch
+from dapo_megatron.types import ConfigError
 
 PROGRAM = """
 import os, sys, time
@@ -43,16 +44,38 @@ def test_a_rank_that_allows_it_is_started_again(tmp_path: Path) -> None:
     assert run(tmp_path, engine) == (0, 3)
 
 
-def test_a_rank_with_many_short_lives_is_given_up(tmp_path: Path) -> None:
-    engine = f"""
-if starts == {module.MAX_SHORT_LIVES}:
+def test_a_rank_that_ends_quickly_again_and_again_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(module.STARTS, "3")
+    engine = """
+if starts == 3:
     if os.fork() == 0:
         time.sleep(1.0)
         (folder / "done").touch()
         os._exit(0)
 os._exit(7)
 """
-    assert run(tmp_path, engine) == (0, module.MAX_SHORT_LIVES)
+    assert run(tmp_path, engine) == (0, 3)
+
+
+def test_a_rank_that_lives_long_enough_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(module.STARTS, "3")
+    monkeypatch.setenv(module.QUICK, "0")
+    engine = "(folder / 'done').touch() if starts == 5 else sys.exit(7)"
+    assert run(tmp_path, engine) == (0, 5)
+
+
+@pytest.mark.parametrize("variable", [module.STARTS, module.QUICK])
+def test_a_limit_that_is_no_number_is_refused(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "many")
+    with pytest.raises(ConfigError, match=f"{variable}: 'many' is not a number"):
+        run(tmp_path, "")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_that_takes_it_back_ends_the_run(tmp_path: Path) -> None:
