@@ -35,6 +35,8 @@ ARRIVAL_SECONDS = 30.0
 POLL_SECONDS = 0.05
 LEAVING_SECONDS = 3.0
 """Time that the process of an engine that is left out has to end by itself."""
+SIGN_SECONDS = 1.0
+"""Interval of rank 0's signs of life in the store."""
 MAX_FAILED_SYNCS = 3
 """An engine that failed so many syncs since the run was started does not join again."""
 T = TypeVar("T")
@@ -42,7 +44,8 @@ T = TypeVar("T")
 
 def num_starts(store: Store, rank: int) -> int:
     """Return how many processes of a rank have started."""
-    return int(store.add(f"starts {rank}", 0))
+    # A FileStore would grow with every `add` of 0.
+    return int(store.get(f"starts {rank}")) if store.check([f"starts {rank}"]) else 0
 
 
 def register(store: Store, rank: int) -> int:
@@ -103,6 +106,8 @@ class Members:
     """Start of each rank of an engine that has taken part, on rank 0."""
     _failed_syncs: Counter[tuple[int, ...]] = field(default_factory=Counter)
     """Number of syncs that each engine failed."""
+    _last_sign: float = -math.inf
+    """Time of the last sign of life in the store, of rank 0, as time.monotonic()."""
 
     @property
     def replicas(self) -> list[tuple[int, ...]]:
@@ -339,7 +344,8 @@ class Members:
             }
             if missing <= lost:
                 return missing
-            self._pause("waits for the other ranks")
+            # If only ranks of the policy are missing, they hang, and the watchdog's limit applies.
+            self._pause("" if is_late else "waits for the other ranks")
 
     def _end_leftovers(self, ranks: Collection[int]) -> None:
         """Kill the processes on this node of engines among `ranks`, which do not take part. They
@@ -393,12 +399,20 @@ class Members:
         return tuple(json.loads(self.store.get(f"members {self.generation}")))
 
     def _wait_for(self, key: str) -> None:
+        """Wait until rank 0 has set a key. Its signs of life count as those of this rank, so that
+        the watchdog ends the run if rank 0 hangs meanwhile."""
+        last = None
         while not self._is_set(key):
-            self._pause("waits for the other ranks")
+            sign = self.store.get("sign of life") if self._is_set("sign of life") else b""
+            self._pause("waits for rank 0" if sign != last else "")
+            last = sign
 
     def _pause(self, activity: str) -> None:
         if activity:
             self.on_activity(activity)
+            if self.rank == 0 and time.monotonic() > self._last_sign + SIGN_SECONDS:
+                self._last_sign = time.monotonic()
+                self.store.set("sign of life", str(self._last_sign))
         time.sleep(POLL_SECONDS)
 
     def _is_set(self, key: str) -> bool:

@@ -79,18 +79,19 @@ class ElasticTraining:
             keep_reference(context.config, context.ranks.policy, models.policy)
         if context.ranks.by_role is not None:
             self._form_first_generation()
-        while True:
-            try:
-                with build_core(context.config, context.ranks, models, context.stop) as core:
-                    self._train(core, conclude)
-                return
-            except EnginesChanged as change:
-                self.recorder.note(f"  {change}")
-            context.ranks.close()
-            gc.collect()  # a group that something refers to stays open
-            if models.engine.requests:
-                models.engine.interrupt()  # its new tokens are sampled again
-            self._meet()
+        with context.watchdog.phase(Phase.OTHER):
+            while True:
+                try:
+                    with build_core(context.config, context.ranks, models, context.stop) as core:
+                        self._train(core, conclude)
+                    return
+                except EnginesChanged as change:
+                    self.recorder.note(f"  {change}")
+                context.ranks.close()
+                gc.collect()  # a group that something refers to stays open
+                if models.engine.requests:
+                    models.engine.interrupt()  # its new tokens are sampled again
+                self._meet()
 
     def _train(
         self, core: Core, conclude: Callable[[loop.Progress, StepInstruments], None]
@@ -120,7 +121,8 @@ class ElasticTraining:
             assert isinstance(collector, EngineCollector)
             collector.adopt(self._coordinator)
         else:
-            self.resume(parts)
+            with context.watchdog.phase(Phase.START):
+                self.resume(parts)
         self._follow()
         if not self._is_ready:
             context.stop.hold()
@@ -128,13 +130,12 @@ class ElasticTraining:
                 exit_reason.forget()
         try:
             self._is_ready = True
-            with context.watchdog.phase(Phase.OTHER):
-                if ranks.broadcast(self._is_unsaved, bool):
-                    loop.save(config, parts, self.progress, self.partial_step, self.started)()
-                    self._is_unsaved = False
-                loop.train(config, parts, self.progress, self.partial_step, started=self.started)
-                with suppress(EnginesChanged):  # all steps are done and saved
-                    ranks.barrier()
+            if ranks.broadcast(self._is_unsaved, bool):
+                loop.save(config, parts, self.progress, self.partial_step, self.started)()
+                self._is_unsaved = False
+            loop.train(config, parts, self.progress, self.partial_step, started=self.started)
+            with suppress(EnginesChanged):  # all steps are done and saved
+                ranks.barrier()
         except EnginesChanged as change:
             self._coordinator = parts.collector.state()
             # If an engine joins, no rank is lost, and a checkpoint is completed.
@@ -182,7 +183,7 @@ class ElasticTraining:
 
     def _form_generation(self) -> bool:
         """Make the groups of the generation. Return False if a rank was lost meanwhile."""
-        with self.context.watchdog.phase(Phase.START):
+        with self.context.watchdog.phase(Phase.OTHER):
             try:
                 self.context.ranks = next_generation(self.context.ranks, backend())
             except EnginesChanged:

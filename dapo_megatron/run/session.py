@@ -74,7 +74,9 @@ def _train(context: RunContext, replay: Path | None) -> None:
         summary.update(_conclude(context, progress, instruments.memory.highest_gib()))
 
     def wait_for_all() -> None:
-        with suppress(EnginesChanged):  # its work is done
+        # Rank 0 comes last, after MLflow. Then only a rank that hangs is late.
+        phase = Phase.START if context.ranks.rank else Phase.OTHER
+        with context.watchdog.phase(phase), suppress(EnginesChanged):  # its work is done
             context.ranks.barrier()
 
     started = started_at() - progress.seconds

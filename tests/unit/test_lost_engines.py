@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -249,6 +250,58 @@ def test_a_rank_that_comes_too_late_is_left_out(
     assert set(results.values()) == {(2, (0, 1, 2, 3, 4))}
     assert len(killed) == 1
     assert "the run goes on without this engine" in meet_all([members[5]])[5]
+
+
+class Clock:
+    """The module time, of which a minute passes until `sleep` raises Stopped. Calls `on_sleep` at
+    each poll."""
+
+    def __init__(self, on_sleep: Callable[[], None] = lambda: None) -> None:
+        self.seconds = 0.0
+        self._start = time.monotonic()
+        self._on_sleep = on_sleep
+        self._is_nested = False
+
+    def monotonic(self) -> float:
+        return self._start + self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        if self._is_nested:
+            return
+        self.seconds += seconds
+        if self.seconds > 60.0:
+            raise Stopped
+        self._is_nested = True
+        self._on_sleep()
+        self._is_nested = False
+
+
+@pytest.mark.parametrize(
+    ("waiting", "seconds"), [(0, meetings.ARRIVAL_SECONDS), (1, 0.0)], ids=["policy", "rank 0"]
+)
+def test_a_rank_that_waits_for_a_hanging_one_of_the_policy_gives_no_sign_of_life(
+    waiting: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member, clock = started(HashStore())[waiting], Clock()
+    signs: list[float] = []
+    monkeypatch.setattr(meetings, "time", clock)
+    member.on_activity = lambda _: signs.append(clock.seconds)
+    with pytest.raises(Stopped):
+        member.meet(at_least=1, wait_seconds=1e6)
+    assert seconds <= max(signs) < seconds + 1.0
+
+
+def test_signs_of_life_of_rank_0_are_those_of_ranks_that_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, other, *_ = started(HashStore())
+    clock = Clock(lambda: first._pause("waits for engines"))
+    signs: list[float] = []
+    monkeypatch.setattr(meetings, "time", clock)
+    other.on_activity = lambda _: signs.append(clock.seconds)
+    with pytest.raises(Stopped):
+        other.meet(at_least=1, wait_seconds=1e6)
+    assert len(signs) > 50 and max(signs) > 58.0
 
 
 def test_a_run_with_too_few_engines_waits_and_then_ends(killed: list[int]) -> None:
