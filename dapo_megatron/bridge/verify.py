@@ -109,8 +109,8 @@ class SyncVerifier:
         )
         # Each rank compares some of the tensors.
         rank, num_ranks = self._exchange.rank, self._exchange.world_size
-        ends = [len(names) * number // num_ranks for number in (rank, rank + 1)]
-        compared = set(sorted(names)[slice(*ends)])
+        start, end = (len(names) * number // num_ranks for number in (rank, rank + 1))
+        compared = set(sorted(names)[start:end])
 
         @cache  # ranks that share a list and its fingerprints are handled once
         def policy_prints(list_number: int, value_number: int) -> list[tuple[TensorSlice, int]]:
@@ -134,8 +134,8 @@ class SyncVerifier:
 
         policy = list(map(policy_prints, self._held.list_of_rank, value_of_rank))
         engines = list(map(engine_prints, self._wanted.list_of_rank, value_of_rank))
-        share = describe_mismatches(policy, engines, self._replica_of_rank, self._exchange.names)
-        if mismatches := list(chain(*self._exchange.all_gather(share, list[Mismatch]))):
+        own = describe_mismatches(policy, engines, self._replica_of_rank, self._exchange.names)
+        if mismatches := list(chain(*self._exchange.all_gather(own, list[Mismatch]))):
             lines = [mismatch.text for mismatch in mismatches]
             more = f"\n... and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
             raise SyncError(

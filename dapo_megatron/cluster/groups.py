@@ -1,7 +1,7 @@
 """Process groups that are made directly on a rendezvous store, outside of torch's registry.
 
 torch numbers the ranks of a registered group within the default group. A group whose members have
-different default groups (policy and engines on ranks of their own) cannot be registered. A group
+different default groups (policy and engines on dedicated ranks) cannot be registered. A group
 that is made directly has only its members, so one can also be made again without a dead member.
 
 Use the methods of such a group. With the functions of torch.distributed, an error of a collective

@@ -1,4 +1,4 @@
-"""Which ranks take part in a run whose engines have ranks of their own, and may die and return.
+"""Which ranks take part in a run whose engines run on dedicated ranks, and may die and return.
 
 The ranks of one *generation* have process groups in common. The first is formed when all engines
 have been built. When an engine is lost or wants to join, all ranks leave their generation
@@ -135,7 +135,7 @@ class Members:
         if self.rank < self.num_policy and self.start > 1:
             raise ConfigError(
                 f"MASTER_ADDR, MASTER_PORT: rank {self.rank} has been started before in this "
-                "store. Another job uses it; give each job a port of its own"
+                "store. Another job uses it; give each job its own port"
             )
 
     def differences(self, facts: Mapping[str, Any]) -> list[str]:

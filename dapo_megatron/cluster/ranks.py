@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 ENGINE = "DAPO_MEGATRON_ENGINE"
-"""Environment variable with the name of this rank's engine, if engines have ranks of their own."""
+"""Environment variable with the name of this rank's engine, if engines run on dedicated ranks."""
 T = TypeVar("T")
 
 
@@ -69,7 +69,7 @@ class Ranks:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of the job, also while engines of their own have not joined."""
+        """Number of ranks of the job, also while separate engines have not joined."""
         return self.world_size if self.by_role is None else self.by_role.members.num_ranks
 
     @property
@@ -79,18 +79,18 @@ class Ranks:
 
     @property
     def engines_apart(self) -> Members:
-        """The ranks that take part in a run whose engines have ranks of their own."""
+        """The ranks that take part in a run whose engines run on dedicated ranks."""
         assert self.by_role is not None
         return self.by_role.members
 
     @property
     def policy(self) -> Ranks | None:
-        """The ranks that have a policy, as a world of their own; None on other ranks."""
+        """The ranks that have a policy, as a separate world; None on other ranks."""
         return self if self.by_role is None else self.by_role.policy
 
     @property
     def engine(self) -> Ranks | None:
-        """The ranks of this rank's engine, as a world of their own; None on other ranks. If every
+        """The ranks of this rank's engine, as a separate world; None on other ranks. If every
         rank has a policy, the ranks of all engines."""
         return self if self.by_role is None else self.by_role.engine
 
@@ -100,7 +100,7 @@ class Ranks:
         return self._with_group("second", self.names, lambda _: None)
 
     def subgroup(self, ranks: Sequence[int]) -> Ranks:
-        """Return these ranks, in ascending order, as a world of their own with its own process
+        """Return these ranks, in ascending order, as a separate world with its own process
         group. Collective over them; others do not take part. Raises RankError as `join` does."""
         members = [self.names[rank] for rank in sorted(ranks)]
         # With another first word, because the watchdog compares the exchanges of all ranks.
@@ -111,7 +111,7 @@ class Ranks:
     def _with_group(
         self, purpose: str, members: Sequence[int], on_activity: Callable[[str], None]
     ) -> Ranks:
-        """Return the ranks with these numbers in the run, with a process group of their own."""
+        """Return the ranks with these numbers in the run, with a separate process group."""
         own = members.index(self.names[self.rank])
         group: Any = None
         has_engines_apart = self.has_engines_apart and len(members) == self.world_size
@@ -246,7 +246,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class RanksByRole:
-    """Ranks of the policy, and ranks of this rank's engine, each a world of its own. One of them is
+    """Ranks of the policy, and ranks of this rank's engine, each a separate world. One of them is
     None: that of the role that this rank does not have."""
 
     policy: Ranks | None
@@ -265,11 +265,11 @@ def join(
 ) -> Ranks:
     """Join the ranks that the launcher's environment variables describe. Collective.
 
-    If engines have ranks of their own, only those of the policy and those of each engine join.
+    If engines run on dedicated ranks, only those of the policy and those of each engine join.
     `next_generation` joins them all, when the engines have been built.
 
     num_policy    the first ranks have only a policy, the others only an engine; 0: all have both
-    replica_size  ranks of an engine with ranks of its own
+    replica_size  ranks of an engine on dedicated ranks
     timeout       of collectives of the policy's ranks with those of engines
 
     Raises ConfigError, before contacting any other rank, if this rank has no secret (secret.py).
@@ -303,7 +303,7 @@ def _join_role(backend: str, members: Members, timeout: timedelta) -> Ranks:
     policy, and over those of each engine.
 
     Megatron and vLLM make their groups over the default process group, so the policy and each
-    engine get a world of their own. Ranks of the policy come first: rank 0 has the coordinator and
+    engine get separate worlds. Ranks of the policy come first: rank 0 has the coordinator and
     writes the run's files, and a run may lose an engine but not its policy.
     """
     from torch._C._distributed_c10d import PrefixStore
@@ -327,8 +327,9 @@ def _join_role(backend: str, members: Members, timeout: timedelta) -> Ranks:
         # With another first word, as in `Ranks.subgroup`.
         on_activity=lambda what: members.on_activity(f"{role} {what}"),
     )
-    world = replace(world, local_rank=local_rank, store=store, timeout=timeout)
-    world = replace(world, members=tuple(peers))
+    world = replace(
+        world, local_rank=local_rank, store=store, timeout=timeout, members=tuple(peers)
+    )
     if has_policy:
         return replace(world, by_role=RanksByRole(world, None, members))
     alone = Ranks(rank, members.num_ranks, local_rank, store=store, timeout=timeout)
@@ -336,7 +337,7 @@ def _join_role(backend: str, members: Members, timeout: timedelta) -> Ranks:
 
 
 def first_generation(ranks: Ranks, backend: str) -> Ranks:
-    """Return all ranks of the job, when engines with ranks of their own have been built. Collective
+    """Return all ranks of the job, when engines on dedicated ranks have been built. Collective
     over all of them. Raises EnginesChanged if one is lost meanwhile."""
     if ranks.by_role is None:
         return ranks

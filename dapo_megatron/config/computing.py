@@ -137,7 +137,7 @@ class RolesConfig(Section):
 
     @property
     def are_separate(self) -> bool:
-        """Whether policy and engines have ranks of their own."""
+        """Whether policy and engines run on dedicated ranks."""
         return self.policy > 0
 
 

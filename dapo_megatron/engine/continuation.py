@@ -43,7 +43,7 @@ def append_tokens(
     """Append `tokens`, sampled by weights `version`, to the completion so far. Text is left empty.
 
     `routes` are those that the engine computed for all tokens up to now, except the last one. Of
-    the completion so far the routes of its own time are kept.
+    the completion so far its earlier routes are kept.
 
     Without new tokens, the completion so far is returned unchanged. A request without a completion
     so far must have a new token. Raises ValueError if tokens and log-probs differ in number.

@@ -1,5 +1,5 @@
 """Memory on the device in each phase of a rollout step, with engine sleep and policy offload, or
-with policy and engines on ranks of their own.
+with policy and engines on dedicated ranks.
 
 A phase has several moments with different parts in memory. In a pass these are a layer's
 computation and the output head; in a sync first both models, then only the engine. The size of a
@@ -77,7 +77,7 @@ def engine_phases(config: Config, engine: EngineMemory, num_ranks: int, *, has_g
 
 def phases_of(stage: Stage, engine: EngineMemory | None, *, has_gpu: bool) -> Phases:
     """Return the moments of each phase on a device of this pipeline stage. `engine` is None if
-    engines have ranks of their own."""
+    engines run on dedicated ranks."""
     always = (_overhead(stage),) if has_gpu else ()
     sleeps = has_gpu and stage.config.engine.sleep
     parts = engine.parts if engine else ()

@@ -1,6 +1,6 @@
 """Multiples to which sequences and rows are padded.
 
-Parallel layouts, FP8 and GPUs each require or prefer lengths of rows of their own. policy/rows.py
+Parallel layouts, FP8 and GPUs each require or prefer different lengths of rows. policy/rows.py
 lays out the rows, data/packing.py counts their tokens.
 """
 

@@ -96,7 +96,7 @@ class Speed:
 
     @property
     def waiting(self) -> dict[str, float]:
-        """Share of a step in which each role waits for the other, if they have ranks of their own:
+        """Share of a step in which each role waits for the other, if they run on dedicated ranks:
         {"policy": ..., "engine": ...}."""
         both = self.step_seconds - self.seconds[Phase.SYNC]
         busy = {"policy": self.training_seconds, "engine": self.seconds[Phase.GENERATE]}

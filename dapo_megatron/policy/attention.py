@@ -12,7 +12,7 @@ work. Keys and values are gathered from all ranks.
 Latent attention is Megatron's, except that every tensor-parallel rank has the complete down
 projections. Megatron's own layers shard them by rows and gather their outputs. In the backward pass
 a gather gives each rank its rows of the gradient, and for the rotary part of the key each rank has
-only the gradient of its own heads. Megatron does not sum these (megatron-core 0.16.1,
+only the gradient of its heads. Megatron does not sum these (megatron-core 0.16.1,
 multi_latent_attention.py, get_query_key_value_tensors), so on two ranks the gradient of that
 projection is off by 22 %. Transformer Engine's layers and vLLM also keep the projections complete.
 

@@ -1,7 +1,7 @@
 """Weights of the reference model of loss.kl: in host memory, except during a pass.
 
 For a pass they trade places with the policy's weights, byte by byte, so the accelerator never holds
-both. Each rank keeps those of its own shards, in the layout and precision of the policy. Main
+both. Each rank keeps those of its shards, in the layout and precision of the policy. Main
 copies, moments and gradients do not move.
 """
 

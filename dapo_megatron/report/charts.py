@@ -362,7 +362,7 @@ CHARTS: list[Chart] = [
     _time(
         "time_roles",
         "Waiting of each role",
-        "With engines on ranks of their own: share of a step in which the policy waits for "
+        "With engines on dedicated ranks: share of a step in which the policy waits for "
         "engines, and in which engines have no request while others generate or the policy trains.",
         "share",
         {POLICY_WAITS: "policy", ENGINES_WAIT: "engines"},

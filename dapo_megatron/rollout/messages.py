@@ -56,7 +56,7 @@ class Sampling:
     name        separates the grades and the seeds of different uses of the engines (training, each
                 evaluation set)
     max_tokens  limit of a whole response
-    is_seeded   every request has random numbers of its own, which depend only on `name`, ticket,
+    is_seeded   every request has its own random numbers, which depend only on `name`, ticket,
                 sample and the number of tokens so far
     is_kept     a replica keeps completions until their ticket is closed
     """

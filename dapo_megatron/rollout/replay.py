@@ -50,7 +50,7 @@ from dapo_megatron.types import (
 class Replay:
     """Source of rollouts that a run recorded. Implements protocols.Collector.
 
-    Rank 0 reads what the step trained on, and every rank reads the tokens of its own sequences.
+    Rank 0 reads what the step trained on, and every rank reads the tokens of its sequences.
     """
 
     config: Config

@@ -104,9 +104,7 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
             watchdog.at_hang = lambda: end_attempt(folder.attempts, "hung")
             for note in folder.notes:
                 print(note, file=sys.stderr, flush=True)
-        context = RunContext(config, ranks, folder, terminal, source, watchdog, stop)
-        context.is_replaceable = is_replaceable
-        yield context
+        yield RunContext(config, ranks, folder, terminal, source, watchdog, stop, is_replaceable)
     except BaseException as error:
         with suppress(RuntimeError):  # of a store that is gone
             if members is not None and members.report_failure(error):

@@ -49,7 +49,7 @@ def build_models(config: Config, ranks: Ranks) -> Models:
 
     The engine is built before the policy, because it needs its share of the GPU free. It sees the
     memory of communicators, which are created first. Afterwards it sleeps, and the policy has the
-    accelerator until the first sync. Engines with ranks of their own share no GPU, and join later.
+    accelerator until the first sync. Engines on dedicated ranks share no GPU, and join later.
     """
     from dapo_megatron.policy.communicators import connect, connect_bridge
 

@@ -1,4 +1,4 @@
-"""Writer of recorded rollouts (rollout/recorded.py), in a thread of its own."""
+"""Writer of recorded rollouts (rollout/recorded.py), in a separate thread."""
 
 from __future__ import annotations
 

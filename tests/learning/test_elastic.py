@@ -124,24 +124,36 @@ def seconds_to_next_row(folder: Path, running: Running) -> float:
     return time.monotonic() - began
 
 
-def spoiled_run(directory: Path, marks: Path, *more: str) -> tuple[str, ...]:
-    """Return the command of a run with two engines, of which rank 2 is spoiled in as many syncs as
-    there are files in `marks`."""
+def faulty_run(helper: str, rank: int, directory: Path, marks: Path, *more: str) -> tuple[str, ...]:
+    """Return the command of a run with two engines, in which tests/helpers/`helper`.py lets `rank`
+    fail as often as there are files in `marks`."""
     marks.mkdir()
     roles = ("run.processes=3", "roles={policy: 1, engine: 2}")
-    return (
-        "-m",
-        "tests.helpers.spoiler",
-        "2",
-        str(marks),
-        *command(directory, "run", *APART, *roles, *more),
-    )
+    words = command(directory, "run", *APART, *roles, *more)
+    return ("-m", f"tests.helpers.{helper}", str(rank), str(marks), *words)
+
+
+@pytest.mark.long
+def test_an_engine_that_stops_while_it_joins_is_killed_and_returns(tmp_path: Path) -> None:
+    folder, marks = tmp_path / "run", tmp_path / "marks"
+    words = ("watchdog.other=10", "train.rollout_steps=25")
+    with started(*faulty_run("frozen", 1, tmp_path, marks, *words), new_session=True) as running:
+        (marks / "once").touch()
+        assert running.wait(300) == 0, running.stdout
+        out = running.stdout
+    print(out)
+    assert out.count("rank 1 ended with exit code -9; it is started again") == 1
+    assert "watchdog: rank 1 hangs" in (folder / "logs" / "rank_0.log").read_text()
+    assert "an engine joins" in out
+    check_ledger(folder, 25)
 
 
 @pytest.mark.long
 def test_an_engine_that_fails_a_sync_is_taken_out_and_returns(tmp_path: Path) -> None:
     folder, marks = tmp_path / "run", tmp_path / "marks"
-    words = spoiled_run(tmp_path, marks, "train.rollout_steps=25", "checkpoint.every=1")
+    words = faulty_run(
+        "spoiler", 2, tmp_path, marks, "train.rollout_steps=25", "checkpoint.every=1"
+    )
     with started(*words, new_session=True) as running:
         wait_for_row(folder, 2, running)
         (marks / "once").touch()
@@ -162,7 +174,7 @@ def test_an_engine_that_fails_a_sync_is_taken_out_and_returns(tmp_path: Path) ->
 @pytest.mark.long
 def test_an_engine_that_fails_every_sync_stays_out(tmp_path: Path) -> None:
     folder, marks = tmp_path / "run", tmp_path / "marks"
-    words = spoiled_run(tmp_path, marks, "train.rollout_steps=80")
+    words = faulty_run("spoiler", 2, tmp_path, marks, "train.rollout_steps=80")
     with started(*words, new_session=True) as running:
         wait_for_row(folder, 2, running)
         for number in range(100):

@@ -1,4 +1,4 @@
-"""Test runs whose policy and engines have ranks of their own against runs in which all ranks have
+"""Test runs whose policy and engines run on dedicated ranks against runs in which all ranks have
 both."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans of runs whose policy and engines have ranks of their own."""
+"""Plans of runs whose policy and engines run on dedicated ranks."""
 
 from __future__ import annotations
 

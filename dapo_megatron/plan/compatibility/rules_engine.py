@@ -265,7 +265,7 @@ _ENGINE = (
         ("roles.policy", "roles.engine"),
         Action.NOT_RUN,
         lambda run: run.on_gpu and run.has_engine and run.config.roles.are_separate,
-        "policy and engines on GPUs of their own: the NCCL group over both",
+        "policy and engines on separate GPUs: the NCCL group over both",
         "",
         ("roles.policy=1", "roles.engine=1"),
         example_machine=HOPPER,

@@ -5,7 +5,7 @@ A key is the name of a parameter in Megatron-core, with these differences:
   different layers have a key for each layer instead, `decoder.layers.3.mlp.linear_fc2.weight`.
 - `mlp.experts.experts.linear_fc2.weight` is all experts, stacked along the next axis. Rarely there
   is a key for each expert, `mlp.experts.experts.7.linear_fc2.weight`, and the halves of gate and up
-  have keys of their own, which end in `_w` and `_v` (the setting singleton_local_shards).
+  have separate keys, which end in `_w` and `_v` (the setting singleton_local_shards).
 - A norm before a linear layer belongs to that layer in Transformer Engine, and in some models of
   Megatron's own layers it has that name, too (`sharded_state_dict_keys_map` of a layer's spec).
 Tensors of all tensor-parallel ranks are one tensor.

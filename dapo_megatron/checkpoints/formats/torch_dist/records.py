@@ -222,7 +222,7 @@ class _Archive:
 
 
 class _Window(io.RawIOBase):
-    """The bytes of a record as a file of its own. One read returns at most `max_bytes`."""
+    """The bytes of a record, read like a separate file. One read returns at most `max_bytes`."""
 
     def __init__(self, file: Any, record: Record, max_bytes: int) -> None:
         self._file, self._record = file, record
