@@ -58,12 +58,14 @@ def make_group(
     members: Sequence[int],
     own: int,
     timeout: timedelta = TIMEOUT,
+    connect_timeout: timedelta | None = None,
 ) -> ProcessGroup:
     """Return a new gloo group for tensors on the CPU. Collective over its members.
 
-    members   their numbers in the run, in the order of the group
-    own       index of this rank in `members`
-    timeout   of making the group, and of each of its collectives
+    members          their numbers in the run, in the order of the group
+    own              index of this rank in `members`
+    timeout          of each collective of the group
+    connect_timeout  of making the group; None for `timeout`
 
     Every call with the same purpose and members makes the next generation of that group. All
     members must make the same calls, in any order of purposes.
@@ -72,7 +74,8 @@ def make_group(
     from torch.distributed import ProcessGroup, ProcessGroupGloo
 
     store, name = _generation(store, purpose, members)
-    backend = ProcessGroupGloo(store, own, len(members), timeout)
+    backend = ProcessGroupGloo(store, own, len(members), connect_timeout or timeout)
+    backend._set_default_timeout(timeout)
     return _wrapped(store, name, backend, torch.device("cpu"), ProcessGroup.BackendType.GLOO)
 
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 ENGINE = "DAPO_MEGATRON_ENGINE"
 """Environment variable with the name of this rank's engine, if engines run on dedicated ranks."""
+CONNECT_SECONDS, CONNECT_SECONDS_PER_RANK = 10.0, 0.1
+"""Timeout of connecting ranks that have just met. If one is lost meanwhile, the others wait so long
+for its address in the store, because it has no connection yet whose end they would notice."""
 T = TypeVar("T")
 
 
@@ -118,6 +121,7 @@ class Ranks:
         if len(members) > 1:
             store, name = self.store or default_store(), f"{purpose} {self.generation}"
             if has_engines_apart:
+                self.barrier()  # see CONNECT_SECONDS
                 group = agreed(self.policy, lambda: self._closable(store, name, members, own))
             else:
                 group = make_group(store, name, members, own)
@@ -225,7 +229,7 @@ class Ranks:
 
     def _closable(self, store: Store, name: str, members: Sequence[int], own: int) -> ClosableGroup:
         with self.noticing_losses():
-            return ClosableGroup(make_group(store, name, members, own))
+            return _make_closable(store, name, members, own, TIMEOUT)
 
     def close(self) -> None:
         """Close the groups of these ranks, if some have only an engine. Idempotent."""
@@ -359,7 +363,7 @@ def next_generation(ranks: Ranks, backend: str) -> Ranks:
 
     def make() -> tuple[ClosableGroup, ClosableGroup]:
         try:
-            group = ClosableGroup(make_group(store, f"run {number}", current, own, ranks.timeout))
+            group = _make_closable(store, f"run {number}", current, own, ranks.timeout)
             if backend == "gloo":
                 return group, group
             name, local_rank = f"bridge {number}", ranks.local_rank
@@ -388,6 +392,14 @@ def next_generation(ranks: Ranks, backend: str) -> Ranks:
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
+
+
+def _make_closable(
+    store: Store, name: str, members: Sequence[int], own: int, timeout: timedelta
+) -> ClosableGroup:
+    """Return a group of ranks that have just met, and of which some may be lost."""
+    connect_timeout = timedelta(seconds=CONNECT_SECONDS + CONNECT_SECONDS_PER_RANK * len(members))
+    return ClosableGroup(make_group(store, name, members, own, timeout, connect_timeout))
 
 
 def form_world(
