@@ -142,7 +142,7 @@ def test_an_engine_that_is_lost_while_it_joins_returns(when: str, tmp_path: Path
     """It is lost before or after it has connected to the others, in the group of the run or in
     that for writing checkpoints."""
     folder, marks = tmp_path / "run", tmp_path / "marks"
-    words = (f"watchdog.other={LIMIT_SECONDS}", "train.rollout_steps=25")
+    words = (f"watchdog.other={LIMIT_SECONDS}", "train.rollout_steps=60")
     with started(*faulty_run("joiner", 1, tmp_path, marks, *words), new_session=True) as running:
         (marks / when).touch()
         assert running.wait(300) == 0, running.stdout
@@ -151,7 +151,7 @@ def test_an_engine_that_is_lost_while_it_joins_returns(when: str, tmp_path: Path
     assert out.count("it is started again") == 1
     assert "rank 1 ended with exit code -9; it is started again" in out
     assert "an engine joins" in out
-    check_ledger(folder, 25)
+    check_ledger(folder, 60)
 
 
 @pytest.mark.long
