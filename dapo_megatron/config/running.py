@@ -91,7 +91,8 @@ class WatchdogConfig(Section):
     checkpoint: Seconds = 3600.0
     """Timeout of waiting for the disk."""
     other: Seconds = 900.0
-    """Work between the phases (ledger, metrics, samples), and waiting for a rank that does it."""
+    """Work between the phases (ledger, metrics, samples, joining of engines), and waiting for a
+    rank that does it."""
 
 
 class PreflightConfig(Section):
