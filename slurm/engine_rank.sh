@@ -19,7 +19,7 @@ while :; do
         0 | 2 | 75 | 97) exit $code ;; # done, wrong config, stopped, replaced: see slurm/lib.sh
     esac
     ((is_stopping)) || [[ -e ${DAPO_RUN_OVER:-} ]] && exit $code
-    ((SECONDS < ${DAPO_QUICK_SECONDS:-600})) && count=$((count + 1)) || count=1
+    ((SECONDS < ${DAPO_QUICK_SECONDS:-600})) && count=$((count + 1)) || count=0
     printf '%(%F %T)T engine rank ended with exit code %s' -1 $code
     if ((count >= ${DAPO_ENGINE_STARTS:-5})); then
         echo ", after $count starts in a row: not started again"

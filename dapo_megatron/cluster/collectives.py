@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import msgspec
 
 from dapo_megatron import types
-from dapo_megatron.cluster.groups import group_or_world
+from dapo_megatron.cluster.groups import TIMEOUT, group_or_world
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import DapoError, RankError, dtype_name, torch_dtype
 
@@ -218,7 +218,7 @@ def all_to_all(
     works = [group.recv([received[r]], r, 0) for r in others if sizes[r]]
     works += [group.send([_shared(views[r])], r, 0) for r in others if views[r]]
     for work in works:
-        work.wait()
+        work.wait(TIMEOUT)  # explicit: gloo's own is that of connecting
     return [views[own] if r == own else _view(part, sizes[r]) for r, part in enumerate(received)]
 
 

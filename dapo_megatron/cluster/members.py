@@ -296,7 +296,7 @@ class Members:
         # Before the wait: a new start of the last engine may be waited for.
         self._end_leftovers(set(self.current) - {rank for engine in staying for rank in engine})
         deadline = time.monotonic() + wait_seconds
-        num_started = 0
+        counts = (0, 0)
         while True:
             joining = [engine for engine in self._engines() if self._waits(engine)]
             engines = sorted({*staying, *joining})
@@ -316,10 +316,11 @@ class Members:
                 self._set_error("end", error)
                 self._publish([])  # so that no rank waits
                 raise
-            # Without a deadline, the watchdog limits the time from the last start of an engine.
-            num_started, num_before = self._num_starts(), num_started
-            is_counted = deadline == math.inf and num_started == num_before
-            self._pause("" if is_counted else "waits for engines")
+            # Without a deadline, the watchdog limits the time from the last start or end of an
+            # engine. An end counts, because the watchdog itself may have killed the engine.
+            counts, counts_before = self._num_starts_and_ends(), counts
+            is_limited = deadline == math.inf and counts == counts_before
+            self._pause("" if is_limited else "waits for engines")
         for rank in (rank for engine in joining for rank in engine):
             self._starts[rank] = num_starts(self.store, rank)
             self.store.set(f"invitation {rank} {self._starts[rank]}", str(self.generation))
@@ -361,9 +362,13 @@ class Members:
         for process in left:
             kill_here(*process)
 
-    def _num_starts(self) -> int:
-        """Return how many processes of engines have started."""
-        return sum(num_starts(self.store, rank) for rank in range(self.num_policy, self.num_ranks))
+    def _num_starts_and_ends(self) -> tuple[int, int]:
+        """Return how many processes of engines have started, and how many of the newest ended."""
+        starts = {
+            rank: num_starts(self.store, rank) for rank in range(self.num_policy, self.num_ranks)
+        }
+        num_ended = sum(self._has_ended(rank) for rank, number in starts.items() if number)
+        return sum(starts.values()), num_ended
 
     def _publish(self, members: list[int]) -> None:
         self.store.set(f"members {self.generation}", json.dumps(members))

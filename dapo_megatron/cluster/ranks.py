@@ -137,7 +137,7 @@ class Ranks:
             on_activity=on_activity,
             _numbers=itertools.count(1),
         )
-        ranks.check_members()
+        agreed(self.policy if has_engines_apart else None, ranks.check_members)
         return ranks
 
     def all_gather(self, value: T, of: object) -> list[T]:
@@ -352,9 +352,12 @@ def first_generation(ranks: Ranks, backend: str) -> Ranks:
     return next_generation(ranks, backend)
 
 
-def next_generation(ranks: Ranks, backend: str) -> Ranks:
+def next_generation(ranks: Ranks, backend: str, patience: float = 1.0) -> Ranks:
     """Return the ranks that now take part, with new process groups. Collective over them, after
-    they have met (members.py). Raises EnginesChanged if one is lost meanwhile."""
+    they have met (members.py). Raises EnginesChanged if one is lost meanwhile.
+
+    patience  factor of the timeout of connecting
+    """
     assert ranks.by_role is not None
     members = ranks.by_role.members
     current, number = members.current, members.generation
@@ -363,7 +366,8 @@ def next_generation(ranks: Ranks, backend: str) -> Ranks:
 
     def make() -> tuple[ClosableGroup, ClosableGroup]:
         try:
-            group = _make_closable(store, f"run {number}", current, own, ranks.timeout)
+            name = f"run {number}"
+            group = _make_closable(store, name, current, own, ranks.timeout, patience)
             if backend == "gloo":
                 return group, group
             name, local_rank = f"bridge {number}", ranks.local_rank
@@ -395,10 +399,16 @@ def _first_line(error: BaseException) -> str:
 
 
 def _make_closable(
-    store: Store, name: str, members: Sequence[int], own: int, timeout: timedelta
+    store: Store,
+    name: str,
+    members: Sequence[int],
+    own: int,
+    timeout: timedelta,
+    patience: float = 1.0,
 ) -> ClosableGroup:
     """Return a group of ranks that have just met, and of which some may be lost."""
-    connect_timeout = timedelta(seconds=CONNECT_SECONDS + CONNECT_SECONDS_PER_RANK * len(members))
+    seconds = patience * (CONNECT_SECONDS + CONNECT_SECONDS_PER_RANK * len(members))
+    connect_timeout = timedelta(seconds=seconds)
     return ClosableGroup(make_group(store, name, members, own, timeout, connect_timeout))
 
 

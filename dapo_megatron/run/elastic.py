@@ -40,7 +40,10 @@ from dapo_megatron.run.loss import loss_function
 from dapo_megatron.run.models import build_models
 from dapo_megatron.run.other_weights import keep_reference
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
-from dapo_megatron.types import Phase, Stopped
+from dapo_megatron.types import Phase, RankError, Stopped
+
+MAX_FAILURES = 5
+"""The run ends after so many failures in a row to connect ranks that have met."""
 
 
 @dataclass
@@ -140,7 +143,8 @@ class ElasticTraining:
             self._coordinator = parts.collector.state()
             # If an engine joins, no rank is lost, and a checkpoint is completed.
             patience = math.inf if isinstance(change, EngineJoins) else ABANDON_SECONDS
-            self._is_unsaved = parts.checkpoints.is_unfinished(patience)
+            with context.watchdog.phase(Phase.CHECKPOINT):
+                self._is_unsaved = parts.checkpoints.is_unfinished(patience)
             if core.engines.driver is not None:
                 replicas = ranks.engines_apart.replicas
                 self._lost = {
@@ -170,7 +174,7 @@ class ElasticTraining:
 
     def _meet(self) -> None:
         """Form the next generation with the ranks that are left and those that wait to join."""
-        config, is_formed = self.context.config, False
+        config, is_formed, num_failures = self.context.config, False, 0
         while not is_formed:
             self.context.ranks.engines_apart.meet(
                 at_least=config.engine.min_replicas,
@@ -179,14 +183,23 @@ class ElasticTraining:
                 check_stop=self._raise_stop,
             )
             self._lost = set()
-            is_formed = self._form_generation()
+            is_formed = self._form_generation(num_failures)
+            num_failures += 1
 
-    def _form_generation(self) -> bool:
-        """Make the groups of the generation. Return False if a rank was lost meanwhile."""
+    def _form_generation(self, num_failures: int = 0) -> bool:
+        """Make the groups of the generation. Return False if a rank was lost meanwhile. Raises
+        RankError after MAX_FAILURES in a row: the ranks meet at the store, but cannot connect."""
+        ranks = self.context.ranks
         with self.context.watchdog.phase(Phase.OTHER):
             try:
-                self.context.ranks = next_generation(self.context.ranks, backend())
-            except EnginesChanged:
+                self.context.ranks = next_generation(ranks, backend(), patience=2**num_failures)
+            except EnginesChanged as error:
+                if num_failures + 1 == MAX_FAILURES:
+                    raise RankError(
+                        f"the ranks could not connect {MAX_FAILURES} times in a row: {error}. See "
+                        "GLOO_SOCKET_IFNAME and the network between the nodes"
+                    ) from error
+                self.recorder.note(f"  {error}")
                 return False
         return True
 

@@ -142,7 +142,10 @@ def faulty_run(helper: str, rank: int, directory: Path, marks: Path, *more: str)
 @pytest.mark.long
 @pytest.mark.parametrize(
     "when",
-    ["run-before-SIGKILL", "run-before-SIGSTOP", "run-after-SIGSTOP", "second-before-SIGKILL"],
+    [
+        *("run-before-SIGKILL", "run-before-SIGSTOP", "run-after-SIGSTOP"),
+        *("second-before-SIGKILL", "second-after-SIGSTOP"),
+    ],
 )
 def test_an_engine_that_is_lost_while_it_joins_returns(when: str, tmp_path: Path) -> None:
     """It is lost before or after it has connected to the others, in the group of the run or in

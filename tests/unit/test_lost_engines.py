@@ -7,9 +7,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +22,7 @@ from dapo_megatron.cluster import members as meetings
 from dapo_megatron.cluster.members import EnginesChanged, Members, agreed, register
 from dapo_megatron.rollout.holders import groups_with
 from dapo_megatron.rollout.roles import SeparateSync
+from dapo_megatron.run import elastic
 from dapo_megatron.types import (
     ConfigError,
     DapoError,
@@ -29,6 +32,7 @@ from dapo_megatron.types import (
     SyncError,
     SyncReport,
 )
+from tests.helpers.configs import tiny_config
 from tests.helpers.rollouts import (
     ScriptedDriver,
     collect,
@@ -302,6 +306,45 @@ def test_signs_of_life_of_rank_0_are_those_of_ranks_that_wait_for_it(
     with pytest.raises(Stopped):
         other.meet(at_least=1, wait_seconds=1e6)
     assert len(signs) > 50 and max(signs) > 58.0
+
+
+def test_the_end_of_an_engine_is_a_sign_of_life_while_the_first_meeting_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise another rank of the policy would give up before the engine is started again."""
+    store, clock = HashStore(), Clock()
+    members = [start_rank(store, rank) for rank in range(6)]
+    signs: list[float] = []
+    monkeypatch.setattr(meetings, "time", clock)
+    monkeypatch.setattr(meetings, "has_ended", lambda *process: clock.seconds > 30.0)
+    members[0].on_activity = lambda _: signs.append(clock.seconds)
+    store.set("arrival 1 1", "")
+    with pytest.raises(Stopped):
+        members[0].meet_all()
+    assert len(signs) == 2 and signs[0] < 1.0 and 30.0 < signs[1] < 31.0
+
+
+def test_ranks_that_meet_but_cannot_connect_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    patience: list[float] = []
+
+    def fail(*_: object, **settings: float) -> NoReturn:
+        patience.append(settings["patience"])
+        raise EnginesChanged("Wait timeout")
+
+    monkeypatch.setattr(elastic, "next_generation", fail)
+    members = SimpleNamespace(meet=lambda **_: None)
+    context: Any = SimpleNamespace(
+        config=tiny_config(),
+        ranks=SimpleNamespace(engines_apart=members),
+        watchdog=SimpleNamespace(phase=lambda _: nullcontext()),
+    )
+    recorder: Any = SimpleNamespace(note=notes.append)
+    training = elastic.ElasticTraining(context, recorder, *[cast(Any, None)] * 6)
+    with pytest.raises(RankError, match="could not connect 5 times in a row: Wait timeout"):
+        training._meet()
+    assert patience == [1, 2, 4, 8, 16]
+    assert len(notes) == 4
 
 
 def test_a_run_with_too_few_engines_waits_and_then_ends(killed: list[int]) -> None:

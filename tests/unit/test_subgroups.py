@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import time
+from datetime import timedelta
 
 import pytest
 
 import dapo_megatron.cluster.ranks as module
-from dapo_megatron.cluster.groups import group_or_world
+from dapo_megatron.cluster.groups import TIMEOUT, group_or_world, make_group
 from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.cluster.store import default_store
 from dapo_megatron.types import RankError
 from tests.helpers.ranks import run_ranks
 
@@ -48,6 +51,26 @@ def exchange_parts(rank: int) -> None:
 
 def test_every_rank_gets_the_bytes_that_are_sent_to_it() -> None:
     run_ranks(exchange_parts, NUM_RANKS)
+
+
+def send_slowly(rank: int) -> list[bytes]:
+    """Exchange bytes in a group that had to connect within a second. Rank 1 sends after two."""
+    import dapo_megatron.cluster.collectives as collectives
+
+    names, connect_timeout = [0, 1], timedelta(seconds=1)
+    group = make_group(default_store(), "slow", names, rank, TIMEOUT, connect_timeout)
+    share = collectives._shared
+
+    def share_late(part: memoryview) -> object:
+        time.sleep(2.0 * rank)
+        return share(part)
+
+    collectives._shared = share_late  # type: ignore[assignment]
+    return [bytes(part) for part in collectives.all_to_all([b"a", b"b"], [1, 1], group, names)]
+
+
+def test_the_timeout_of_connecting_does_not_limit_an_exchange() -> None:
+    assert run_ranks(send_slowly, 2) == [[b"a", b"a"], [b"b", b"b"]]
 
 
 def exchange_numbers(rank: int) -> list[float]:
