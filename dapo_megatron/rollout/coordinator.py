@@ -28,7 +28,7 @@ from dapo_megatron.rollout.grader_health import GraderHealth
 from dapo_megatron.rollout.holders import (
     Inventory,
     find_completions,
-    groups_with,
+    groups_held_by,
     rebalance,
 )
 from dapo_megatron.rollout.judge import check_lengths, judge
@@ -354,9 +354,9 @@ class Coordinator:
 
     def _go_on_without_lost(self, step: StepEvents) -> None:
         """Go on after a replica was lost, with what it had on the others."""
-        orphans = self._interrupt(step)
-        lost_groups = groups_with(self.groups, self._driver.lost, orphans)
-        self._dispatcher.restart(self._sample_again(lost_groups))
+        dropped = self._interrupt(step)
+        dropped += self._sample_again(groups_held_by(self._driver.lost, self.groups))
+        self._dispatcher.restart(dropped)
         for group in self.groups.values():
             self._submit(group)
 
@@ -370,9 +370,10 @@ class Coordinator:
         self._step.decided = [group for group in self._step.decided if group.ticket not in tickets]
         return sorted(tickets)
 
-    def _interrupt(self, step: StepEvents) -> frozenset[int]:
+    def _interrupt(self, step: StepEvents) -> list[int]:
         """Stop the engines, handle their last events, and store unfinished completions in their
-        groups. Return the tickets with requests that lost replicas had."""
+        groups. Groups with requests that lost replicas had are sampled again as a whole, because
+        those that had finished elsewhere tend to be short. Return their tickets."""
         events = self._dispatcher.interrupt()
         self._handle(events, step)
         for ticket, completion in events.unfinished:
@@ -380,7 +381,7 @@ class Coordinator:
         for ticket, state in self.ledger.open.items():
             if state is TicketState.RUNNING:
                 self.ledger.move(ticket, TicketState.ISSUED)
-        return events.orphans
+        return self._sample_again([self.groups[ticket] for ticket in sorted(events.orphans)])
 
     def _expire(self, step: StepEvents) -> None:
         """Expire ready groups that are older than `max_age` versions, but no unfinished group.

@@ -39,20 +39,12 @@ def rebalance(groups: Mapping[int, OpenGroup], num_replicas: int, max_sequences:
     return moves
 
 
-def groups_with(
-    groups: Mapping[int, OpenGroup], lost: Collection[int], orphans: Collection[int]
-) -> list[OpenGroup]:
-    """Return the groups of which a lost replica held or sampled a part. `orphans` are the tickets
-    of its requests.
-
-    They are sampled again as a whole. If only the lost completions were, those that had finished
-    elsewhere, which tend to be short, would be kept more often than others.
-    """
+def groups_held_by(replicas: Collection[int], groups: Mapping[int, OpenGroup]) -> list[OpenGroup]:
+    """Return the groups of which one of the replicas holds a completion."""
     return [
         group
         for group in groups.values()
-        if group.ticket in orphans
-        or any(completion.replica in lost for completion in group.completions.values())
+        if any(completion.replica in replicas for completion in group.completions.values())
     ]
 
 

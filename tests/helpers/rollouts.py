@@ -78,9 +78,12 @@ class ScriptedDriver:
     grade_seconds: float = 0.0
     last_errors: dict[str, str] = field(default_factory=dict)
     on_advance: Callable[[], None] = lambda: None
+    on_interrupt: Callable[[], None] = lambda: None
     stop: str = ""
     """Name of a signal to report at the next turn."""
     lost: set[int] = field(default_factory=set)
+    orphans: set[int] = field(default_factory=set)
+    """Tickets with tokens that a replica had sampled when it was lost in the last interrupt."""
     requests: list[GroupRequest] = field(default_factory=list)
     """Every request so far."""
     held: dict[tuple[int, int], _Response] = field(default_factory=dict)
@@ -106,7 +109,9 @@ class ScriptedDriver:
     def lose(self, replica: int) -> None:
         """Lose a replica, with all that it holds."""
         self.lost.add(replica)
-        self._running[replica].clear()
+        running = self._running[replica]
+        self.orphans |= {ticket for (ticket, _), response in running.items() if response.tokens}
+        running.clear()
         for key in [key for key, held in self.held.items() if held.replica == replica]:
             self._drop(key)
 
@@ -164,6 +169,8 @@ class ScriptedDriver:
         return reports
 
     def interrupt(self) -> list[tuple[int, Report]]:
+        self.orphans.clear()
+        self.on_interrupt()
         reports = [
             (
                 replica,

@@ -6,10 +6,11 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
@@ -20,7 +21,6 @@ from torch.distributed import HashStore
 
 from dapo_megatron.cluster import members as meetings
 from dapo_megatron.cluster.members import EnginesChanged, Members, agreed, register
-from dapo_megatron.rollout.holders import groups_with
 from dapo_megatron.rollout.roles import SeparateSync
 from dapo_megatron.run import elastic
 from dapo_megatron.types import (
@@ -50,27 +50,35 @@ from tests.unit.test_coordinator import RUNS, History, random_script
     keep=st.sampled_from([0.3, 0.5, 0.9]),
     run=RUNS,
     losses=st.sets(st.integers(1, 60), max_size=8),
+    in_interrupts=st.sets(st.integers(1, 10), max_size=4),
     joins=st.booleans(),
 )
 def test_no_ticket_is_lost_or_ends_twice_when_replicas_are_lost(
-    seed: int, keep: float, run: dict[str, Any], losses: set[int], joins: bool
+    seed: int,
+    keep: float,
+    run: dict[str, Any],
+    losses: set[int],
+    in_interrupts: set[int],
+    joins: bool,
 ) -> None:
     """A step in which a replica was lost is collected to its end, taken back, as in a run, and
-    collected again by the next generation."""
+    collected again by the next generation. A group that a lost replica had is kept in no part."""
     correct, length = random_script(seed, keep)
     driver = ScriptedDriver(correct, length, 4, 6, random.Random(seed), grade_at_once=False)
     coordinator = make_coordinator(driver, is_elastic=True, **run)
     history = History(coordinator, run)
-    calls = iter(range(1, 10**9))
 
-    def lose_some() -> None:
+    def lose_some(calls: Iterator[int], at: set[int]) -> None:
         left = [replica for replica in range(driver.num_replicas) if replica not in driver.lost]
-        if next(calls) in losses and len(left) > 1:
+        if next(calls) in at and len(left) > 1:
             driver.lose(driver.rng.choice(left))
+
+    on_advance = partial(lose_some, count(1), losses)
+    on_interrupt = partial(lose_some, count(1), in_interrupts)
 
     version = 0
     while version < 6:
-        driver.on_advance = lose_some
+        driver.on_advance, driver.on_interrupt = on_advance, on_interrupt
         collected = collect(coordinator, driver, version)
         if not driver.lost:
             for group in collected.train:  # all of their tokens are still there
@@ -86,10 +94,13 @@ def test_no_ticket_is_lost_or_ends_twice_when_replicas_are_lost(
             continue
         coordinator.revert()
         state = coordinator.state()
+        orphans = driver.orphans
         driver = without_lost(driver, num_new=int(joins))
         coordinator = make_coordinator(driver, is_elastic=True, **run)
         coordinator.restore(state)
         coordinator.find_completions(driver.inventories())
+        for ticket in orphans & coordinator.groups.keys():
+            assert not coordinator.groups[ticket].completions
         wanted = {(ticket, sample) for ticket, sample, *_ in coordinator.held()}
         driver.held = {key: held for key, held in driver.held.items() if key in wanted}
         history.coordinator = coordinator
@@ -117,18 +128,6 @@ def test_a_group_is_sampled_again_as_a_whole() -> None:
         assert all(c.finish is not Finish.UNFINISHED for c in group.completions.values())
     collected = collect(coordinator, driver, 0)
     assert collected.counts["resampled"] == sum(1 in replicas for replicas in placed.values())
-
-
-def test_a_group_with_requests_on_a_lost_replica_is_sampled_again() -> None:
-    """Also if all of its completions so far are on others: they finished first."""
-    driver = ScriptedDriver(lambda ticket, sample: True)
-    coordinator = make_coordinator(driver, dynamic_sampling=False)
-    collect(coordinator, driver, 0)
-    groups = dict(coordinator.groups)
-    kept = {t for t, g in groups.items() if all(c.replica == 0 for c in g.completions.values())}
-    ticket = min(kept)
-    tickets = {group.ticket for group in groups_with(groups, lost={1}, orphans={ticket})}
-    assert tickets == groups.keys() - kept | {ticket}
 
 
 # ---------------------------------------------------------------------- meetings of ranks
