@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -72,8 +72,8 @@ def train(
     except RankError:  # the lost rank would never finish its part of a checkpoint
         raise
     except DapoError:
-        with suppress(DapoError):
-            parts.checkpoints.wait()  # an earlier checkpoint that is being written is still good
+        # An earlier checkpoint that is being written is still good.
+        parts.checkpoints.is_unfinished(math.inf)
         raise
     with phase(Phase.CHECKPOINT):
         parts.checkpoints.wait()

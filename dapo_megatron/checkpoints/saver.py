@@ -22,8 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from dapo_megatron.checkpoints import folder as folders
 from dapo_megatron.checkpoints.folder import Entry, entry_of, write_manifest
-from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
-from dapo_megatron.cluster.members import EnginesChanged
+from dapo_megatron.cluster.collectives import EnginesChanged, on_all_ranks, on_rank0
 from dapo_megatron.config import Config
 from dapo_megatron.files import publish_folder, write_text
 from dapo_megatron.protocols import Exchange, Snapshot
@@ -117,9 +116,11 @@ class CheckpointSaver:
     def stage(self) -> None:
         """Copy this rank's state for the following `commit`, before the policy is offloaded.
 
-        First waits for the previous write, whose copy still occupies host memory.
+        First waits for the previous write, whose copy still occupies host memory. Raises
+        EnginesChanged on all ranks if it failed on some because a rank was lost.
         """
         self._join()
+        self._check_lost()
         self._part = self.snapshot()
 
     def commit(
@@ -138,7 +139,6 @@ class CheckpointSaver:
         First waits for the previous write.
         """
         self._join()
-        self._error = None  # a checkpoint that was lost with an engine is followed by this one
         part, self._part = self._part or self.snapshot(), None
         self._last_save = time.monotonic()
         if self.exchange.rank == 0:
@@ -156,12 +156,11 @@ class CheckpointSaver:
     def wait(self) -> None:
         """Wait until the last checkpoint is written, at the end of a run.
 
-        Raises CheckpointError on all ranks if it could not be written, and EnginesChanged on some
-        if a rank was lost meanwhile.
+        Raises CheckpointError on all ranks if it could not be written, and EnginesChanged if a rank
+        was lost meanwhile.
         """
         self._join()
-        if self._error is not None:
-            raise self._error
+        self._check_lost()
         if self._failure is not None:
             raise CheckpointError(
                 f"{self._failure}. The run ends without this checkpoint. Fix the cause, then "
@@ -183,6 +182,11 @@ class CheckpointSaver:
             self._thread = None
         if self._error is not None and not isinstance(self._error, EnginesChanged):
             raise self._error
+
+    def _check_lost(self) -> None:
+        is_lost = isinstance(self._error, EnginesChanged)  # on the ranks that noticed it
+        if any(self.exchange.all_gather(is_lost, bool)):
+            raise EnginesChanged("a rank was lost while a checkpoint was written")
 
     # ------------------------------------------------------------------ in the thread
 

@@ -15,7 +15,8 @@ import hashlib
 import re
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -38,7 +39,16 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _making_decoder = threading.Lock()
 
 
-_KINDS: tuple[type[DapoError], ...] = (DapoError, *DapoError.__subclasses__())
+class EnginesChanged(RankError):
+    """An engine was lost or wants to join, so the ranks have to form a new generation
+    (members.py)."""
+
+
+class EngineJoins(EnginesChanged):
+    """An engine wants to join, and none was lost."""
+
+
+_KINDS: tuple[type[DapoError], ...] = (DapoError, *DapoError.__subclasses__(), EnginesChanged)
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 
@@ -47,13 +57,12 @@ class ErrorRecord:
     """Serializable form of a DapoError, which lets every rank raise the error of one rank."""
 
     kind: str
-    """Name of a class in types.py."""
+    """Name of a class in types.py, or EnginesChanged."""
     text: str
 
     @staticmethod
     def of(error: DapoError | None) -> ErrorRecord | None:
-        """Return the record of an error. A class that types.py does not define is recorded as its
-        base class in types.py."""
+        """Return the record of an error. Any other class is recorded as its base class."""
         if error is None:
             return None
         kinds = (kind.__name__ for kind in type(error).__mro__)
@@ -79,7 +88,9 @@ def on_rank0(exchange: Exchange, action: Callable[[], T]) -> T | None:
             result = action()
         except DapoError as raised:
             error = raised
-    if record := exchange.broadcast(ErrorRecord.of(error), ErrorRecord | None):
+    with _preferring(error):
+        record = exchange.broadcast(ErrorRecord.of(error), ErrorRecord | None)
+    if record:
         raise error or record.error()
     return result
 
@@ -98,7 +109,8 @@ def on_all_ranks(exchange: Exchange, action: Callable[[], T], *, drain: Iterable
         error = raised
     for _ in drain:
         pass
-    records = exchange.all_gather(ErrorRecord.of(error), ErrorRecord | None)
+    with _preferring(error):
+        records = exchange.all_gather(ErrorRecord.of(error), ErrorRecord | None)
     if any(records):
         named = zip(exchange.names, records, strict=True)
         errors = {rank: record for rank, record in named if record is not None}
@@ -106,6 +118,35 @@ def on_all_ranks(exchange: Exchange, action: Callable[[], T], *, drain: Iterable
         first = next(iter(errors.values()))
         raise ErrorRecord(first.kind, "\n".join(lines[:NAMED])).error(errors)
     return cast(T, result)
+
+
+@contextmanager
+def _preferring(error: DapoError | None) -> Iterator[None]:
+    """Raise `error` if the exchange in this block fails because of it: groups are closed when a
+    rank loses its connection to an engine."""
+    try:
+        yield
+    except EnginesChanged:
+        if isinstance(error, EnginesChanged):
+            raise error from None
+        raise
+
+
+def agreed(policy: Exchange | None, action: Callable[[], T]) -> T:
+    """Return the result of a collective `action` of all ranks. If it raises EnginesChanged on some
+    ranks with a policy, it does on all of them, so that they go on from the same place.
+
+    policy  exchange between them; None on other ranks
+    """
+    try:
+        result = action()
+    except EnginesChanged:
+        if policy is not None:
+            policy.all_gather(False, bool)
+        raise
+    if policy is not None and not all(policy.all_gather(True, bool)):
+        raise EnginesChanged("another rank lost its connection to a rank with an engine")
+    return result
 
 
 def gather_distinct(exchange: Exchange, value: T, of: object) -> tuple[list[T], list[int]]:

@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 
+from dapo_megatron.cluster.collectives import EnginesChanged
 from dapo_megatron.cluster.join import node_name
-from dapo_megatron.cluster.members import EnginesChanged
 from dapo_megatron.cluster.processes import forget_peak, resident_bytes
 from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.protocols import Exchange

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from dapo_megatron.cluster.collectives import ErrorRecord
+from dapo_megatron.cluster.collectives import EnginesChanged, ErrorRecord
 from dapo_megatron.cluster.exit_reason import is_secondary
-from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.processes import has_ended, kill_here, runs_here
-from dapo_megatron.protocols import Exchange
+from dapo_megatron.cluster.store import num_starts
 from dapo_megatron.types import ConfigError, DapoError, RankError
 
 if TYPE_CHECKING:
@@ -37,47 +36,11 @@ LEAVING_SECONDS = 3.0
 """Time that the process of an engine that is left out has to end by itself."""
 SIGN_SECONDS = 1.0
 """Interval of rank 0's signs of life in the store."""
-MAX_FAILED_SYNCS = 3
-"""An engine that failed so many syncs since the run was started does not join again."""
-T = TypeVar("T")
-
-
-def num_starts(store: Store, rank: int) -> int:
-    """Return how many processes of a rank have started."""
-    # A FileStore would grow with every `add` of 0.
-    return int(store.get(f"starts {rank}")) if store.check([f"starts {rank}"]) else 0
-
-
-def register(store: Store, rank: int) -> int:
-    """Register this process as the newest start of a rank. Return its number, from 1."""
-    start = int(store.add(f"starts {rank}", 1))  # first: rank 0 would kill the new process
-    store.set(f"process {rank}", json.dumps([node_name(), os.getpid()]))
-    return start
-
-
-class EnginesChanged(RankError):
-    """An engine was lost or wants to join, so the ranks have to form a new generation."""
-
-
-class EngineJoins(EnginesChanged):
-    """An engine wants to join, and none was lost."""
-
-
-def agreed(policy: Exchange | None, action: Callable[[], T]) -> T:
-    """Return the result of a collective `action` of all ranks. If it raises EnginesChanged on some
-    ranks with a policy, it does on all of them, so that they go on from the same place.
-
-    policy  exchange between them; None on other ranks
-    """
-    try:
-        result = action()
-    except EnginesChanged:
-        if policy is not None:
-            policy.all_gather(False, bool)
-        raise
-    if policy is not None and not all(policy.all_gather(True, bool)):
-        raise EnginesChanged("another rank lost its connection to a rank with an engine")
-    return result
+MAX_FAULTS = 3
+"""An engine that failed so many syncs since the run was started, or could so often not be reached
+by others, does not join again."""
+MAX_FAILURES = 5
+"""The run ends if so many generations in a row of the same processes fail."""
 
 
 @dataclass
@@ -104,8 +67,12 @@ class Members:
     engine that has not joined yet."""
     _starts: dict[int, int] = field(default_factory=dict)
     """Start of each rank of an engine that has taken part, on rank 0."""
-    _failed_syncs: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    """Number of syncs that each engine failed."""
+    num_failures: int = 0
+    """Number of generations in a row that failed although no process was lost."""
+    _newest: set[tuple[int, ...]] = field(default_factory=set)
+    """Engines that joined last, and did not work with the others yet, on rank 0."""
+    _faults: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """Number of times that each engine failed a sync or could not be reached."""
     _last_sign: float = -math.inf
     """Time of the last sign of life in the store, of rank 0, as time.monotonic()."""
 
@@ -123,12 +90,21 @@ class Members:
         """Return whether an engine waits to join. Asked on rank 0."""
         return any(self._waits(engine) for engine in self._engines())
 
-    def fail_sync(self, replica: int) -> bool:
+    def add_fault(self, replica: int) -> bool:
         """Count a sync that an engine of the generation failed. Return whether it may join again.
         Its new starts might take long to fail, so that the launcher would never give up."""
         engine = self.replicas[replica]
-        self._failed_syncs[engine] += 1
-        return self._failed_syncs[engine] < MAX_FAILED_SYNCS
+        self._faults[engine] += 1
+        return self._faults[engine] < MAX_FAULTS
+
+    def note_progress(self) -> None:
+        """Note that the generation works."""
+        self.num_failures, self._newest = 0, set()
+
+    def check_present(self) -> None:
+        """Raise EnginesChanged if a rank of the generation is known to be gone. On rank 0."""
+        if gone := [rank for rank in self.current if self._is_gone(rank)]:
+            raise EnginesChanged(f"rank {gone[0]} ended while it joined the others")
 
     def refuse_second_job(self) -> None:
         """Raise ConfigError if another job uses this store. Only engines start more than once."""
@@ -229,7 +205,7 @@ class Members:
         while not self._is_set(invitation):
             self._pause("waits to join")
         self.generation = int(self.store.get(invitation))
-        self.current = self._decided()
+        self._follow_decision()
         if not self._is_complete():
             self.meet(at_least=1, wait_seconds=math.inf)
 
@@ -245,26 +221,30 @@ class Members:
         *,
         at_least: int,
         wait_seconds: float,
-        lost: Collection[int] = (),
+        lost: Mapping[int, float] = MappingProxyType({}),
+        cause: str = "",
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """Form the next generation. Collective over the ranks that are left.
 
         at_least      number of engines with which the run goes on; with fewer, it waits for others
         wait_seconds  time limit of this wait
-        lost          ranks of which rank 0 knows that they will not come
+        lost          ranks that rank 0 waits for no longer than until this time.monotonic()
+        cause         why the last generation ended
         check_stop    raises Stopped, on rank 0, if the run was asked to stop while it waits
 
-        Raises RankError if too few engines are left, or if this rank was left out.
+        Raises RankError if too few engines are left, if generations of the same processes fail
+        again and again, or if this rank was left out.
         """
         is_complete = False
         while not is_complete:
             self.generation += 1
             self.store.set(f"arrival {self.generation} {self.rank}", "")
             if self.rank == 0:
-                self._decide(at_least, wait_seconds, set(lost), check_stop)
+                self._decide(at_least, wait_seconds, lost, cause, check_stop)
+            lost = {}  # a new start of one that was invited is not lost
             self._wait_for(f"members {self.generation}")
-            self.current = self._decided()
+            self._follow_decision()
             if not self.current:
                 self._raise_error("end")
             if self.rank not in self.current:
@@ -279,7 +259,7 @@ class Members:
         rank that is gone would not be made."""
         self.store.set(f"ready {self.generation} {self.rank}", "")
         if self.rank == 0:
-            missing = self._missing("ready", set())
+            missing = self._missing("ready", {})
             self.store.set(f"complete {self.generation}", "" if missing else "yes")
             if not missing:
                 self.store.set("formed", "")
@@ -289,10 +269,16 @@ class Members:
     # ------------------------------------------------------------------ rank 0 decides
 
     def _decide(
-        self, at_least: int, wait_seconds: float, lost: set[int], check_stop: Callable[[], None]
+        self,
+        at_least: int,
+        wait_seconds: float,
+        lost: Mapping[int, float],
+        cause: str,
+        check_stop: Callable[[], None],
     ) -> None:
         here = set(self.current) - self._missing("arrival", lost)
         staying = [engine for engine in self.replicas if set(engine) <= here]
+        staying = self._without_newest(staying, at_least)
         # Before the wait: a new start of the last engine may be waited for.
         self._end_leftovers(set(self.current) - {rank for engine in staying for rank in engine})
         deadline = time.monotonic() + wait_seconds
@@ -313,9 +299,7 @@ class Members:
                         "of their ranks"
                     )
             except DapoError as error:
-                self._set_error("end", error)
-                self._publish([])  # so that no rank waits
-                raise
+                self._end(error)
             # Without a deadline, the watchdog limits the time from the last start or end of an
             # engine. An end counts, because the watchdog itself may have killed the engine.
             counts, counts_before = self._num_starts_and_ends(), counts
@@ -324,25 +308,59 @@ class Members:
         for rank in (rank for engine in joining for rank in engine):
             self._starts[rank] = num_starts(self.store, rank)
             self.store.set(f"invitation {rank} {self._starts[rank]}", str(self.generation))
-        self._publish([*range(self.num_policy), *(rank for engine in engines for rank in engine)])
+        members = [*range(self.num_policy), *(rank for engine in engines for rank in engine)]
+        is_same = not joining and members == list(self.current)
+        self.num_failures = self.num_failures + 1 if is_same else 0
+        self._newest = set(joining) or self._newest
+        if self.num_failures == MAX_FAILURES:
+            self._end(
+                RankError(
+                    f"{MAX_FAILURES} times in a row, the ranks could not work together, although "
+                    f"all were there: {cause}. See the network between the nodes, and "
+                    "GLOO_SOCKET_IFNAME"
+                )
+            )
+        self._publish(members)
 
-    def _missing(self, word: str, lost: set[int]) -> set[int]:
+    def _without_newest(
+        self, engines: list[tuple[int, ...]], at_least: int
+    ) -> list[tuple[int, ...]]:
+        """Return `engines`, without those that joined last if generations fail since then: others
+        may not reach them."""
+        older = [engine for engine in engines if engine not in self._newest]
+        if self.num_failures == 0 or len(older) < max(at_least, 1):
+            return engines
+        self._faults.update(self._newest)
+        return older
+
+    def _end(self, error: DapoError) -> NoReturn:
+        """Raise an error on all ranks."""
+        self._set_error("end", error)
+        self._publish([])  # so that no rank waits
+        raise error
+
+    def _missing(self, word: str, until: Mapping[int, float]) -> set[int]:
         """Wait until the ranks of the generation before have set their keys `word`. Return those
-        that do not: they are gone, or take too long. Those of the policy always come."""
+        that do not: they are gone, or take too long. Those of the policy always come.
+
+        until  ranks that get less time, until this time.monotonic()
+        """
         deadline = time.monotonic() + ARRIVAL_SECONDS
+        lost: set[int] = set()
         while True:
             missing = {
                 rank
                 for rank in self.current
                 if not self._is_set(f"{word} {self.generation} {rank}")
             }
-            engines = {rank for rank in missing if rank >= self.num_policy}
-            is_late = time.monotonic() > deadline
+            now = time.monotonic()
+            is_late = now > deadline
             lost |= {
                 rank
-                for rank in engines
-                if is_late or self._has_ended(rank) or self._is_restarted(rank)
+                for rank in missing
+                if rank >= self.num_policy and (is_late or now > until.get(rank, math.inf))
             }
+            lost |= {rank for rank in missing if self._is_gone(rank)}
             if missing <= lost:
                 return missing
             # If only ranks of the policy are missing, they hang, and the watchdog's limit applies.
@@ -371,7 +389,7 @@ class Members:
         return sum(starts.values()), num_ended
 
     def _publish(self, members: list[int]) -> None:
-        self.store.set(f"members {self.generation}", json.dumps(members))
+        self.store.set(f"members {self.generation}", json.dumps([members, self.num_failures]))
 
     def _process(self, rank: int) -> tuple[str, int]:
         """Return node and process id of the newest start of a rank."""
@@ -381,13 +399,17 @@ class Members:
     def _has_ended(self, rank: int) -> bool:
         return has_ended(*self._process(rank))
 
+    def _is_gone(self, rank: int) -> bool:
+        """Return whether the process of an engine's rank that took part is known to be gone."""
+        return rank >= self.num_policy and (self._has_ended(rank) or self._is_restarted(rank))
+
     def _is_restarted(self, rank: int) -> bool:
         """Return whether a newer start of a rank exists than that which took part."""
         return num_starts(self.store, rank) > self._starts.get(rank, 0)
 
     def _waits(self, engine: tuple[int, ...]) -> bool:
         """Return whether the newest starts of all ranks of an engine wait to join, and may."""
-        return self._failed_syncs[engine] < MAX_FAILED_SYNCS and all(
+        return self._faults[engine] < MAX_FAULTS and all(
             self._is_restarted(rank)
             and self._is_set(f"knock {rank} {num_starts(self.store, rank)}")
             for rank in engine
@@ -400,8 +422,9 @@ class Members:
         for first in range(self.num_policy, self.num_ranks, self.replica_size):
             yield tuple(self.engine_of(first))
 
-    def _decided(self) -> tuple[int, ...]:
-        return tuple(json.loads(self.store.get(f"members {self.generation}")))
+    def _follow_decision(self) -> None:
+        members, self.num_failures = json.loads(self.store.get(f"members {self.generation}"))
+        self.current = tuple(members)
 
     def _wait_for(self, key: str) -> None:
         """Wait until rank 0 has set a key. Its signs of life count as those of this rank, so that

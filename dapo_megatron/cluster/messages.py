@@ -23,7 +23,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -31,7 +31,7 @@ import zmq
 
 from dapo_megatron.cluster.address import cluster_address
 from dapo_megatron.cluster.admission import Admission
-from dapo_megatron.cluster.collectives import on_rank0
+from dapo_megatron.cluster.collectives import EnginesChanged, on_rank0
 from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.numbered import MAX_MESSAGE_BYTES, Peer, is_count
 from dapo_megatron.protocols import Exchange
@@ -39,8 +39,8 @@ from dapo_megatron.types import RankError
 
 MAX_BATCH = 1_000
 """Maximum number of messages that `receive` returns."""
-OPEN_SECONDS = 120.0
-"""Time limit for the members to connect."""
+OPEN_SECONDS, ELASTIC_OPEN_SECONDS = 120.0, 30.0
+"""Time limit for the members to connect, in a run that needs all and in one that does not."""
 RECONNECT_SECONDS = 30.0
 """Default time that `Hub.send` waits for a member whose connection is broken."""
 LINGER_SECONDS = 2.0
@@ -202,17 +202,25 @@ class Hub:
         self._local_member = Member(Address(_INPROC, ""), routing_id, None, self._context)
         return self._local_member
 
-    def wait_for_members(self) -> None:
-        """Wait until all members have connected. Raises RankError naming those that do not."""
-        deadline = time.monotonic() + OPEN_SECONDS
+    def wait_for_members(self, check_present: Callable[[], None] | None = None) -> None:
+        """Wait until all members have connected. Raises RankError naming those that do not.
+
+        With `check_present`, some may be lost: it is called once a second, and may raise
+        EnginesChanged, which is also raised for those that do not connect.
+        """
+        opened = checked = time.monotonic()
+        limit = OPEN_SECONDS if check_present is None else ELASTIC_OPEN_SECONDS
         while missing := [peer.name for peer in self._peers if not peer.is_connected]:
-            seconds_left = deadline - time.monotonic()
+            seconds_left = opened + limit - time.monotonic()
+            if check_present is not None and time.monotonic() > checked + 1.0:
+                check_present()
+                checked = time.monotonic()
             if seconds_left <= 0:
                 others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
                 endpoint = self.address.endpoint if self.address else _INPROC
-                raise RankError(
+                raise (RankError if check_present is None else EnginesChanged)(
                     f"{missing[0]}{others}: did not connect to rank 0 at {endpoint} within "
-                    f"{OPEN_SECONDS:.0f} s. Does a firewall refuse connections between the nodes?"
+                    f"{limit:.0f} s. Does a firewall refuse connections between the nodes?"
                 )
             self._early += self._receive(min(0.02, seconds_left))
 
@@ -321,13 +329,16 @@ class Hub:
 
 
 def open_channel(
-    exchange: Exchange, member: int | None, num_members: int
+    exchange: Exchange,
+    member: int | None,
+    num_members: int,
+    check_present: Callable[[], None] | None = None,
 ) -> tuple[Hub | None, Member | None]:
     """Connect rank 0 with the members. Collective.
 
     `member` is this rank's member number, or None. Returns the hub on rank 0, and the member on the
     ranks that have a number. The caller closes both. Raises ConfigError if rank 0 has no address
-    for the others, and RankError naming the members that did not connect.
+    for the others, and an error naming the members that did not connect (`wait_for_members`).
     """
     keys = zmq.curve_keypair()
     rank = int(os.environ.get("RANK", exchange.rank))
@@ -353,7 +364,7 @@ def open_channel(
         elif member is not None:
             assert address is not None
             joined = Member(address, _routing_id(member), keys)
-        on_rank0(exchange, lambda: hub.wait_for_members() if hub else None)
+        on_rank0(exchange, lambda: hub.wait_for_members(check_present) if hub else None)
     except BaseException:
         for end in (joined, hub):
             if end is not None:

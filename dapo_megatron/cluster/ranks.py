@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_megatron.cluster import collectives
+from dapo_megatron.cluster.collectives import EnginesChanged, agreed
 from dapo_megatron.cluster.groups import (
     TIMEOUT,
     ClosableGroup,
@@ -19,9 +20,9 @@ from dapo_megatron.cluster.groups import (
     make_device_group,
     make_group,
 )
-from dapo_megatron.cluster.members import EnginesChanged, Members, agreed, register
+from dapo_megatron.cluster.members import Members
 from dapo_megatron.cluster.secret import NUM_BYTES, prove, run_secret
-from dapo_megatron.cluster.store import default_store, open_store
+from dapo_megatron.cluster.store import default_store, open_store, register
 from dapo_megatron.types import RankError
 
 if TYPE_CHECKING:
@@ -215,10 +216,14 @@ class Ranks:
         """Raise EnginesChanged if a collective in this block fails and some of these ranks may be
         lost, because they have only an engine. Then the groups are closed, so that no other rank
         waits for this one."""
+        from torch.distributed import DistError
+
         try:
             yield
-        except RuntimeError as error:  # of gloo or NCCL
-            if not self.has_engines_apart:
+        except RuntimeError as error:
+            # Not a subclass of another kind, such as torch's for a full GPU.
+            is_of_group = type(error) is RuntimeError or isinstance(error, DistError)
+            if not (self.has_engines_apart and is_of_group):
                 raise
             text = f"a rank with an engine is gone or hangs: {_first_line(error)}"
             traceback.clear_frames(error.__traceback__)  # they refer to the group
@@ -352,16 +357,14 @@ def first_generation(ranks: Ranks, backend: str) -> Ranks:
     return next_generation(ranks, backend)
 
 
-def next_generation(ranks: Ranks, backend: str, patience: float = 1.0) -> Ranks:
+def next_generation(ranks: Ranks, backend: str) -> Ranks:
     """Return the ranks that now take part, with new process groups. Collective over them, after
-    they have met (members.py). Raises EnginesChanged if one is lost meanwhile.
-
-    patience  factor of the timeout of connecting
-    """
+    they have met (members.py). Raises EnginesChanged if one is lost meanwhile."""
     assert ranks.by_role is not None
     members = ranks.by_role.members
     current, number = members.current, members.generation
     own = current.index(members.rank)
+    patience = 2 ** min(members.num_failures, 2)
     store = ranks.store or default_store()
 
     def make() -> tuple[ClosableGroup, ClosableGroup]:

@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
-from dapo_megatron.cluster.members import EnginesChanged
+from dapo_megatron.cluster.collectives import EnginesChanged, on_all_ranks, on_rank0
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import reward
 from dapo_megatron.protocols import DataParallel, Recorder

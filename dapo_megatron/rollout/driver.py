@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from dapo_megatron.cluster.collectives import decode, encode
-from dapo_megatron.cluster.members import EnginesChanged
+from dapo_megatron.cluster.collectives import EnginesChanged, decode, encode
 from dapo_megatron.cluster.messages import Hub
 from dapo_megatron.cluster.numbered import MAX_MESSAGE_BYTES
 from dapo_megatron.rollout.messages import GroupRequest, Order, OrderKind, Report, Sampling
@@ -215,6 +214,13 @@ class EngineDriver:
         if self.lost:
             names = ", ".join(self.name(replica) for replica in sorted(self.lost))
             raise EnginesChanged(f"{names}: lost; the run goes on without it")
+
+    def seconds_gone(self) -> dict[int, float]:
+        """Return the seconds since the connection to a replica ended, for those without one;
+        infinity if the replica is known to be lost."""
+        gone = {replica: self._hub.silence(replica) for replica in range(self.num_replicas)}
+        gone |= dict.fromkeys(self.lost, math.inf)
+        return {replica: seconds for replica, seconds in gone.items() if seconds > 0.0}
 
     def _reset_clocks(self) -> None:
         self._heard = [time.monotonic()] * self.num_replicas

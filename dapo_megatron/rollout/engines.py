@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
-from dapo_megatron.cluster.collectives import on_rank0
-from dapo_megatron.cluster.members import EnginesChanged
+from dapo_megatron.cluster.collectives import EnginesChanged, on_rank0
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.types import DapoError, RankError

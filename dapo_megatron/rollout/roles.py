@@ -7,16 +7,24 @@ engine serve the coordinator while those with a policy train.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from dapo_megatron.cluster.collectives import on_rank0
-from dapo_megatron.cluster.members import MAX_FAILED_SYNCS, EnginesChanged, Members
+from dapo_megatron.cluster.collectives import EnginesChanged, on_rank0
+from dapo_megatron.cluster.members import MAX_FAULTS, Members
 from dapo_megatron.protocols import Exchange, ReceivedTensor, StepResult, Sync
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.rollout.coordinator import Coordinator
@@ -101,6 +109,43 @@ class SeparateTraining:
         return Running(lead, self.engines.driver)
 
 
+@contextmanager
+def taking_out_failed(members: Members, driver: EngineDriver | None) -> Iterator[None]:
+    """Go on without the engines that fail a sync or its plan in this block. `driver` is that of
+    rank 0, if it exists.
+
+    If some engines are at fault, and others pass the check that finds it, EnginesChanged is raised
+    on all ranks but those of the former, which raise SyncError. If all engines fail, or ranks of
+    the policy do, then the policy or the model is at fault, and SyncError is raised on all ranks.
+    """
+    try:
+        yield
+    except SyncError as error:
+        replicas = members.replicas
+        failed = {
+            replica for replica, ranks in enumerate(replicas) if error.ranks.intersection(ranks)
+        }
+        is_policy = any(rank < members.num_policy for rank in error.ranks)
+        is_all = len(failed) == len(replicas)
+        if not failed or is_policy or is_all or members.replica in failed:
+            raise
+        if driver is not None:
+            driver.lost |= failed
+        names = ", ".join(_take_out(members, replica) for replica in sorted(failed))
+        raise EnginesChanged(
+            f"{names}: failed the check of a sync, which other engines passed; the run goes on "
+            f"without it: {error}"
+        ) from error
+
+
+def _take_out(members: Members, replica: int) -> str:
+    """Count a fault of a replica. Return its name."""
+    ranks = ", ".join(map(str, members.replicas[replica]))
+    if members.add_fault(replica):
+        return f"replica {replica} (rank {ranks})"
+    return f"replica {replica} (rank {ranks}; {MAX_FAULTS} times, does not join again)"
+
+
 @dataclass(frozen=True)
 class SeparateSync:
     """Sync after which the run goes on without engines that fail its checks. Implements
@@ -114,37 +159,9 @@ class SeparateSync:
     driver: EngineDriver | None
 
     def __call__(self, version: int) -> SyncReport:
-        """See protocols.Sync. If some engines are at fault, and others pass the check that finds
-        it, EnginesChanged is raised on all ranks but those of the former, which raise SyncError.
-
-        If all engines fail, or ranks of the policy do, then the policy or the model is at fault,
-        and SyncError is raised on all ranks.
-        """
-        try:
+        """See protocols.Sync. Raises as `taking_out_failed` does."""
+        with taking_out_failed(self.members, self.driver):
             return self.sync(version)
-        except SyncError as error:
-            replicas = self.members.replicas
-            failed = {
-                replica for replica, ranks in enumerate(replicas) if error.ranks.intersection(ranks)
-            }
-            is_policy = any(rank < self.members.num_policy for rank in error.ranks)
-            is_all = len(failed) == len(replicas)
-            if not failed or is_policy or is_all or self.members.replica in failed:
-                raise
-            if self.driver is not None:
-                self.driver.lost |= failed
-            names = ", ".join(map(self._take_out, sorted(failed)))
-            raise EnginesChanged(
-                f"{names}: failed the check of a sync, which other engines passed; the run goes on "
-                f"without it: {error}"
-            ) from error
-
-    def _take_out(self, replica: int) -> str:
-        """Count the failure of a replica. Return its name."""
-        ranks = ", ".join(map(str, self.members.replicas[replica]))
-        if self.members.fail_sync(replica):
-            return f"replica {replica} (rank {ranks})"
-        return f"replica {replica} (rank {ranks}; {MAX_FAILED_SYNCS} times, does not join again)"
 
     def switch_to_policy(self) -> None:
         """See protocols.Sync."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,8 @@ from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.checkpoints import CheckpointSaver
 from dapo_megatron.checkpoints.formats.weights_folder import copy_companions, declare_without_mtp
+from dapo_megatron.cluster.collectives import EnginesChanged
 from dapo_megatron.cluster.instruments import MemoryMeter, StepInstruments, TimelineRecorder
-from dapo_megatron.cluster.members import EnginesChanged
 from dapo_megatron.cluster.messages import Hub, Member, open_channel
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
@@ -40,7 +41,7 @@ from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.rollout.exchange import RouteSize, TokenExchange
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
-from dapo_megatron.rollout.roles import SeparateSync, SeparateTraining
+from dapo_megatron.rollout.roles import SeparateSync, SeparateTraining, taking_out_failed
 from dapo_megatron.rollout.store import CompletionStore
 from dapo_megatron.rollout.worker import Follower, Leader
 from dapo_megatron.run.exports import exports_of
@@ -135,7 +136,8 @@ def build_core(config: Config, ranks: Ranks, models: Models, stop: Stop | None =
     """Build graders, the channel to the coordinator, and the sync of `models`. Collective."""
     loss = loss_function(config.loss)
     policy, engine = models.policy, models.engine
-    sync = build_sync(config, ranks, models)
+    with taking_out_failed(ranks.by_role.members, None) if ranks.by_role else nullcontext():
+        sync = build_sync(config, ranks, models)
     replicas = ranks.all_gather(engine.replica, int)
     # Ranks without an engine form a group, too.
     peers = ranks.subgroup(
@@ -146,7 +148,10 @@ def build_core(config: Config, ranks: Ranks, models: Models, stop: Stop | None =
         # not count as a sign of life.
         peers = replace(peers, on_activity=lambda _: None)
     hub, member = open_channel(
-        ranks, engine.replica if engine.is_leader else None, engine.num_replicas
+        ranks,
+        engine.replica if engine.is_leader else None,
+        engine.num_replicas,
+        None if ranks.by_role is None else ranks.by_role.members.check_present,
     )
     driver: EngineDriver | None = None
     if hub is not None:

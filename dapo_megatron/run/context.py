@@ -17,9 +17,9 @@ from typing import Any, TextIO
 import dapo_megatron
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import FENCED, STOPPED, end_attempt
-from dapo_megatron.cluster.collectives import on_rank0
+from dapo_megatron.cluster.collectives import EngineJoins, on_rank0
 from dapo_megatron.cluster.launch import allow_restart, forbid_restart
-from dapo_megatron.cluster.members import EngineJoins, Members
+from dapo_megatron.cluster.members import Members
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.safe_output import above_panel, safe_text
 from dapo_megatron.cluster.stop import Stop

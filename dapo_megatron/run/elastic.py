@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,8 +21,8 @@ from typing import Any
 from dapo_megatron import loop
 from dapo_megatron.checkpoints.saver import ABANDON_SECONDS
 from dapo_megatron.cluster import exit_reason
+from dapo_megatron.cluster.collectives import EngineJoins, EnginesChanged
 from dapo_megatron.cluster.instruments import StepInstruments
-from dapo_megatron.cluster.members import EngineJoins, EnginesChanged
 from dapo_megatron.cluster.ranks import next_generation
 from dapo_megatron.policy.device import backend
 from dapo_megatron.protocols import Parts
@@ -40,10 +41,11 @@ from dapo_megatron.run.loss import loss_function
 from dapo_megatron.run.models import build_models
 from dapo_megatron.run.other_weights import keep_reference
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
-from dapo_megatron.types import Phase, RankError, Stopped
+from dapo_megatron.types import Phase, Stopped
 
-MAX_FAILURES = 5
-"""The run ends after so many failures in a row to connect ranks that have met."""
+GONE_SECONDS = 8.0
+"""Time that an engine whose connection to rank 0 has ended has to come to the meeting: one that is
+alive closes it shortly before."""
 
 
 @dataclass
@@ -66,8 +68,8 @@ class ElasticTraining:
     repeated: dict[int, Path]
     _coordinator: dict[str, Any] = field(default_factory=dict)
     """State of the coordinator of the last generation, on rank 0."""
-    _lost: set[int] = field(default_factory=set)
-    """Ranks that are known to be lost, on rank 0."""
+    _lost: dict[int, float] = field(default_factory=dict)
+    """Ranks that are or may be lost, on rank 0, with the time.monotonic() until which to wait."""
     _is_ready: bool = False
     """Whether this rank has entered the loop before."""
     _is_unsaved: bool = False
@@ -84,17 +86,21 @@ class ElasticTraining:
             self._form_first_generation()
         with context.watchdog.phase(Phase.OTHER):
             while True:
+                num_steps = self.progress.step
                 try:
                     with build_core(context.config, context.ranks, models, context.stop) as core:
                         self._train(core, conclude)
                     return
                 except EnginesChanged as change:
-                    self.recorder.note(f"  {change}")
+                    cause = str(change)
+                if self.progress.step > num_steps:
+                    context.ranks.engines_apart.note_progress()
+                self.recorder.note(f"  {cause}")
                 context.ranks.close()
                 gc.collect()  # a group that something refers to stays open
                 if models.engine.requests:
                     models.engine.interrupt()  # its new tokens are sampled again
-                self._meet()
+                self._meet(cause)
 
     def _train(
         self, core: Core, conclude: Callable[[loop.Progress, StepInstruments], None]
@@ -147,8 +153,11 @@ class ElasticTraining:
                 self._is_unsaved = parts.checkpoints.is_unfinished(patience)
             if core.engines.driver is not None:
                 replicas = ranks.engines_apart.replicas
+                now = time.monotonic()
                 self._lost = {
-                    rank for replica in core.engines.driver.lost for rank in replicas[replica]
+                    rank: now + GONE_SECONDS - seconds
+                    for replica, seconds in core.engines.driver.seconds_gone().items()
+                    for rank in replicas[replica]
                 }
             raise
         conclude(self.progress, instruments)
@@ -169,39 +178,33 @@ class ElasticTraining:
             members.knock()
         else:
             members.meet_all()
-        if not self._form_generation():
-            self._meet()
+        if failure := self._form_generation():
+            self._meet(failure)
 
-    def _meet(self) -> None:
-        """Form the next generation with the ranks that are left and those that wait to join."""
-        config, is_formed, num_failures = self.context.config, False, 0
-        while not is_formed:
+    def _meet(self, cause: str) -> None:
+        """Form the next generation with the ranks that are left and those that wait to join.
+        `cause` is why the last one ended."""
+        config = self.context.config
+        while cause:
             self.context.ranks.engines_apart.meet(
                 at_least=config.engine.min_replicas,
                 wait_seconds=config.watchdog.start,
                 lost=self._lost,
+                cause=cause,
                 check_stop=self._raise_stop,
             )
-            self._lost = set()
-            is_formed = self._form_generation(num_failures)
-            num_failures += 1
+            self._lost = {}
+            cause = self._form_generation()
 
-    def _form_generation(self, num_failures: int = 0) -> bool:
-        """Make the groups of the generation. Return False if a rank was lost meanwhile. Raises
-        RankError after MAX_FAILURES in a row: the ranks meet at the store, but cannot connect."""
-        ranks = self.context.ranks
+    def _form_generation(self) -> str:
+        """Make the groups of the generation. Return why this failed; empty if it did not."""
         with self.context.watchdog.phase(Phase.OTHER):
             try:
-                self.context.ranks = next_generation(ranks, backend(), patience=2**num_failures)
+                self.context.ranks = next_generation(self.context.ranks, backend())
             except EnginesChanged as error:
-                if num_failures + 1 == MAX_FAILURES:
-                    raise RankError(
-                        f"the ranks could not connect {MAX_FAILURES} times in a row: {error}. See "
-                        "GLOO_SOCKET_IFNAME and the network between the nodes"
-                    ) from error
                 self.recorder.note(f"  {error}")
-                return False
-        return True
+                return str(error)
+        return ""
 
     def _raise_stop(self) -> None:
         if signal := self.context.stop.signal:

@@ -66,6 +66,7 @@ class Journal:
             rollouts = self._journaled(entry, on_progress)
             del self.entries[version + 1]
             return rollouts
+        self.saver.stage()  # may raise EnginesChanged, by which collected rollouts would be lost
         rollouts = self.collector.collect(version, on_progress)
         self._save(version + 1, rollouts)
         return rollouts

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from dapo_megatron.checkpoints import read_state, restoring
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import end_attempt, start_attempt
-from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
+from dapo_megatron.cluster.collectives import EnginesChanged, on_all_ranks, on_rank0
 from dapo_megatron.cluster.launch import started_at
-from dapo_megatron.cluster.members import EnginesChanged
 from dapo_megatron.cluster.ranks import first_generation
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_json

@@ -2,7 +2,8 @@
 `python -m tests.helpers.joiner RANK MARKS train ...`.
 
 A file in the folder MARKS says when rank RANK sends itself a signal, once: it is named like
-`run-before-SIGKILL`, for the group that is made, whether this is before or after, and the signal.
+`run-before-SIGKILL`: for the group that is made, or the channel to rank 0; whether this is before
+or after; and the signal.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron import __main__ as program
-from dapo_megatron.cluster import ranks
+from dapo_megatron.cluster import messages, ranks
 
 if __name__ == "__main__":
     rank, marks = sys.argv[1], Path(sys.argv[2])
-    make_group = ranks.make_group
+    make_group, connect = ranks.make_group, messages.Member
 
     def fail(group: str, when: str) -> None:
         for mark in marks.glob(f"{group.split()[0]}-{when}-*"):
@@ -32,6 +33,11 @@ if __name__ == "__main__":
         fail(name, "after")
         return group
 
+    def failing_member(*more: Any) -> messages.Member:
+        fail("channel", "before")
+        return connect(*more)
+
     ranks.make_group = failing
+    messages.Member = failing_member  # type: ignore[assignment,misc]
     sys.argv = ["dapo_megatron", *sys.argv[3:]]
     program.main()

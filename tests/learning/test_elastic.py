@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dapo_megatron.cluster.launch import STARTS
-from dapo_megatron.cluster.members import MAX_FAILED_SYNCS
+from dapo_megatron.cluster.members import MAX_FAULTS
 from tests.helpers.commands import Running, started
 from tests.learning.test_roles import command, wait_for_row
 
@@ -145,6 +145,7 @@ def faulty_run(helper: str, rank: int, directory: Path, marks: Path, *more: str)
     [
         *("run-before-SIGKILL", "run-before-SIGSTOP", "run-after-SIGSTOP"),
         *("second-before-SIGKILL", "second-after-SIGSTOP"),
+        *("channel-before-SIGKILL", "channel-before-SIGSTOP"),
     ],
 )
 def test_an_engine_that_is_lost_while_it_joins_returns(when: str, tmp_path: Path) -> None:
@@ -196,8 +197,8 @@ def test_an_engine_that_fails_every_sync_stays_out(tmp_path: Path) -> None:
         assert running.wait(500) == 0, running.stdout
         out = running.stdout
     print(out)
-    assert out.count("it is started again") == MAX_FAILED_SYNCS
-    assert out.count("failed the check of a sync") == MAX_FAILED_SYNCS
-    assert f"(rank 2; {MAX_FAILED_SYNCS} times, does not join again): failed" in out
-    assert len(list(marks.iterdir())) == 100 - MAX_FAILED_SYNCS
+    assert out.count("it is started again") == MAX_FAULTS
+    assert out.count("failed the check of a sync") == MAX_FAULTS
+    assert f"(rank 2; {MAX_FAULTS} times, does not join again): failed" in out
+    assert len(list(marks.iterdir())) == 100 - MAX_FAULTS
     check_ledger(folder, 80)

@@ -6,13 +6,11 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from types import SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,9 +18,10 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from dapo_megatron.cluster import members as meetings
-from dapo_megatron.cluster.members import EnginesChanged, Members, agreed, register
+from dapo_megatron.cluster.collectives import EnginesChanged, agreed
+from dapo_megatron.cluster.members import Members
+from dapo_megatron.cluster.store import register
 from dapo_megatron.rollout.roles import SeparateSync
-from dapo_megatron.run import elastic
 from dapo_megatron.types import (
     ConfigError,
     DapoError,
@@ -32,7 +31,6 @@ from dapo_megatron.types import (
     SyncError,
     SyncReport,
 )
-from tests.helpers.configs import tiny_config
 from tests.helpers.rollouts import (
     ScriptedDriver,
     collect,
@@ -154,7 +152,7 @@ def in_threads(actions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
         except DapoError as error:
             results[rank] = str(error)
 
-    threads = [threading.Thread(target=run, args=item) for item in actions.items()]
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in actions.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -162,11 +160,12 @@ def in_threads(actions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
     return results
 
 
-def meet_all(members: list[Members], **settings: Any) -> dict[int, Any]:
+def meet_all(members: list[Members], lost: Collection[int] = (), **settings: Any) -> dict[int, Any]:
     """Let ranks meet in threads. Return what each then knows, or its error, by rank."""
 
     def meet(member: Members) -> tuple[int, tuple[int, ...]]:
-        member.meet(**{"at_least": 1, "wait_seconds": 60.0, **settings})
+        until = dict.fromkeys(lost, 0.0)
+        member.meet(**{"at_least": 1, "wait_seconds": 60.0, "lost": until, **settings})
         return member.generation, member.current
 
     return in_threads({member.rank: partial(meet, member) for member in members})
@@ -323,27 +322,50 @@ def test_the_end_of_an_engine_is_a_sign_of_life_while_the_first_meeting_waits(
     assert len(signs) == 2 and signs[0] < 1.0 and 30.0 < signs[1] < 31.0
 
 
-def test_ranks_that_meet_but_cannot_connect_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    notes: list[str] = []
-    patience: list[float] = []
+def test_ranks_that_never_work_together_end_the_run() -> None:
+    members = started(HashStore())
+    members[0].note_progress()  # otherwise the engines that joined last would be left out
+    for number in range(1, 5):
+        assert set(meet_all(members).values()) == {(1 + number, tuple(range(6)))}
+        assert {member.num_failures for member in members} == {number}
+    results = meet_all(members, cause="Wait timeout")
+    reason = "5 times in a row, the ranks could not work together, although all were there: Wait"
+    assert all(result.startswith(reason) for result in results.values()), results
 
-    def fail(*_: object, **settings: float) -> NoReturn:
-        patience.append(settings["patience"])
-        raise EnginesChanged("Wait timeout")
 
-    monkeypatch.setattr(elastic, "next_generation", fail)
-    members = SimpleNamespace(meet=lambda **_: None)
-    context: Any = SimpleNamespace(
-        config=tiny_config(),
-        ranks=SimpleNamespace(engines_apart=members),
-        watchdog=SimpleNamespace(phase=lambda _: nullcontext()),
-    )
-    recorder: Any = SimpleNamespace(note=notes.append)
-    training = elastic.ElasticTraining(context, recorder, *[cast(Any, None)] * 6)
-    with pytest.raises(RankError, match="could not connect 5 times in a row: Wait timeout"):
-        training._meet()
-    assert patience == [1, 2, 4, 8, 16]
-    assert len(notes) == 4
+def test_failures_are_counted_anew_after_progress() -> None:
+    members = started(HashStore())
+    for _ in range(6):
+        for member in members:
+            member.note_progress()
+        assert meet_all(members)[5][1] == tuple(range(6))
+    assert members[0].num_failures == 1
+
+
+def test_an_engine_that_others_cannot_reach_is_left_out() -> None:
+    """It joined last, and since then no generation works. The third time, it stays out."""
+    store = HashStore()
+    members = started(store)
+    members[0].note_progress()
+    for number in range(1, 4):
+        members[4] = start_rank(store, 4)
+        joins = in_threads(
+            {4: members[4].knock}
+            | {
+                m.rank: partial(m.meet, at_least=1, wait_seconds=60.0)
+                for m in members
+                if m.rank != 4
+            }
+        )
+        assert set(joins.values()) == {None}, joins
+        assert members[0].current == tuple(range(6))
+        meet_all(members)
+        assert {member.num_failures for member in members} == {1}
+        results = meet_all(members)
+        assert "goes on without this engine" in results.pop(4)
+        assert {current for _, current in results.values()} == {(0, 1, 2, 3, 5)}
+        store.set(f"knock 4 {register(store, 4)}", "")
+        assert members[0].wants_in() == (number < 3)
 
 
 def test_a_run_with_too_few_engines_waits_and_then_ends(killed: list[int]) -> None:
@@ -496,9 +518,9 @@ def test_an_engine_that_failed_too_many_syncs_does_not_join() -> None:
     store = HashStore()
     first, *_ = started(store)
     store.set(f"knock 4 {register(store, 4)}", "")
-    assert [first.fail_sync(2) for _ in range(2)] == [True, True]
+    assert [first.add_fault(2) for _ in range(2)] == [True, True]
     assert first.wants_in()
-    assert not first.fail_sync(2)
+    assert not first.add_fault(2)
     assert not first.wants_in()
 
 
