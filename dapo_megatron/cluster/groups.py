@@ -11,8 +11,11 @@ would become a ValueError, because they look up the group in the registry to log
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 TIMEOUT = timedelta(hours=2)
 """Timeout of torch's collectives. Longer than any legitimate wait; the watchdog acts earlier."""
 
+LOST_NODE_SECONDS = 20
+"""Time in which a node must acknowledge what was sent to it; see `notice_lost_nodes`."""
 _generations: Counter[str] = Counter()
 """Number of groups that this process has made, by purpose and members."""
 
@@ -37,6 +42,29 @@ class ClosableGroup:
     def close(self) -> None:
         """Close the group. No thread of this process may be in one of its collectives."""
         self.group = None
+
+
+def notice_lost_nodes() -> None:
+    """Let the kernel end the present TCP connections of this process with a node that is lost.
+
+    A node without power does not close its connections. Without this, only the watchdog would end a
+    collective with it. A process that is only frozen is not noticed, because its kernel answers.
+    """
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
+            if connection.type == socket.SOCK_STREAM and connection.family in _INTERNET:
+                for level, option, value in _KEEPALIVE:
+                    connection.setsockopt(level, option, value)
+
+
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_NODE_SECONDS // 4),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, LOST_NODE_SECONDS // 4),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * LOST_NODE_SECONDS),  # of unsent data
+)
 
 
 def group_or_world(group: ProcessGroup | ClosableGroup | None) -> ProcessGroup:

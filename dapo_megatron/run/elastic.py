@@ -22,6 +22,7 @@ from dapo_megatron import loop
 from dapo_megatron.checkpoints.saver import ABANDON_SECONDS
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.collectives import EngineJoins, EnginesChanged
+from dapo_megatron.cluster.groups import notice_lost_nodes
 from dapo_megatron.cluster.instruments import StepInstruments
 from dapo_megatron.cluster.ranks import next_generation
 from dapo_megatron.policy.device import backend
@@ -122,6 +123,8 @@ class ElasticTraining:
             check_stop=context.check,
         )
         collector = parts.collector
+        if ranks.by_role is not None:
+            notice_lost_nodes()
         if config.checkpoint.rollouts:
             # Ranks with only an engine do not know which steps are repeated.
             self.repeated = ranks.broadcast(self.repeated, dict[int, Path])

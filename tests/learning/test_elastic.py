@@ -34,7 +34,7 @@ def heartbeat(folder: Path, rank: int) -> dict[str, Any]:
     return heartbeat
 
 
-def check_ledger(folder: Path, num_steps: int) -> None:
+def check_ledger(folder: Path, num_steps: int, samples_per_prompt: int = 4) -> None:
     """Check that every ticket is counted once, and none was trained on twice."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     steps = [row for row in rows if "groups/issued" in row]
@@ -48,7 +48,6 @@ def check_ledger(folder: Path, num_steps: int) -> None:
         table = pq.read_table(path, columns=["ticket", "sample"])
         trained.update(zip(*(column.to_pylist() for column in table.columns), strict=True))
     assert set(trained.values()) == {1}
-    samples_per_prompt = 4
     assert len(trained) == samples_per_prompt * sum(row["groups/trained"] for row in steps)
 
 

@@ -136,6 +136,8 @@ class Cluster:
     def start_node(self, name: str) -> None:
         """Start a node, or restart a killed one."""
         (self.folder / "spool" / name).mkdir(exist_ok=True)
+        if self.has_networks:
+            self._ip("link", "set", self._link(name), "up")
         if not self.has_networks:
             self._daemon(name, "slurmd", "-D", "-f", self.env["SLURM_CONF"], "-N", name)
             return
@@ -146,8 +148,13 @@ class Cluster:
             "bash", "-c", INSIDE_A_NODE, str(self.folder), name,
         )  # fmt: skip
 
-    def kill_node(self, name: str) -> None:
-        """Cut the power of a node. As an ordinary user, kill only its slurmd; its tasks live on."""
+    def kill_node(self, name: str, *, is_silent: bool = False) -> None:
+        """Cut the power of a node. As an ordinary user, kill only its slurmd; its tasks live on.
+
+        The kernel of this machine closes the connections of what it kills, unless `is_silent`.
+        """
+        if is_silent:
+            self._ip("link", "set", self._link(name), "down")
         daemon = self._daemons.pop(name)
         daemon.kill()
         daemon.wait()
@@ -230,6 +237,10 @@ class Cluster:
     def _ip(self, *words: str, check: bool = True) -> None:
         subprocess.run(["ip", *words], check=check, capture_output=True)
 
+    def _link(self, name: str) -> str:
+        """Return the name of the outer end of a node's network link."""
+        return f"v{self.tag}n{1 + self.node_names.index(name)}"
+
     def _make_networks(self) -> None:
         self._sweep()
         bridge = f"br{self.tag}"
@@ -237,7 +248,7 @@ class Cluster:
         self._ip("addr", "add", f"{self.network}.254/24", "dev", bridge)
         self._ip("link", "set", bridge, "up")
         for number, name in enumerate(self.node_names, start=1):
-            inside, outside = self._namespace(name), f"v{self.tag}n{number}"
+            inside, outside = self._namespace(name), self._link(name)
             self._ip("netns", "add", inside)
             self._ip(
                 "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", inside

@@ -4,10 +4,14 @@ ranks and nodes."""
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 
 import pytest
 
+from dapo_megatron.cluster.groups import LOST_NODE_SECONDS
+from dapo_megatron.cluster.members import ARRIVAL_SECONDS
+from tests.learning.test_elastic import check_ledger
 from tests.slurm.cluster import NEEDS_ROOT, Cluster, wait_until
 from tests.slurm.jobs import ON_CPU, Job, Project
 from tests.slurm.runs import NUM_STEPS, START_SECONDS, Run
@@ -173,7 +177,12 @@ def test_a_run_goes_on_without_a_lost_node_of_engines(
         num_nodes=3, options=("--no-kill",), DAPO_ROLES="1+2", **QUICK,
     )  # fmt: skip
     run.wait_for_step(2, 2 * START_SECONDS)
-    training.cluster.kill_node("node3")
+    training.cluster.kill_node("node3", is_silent=True)
+    lost = time.monotonic()
+    run.wait_for_step(run.num_steps() + 1, START_SECONDS)
+    seconds = time.monotonic() - lost
     run.wait_for_end()
-    assert run.num_steps() == NUM_STEPS
     assert int(run.job.facts()["Restarts"]) == 0
+    check_ledger(run.folder, NUM_STEPS, samples_per_prompt=8)
+    print(f"{seconds:.1f} s to the next step")
+    assert seconds < LOST_NODE_SECONDS + ARRIVAL_SECONDS + 20.0
