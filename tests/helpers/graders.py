@@ -53,6 +53,13 @@ def near(response: str, truth: str, extra: object) -> bool:
     return sum(map(ord, response)) % 2 == 0
 
 
+def patient(response: str, truth: str, extra: object) -> bool:
+    """Like `near`, but first wait while the file `truth` exists."""
+    while Path(truth).exists():
+        time.sleep(0.05)
+    return near(response, truth, extra)
+
+
 def gated(response: str, truth: str, extra: Mapping[str, Any]) -> bool:
     """Like `moody`, but first wait until the file `extra["gate"]` exists, if one is named."""
     while "gate" in extra and not Path(extra["gate"]).exists():

@@ -103,6 +103,39 @@ def test_a_run_survives_ten_losses_at_random_moments(
     assert all(seconds < limits[name] + 10 + 20 for name, _, seconds in waits)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_is_lost_while_its_grades_are_awaited_returns(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    num_steps, folder, gate = 80, tmp_path / "run", tmp_path / "gate"
+    rows = tmp_path / "rows.jsonl"
+    prompts = [[{"role": "user", "content": f"{a} + 7 ="}] for a in range(60)]
+    rules = {"ground_truth": str(gate), "style": "rule"}
+    lines = [{"data_source": "a", "prompt": prompt, "reward_model": rules} for prompt in prompts]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = f"{{kind: jsonl, name: a, path: {rows}, grader: 'tests.helpers.graders:patient'}}"
+    words = (
+        *("run.processes=3", "roles={policy: 1, engine: 2}", f"train.rollout_steps={num_steps}"),
+        *(f"watchdog.{phase}={LIMIT_SECONDS}" for phase in PHASES),
+        *(f"data.train=[{source}]", "evaluation.sets=[]", "optimizer.lr=1e-8"),
+    )
+    with started(*command(tmp_path, "run", *APART, *words), new_session=True) as running:
+        wait_for_row(folder, 2, running)
+        gate.touch()
+        time.sleep(5.0)  # all that was to be sampled is sampled
+        pulse = send_signal(folder, number, random.Random(1), running)
+        gate.unlink()
+        seconds = seconds_to_next_row(folder, running)
+        assert running.wait(300) == 0, running.stdout
+        out = running.stdout
+    print(pulse["phase"], pulse["sign"], seconds)
+    assert out.count("it is started again") == 1
+    check_ledger(folder, num_steps)
+    check_both_sampled(folder, num_steps)
+    assert seconds < 30.0
+
+
 def send_signal(
     folder: Path, number: signal.Signals, rng: random.Random, running: Running
 ) -> dict[str, Any]:
