@@ -149,21 +149,26 @@ class ElasticTraining:
             with suppress(EnginesChanged):  # all steps are done and saved
                 ranks.barrier()
         except EnginesChanged as change:
-            self._coordinator = parts.collector.state()
-            # If an engine joins, no rank is lost, and a checkpoint is completed.
-            patience = math.inf if isinstance(change, EngineJoins) else ABANDON_SECONDS
-            with context.watchdog.phase(Phase.CHECKPOINT):
-                self._is_unsaved = parts.checkpoints.is_unfinished(patience)
-            if core.engines.driver is not None:
-                replicas = ranks.engines_apart.replicas
-                now = time.monotonic()
-                self._lost = {
-                    rank: now + GONE_SECONDS - seconds
-                    for replica, seconds in core.engines.driver.seconds_gone().items()
-                    for rank in replicas[replica]
-                }
+            self._end_generation(core, parts, change)
             raise
         conclude(self.progress, instruments)
+
+    def _end_generation(self, core: Core, parts: Parts, change: EnginesChanged) -> None:
+        """Keep what the next generation goes on from: the state of the coordinator, whether the
+        last checkpoint is unwritten, and which ranks may be lost."""
+        self._coordinator = parts.collector.state()
+        # If an engine joins, no rank is lost, and a checkpoint is completed.
+        patience = math.inf if isinstance(change, EngineJoins) else ABANDON_SECONDS
+        with self.context.watchdog.phase(Phase.CHECKPOINT):
+            self._is_unsaved = parts.checkpoints.is_unfinished(patience)
+        if core.engines.driver is not None:
+            replicas = self.context.ranks.engines_apart.replicas
+            now = time.monotonic()
+            self._lost = {
+                rank: now + GONE_SECONDS - seconds
+                for replica, seconds in core.engines.driver.seconds_gone().items()
+                for rank in replicas[replica]
+            }
 
     def _follow(self) -> None:
         """Go on from where the ranks with a policy are. Collective."""

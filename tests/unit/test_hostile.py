@@ -289,8 +289,9 @@ def test_hostile_completions_cost_their_limit_and_leave_nothing(
     assert counts["reasoning_gym"]["graded"] == sum(
         a.source == "reasoning_gym" for a in attacks_to_grade
     )
-    # Engines of tests that run at the same time have files named dapo-*.
-    left_over = {name for name in os.listdir("/dev/shm") if not name.startswith("dapo-")}
+    # Tests that run at the same time have engines (dapo-*) and spawned processes (sem.mp-*). A
+    # program's pool of processes forks, and unlinks its semaphores before it uses them.
+    left_over = {n for n in os.listdir("/dev/shm") if not n.startswith(("dapo-", "sem.mp-"))}
     assert left_over <= shared_memory
     assert not [path for path in unix_sockets() if token in path]
     assert processes_with(str(tmp_path)) == []
