@@ -5,9 +5,30 @@
 #
 # The run goes on meanwhile. It ends after DAPO_ENGINE_STARTS (5) starts in a row that did not last
 # DAPO_QUICK_SECONDS (600), with a pause of DAPO_ENGINE_PAUSE (10) seconds between two of them.
-# DAPO_RUN_OVER names a file that exists once the policy has ended.
+# DAPO_RUN_OVER names a file that exists once the policy has ended, DAPO_KILL_LIST one to which rank
+# 0 appends processes that hang, as "NODE PID SECONDS". Those on this node are killed after that time.
 
 set -u
+
+kill_hanging() { # NUMBER of lines that are older
+    local node=${SLURMD_NODENAME:-$(hostname)} line lines number=$1
+    trap '' USR1 # which tells the ranks to stop
+    while sleep 1; do
+        mapfile -t -s "$number" lines <"$DAPO_KILL_LIST"
+        number=$((number + ${#lines[@]}))
+        for line in ${lines[@]+"${lines[@]}"}; do
+            [[ $line =~ ^([^ ]+)\ ([1-9][0-9]*)\ ([0-9]+)$ ]] || continue
+            [[ ${BASH_REMATCH[1]} == "$node" ]] || continue
+            (sleep "${BASH_REMATCH[3]}"; kill -KILL "${BASH_REMATCH[2]}" 2>/dev/null) &
+        done
+    done
+}
+if [[ -e ${DAPO_KILL_LIST:-} ]]; then
+    kill_hanging "$(wc -l <"$DAPO_KILL_LIST")" &
+    # shellcheck disable=SC2064 # the process id of now
+    trap "kill $!" EXIT
+fi
+
 is_stopping=0
 trap 'is_stopping=1' USR1 TERM # the command gets the signal, too
 count=0

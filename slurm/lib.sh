@@ -98,6 +98,9 @@ split_roles() {
     POLICY_NODES=("${NODES[@]:0:policy / TASKS}") ENGINE_NODES=("${NODES[@]:policy / TASKS}")
     export DAPO_RUN_OVER=$ATTEMPT_LOGS/over
     rm -f "$DAPO_RUN_OVER"
+    # Empty and not missing: NFS may cache for a minute that a file does not exist.
+    export DAPO_KILL_LIST=$ATTEMPT_LOGS/kill_list
+    : >"$DAPO_KILL_LIST"
     say "policy on ${POLICY_NODES[*]}, engines on ${ENGINE_NODES[*]}"
 }
 

@@ -88,7 +88,7 @@ def _entries() -> Iterator[dict[str, Any]]:
     seen = set()
     for name in _DUMPS:
         dump = getattr(distributed, name, None)
-        for entry in json.loads(dump())["entries"] if dump else ():
+        for entry in json.loads(dump()).get("entries", ()) if dump else ():
             # Newer versions may give the same entries under both names.
             key = (entry["profiling_name"], entry["record_id"], entry["time_created_ns"])
             if key not in seen:

@@ -139,15 +139,22 @@ def writes_heartbeats(run: Path, rank: int, attempt: str) -> bool:
     return before is None or now.time != before.time
 
 
-def hanging_ranks(run: Path, ranks: Collection[int], world_size: int) -> list[Heartbeat]:
+def hanging_ranks(
+    run: Path, ranks: Collection[int], world_size: int, absent: Collection[int] = ()
+) -> list[Heartbeat]:
     """Return the heartbeats of the ranks that hang, if they are all among `ranks`; else none.
 
     Those hang that write no heartbeat within HEARTBEAT_SECONDS, or, if all do, those that are
-    behind others. Takes a second longer than that.
+    behind others. Takes a second longer than that. `absent` ranks take no part in the run now, such
+    as an engine whose node is lost.
     """
     before = read_heartbeats(run, world_size)
     time.sleep(HEARTBEAT_SECONDS + 1.0)
-    now = [heartbeat for heartbeat in read_heartbeats(run, world_size) if heartbeat is not None]
+    now = [
+        heartbeat
+        for rank, heartbeat in enumerate(read_heartbeats(run, world_size))
+        if heartbeat is not None and rank not in absent
+    ]
     last = {heartbeat.rank: heartbeat.time for heartbeat in before if heartbeat is not None}
     stale = [heartbeat for heartbeat in now if last.get(heartbeat.rank) == heartbeat.time]
     behind = {suspect.rank for suspect in ranks_behind(now)}
@@ -175,32 +182,40 @@ class Suspect:
         )
 
 
-def find_suspects(heartbeats: Sequence[Heartbeat | None], attempt: str) -> list[Suspect]:
-    """Return the ranks that are missing or behind after an alarm.
+def find_suspects(
+    heartbeats: Sequence[Heartbeat | None], attempt: str, absent: Collection[int] = ()
+) -> list[Suspect]:
+    """Return the ranks that are missing or behind after an alarm, except `absent` ones.
 
     If any rank is missing, only missing ranks are returned: the others may be behind because they
     wait for the missing ranks.
     """
     answered = [
         heartbeat
-        for heartbeat in heartbeats
-        if heartbeat is not None and not _reason_for_no_answer(heartbeat, attempt)
+        for rank, heartbeat in enumerate(heartbeats)
+        if heartbeat is not None
+        and rank not in absent
+        and not _reason_for_no_answer(heartbeat, attempt)
     ]
-    return missing_ranks(heartbeats, attempt) or ranks_behind(answered)
+    return missing_ranks(heartbeats, attempt, absent) or ranks_behind(answered)
 
 
-def missing_ranks(heartbeats: Sequence[Heartbeat | None], attempt: str) -> list[Suspect]:
-    """Return the ranks that did not answer an alarm of this attempt."""
+def missing_ranks(
+    heartbeats: Sequence[Heartbeat | None], attempt: str, absent: Collection[int] = ()
+) -> list[Suspect]:
+    """Return the ranks that did not answer an alarm of this attempt, except `absent` ones."""
     return [
         Suspect(rank, why, heartbeat)
         for rank, heartbeat in enumerate(heartbeats)
-        if (why := _reason_for_no_answer(heartbeat, attempt))
+        if rank not in absent and (why := _reason_for_no_answer(heartbeat, attempt))
     ]
 
 
-def describe_suspects(heartbeats: Sequence[Heartbeat | None], attempt: str) -> str:
+def describe_suspects(
+    heartbeats: Sequence[Heartbeat | None], attempt: str, absent: Collection[int] = ()
+) -> str:
     """Return a text about the suspects, with one line each."""
-    blamed = find_suspects(heartbeats, attempt)
+    blamed = find_suspects(heartbeats, attempt, absent)
     if not blamed:
         places = sorted({heartbeat.place for heartbeat in heartbeats if heartbeat is not None})
         return f"no rank is missing or behind; all {len(heartbeats)} are in {' or '.join(places)}"

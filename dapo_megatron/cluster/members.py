@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dapo_megatron.cluster.collectives import EnginesChanged, ErrorRecord
 from dapo_megatron.cluster.exit_reason import is_secondary
-from dapo_megatron.cluster.processes import has_ended, kill_here, runs_here
+from dapo_megatron.cluster.processes import ask_to_kill, has_ended, kill_here, runs_here
 from dapo_megatron.cluster.store import num_starts
 from dapo_megatron.types import ConfigError, DapoError, RankError
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 ARRIVAL_SECONDS = 30.0
 """Time that an engine has to come to the meeting, unless it is known to be gone."""
 POLL_SECONDS = 0.05
-LEAVING_SECONDS = 3.0
+LEAVING_SECONDS = 3
 """Time that the process of an engine that is left out has to end by itself."""
 SIGN_SECONDS = 1.0
 """Interval of rank 0's signs of life in the store."""
@@ -134,6 +134,11 @@ class Members:
         those of all engines."""
         current = [rank for rank in self.current if rank >= self.num_policy]
         return current or list(range(self.num_policy, self.num_ranks))
+
+    @property
+    def absent(self) -> set[int]:
+        """Ranks of engines that join, or do not return."""
+        return set(range(self.num_policy, self.num_ranks)) - set(self.replaceable)
 
     def engine_of(self, rank: int) -> range:
         """Return the ranks of the engine to which a rank belongs."""
@@ -295,8 +300,7 @@ class Members:
                 if time.monotonic() > deadline:
                     raise RankError(
                         f"{len(engines)} engines are left, fewer than engine.min_replicas = "
-                        f"{at_least}, and none returned within {wait_seconds:.0f} s. See the logs "
-                        "of their ranks"
+                        f"{at_least}, and none returned within {wait_seconds:.0f} s. See their logs"
                     )
             except DapoError as error:
                 self._end(error)
@@ -367,13 +371,14 @@ class Members:
             self._pause("" if is_late else "waits for the other ranks")
 
     def _end_leftovers(self, ranks: Collection[int]) -> None:
-        """Kill the processes on this node of engines among `ranks`, which do not take part. They
-        hang and would keep their memory, or are about to end."""
+        """Kill the engines among `ranks`: they hang and keep memory, or are about to end."""
         left = [
             self._process(rank)
             for rank in ranks
             if rank >= self.num_policy and not self._is_restarted(rank)
         ]
+        for process in left:
+            ask_to_kill(*process, after_seconds=LEAVING_SECONDS)
         deadline = time.monotonic() + LEAVING_SECONDS
         while any(runs_here(*process) for process in left) and time.monotonic() < deadline:
             self._pause("waits for ranks that leave")
@@ -414,8 +419,6 @@ class Members:
             and self._is_set(f"knock {rank} {num_starts(self.store, rank)}")
             for rank in engine
         )
-
-    # ------------------------------------------------------------------ the store
 
     def _engines(self) -> Iterator[tuple[int, ...]]:
         """Yield the ranks of each engine of the job, present or not."""

@@ -17,6 +17,9 @@ from dapo_megatron.cluster.join import node_name
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 _PROCESS = Path("/proc/self")
+KILL_LIST = "DAPO_KILL_LIST"
+"""Environment variable with the path of the file in which rank 0 asks other nodes to kill
+processes. The path is the same on all nodes (slurm/engine_rank.sh)."""
 
 
 def helper_environment(names: Collection[str] | None = None) -> dict[str, str]:
@@ -93,6 +96,20 @@ def kill_here(host: str, process_id: int) -> bool:
     if is_here:
         _signal({process_id}, signal.SIGKILL)
     return is_here
+
+
+def ask_to_kill(host: str, process_id: int, *, after_seconds: int = 0) -> bool:
+    """Ask another node to kill a process of an engine, if it still runs `after_seconds` later.
+    slurm/engine_rank.sh does so within a second. Return whether the request was written. Called on
+    rank 0."""
+    if host == node_name() or KILL_LIST not in os.environ:
+        return False
+    try:
+        with open(os.environ[KILL_LIST], "a", encoding="utf-8") as file:
+            file.write(f"{host} {process_id} {after_seconds}\n")
+    except OSError:  # a full disk; the run may go on all the same
+        return False
+    return True
 
 
 def remove_folder(folder: str) -> None:

@@ -26,7 +26,7 @@ import faulthandler
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -55,7 +55,7 @@ from dapo_megatron.cluster.heartbeat import (
 )
 from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.launch import forbid_restart
-from dapo_megatron.cluster.processes import kill_here
+from dapo_megatron.cluster.processes import ask_to_kill, kill_here
 from dapo_megatron.cluster.safe_output import above_panel
 from dapo_megatron.files import write_json
 from dapo_megatron.types import Phase
@@ -109,6 +109,8 @@ class Watchdog:
         """Called with phase and step at every change of phase."""
         self.replaceable: Callable[[], Sequence[int]] = tuple
         """Return the ranks without which the run can go on. Rank 0 kills one that hangs."""
+        self.absent: Callable[[], Collection[int]] = tuple
+        """Return the ranks that take no part in the run now, and are not to blame for a hang."""
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._limits = {**limits, "": limits.get(Phase.START, max(limits.values()))}
         self._attempt, self._role = attempt_name or attempt(), role
@@ -122,6 +124,8 @@ class Watchdog:
         self._diagnostics: dict[str, Callable[[], str]] = {}
         self._state = RankState.RUNNING
         self._alarm_reason: str | None = None
+        self._killed: set[tuple[str, int]] = set()
+        """Node and process id of the ranks that this one has killed, or asked to kill."""
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._writing = threading.Lock()
@@ -236,15 +240,30 @@ class Watchdog:
         self._arm(RESCUE_SECONDS)
         suspects = run_with_timeout(
             RESCUE_SECONDS - ASK_SECONDS,
-            lambda: hanging_ranks(self._folder, self.replaceable(), self._world_size),
+            lambda: hanging_ranks(
+                self._folder, self.replaceable(), self._world_size, self.absent()
+            ),
         )
-        suspects = [suspect for suspect in suspects or () if suspect.attempt == self._attempt]
+        # Each is killed once: one that does not end, or whose node does not answer, hangs the run.
+        suspects = [
+            suspect
+            for suspect in suspects or ()
+            if suspect.attempt == self._attempt and (suspect.host, suspect.pid) not in self._killed
+        ]
         for suspect in suspects:
             self._log(f"watchdog: rank {suspect.rank} hangs in {suspect.place}; it is killed")
-        is_ended = [kill_here(suspect.host, suspect.pid) for suspect in suspects]
-        if any(is_ended):
+        self._killed |= {(suspect.host, suspect.pid) for suspect in suspects}
+        is_ended = run_with_timeout(
+            ASK_SECONDS,
+            lambda: [
+                kill_here(suspect.host, suspect.pid) or ask_to_kill(suspect.host, suspect.pid)
+                for suspect in suspects
+            ],
+        )
+        if any(is_ended or ()):
             self.record_activity("a hanging rank was killed")
-        return any(is_ended)
+            return True
+        return False
 
     def _silence(self) -> tuple[float, float]:
         """Return the limit, and the time since the last sign of life, in seconds."""
@@ -299,12 +318,13 @@ class Watchdog:
             time.sleep(max(0.0, started + ANSWER_SECONDS + 1.0 - time.monotonic()))
             return
         heartbeats = read_heartbeats(self._folder, self._world_size)
+        absent = self.absent()
         while time.monotonic() < started + ANSWER_SECONDS and missing_ranks(
-            heartbeats, self._attempt
+            heartbeats, self._attempt, absent
         ):
             time.sleep(0.2)
             heartbeats = read_heartbeats(self._folder, self._world_size)
-        text = describe_suspects(heartbeats, self._attempt)
+        text = describe_suspects(heartbeats, self._attempt, absent)
         # The suspect comes first, because scripts show the log of the first rank in the reason.
         reason = f"hung: {text.splitlines()[0]}; noticed by {why}"
         run_with_timeout(ASK_SECONDS, lambda: exit_reason.record(HUNG, reason, text))

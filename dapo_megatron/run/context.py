@@ -132,6 +132,7 @@ def _join(config: Config, watchdog: Watchdog) -> Ranks:
     )
     if ranks.by_role is not None:
         watchdog.replaceable = lambda: ranks.engines_apart.replaceable
+        watchdog.absent = lambda: ranks.engines_apart.absent
     return ranks
 
 

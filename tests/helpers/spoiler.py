@@ -1,13 +1,15 @@
 """Run the program and spoil the weights of one engine: `python -m tests.helpers.spoiler RANK MARKS
 train ...`.
 
-After each sync of rank RANK, if there is a file in the folder MARKS, it is removed and one bit of
-the engine's weights is flipped. Rank 0 kills no process, as if the engines were on other nodes.
+In each sync of rank RANK, before its check, if there is a file in the folder MARKS, it is removed.
+Then one bit of the engine's weights is flipped, or, if the file is named `stop`, the rank stops
+itself (SIGSTOP). Rank 0 kills no process, as if the engines were on other nodes.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,10 @@ if __name__ == "__main__":
         receive(self, weights, version)
         if os.environ["RANK"] == rank and (mark := next(marks.iterdir(), None)):
             mark.unlink()
-            flip_bit(NORM)(self)
+            if mark.name == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                flip_bit(NORM)(self)
 
     VllmEngine.receive = spoiled  # type: ignore[method-assign]
     members.kill_here = lambda host, process_id: None

@@ -37,7 +37,7 @@ TRAINING = (
 evaluated."""
 START_SECONDS = 300.0
 """Time allowed until the first step of a run, on a busy machine."""
-IS_TRAINING = b"\0-m\0dapo_megatron\0train\0"
+IS_TRAINING = b"\0train\0"
 FAULTS: list[tuple[str, ...]] = []
 """Rows of a table for docs/results.md, printed at the end of the tests."""
 
@@ -98,11 +98,14 @@ class Run:
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 command = (entry / "cmdline").read_bytes()
-                environment = (entry / "environ").read_bytes().split(b"\0")
+                words = (entry / "environ").read_text(errors="replace").split("\0")
             except OSError:  # it has ended, or belongs to another user
                 continue
-            wanted = {f"SLURM_JOB_ID={self.job.number}", f"SLURM_PROCID={rank}"}
-            is_rank = wanted <= {word.decode(errors="replace") for word in environment}
+            environment = dict(word.split("=", 1) for word in words if "=" in word)
+            if environment.get("SLURM_JOB_ID") != str(self.job.number):
+                continue
+            first_rank = int(environment.get("DAPO_FIRST_RANK", 0))  # of the ranks of the step
+            is_rank = first_rank + int(environment.get("SLURM_PROCID", -1)) == rank
             if is_rank and command.split(b"\0")[0].endswith(b"/python") and IS_TRAINING in command:
                 return int(entry.name)
         raise AssertionError(f"no process of rank {rank}\n{self.story()}")

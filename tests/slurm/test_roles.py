@@ -4,14 +4,18 @@ ranks and nodes."""
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 import time
 from collections import Counter
 
+import psutil
 import pytest
 
 from dapo_megatron.cluster.groups import LOST_NODE_SECONDS
 from dapo_megatron.cluster.members import ARRIVAL_SECONDS
-from tests.learning.test_elastic import check_ledger
+from tests.learning.test_elastic import PHASES, check_both_sampled, check_ledger
 from tests.slurm.cluster import NEEDS_ROOT, Cluster, wait_until
 from tests.slurm.jobs import ON_CPU, Job, Project
 from tests.slurm.runs import NUM_STEPS, START_SECONDS, Run
@@ -186,3 +190,44 @@ def test_a_run_goes_on_without_a_lost_node_of_engines(
     check_ledger(run.folder, NUM_STEPS, samples_per_prompt=8)
     print(f"{seconds:.1f} s to the next step")
     assert seconds < LOST_NODE_SECONDS + ARRIVAL_SECONDS + 20.0
+
+
+@pytest.mark.parametrize("moment", ["generation", "sync"])
+def test_an_engine_that_is_stopped_on_another_node_is_killed_and_returns(
+    moment: str, training: Project, needs_networks: None
+) -> None:
+    limit, name = 20.0, f"stopped_in_{moment}"
+    marks, python = training.folder / name / "marks", training.folder / name / "bin/python"
+    python.parent.mkdir(parents=True)
+    spoiler = f"{sys.executable} -m tests.helpers.spoiler 2 {marks}"
+    python.write_text(f'#!/bin/bash\nexec {spoiler} "${{@:3}}"\n')  # without -m dapo_megatron
+    python.chmod(0o755)
+    marks.mkdir()
+    run = Run.start(
+        training, name, "roles.policy=1", "roles.engine=2", "engine.tensor_parallel=1",
+        *(f"watchdog.{phase}={limit}" for phase in PHASES), "train.rollout_steps=40",
+        num_nodes=3, options=("--no-kill",),
+        DAPO_ROLES="1+2", DAPO_VENV=str(python.parents[1]), **QUICK,
+    )  # fmt: skip
+    run.wait_for_step(2, 2 * START_SECONDS)
+    engine = run.pid_of_rank(2)
+    if moment == "sync":
+        (marks / "stop").touch()
+        wait_until(lambda: psutil.Process(engine).status() == "stopped", START_SECONDS, run.story)
+    else:
+        os.kill(engine, signal.SIGSTOP)
+    stopped, num_steps = time.monotonic(), run.num_steps()
+    run.wait_for_step(num_steps + 2, START_SECONDS)
+    seconds = time.monotonic() - stopped
+    run.wait_for_end()
+    assert int(run.job.facts()["Restarts"]) == 0
+    check_ledger(run.folder, 40, samples_per_prompt=8)
+    print(f"{moment}: {seconds:.1f} s to the next step but one")
+    assert seconds < limit + ARRIVAL_SECONDS + 20.0
+    if moment == "sync":
+        assert (
+            "watchdog: rank 2 hangs in phase sync" in (run.folder / "logs/rank_0.log").read_text()
+        )
+    logs = run.project.folder / f"slurm_logs/{name}/{run.job.number}.0"
+    assert "engine rank ended with exit code 137" in (logs / "node3-engine1.log").read_text()
+    check_both_sampled(run.folder, 40)

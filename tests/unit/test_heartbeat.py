@@ -20,6 +20,7 @@ from dapo_megatron.cluster.heartbeat import (
     RankState,
     describe_suspects,
     find_suspects,
+    hanging_ranks,
     heartbeat_file,
     read_heartbeat,
     read_heartbeats,
@@ -166,6 +167,29 @@ def test_the_report_of_suspects_is_short_and_names_missing_ranks(
     assert text
     for suspect in named_ranks[:NUM_NAMED]:
         assert f"rank {suspect.rank}" in text
+
+
+def test_an_engine_whose_node_is_lost_is_not_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(4):
+        write_heartbeat(tmp_path, a_heartbeat(rank, state=RankState.RUNNING))
+    lost = a_heartbeat(3, state=RankState.RUNNING, num_exchanges=5, time=7.0)
+    write_heartbeat(tmp_path, lost)
+
+    def write_others(seconds: float) -> None:
+        for rank in (0, 1):  # rank 2 is stopped, rank 3 lost
+            write_heartbeat(tmp_path, a_heartbeat(rank, state=RankState.RUNNING))
+
+    monkeypatch.setattr(time, "sleep", write_others)
+    hanging = hanging_ranks(tmp_path, ranks=[2], world_size=4, absent={3})
+    assert [heartbeat.rank for heartbeat in hanging] == [2]
+    assert hanging_ranks(tmp_path, ranks=[2], world_size=4) == []
+
+    heartbeats = [a_heartbeat(rank, num_exchanges=11 if rank == 2 else 12) for rank in range(3)]
+    text = describe_suspects([*heartbeats, lost], "17.0", absent={3})
+    assert "rank 2 (node2, pid 102): behind" in text
+    assert "rank 3" not in text
 
 
 def test_an_alarm_is_seen_only_in_its_own_attempt(tmp_path: Path) -> None:
