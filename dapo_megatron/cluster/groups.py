@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import stat
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -51,10 +52,13 @@ def notice_lost_nodes() -> None:
     collective with it. A process that is only frozen is not noticed, because its kernel answers.
     """
     for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
-            if connection.type == socket.SOCK_STREAM and connection.family in _INTERNET:
-                for level, option, value in _KEEPALIVE:
-                    connection.setsockopt(level, option, value)
+        with suppress(OSError):  # of listdir itself, or closed by another thread
+            if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as connection:
+                if connection.type == socket.SOCK_STREAM and connection.family in _INTERNET:
+                    for level, option, value in _KEEPALIVE:
+                        connection.setsockopt(level, option, value)
 
 
 _INTERNET = (socket.AF_INET, socket.AF_INET6)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 import dapo_megatron.cluster.ranks as module
-from dapo_megatron.cluster.groups import TIMEOUT, group_or_world, make_group
+from dapo_megatron.cluster.groups import TIMEOUT, group_or_world, make_group, notice_lost_nodes
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.store import default_store
 from dapo_megatron.types import RankError
@@ -203,3 +206,18 @@ def test_each_role_is_a_world_of_its_own_and_groups_extend_over_both() -> None:
 def test_ranks_of_both_roles_prove_the_secret() -> None:
     results = run_ranks(use_roles, 3, True)
     assert all("secret" in text for text in results), results
+
+
+def test_connections_get_keepalive_and_no_file_stays_open(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    with (
+        (tmp_path / "file").open("w"),
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as connection,
+    ):
+        before = len(os.listdir("/proc/self/fd"))
+        notice_lost_nodes()
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    os.close(reading)
+    os.close(writing)
