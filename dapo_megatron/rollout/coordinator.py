@@ -34,7 +34,7 @@ from dapo_megatron.rollout.holders import (
 from dapo_megatron.rollout.judge import check_lengths, judge
 from dapo_megatron.rollout.ledger import Ledger, TicketState
 from dapo_megatron.rollout.messages import Move, Sampling
-from dapo_megatron.rollout.open_group import OpenGroup
+from dapo_megatron.rollout.open_group import NOWHERE, OpenGroup
 from dapo_megatron.rollout.staleness import StalenessBound
 from dapo_megatron.rollout.step_events import StepEvents
 from dapo_megatron.types import (
@@ -194,6 +194,7 @@ class Coordinator:
             (group.ticket, completion.sample, completion.replica, completion.num_tokens)
             for group in groups
             for completion in group.completions.values()
+            if completion.replica != NOWHERE
         ]
 
     def rebalance(self) -> list[Move]:
@@ -212,7 +213,7 @@ class Coordinator:
 
     def find_completions(self, inventories: Sequence[Inventory]) -> None:
         """Continue with the completions that replicas hold now. Groups of which one is missing are
-        sampled again."""
+        sampled again, except groups that have ended: their tokens would only be recorded."""
         find_completions({group.ticket: group for group, _ in self._ended}, inventories)
         self._sample_again(find_completions(self.groups, inventories))
 

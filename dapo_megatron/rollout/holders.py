@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from dapo_megatron.rollout.messages import Move
-from dapo_megatron.rollout.open_group import OpenGroup
+from dapo_megatron.rollout.open_group import NOWHERE, OpenGroup
 from dapo_megatron.types import CompletionSummary, Finish
 
 Inventory = list[tuple[int, int, int]]
@@ -51,19 +51,18 @@ def groups_held_by(replicas: Collection[int], groups: Mapping[int, OpenGroup]) -
 def find_completions(
     groups: Mapping[int, OpenGroup], inventories: Sequence[Inventory]
 ) -> list[OpenGroup]:
-    """Set the replica of every completion to the one that holds it now. Return the groups of which
-    none holds some completion. `inventories` are those of the replicas, in their order."""
+    """Set the replica of every completion to the one that holds it now, or to NOWHERE. Return the
+    groups of which some completion is nowhere. `inventories` are those of the replicas, in order.
+    """
     holders = {
         (ticket, sample): (replica, num_tokens)
         for replica, inventory in enumerate(inventories)
         for ticket, sample, num_tokens in inventory
     }
-    incomplete = []
     for group in groups.values():
         for sample, completion in group.completions.items():
-            replica, num_tokens = holders.get((group.ticket, sample), (-1, -1))
+            replica, num_tokens = holders.get((group.ticket, sample), (NOWHERE, -1))
             if num_tokens != completion.num_tokens:
-                incomplete.append(group)
-                break
+                replica = NOWHERE
             group.completions[sample] = replace(completion, replica=replica)
-    return incomplete
+    return groups_held_by([NOWHERE], groups)

@@ -8,6 +8,9 @@ from typing import Any
 
 from dapo_megatron.types import CompletionSummary, Finish, Grade, Group, Prompt, Segment
 
+NOWHERE = -1
+"""Number instead of a replica's for a completion whose tokens were lost with an engine."""
+
 
 @dataclass
 class OpenGroup:
@@ -135,8 +138,8 @@ class OpenGroup:
 
 def holder(replica: int, num_replicas: int) -> int:
     """Return the replica that takes over the completions of `replica` when a run resumes with
-    `num_replicas` replicas."""
-    return replica % num_replicas
+    `num_replicas` replicas; NOWHERE if there is none."""
+    return replica % num_replicas if num_replicas and replica != NOWHERE else NOWHERE
 
 
 def _to_json(completion: CompletionSummary) -> list[Any]:

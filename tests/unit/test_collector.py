@@ -25,6 +25,7 @@ from dapo_megatron.types import (
     CompletionSummary,
     DataError,
     Finish,
+    Outcome,
     Prompt,
     Segment,
     StarvedError,
@@ -163,6 +164,32 @@ def test_completions_are_restored_where_the_coordinator_expects_them(
     assert ranks[1].collector.state() == {}
     if num_restored == num_saved:
         assert json.loads(state) == json.loads(json.dumps(ranks[0].collector.state()))
+
+
+def test_a_checkpoint_may_lack_tokens_of_ended_groups_that_a_lost_engine_had(
+    tmp_path: Path,
+) -> None:
+    """They ended while the policy trained, and are recorded with the next step."""
+    state, _ = save(tmp_path, 2)
+    ranks = restore(state, tmp_path, 2)
+    coordinator = coordinator_of(ranks)
+    ended = [group for group in coordinator.groups.values() if group.completions][::2]
+    for group in ended:
+        coordinator._end(group, Outcome.EXPIRED)
+    kept = make_ranks(1)  # the engine of replica 0 is lost; replica 1 has its number now
+    coordinator_of(kept).restore(coordinator.state())
+    coordinator_of(kept).find_completions([ranks[1].store.inventory()])
+    kept[0].store.fill(ranks[1].store.rows())
+    folder = tmp_path / "next"
+    folder.mkdir()
+    kept[0].collector.snapshot().write(folder)
+    state = json.dumps(kept[0].collector.state())
+
+    resumed = restore(state, folder, 3)
+    held = {(ticket, sample) for ticket, sample, *_ in coordinator_of(resumed).held()}
+    wanted = {(group.ticket, sample) for group in ended for sample in group.completions}
+    assert wanted & held and wanted - held
+    assert len(coordinator_of(resumed)._ended) == len(ended)
 
 
 def drop_row(path: Path, rows: list[CompletionRow]) -> None:
