@@ -290,7 +290,7 @@ def test_a_rank_that_waits_for_a_hanging_one_of_the_policy_gives_no_sign_of_life
     member.on_activity = lambda _: signs.append(clock.seconds)
     with pytest.raises(Stopped):
         member.meet(at_least=1, wait_seconds=1e6)
-    assert seconds <= max(signs) < seconds + 1.0
+    assert seconds - 0.1 < max(signs) < seconds + 1.0  # floats of a large clock round
 
 
 def test_signs_of_life_of_rank_0_are_those_of_ranks_that_wait_for_it(
