@@ -34,6 +34,7 @@ from dapo_megatron.types import (
     StarvedError,
     Stopped,
     TokenBatch,
+    TooFewEnginesError,
     TrainingSequence,
 )
 
@@ -55,12 +56,13 @@ def train(
     """Train from `progress.step` to `train.rollout_steps`. Collective: every rank calls it.
 
     `partial_step` holds what is already done of the next step. `progress.seconds` is measured from
-    `started` (as time.time()). Raises StarvedError or Stopped after saving a checkpoint.
+    `started` (as time.time()). Raises StarvedError, TooFewEnginesError or Stopped after saving a
+    checkpoint.
     """
     phase = parts.instruments.phase
     try:
         train_steps(config, parts, progress, partial_step, started)
-    except (StarvedError, Stopped) as error:
+    except (StarvedError, TooFewEnginesError, Stopped) as error:
         with phase(Phase.CHECKPOINT):
             parts.sync.switch_to_policy()
             parts.checkpoints.stage()

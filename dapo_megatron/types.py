@@ -608,6 +608,11 @@ class StarvedError(DapoError):
     Raised on all ranks while the coordinator's state is consistent and can be saved."""
 
 
+class TooFewEnginesError(DapoError):
+    """Fewer engines than engine.min_replicas are left. Raised on all ranks while the run's state
+    can be saved."""
+
+
 class Stopped(DapoError):
     """A signal asked the run to stop. Raised on all ranks while the run's state can be saved."""
 

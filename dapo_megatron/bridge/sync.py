@@ -72,11 +72,8 @@ class WeightSync:
         """[rank] -> the slices that the rank's engine takes."""
         self.plan: TransferPlan = make_plan(held, self.wanted, ranks_per_node=ranks_per_node)
         self._transfer = Transfer(self.plan, shards, wanted, exchange.rank, device, group)
-        wanted_by_rank = enumerate(self.wanted.list_of_rank)
-        self._first_engine = next(
-            rank for rank, number in wanted_by_rank if self.wanted.lists[number]
-        )
-        """First rank with an engine."""
+        of_first_engine = next(filter(None, self.wanted.lists), [])
+        self._num_tensors = len({tensor_slice.name for tensor_slice in of_first_engine})
         self.bytes_received = exchange.all_gather(self._transfer.nbytes_received, int)
         """Bytes that each rank receives in one sync."""
         self.num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
@@ -129,9 +126,7 @@ class WeightSync:
         )
         return SyncReport(
             version=version,
-            num_tensors=len(
-                {tensor_slice.name for tensor_slice in self.wanted[self._first_engine]}
-            ),
+            num_tensors=self._num_tensors,
             num_bytes=max(self.bytes_received),
             seconds=moved - awake,
             verify_seconds=compared - moved + time.perf_counter() - switched,

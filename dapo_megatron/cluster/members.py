@@ -24,13 +24,15 @@ from dapo_megatron.cluster.collectives import EnginesChanged, ErrorRecord
 from dapo_megatron.cluster.exit_reason import is_secondary
 from dapo_megatron.cluster.processes import ask_to_kill, has_ended, kill_here, runs_here
 from dapo_megatron.cluster.store import num_starts
-from dapo_megatron.types import ConfigError, DapoError, RankError
+from dapo_megatron.types import ConfigError, DapoError, RankError, TooFewEnginesError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 ARRIVAL_SECONDS = 30.0
 """Time that an engine has to come to the meeting, unless it is known to be gone."""
+READY_SECONDS = 10.0
+"""Time that a rank which waits in the meeting has to answer the decision about the generation."""
 POLL_SECONDS = 0.05
 LEAVING_SECONDS = 3
 """Time that the process of an engine that is left out has to end by itself."""
@@ -67,8 +69,12 @@ class Members:
     engine that has not joined yet."""
     _starts: dict[int, int] = field(default_factory=dict)
     """Start of each rank of an engine that has taken part, on rank 0."""
+    ending: DapoError | None = None
+    """Why the run ends, if the generation is only there to save; None if it trains."""
     num_failures: int = 0
     """Number of generations in a row that failed although no process was lost."""
+    _unready: set[int] = field(default_factory=set)
+    """Ranks that did not answer the last decision, on rank 0."""
     _newest: set[tuple[int, ...]] = field(default_factory=set)
     """Engines that joined last, and did not work with the others yet, on rank 0."""
     _faults: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -238,8 +244,9 @@ class Members:
         cause         why the last generation ended
         check_stop    raises Stopped, on rank 0, if the run was asked to stop while it waits
 
-        Raises RankError if too few engines are left, if generations of the same processes fail
-        again and again, or if this rank was left out.
+        If the wait fails or the run is asked to stop, the generation has the engines that are left,
+        if any, and `ending` is set: the run can save, and ends. Raises RankError if generations of
+        the same processes fail again and again, or if this rank was left out.
         """
         is_complete = False
         while not is_complete:
@@ -247,7 +254,6 @@ class Members:
             self.store.set(f"arrival {self.generation} {self.rank}", "")
             if self.rank == 0:
                 self._decide(at_least, wait_seconds, lost, cause, check_stop)
-            lost = {}  # a new start of one that was invited is not lost
             self._wait_for(f"members {self.generation}")
             self._follow_decision()
             if not self.current:
@@ -258,15 +264,17 @@ class Members:
                     "of its ranks did not answer in time. Its next start joins again"
                 )
             is_complete = self._is_complete()
+            # Not those before: new starts of them may have been invited.
+            lost = dict.fromkeys(self._unready, -math.inf)
 
     def _is_complete(self) -> bool:
         """Return whether all ranks of the generation know that they belong to it. A group with a
         rank that is gone would not be made."""
         self.store.set(f"ready {self.generation} {self.rank}", "")
         if self.rank == 0:
-            missing = self._missing("ready", {})
-            self.store.set(f"complete {self.generation}", "" if missing else "yes")
-            if not missing:
+            self._unready = self._missing("ready", {}, READY_SECONDS)
+            self.store.set(f"complete {self.generation}", "" if self._unready else "yes")
+            if not self._unready:
                 self.store.set("formed", "")
         self._wait_for(f"complete {self.generation}")
         return bool(self.store.get(f"complete {self.generation}"))
@@ -281,37 +289,23 @@ class Members:
         cause: str,
         check_stop: Callable[[], None],
     ) -> None:
-        here = set(self.current) - self._missing("arrival", lost)
+        here = set(self.current) - self._missing("arrival", lost, ARRIVAL_SECONDS)
         staying = [engine for engine in self.replicas if set(engine) <= here]
         staying = self._without_newest(staying, at_least)
         # Before the wait: a new start of the last engine may be waited for.
         self._end_leftovers(set(self.current) - {rank for engine in staying for rank in engine})
-        deadline = time.monotonic() + wait_seconds
-        counts = (0, 0)
-        while True:
-            joining = [engine for engine in self._engines() if self._waits(engine)]
-            engines = sorted({*staying, *joining})
-            if len(engines) >= at_least:
-                break
+        joining: list[tuple[int, ...]] = []
+        if self.ending is None:
             try:
-                check_stop()
-                if deadline == math.inf:
-                    self._raise_error("failure")
-                if time.monotonic() > deadline:
-                    raise RankError(
-                        f"{len(engines)} engines are left, fewer than engine.min_replicas = "
-                        f"{at_least}, and none returned within {wait_seconds:.0f} s. See their logs"
-                    )
+                joining = self._wait_for_engines(len(staying), at_least, wait_seconds, check_stop)
             except DapoError as error:
-                self._end(error)
-            # Without a deadline, the watchdog limits the time from the last start or end of an
-            # engine. An end counts, because the watchdog itself may have killed the engine.
-            counts, counts_before = self._num_starts_and_ends(), counts
-            is_limited = deadline == math.inf and counts == counts_before
-            self._pause("" if is_limited else "waits for engines")
+                if wait_seconds == math.inf:  # there is nothing to save yet
+                    self._end(error)
+                self.ending = error
         for rank in (rank for engine in joining for rank in engine):
             self._starts[rank] = num_starts(self.store, rank)
             self.store.set(f"invitation {rank} {self._starts[rank]}", str(self.generation))
+        engines = sorted({*staying, *joining})
         members = [*range(self.num_policy), *(rank for engine in engines for rank in engine)]
         is_same = not joining and members == list(self.current)
         self.num_failures = self.num_failures + 1 if is_same else 0
@@ -325,6 +319,37 @@ class Members:
                 )
             )
         self._publish(members)
+
+    def _wait_for_engines(
+        self,
+        num_staying: int,
+        at_least: int,
+        wait_seconds: float,
+        check_stop: Callable[[], None],
+    ) -> list[tuple[int, ...]]:
+        """Return the engines that join, when there are enough with those that stay. Raises
+        TooFewEnginesError if the time is over, and the error of an engine that fails before the
+        first generation."""
+        deadline = time.monotonic() + wait_seconds
+        counts = (0, 0)
+        while True:
+            joining = [engine for engine in self._engines() if self._waits(engine)]
+            num_engines = num_staying + len(joining)
+            if num_engines >= at_least:
+                return joining
+            check_stop()
+            if deadline == math.inf:
+                self._raise_error("failure")
+            if time.monotonic() > deadline:
+                raise TooFewEnginesError(
+                    f"{num_engines} engines are left, fewer than engine.min_replicas = "
+                    f"{at_least}, and none returned within {wait_seconds:.0f} s. See their logs"
+                )
+            # Without a deadline, the watchdog limits the time from the last start or end of an
+            # engine. An end counts, because the watchdog itself may have killed the engine.
+            counts, counts_before = self._num_starts_and_ends(), counts
+            is_limited = deadline == math.inf and counts == counts_before
+            self._pause("" if is_limited else "waits for engines")
 
     def _without_newest(
         self, engines: list[tuple[int, ...]], at_least: int
@@ -343,13 +368,13 @@ class Members:
         self._publish([])  # so that no rank waits
         raise error
 
-    def _missing(self, word: str, until: Mapping[int, float]) -> set[int]:
-        """Wait until the ranks of the generation before have set their keys `word`. Return those
-        that do not: they are gone, or take too long. Those of the policy always come.
+    def _missing(self, word: str, until: Mapping[int, float], seconds: float) -> set[int]:
+        """Wait until the ranks of `current` have set their keys `word`. Return those that do not:
+        they are gone, or take longer than `seconds`. Those of the policy always come.
 
         until  ranks that get less time, until this time.monotonic()
         """
-        deadline = time.monotonic() + ARRIVAL_SECONDS
+        deadline = time.monotonic() + seconds
         lost: set[int] = set()
         while True:
             missing = {
@@ -394,7 +419,9 @@ class Members:
         return sum(starts.values()), num_ended
 
     def _publish(self, members: list[int]) -> None:
-        self.store.set(f"members {self.generation}", json.dumps([members, self.num_failures]))
+        record = ErrorRecord.of(self.ending)
+        decision = [members, self.num_failures, record and asdict(record)]
+        self.store.set(f"members {self.generation}", json.dumps(decision))
 
     def _process(self, rank: int) -> tuple[str, int]:
         """Return node and process id of the newest start of a rank."""
@@ -426,8 +453,10 @@ class Members:
             yield tuple(self.engine_of(first))
 
     def _follow_decision(self) -> None:
-        members, self.num_failures = json.loads(self.store.get(f"members {self.generation}"))
+        decision = json.loads(self.store.get(f"members {self.generation}"))
+        members, self.num_failures, record = decision
         self.current = tuple(members)
+        self.ending = record and ErrorRecord(**record).error()
 
     def _wait_for(self, key: str) -> None:
         """Wait until rank 0 has set a key. Its signs of life count as those of this rank, so that

@@ -23,7 +23,7 @@ from dapo_megatron.cluster.groups import (
 from dapo_megatron.cluster.members import Members
 from dapo_megatron.cluster.secret import NUM_BYTES, prove, run_secret
 from dapo_megatron.cluster.store import default_store, open_store, register
-from dapo_megatron.types import RankError
+from dapo_megatron.types import DapoError, RankError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -86,6 +86,11 @@ class Ranks:
         """The ranks that take part in a run whose engines run on dedicated ranks."""
         assert self.by_role is not None
         return self.by_role.members
+
+    @property
+    def ending(self) -> DapoError | None:
+        """The error with which the run ends after it has saved, because engines are missing."""
+        return None if self.by_role is None else self.by_role.members.ending
 
     @property
     def policy(self) -> Ranks | None:

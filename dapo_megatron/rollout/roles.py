@@ -159,7 +159,9 @@ class SeparateSync:
     driver: EngineDriver | None
 
     def __call__(self, version: int) -> SyncReport:
-        """See protocols.Sync. Raises as `taking_out_failed` does."""
+        """See protocols.Sync. Raises `members.ending`, if it is set, or as `taking_out_failed`
+        does."""
+        _raise(self.members.ending)
         with taking_out_failed(self.members, self.driver):
             return self.sync(version)
 

@@ -16,9 +16,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from dapo_megatron.cluster.attempt import STOPPED
 from dapo_megatron.cluster.launch import STARTS
 from dapo_megatron.cluster.members import MAX_FAULTS
-from tests.helpers.commands import Running, started
+from tests.helpers.commands import Running, run, started
 from tests.learning.test_roles import command, wait_for_row
 
 APART = (
@@ -71,6 +72,39 @@ def test_a_run_waits_for_its_only_engine_which_died(tmp_path: Path) -> None:
         assert restarts == 2, running.stdout
     check_ledger(folder, 5)
     assert not (folder / ".pulse" / "alarm").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("end", ["SIGTERM", "too few engines"])
+def test_a_run_that_ends_while_it_waits_for_engines_saves(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It resumes from what it had, with the step in progress."""
+    folder, num_steps = tmp_path / "run", 12
+    roles = ("run.processes=3", "roles={policy: 1, engine: 2}", "engine.min_replicas=2")
+    words = command(tmp_path, "run", *APART, *roles, f"train.rollout_steps={num_steps}")
+    monkeypatch.setenv(STARTS, "1")
+    with started(*words, "watchdog.start=30", new_session=True) as running:
+        wait_for_row(folder, 3, running)
+        os.kill(heartbeat(folder, 1)["pid"], signal.SIGKILL)
+        if end == "SIGTERM":
+            while "waits for engines" not in heartbeat(folder, 0)["sign"]:
+                assert running.poll() is None, running.stdout
+                time.sleep(0.05)
+            running.send_signal(signal.SIGTERM)
+        code = running.wait(300)
+        out = running.stdout
+    reason, expected = {
+        "SIGTERM": ("stopped by SIGTERM while it waited for engines", STOPPED),
+        "too few engines": ("1 engines are left, fewer than engine.min_replicas = 2", 1),
+    }[end]
+    assert code == expected, out
+    assert re.search(rf"error: {reason}.*Saved after step \d+; to continue", out), out
+    [name] = {path.name for path in (folder / "checkpoints").glob("step_*")}
+    done = run(*words, "resume=auto")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"checkpoints/{name}" in done.stdout
+    check_ledger(folder, num_steps)
 
 
 @pytest.mark.long

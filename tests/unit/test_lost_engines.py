@@ -30,6 +30,7 @@ from dapo_megatron.types import (
     Stopped,
     SyncError,
     SyncReport,
+    TooFewEnginesError,
 )
 from tests.helpers.rollouts import (
     ScriptedDriver,
@@ -254,6 +255,19 @@ def test_a_rank_that_comes_too_late_is_left_out(
     assert "the run goes on without this engine" in meet_all([members[5]])[5]
 
 
+def test_an_engine_that_freezes_after_it_asked_to_join_is_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It never answers the decision that invites it."""
+    store = HashStore()
+    members = started(store)
+    meet_all([member for member in members if member.rank != 3], lost={3})
+    store.set(f"knock 3 {register(store, 3)}", "")
+    monkeypatch.setattr(meetings, "READY_SECONDS", 1.0)  # less than ARRIVAL_SECONDS
+    results = meet_all([member for member in members if member.rank != 3])
+    assert set(results.values()) == {(4, (0, 1, 2, 4, 5))}, results
+
+
 class Clock:
     """The module time, of which a minute passes until `sleep` raises Stopped. Calls `on_sleep` at
     each poll."""
@@ -372,11 +386,19 @@ def test_a_run_with_too_few_engines_waits_and_then_ends(killed: list[int]) -> No
     members = started(HashStore())
     results = meet_all(members[:2], lost={2, 3, 4, 5}, at_least=1, wait_seconds=0.2)
     assert len(killed) == 4  # so that they can be started again, if they hang
-    assert "0 engines are left, fewer than engine.min_replicas = 1" in results[0]
+    assert results == {0: (2, (0, 1)), 1: (2, (0, 1))}  # to save
+    assert {str(member.ending) for member in members[:2]} == {
+        "0 engines are left, fewer than engine.min_replicas = 1, and none returned within 0 s. See "
+        "their logs"
+    }
+    # If this generation cannot be formed, the next one waits for no engine, either.
+    assert meet_all(members[:2], at_least=1) == {0: (3, (0, 1)), 1: (3, (0, 1))}
+    assert isinstance(members[1].ending, TooFewEnginesError)
 
     members = started(HashStore())
-    results = meet_all(members[:2], lost={2, 3, 4, 5}, check_stop=stop)
-    assert results[0] is Stopped
+    results = meet_all(members[:3], lost={3, 4, 5}, at_least=2, check_stop=stop)
+    assert set(results.values()) == {(2, (0, 1, 2))}
+    assert {type(member.ending) for member in members[:3]} == {Stopped}
 
 
 def test_an_engine_that_cannot_be_built_ends_the_run_before_the_first_generation() -> None:
