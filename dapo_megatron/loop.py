@@ -142,7 +142,9 @@ def train_step(
             partial_step.begin(parts.collector.collect(version=step - 1, on_progress=show))
     parts.sync.switch_to_policy()
     train = partial(train_on_rollouts, config, parts, step, partial_step)
-    return parts.on_policy_ranks(step - 1, train)
+    # In a step that goes on after some updates, the engines have weights between two versions.
+    version = None if partial_step.updates else step - 1
+    return parts.on_policy_ranks(version, train)
 
 
 def train_on_rollouts(

@@ -26,8 +26,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from dapo_megatron.cluster.address import cluster_address
 from dapo_megatron.cluster.admission import Admission
@@ -99,7 +101,10 @@ class Member:
         if keys is not None:
             self._socket.curve_publickey, self._socket.curve_secretkey = keys
             self._socket.curve_serverkey = address.public_key.encode()
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._ended: float | None = None
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -122,13 +127,21 @@ class Member:
             for timeout_ms in _timeouts(timeout_seconds):
                 ready = dict(self._poller.poll(timeout_ms))
                 if self._monitor in ready:
-                    self._monitor.recv_multipart()
-                    self._socket.send(self._hub.count())
+                    event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+                    is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                    self._ended = None if is_connected else time.monotonic()
+                    if is_connected:
+                        self._socket.send(self._hub.count())
                 if self._socket in ready:
                     self._drain(messages)
                 if messages:
                     break
         return messages
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the connection to the hub ended; 0.0 if there is one."""
+        return 0.0 if self._ended is None else time.monotonic() - self._ended
 
     def close(self) -> None:
         """Close the connection. Idempotent. Waits at most LINGER_SECONDS."""
@@ -171,6 +184,8 @@ class Hub:
         self._peers = [Peer(name, _routing_id(number)) for number, name in enumerate(names)]
         self.local = local
         self._local_member: Member | None = None
+        self.on_fault: Callable[[int, RankError], None] = _raise
+        """Called with a member, and the error that a message of it is lost or invalid."""
         self._early: list[tuple[int, bytes]] = []
         """Messages that arrived while others were still connecting."""
         if local is not None:
@@ -257,7 +272,8 @@ class Hub:
         """Return the messages that have arrived, with their members. Waits for the first one until
         the timeout.
 
-        Raises RankError naming a member whose message is lost or invalid.
+        Raises RankError naming a member whose message is lost or invalid, unless `on_fault` does
+        not.
         """
         if self._early:
             early, self._early = self._early, []
@@ -308,7 +324,11 @@ class Hub:
             peer, content = self._peers[member], frame.bytes
             if extra_frames:
                 content = b""  # invalid
-            message = peer.accept(content)
+            try:
+                message = peer.accept(content)
+            except RankError as error:
+                self.on_fault(member, error)
+                continue
             if message is not None:
                 messages.append((member, message))
             elif is_count(content):
@@ -371,6 +391,10 @@ def open_channel(
                 end.close()
         raise
     return hub, joined
+
+
+def _raise(_: int, error: RankError) -> NoReturn:
+    raise error
 
 
 def _rank_of_member(introductions: Sequence[Introduction], num_members: int) -> list[int]:

@@ -63,6 +63,9 @@ class EngineCollector:
             started = time.perf_counter()
             owners = self.data_parallel.owners(plan.sequences)
             tokens = self.exchange_tokens(plan.sequences, owners, plan.moves)
+            if self.config.roles.are_separate:
+                # An engine may have sent and received its part, although another was lost.
+                self.engines.exchange.barrier()
         except Stopped:
             if self.config.rollout.deterministic:
                 self.store.roll_back()

@@ -79,8 +79,8 @@ class Dispatcher:
         """Start a phase. New tokens must be of the weights `version`; None: of any. Replicas drop
         their completions of the tickets `dropped`."""
         self._version = version
+        self._num_lost = len(self._driver.lost)  # before it starts: a replica may be lost by that
         self._driver.start(self._sampling, dropped)
-        self._num_lost = len(self._driver.lost)
 
     def restart(self, dropped: Sequence[int]) -> None:
         """Start the interrupted phase again."""

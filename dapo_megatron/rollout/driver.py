@@ -123,6 +123,8 @@ class EngineDriver:
         self.stop_signal = ""
         """Name of the stop signal that a rank without an engine got, or empty."""
         self._hub, self._is_elastic = hub, is_elastic
+        if is_elastic:
+            hub.on_fault = lambda replica, error: self._lose(replica, str(error))
         self._wait_seconds = WAIT_SECONDS
         self._deterministic = deterministic
         self._silence_seconds = max(silence_seconds, 3 * ALIVE_SECONDS)
@@ -239,8 +241,8 @@ class EngineDriver:
     def _receive(self) -> list[tuple[int, Report]]:
         """Wait a limited time for messages, and return the reports with news.
 
-        Raises RankError naming a replica that is silent for too long, or whose message cannot be
-        read.
+        A replica that is silent for too long, or whose message is missing or cannot be read, is
+        lost. Raises as `_lose` does.
         """
         reports: list[tuple[int, Report]] = []
         messages = self._hub.receive(self._wait_seconds)
@@ -250,7 +252,11 @@ class EngineDriver:
             if replica in self.lost:
                 continue
             self._heard[replica] = now
-            report: Report = decode(message, Report, self.name(replica))
+            try:
+                report: Report = decode(message, Report, self.name(replica))
+            except RankError as error:
+                self._lose(replica, str(error))
+                continue
             self._grade_seconds[replica] = report.grade_seconds
             self.last_errors |= report.errors
             if not report.is_alive_only:
@@ -285,6 +291,8 @@ class EngineDriver:
         EnginesChanged if it was the last one."""
         if not self._is_elastic:
             raise RankError(why)
+        if replica in self.lost:
+            return
         logger.warning("%s; the run goes on without it", why)
         self.lost.add(replica)
         if not self.present:

@@ -61,7 +61,7 @@ class SeparateTraining:
     policy: Exchange | None
     serving: Callable[[], AbstractContextManager[None]]
 
-    def __call__(self, version: int, train: Callable[[], StepResult]) -> StepResult:
+    def __call__(self, version: int | None, train: Callable[[], StepResult]) -> StepResult:
         """Return rank 0's result of `train` on all ranks. See protocols.Parts. If a replica is lost
         meanwhile, EnginesChanged is raised when the training is over."""
         result: StepResult = {}, 0
@@ -78,6 +78,8 @@ class SeparateTraining:
         except RankError:  # the lost rank would not come to the exchange below
             raise
         except DapoError as raised:
+            if self.policy is None:  # the others may go on without this engine
+                raise
             error = raised
         is_over.set()
         is_broken = False
@@ -95,14 +97,14 @@ class SeparateTraining:
         _raise(error)
         return self.engines.exchange.broadcast(result, StepResult)
 
-    def _lead_engines(self, version: int, is_over: threading.Event) -> Running[None] | None:
+    def _lead_engines(self, version: int | None, is_over: threading.Event) -> Running[None] | None:
         """Start a thread on rank 0 that leads the engines during the training."""
         if self.engines.driver is None:
             return None
 
         def lead(driver: EngineDriver) -> None:
             with driver.short_waits():
-                if self.coordinator is not None:
+                if self.coordinator is not None and version is not None:
                     self.coordinator.sample_ahead(version, is_over.is_set)
                 driver.idle(is_over.is_set)
 

@@ -17,7 +17,7 @@ from dapo_megatron.cluster.messages import Member
 from dapo_megatron.protocols import Exchange, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.completion_rows import summarize
-from dapo_megatron.rollout.driver import ALIVE_SECONDS
+from dapo_megatron.rollout.driver import ALIVE_SECONDS, DISCONNECTED_SECONDS
 from dapo_megatron.rollout.engines import lost_error
 from dapo_megatron.rollout.messages import (
     STEPS,
@@ -98,6 +98,7 @@ class Leader:
     peers           the ranks of this engine; this is rank 0 of them
     store           where finished and unfinished completions are kept
     deterministic   take turns in lock step with all replicas
+    is_elastic      the run goes on without lost replicas, in another generation of its ranks
     stop            name of the stop signal that this rank got, or empty
     on_running      called with the number of requests of the engine whenever it may have changed
     on_activity     called with a sign of life
@@ -112,6 +113,7 @@ class Leader:
         store: CompletionStore,
         *,
         deterministic: bool,
+        is_elastic: bool = False,
         stop: Callable[[], str] = lambda: "",
         on_activity: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -121,7 +123,7 @@ class Leader:
         self._member = member
         self._peers = peers
         self._store = store
-        self._deterministic = deterministic
+        self._deterministic, self._is_elastic = deterministic, is_elastic
         self._stop = stop
         self._on_activity = on_activity
         self._sampling: Sampling | None = None
@@ -173,6 +175,9 @@ class Leader:
         if messages or not is_waiting:
             # An idle leader that hears nothing shows no sign of life: rank 0 may hang.
             self._on_activity("orders")
+        if self._is_elastic and self._member.silence > DISCONNECTED_SECONDS:
+            # Rank 0 has left this generation, perhaps before this rank noticed a lost engine.
+            return [Order(OrderKind.END, is_broken=True)]
         return [decode(message, Order, "rank 0") for message in messages]
 
     def _turn(self, orders: list[Order]) -> tuple[Turn, list[SampleRequest]]:

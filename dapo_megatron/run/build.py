@@ -201,6 +201,7 @@ def _worker(
             peers,
             models.store,
             deterministic=config.rollout.deterministic,
+            is_elastic=config.roles.are_separate,
             stop=stop,
             on_activity=ranks.on_activity,
         )

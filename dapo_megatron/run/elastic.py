@@ -123,12 +123,12 @@ class ElasticTraining:
             check_stop=context.check,
         )
         collector = parts.collector
-        if ranks.by_role is not None:
-            notice_lost_nodes()
         if config.checkpoint.rollouts:
             # Ranks with only an engine do not know which steps are repeated.
             self.repeated = ranks.broadcast(self.repeated, dict[int, Path])
             add_journal(context, self.recorder, parts, self.repeated)
+        if ranks.by_role is not None:
+            notice_lost_nodes()  # last, when all connections are open
         if ranks.broadcast(self._is_ready, bool):
             assert isinstance(collector, EngineCollector)
             collector.adopt(self._coordinator)

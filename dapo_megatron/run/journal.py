@@ -15,6 +15,7 @@ An entry is written like a checkpoint, in the background, and is complete or doe
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -76,8 +77,9 @@ class Journal:
         return self.collector.state()
 
     def snapshot(self) -> Snapshot:
-        """See protocols.Collector. Called before a run ends, so it waits for the last entry."""
-        self.saver.stage()
+        """See protocols.Collector. Called before a run ends, so it waits for the last entry. If a
+        rank was lost meanwhile, the next exchange of all ranks finds it."""
+        self.saver.is_unfinished(math.inf)
         return self.collector.snapshot()
 
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
@@ -85,7 +87,7 @@ class Journal:
         self.collector.restore(state, folder)
 
     def train(
-        self, training: SeparateTraining, version: int, work: Callable[[], StepResult]
+        self, training: SeparateTraining, version: int | None, work: Callable[[], StepResult]
     ) -> StepResult:
         """Train as `training` does. Engines wait meanwhile if the next step is repeated, too:
         nothing that they sampled would be kept."""

@@ -77,11 +77,14 @@ class ScriptedDriver:
     version: int = 0
     grade_seconds: float = 0.0
     last_errors: dict[str, str] = field(default_factory=dict)
+    on_start: Callable[[], None] = lambda: None
     on_advance: Callable[[], None] = lambda: None
     on_interrupt: Callable[[], None] = lambda: None
     stop: str = ""
     """Name of a signal to report at the next turn."""
     lost: set[int] = field(default_factory=set)
+    lost_by_start: set[int] = field(default_factory=set)
+    """Replicas that the start of the phase lost. Requests to them are ignored."""
     orphans: set[int] = field(default_factory=set)
     """Tickets with tokens that a replica had sampled when it was lost in the last interrupt."""
     requests: list[GroupRequest] = field(default_factory=list)
@@ -102,6 +105,9 @@ class ScriptedDriver:
         assert not any(self._running)
         for key in [key for key in self.held if key[0] in dropped]:
             self._drop(key)
+        before = set(self.lost)
+        self.on_start()
+        self.lost_by_start = self.lost - before
 
     def raise_lost(self) -> None:
         raise NotImplementedError
@@ -134,7 +140,7 @@ class ScriptedDriver:
     ) -> list[tuple[int, Report]]:
         assert len(requests) == self.num_replicas
         for replica, groups in enumerate(requests):
-            for group in groups:
+            for group in groups if replica not in self.lost_by_start else ():
                 self._start(replica, group)
         self.on_advance()
         for replica, keys in enumerate(regrade):

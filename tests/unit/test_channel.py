@@ -25,8 +25,10 @@ from psutil._ntuples import snicaddr
 
 from dapo_megatron.cluster import address, admission, messages, numbered
 from dapo_megatron.cluster.address import cluster_address
+from dapo_megatron.cluster.collectives import EnginesChanged
 from dapo_megatron.cluster.messages import Address, Hub, Introduction, Member, open_channel
 from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.types import ConfigError, RankError
 from tests.helpers.ranks import run_ranks
 
@@ -544,6 +546,31 @@ def test_a_lost_report_raises_an_error_even_if_none_follows() -> None:
         relay.swallows = False
         with pytest.raises(RankError, match=re.escape(f"{name_of(1)}: message 2 did not arrive")):
             wait_until(lambda: member.receive(0.01) or opened.hub.receive(0.01))
+
+
+def test_a_replica_whose_report_is_lost_is_lost_in_an_elastic_run() -> None:
+    """So is one whose report cannot be read. What they send later is ignored."""
+    with channel(3) as opened, raw_member(opened, 1) as first, raw_member(opened, 2) as second:
+        driver = EngineDriver(
+            opened.hub, 3, 8, deterministic=False, silence_seconds=900.0, is_elastic=True
+        )
+        driver.idle(lambda: True)
+        first.send(frame(2, kind=b"dcnt"))  # what it sent while its node was cut off is gone
+        wait_until(lambda: driver._receive() or driver.lost == {1})
+        first.send(frame(3, b"late"))
+        second.send(frame(1, b"no report"))
+        wait_until(lambda: driver._receive() or driver.lost == {1, 2})
+        with pytest.raises(EnginesChanged, match=re.escape(f"{name_of(1)}, {name_of(2)}: lost")):
+            driver.raise_lost()
+
+
+def test_a_member_knows_how_long_the_hub_is_gone() -> None:
+    with channel(2) as opened:
+        member = opened.members[1]
+        member.receive(0.1)
+        assert member.silence == 0.0
+        opened.hub.close()
+        wait_until(lambda: member.receive(0.01) or member.silence > 0.2)
 
 
 def test_a_lost_order_raises_an_error_even_if_none_follows() -> None:

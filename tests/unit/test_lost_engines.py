@@ -50,6 +50,7 @@ from tests.unit.test_coordinator import RUNS, History, random_script
     run=RUNS,
     losses=st.sets(st.integers(1, 60), max_size=8),
     in_interrupts=st.sets(st.integers(1, 10), max_size=4),
+    in_starts=st.sets(st.integers(1, 10), max_size=4),
     joins=st.booleans(),
 )
 def test_no_ticket_is_lost_or_ends_twice_when_replicas_are_lost(
@@ -58,6 +59,7 @@ def test_no_ticket_is_lost_or_ends_twice_when_replicas_are_lost(
     run: dict[str, Any],
     losses: set[int],
     in_interrupts: set[int],
+    in_starts: set[int],
     joins: bool,
 ) -> None:
     """A step in which a replica was lost is collected to its end, taken back, as in a run, and
@@ -74,10 +76,11 @@ def test_no_ticket_is_lost_or_ends_twice_when_replicas_are_lost(
 
     on_advance = partial(lose_some, count(1), losses)
     on_interrupt = partial(lose_some, count(1), in_interrupts)
+    on_start = partial(lose_some, count(1), in_starts)
 
     version = 0
     while version < 6:
-        driver.on_advance, driver.on_interrupt = on_advance, on_interrupt
+        driver.on_start, driver.on_advance, driver.on_interrupt = on_start, on_advance, on_interrupt
         collected = collect(coordinator, driver, version)
         if not driver.lost:
             for group in collected.train:  # all of their tokens are still there
@@ -104,6 +107,31 @@ def test_no_ticket_is_lost_or_ends_twice_when_replicas_are_lost(
         driver.held = {key: held for key, held in driver.held.items() if key in wanted}
         history.coordinator = coordinator
     history.check_totals()
+
+
+def test_a_replica_that_is_lost_by_the_start_of_a_step_does_not_keep_the_step_from_ending() -> None:
+    """It holds completions that others overtake in no step."""
+    driver = ScriptedDriver(
+        lambda ticket, sample: sample == 0, lambda ticket, sample: 1 + ticket % 8, max_sequences=4
+    )
+    coordinator = make_coordinator(driver, is_elastic=True, max_overtake=0, lookahead=4.0)
+    collect(coordinator, driver, 0)
+    coordinator.confirm()
+    unfinished = [
+        completion
+        for group in coordinator.groups.values()
+        for completion in group.completions.values()
+        if completion.finish is Finish.UNFINISHED
+    ]
+    assert 1 in {completion.replica for completion in unfinished}
+    calls = count()
+    driver.on_start = lambda: driver.lose(1) if next(calls) == 0 else None
+
+    def stop_soon() -> None:
+        assert next(calls) < 1000, "the step does not end"
+
+    driver.on_advance = stop_soon
+    assert len(collect(coordinator, driver, 1).train) == 4
 
 
 def test_a_group_is_sampled_again_as_a_whole() -> None:
