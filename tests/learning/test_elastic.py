@@ -231,6 +231,25 @@ def test_an_engine_that_is_lost_while_it_joins_returns(when: str, tmp_path: Path
 
 
 @pytest.mark.long
+def test_an_engine_that_is_lost_while_it_sends_tokens_does_not_take_others_with_it(
+    tmp_path: Path,
+) -> None:
+    folder, marks = tmp_path / "run", tmp_path / "marks"
+    words = faulty_run("joiner", 2, tmp_path, marks, "train.rollout_steps=40")
+    with started(*words, new_session=True) as running:
+        wait_for_row(folder, 2, running)
+        (marks / "exchange-before-SIGKILL").touch()
+        seconds = seconds_to_next_row(folder, running)
+        assert running.wait(300) == 0, running.stdout
+        out = running.stdout
+    print(out, seconds)
+    assert out.count("it is started again") == 1
+    assert "rank 2 ended with exit code -9; it is started again" in out
+    assert seconds < 20.0
+    check_ledger(folder, 40)
+
+
+@pytest.mark.long
 def test_an_engine_that_fails_a_sync_is_taken_out_and_returns(tmp_path: Path) -> None:
     folder, marks = tmp_path / "run", tmp_path / "marks"
     words = faulty_run(
