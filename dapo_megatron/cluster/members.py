@@ -34,6 +34,8 @@ ARRIVAL_SECONDS = 30.0
 READY_SECONDS = 10.0
 """Time that a rank which waits in the meeting has to answer the decision about the generation."""
 POLL_SECONDS = 0.05
+LATE_SECONDS = 120.0
+"""The first generation waits for an engine that much longer than for the others, at least."""
 LEAVING_SECONDS = 3
 """Time that the process of an engine that is left out has to end by itself."""
 SIGN_SECONDS = 1.0
@@ -94,7 +96,7 @@ class Members:
 
     def wants_in(self) -> bool:
         """Return whether an engine waits to join. Asked on rank 0."""
-        return any(self._waits(engine) for engine in self._engines())
+        return bool(self._joining())
 
     def add_fault(self, replica: int) -> bool:
         """Count a sync that an engine of the generation failed. Return whether it may join again.
@@ -220,12 +222,14 @@ class Members:
         if not self._is_complete():
             self.meet(at_least=1, wait_seconds=math.inf)
 
-    def meet_all(self) -> None:
-        """Form the first generation, with all engines. Collective over the policy's ranks, while
-        the engines knock. On rank 0 only the watchdog limits the time; it kills an engine that
-        hangs. Raises the error of an engine that fails (`report_failure`)."""
-        num_engines = (self.num_ranks - self.num_policy) // self.replica_size
-        self.meet(at_least=num_engines, wait_seconds=math.inf)
+    def meet_all(self, at_least: int | None = None) -> None:
+        """Form the first generation. Collective over the policy's ranks, while the engines knock.
+
+        It has all engines, or at least as many as given, if others are LATE_SECONDS later, and as
+        late again as the others needed. On rank 0 only the watchdog limits the time; it kills an
+        engine that hangs. Raises the error of an engine that fails (`report_failure`).
+        """
+        self.meet(at_least=at_least or len(list(self._engines())), wait_seconds=math.inf)
 
     def meet(
         self,
@@ -297,7 +301,12 @@ class Members:
         joining: list[tuple[int, ...]] = []
         if self.ending is None:
             try:
-                joining = self._wait_for_engines(len(staying), at_least, wait_seconds, check_stop)
+                if wait_seconds == math.inf:
+                    joining = self._wait_for_first(at_least, check_stop)
+                else:
+                    joining = self._wait_for_others(
+                        len(staying), at_least, wait_seconds, check_stop
+                    )
             except DapoError as error:
                 if wait_seconds == math.inf:  # there is nothing to save yet
                     self._end(error)
@@ -320,7 +329,32 @@ class Members:
             )
         self._publish(members)
 
-    def _wait_for_engines(
+    def _wait_for_first(
+        self, at_least: int, check_stop: Callable[[], None]
+    ) -> list[tuple[int, ...]]:
+        """Return the engines of the first generation (`meet_all`)."""
+        began = changed = time.monotonic()
+        seconds_of_others: float | None = None
+        counts = (0, 0, 0)
+        while True:
+            joining = self._joining()
+            # An end counts, because the watchdog itself may have killed the engine.
+            counts, before = (*self._num_starts_and_ends(), len(joining)), counts
+            now = time.monotonic()
+            if counts != before:
+                changed = now
+            is_enough = len(joining) >= at_least
+            if is_enough:
+                seconds_of_others = seconds_of_others or now - began
+                is_late = now - changed > max(LATE_SECONDS, seconds_of_others)
+                if is_late or len(joining) == len(list(self._engines())):
+                    return joining
+            check_stop()
+            self._raise_error("failure")
+            # Else the watchdog limits the time from the last start or end.
+            self._pause("waits for engines" if is_enough or changed == now else "")
+
+    def _wait_for_others(
         self,
         num_staying: int,
         at_least: int,
@@ -328,28 +362,18 @@ class Members:
         check_stop: Callable[[], None],
     ) -> list[tuple[int, ...]]:
         """Return the engines that join, when there are enough with those that stay. Raises
-        TooFewEnginesError if the time is over, and the error of an engine that fails before the
-        first generation."""
+        TooFewEnginesError if the time is over."""
         deadline = time.monotonic() + wait_seconds
-        counts = (0, 0)
-        while True:
-            joining = [engine for engine in self._engines() if self._waits(engine)]
-            num_engines = num_staying + len(joining)
-            if num_engines >= at_least:
-                return joining
+        while num_staying + len(joining := self._joining()) < at_least:
             check_stop()
-            if deadline == math.inf:
-                self._raise_error("failure")
             if time.monotonic() > deadline:
                 raise TooFewEnginesError(
-                    f"{num_engines} engines are left, fewer than engine.min_replicas = "
-                    f"{at_least}, and none returned within {wait_seconds:.0f} s. See their logs"
+                    f"{num_staying + len(joining)} engines are left, fewer than "
+                    f"engine.min_replicas = {at_least}, and none returned within "
+                    f"{wait_seconds:.0f} s. See their logs"
                 )
-            # Without a deadline, the watchdog limits the time from the last start or end of an
-            # engine. An end counts, because the watchdog itself may have killed the engine.
-            counts, counts_before = self._num_starts_and_ends(), counts
-            is_limited = deadline == math.inf and counts == counts_before
-            self._pause("" if is_limited else "waits for engines")
+            self._pause("waits for engines")
+        return joining
 
     def _without_newest(
         self, engines: list[tuple[int, ...]], at_least: int
@@ -446,6 +470,10 @@ class Members:
             and self._is_set(f"knock {rank} {num_starts(self.store, rank)}")
             for rank in engine
         )
+
+    def _joining(self) -> list[tuple[int, ...]]:
+        """Return the engines that wait to join."""
+        return [engine for engine in self._engines() if self._waits(engine)]
 
     def _engines(self) -> Iterator[tuple[int, ...]]:
         """Yield the ranks of each engine of the job, present or not."""

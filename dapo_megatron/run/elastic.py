@@ -183,11 +183,17 @@ class ElasticTraining:
 
     def _form_first_generation(self) -> None:
         """Form the first generation of the run, or of this start of an engine."""
-        members = self.context.ranks.engines_apart
+        members, config = self.context.ranks.engines_apart, self.context.config
         if self.context.ranks.policy is None:
             members.knock()
         else:
-            members.meet_all()
+            # The numbers of a deterministic run depend on the engines.
+            members.meet_all(None if config.rollout.deterministic else config.engine.min_replicas)
+            if members.absent:
+                ranks = ", ".join(map(str, sorted(members.absent)))
+                self.recorder.note(
+                    f"  starts without the engines of rank {ranks}, which join later"
+                )
         if failure := self._form_generation():
             self._meet(failure)
 

@@ -449,6 +449,27 @@ def test_an_engine_that_cannot_be_built_ends_the_run_before_the_first_generation
     assert set(results.values()) == {(2, (0, 1, 2, 3, 5))}
 
 
+def test_the_first_generation_goes_on_without_an_engine_that_is_not_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its node was lost, or the launcher has given it up. If it is built after all, it joins."""
+    store = HashStore()
+    members = [start_rank(store, rank) for rank in range(6)]
+    monkeypatch.setattr(meetings, "LATE_SECONDS", 0.5)
+    at_least = partial(Members.meet_all, at_least=3)
+    first = {rank: partial(at_least, members[rank]) for rank in (0, 1)}
+    results = in_threads(first | {rank: members[rank].knock for rank in (2, 3, 5)})
+    assert set(results.values()) == {None}, results
+    assert members[0].current == (0, 1, 2, 3, 5)
+    assert members[0].absent == {4}
+    thread = threading.Thread(target=members[4].knock, daemon=True)
+    thread.start()
+    while not members[0].wants_in():
+        pass
+    results = meet_all([member for member in members if member.rank != 4])
+    assert set(results.values()) == {(2, tuple(range(6)))}
+
+
 def test_the_first_generation_waits_for_an_engine_that_is_started_again() -> None:
     store = HashStore()
     members = [start_rank(store, rank) for rank in range(6)]
