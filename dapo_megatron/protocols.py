@@ -388,9 +388,7 @@ class Sync(Protocol):
 
 
 StepResult = tuple[dict[str, float], int]  # metrics, and number of tokens, of a training step
-Training = Callable[[int | None, Callable[[], StepResult]], StepResult]
-"""Trains a step by the given function, which returns its result. The engines may sample meanwhile,
-if the version of their weights is given (rollout/roles.py)."""
+Training = Callable[[int | None, Callable[[], StepResult]], StepResult]  # see rollout/roles.py
 
 
 class Evaluations(Protocol):

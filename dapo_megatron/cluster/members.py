@@ -18,13 +18,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from dapo_megatron.cluster.collectives import EnginesChanged, ErrorRecord
 from dapo_megatron.cluster.exit_reason import is_secondary
 from dapo_megatron.cluster.processes import ask_to_kill, has_ended, kill_here, runs_here
-from dapo_megatron.cluster.store import num_starts
-from dapo_megatron.types import ConfigError, DapoError, RankError, TooFewEnginesError
+from dapo_megatron.cluster.store import num_starts, process_of
+from dapo_megatron.types import DapoError, RankError, TooFewEnginesError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -54,7 +54,7 @@ class Members:
     num_policy    number of ranks with a policy; they are the first ones
     num_ranks     number of all ranks of the job, present or not
     replica_size  ranks of each engine, consecutive
-    start         number of this rank's start, from 1
+    start         number of this rank's start, from 1 (entry.py)
     on_activity   called with a sign of life
     """
 
@@ -63,7 +63,7 @@ class Members:
     num_policy: int
     num_ranks: int
     replica_size: int
-    start: int
+    start: int = 0
     on_activity: Callable[[str], None] = lambda what: None
     generation: int = 0
     current: tuple[int, ...] = ()
@@ -114,28 +114,6 @@ class Members:
         if gone := [rank for rank in self.current if self._is_gone(rank)]:
             raise EnginesChanged(f"rank {gone[0]} ended while it joined the others")
 
-    def refuse_second_job(self) -> None:
-        """Raise ConfigError if another job uses this store. Only engines start more than once."""
-        if self.rank < self.num_policy and self.start > 1:
-            raise ConfigError(
-                f"MASTER_ADDR, MASTER_PORT: rank {self.rank} has been started before in this "
-                "store. Another job uses it; give each job its own port"
-            )
-
-    def differences(self, facts: Mapping[str, Any]) -> list[str]:
-        """Compare `facts` (JSON values, such as those of config keys) with rank 0's. Return a line
-        for each that differs: this rank might train or sample another model."""
-        text = json.dumps(facts)
-        if self.rank == 0:
-            self.store.set("facts", text)
-        own, first = json.loads(text), json.loads(self.store.get("facts"))
-        return [
-            f"{name}: {own.get(name)!r} on rank {self.rank}, but {first.get(name)!r} on rank 0; "
-            "start all ranks with the same version, config and overrides"
-            for name in sorted(own.keys() | first.keys())
-            if own.get(name) != first.get(name)
-        ]
-
     @property
     def replaceable(self) -> list[int]:
         """Ranks that the run can go on without: those of the generation's engines, and without any
@@ -152,34 +130,6 @@ class Members:
         """Return the ranks of the engine to which a rank belongs."""
         first = rank - (rank - self.num_policy) % self.replica_size
         return range(first, first + self.replica_size)
-
-    def find_peers(self) -> int:
-        """Wait until every rank of this rank's engine has a start that was in no engine before.
-        Return a number of this engine, which is the same on its ranks and new. Collective over
-        them, although some may have been started more often than others. What is left on this node
-        of an earlier engine with this rank is killed: it may wait for this rank's last start."""
-        engine = self.engine_of(self.rank)
-        first = engine[0]
-        earlier = self._used(first)
-        if earlier.get(self.rank, self.start) < self.start:
-            for rank, start in earlier.items():
-                if num_starts(self.store, rank) == start:
-                    kill_here(*self._process(rank))
-        if self.rank == first:
-            known = self._used(first)
-            while any(num_starts(self.store, rank) <= known.get(rank, 0) for rank in engine):
-                self._pause("waits for the other ranks of its engine")
-            starts = {rank: num_starts(self.store, rank) for rank in engine}
-            self.store.set(f"engine {first}", json.dumps([self.start, list(starts.items())]))
-            return self.start
-        while self._used(first).get(self.rank) != self.start:
-            self._pause("waits for the other ranks of its engine")
-        return int(json.loads(self.store.get(f"engine {first}"))[0])
-
-    def _used(self, first: int) -> dict[int, int]:
-        """Return the newest start of each rank that was in the engine with this first rank."""
-        key = f"engine {first}"
-        return dict(json.loads(self.store.get(key))[1]) if self._is_set(key) else {}
 
     def report_failure(self, error: BaseException) -> bool:
         """Tell rank 0 about an error of a rank with an engine, if the run waits for its first
@@ -216,19 +166,17 @@ class Members:
         self.store.set(f"knock {self.rank} {self.start}", "")
         invitation = f"invitation {self.rank} {self.start}"
         while not self._is_set(invitation):
-            self._pause("waits to join")
+            self.pause("waits to join")
         self.generation = int(self.store.get(invitation))
         self._follow_decision()
         if not self._is_complete():
             self.meet(at_least=1, wait_seconds=math.inf)
 
     def meet_all(self, at_least: int | None = None) -> None:
-        """Form the first generation. Collective over the policy's ranks, while the engines knock.
-
-        It has all engines, or at least as many as given, if others are LATE_SECONDS later, and as
-        late again as the others needed. On rank 0 only the watchdog limits the time; it kills an
-        engine that hangs. Raises the error of an engine that fails (`report_failure`).
-        """
+        """Form the first generation, of all engines. If at least `at_least` are built, it waits for
+        others twice as long as for these, and LATE_SECONDS; before, only the watchdog limits the
+        time. Collective over the policy's ranks, while the engines knock. Raises the error of an
+        engine that fails (`report_failure`)."""
         self.meet(at_least=at_least or len(list(self._engines())), wait_seconds=math.inf)
 
     def meet(
@@ -334,8 +282,7 @@ class Members:
     ) -> list[tuple[int, ...]]:
         """Return the engines of the first generation (`meet_all`)."""
         began = changed = time.monotonic()
-        seconds_of_others: float | None = None
-        counts = (0, 0, 0)
+        counts, needed = (0, 0, 0), 0.0
         while True:
             joining = self._joining()
             # An end counts, because the watchdog itself may have killed the engine.
@@ -345,14 +292,14 @@ class Members:
                 changed = now
             is_enough = len(joining) >= at_least
             if is_enough:
-                seconds_of_others = seconds_of_others or now - began
-                is_late = now - changed > max(LATE_SECONDS, seconds_of_others)
-                if is_late or len(joining) == len(list(self._engines())):
+                needed = needed or now - began
+                is_all = len(joining) == len(list(self._engines()))
+                if is_all or now - changed > max(LATE_SECONDS, needed):
                     return joining
             check_stop()
             self._raise_error("failure")
             # Else the watchdog limits the time from the last start or end.
-            self._pause("waits for engines" if is_enough or changed == now else "")
+            self.pause("waits for engines" if is_enough or changed == now else "")
 
     def _wait_for_others(
         self,
@@ -372,7 +319,7 @@ class Members:
                     f"engine.min_replicas = {at_least}, and none returned within "
                     f"{wait_seconds:.0f} s. See their logs"
                 )
-            self._pause("waits for engines")
+            self.pause("waits for engines")
         return joining
 
     def _without_newest(
@@ -417,12 +364,12 @@ class Members:
             if missing <= lost:
                 return missing
             # If only ranks of the policy are missing, they hang, and the watchdog's limit applies.
-            self._pause("" if is_late else "waits for the other ranks")
+            self.pause("" if is_late else "waits for the other ranks")
 
     def _end_leftovers(self, ranks: Collection[int]) -> None:
         """Kill the engines among `ranks`: they hang and keep memory, or are about to end."""
         left = [
-            self._process(rank)
+            process_of(self.store, rank)
             for rank in ranks
             if rank >= self.num_policy and not self._is_restarted(rank)
         ]
@@ -430,7 +377,7 @@ class Members:
             ask_to_kill(*process, after_seconds=LEAVING_SECONDS)
         deadline = time.monotonic() + LEAVING_SECONDS
         while any(runs_here(*process) for process in left) and time.monotonic() < deadline:
-            self._pause("waits for ranks that leave")
+            self.pause("waits for ranks that leave")
         for process in left:
             kill_here(*process)
 
@@ -447,13 +394,8 @@ class Members:
         decision = [members, self.num_failures, record and asdict(record)]
         self.store.set(f"members {self.generation}", json.dumps(decision))
 
-    def _process(self, rank: int) -> tuple[str, int]:
-        """Return node and process id of the newest start of a rank."""
-        host, process_id = json.loads(self.store.get(f"process {rank}"))
-        return host, process_id
-
     def _has_ended(self, rank: int) -> bool:
-        return has_ended(*self._process(rank))
+        return has_ended(*process_of(self.store, rank))
 
     def _is_gone(self, rank: int) -> bool:
         """Return whether the process of an engine's rank that took part is known to be gone."""
@@ -492,10 +434,11 @@ class Members:
         last = None
         while not self._is_set(key):
             sign = self.store.get("sign of life") if self._is_set("sign of life") else b""
-            self._pause("waits for rank 0" if sign != last else "")
+            self.pause("waits for rank 0" if sign != last else "")
             last = sign
 
-    def _pause(self, activity: str) -> None:
+    def pause(self, activity: str) -> None:
+        """Wait a moment, with a sign of life unless `activity` is empty."""
         if activity:
             self.on_activity(activity)
             if self.rank == 0 and time.monotonic() > self._last_sign + SIGN_SECONDS:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_megatron.cluster import collectives
 from dapo_megatron.cluster.collectives import EnginesChanged, agreed
+from dapo_megatron.cluster.entry import enter, find_peers
 from dapo_megatron.cluster.groups import (
     TIMEOUT,
     ClosableGroup,
@@ -22,8 +24,8 @@ from dapo_megatron.cluster.groups import (
 )
 from dapo_megatron.cluster.members import Members
 from dapo_megatron.cluster.secret import NUM_BYTES, prove, run_secret
-from dapo_megatron.cluster.store import default_store, open_store, register
-from dapo_megatron.types import DapoError, RankError
+from dapo_megatron.cluster.store import default_store, open_store
+from dapo_megatron.types import RankError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -86,11 +88,6 @@ class Ranks:
         """The ranks that take part in a run whose engines run on dedicated ranks."""
         assert self.by_role is not None
         return self.by_role.members
-
-    @property
-    def ending(self) -> DapoError | None:
-        """The error with which the run ends after it has saved, because engines are missing."""
-        return None if self.by_role is None else self.by_role.members.ending
 
     @property
     def policy(self) -> Ranks | None:
@@ -276,6 +273,7 @@ def join(
     num_policy: int = 0,
     replica_size: int = 1,
     timeout: timedelta = TIMEOUT,
+    facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> Ranks:
     """Join the ranks that the launcher's environment variables describe. Collective.
 
@@ -285,9 +283,10 @@ def join(
     num_policy    the first ranks have only a policy, the others only an engine; 0: all have both
     replica_size  ranks of an engine on dedicated ranks
     timeout       of collectives of the policy's ranks with those of engines
+    facts         see entry.enter
 
-    Raises ConfigError, before contacting any other rank, if this rank has no secret (secret.py).
-    Raises RankError if another rank does not know the secret.
+    Raises ConfigError, before contacting any other rank, if this rank has no secret (secret.py),
+    and as entry.enter does. Raises RankError if another rank does not know the secret.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = open_store(rank, world_size, TIMEOUT)
@@ -298,12 +297,11 @@ def join(
             num_policy,
             world_size,
             replica_size,
-            start=register(store, rank),
             on_activity=on_activity,
             current=tuple(range(num_policy)) if rank < num_policy else (),
         )
-        members.refuse_second_job()
         try:
+            members.start = enter(store, rank, num_policy, facts)
             return _join_role(backend, members, timeout)
         except Exception as error:
             with suppress(RuntimeError):  # of a store that is gone
@@ -329,7 +327,7 @@ def _join_role(backend: str, members: Members, timeout: timedelta) -> Ranks:
         role, peers = "policy", range(num_policy)
     else:
         peers = members.engine_of(rank)
-        number = members.find_peers()
+        number = find_peers(members)
         role = f"engine {peers[0]} {number}"
         os.environ[ENGINE] = f"{peers[0]}.{number}"
     world = form_world(
@@ -398,7 +396,10 @@ def next_generation(ranks: Ranks, backend: str) -> Ranks:
         on_activity=members.on_activity,
         _numbers=itertools.count(1),
     )
-    formed.check_members()
+    try:
+        formed.check_members()
+    except RankError as error:  # the next generations go on without an engine that joined last
+        raise EnginesChanged(str(error)) from error
     return formed
 
 

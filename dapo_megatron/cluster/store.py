@@ -77,3 +77,9 @@ def register(store: Store, rank: int) -> int:
     start = int(store.add(f"starts {rank}", 1))  # first: rank 0 would kill the new process
     store.set(f"process {rank}", json.dumps([node_name(), os.getpid()]))
     return start
+
+
+def process_of(store: Store, rank: int) -> tuple[str, int]:
+    """Return node and process id of the newest start of a rank."""
+    host, process_id = json.loads(store.get(f"process {rank}"))
+    return host, process_id

@@ -193,9 +193,8 @@ class Coordinator:
         return [
             (group.ticket, completion.sample, completion.replica, completion.num_tokens)
             for group in groups
-            for completion in group.completions.values()
-            if completion.replica != NOWHERE
-        ]
+            for completion in group.completions.values() if completion.replica != NOWHERE
+        ]  # fmt: skip
 
     def rebalance(self) -> list[Move]:
         """Return the unfinished completions that continue on another replica."""

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TextIO
 
-import dapo_megatron
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import FENCED, STOPPED, end_attempt
 from dapo_megatron.cluster.collectives import EngineJoins, on_rank0
@@ -22,11 +22,13 @@ from dapo_megatron.cluster.launch import allow_restart, forbid_restart
 from dapo_megatron.cluster.members import Members
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.safe_output import above_panel, safe_text
+from dapo_megatron.cluster.secret import SECRET, secret_digest
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watchdog import Watchdog
-from dapo_megatron.config import Config, refuse
+from dapo_megatron.config import Config
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.run.folder import RunFolder
+from dapo_megatron.tracking.provenance import source_digest, versions
 from dapo_megatron.types import ConfigError, DapoError, DataError, Fenced, Stopped
 
 _REPORTED = "_dapo_megatron_reported"
@@ -92,7 +94,6 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
         ranks = _join(config, watchdog)
         if ranks.by_role is not None:
             members = ranks.by_role.members
-            refuse(members.differences(_facts(config)))
         source = None
         if with_folder:
             if not ranks.is_alone:
@@ -129,6 +130,7 @@ def _join(config: Config, watchdog: Watchdog) -> Ranks:
         num_policy=config.roles.policy,
         replica_size=config.engine_tensor_parallel,
         timeout=timedelta(seconds=max(config.watchdog.model_dump().values())),
+        facts=_facts(config) if config.roles.are_separate else {},
     )
     if ranks.by_role is not None:
         watchdog.replaceable = lambda: ranks.engines_apart.replaceable
@@ -137,7 +139,7 @@ def _join(config: Config, watchdog: Watchdog) -> Ranks:
 
 
 def _facts(config: Config) -> dict[str, Any]:
-    """Return what must be the same on all ranks: the version, and each key of the config."""
+    """Return what must be the same on all ranks: job, versions, model, each key of the config."""
 
     def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
@@ -146,8 +148,21 @@ def _facts(config: Config) -> dict[str, Any]:
         else:
             yield prefix, value
 
-    values = dict(flat("", config.model_dump(mode="json")))
-    return {"version of dapo_megatron": dapo_megatron.__version__, **values}
+    return {
+        "SLURM_JOB_ID": os.environ.get("SLURM_JOB_ID"),
+        f"digest of {SECRET}": secret_digest(int(os.environ["WORLD_SIZE"])),
+        **{f"version of {name}": version for name, version in versions().items()},
+        "source code of dapo_megatron, SHA-256": source_digest(),
+        **{f"model.path, SHA-256 of {name}": digest for name, digest in _model_digests(config)},
+        **dict(flat("", config.model_dump(mode="json"))),
+    }
+
+
+def _model_digests(config: Config) -> Iterator[tuple[str, str]]:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        path = Path(config.model.path) / name
+        if path.exists():
+            yield name, sha256(path.read_bytes()).hexdigest()
 
 
 def _open_folder(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:

@@ -132,8 +132,8 @@ class ElasticTraining:
         if ranks.broadcast(self._is_ready, bool):
             assert isinstance(collector, EngineCollector)
             collector.adopt(self._coordinator)
-        elif ranks.ending is not None:  # there is nothing new to save
-            raise ranks.ending
+        elif ranks.by_role is not None and ranks.by_role.members.ending is not None:
+            raise ranks.by_role.members.ending  # there is nothing new to save
         else:
             with context.watchdog.phase(Phase.START):
                 self.resume(parts)

@@ -55,6 +55,15 @@ def versions() -> dict[str, str]:
     return versions
 
 
+def source_digest() -> str:
+    """Return the SHA-256 of the Python files of this package, with their names."""
+    package = Path(dapo_megatron.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
 def cpu_name() -> str:
     """Return the model of this machine's CPU, with the fastest of INSTRUCTIONS that it has."""
     cpuinfo = Path("/proc/cpuinfo")

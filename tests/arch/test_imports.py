@@ -87,7 +87,7 @@ ROOMS = {
 
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
-LONG_FILES: dict[str, tuple[int, str]] = {"types.py": (624, "all records of a run, in one file")}
+LONG_FILES: dict[str, tuple[int, str]] = {"types.py": (629, "all records of a run, in one file")}
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 
 

@@ -17,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from dapo_megatron.cluster import entry
 from dapo_megatron.cluster import members as meetings
 from dapo_megatron.cluster.collectives import EnginesChanged, agreed
+from dapo_megatron.cluster.entry import enter, find_peers
 from dapo_megatron.cluster.members import Members
-from dapo_megatron.cluster.store import register
+from dapo_megatron.cluster.store import num_starts, register
 from dapo_megatron.rollout.roles import SeparateSync
 from dapo_megatron.types import (
     ConfigError,
@@ -164,7 +166,8 @@ def test_a_group_is_sampled_again_as_a_whole() -> None:
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ids of the processes that rank 0 would kill: here all ranks are in this one."""
     killed: list[int] = []
-    monkeypatch.setattr(meetings, "kill_here", lambda host, process_id: killed.append(process_id))
+    for module in (meetings, entry):
+        monkeypatch.setattr(module, "kill_here", lambda _, process_id: killed.append(process_id))
     monkeypatch.setattr(meetings, "LEAVING_SECONDS", 0.0)
     return killed
 
@@ -339,7 +342,7 @@ def test_signs_of_life_of_rank_0_are_those_of_ranks_that_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first, other, *_ = started(HashStore())
-    clock = Clock(lambda: first._pause("waits for engines"))
+    clock = Clock(lambda: first.pause("waits for engines"))
     signs: list[float] = []
     monkeypatch.setattr(meetings, "time", clock)
     other.on_activity = lambda _: signs.append(clock.seconds)
@@ -486,39 +489,51 @@ def test_ranks_of_an_engine_find_each_other_after_unequal_numbers_of_starts(
 ) -> None:
     store = HashStore()
     members = [start_rank(store, rank, 2) for rank in range(6)]
-    numbers = in_threads({rank: members[rank].find_peers for rank in range(2, 6)})
+    numbers = in_threads({rank: partial(find_peers, members[rank]) for rank in range(2, 6)})
     assert numbers == {2: 1, 3: 1, 4: 1, 5: 1}
     for _ in range(3):  # rank 5 is killed more often than rank 4
         other = start_rank(store, 5, 2)
     first = start_rank(store, 4, 2)
-    assert in_threads({4: first.find_peers, 5: other.find_peers}) == {4: 2, 5: 2}
+    assert in_threads({4: partial(find_peers, first), 5: partial(find_peers, other)}) == {
+        4: 2,
+        5: 2,
+    }
     # The first rank alone, with a rank that was in the engine before, kills it and waits.
     assert not killed
     first = start_rank(store, 4, 2)
-    thread = threading.Thread(target=first.find_peers, daemon=True)
+    thread = threading.Thread(target=partial(find_peers, first), daemon=True)
     thread.start()
     thread.join(0.3)
     assert thread.is_alive() and len(killed) == 1
     other = start_rank(store, 5, 2)
-    assert in_threads({5: other.find_peers}) == {5: 3}
+    assert in_threads({5: partial(find_peers, other)}) == {5: 3}
     thread.join(20)
+
+
+FACTS = {"version": "1", "seed": 1}
 
 
 def test_a_second_job_with_the_same_store_is_refused() -> None:
     store = HashStore()
-    start_rank(store, 1).refuse_second_job()
+    assert [enter(store, rank, 2, FACTS) for rank in (0, 1, 4, 4)] == [1, 1, 1, 2]
     with pytest.raises(ConfigError, match="MASTER_PORT: rank 1 has been started before"):
-        start_rank(store, 1).refuse_second_job()
-    start_rank(store, 4)
-    start_rank(store, 4).refuse_second_job()  # an engine
+        enter(store, 1, 2, FACTS)
+    with pytest.raises(ConfigError, match="MASTER_PORT: rank 0 has been started before"):
+        enter(store, 0, 2, {"version": "1", "seed": 2})
+    # An engine of it is not counted as a start of the first job's.
+    with pytest.raises(ConfigError, match="seed: 2 on rank 4, but 1 on rank 0"):
+        enter(store, 4, 2, {"version": "1", "seed": 2})
+    assert num_starts(store, 4) == 2
 
 
-def test_an_engine_with_another_config_is_refused_by_key() -> None:
-    first, *_, last = started(HashStore())
-    assert first.differences({"version": "1", "seed": 1}) == []
-    assert last.differences({"version": "1", "seed": 1}) == []
-    [line] = last.differences({"version": "1", "seed": 2})
-    assert line.startswith("seed: 2 on rank 5, but 1 on rank 0; start all ranks with the same")
+@pytest.mark.parametrize("other", [{"seed": 1}, {"version": "2", "seed": 1}, {**FACTS, "x": 1}])
+def test_a_rank_with_another_version_or_config_is_refused_by_name(other: dict[str, Any]) -> None:
+    store = HashStore()
+    enter(store, 0, 2, FACTS)
+    [name] = {name for name in {**FACTS, **other} if FACTS.get(name) != other.get(name)}
+    for rank in (1, 5):
+        with pytest.raises(ConfigError, match=f"^{name}: .* on rank {rank}, but .* on rank 0; sta"):
+            enter(store, rank, 2, other)
 
 
 class Policy:
