@@ -69,6 +69,8 @@ class Heartbeat:
     """Last collective by process group, from torch's flight recorder; only after an alarm."""
     role: str = ""
     """policy or engine; empty if every rank has both."""
+    absent: tuple[int, ...] = ()
+    """Ranks that take no part in the run now: their engine was lost, or has not joined yet."""
 
     @property
     def place(self) -> str:
@@ -103,7 +105,8 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
     """Return a heartbeat, or None if the file is missing, damaged or of another version."""
     try:
         values = read_json(path)
-        heartbeat = Heartbeat(**{**values, "state": RankState(values["state"])})
+        changed = {"state": RankState(values["state"]), "absent": tuple(values.get("absent", ()))}
+        heartbeat = Heartbeat(**{**values, **changed})
     except (CheckpointError, ValueError, TypeError, KeyError):
         return None
     return heartbeat if _is_valid(heartbeat) else None
@@ -111,7 +114,8 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
 
 def _is_valid(heartbeat: Heartbeat) -> bool:
     """Return whether the numeric fields have valid types and ranges; the file may be corrupt."""
-    integers = (heartbeat.rank, heartbeat.world_size, heartbeat.step, heartbeat.num_exchanges)
+    numbers = (heartbeat.rank, heartbeat.world_size, heartbeat.step, heartbeat.num_exchanges)
+    integers = (*numbers, *heartbeat.absent)
     seconds = (heartbeat.time, heartbeat.silent_seconds, heartbeat.limit_seconds)
     counts = heartbeat.num_collectives
     return (

@@ -397,4 +397,5 @@ class Watchdog:
             exchange=" ".join(words[:2]),
             num_collectives=self._num_collectives,
             role=self._role,
+            absent=tuple(sorted(self.absent())),
         )

@@ -49,6 +49,8 @@ class Report:
     """Heartbeats by rank; None for a heartbeat that is missing or unreadable."""
     suspects: Sequence[Suspect]
     """Ranks that are missing or behind."""
+    absent: Sequence[int]
+    """Ranks without which the run goes on: their engine was lost, or has not joined yet."""
     hang: str
     """Finding of the watchdog; empty if it did not end this attempt."""
     exit_reason: ExitReason | None
@@ -88,12 +90,15 @@ def report(folder: Path, verdict_file: Path | None = None) -> Report:
         raise ConfigError(f"RUN_FOLDER: {folder} has no heartbeats; name the folder of a run")
     newest = max(readable, key=lambda heartbeat: heartbeat.time)
     heartbeats = read_heartbeats(folder, newest.world_size)
+    first = heartbeats[0]
+    absent = first.absent if first is not None and first.attempt == newest.attempt else ()
     return Report(
         folder=folder,
         attempt=newest.attempt,
         time=time.time(),
         heartbeats=heartbeats,
-        suspects=_suspects(heartbeats, newest),
+        suspects=_suspects(heartbeats, newest, absent),
+        absent=absent,
         hang=_hang(folder, newest.attempt),
         exit_reason=exit_reason.read(verdict_file) if verdict_file is not None else None,
     )
@@ -106,14 +111,18 @@ def _hang(folder: Path, attempt: str) -> str:
         return ""
 
 
-def _suspects(heartbeats: Sequence[Heartbeat | None], newest: Heartbeat) -> list[Suspect]:
-    """Find the ranks that are missing or behind. Unlike find_suspects, this also works while
-    ranks are running."""
+def _suspects(
+    heartbeats: Sequence[Heartbeat | None], newest: Heartbeat, absent: Sequence[int]
+) -> list[Suspect]:
+    """Find the ranks that are missing or behind, except `absent` ones. Unlike find_suspects, this
+    also works while ranks are running."""
     if newest.state is RankState.HUNG:
-        return find_suspects(heartbeats, newest.attempt)
+        return find_suspects(heartbeats, newest.attempt, absent)
     running = []
     suspects = []
     for rank, heartbeat in enumerate(heartbeats):
+        if rank in absent:
+            continue
         if heartbeat is None:
             suspects.append(Suspect(rank, "missing: it never wrote a heartbeat"))
         elif heartbeat.attempt != newest.attempt:
@@ -145,6 +154,7 @@ def to_json(report: Report) -> str:
         "time": report.time,
         "is_alive": report.is_alive,
         "pulses": [heartbeat and asdict(heartbeat) for heartbeat in report.heartbeats],
+        "absent": list(report.absent),
         "suspects": [{"rank": suspect.rank, "why": suspect.why} for suspect in report.suspects],
         "hang": report.hang,
         "verdict": report.exit_reason and asdict(report.exit_reason),
@@ -177,6 +187,10 @@ def render(report: Report, console: Console) -> None:
     console.print(table)
     lines = [f"running: {'yes' if report.is_alive else 'no, there are no recent heartbeats'}"]
     lines += [f"rank {rank}: {why}" for rank, why in suspects.items()] or ["no rank is behind"]
+    lines += [
+        f"rank {rank}: takes no part now, because its engine was lost or has not joined yet"
+        for rank in report.absent
+    ]
     if report.hang:
         lines += [f"the watchdog ended the run: {report.hang}", f"stacks: {report.stacks}"]
     if report.exit_reason is not None:

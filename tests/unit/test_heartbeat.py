@@ -228,6 +228,27 @@ def test_doctor_run_names_the_rank_that_stopped_first(tmp_path: Path) -> None:
     assert json.loads(run.to_json(report))["suspects"][0]["rank"] == 2
 
 
+def test_doctor_run_names_the_rank_that_is_behind_although_an_engine_is_lost(
+    tmp_path: Path,
+) -> None:
+    now = time.time()
+    for rank, num_exchanges in enumerate((12, 7, 12)):
+        heartbeat = a_heartbeat(
+            rank, world_size=4, state=RankState.RUNNING, time=now, absent=(3,),
+            num_exchanges=num_exchanges, silent_seconds=20.0,
+        )  # fmt: skip
+        write_heartbeat(tmp_path, heartbeat)
+    lost = a_heartbeat(3, world_size=4, state=RankState.RUNNING, time=now - 7200.0)
+    write_heartbeat(tmp_path, lost)
+    report = run.report(tmp_path)
+    assert [suspect.rank for suspect in report.suspects] == [1]
+    assert report.absent == (3,)
+    console = Console(record=True, width=200)
+    run.render(report, console)
+    assert "rank 3: takes no part now, because its engine was lost" in console.export_text()
+    assert json.loads(run.to_json(report))["absent"] == [3]
+
+
 def test_doctor_run_names_no_rank_of_a_healthy_run(tmp_path: Path) -> None:
     for rank in range(4):
         write_heartbeat(
