@@ -276,3 +276,22 @@ def test_the_mismatch_is_checked_before_the_first_optimizer_step(
     assert policy.calls == calls
     assert num_tokens == 18
     assert metrics["mismatch/gap_max"] == metrics["mismatch/gap_mean"] == 0.25
+
+
+@pytest.mark.parametrize(("updates", "version"), [([], 4), ([object()], None)])
+def test_engines_do_not_sample_during_the_rest_of_a_step_that_began_before(
+    updates: list[Any], version: int | None
+) -> None:
+    """Their weights are between two versions, so their tokens would have a wrong one."""
+    partial_step = PartialStep(sequences=[], updates=updates)
+    versions: list[int | None] = []
+
+    def on_policy_ranks(version: int | None, _: object) -> tuple[dict[str, float], int]:
+        versions.append(version)
+        return {}, 0
+
+    parts: Any = SimpleNamespace(
+        sync=Journal(set()), instruments=Journal(set()), on_policy_ranks=on_policy_ranks
+    )
+    loop.train_step(tiny_config(), parts, 5, partial_step)
+    assert versions == [version]

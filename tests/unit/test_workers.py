@@ -5,24 +5,35 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from dapo_megatron.cluster.collectives import EnginesChanged
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.dispatch import Dispatcher, Events
-from dapo_megatron.rollout.driver import EngineDriver
+from dapo_megatron.rollout.driver import DISCONNECTED_SECONDS, EngineDriver
+from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.evaluate import sample_all
 from dapo_megatron.rollout.messages import STEPS, GroupRequest, Report, sample_seed
 from dapo_megatron.rollout.open_group import OpenGroup
+from dapo_megatron.rollout.roles import SeparateTraining
 from dapo_megatron.rollout.store import CompletionStore
-from dapo_megatron.rollout.worker import NUM_SHOWN, describe
-from dapo_megatron.types import Completion, DapoError, Finish, Grade, Group, SampleRequest
+from dapo_megatron.rollout.worker import NUM_SHOWN, Leader, describe
+from dapo_megatron.types import (
+    Completion,
+    ConfigError,
+    DapoError,
+    Finish,
+    Grade,
+    Group,
+    SampleRequest,
+)
 from tests.helpers.ranks import run_ranks
 from tests.helpers.workers import (
     CannedEngine,
@@ -473,6 +484,43 @@ def test_completions_of_a_resumed_run_are_graded_again() -> None:
     assert [item[:2] for item in report.graded] == [(3, 4)]
     assert grading.submitted == [((TRAINING, 3, 4, 0), "sums", "8", "7", {})]
     assert store.get(3, 4).grade == Grade(1.0, True, "7")
+
+
+def test_a_leader_leaves_a_generation_that_rank_0_has_left() -> None:
+    """Otherwise it would wait for orders, if it has not noticed the loss that ended it."""
+
+    class SilentMember:
+        silence = DISCONNECTED_SECONDS + 0.1
+
+        def receive(self, timeout_seconds: float) -> list[bytes]:
+            return []
+
+        def send(self, message: bytes) -> None:
+            """Send nothing."""
+
+    alone, member = Ranks(0, 1, 0), cast(Any, SilentMember())
+    engine, grading = cast(Any, CannedEngine(0)), cast(Any, InstantGrading())
+    store = CompletionStore()
+    leader = Leader(engine, grading, member, alone, store, deterministic=False, is_elastic=True)
+    with pytest.raises(EnginesChanged):
+        leader.serve()
+
+
+def test_an_error_of_an_engine_during_the_training_is_raised_at_once() -> None:
+    """It must not wait for the others, which may go on without this engine."""
+
+    class FailingWorker:
+        def serve(self) -> None:
+            raise ConfigError("rewards.workers: a grader cannot be started")
+
+        def in_flight(self) -> str:
+            return ""
+
+    nobody = cast(Any, None)
+    engines = Engines(FailingWorker(), None, nobody)
+    training = SeparateTraining(engines, None, None, nullcontext)
+    with pytest.raises(ConfigError, match="a grader cannot be started"):
+        training(0, lambda: ({}, 0))
 
 
 def test_evaluations_keep_no_completions_and_training_does() -> None:
