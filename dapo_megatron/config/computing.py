@@ -120,8 +120,9 @@ class EngineConfig(Section):
     """Schedule the next engine step while the GPU computes the current one. null: vLLM's default
     (on a GPU true). Set false to find the cause of wrong tokens."""
     min_replicas: Count = 1
-    """Used with `roles`: number of engines with which the run goes on after others are lost. With
-    fewer it waits up to watchdog.start for them to return, and then ends."""
+    """Used with `roles`: number of engines with which the run starts if others are late, and goes
+    on after others are lost. With fewer it waits up to watchdog.start for them to return, and then
+    saves and ends."""
     model_runner: Literal["auto", "v1", "v2"] = "auto"
     """vLLM's model runner. auto: vLLM's default (on a GPU v2). Set v1 to find the cause of wrong
     tokens or log-probs."""
