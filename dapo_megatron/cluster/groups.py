@@ -29,6 +29,9 @@ TIMEOUT = timedelta(hours=2)
 
 LOST_NODE_SECONDS = 20
 """Time in which a node must acknowledge what was sent to it; see `notice_lost_nodes`."""
+CONNECT_SECONDS, CONNECT_SECONDS_PER_RANK = 10.0, 0.1
+"""Timeout of connecting ranks that have just met. If one is lost meanwhile, the others wait so long
+for its address in the store, because it has no connection yet whose end they would notice."""
 _generations: Counter[str] = Counter()
 """Number of groups that this process has made, by purpose and members."""
 
@@ -151,3 +154,17 @@ def _wrapped(store: Store, name: str, backend: Any, place: Any, kind: Any) -> Pr
     group._set_group_name(GroupName(name))
     group._set_group_desc(name)
     return group
+
+
+def make_closable_group(
+    store: Store,
+    name: str,
+    members: Sequence[int],
+    own: int,
+    timeout: timedelta,
+    patience: float = 1.0,
+) -> ClosableGroup:
+    """Return a group of ranks that have just met, and of which some may be lost."""
+    seconds = patience * (CONNECT_SECONDS + CONNECT_SECONDS_PER_RANK * len(members))
+    connect_timeout = timedelta(seconds=seconds)
+    return ClosableGroup(make_group(store, name, members, own, timeout, connect_timeout))

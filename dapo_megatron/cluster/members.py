@@ -21,7 +21,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 from dapo_megatron.cluster.collectives import EnginesChanged, ErrorRecord
-from dapo_megatron.cluster.exit_reason import is_secondary
 from dapo_megatron.cluster.processes import ask_to_kill, has_ended, kill_here, runs_here
 from dapo_megatron.cluster.store import num_starts, process_of
 from dapo_megatron.types import DapoError, RankError, TooFewEnginesError
@@ -71,6 +70,8 @@ class Members:
     engine that has not joined yet."""
     _starts: dict[int, int] = field(default_factory=dict)
     """Start of each rank of an engine that has taken part, on rank 0."""
+    began: float = field(default_factory=time.monotonic)
+    """Time of this rank's start, as time.monotonic()."""
     ending: DapoError | None = None
     """Why the run ends, if the generation is only there to save; None if it trains."""
     num_failures: int = 0
@@ -119,7 +120,8 @@ class Members:
         """Ranks that the run can go on without: those of the generation's engines, and without any
         those of all engines."""
         current = [rank for rank in self.current if rank >= self.num_policy]
-        return current or list(range(self.num_policy, self.num_ranks))
+        waits_for_first = not current and self.ending is None
+        return list(range(self.num_policy, self.num_ranks)) if waits_for_first else current
 
     @property
     def absent(self) -> set[int]:
@@ -131,27 +133,14 @@ class Members:
         first = rank - (rank - self.num_policy) % self.replica_size
         return range(first, first + self.replica_size)
 
-    def report_failure(self, error: BaseException) -> bool:
-        """Tell rank 0 about an error of a rank with an engine, if the run waits for its first
-        generation. The error then ends the run, because it would occur at every start. Return
-        whether it does."""
-        is_alone = self.rank >= self.num_policy and not self.generation
-        if not is_alone or not isinstance(error, Exception) or self._is_set("formed"):
-            return False
-        if is_secondary(str(error)):  # of another rank of the engine that is gone
-            return False
-        text = str(error) if isinstance(error, DapoError) else f"{type(error).__name__}: {error}"
-        kind = type(error) if isinstance(error, DapoError) else RankError
-        self._set_error("failure", kind(f"rank {self.rank}: {text}"))
-        return True
-
-    def _set_error(self, key: str, error: DapoError) -> None:
+    def set_error(self, key: str, error: DapoError) -> None:
+        """Set a key of the store to an error."""
         record = ErrorRecord.of(error)
         self.store.set(key, json.dumps(record and asdict(record)))
 
     def _raise_error(self, key: str) -> None:
         """Raise the error that was set, if one was."""
-        if self._is_set(key):
+        if self.is_set(key):
             raise ErrorRecord(**json.loads(self.store.get(key))).error()
 
     def after_rank0(self, what: str) -> None:
@@ -165,7 +154,7 @@ class Members:
         RankError as `meet` does."""
         self.store.set(f"knock {self.rank} {self.start}", "")
         invitation = f"invitation {self.rank} {self.start}"
-        while not self._is_set(invitation):
+        while not self.is_set(invitation):
             self.pause("waits to join")
         self.generation = int(self.store.get(invitation))
         self._follow_decision()
@@ -173,10 +162,10 @@ class Members:
             self.meet(at_least=1, wait_seconds=math.inf)
 
     def meet_all(self, at_least: int | None = None) -> None:
-        """Form the first generation, of all engines. If at least `at_least` are built, it waits for
-        others twice as long as for these, and LATE_SECONDS; before, only the watchdog limits the
-        time. Collective over the policy's ranks, while the engines knock. Raises the error of an
-        engine that fails (`report_failure`)."""
+        """Form the first generation, of all engines. If at least `at_least` are built, it waits
+        as long again for the others, and LATE_SECONDS at least, since the last start or end, but
+        not three times as long; before, only the watchdog limits the time. Collective over the
+        policy's ranks, while the engines knock. Raises the error of an engine that fails."""
         self.meet(at_least=at_least or len(list(self._engines())), wait_seconds=math.inf)
 
     def meet(
@@ -250,7 +239,7 @@ class Members:
         if self.ending is None:
             try:
                 if wait_seconds == math.inf:
-                    joining = self._wait_for_first(at_least, check_stop)
+                    joining = self._wait_for_first(len(staying), at_least, check_stop)
                 else:
                     joining = self._wait_for_others(
                         len(staying), at_least, wait_seconds, check_stop
@@ -278,28 +267,29 @@ class Members:
         self._publish(members)
 
     def _wait_for_first(
-        self, at_least: int, check_stop: Callable[[], None]
+        self, num_staying: int, at_least: int, check_stop: Callable[[], None]
     ) -> list[tuple[int, ...]]:
-        """Return the engines of the first generation (`meet_all`)."""
-        began = changed = time.monotonic()
-        counts, needed = (0, 0, 0), 0.0
+        """Return the engines that join in the first generation (`meet_all`)."""
+        changed, enough_at = time.monotonic(), math.inf
+        counts = (0, 0, 0)
         while True:
             joining = self._joining()
+            num_engines, now = num_staying + len(joining), time.monotonic()
             # An end counts, because the watchdog itself may have killed the engine.
-            counts, before = (*self._num_starts_and_ends(), len(joining)), counts
-            now = time.monotonic()
-            if counts != before:
-                changed = now
-            is_enough = len(joining) >= at_least
-            if is_enough:
-                needed = needed or now - began
-                is_all = len(joining) == len(list(self._engines()))
-                if is_all or now - changed > max(LATE_SECONDS, needed):
+            counts, before = (*self._num_starts_and_ends(), num_engines), counts
+            changed = now if counts != before else changed
+            if num_engines >= at_least:
+                enough_at = min(enough_at, now)
+                patience = max(LATE_SECONDS, enough_at - self.began)
+                is_late = now > min(changed + patience, enough_at + 2 * patience)
+                if is_late or num_engines == len(list(self._engines())):
                     return joining
             check_stop()
             self._raise_error("failure")
             # Else the watchdog limits the time from the last start or end.
-            self.pause("waits for engines" if is_enough or changed == now else "")
+            self.pause(
+                "waits for engines" if now in (changed, enough_at) or enough_at < now else ""
+            )
 
     def _wait_for_others(
         self,
@@ -335,7 +325,7 @@ class Members:
 
     def _end(self, error: DapoError) -> NoReturn:
         """Raise an error on all ranks."""
-        self._set_error("end", error)
+        self.set_error("end", error)
         self._publish([])  # so that no rank waits
         raise error
 
@@ -349,9 +339,7 @@ class Members:
         lost: set[int] = set()
         while True:
             missing = {
-                rank
-                for rank in self.current
-                if not self._is_set(f"{word} {self.generation} {rank}")
+                rank for rank in self.current if not self.is_set(f"{word} {self.generation} {rank}")
             }
             now = time.monotonic()
             is_late = now > deadline
@@ -408,8 +396,7 @@ class Members:
     def _waits(self, engine: tuple[int, ...]) -> bool:
         """Return whether the newest starts of all ranks of an engine wait to join, and may."""
         return self._faults[engine] < MAX_FAULTS and all(
-            self._is_restarted(rank)
-            and self._is_set(f"knock {rank} {num_starts(self.store, rank)}")
+            self._is_restarted(rank) and self.is_set(f"knock {rank} {num_starts(self.store, rank)}")
             for rank in engine
         )
 
@@ -432,8 +419,8 @@ class Members:
         """Wait until rank 0 has set a key. Its signs of life count as those of this rank, so that
         the watchdog ends the run if rank 0 hangs meanwhile."""
         last = None
-        while not self._is_set(key):
-            sign = self.store.get("sign of life") if self._is_set("sign of life") else b""
+        while not self.is_set(key):
+            sign = self.store.get("sign of life") if self.is_set("sign of life") else b""
             self.pause("waits for rank 0" if sign != last else "")
             last = sign
 
@@ -446,5 +433,6 @@ class Members:
                 self.store.set("sign of life", str(self._last_sign))
         time.sleep(POLL_SECONDS)
 
-    def _is_set(self, key: str) -> bool:
+    def is_set(self, key: str) -> bool:
+        """Return whether a key of the store is set."""
         return bool(self.store.check([key]))

@@ -48,6 +48,9 @@ LINGER_SECONDS = 2.0
 """Maximum time that `close` waits until the last messages are sent."""
 
 _INPROC = "inproc://hub"
+_RENAMED = b"\0"
+"""First byte of the id that libzmq gives to a connection which a newer one replaces. It still
+delivers what it has received over it. The sender's key tells who it is."""
 _KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 60,
@@ -332,7 +335,8 @@ class Hub:
                 messages.append((member, message))
             elif is_count(content):
                 self._try_send(peer, peer.count())
-                if self._admission is not None and member != self.local:
+                is_replaced = routing_id.startswith(_RENAMED)
+                if self._admission is not None and member != self.local and not is_replaced:
                     self._admission.know(int(frame.get(zmq.SRCFD)), peer.name)
 
     def _member_of(self, frame: zmq.Frame, routing_id: bytes) -> int:
@@ -341,9 +345,7 @@ class Hub:
             member = int(frame.get("User-Id"))
         except zmq.ZMQError:  # only a connection within this process has none
             member = self.local if self.local is not None else -1
-        # libzmq gives a connection that a newer one replaces another id, which no peer can choose,
-        # and still delivers what it has received over it.
-        is_replaced = routing_id.startswith(b"\0")
+        is_replaced = routing_id.startswith(_RENAMED)
         if member < 0 or not (is_replaced or self._peers[member].routing_id == routing_id):
             name = "a connection without a key" if member < 0 else self._peers[member].name
             raise RankError(f"{name}: sends as {routing_id!r}, which is another member")

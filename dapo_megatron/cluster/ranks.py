@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_megatron.cluster import collectives
 from dapo_megatron.cluster.collectives import EnginesChanged, agreed
-from dapo_megatron.cluster.entry import enter, find_peers
+from dapo_megatron.cluster.entry import enter, find_peers, report_failure
 from dapo_megatron.cluster.groups import (
     TIMEOUT,
     ClosableGroup,
     group_or_world,
+    make_closable_group,
     make_device_group,
     make_group,
 )
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 
 ENGINE = "DAPO_MEGATRON_ENGINE"
 """Environment variable with the name of this rank's engine, if engines run on dedicated ranks."""
-CONNECT_SECONDS, CONNECT_SECONDS_PER_RANK = 10.0, 0.1
-"""Timeout of connecting ranks that have just met. If one is lost meanwhile, the others wait so long
-for its address in the store, because it has no connection yet whose end they would notice."""
 T = TypeVar("T")
 
 
@@ -236,7 +234,7 @@ class Ranks:
 
     def _closable(self, store: Store, name: str, members: Sequence[int], own: int) -> ClosableGroup:
         with self.noticing_losses():
-            return _make_closable(store, name, members, own, TIMEOUT)
+            return make_closable_group(store, name, members, own, TIMEOUT)
 
     def close(self) -> None:
         """Close the groups of these ranks, if some have only an engine. Idempotent."""
@@ -273,6 +271,7 @@ def join(
     num_policy: int = 0,
     replica_size: int = 1,
     timeout: timedelta = TIMEOUT,
+    job: Mapping[str, Any] = MappingProxyType({}),
     facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> Ranks:
     """Join the ranks that the launcher's environment variables describe. Collective.
@@ -283,7 +282,7 @@ def join(
     num_policy    the first ranks have only a policy, the others only an engine; 0: all have both
     replica_size  ranks of an engine on dedicated ranks
     timeout       of collectives of the policy's ranks with those of engines
-    facts         see entry.enter
+    job, facts    see entry.enter
 
     Raises ConfigError, before contacting any other rank, if this rank has no secret (secret.py),
     and as entry.enter does. Raises RankError if another rank does not know the secret.
@@ -301,11 +300,11 @@ def join(
             current=tuple(range(num_policy)) if rank < num_policy else (),
         )
         try:
-            members.start = enter(store, rank, num_policy, facts)
+            members.start = enter(store, rank, num_policy, job, facts)
             return _join_role(backend, members, timeout)
         except Exception as error:
             with suppress(RuntimeError):  # of a store that is gone
-                members.report_failure(error)
+                report_failure(members, error)
             raise
     return form_world(backend, store, rank, world_size, timeout=TIMEOUT, on_activity=on_activity)
 
@@ -373,7 +372,7 @@ def next_generation(ranks: Ranks, backend: str) -> Ranks:
     def make() -> tuple[ClosableGroup, ClosableGroup]:
         try:
             name = f"run {number}"
-            group = _make_closable(store, name, current, own, ranks.timeout, patience)
+            group = make_closable_group(store, name, current, own, ranks.timeout, patience)
             if backend == "gloo":
                 return group, group
             name, local_rank = f"bridge {number}", ranks.local_rank
@@ -405,20 +404,6 @@ def next_generation(ranks: Ranks, backend: str) -> Ranks:
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
-
-
-def _make_closable(
-    store: Store,
-    name: str,
-    members: Sequence[int],
-    own: int,
-    timeout: timedelta,
-    patience: float = 1.0,
-) -> ClosableGroup:
-    """Return a group of ranks that have just met, and of which some may be lost."""
-    seconds = patience * (CONNECT_SECONDS + CONNECT_SECONDS_PER_RANK * len(members))
-    connect_timeout = timedelta(seconds=seconds)
-    return ClosableGroup(make_group(store, name, members, own, timeout, connect_timeout))
 
 
 def form_world(

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from dapo_megatron.rollout.completion_rows import SummaryRow
+from dapo_megatron.rollout.open_group import NOWHERE
 from dapo_megatron.types import CompletionSummary, Grade, Verdict
 
 DECIMALS = 4
@@ -48,7 +49,8 @@ def index_of(step: int, groups: Iterable[IndexedGroup]) -> dict[str, Any]:
     for group_index, group in enumerate(groups):
         group_rows.append(tuple(getattr(group, name) for name in GROUP_COLUMNS))
         for completion in group.completions:
-            replicas[completion.replica] += 1
+            if completion.replica != NOWHERE:
+                replicas[completion.replica] += 1
             completion_rows.append((group_index, *display_values(step, completion).values()))
     return {
         "step": step,

@@ -18,7 +18,8 @@ from typing import Any, TextIO
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import FENCED, STOPPED, end_attempt
 from dapo_megatron.cluster.collectives import EngineJoins, on_rank0
-from dapo_megatron.cluster.launch import allow_restart, forbid_restart
+from dapo_megatron.cluster.entry import report_failure
+from dapo_megatron.cluster.launch import allow_restart
 from dapo_megatron.cluster.members import Members
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.safe_output import above_panel, safe_text
@@ -108,8 +109,8 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
         yield RunContext(config, ranks, folder, terminal, source, watchdog, stop, is_replaceable)
     except BaseException as error:
         with suppress(RuntimeError):  # of a store that is gone
-            if members is not None and members.report_failure(error):
-                forbid_restart()
+            if members is not None:
+                report_failure(members, error)
         watchdog.close()
         report_error(error, rank, terminal, folder.logs if with_folder else None)
         if isinstance(error, DapoError):
@@ -130,6 +131,7 @@ def _join(config: Config, watchdog: Watchdog) -> Ranks:
         num_policy=config.roles.policy,
         replica_size=config.engine_tensor_parallel,
         timeout=timedelta(seconds=max(config.watchdog.model_dump().values())),
+        job=_job() if config.roles.are_separate else {},
         facts=_facts(config) if config.roles.are_separate else {},
     )
     if ranks.by_role is not None:
@@ -138,8 +140,14 @@ def _join(config: Config, watchdog: Watchdog) -> Ranks:
     return ranks
 
 
+def _job() -> dict[str, str | None]:
+    """Return what differs between two jobs."""
+    digest = secret_digest(int(os.environ["WORLD_SIZE"]))
+    return {"SLURM_JOB_ID": os.environ.get("SLURM_JOB_ID"), f"digest of {SECRET}": digest}
+
+
 def _facts(config: Config) -> dict[str, Any]:
-    """Return what must be the same on all ranks: job, versions, model, each key of the config."""
+    """Return what must be the same on all ranks: versions, model and each key of the config."""
 
     def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
@@ -149,8 +157,6 @@ def _facts(config: Config) -> dict[str, Any]:
             yield prefix, value
 
     return {
-        "SLURM_JOB_ID": os.environ.get("SLURM_JOB_ID"),
-        f"digest of {SECRET}": secret_digest(int(os.environ["WORLD_SIZE"])),
         **{f"version of {name}": version for name, version in versions().items()},
         "source code of dapo_megatron, SHA-256": source_digest(),
         **{f"model.path, SHA-256 of {name}": digest for name, digest in _model_digests(config)},
@@ -209,7 +215,7 @@ def exit_code(error: DapoError) -> int:
     """Return the exit code of an error. slurm/train.sbatch uses it to decide about a restart: an
     error in config or data (2) would occur again, other errors may not."""
     codes: dict[type, int] = {ConfigError: 2, DataError: 2, Stopped: STOPPED, Fenced: FENCED}
-    return codes.get(type(error), 1)
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
 
 
 def redirect_output(log: Path) -> TextIO:

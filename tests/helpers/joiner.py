@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron import __main__ as program
-from dapo_megatron.cluster import collectives, messages, ranks
+from dapo_megatron.cluster import collectives, groups, messages
 
 if __name__ == "__main__":
     rank, marks = sys.argv[1], Path(sys.argv[2])
-    make_group, connect, shared = ranks.make_group, messages.Member, collectives._shared
+    make_group, connect, shared = groups.make_group, messages.Member, collectives._shared
 
     def fail(group: str, when: str) -> None:
         for mark in marks.glob(f"{group.split()[0]}-{when}-*"):
@@ -42,7 +42,7 @@ if __name__ == "__main__":
         return shared(view)
 
     collectives._shared = failing_exchange
-    ranks.make_group = failing
+    groups.make_group = failing
     messages.Member = failing_member  # type: ignore[assignment,misc]
     sys.argv = ["dapo_megatron", *sys.argv[3:]]
     program.main()

@@ -75,18 +75,21 @@ def test_a_run_waits_for_its_only_engine_which_died(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("end", ["SIGTERM", "too few engines"])
+@pytest.mark.parametrize("end", ["SIGTERM", "too few engines", "no engines"])
 def test_a_run_that_ends_while_it_waits_for_engines_saves(
     end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It resumes from what it had, with the step in progress."""
     folder, num_steps = tmp_path / "run", 12
-    roles = ("run.processes=3", "roles={policy: 1, engine: 2}", "engine.min_replicas=2")
+    roles: tuple[str, ...] = ("roles={policy: 1, engine: 2}", "engine.min_replicas=2")
+    if end == "no engines":
+        roles = ("roles={policy: 2, engine: 1}",)
+    roles = ("run.processes=3", *roles)
     words = command(tmp_path, "run", *APART, *roles, f"train.rollout_steps={num_steps}")
     monkeypatch.setenv(STARTS, "1")
     with started(*words, "watchdog.start=30", new_session=True) as running:
         wait_for_row(folder, 3, running)
-        os.kill(heartbeat(folder, 1)["pid"], signal.SIGKILL)
+        os.kill(heartbeat(folder, 2)["pid"], signal.SIGKILL)
         if end == "SIGTERM":
             while "waits for engines" not in heartbeat(folder, 0)["sign"]:
                 assert running.poll() is None, running.stdout
@@ -97,6 +100,7 @@ def test_a_run_that_ends_while_it_waits_for_engines_saves(
     reason, expected = {
         "SIGTERM": ("stopped by SIGTERM while it waited for engines", STOPPED),
         "too few engines": ("1 engines are left, fewer than engine.min_replicas = 2", 1),
+        "no engines": ("0 engines are left, fewer than engine.min_replicas = 1", 1),
     }[end]
     assert code == expected, out
     assert re.search(rf"error: {reason}.*Saved after step \d+; to continue", out), out

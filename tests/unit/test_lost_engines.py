@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 from dapo_megatron.cluster import entry
 from dapo_megatron.cluster import members as meetings
 from dapo_megatron.cluster.collectives import EnginesChanged, agreed
-from dapo_megatron.cluster.entry import enter, find_peers
+from dapo_megatron.cluster.entry import OtherJob, enter, find_peers, report_failure
 from dapo_megatron.cluster.members import Members
 from dapo_megatron.cluster.store import num_starts, register
 from dapo_megatron.rollout.roles import SeparateSync
@@ -437,17 +437,17 @@ def test_an_engine_that_cannot_be_built_ends_the_run_before_the_first_generation
     members = [start_rank(store, rank) for rank in range(6)]
 
     def fail() -> None:
-        assert members[4].report_failure(ConfigError("engine.memory_gib: too little"))
+        assert report_failure(members[4], ConfigError("engine.memory_gib: too little"))
 
     results = in_threads({0: members[0].meet_all, 1: members[1].meet_all, 4: fail})
     assert results[0] == "rank 4: engine.memory_gib: too little"
     assert results[1] == results[0]
     # An engine whose other rank was killed is started again.
     member = start_rank(HashStore(), 4)
-    assert not member.report_failure(RankError("Connection closed by peer [127.0.0.1]:1"))
+    assert not report_failure(member, RankError("Connection closed by peer [127.0.0.1]:1"))
     # Later, the run goes on without it.
     members = started(HashStore())
-    assert not start_rank(members[0].store, 4).report_failure(ConfigError("another config"))
+    assert not report_failure(start_rank(members[0].store, 4), ConfigError("another config"))
     results = meet_all([member for member in members if member.rank != 4], lost={4})
     assert set(results.values()) == {(2, (0, 1, 2, 3, 5))}
 
@@ -471,6 +471,58 @@ def test_the_first_generation_goes_on_without_an_engine_that_is_not_built(
         pass
     results = meet_all([member for member in members if member.rank != 4])
     assert set(results.values()) == {(2, tuple(range(6)))}
+
+
+@pytest.mark.parametrize("at_least", [3, None])
+@pytest.mark.parametrize("returns", [False, True])
+def test_the_first_generation_goes_on_without_an_engine_that_is_lost_as_it_joins(
+    at_least: int | None, returns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked to join, and never answered. Those that wait already count in the next try."""
+    if at_least is None and not returns:
+        pytest.skip("waits until the watchdog acts")
+    store = HashStore()
+    members = [start_rank(store, rank) for rank in range(6)]
+    monkeypatch.setattr(meetings, "LATE_SECONDS", 1.0)
+    monkeypatch.setattr(meetings, "READY_SECONDS", 1.0)
+    store.set("knock 4 1", "")
+    meet_all = partial(Members.meet_all, at_least=at_least)
+    actions = {rank: partial(meet_all, members[rank]) for rank in (0, 1)}
+    actions |= {rank: members[rank].knock for rank in (2, 3, 5)}
+    if returns:
+
+        def knock_again() -> None:
+            while members[0].generation < 2:
+                pass
+            start_rank(store, 4).knock()
+
+        actions[4] = knock_again
+    results = in_threads(actions)
+    assert set(results) == set(actions) and set(results.values()) == {None}, results
+    assert members[0].current == ((0, 1, 2, 3, 4, 5) if returns else (0, 1, 2, 3, 5))
+
+
+def test_the_first_generation_does_not_wait_for_one_that_crashes_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = HashStore()
+    members = [start_rank(store, rank) for rank in range(6)]
+    monkeypatch.setattr(meetings, "LATE_SECONDS", 1.0)
+    is_over = threading.Event()
+
+    def crash_again_and_again() -> None:
+        while not is_over.wait(0.2):
+            register(store, 4)
+
+    def lead() -> None:
+        members[0].meet_all(3)
+        is_over.set()
+
+    actions: dict[int, Callable[[], None]] = {0: lead, 1: partial(members[1].meet_all, 3)}
+    actions |= {rank: members[rank].knock for rank in (2, 3, 5)}
+    results = in_threads({**actions, 4: crash_again_and_again})
+    assert set(results.values()) == {None} and is_over.is_set(), results
+    assert members[0].current == (0, 1, 2, 3, 5)
 
 
 def test_the_first_generation_waits_for_an_engine_that_is_started_again() -> None:
@@ -514,26 +566,29 @@ FACTS = {"version": "1", "seed": 1}
 
 
 def test_a_second_job_with_the_same_store_is_refused() -> None:
-    store = HashStore()
-    assert [enter(store, rank, 2, FACTS) for rank in (0, 1, 4, 4)] == [1, 1, 1, 2]
-    with pytest.raises(ConfigError, match="MASTER_PORT: rank 1 has been started before"):
-        enter(store, 1, 2, FACTS)
-    with pytest.raises(ConfigError, match="MASTER_PORT: rank 0 has been started before"):
-        enter(store, 0, 2, {"version": "1", "seed": 2})
-    # An engine of it is not counted as a start of the first job's.
-    with pytest.raises(ConfigError, match="seed: 2 on rank 4, but 1 on rank 0"):
-        enter(store, 4, 2, {"version": "1", "seed": 2})
-    assert num_starts(store, 4) == 2
+    store, job = HashStore(), {"SLURM_JOB_ID": "7"}
+    assert [enter(store, rank, 2, job, FACTS) for rank in (0, 1, 4, 4)] == [1, 1, 1, 2]
+    for rank in (0, 1):
+        with pytest.raises(OtherJob, match=f"MASTER_PORT: rank {rank} has been started before"):
+            enter(store, rank, 2, job, FACTS)
+    with pytest.raises(OtherJob, match="SLURM_JOB_ID: '8' on rank 0, but '7' on rank 0; start"):
+        enter(store, 0, 2, {"SLURM_JOB_ID": "8"}, FACTS)
+    # Its policy may have another number of ranks. None counts as a start of the first job's.
+    for rank in (1, 3, 4):
+        with pytest.raises(OtherJob, match=f"SLURM_JOB_ID: '8' on rank {rank}, but '7' on rank 0"):
+            enter(store, rank, 4, {"SLURM_JOB_ID": "8"}, FACTS)
+    assert [num_starts(store, rank) for rank in (3, 4)] == [0, 2]
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"version": "2", "seed": 1}, {**FACTS, "x": 1}])
 def test_a_rank_with_another_version_or_config_is_refused_by_name(other: dict[str, Any]) -> None:
     store = HashStore()
-    enter(store, 0, 2, FACTS)
+    enter(store, 0, 2, {}, FACTS)
     [name] = {name for name in {**FACTS, **other} if FACTS.get(name) != other.get(name)}
     for rank in (1, 5):
         with pytest.raises(ConfigError, match=f"^{name}: .* on rank {rank}, but .* on rank 0; sta"):
-            enter(store, rank, 2, other)
+            enter(store, rank, 2, {}, other)
+        assert num_starts(store, rank) == 0
 
 
 class Policy:
