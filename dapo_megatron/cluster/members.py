@@ -396,7 +396,9 @@ class Members:
     def _waits(self, engine: tuple[int, ...]) -> bool:
         """Return whether the newest starts of all ranks of an engine wait to join, and may."""
         return self._faults[engine] < MAX_FAULTS and all(
-            self._is_restarted(rank) and self.is_set(f"knock {rank} {num_starts(self.store, rank)}")
+            self._is_restarted(rank)
+            and self.is_set(f"knock {rank} {num_starts(self.store, rank)}")
+            and not self._has_ended(rank)
             for rank in engine
         )
 

@@ -35,14 +35,15 @@ def heartbeat(folder: Path, rank: int) -> dict[str, Any]:
     return heartbeat
 
 
-def check_ledger(folder: Path, num_steps: int, samples_per_prompt: int = 4) -> None:
-    """Check that every ticket is counted once, and none was trained on twice."""
+def check_ledger(folder: Path, num_steps: int, samples_per_prompt: int = 4) -> dict[str, float]:
+    """Check that every ticket is counted once, and none was trained on twice. Return counts."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     steps = [row for row in rows if "groups/issued" in row]
     assert [row["step"] for row in steps] == list(range(1, num_steps + 1))
     ended = ("trained", "all_correct", "all_wrong", "overlong", "abstained", "expired")
     closed = sum(row[f"groups/{outcome}"] for row in steps for outcome in ended)
-    assert sum(row["groups/issued"] for row in steps) == closed + steps[-1]["groups/carried"]
+    issued = sum(row["groups/issued"] for row in steps)
+    assert issued == closed + steps[-1]["groups/carried"]
     trained: Counter[tuple[int, int]] = Counter()
     # Written by the policy. A killed engine may not have written its record of the last step.
     for path in (folder / "samples").glob("step_*/policy_*.parquet"):
@@ -50,6 +51,8 @@ def check_ledger(folder: Path, num_steps: int, samples_per_prompt: int = 4) -> N
         trained.update(zip(*(column.to_pylist() for column in table.columns), strict=True))
     assert set(trained.values()) == {1}
     assert len(trained) == samples_per_prompt * sum(row["groups/trained"] for row in steps)
+    resampled = sum(row["groups/resampled"] for row in steps)
+    return {"issued": issued, "resampled": resampled, "sequences": len(trained)}
 
 
 def check_both_sampled(folder: Path, step: int) -> None:
@@ -135,8 +138,7 @@ def test_a_run_survives_ten_losses_at_random_moments(
             pulse = send_signal(folder, number, rng, running)
             waits.append((number.name, pulse["phase"], seconds_to_next_row(folder, running)))
         assert running.wait(300) == 0, running.stdout
-    print(waits)
-    check_ledger(folder, num_steps)
+    print(waits, check_ledger(folder, num_steps), (folder / "summary.json").read_text())
     limits = {"SIGKILL": 0, "SIGSTOP": LIMIT_SECONDS}
     step_seconds = 5  # the wait ends with the next step
     assert all(seconds < limits[name] + 10 + step_seconds for name, _, seconds in waits)
@@ -244,7 +246,9 @@ def test_an_engine_that_is_lost_while_it_sends_tokens_does_not_take_others_with_
     with started(*words, new_session=True) as running:
         wait_for_row(folder, 2, running)
         (marks / "exchange-before-SIGKILL").touch()
-        seconds = seconds_to_next_row(folder, running)
+        began = time.monotonic()
+        wait_for_row(folder, 2 + 3, running)
+        seconds = time.monotonic() - began
         assert running.wait(300) == 0, running.stdout
         out = running.stdout
     print(out, seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -225,9 +226,9 @@ def test_an_engine_that_is_stopped_on_another_node_is_killed_and_returns(
     print(f"{moment}: {seconds:.1f} s to the next step but one")
     assert seconds < limit + ARRIVAL_SECONDS + 20.0
     if moment == "sync":
-        assert (
-            "watchdog: rank 2 hangs in phase sync" in (run.folder / "logs/rank_0.log").read_text()
-        )
+        # Its last heartbeat may be older than the sync.
+        log = (run.folder / "logs/rank_0.log").read_text()
+        assert re.search("watchdog: rank 2 hangs in phase (generate|sync)", log)
     logs = run.project.folder / f"slurm_logs/{name}/{run.job.number}.0"
     assert "engine rank ended with exit code 137" in (logs / "node3-engine1.log").read_text()
     check_both_sampled(run.folder, 40)
