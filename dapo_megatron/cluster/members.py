@@ -286,10 +286,8 @@ class Members:
                     return joining
             check_stop()
             self._raise_error("failure")
-            # Else the watchdog limits the time from the last start or end.
-            self.pause(
-                "waits for engines" if now in (changed, enough_at) or enough_at < now else ""
-            )
+            # Without enough, the watchdog limits the time from the last start or end.
+            self.pause("waits for engines" if enough_at <= now or changed == now else "")
 
     def _wait_for_others(
         self,
