@@ -51,7 +51,7 @@ def check_ledger(folder: Path, num_steps: int, samples_per_prompt: int = 4) -> d
         trained.update(zip(*(column.to_pylist() for column in table.columns), strict=True))
     assert set(trained.values()) == {1}
     assert len(trained) == samples_per_prompt * sum(row["groups/trained"] for row in steps)
-    resampled = sum(row["groups/resampled"] for row in steps)
+    resampled = sum(row.get("groups/resampled", 0) for row in steps)
     return {"issued": issued, "resampled": resampled, "sequences": len(trained)}
 
 
