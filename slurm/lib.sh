@@ -51,7 +51,9 @@ is_secret() { # NAME
 open_job() {
     set_umask
     check_numbers DAPO_PORT_BASE DAPO_QUICK_SECONDS DAPO_MAX_QUICK_CRASHES SLURM_RESTART_COUNT \
-        DAPO_ENGINE_STARTS DAPO_ENGINE_PAUSE
+        DAPO_ENGINE_STARTS DAPO_ENGINE_PAUSE DAPO_GUARD_SECONDS
+    [[ ${DAPO_GUARD_SECONDS:-60} =~ [1-9] ]] ||
+        refuse "DAPO_GUARD_SECONDS: 0; it must be a second at least"
     export DAPO_MEGATRON_ATTEMPT=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
     cd "$DAPO_HOME" || exit $USER_ERROR # paths in a config are relative to it
     LOGS=${DAPO_LOGS:-slurm_logs}

@@ -100,6 +100,13 @@ def prune(checkpoints: Path, graveyard: Path, *, keep: int, keep_every: int | No
         shutil.rmtree(path.rename(graveyard / f"{path.name}.old"))
 
 
+def oldest_recent(checkpoints: Path, keep: int) -> int:
+    """Return the step of the oldest of the newest `keep` checkpoints after a step; 0 without any.
+    Those that are kept for longer do not count."""
+    steps = [step for step, path in published(checkpoints) if not _is_open(path)]
+    return min(steps[:keep], default=0)
+
+
 def _is_open(path: Path) -> bool:
     return place_of(path.name)[1]
 

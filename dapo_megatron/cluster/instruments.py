@@ -348,7 +348,7 @@ class TimelineRecorder:
             "begin": self._started_at,
             "ranks": [
                 {
-                    "rank": rank,
+                    "rank": self._exchange.names[rank],
                     "host": host,
                     "spans": [[name, since(start), since(end)] for name, start, end in spans],
                 }
@@ -370,7 +370,14 @@ class StepInstruments:
         self.memory = memory
         self.timeline = timeline
         self._watchdog = watchdog
+        self._earlier: StepInstruments | None = None
+        self._is_continued = False
         self.begin(0)
+
+    def continue_from(self, earlier: StepInstruments) -> None:
+        """Count what `earlier`, those of the last generation of ranks, measured of the step that it
+        did not finish."""
+        self._earlier = earlier
 
     def begin(self, step: int) -> None:
         """Start a rollout step. Earlier measurements do not count in its metrics."""
@@ -379,18 +386,24 @@ class StepInstruments:
         self.memory.begin()
         self.timeline.begin(step)
         self._started = time.perf_counter()
+        earlier = self._earlier
+        self._is_continued = earlier is not None and earlier._step == step
+        if earlier is not None and self._is_continued:
+            self._seconds, self._started = dict(earlier._seconds), earlier._started
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure this block as phase `name`, which is a key of config.watchdog."""
         started = time.perf_counter()
-        with (
-            self.timeline.phase(name),
-            self._watchdog.phase(name, self._step),
-            self.memory.phase(name),
-        ):
-            yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+        try:
+            with (
+                self.timeline.phase(name),
+                self._watchdog.phase(name, self._step),
+                self.memory.phase(name),
+            ):
+                yield
+        finally:  # the step may go on after an error, in the next generation of ranks
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -413,6 +426,9 @@ class StepInstruments:
         """Return what is measured on several ranks; nothing if one of them was lost, which the next
         exchange finds again."""
         try:
-            return {**self.memory.metrics(), **self.timeline.metrics()}
+            metrics = {**self.memory.metrics(), **self.timeline.metrics()}
         except EnginesChanged:
             return {}
+        if self._is_continued:  # most of the training was in an earlier generation
+            metrics.pop("throughput/overlap", None)
+        return metrics

@@ -18,7 +18,7 @@ from dapo_megatron.plan.engine_memory import EngineMemory, engine_of
 from dapo_megatron.plan.layout import data_parallel
 from dapo_megatron.plan.phases import PHASES, Moment, Phases, engine_phases, fullest, phases_of
 from dapo_megatron.plan.stage import Stage
-from dapo_megatron.types import STEP_PHASES, ConfigError, DapoError
+from dapo_megatron.types import STEP_PHASES, ConfigError, DapoError, Phase
 
 GPU_MARGIN, HOST_MARGIN = 0.05, 0.10
 """A free share of the memory below this causes a warning."""
@@ -78,7 +78,9 @@ class MemoryEstimate:
 
     def fullest(self, phase: str) -> tuple[str, Moment]:
         """Return the kind of rank that needs the most memory in a phase, and its fullest moment."""
-        moments = {kind: fullest(phases[phase]) for kind, phases in self.kinds.items()}
+        moments = {
+            kind: fullest(phases[phase]) for kind, phases in self.kinds.items() if phase in phases
+        }
         kind = max(moments, key=lambda name: moments[name].num_bytes)
         return kind, moments[kind]
 
@@ -333,6 +335,9 @@ def save_estimate(
     gpus_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
     try:
         estimate = estimate_memory(config, num_processes, NodeSpec(gpus_per_node, gpu_bytes / GIB))
+        if config.roles.are_separate:  # engines do not measure the training
+            for phase in (Phase.LOGPROBS, Phase.UPDATE):
+                del estimate.kinds[ENGINE_RANKS][phase]
         phases = {
             phase: estimate.num_bytes(phase) / GIB for phase in PHASES if phase in STEP_PHASES
         }

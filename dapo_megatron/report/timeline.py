@@ -112,22 +112,26 @@ def by_role(file: TimelineFile, roles: Roles) -> TimelineFile:
     """Return the file with what each rank does while its phase is called generate."""
     if not roles.policy:
         return file
+    # Without those that were lost. Replicas are numbered in this order.
+    engines = sorted(rank for rank in file.spans["rank"].unique() if rank >= roles.policy)
     rows = [
         (span.rank, span.host, phase, begin, end)
         for span in file.spans.itertuples()
-        for phase, begin, end in _parts(span, file, roles)
+        for phase, begin, end in _parts(span, file, roles, engines)
     ]
     return replace(file, spans=_frame(rows))
 
 
-def _parts(span: Any, file: TimelineFile, roles: Roles) -> Iterator[tuple[str, float, float]]:
-    """Yield the parts of a span. Replicas are numbered in the order of the ranks of engines."""
+def _parts(
+    span: Any, file: TimelineFile, roles: Roles, engines: list[int]
+) -> Iterator[tuple[str, float, float]]:
+    """Yield the parts of a span. `engines` are the ranks with engines."""
     if span.phase != Phase.GENERATE:
         yield span.phase, span.begin, span.end
     elif span.rank < roles.policy:
         yield WAITING, span.begin, span.end
     else:
-        points = file.replicas.get((span.rank - roles.policy) // roles.replica, [])
+        points = file.replicas.get(engines.index(span.rank) // roles.replica, [])
         yield from _busy_parts(points, span.begin, span.end)
 
 

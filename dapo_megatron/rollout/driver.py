@@ -275,7 +275,7 @@ class EngineDriver:
                 self._lose(
                     replica,
                     f"{self.name(replica)}: no sign of life for {silence:.0f} s. Its engine hangs "
-                    "or its process is gone; see its log (limit: watchdog.generate)",
+                    "or its process is gone; see its log (limit: watchdog.generate or evaluate)",
                 )
             elif now - self._told[replica] > ALIVE_SECONDS:
                 self._send(replica, encode(Order(OrderKind.ALIVE)))

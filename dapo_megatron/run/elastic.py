@@ -71,6 +71,8 @@ class ElasticTraining:
     """State of the coordinator of the last generation, on rank 0."""
     _lost: dict[int, float] = field(default_factory=dict)
     """Ranks that are or may be lost, on rank 0, with the time.monotonic() until which to wait."""
+    _instruments: StepInstruments | None = None
+    """Instruments of the last generation."""
     _is_ready: bool = False
     """Whether this rank has entered the loop before."""
     _is_unsaved: bool = False
@@ -112,6 +114,9 @@ class ElasticTraining:
         if core.engines.worker is not None:
             context.watchdog.add_diagnostic("in flight", core.engines.worker.in_flight)
         instruments = build_instruments(config, ranks, self.recorder, context.watchdog)
+        if self._instruments is not None:
+            instruments.continue_from(self._instruments)
+        self._instruments = instruments
         parts = build_parts(
             config,
             ranks,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.checkpoints import CheckpointSaver, read_state, restoring
-from dapo_megatron.checkpoints.folder import fault_of, place_of, published
+from dapo_megatron.checkpoints.folder import fault_of, oldest_recent, place_of, published
 from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.config import Config
 from dapo_megatron.protocols import Collector, DataParallel, Exchange, Parts, Snapshot, StepResult
@@ -49,7 +49,8 @@ class Journal:
 
     entries            entries of steps that the run has to repeat, by step
     facts              config and number of ranks with a policy, which an entry is only valid for
-    oldest_checkpoint  returns the step of the oldest checkpoint; entries until then are deleted
+    oldest_checkpoint  returns the step of the oldest recent checkpoint; entries until then are
+                       deleted
     """
 
     config: Config
@@ -190,7 +191,7 @@ def add_journal(
         saver,
         entries,
         facts_of(config, config.policy_ranks(ranks.num_ranks)),
-        lambda: min((step for step, _ in published(folder.checkpoints)), default=0),
+        lambda: oldest_recent(folder.checkpoints, config.checkpoint.keep),
     )
     parts.collector = journal
     if isinstance(parts.on_policy_ranks, SeparateTraining):

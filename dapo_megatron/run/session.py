@@ -213,7 +213,7 @@ def _true_status(context: RunContext, recorder: RunRecorder | RankRecorder) -> I
     except BaseException as error:
         is_stop = isinstance(error, KeyboardInterrupt | Stopped)
         status = "KILLED" if is_stop else "FAILED"
-        report_error(error, context.ranks.rank, context.terminal, context.folder.logs)
+        report_error(error, context.own_rank, context.terminal, context.folder.logs)
         # A lost rank is only a consequence of another error. A DapoError occurs on all ranks, so
         # only rank 0 records it.
         ends_run = not (context.is_replaceable or exit_reason.is_secondary(str(error)))

@@ -136,6 +136,21 @@ def test_the_job_is_requeued_without_the_lost_node_of_its_script(
     assert project.record(f"{job.number}.1", "train-0")["host"] != ["node1"]
 
 
+def test_a_job_that_may_not_be_requeued_is_cancelled_after_two_lost_nodes(
+    project: Project, needs_networks: None
+) -> None:
+    """The first of the nodes of engines, then that of the script. Without one, the job would keep
+    its last node until its time limit."""
+    job = submit(project, 3, "1+2", "--no-requeue", FAKE="wait busy", FAKE_ENGINE="serve")
+    attempt = f"{job.number}.0"
+    project.wait_until_ready(attempt, 1)
+    wait_until(lambda: starts(project, attempt, 2) == 1, 120, job.story)
+    project.cluster.kill_node("node2")
+    wait_until(lambda: job.facts()["NumNodes"] == "2", 120, job.story)
+    project.cluster.kill_node("node1")
+    assert job.wait_for(seconds=SECONDS)["JobState"] == "CANCELLED", job.story()
+
+
 @pytest.mark.parametrize(
     ("roles", "reason"),
     [

@@ -121,6 +121,16 @@ def test_entries_until_the_oldest_checkpoint_are_deleted(tmp_path: Path) -> None
     assert [path.name for path in sorted((tmp_path / "journal").glob("step*"))] == ["step_000003"]
 
 
+def test_checkpoints_that_are_kept_for_ever_keep_no_entries(tmp_path: Path) -> None:
+    attempt = start(tmp_path, checkpoint__keep=2)
+    for step in (2, 4, 6):
+        checkpoint(tmp_path, step)
+    checkpoint(tmp_path, 6, is_open=True)
+    attempt.collect(*range(1, 8))
+    names = [path.name for path in sorted((tmp_path / "journal").glob("step*"))]
+    assert names == ["step_000005", "step_000006", "step_000007"]
+
+
 def test_a_rank_that_is_lost_while_an_entry_is_written_does_not_keep_a_checkpoint_from_being_made(
     tmp_path: Path,
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dapo_megatron.plan import GIB, estimate
-from dapo_megatron.plan.estimate import NodeSpec, estimate_memory, save_estimate
+from dapo_megatron.plan.estimate import ENGINE_RANKS, NodeSpec, estimate_memory, save_estimate
 from tests.helpers.configs import tiny_config
 
 
@@ -22,6 +22,18 @@ def test_plan_json_has_the_phases_whose_memory_is_measured(tmp_path: Path) -> No
     assert kept["phases"] == {
         phase: plan.num_bytes(phase) / GIB for phase in ("generate", "logprobs", "update", "sync")
     }
+
+
+def test_plan_json_has_the_memory_of_the_ranks_that_measure_a_phase(tmp_path: Path) -> None:
+    """Those with only an engine do not measure the training."""
+    config = tiny_config(roles__policy=1, roles__engine=1, policy__tensor_parallel=1)
+    save_estimate(config, tmp_path / "plan.json", list[str]().append, 2, int(79.25 * GIB))
+    phases = json.loads((tmp_path / "plan.json").read_text())["phases"]
+    plan = estimate_memory(config, 2, NodeSpec(gpu_memory_gib=79.25, gpus_per_node=2))
+    assert phases["generate"] == plan.num_bytes("generate") / GIB
+    del plan.kinds[ENGINE_RANKS]
+    for phase in ("logprobs", "update"):
+        assert phases[phase] == plan.num_bytes(phase) / GIB
 
 
 def test_a_plan_that_cannot_be_made_or_written_is_only_a_note(

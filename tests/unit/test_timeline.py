@@ -7,21 +7,33 @@ import io
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.cluster import instruments
-from dapo_megatron.cluster.instruments import MAX_POINTS, Point, Running, TimelineRecorder, thinned
+from dapo_megatron.cluster.collectives import EnginesChanged
+from dapo_megatron.cluster.instruments import (
+    MAX_POINTS,
+    MemoryMeter,
+    Point,
+    Running,
+    StepInstruments,
+    TimelineRecorder,
+    thinned,
+)
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.recorder import RunRecorder
 from dapo_megatron.tracking.trackers import CompositeTracker
 from tests.helpers.ranks import run_ranks
+from tests.helpers.saving import ALONE
 
 
 @st.composite
@@ -226,3 +238,33 @@ def test_a_timeline_that_cannot_be_written_is_only_a_warning(
     assert written.name == "step_000002.json"
     assert json.loads(written.read_text()) == {"step": 2}
     assert "WARNING: the timeline of step 1 was not written: " in out.getvalue()
+
+
+def test_a_step_that_goes_on_in_another_generation_keeps_its_times() -> None:
+    """Otherwise the update would have taken no time, and the speed would be out of all measure."""
+
+    class Watched:
+        @contextmanager
+        def phase(self, name: str, step: int) -> Iterator[None]:
+            yield
+
+    def make() -> StepInstruments:
+        timeline = TimelineRecorder(ALONE, every=0)
+        return StepInstruments(cast(Any, Watched()), MemoryMeter(ALONE), timeline)
+
+    first, second, third = make(), make(), make()
+    first.begin(5)
+    with suppress(EnginesChanged), first.phase("update"):
+        time.sleep(0.05)
+        raise EnginesChanged("an engine was lost")
+    second.continue_from(first)
+    second.begin(4)
+    assert "time/update" not in second.metrics(100)
+    second.begin(5)
+    third.continue_from(second)
+    third.begin(5)
+    metrics = third.metrics(100)
+    assert 0.05 <= metrics["time/update"] <= metrics["time/step"]
+    assert metrics["throughput/tokens_per_second"] == 100 / metrics["time/step"] < 2000
+    third.begin(6)
+    assert "time/update" not in third.metrics(100)
