@@ -377,7 +377,9 @@ class StepInstruments:
     def continue_from(self, earlier: StepInstruments) -> None:
         """Count what `earlier`, those of the last generation of ranks, measured of the step that it
         did not finish."""
-        self._earlier = earlier
+        before = earlier._earlier  # `earlier` may have been lost in the sync before the step
+        self._earlier = earlier if before is None or before._step <= earlier._step else before
+        self._earlier._earlier = None
 
     def begin(self, step: int) -> None:
         """Start a rollout step. Earlier measurements do not count in its metrics."""

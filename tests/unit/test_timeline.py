@@ -261,7 +261,10 @@ def test_a_step_that_goes_on_in_another_generation_keeps_its_times() -> None:
     second.begin(4)
     assert "time/update" not in second.metrics(100)
     second.begin(5)
-    third.continue_from(second)
+    lost_at_once = make()
+    lost_at_once.continue_from(second)
+    lost_at_once.begin(4)
+    third.continue_from(lost_at_once)
     third.begin(5)
     metrics = third.metrics(100)
     assert 0.05 <= metrics["time/update"] <= metrics["time/step"]
