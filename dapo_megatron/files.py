@@ -1,9 +1,11 @@
-"""Write files and folders atomically, recover after a kill, read untrusted JSON, lock files."""
+"""Write files and folders atomically, recover after a kill, read untrusted JSON, lock files, and
+compute their checksums."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -196,6 +198,12 @@ def open_lock(path: Path) -> BinaryIO:
             f"{path}: a link to {os.readlink(path)}. dapo_megatron never creates a link there. "
             "Find out who did, and remove it"
         ) from None
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file as a hexadecimal string."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def try_lock(file: BinaryIO, path: Path) -> bool:

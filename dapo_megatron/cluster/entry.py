@@ -49,7 +49,6 @@ def enter(
             store.set(FACTS, json.dumps([dict(job), dict(facts)]))
     of_rank0 = json.loads(store.get(FACTS))
     for kind, own, first in zip((OtherJob, ConfigError), (job, facts), of_rank0, strict=True):
-        own = json.loads(json.dumps(dict(own)))
         lines = [
             f"{name}: {own.get(name)!r} on rank {rank}, but {first.get(name)!r} on rank 0; start "
             "all ranks with the same version, config, overrides and model, and give each job its "

@@ -371,7 +371,6 @@ class StepInstruments:
         self.timeline = timeline
         self._watchdog = watchdog
         self._earlier: StepInstruments | None = None
-        self._is_continued = False
         self.begin(0)
 
     def continue_from(self, earlier: StepInstruments) -> None:
@@ -388,10 +387,14 @@ class StepInstruments:
         self.memory.begin()
         self.timeline.begin(step)
         self._started = time.perf_counter()
-        earlier = self._earlier
-        self._is_continued = earlier is not None and earlier._step == step
-        if earlier is not None and self._is_continued:
+        if (earlier := self._continued) is not None:
             self._seconds, self._started = dict(earlier._seconds), earlier._started
+
+    @property
+    def _continued(self) -> StepInstruments | None:
+        """Instruments of an earlier generation that measured the beginning of this step."""
+        earlier = self._earlier
+        return earlier if earlier is not None and earlier._step == self._step else None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -431,6 +434,6 @@ class StepInstruments:
             metrics = {**self.memory.metrics(), **self.timeline.metrics()}
         except EnginesChanged:
             return {}
-        if self._is_continued:  # most of the training was in an earlier generation
+        if self._continued is not None:  # most of the training was in an earlier generation
             metrics.pop("throughput/overlap", None)
         return metrics

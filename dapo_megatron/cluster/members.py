@@ -118,7 +118,7 @@ class Members:
     @property
     def replaceable(self) -> list[int]:
         """Ranks that the run can go on without: those of the generation's engines, and without any
-        those of all engines."""
+        those of all engines, unless the run only saves."""
         current = [rank for rank in self.current if rank >= self.num_policy]
         waits_for_first = not current and self.ending is None
         return list(range(self.num_policy, self.num_ranks)) if waits_for_first else current
@@ -236,16 +236,17 @@ class Members:
         # Before the wait: a new start of the last engine may be waited for.
         self._end_leftovers(set(self.current) - {rank for engine in staying for rank in engine})
         joining: list[tuple[int, ...]] = []
+        is_first = wait_seconds == math.inf
         if self.ending is None:
             try:
-                if wait_seconds == math.inf:
+                if is_first:
                     joining = self._wait_for_first(len(staying), at_least, check_stop)
                 else:
                     joining = self._wait_for_others(
                         len(staying), at_least, wait_seconds, check_stop
                     )
             except DapoError as error:
-                if wait_seconds == math.inf:  # there is nothing to save yet
+                if is_first:  # there is nothing to save yet
                     self._end(error)
                 self.ending = error
         for rank in (rank for engine in joining for rank in engine):

@@ -123,8 +123,7 @@ class EngineDriver:
         self.stop_signal = ""
         """Name of the stop signal that a rank without an engine got, or empty."""
         self._hub, self._is_elastic = hub, is_elastic
-        if is_elastic:
-            hub.on_fault = lambda replica, error: self._lose(replica, str(error))
+        hub.on_fault = lambda replica, error: self._lose(replica, str(error))
         self._wait_seconds = WAIT_SECONDS
         self._deterministic = deterministic
         self._silence_seconds = max(silence_seconds, 3 * ALIVE_SECONDS)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,6 +26,7 @@ from dapo_megatron.cluster.secret import SECRET, secret_digest
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.config import Config
+from dapo_megatron.files import sha256
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.tracking.provenance import source_digest, versions
@@ -168,7 +168,7 @@ def _model_digests(config: Config) -> Iterator[tuple[str, str]]:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         path = Path(config.model.path) / name
         if path.exists():
-            yield name, sha256(path.read_bytes()).hexdigest()
+            yield name, sha256(path)
 
 
 def _open_folder(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:

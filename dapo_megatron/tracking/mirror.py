@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from dapo_megatron.config.file import load_config
-from dapo_megatron.files import open_lock, try_lock
+from dapo_megatron.files import open_lock, sha256, try_lock
 from dapo_megatron.tracking.mirror_state import (
     CONFIG,
     FOLDER,
@@ -36,7 +36,6 @@ from dapo_megatron.tracking.mirror_state import (
     data_files,
     lock_holder,
     parameters,
-    sha256,
     stamp_of,
     write_holder,
 )

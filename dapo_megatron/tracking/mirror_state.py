@@ -7,7 +7,6 @@ timestamp of a metric, depends only on the run's folder, so sending it twice giv
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 import os
@@ -23,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 from dapo_megatron.checkpoints.folder import published
 from dapo_megatron.cluster.attempt import read_attempts
 from dapo_megatron.config import Config, FileSource
-from dapo_megatron.files import open_lock, parse_json, read_json, try_lock, write_json
+from dapo_megatron.files import open_lock, parse_json, read_json, sha256, try_lock, write_json
 from dapo_megatron.tracking.provenance import flatten
 from dapo_megatron.types import CheckpointError, ConfigError
 
@@ -289,12 +288,6 @@ def stamp_of(path: Path) -> list[int]:
     except OSError:
         return MISSING
     return [status.st_size, status.st_mtime_ns]
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file as a hexadecimal string."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _entry(name: str, step: int, time: int, path: Path) -> dict[str, Any]:

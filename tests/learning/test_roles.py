@@ -11,7 +11,6 @@ import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -193,7 +192,7 @@ def test_engines_sample_while_the_policy_trains(tmp_path: Path) -> None:
     _, *steps = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     overlaps = [row["throughput/overlap"] for row in steps]
     print(f"overlap by step: {overlaps}")
-    assert fmean(overlaps) > 0.95 and min(overlaps) > 0.9
+    assert min(overlaps) > 0.95
     check_ledger(steps)
     timeline = json.loads((folder / "timeline" / "step_000003.json").read_text())
     policy, engine = ([name for name, _, _ in rank["spans"]] for rank in timeline["ranks"])

@@ -275,8 +275,8 @@ def test_of_many_timelines_the_first_last_and_slowest_are_kept(tmp_path: Path) -
 
 def test_an_engine_is_idle_by_its_own_requests_also_after_another_was_lost() -> None:
     """Rank 1 is lost, so rank 2 has replica 0, which has no request from the second second on."""
-    rows = [(0, "a", "update", 0.0, 4.0), (2, "a", "generate", 0.0, 4.0)]
-    spans = timeline._frame([*rows])
+    rows: list[Any] = [(0, "a", "update", 0.0, 4.0), (2, "a", "generate", 0.0, 4.0)]
+    spans = timeline._frame(rows)
     file = timeline.TimelineFile(5, spans, {0: [(0.0, 3), (2.0, 0)]})
     shown = timeline.by_role(file, timeline.Roles(policy=1)).spans
     assert [tuple(row) for row in shown[["rank", "phase", "begin", "end"]].to_numpy()] == [
