@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
+from dapo_megatron.cluster import collectives
 from dapo_megatron.config import Config
 from dapo_megatron.engine import device, memory
 from dapo_megatron.engine.continuation import (
@@ -41,6 +41,7 @@ from dapo_megatron.types import (
     RankError,
     SampleRequest,
     SyncError,
+    TensorSlice,
 )
 
 if TYPE_CHECKING:
@@ -49,12 +50,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm import LLM, RequestOutput, SamplingParams
 
-    from dapo_megatron.engine.receiver import WeightReceiver
     from dapo_megatron.engine.slices import Offer
     from dapo_megatron.protocols import ReceivedTensor
-    from dapo_megatron.types import TensorSlice
 
-_TRANSFER = "dapo_megatron"  # name of our back end of vLLM's weight transfer
+_EXTENSION = "dapo_megatron.engine.extension.WorkerExtension"
 _SYNC_FAILED = "a weight sync failed midway, so it holds a mixture of old and new weights"
 _SYNC_INTERRUPTED = "a rank was lost in a weight sync. Call receive() again"
 _NO_WEIGHTS = "it has no weights. Call receive() first"
@@ -114,8 +113,7 @@ class VllmEngine:
             self._routes.follow(self._llm)
         self._tokenizer = self._llm.get_tokenizer()
         self._stop_ids = _stop_ids(self._llm)
-
-        self._receiver: WeightReceiver | None = None
+        self._knows_slices = False
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queue requests. Raises DapoError for a (ticket, sample) that is already in flight, or
@@ -169,10 +167,21 @@ class VllmEngine:
         a tensor that is unknown, misshapen or partly unused, or a parameter of the engine that
         would not be written exactly once.
         """
-        from dapo_megatron.engine.receiver import WeightReceiver
+        from vllm.distributed.parallel_state import get_tp_group
 
-        self._receiver = WeightReceiver(self._llm, offered)
-        return list(self._receiver.tensor_slices)
+        from dapo_megatron.engine.slices import check_used
+
+        (own,) = self._llm.collective_rpc("trace_slices", args=(offered,))
+        group = get_tp_group()
+        gathered = collectives.all_gather(
+            own, tuple[list[TensorSlice], str], group.cpu_group, group.ranks
+        )
+        for _, error in gathered:
+            if error:
+                raise SyncError(error)
+        check_used(offered, [tensor_slices for tensor_slices, _ in gathered])
+        self._knows_slices = True
+        return own[0]
 
     def receive(self, weights: Iterable[ReceivedTensor], version: int) -> None:
         """Replace all weights and drop cached prefixes. New tokens are stamped with `version`.
@@ -187,13 +196,15 @@ class VllmEngine:
             raise SyncError(f"weights offered with {len(self._requests)} requests in flight")
         if "weights" in self._asleep:
             raise SyncError("weights offered to an engine asleep. Call wake_weights() first")
-        receiver = self._require_receiver()
+        self._require_slices()
         self._unusable = _SYNC_FAILED
         try:
-            receiver.receive(weights)
+            self._llm.collective_rpc("load_slices", args=(weights,))
         except RankError:  # the next sync brings all weights again
             self._unusable = _SYNC_INTERRUPTED
             raise
+        if not self._llm.reset_prefix_cache():
+            raise SyncError("prefix cache: not dropped. Requests with old weights are in flight")
         self._unusable = ""
         self.version = version
 
@@ -206,13 +217,9 @@ class VllmEngine:
         The value is None if its layout is unknown (readback.py). Zeros may lose their sign. Not
         collective.
         """
-        from dapo_megatron.engine.readback import read_back
-
         self._require_usable()
-        loads = self._require_receiver().loads
-        if names is not None:
-            loads = [load for load in loads if load.tensor_slice.name in names]
-        (values,) = self._llm.apply_model(partial(read_back, loads=loads))
+        self._require_slices()
+        (values,) = self._llm.collective_rpc("read_slices", args=(names,))
         yield from values
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -284,7 +291,7 @@ class VllmEngine:
         little is free."""
         assert "weights" not in self._asleep
         if self._wake("kv_cache") and device.has_cuda():
-            memory.clear_cache(self._llm)
+            self._llm.collective_rpc("clear_cache")
 
     def close(self) -> None:
         """Shut the engine down. Free its memory, threads and process groups. Idempotent, and
@@ -303,7 +310,6 @@ class VllmEngine:
         except ConfigError:
             return
         shut_down(self._llm)
-        self._receiver = None
         del self._llm, self._tokenizer
         memory.release()
 
@@ -317,10 +323,9 @@ class VllmEngine:
         self._asleep.remove(part)
         return True
 
-    def _require_receiver(self) -> WeightReceiver:
-        if self._receiver is None:
+    def _require_slices(self) -> None:
+        if not self._knows_slices:
             raise SyncError("the engine was not asked for its slices. Call needed_slices() first")
-        return self._receiver
 
     def _require_usable(self) -> None:
         if self._unusable:
@@ -382,13 +387,7 @@ def _name(request: SampleRequest) -> str:
 def _start(config: Config, load_format: str) -> LLM:
     with device.construction():
         from vllm import LLM
-        from vllm.config import WeightTransferConfig
-        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-        if _TRANSFER not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(
-                _TRANSFER, "dapo_megatron.engine.receiver", "StreamTransferEngine"
-            )
         device.check_config(config, read_architecture(config))
         device.choose_model_runner(config.engine)
         return LLM(
@@ -400,7 +399,7 @@ def _start(config: Config, load_format: str) -> LLM:
             max_model_len=config.max_sequence_tokens,
             max_num_seqs=config.engine.max_sequences,
             enable_expert_parallel=config.engine.expert_parallel,
-            weight_transfer_config=WeightTransferConfig(backend=_TRANSFER),
+            worker_extension_cls=_EXTENSION,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             seed=config.seed,

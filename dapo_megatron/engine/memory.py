@@ -12,13 +12,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
-    from torch import nn
-    from vllm import LLM
     from vllm.device_allocator import AllocationData
 
 MemoryTag = Literal["weights", "kv_cache"]
@@ -40,23 +37,6 @@ def check_room(part: MemoryTag) -> None:
     needed = bytes_asleep(CuMemAllocator.get_instance().pointer_to_data.values(), part)
     if (problem := shortage(part, needed, free, total)) is not None:
         raise ConfigError(problem)
-
-
-def clear_cache(llm: LLM) -> None:
-    """Set the KV cache to zero. Fresh GPU memory may contain NaN. Attention multiplies the unused
-    slots of a block by 0, and 0 * NaN is NaN."""
-
-    @torch.no_grad()
-    def clear(model: nn.Module) -> None:
-        cleared = set()
-        for module in model.modules():
-            cache = getattr(module, "kv_cache", None)
-            for tensor in cache if isinstance(cache, list | tuple) else [cache]:
-                if isinstance(tensor, Tensor) and tensor.data_ptr() not in cleared:
-                    cleared.add(tensor.data_ptr())
-                    tensor.zero_()
-
-    llm.apply_model(clear)
 
 
 def release() -> None:

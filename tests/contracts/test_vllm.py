@@ -29,7 +29,7 @@ LAYERS, LOADER = "vllm.model_executor.layers.", "vllm.model_executor.model_loade
 CPU_EXPERTS = f"{LAYERS}fused_moe.experts.cpu_moe:CPUUnquantizedExperts"
 EXPERT_METHOD = f"{LAYERS}fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
 SHARED_MEMORY = "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed"
-TRANSFER, LLM = "vllm.distributed.weight_transfer", "vllm:LLM."
+LLM = "vllm:LLM."
 ENGINE = "vllm.v1.engine.llm_engine:LLMEngine."
 V2 = "vllm.v1.worker.gpu."
 
@@ -48,7 +48,6 @@ NAMES = {
     f"{LAYERS}rotary_embedding.base:RotaryEmbedding.forward_native": "engine/device.py",
     CPU_EXPERTS + ".apply": "engine/device.py",
     # Private, or internal.
-    TRANSFER + ":WeightTransferEngineFactory._registry": "engine/engine.py",
     LOADER + "reload.layerwise:_get_original_loader": "engine/loads.py",
     LOADER + "reload.layerwise:get_layerwise_info": "engine/loads.py, engine/loading.py",
     LOADER + "reload.layerwise:_layerwise_process": "engine/loading.py",
@@ -66,12 +65,9 @@ NAMES = {
     f"{LAYERS}vocab_parallel_embedding:UnquantizedEmbeddingMethod": "engine/readback.py",
     # Methods.
     **{
-        LLM + name: "engine/engine.py, engine/receiver.py"
+        LLM + name: "engine/engine.py"
         for name in (
-            "apply_model",
-            "start_weight_update",
-            "update_weights",
-            "finish_weight_update",
+            "collective_rpc",
             "reset_prefix_cache",
             "get_tokenizer",
             "sleep",
@@ -82,6 +78,7 @@ NAMES = {
         ENGINE + name: "engine/engine.py"
         for name in ("add_request", "step", "abort_request", "has_unfinished_requests")
     },
+    "vllm.v1.worker.gpu_worker:Worker.get_model": "engine/extension.py",
     "vllm.device_allocator:AllocationData": "engine/memory.py (CUDA)",
 }
 
@@ -89,7 +86,7 @@ ARGUMENTS = {
     "vllm.engine.arg_utils:EngineArgs": (
         "model load_format distributed_executor_backend tensor_parallel_size dtype max_model_len "
         "max_num_seqs max_num_batched_tokens enforce_eager enable_expert_parallel quantization "
-        "weight_transfer_config enable_prefix_caching logprobs_mode seed disable_log_stats "
+        "worker_extension_cls enable_prefix_caching logprobs_mode seed disable_log_stats "
         "use_tqdm_on_load gpu_memory_utilization enable_sleep_mode kv_cache_memory_bytes "
         "enable_chunked_prefill compilation_config hf_overrides async_scheduling "
         "enable_flashinfer_autotune",
@@ -98,10 +95,6 @@ ARGUMENTS = {
     "vllm:SamplingParams": (
         "temperature top_p seed max_tokens stop_token_ids logprobs prompt_logprobs flat_logprobs "
         "detokenize output_kind skip_clone ignore_eos",
-        "engine/engine.py",
-    ),
-    TRANSFER + ":WeightTransferEngineFactory.register_engine": (
-        "name module_path_or_cls class_name",
         "engine/engine.py",
     ),
     LLM + "sleep": ("level", "engine/engine.py"),
@@ -157,16 +150,14 @@ def test_log_probs_mode_has_processed_logprobs() -> None:
     assert "processed_logprobs" in str(find("vllm.config.model:LogprobsMode"))
 
 
-def test_a_weight_transfer_engine_must_implement_these_methods() -> None:
-    """engine/receiver.py (StreamTransferEngine)."""
-    base = find(TRANSFER + ".base:WeightTransferEngine")
-    assert base.__abstractmethods__ == {
-        "init_transfer_engine",
-        "start_weight_update",
-        "receive_weights",
-        "finish_weight_update",
-        "shutdown",
-    }
+@pytest.mark.parametrize("worker", ["gpu_worker:Worker", "cpu_worker:CPUWorker"])
+def test_the_extension_hides_nothing_of_a_worker(worker: str) -> None:
+    """vLLM refuses an extension (engine/extension.py) with a name that its worker has."""
+    from dapo_megatron.engine.extension import WorkerExtension
+
+    names = {name for name in dir(WorkerExtension) if not name.startswith("__")}
+    assert {"trace_slices", "load_slices", "read_slices", "clear_cache"} <= names
+    assert not names & {*dir(find(f"vllm.v1.worker.{worker}"))}
 
 
 def test_experts_have_no_kernel_until_they_are_packed() -> None:

@@ -100,7 +100,7 @@ def _rounds(engine: Any, folder: Path, overrides: Observations) -> Observations:
         engine.wake_cache()
         if sleeps:
             observed["uncleared"] = _gap(engine, model)
-            memory.clear_cache(engine._llm)  # on a GPU, waking does this
+            engine._llm.collective_rpc("clear_cache")  # on a GPU, waking does this
             engine._llm.reset_prefix_cache()
         observed["gaps"].append(_gap(engine, model))
         observed["wrong"].append(_wrong(engine, sent))
@@ -118,7 +118,8 @@ def _gap(engine: Any, model: Any) -> float:
 def _wrong(engine: Any, sent: Mapping[str, Tensor]) -> list[str]:
     """Return the tensors of quantized layers that differ from `sent` by more than FP8 rounding."""
     (layers,) = engine._llm.apply_model(_dequantized)
-    loads = [load for load in engine._receiver.loads if load.path in layers]
+    (worker,) = engine._llm.collective_rpc(lambda worker: worker)
+    loads = [load for load in worker.slice_loads if load.path in layers]
     assert bool(loads) == bool(layers)
     wrong = []
     for load in loads:

@@ -381,7 +381,7 @@ def test_receive_is_refused_before_needed_slices_was_called() -> None:
     from dapo_megatron.engine.engine import VllmEngine
 
     engine = object.__new__(VllmEngine)
-    engine._unusable, engine._requests, engine._receiver = "", {}, None
+    engine._unusable, engine._requests, engine._knows_slices = "", {}, False
     engine._asleep = set()
     with pytest.raises(SyncError, match="was not asked for its slices"):
         engine.receive([], 1)

@@ -1,0 +1,141 @@
+"""Extension of vLLM's worker class for weight syncs.
+
+vLLM adds `WorkerExtension` to its worker class (`worker_extension_cls`), and `collective_rpc` calls
+its methods on all workers of an engine. loading.py copies weights to where vLLM's loaders would,
+and vLLM packs and quantizes as it does when it loads a checkpoint.
+
+A quantized layer cannot be compared bit by bit with the weights sent. A training step changes
+weights by less than the rounding, so an engine that kept its old weights would go unnoticed for
+long. Therefore every number of quantized layers is set to NaN before each update, and after the
+update no NaN may be left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from dapo_megatron.engine import device
+from dapo_megatron.engine.loading import SliceLoader
+from dapo_megatron.engine.loads import LoadedSlice, trace
+from dapo_megatron.engine.readback import read_back
+from dapo_megatron.engine.slices import Offer
+from dapo_megatron.protocols import ReceivedTensor
+from dapo_megatron.types import SyncError, TensorSlice
+
+_UNQUANTIZED = UnquantizedFusedMoEMethod | UnquantizedLinearMethod | UnquantizedEmbeddingMethod
+_FP8_NAN = 0xFF
+"""NaN in every FP8 format."""
+
+
+class WorkerExtension:
+    """Methods of a vLLM worker that replace and read the weights of its model.
+
+    No name may be one of vLLM's worker. vLLM does not call `__init__` of an extension.
+    """
+
+    vllm_config: VllmConfig
+    """Set by vLLM."""
+    get_model: Any
+    """Method of vLLM's worker."""
+
+    slice_loads: list[LoadedSlice]
+    """Slices to load into this worker's model, and where; set by `trace_slices`."""
+
+    def trace_slices(self, offered: Offer) -> tuple[list[TensorSlice], str]:
+        """Return the slices of the `offered` HF tensors that this worker needs, and an error or "".
+
+        The error is not raised, because the workers of an engine must fail together.
+        """
+        try:
+            self.slice_loads = trace(self.get_model(), offered)
+        except SyncError as error:
+            return [], str(error)
+        self._slice_loader = SliceLoader(self.slice_loads)
+        return list(dict.fromkeys(load.tensor_slice for load in self.slice_loads)), ""
+
+    def load_slices(self, weights: Iterable[ReceivedTensor]) -> None:
+        """Load `weights`, each wanted slice once. A layer is packed as soon as it is complete.
+
+        Raises SyncError like `loading.checked`, and for a layer that was not quantized again. The
+        model then holds a mixture of old and new weights, and can be loaded again.
+        """
+        model = self.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            device.forget_expert_kernels(model)
+            poison_with_nan(model)
+            initialize_layerwise_reload(model)
+            try:
+                self._slice_loader.load(model, weights)
+                torch.accelerator.synchronize()
+            finally:  # packs the remaining layers; an incomplete one gets its old weights back
+                finalize_layerwise_reload(model, self.vllm_config.model_config)
+                device.pack_tied_head(model)
+        check_requantized(model)
+
+    def read_slices(
+        self, names: Container[str] | None = None
+    ) -> Iterator[tuple[TensorSlice, Tensor | None]]:
+        """Return each wanted slice, or those of the tensors in `names`, with its value as
+        `read_back` yields it."""
+        loads = self.slice_loads
+        if names is not None:
+            loads = [load for load in loads if load.tensor_slice.name in names]
+        return read_back(self.get_model(), loads)
+
+    def clear_cache(self) -> None:
+        """Set the KV cache to zero. Fresh GPU memory may contain NaN. Attention multiplies the
+        unused slots of a block by 0, and 0 * NaN is NaN."""
+        cleared = set()
+        for module in self.get_model().modules():
+            cache = getattr(module, "kv_cache", None)
+            for tensor in cache if isinstance(cache, list | tuple) else [cache]:
+                if isinstance(tensor, Tensor) and tensor.data_ptr() not in cleared:
+                    cleared.add(tensor.data_ptr())
+                    tensor.detach().zero_()
+
+
+@torch.no_grad()
+def poison_with_nan(model: nn.Module) -> None:
+    """Set every number of quantized layers to NaN."""
+    for _, value in _quantized_parameters(model):
+        if value.itemsize == 1:
+            value.view(torch.uint8).fill_(_FP8_NAN)
+        else:
+            value.fill_(torch.nan)
+
+
+@torch.no_grad()
+def check_requantized(model: nn.Module) -> None:
+    """Raise SyncError naming a parameter in which a NaN of `poison_with_nan` is left."""
+    for name, value in _quantized_parameters(model):
+        nan = value.view(torch.uint8) == _FP8_NAN if value.itemsize == 1 else value.isnan()
+        if bool(nan.any()):
+            raise SyncError(
+                f"{name}: not quantized again from the weights given to the engine, or these are "
+                "NaN"
+            )
+
+
+def _quantized_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, parameter) of quantized layers."""
+    for path, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and not isinstance(method, _UNQUANTIZED):
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.is_floating_point():
+                    yield f"{path}.{name}", parameter.data
