@@ -232,6 +232,18 @@ def env(json_file: JsonPath = None) -> None:
 
 
 @doctor.command()
+def tokenizer(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A model's folder.")],
+    json_file: JsonPath = None,
+) -> None:
+    """Check that runs, and earlier runs, read a model's tokenizer as its tokenizer.json says."""
+    from dapo_megatron.doctor import tokenizer
+
+    if not tokenizer.command(folder, json_file):
+        raise typer.Exit(1)
+
+
+@doctor.command()
 def layouts(
     config: ConfigPath,
     overrides: Overrides = None,

@@ -243,6 +243,8 @@ class DataConfig(Section):
     """Columns of the sources that do not set `columns`."""
     shuffle: bool
     """Shuffle the prompts in each epoch, with the run's seed."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, also for evaluation.sets ({enable_thinking: false})."""
 
 
 class EvaluationConfig(Section):

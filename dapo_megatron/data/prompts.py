@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import difflib
 import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.config import Columns, DatasetsSource, ReasoningGymSource, RowsSource, Source
@@ -28,6 +29,7 @@ from dapo_megatron.types import CheckpointError, ConfigError, DataError, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 DRAWS = 4
 """Maximum number of problems to draw from a reasoning-gym data set, per problem wanted."""
 
@@ -59,11 +61,15 @@ def load_source(
     *,
     columns: Columns = DAPO_MATH_COLUMNS,
     exclude: Collection[str] = frozenset(),
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    vocab_size: int | None = None,
 ) -> LoadedSource:
     """Return all prompts of `source`, rendered with the tokenizer's chat template.
 
-    columns   columns of the config section, used if the source names none
-    exclude   prompt texts to drop: those of the held-out sets
+    columns          columns of the config section, used if the source names none
+    exclude          prompt texts to drop: those of the held-out sets
+    template_kwargs  variables of the chat template
+    vocab_size       rows of the model's embedding; None: not checked
 
     A reasoning-gym source draws until it has `size` prompts, at most DRAWS times as many problems.
     For other sources, `limit` counts the rows read, and dropped rows are not replaced.
@@ -71,10 +77,7 @@ def load_source(
     Raises DataError naming file, row and column, or the source, also for a row that its grader can
     never grade. Raises ConfigError for an unknown reasoning-gym data set or option.
     """
-    if tokenizer.chat_template is None:
-        raise DataError(
-            "model.path: its tokenizer has no chat template; add chat_template.jinja to the folder"
-        )
+    check_template(tokenizer, "model.path")
     dropped = _Dropped()
     wanted: int | None = None
     if isinstance(source, ReasoningGymSource):
@@ -82,7 +85,10 @@ def load_source(
     else:
         rows = _rows(source, columns)
     prompts: list[Prompt] = []
-    for prompt in render(_gradable(rows, source), tokenizer, source.name):
+    rows = _gradable(rows, source)
+    for prompt in render(
+        rows, tokenizer, source.name, max_prompt_tokens, template_kwargs, vocab_size
+    ):
         if len(prompts) == wanted:
             break
         if prompt.text in exclude:
@@ -125,27 +131,66 @@ def _gradable(rows: Iterator[PromptRow], source: Source) -> Iterator[PromptRow]:
         yield row
 
 
+def check_template(tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+    """Raise DataError naming `key` if a tokenizer has no chat template, or only named ones."""
+    template = tokenizer.chat_template
+    if template is None:
+        raise DataError(
+            f"{key}: its tokenizer has no chat template; add chat_template.jinja to the folder"
+        )
+    if isinstance(template, dict) and "default" not in template:
+        raise DataError(
+            f"{key}: none of its chat templates ({', '.join(template)}) is named default; write "
+            "the one to use to chat_template.jinja in the folder"
+        )
+
+
 def render(
-    rows: Iterator[PromptRow], tokenizer: PreTrainedTokenizerBase, name: str
+    rows: Iterator[PromptRow],
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    max_tokens: int,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    vocab_size: int | None = None,
 ) -> Iterator[Prompt]:
     """Yield the prompts of `rows`: chat template, then tokenizer. The tokenizer adds no special
-    tokens, because the template contains them."""
-    from jinja2 import TemplateError
+    tokens, because the template contains them.
 
+    Raises DataError naming the row of a prompt without tokens or with one that is not below
+    `vocab_size`, and of one whose template fails.
+    """
+    # Tokenizing megabytes may take minutes. A text of so many characters is too long already.
+    enough = (max_tokens + 1) * max(map(len, tokenizer.get_vocab()), default=1)
     while chunk := list(islice(rows, CHUNK_ROWS)):
         texts = []
         for row in chunk:
             try:
                 text = tokenizer.apply_chat_template(
-                    row.messages, add_generation_prompt=True, tokenize=False
+                    row.messages, add_generation_prompt=True, tokenize=False, **template_kwargs
                 )
-            except TemplateError as error:
+            except Exception as error:  # a template is a program of the model's author
                 raise DataError(
-                    f"{row.where}, column prompt: the chat template failed: {error}"
+                    f"{row.where}, column prompt: the chat template failed: "
+                    f"{type(error).__name__}: {error}"
                 ) from error
             texts.append(str(text))
-        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        starts = [text[:enough] for text in texts]
+        encoded = tokenizer(starts, add_special_tokens=False)["input_ids"]
         for row, text, tokens in zip(chunk, texts, encoded, strict=True):
+            if len(text) > enough and len(tokens) <= max_tokens:  # unknown characters may be one
+                tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if not tokens:
+                raise DataError(
+                    f"{row.where}, column prompt: the chat template and the tokenizer make no "
+                    "tokens of it; fix the template in the model's folder, or drop the row"
+                )
+            if vocab_size is not None and (token := max(tokens)) >= vocab_size:
+                name_of_token = tokenizer.convert_ids_to_tokens(token)
+                raise DataError(
+                    f"{row.where}, column prompt: token {token} ({name_of_token!r:.60}) is not in "
+                    f"the model, whose embedding has {vocab_size} rows; use the tokenizer that "
+                    "belongs to the model, or resize the embedding"
+                )
             yield Prompt(name, row.index, tuple(tokens), text, row.truth, row.extra)
 
 

@@ -1,4 +1,11 @@
-"""Loading a tokenizer, without running a program from its folder."""
+"""Loading a model's tokenizer: the one in tokenizer.json, to the bit.
+
+transformers 5 chooses a class by model type and `tokenizer_class`, and builds the tokenizer anew
+from the vocabulary of tokenizer.json, with the splitter and decoder of that class. Classes that do
+not fit the file drop spaces, cut numbers elsewhere, or decode to wrong bytes, without an error.
+Here the file is used as it is, whatever class is named. transformers adds only the chat template
+and the names of special tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +16,21 @@ from dapo_megatron.files import read_json
 from dapo_megatron.types import DataError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
+
+FILE = "tokenizer.json"
 
 
 def load_tokenizer(folder: Path, key: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a local folder.
+    """Return the tokenizer in a local folder. No program of the folder is run.
 
     Raises DataError naming `key`, the option or config key that names the folder, if there is none,
-    or only one that is a program.
+    only one that is a program, or one that cannot be read.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    has_file = (folder / "tokenizer.json").exists()
+    has_file = (folder / FILE).exists()
     program = _program(folder)
     if program and not has_file:
         # transformers would ask whether to run it, or read tiktoken.model and cut text elsewhere.
@@ -29,15 +38,41 @@ def load_tokenizer(folder: Path, key: str) -> PreTrainedTokenizerBase:
             f"{key}: the tokenizer in {folder} is a program ({program}), which is never run. Add a "
             "tokenizer.json to the folder, or name a copy of the model that has one"
         )
-    model_type = _fields(folder / "config.json").get("model_type")
     try:
-        if has_file and (program or (model_type and model_type not in CONFIG_MAPPING)):
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        if not has_file:
+            return AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            folder,
+            local_files_only=True,
+            # Settings of tokenizer_config.json that change ids and texts.
+            split_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+        # Without the tokens that transformers adds to those of the file.
+        tokenizer._tokenizer = read_file(folder)
+        return tokenizer
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # The file is somebody else's: transformers raises any exception for a malformed one, and
+    # `tokenizers` a PanicException, which is no Exception.
+    except BaseException as error:
         raise DataError(
-            f"{key} {folder}: no tokenizer can be read; name a folder with one ({error})"
+            f"{key} {folder}: no tokenizer can be read; name a folder with one "
+            f"({type(error).__name__}: {error})"
         ) from error
+
+
+def read_file(folder: Path) -> Tokenizer:
+    """Return the tokenizer of tokenizer.json, without the truncation and padding that it may have
+    been saved with. Raises what `tokenizers` raises."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / FILE))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _program(folder: Path) -> str | None:
@@ -49,4 +84,4 @@ def _program(folder: Path) -> str | None:
 
 
 def _fields(path: Path) -> dict[str, object]:
-    return read_json(path) if path.exists() else {}
+    return read_json(path, error=DataError) if path.exists() else {}

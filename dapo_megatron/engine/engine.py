@@ -16,10 +16,12 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dapo_megatron.cluster import collectives
 from dapo_megatron.config import Config
+from dapo_megatron.data.tokenizer import load_tokenizer
 from dapo_megatron.engine import device, memory
 from dapo_megatron.engine.continuation import (
     append_tokens,
@@ -111,8 +113,8 @@ class VllmEngine:
             self._llm = _start(config, "dummy" if is_empty else "auto")
         if self._routes is not None:
             self._routes.follow(self._llm)
-        self._tokenizer = self._llm.get_tokenizer()
-        self._stop_ids = _stop_ids(self._llm)
+        self._tokenizer = load_tokenizer(Path(config.model.path), "model.path")
+        self._stop_ids = _stop_ids(self._llm, self._tokenizer.eos_token_id)
         self._knows_slices = False
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
@@ -392,6 +394,7 @@ def _start(config: Config, load_format: str) -> LLM:
         device.choose_model_runner(config.engine)
         return LLM(
             model=config.model.path,
+            skip_tokenizer_init=True,  # it would be another one than the file's
             load_format=load_format,
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=config.engine_tensor_parallel,
@@ -409,11 +412,11 @@ def _start(config: Config, load_format: str) -> LLM:
         )
 
 
-def _stop_ids(llm: LLM) -> list[int]:
+def _stop_ids(llm: LLM, eos_token_id: int | None) -> list[int]:
     """Return the end-of-sequence ids of tokenizer, model config and generation config."""
     model = llm.llm_engine.model_config
     sources = (
-        llm.get_tokenizer().eos_token_id,
+        eos_token_id,
         getattr(model.hf_config, "eos_token_id", None),
         model.try_get_generation_config().get("eos_token_id"),
     )

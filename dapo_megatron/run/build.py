@@ -97,11 +97,19 @@ def load_prompts(config: Config) -> Prompts:
     """Load all prompts. Evaluation sets are loaded first, because their problems are excluded from
     training. Raises DataError naming model.path or the data."""
     tokenizer = load_tokenizer(Path(config.model.path), "model.path")
-    limit = config.rollout.max_prompt_tokens
+    vocab_size = read_architecture(config).vocab_size
     notes: list[str] = []
 
     def load(source: Source, columns: Columns, exclude: frozenset[str]) -> Sequence[Prompt]:
-        loaded = load_source(source, tokenizer, limit, columns=columns, exclude=exclude)
+        loaded = load_source(
+            source,
+            tokenizer,
+            config.rollout.max_prompt_tokens,
+            columns=columns,
+            exclude=exclude,
+            template_kwargs=config.data.chat_template_kwargs,
+            vocab_size=vocab_size,
+        )
         left_out = {
             "too long": loaded.num_dropped_long,
             "duplicates": loaded.num_duplicates,

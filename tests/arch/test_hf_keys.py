@@ -16,7 +16,6 @@ LOOKUPS = {"get", "pop", "setdefault", "__getitem__", "getattr", "hasattr"}
 
 EXCEPTIONS = {
     ("config/file.py", "model_type"): "pydantic's name of an error",
-    ("data/tokenizer.py", "model_type"): "whether transformers knows the model",
     **{
         ("checkpoints/formats/torch_dist/options.py", key): "an argument of Megatron-LM"
         for key in ("num_attention_heads", "max_position_embeddings", "attention_dropout")

@@ -48,7 +48,7 @@ ROOMS = {
     "algo": room("types", "torch"),
     "data": room(
         "types files protocols config algo rewards",
-        "torch transformers numpy jinja2 pyarrow datasets reasoning_gym",
+        "torch transformers tokenizers numpy pyarrow datasets reasoning_gym",
     ),
     # cluster for child processes.
     "rewards": room("types files cluster", "math_verify msgspec reasoning_gym sympy"),
@@ -62,7 +62,8 @@ ROOMS = {
         "types protocols config model plan bridge checkpoints cluster",
         "torch megatron transformer_engine safetensors triton",
     ),
-    "engine": room("types protocols config model cluster", "torch vllm numpy"),
+    # data for the tokenizer.
+    "engine": room("types protocols config model data cluster", "torch vllm numpy"),
     # cluster for the channel between coordinator and leaders.
     "rollout": room(f"{LOW} config algo data rewards cluster", "torch numpy pyarrow"),
     "loop": room("types protocols config algo data rollout"),
@@ -72,8 +73,8 @@ ROOMS = {
         f"{LOW} config cluster checkpoints rollout", "mlflow rich torch numpy pyarrow"
     ),
     "doctor": room(
-        f"{LOW} config model algo policy cluster plan tracking run",
-        "torch transformers psutil rich",
+        f"{LOW} config model algo data policy cluster plan tracking run",
+        "torch transformers tokenizers psutil rich",
     ),
     # rewards for the causes of missing grades, doctor for whether a run is alive, cluster for the
     # owner of a run.

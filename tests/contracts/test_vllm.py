@@ -69,7 +69,6 @@ NAMES = {
         for name in (
             "collective_rpc",
             "reset_prefix_cache",
-            "get_tokenizer",
             "sleep",
             "wake_up",
         )
@@ -84,7 +83,8 @@ NAMES = {
 
 ARGUMENTS = {
     "vllm.engine.arg_utils:EngineArgs": (
-        "model load_format distributed_executor_backend tensor_parallel_size dtype max_model_len "
+        "model skip_tokenizer_init load_format distributed_executor_backend tensor_parallel_size "
+        "dtype max_model_len "
         "max_num_seqs max_num_batched_tokens enforce_eager enable_expert_parallel quantization "
         "worker_extension_cls enable_prefix_caching logprobs_mode seed disable_log_stats "
         "use_tqdm_on_load gpu_memory_utilization enable_sleep_mode kv_cache_memory_bytes "

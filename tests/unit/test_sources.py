@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow
 import pytest
@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from dapo_megatron.config import FileSource, ReasoningGymSource
-from dapo_megatron.data.prompts import DRAWS, load_source
-from dapo_megatron.data.rows import CHUNK_ROWS, parquet_batches, read_parquet
+from dapo_megatron.data.prompts import DRAWS, load_source, render
+from dapo_megatron.data.rows import CHUNK_ROWS, PromptRow, parquet_batches, read_parquet
 from dapo_megatron.types import ConfigError, DataError
 
 TEMPLATE = (
@@ -386,3 +386,92 @@ def test_unknown_data_sets_and_options_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_source(gym(**changes), tokenizer, 200)
+
+
+# ---------------------------------------------------------------------------- templates and tokens
+
+FAILING = {
+    "raises": ("{{ raise_exception('no system role') }}", "no system role"),
+    "adds text and number": ("{{ messages[0]['content'] + 1 }}", "TypeError"),
+    "divides by zero": ("{{ 1 / 0 }}", "ZeroDivisionError"),
+    "index out of range": ("{{ messages[-1]['content'].split('</think>')[1] + '' }}", "Undefined"),
+    "undefined variable": ("{{ thinking.mode }}", "UndefinedError"),
+    "syntax": ("{% for m in messages %}", "TemplateSyntaxError"),
+    "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    "unsafe": ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+    "unknown filter": ("{{ messages | nothing }}", "TemplateAssertionError"),
+    "no such key": ("{{ messages['x'].y.z }}", "UndefinedError"),
+    "writes nothing": ("", "make no tokens of it"),
+    "writes nothing for this row": ("{% if messages | length > 1 %}x{% endif %}", "no tokens"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_template_that_fails_is_refused_with_the_row(
+    name: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    template, message = FAILING[name]
+    failing = deepcopy(tokenizer)
+    failing.chat_template = template
+    with pytest.raises(DataError, match=f"line 1, column prompt: .*{message}"):
+        load_source(write_source(tmp_path, "jsonl", [row()]), failing, 100)
+
+
+def test_named_templates_need_a_default(tmp_path: Path, tokenizer: Any) -> None:
+    source, named = write_source(tmp_path, "jsonl", [row()]), deepcopy(tokenizer)
+    named.chat_template = {"rag": TEMPLATE, "tool_use": TEMPLATE}
+    with pytest.raises(DataError, match=r"chat templates \(rag, tool_use\) is named default"):
+        load_source(source, named, 100)
+    named.chat_template["default"] = TEMPLATE
+    assert load_source(source, named, 100) == load_source(source, tokenizer, 100)
+
+
+def test_a_template_gets_the_configured_variables(tmp_path: Path, tokenizer: Any) -> None:
+    source, thinking = write_source(tmp_path, "jsonl", [row()]), deepcopy(tokenizer)
+    thinking.chat_template = "{{ 'think' if enable_thinking is not false else 'answer' }}"
+    texts = [
+        load_source(source, thinking, 100, template_kwargs=kwargs).prompts[0].text
+        for kwargs in ({}, {"enable_thinking": True}, {"enable_thinking": False})
+    ]
+    assert texts == ["think", "think", "answer"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_beyond_the_embedding_is_refused_with_the_row(
+    kind: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    source = write_source(tmp_path, kind, [row("1"), row("~")])
+    highest = tokenizer.convert_tokens_to_ids("~")
+    assert len(load_source(source, tokenizer, 100, vocab_size=highest + 1).prompts) == 2
+    place = "line 2" if kind == "jsonl" else "row 1"
+    with pytest.raises(DataError, match=rf"{place}, column prompt: token {highest} \('~'\)"):
+        load_source(source, tokenizer, 100, vocab_size=highest)
+
+
+def test_a_text_of_megabytes_is_dropped_before_it_is_tokenized(tokenizer: Any) -> None:
+    """One unknown token may stand for any number of characters, so such a text is read whole."""
+    limit = 50
+    lengths: list[int] = []
+
+    class Counting:
+        chat_template = "{{ messages[0]['content'] }}"
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def apply_chat_template(self, messages: Any, **_: Any) -> str:
+            return str(messages[0]["content"])
+
+        def __call__(self, texts: Any, **options: Any) -> Any:
+            lengths.extend(map(len, [texts] if isinstance(texts, str) else texts))
+            return tokenizer(texts, **options)
+
+    texts = ["1" * 10**6, "1 + 1", "é" * 10**4]
+    rows = [
+        PromptRow(index, f"line {index}", [{"role": "user", "content": text}], "3", {})
+        for index, text in enumerate(texts)
+    ]
+    prompts = list(render(iter(rows), cast(Any, Counting()), "x", limit))
+    longest = len("<answer>")
+    assert lengths == [51 * longest, 5, 51 * longest]
+    assert [len(prompt.tokens) > limit for prompt in prompts] == [True, False, True]

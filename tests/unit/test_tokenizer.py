@@ -4,14 +4,20 @@ folder means."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from dapo_megatron.data.tokenizer import load_tokenizer
+from dapo_megatron.data.tokenizer import load_tokenizer, read_file
+from dapo_megatron.doctor.tokenizer import PROBES, command, difference
 from dapo_megatron.model.published import find_published
 from dapo_megatron.run.build import load_prompts
 from dapo_megatron.types import DataError
@@ -57,3 +63,170 @@ def test_a_program_is_refused_and_a_file_is_read(model: str, tmp_path: Path) -> 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"--tokenizer {tmp_path}: no tokenizer can be read"):
         load_tokenizer(tmp_path, "--tokenizer")
+
+
+FAMILIES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+]
+CLASSES = (
+    *("LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizerFast", "GPT2Tokenizer"),
+    *("Qwen2Tokenizer", "PreTrainedTokenizerFast", "NotInTransformers", None),
+)
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>"]
+CORPUS = [*PROBES, "the quick brown fox; 10 20 300 4000 ..."] * 3
+
+
+def byte_level(splitter: Any = None) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    parts = [splitter] if splitter else []
+    parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splitter))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            *(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokens = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=tokens, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=SPECIAL, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def truncating() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=16)
+    return tokenizer
+
+
+def in_threes() -> Tokenizer:
+    pattern = Regex(r"\p{N}{1,3}|[^\r\n\p{L}\p{N}]?\p{L}+|\s+|[^\s\p{L}\p{N}]+")
+    return byte_level(pre_tokenizers.Split(pattern, "isolated"))
+
+
+KINDS = {
+    "byte level": byte_level,
+    "digits apart": lambda: byte_level(pre_tokenizers.Digits(individual_digits=True)),
+    "digits in threes": in_threes,
+    "metaspace": metaspace,
+    "word piece": word_piece,
+    "truncating": truncating,
+}
+SETTINGS = {  # what published folders have, and what changes ids and texts in transformers
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "add_bos_token": True,
+    "add_prefix_space": True,
+    "clean_up_tokenization_spaces": True,
+    "split_special_tokens": True,
+    "legacy": True,
+    "model_max_length": 16,
+    "extra_special_tokens": ["quick", "<not in the file>"],
+}
+
+
+def write_model(folder: Path, tokenizer: Tokenizer, family: str, name: str | None) -> None:
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"model_type": family}))
+    settings = SETTINGS | ({"tokenizer_class": name} if name else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_and_texts_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
+    tokenizer = KINDS[kind]()
+    for family, name in product(FAMILIES, CLASSES):
+        write_model(tmp_path, tokenizer, family, name)
+        loaded = load_tokenizer(tmp_path, "model.path")
+        assert difference(read_file(tmp_path), loaded) is None, (family, name)
+        assert loaded.eos_token_id == tokenizer.token_to_id("</s>")
+
+
+@given(text=st.text(max_size=60) | st.text("aA1 \n\t.,'é中😀", max_size=60))
+def test_any_text_is_read_as_by_the_file(text: str, one_of_each: Any) -> None:
+    for kind, from_file, loaded in one_of_each:
+        ids = from_file.encode(text, add_special_tokens=False).ids
+        assert loaded(text, add_special_tokens=False)["input_ids"] == ids, kind
+        assert loaded.decode(ids) == from_file.decode(ids, skip_special_tokens=False), kind
+
+
+@pytest.fixture(scope="module")
+def one_of_each(tmp_path_factory: Any) -> list[Any]:
+    loaded = []
+    for kind, make in KINDS.items():
+        folder = tmp_path_factory.mktemp("tokenizer")
+        write_model(folder, make(), "llama", "LlamaTokenizerFast")
+        loaded.append((kind, read_file(folder), load_tokenizer(folder, "model.path")))
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "{}", "[]", "null", "3", '"x"', "\x00", '{"model": {}}', '{"added_tokens": 1}'),
+        '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": [1',
+        json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [],
+                "pre_tokenizer": {
+                    "type": "Split", "pattern": {"Regex": "((("}, "behavior": "Isolated",
+                    "invert": False,
+                },
+                "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},
+            }
+        ),
+    ],
+)  # fmt: skip
+def test_a_malformed_file_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(DataError, match=re.escape(f"model.path {tmp_path}: no tokenizer")):
+        load_tokenizer(tmp_path, "model.path")
+
+
+def test_the_doctor_names_folders_that_transformers_reads_otherwise(
+    tmp_path: Path, capsys: Any
+) -> None:
+    write_model(tmp_path / "a", byte_level(), "llama", "LlamaTokenizerFast")
+    output = tmp_path / "result.json"
+    assert not command(tmp_path / "a", output)
+    shown = capsys.readouterr().out
+    assert "used by runs: the same as tokenizer.json" in shown
+    assert "earlier runs): differs from tokenizer.json" in shown
+    result = json.loads(output.read_text())
+    assert result["used by runs"] is None
+    assert result["made by transformers (earlier runs)"]["other ids"]
+    assert command(TINY, None)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dapo_megatron.config import Columns
-from dapo_megatron.data.prompts import render
+from dapo_megatron.data.prompts import check_template, render
 from dapo_megatron.data.rows import DAPO_MATH_COLUMNS, PromptRow
 from dapo_megatron.types import DataError
 from preparing.report import LABELS
@@ -157,13 +157,11 @@ def _kept(uniques: Sequence[Unique], spool: Spool) -> Iterator[Any]:
 def drop_long(uniques: Sequence[Unique], spool: Spool, settings: Settings) -> None:
     """Drop prompts with more than `max_prompt_tokens` tokens, chat template included."""
     assert settings.tokenizer is not None
-    if settings.tokenizer.chat_template is None:
-        raise DataError(
-            "--tokenizer: it has no chat template; add chat_template.jinja to the folder"
-        )
+    check_template(settings.tokenizer, "--tokenizer")
     alive = [unique for unique in uniques if unique.dropped is None]
     rows = (replace(row, where=unique.where) for _, unique, row in _alive(uniques, spool, settings))
-    for unique, prompt in zip(alive, render(rows, settings.tokenizer, ""), strict=True):
+    prompts = render(rows, settings.tokenizer, "", settings.max_prompt_tokens)
+    for unique, prompt in zip(alive, prompts, strict=True):
         if len(prompt.tokens) > settings.max_prompt_tokens:
             unique.dropped = "too_long"
             unique.matches["too_long"] = {"where": unique.where, "tokens": len(prompt.tokens)}
