@@ -365,6 +365,7 @@ OBJECTIVE_DEFAULTS = {
     "loss.tau_neg": "the same",
     "train.packing": "how rows are filled; the loss of a token is the same",
     "data.columns": "which columns of a file are read; missing ones are rejected",
+    "data.chat_template_kwargs": "none: the template's own defaults, as of the paper's model",
     "rollout.expected_keep_rate": "a first guess of how many prompts to issue",
     "rollout.lookahead": "acts only with on_policy false, which the YAML must set",
     "rollout.max_overtake": "the same",
