@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+LONG_TEXT = 2**16
+"""Characters of a prompt from which on only as many are tokenized as are needed to drop it."""
 DRAWS = 4
 """Maximum number of problems to draw from a reasoning-gym data set, per problem wanted."""
 
@@ -159,8 +161,6 @@ def render(
     Raises DataError naming the row of a prompt without tokens or with one that is not below
     `vocab_size`, and of one whose template fails.
     """
-    # Tokenizing megabytes may take minutes. A text of so many characters is too long already.
-    enough = (max_tokens + 1) * max(map(len, tokenizer.get_vocab()), default=1)
     while chunk := list(islice(rows, CHUNK_ROWS)):
         texts = []
         for row in chunk:
@@ -174,11 +174,9 @@ def render(
                     f"{type(error).__name__}: {error}"
                 ) from error
             texts.append(str(text))
-        starts = [text[:enough] for text in texts]
-        encoded = tokenizer(starts, add_special_tokens=False)["input_ids"]
-        for row, text, tokens in zip(chunk, texts, encoded, strict=True):
-            if len(text) > enough and len(tokens) <= max_tokens:  # unknown characters may be one
-                tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        for row, text, tokens in zip(
+            chunk, texts, _tokens(tokenizer, texts, max_tokens), strict=True
+        ):
             if not tokens:
                 raise DataError(
                     f"{row.where}, column prompt: the chat template and the tokenizer make no "
@@ -192,6 +190,22 @@ def render(
                     "belongs to the model, or resize the embedding"
                 )
             yield Prompt(name, row.index, tuple(tokens), text, row.truth, row.extra)
+
+
+def _tokens(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_tokens: int
+) -> list[list[int]]:
+    """Return the tokens of each text; of a long one maybe only the first ones, which are more than
+    `max_tokens` then. Tokenizing megabytes may take minutes."""
+    starts = list(texts)
+    if max(map(len, texts)) > LONG_TEXT:
+        enough = (max_tokens + 1) * max(map(len, tokenizer.get_vocab()))
+        starts = [text[: max(enough, LONG_TEXT)] for text in texts]
+    encoded: list[list[int]] = tokenizer(starts, add_special_tokens=False)["input_ids"]
+    for index, (text, start) in enumerate(zip(texts, starts)):
+        if text != start and len(encoded[index]) <= max_tokens:  # one unknown token may be long
+            encoded[index] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return encoded
 
 
 # ---------------------------------------------------------------------------- reasoning-gym

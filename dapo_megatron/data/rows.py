@@ -47,9 +47,10 @@ def read_jsonl(path: str) -> Iterator[tuple[int, str, Any]]:
     """Yield (index from 0, "file, line N" with N from 1, value). Blank lines are skipped.
 
     Raises DataError for a line that is not JSON, has a duplicate key, is nested too deeply, or is
-    longer than MAX_LINE_BYTES. At most MAX_LINE_BYTES + 1 bytes of a line are read.
+    longer than MAX_LINE_BYTES, and for a file that is one JSON value. At most MAX_LINE_BYTES + 1
+    bytes of a line are read.
     """
-    where = path
+    where, is_first = path, True
     try:
         with open(path, "rb") as file:
             for index in count():
@@ -58,11 +59,25 @@ def read_jsonl(path: str) -> Iterator[tuple[int, str, Any]]:
                 if not line:
                     return
                 if line.strip():
+                    if is_first:
+                        _check_first_line(line, path, where)
+                    is_first = False
                     yield index, where, _parse_line(line, where)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     except MemoryError as error:
         raise DataError(f"{where}: {_NO_MEMORY}") from error
+
+
+def _check_first_line(line: bytes, path: str, where: str) -> None:
+    """Raise DataError if a file is a JSON array, or one object over several lines."""
+    start = line.removeprefix(b"\xef\xbb\xbf").strip()
+    if start.startswith(b"[") or start == b"{":
+        kind, items = ("array", ".[]") if start != b"{" else ("object over several lines", ".")
+        raise DataError(
+            f"{where}: a JSON {kind}, but one object per line is needed; "
+            f"convert it: jq -c '{items}' {path} > NAME.jsonl"
+        )
 
 
 def _parse_line(line: bytes, where: str) -> Any:
@@ -151,18 +166,21 @@ def checked_row(
     DataError naming row and column."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: must be a mapping of columns, found {_shown(row)}")
-    _check_plain(row, where, "")
     check_columns(row, columns, where)
+    prompt, answer = (value_of(row, name, where) for name in (columns.prompt, columns.answer))
+    extra = {
+        "data_source": _optional_string(row, "data_source", where) or data_source,
+        "ability": _optional_string(row, "ability", where),
+        "extra_info": _mapping(row.get("extra_info") or {}, where, "extra_info"),
+    }
+    for name, value in ((columns.prompt, prompt), (columns.answer, answer), *extra.items()):
+        _check_plain(value, where, name)
     return PromptRow(
         index=index,
         where=where,
-        messages=_messages(value_of(row, columns.prompt, where), where, columns.prompt),
-        truth=_truth(value_of(row, columns.answer, where), where, columns.answer),
-        extra={
-            "data_source": _optional_string(row, "data_source", where, data_source),
-            "ability": _optional_string(row, "ability", where, ""),
-            "extra_info": _extra_info(row.get("extra_info"), where),
-        },
+        messages=_messages(prompt, where, columns.prompt),
+        truth=_truth(answer, where, columns.answer),
+        extra=extra,
     )
 
 
@@ -185,7 +203,9 @@ def _messages(value: Any, where: str, column: str) -> list[dict[str, str]]:
                 f"{where}, column {message_column}.role: must be one of {', '.join(ROLES)}, "
                 f"found {_shown(role)}"
             )
-        content = _string(message.get("content"), where, f"{message_column}.content")
+        content = _content(message.get("content"))
+        if role == "user" or not isinstance(content, str):
+            content = _string(content, where, f"{message_column}.content")
         messages.append({"role": role, "content": content})
     if messages[-1]["role"] != "user":
         raise DataError(
@@ -193,6 +213,17 @@ def _messages(value: Any, where: str, column: str) -> list[dict[str, str]]:
             f"found {_shown(messages[-1]['role'])}"
         )
     return messages
+
+
+def _content(value: Any) -> Any:
+    """Return the text of a list of text parts, as of an OpenAI API. Any other value is returned
+    unchanged."""
+    if isinstance(value, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in value
+    ):
+        return "".join(part["text"] for part in value)
+    return value
 
 
 _REMEDIES: Sequence[tuple[type, str]] = (
@@ -219,22 +250,15 @@ def _truth(value: Any, where: str, column: str) -> str:
     )
 
 
-def _optional_string(row: Mapping[str, Any], column: str, where: str, default: str) -> str:
+def _optional_string(row: Mapping[str, Any], column: str, where: str) -> str:
+    """Return a column as text. It is empty if the column is missing, null, or NaN, which pandas
+    writes for null."""
     value = row.get(column)
-    return default if value is None else _string(value, where, column)
-
-
-def _extra_info(value: Any, where: str) -> dict[str, Any]:
-    if value is None:
-        return {}
-    extra_info = _mapping(value, where, "extra_info")
-    number = extra_info.get("index", "")
-    if isinstance(number, bool) or not isinstance(number, str | int):
-        raise DataError(
-            f"{where}, column extra_info.index: must be a string or an integer, "
-            f"found {_shown(number)}"
-        )
-    return extra_info
+    if value is None or value != value:
+        return ""
+    if isinstance(value, list | dict):
+        raise DataError(f"{where}, column {column}: must be text, found {_shown(value)}")
+    return str(value)
 
 
 def _mapping(value: Any, where: str, column: str) -> dict[str, Any]:

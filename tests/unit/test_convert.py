@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo_megatron.checkpoints.formats.open import open_store
@@ -139,6 +140,60 @@ def test_a_link_out_of_the_model_folder_is_rejected(
     assert code == 2
     assert f"{hf / name}: a link to {tmp_path / target}, which is " in output.replace("\n", "")
     assert not (tmp_path / "out").exists()
+
+
+INDEX = "model.safetensors.index.json"
+FORMS = {  # files of the folder -> its tensors are read from the single file, the shards, or not
+    "single": ("single",),
+    "shards": ("shards", "index"),
+    "single, and an index of it": ("single", "index of single"),
+    "a stale single file beside shards": ("single", "shards", "index"),
+    "a stale index beside a single file": ("single", "index"),
+    "stale shards without their index": ("single", "shards"),
+    "shards of two exports": ("shards", "index", "old shards"),
+    "pickled weights beside shards": ("shards", "index", "pickled"),
+    "consolidated weights beside shards": ("shards", "index", "consolidated"),
+    "an adapter beside a single file": ("single", "adapter"),
+}
+REFUSED = {"a stale single file beside shards", "a stale index beside a single file"}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_two_forms_of_weights_are_refused(name: str, hf: Path, tmp_path: Path) -> None:
+    """transformers would read a single file, and vLLM the shards that an index names."""
+    tensors = load_file(hf / "model.safetensors")
+    folder, forms = tmp_path / "model", FORMS[name]
+    shutil.copytree(hf, folder, ignore=shutil.ignore_patterns("model*"))
+    stale = {key: value + 1 for key, value in tensors.items()}
+    is_sharded = "shards" in forms and "index" in forms
+    if "single" in forms:
+        save_file(stale if is_sharded else tensors, folder / "model.safetensors")
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    half = dict(list(tensors.items())[::2])
+    if "shards" in forms:
+        save_file(half, folder / first)
+        save_file({key: tensors[key] for key in tensors.keys() - half.keys()}, folder / second)
+    weight_map = {key: first if key in half else second for key in tensors}
+    if "index of single" in forms:
+        weight_map = dict.fromkeys(tensors, "model.safetensors")
+    if any(form.startswith("index") for form in forms):
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    others = {
+        "old shards": "model-00001-of-00003.safetensors",
+        "consolidated": "consolidated.safetensors",
+        "adapter": "adapter_model.safetensors",
+    }
+    for form in forms:
+        if form in others:
+            save_file(stale, folder / others[form])
+    if "pickled" in forms:
+        (folder / "pytorch_model.bin").write_bytes(b"x")
+    code, output = invoke("hf-to-megatron", folder, tmp_path / "m")
+    if name in REFUSED:
+        assert code and "two forms of weights, model.safetensors and the files of" in output
+        return
+    assert code == 0, output
+    assert invoke("verify", hf, tmp_path / "m")[0] == 0
 
 
 def test_a_snapshot_of_the_hugging_face_cache_is_copied(hf: Path, tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ from preparing.unique import Frame, file_source, fold, frame_of
 from pyarrow import parquet
 from typer.testing import CliRunner
 
-from dapo_megatron.config import FileSource
+from dapo_megatron.config import Columns, FileSource
 from dapo_megatron.data.prompts import load_source, report_of
-from dapo_megatron.data.rows import DAPO_MATH_COLUMNS
+from dapo_megatron.data.rows import DAPO_MATH_COLUMNS, checked_row, read_jsonl, read_parquet
 from dapo_megatron.types import DataError
 from tests.helpers import published_data as made
 from tools.make_tiny_model import make_tokenizer
@@ -591,10 +591,77 @@ def test_a_prompt_that_the_chat_template_refuses_is_named_by_its_row(tmp_path: P
     assert "in.parquet, row 0, column prompt: the chat template failed: Temp" in message
 
 
-def test_json_columns_of_two_types_are_refused(tmp_path: Path) -> None:
-    rows = [made.row("a", "1", "x"), made.row("b", "1", 3)]
-    message = refused(write_rows(tmp_path / "in.jsonl", rows), "--output", tmp_path / "o.parquet")
-    assert "in.jsonl, line 1 and the 1 after it: one column, several types" in message
+ANY_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=1), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "q": st.sampled_from(["Add 1", [{"role": "user", "content": "Add 2"}]]),
+                "a": st.sampled_from([2, "x+1", 2**64, "1.10", "\U0001d54f"]),
+            },
+            optional={
+                "extra_info": st.none() | st.dictionaries(st.text("ix", max_size=1), ANY_JSON),
+                "level": ANY_JSON,
+                "data_source": st.sampled_from([None, "", "x"]),
+            },
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_a_prepared_file_has_the_prompts_and_truths_of_the_original(
+    tmp_path: Path, rows: list[dict[str, Any]]
+) -> None:
+    """Whatever types the values of other columns have, and those of answers."""
+    for number, row in enumerate(rows):  # distinct prompts
+        question = row["q"]
+        is_text = isinstance(question, str)
+        row["q"] = f"{number} {question}" if is_text else [question[0] | {"content": f"{number}"}]
+    raw, output = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet"
+    arguments = ("--columns", "{prompt: q, answer: a}", "--force", *OFF)
+    run(raw, "--output", output, *arguments)
+    columns = Columns(prompt="q", answer="a")
+    loaded = [
+        [checked_row(*row, columns) for row in rows]
+        for rows in (read_jsonl(str(raw)), read_parquet(str(output), columns))
+    ]
+    assert [(row.messages, row.truth) for row in loaded[0]] == [
+        (row.messages, row.truth) for row in loaded[1]
+    ]
+    assert [row.extra["data_source"] for row in loaded[0]] == [
+        row.extra["data_source"] for row in loaded[1]
+    ]
+
+
+def test_values_of_several_types_become_text(tmp_path: Path) -> None:
+    rows = [
+        {"q": "a", "a": 2, "level": 5, "extra_info": {"index": 1, "tags": [1]}, "empty": {}},
+        {"q": "b", "a": "x", "level": "hard", "extra_info": {"index": "b2", "tags": ["t"]}},
+        {"q": "c", "a": "y", "level": 1.5, "extra_info": {"index": None, "rate": 1}, "empty": {}},
+        {"q": "d", "a": "z", "level": [1], "extra_info": {"rate": 0.5}},
+    ]
+    raw, output = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet"
+    run(raw, "--output", output, "--columns", "{prompt: q, answer: a}", *OFF)
+    written = parquet.read_table(output).to_pydict()
+    assert written["a"] == ["2", "x", "y", "z"]
+    assert written["level"] == ["5", "hard", "1.5", "[1]"]
+    assert [info["index"] for info in written["extra_info"]] == ["1", "b2", None, None]
+    assert [info["rate"] for info in written["extra_info"]] == [None, None, 1.0, 0.5]
+    assert [info["tags"] for info in written["extra_info"]] == [["1"], ["t"], None, None]
+    assert written["empty"] == [None] * 4
 
 
 @pytest.mark.parametrize(

@@ -128,15 +128,21 @@ def _file_slice(name: str, info: TensorInfo, file: str) -> FileSlice:
 
 def _find_tensors(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
     """Return files by name, and the file name of each tensor. Raises CheckpointError."""
-    if (folder / SINGLE).exists():  # takes precedence over the index, as in transformers
-        file = TensorFile(folder / SINGLE)
-        return {SINGLE: file}, dict.fromkeys(file.tensors, SINGLE)
     index = folder / HF_INDEX
     if not index.exists():
-        raise CheckpointError(_why_no_weights(folder))
+        if not (folder / SINGLE).exists():
+            raise CheckpointError(_why_no_weights(folder))
+        file = TensorFile(folder / SINGLE)
+        return {SINGLE: file}, dict.fromkeys(file.tensors, SINGLE)
     file_of = read_json(index).get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(name, str) for name in file_of.values()):
         raise CheckpointError(f"{index}: has no weight_map of tensors to file names")
+    if (folder / SINGLE).exists() and SINGLE not in file_of.values():
+        # transformers would load the single file, vLLM the others.
+        raise CheckpointError(
+            f"{folder}: has two forms of weights, {SINGLE} and the files of {HF_INDEX}, which may "
+            "be of different trainings; remove one of them"
+        )
     files = {}
     for name in sorted(set(file_of.values())):
         check_file_name(name, index)
