@@ -57,6 +57,10 @@ always a mistake."""
 Item = TypeVar("Item")
 
 
+class Refused(Exception):
+    """MLflow refuses the run, and a retry would not help. The message says what to change."""
+
+
 class MlflowRun:
     """An MLflow run, looked up or created by the first `open` that reaches the server.
 
@@ -76,16 +80,27 @@ class MlflowRun:
 
     def open(self) -> None:
         """Find or create the run and report this start to it. Does nothing if the run is open;
-        `forget` closes it."""
+        `forget` closes it. Raises Refused if a retry would not help."""
         if self._is_open:
             return
         from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import ArgumentError
 
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         uri = os.environ["MLFLOW_TRACKING_URI"]
-        with _database_lock(uri, self._home.parent):
-            self._client = MlflowClient(tracking_uri=uri)
-            run = self._find() or self._create(uri)
+        try:
+            with _database_lock(uri, self._home.parent):
+                self._client = MlflowClient(tracking_uri=uri)
+                run = self._find() or self._create(uri)
+        except (MlflowException, ArgumentError) as error:
+            if not _is_permanent(error):
+                raise
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise Refused(
+                f"{reason}. Check MLFLOW_TRACKING_URI, and the experiment "
+                f"{self._config.tracking.experiment!r} (tracking.experiment)"
+            ) from error
         server, run_id = without_password(uri), run.info.run_id
         if not run_id:
             raise DapoError(
@@ -280,6 +295,17 @@ class MlflowRun:
 def metric_name(name: str) -> str:
     """Return `name` as MLflow accepts it: `@` becomes `_at_`, other invalid characters `_`."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)
+
+
+def _is_permanent(error: Exception) -> bool:
+    """Return whether an error is about the address, the credentials or the experiment."""
+    from mlflow.tracking.registry import UnsupportedModelRegistryStoreURIException
+
+    codes = ("INVALID_PARAMETER_VALUE", "PERMISSION_DENIED", "UNAUTHENTICATED", "FEATURE_DISABLED")
+    code = getattr(error, "error_code", None)
+    if code is None or isinstance(error, UnsupportedModelRegistryStoreURIException):
+        return True
+    return code in codes or re.search(r"error code 40[13]\b", str(error)) is not None
 
 
 @contextmanager

@@ -1,12 +1,23 @@
-"""Displayed addresses contain no password, whatever characters it has."""
+"""Addresses of MLflow: relative ones end where the user meant, and shown ones have no password."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy.engine import make_url
 
-from dapo_megatron.tracking.uri import HIDDEN, hide_password, without_password
+from dapo_megatron.tracking.uri import (
+    HIDDEN,
+    absolute_uri,
+    hide_password,
+    sqlite_uri,
+    without_password,
+)
 
 PASSWORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_size=4)
 
@@ -58,3 +69,100 @@ def test_an_error_that_quotes_the_address_hides_the_password(password: str) -> N
 
 def test_an_error_without_secrets_is_unchanged() -> None:
     assert hide_password("cannot reach http://host", "http://host") == "cannot reach http://host"
+
+
+FILES = {  # address -> folder, in the folder in which the user is
+    "x": "x",
+    "./x": "x",
+    "../x": "../x",
+    "x/y z": "x/y z",
+    "~/x": "~/x",
+    "a%20b/x": "a%20b/x",
+    "a?b/x": "a?b/x",
+    "a#b": "a#b",
+    "ü": "ü",
+    "file:x": "x",
+    "file:./x": "x",
+    "FILE:x": "x",
+    "file:a%20b": "a b",
+    "file://./x": "x",
+    "file://../x": "../x",
+    "file://~/x": "~/x",
+    "file:///abs/x": "/abs/x",
+    "file:/abs/x": "/abs/x",
+    "file://localhost/abs/x": "/abs/x",
+    "file:///a%20b": "/a b",
+    "file:///a%2520b": "/a%20b",
+    "/abs/x": "/abs/x",
+    "/a%20b": "/a%20b",
+}
+DATABASES = {
+    "sqlite:///x.db": "x.db",
+    "sqlite:///./x.db": "x.db",
+    "sqlite:///../x.db": "../x.db",
+    "sqlite:///a/x.db": "a/x.db",
+    "sqlite:////abs/x.db": "/abs/x.db",
+    "sqlite:x.db": "x.db",
+    "sqlite:./x.db": "x.db",
+    "sqlite://x.db": "x.db",
+    "sqlite:/abs/x.db": "/abs/x.db",
+    "SQLite:///x.db": "x.db",
+    "sqlite+pysqlite:///x.db": "x.db",
+    "sqlite:///~/x.db": "~/x.db",
+    "sqlite:///a%20b/x.db": "a b/x.db",
+    "sqlite:////a%2520b/x.db": "/a%20b/x.db",
+    "sqlite:///a b#ü/x.db": "a b#ü/x.db",
+    "sqlite:////a%3Fb/x.db": "/a?b/x.db",
+    "sqlite:///x.db?timeout=5": "x.db",
+}
+
+
+def meant(path: str) -> str:
+    return os.path.normpath(Path(path).expanduser().absolute())
+
+
+@pytest.mark.parametrize("given_uri", FILES)
+def test_a_file_store_is_where_the_user_meant(
+    given_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.utils.file_utils import local_file_uri_to_path
+
+    monkeypatch.chdir(tmp_path)
+    uri, expected = absolute_uri(given_uri), meant(FILES[given_uri])
+    monkeypatch.chdir("/")
+    assert os.path.normpath(local_file_uri_to_path(uri)) == expected
+    assert absolute_uri(uri) == uri
+
+
+@pytest.mark.parametrize("given_uri", DATABASES)
+def test_a_database_is_where_the_user_meant(
+    given_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url, expected = make_url(absolute_uri(given_uri)), meant(DATABASES[given_uri])
+    # MLflow's SQLAlchemy decodes the path, as a URL's.
+    assert os.path.normpath(unquote(urlsplit(str(url)).path.removeprefix("/"))) == expected
+    assert url.get_dialect().name == "sqlite"
+    assert dict(url.query) == ({"timeout": "5"} if "timeout" in given_uri else {})
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        *("", "databricks", "databricks://profile", "http://host:1/x", "https://me:pw@host"),
+        *("postgresql://me:pw@host/db", "mysql+pymysql://host/db", "file://server/share"),
+        *("sqlite:///:memory:", "sqlite://", "htp://x"),
+    ],
+)
+def test_other_addresses_are_unchanged(uri: str) -> None:
+    assert absolute_uri(uri) == uri
+
+
+@pytest.mark.parametrize("name", ["plain", "a%20b", "a?b", "a#b", "a b", "a%b", "ü&=+"])
+def test_mlflow_writes_into_the_database_of_a_folder(name: str, tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    folder = tmp_path / name
+    folder.mkdir()
+    MlflowClient(sqlite_uri(folder / "mlflow.db")).create_experiment("x")
+    assert (folder / "mlflow.db").stat().st_size > 0
