@@ -13,6 +13,7 @@ import typer
 
 from dapo_megatron.cluster.join import adopt_step, check_roles
 from dapo_megatron.cluster.launch import is_launched, launch
+from dapo_megatron.cluster.safe_output import use_safe_output
 from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.cluster.stop import leave_when_asked
@@ -366,6 +367,7 @@ PIPE_COLUMNS = "160"
 
 def main() -> None:
     """Run the command line. A DapoError is printed as a message, without a traceback."""
+    use_safe_output()
     if not sys.stdout.isatty():
         # rich would squeeze tables into 80 columns.
         os.environ.setdefault("COLUMNS", PIPE_COLUMNS)

@@ -14,6 +14,8 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dapo_megatron.text import visible
+
 VARIABLE = "DAPO_MEGATRON_VERDICT"
 """Environment variable with the file's path; if it is not set, nothing is written."""
 SECONDARY_SECONDS = 3.0
@@ -69,7 +71,7 @@ def record(
             f"killed ({line[:300]})"
         )
     with contextlib.suppress(OSError):
-        return _write_first(path, f"{code} {line}\n{text}")
+        return _write_first(path, visible(f"{code} {line}\n{text}"))
     return False
 
 

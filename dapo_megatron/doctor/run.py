@@ -31,6 +31,7 @@ from dapo_megatron.cluster.heartbeat import (
 )
 from dapo_megatron.cluster.watchdog import hang_file
 from dapo_megatron.files import read_json
+from dapo_megatron.text import LiteralConsole
 from dapo_megatron.types import CheckpointError, ConfigError
 
 LATE_SECONDS = 3 * HEARTBEAT_SECONDS
@@ -74,7 +75,7 @@ class Report:
 def command(run_folder: Path, verdict_file: Path | None, json_file: Path | None) -> None:
     """Print the state of a run, and write it to `json_file`."""
     state = report(run_folder, verdict_file)
-    render(state, Console())
+    render(state, LiteralConsole())
     if json_file is not None:
         json_file.write_text(to_json(state), encoding="utf-8")
 
