@@ -14,6 +14,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dapo_megatron.files import read_file
 from dapo_megatron.text import visible
 
 VARIABLE = "DAPO_MEGATRON_VERDICT"
@@ -81,7 +82,7 @@ def read(path: Path) -> ExitReason | None:
     There is no file if every rank was killed or exited without an error.
     """
     try:
-        first, _, text = path.read_text(encoding="utf-8").partition("\n")
+        first, _, text = read_file(path).decode().partition("\n")
         code, _, reason = first.partition(" ")
         return ExitReason(int(code), reason, text)
     except (OSError, ValueError):
