@@ -26,6 +26,8 @@ from msgspec import Meta
 from dapo_megatron.files import read_json, write_json
 from dapo_megatron.types import CheckpointError
 
+HEARTBEATS = ".pulse"
+"""Folder of the heartbeats in a run's folder."""
 HEARTBEAT_SECONDS = 5.0
 """Heartbeat interval of a rank that stays in the same phase and step."""
 
@@ -94,7 +96,7 @@ class Heartbeat:
 
 
 def heartbeat_folder(run: Path) -> Path:
-    return run / ".pulse"
+    return run / HEARTBEATS
 
 
 def heartbeat_file(run: Path, rank: int) -> Path:

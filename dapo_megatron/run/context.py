@@ -84,7 +84,6 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
     terminal = sys.stdout
     if with_folder:
         stop.listen()
-        watchdog.start()  # before waiting for the other ranks, because one may never come
     else:
         signal.signal(signal.SIGTERM, _interrupt)
     is_replaceable = with_folder and config.role(rank) == "engine"
@@ -92,6 +91,9 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
         allow_restart()
     members: Members | None = None
     try:
+        if with_folder:
+            folder.create()
+            watchdog.start()  # before waiting for the other ranks, because one may never come
         ranks = _join(config, watchdog)
         if ranks.by_role is not None:
             members = ranks.by_role.members
