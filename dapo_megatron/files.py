@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from dapo_megatron.types import CheckpointError, ConfigError, DapoError
 
@@ -89,13 +89,15 @@ def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
     end. Also raises it for another user's link to a file that is not his, because it may be a
     private file of this user.
     """
-    return cast(BinaryIO, open(path, "rb", buffering, opener=_open_regular))
+    return open(path, "rb", buffering, opener=_open_regular)
 
 
 def _open_regular(path: str, flags: int) -> int:
     handle = os.open(path, flags | os.O_NONBLOCK)
     try:
         status, link = os.fstat(handle), os.lstat(path)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "Not a regular file", path)
         owners = (os.geteuid(), 0, status.st_uid)
@@ -244,7 +246,7 @@ def open_lock(path: Path) -> BinaryIO:
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file as a hexadecimal string."""
     with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def try_lock(file: BinaryIO, path: Path) -> bool:

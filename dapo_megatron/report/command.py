@@ -90,7 +90,7 @@ def _target(folders: Sequence[Path], output: Path | None) -> Path:
     if output is not None:
         return output
     try:
-        check_entries(folders[0], key="RUN_FOLDER")
+        check_entries(folders[0], folders[0].resolve(), key="RUN_FOLDER")
     except ConfigError:
         return Path(NAME)
     return folders[0] / NAME

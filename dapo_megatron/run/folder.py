@@ -76,9 +76,13 @@ class RunFolder:
         folder. With `whole` everything in it is checked."""
         with self._config_errors():
             self.path.mkdir(parents=True, exist_ok=True)
-            if not whole:
-                check_entries(self.path, HEARTBEATS, f"{HEARTBEATS}/alarm")
-            elif warning := check_tree(self.path):
+            beside = (self.path.with_name(name) for name in ("mlflow.db", "mlartifacts"))
+            heartbeats = self.path / HEARTBEATS
+            check_entries(
+                *filter(Path.is_symlink, beside),
+                *(self.path, self.path.resolve(), heartbeats, heartbeats / "alarm"),
+            )
+            if whole and (warning := check_tree(self.path)):
                 self.notes.append(warning)
             if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
                 raise PermissionError(errno.EACCES, "Cannot be written")
