@@ -55,8 +55,8 @@ class _Writers:
         kind = f"a link to {os.readlink(path)}" if stat.S_ISLNK(mode) else kind
         names = f" with {num_names} names" if num_names > 1 else ""
         raise ConfigError(
-            f"{self._key}: {path} is {kind}{names} that user {status.st_uid} has created. It could make "
-            "this command write into other files. Delete it, or choose another folder "
+            f"{self._key}: {path} is {kind}{names} that user {status.st_uid} has created. "
+            "It could make this command write to other files. Delete it, or choose another folder "
             "(docs/cluster.md describes how a group shares a run)"
         )
 

@@ -30,7 +30,16 @@ from dapo_megatron.ownership import check_entries, check_tree
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import CheckpointError, ConfigError
 
-_NOT_WRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EROFS)
+_NOT_WRITABLE = (
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.EROFS,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
 LOCK_SECONDS = 15.0
 """Time to wait for the lock. Ranks that were just killed hold it until they have exited."""
 
@@ -75,13 +84,13 @@ class RunFolder:
         another user may have made the entries that a rank writes before rank 0 has acquired the
         folder. With `whole` everything in it is checked."""
         with self._config_errors():
-            self.path.mkdir(parents=True, exist_ok=True)
             beside = (self.path.with_name(name) for name in ("mlflow.db", "mlartifacts"))
             heartbeats = self.path / HEARTBEATS
             check_entries(
                 *filter(Path.is_symlink, beside),
-                *(self.path, self.path.resolve(), heartbeats, heartbeats / "alarm"),
+                *(self.path, Path(os.path.realpath(self.path)), heartbeats, heartbeats / "alarm"),
             )
+            self.path.mkdir(parents=True, exist_ok=True)
             if whole and (warning := check_tree(self.path)):
                 self.notes.append(warning)
             if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
