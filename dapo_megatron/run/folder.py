@@ -31,14 +31,8 @@ from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import CheckpointError, ConfigError
 
 _NOT_WRITABLE = (
-    errno.ENOENT,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.EEXIST,
-    errno.EROFS,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
+    *(errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
 )
 LOCK_SECONDS = 15.0
 """Time to wait for the lock. Ranks that were just killed hold it until they have exited."""

@@ -165,15 +165,12 @@ def test_only_regular_files_are_read_and_in_a_second(
         pytest.skip("needs root, to make a link of another user")
     path = tmp_path / "file"
     make(path)
+    reads_parts = reader in ("checksum", "header of weights", "recorded rollouts")
+    if reads_parts and problem.startswith("Longer"):
+        return
     if reader == "attempts" and not path.exists():
         return  # a run without attempts
     started = time.monotonic()
-    if problem.startswith("Longer") and reader in (
-        "checksum",
-        "header of weights",
-        "recorded rollouts",
-    ):
-        return  # these read parts, or as much as there is
     with pytest.raises((OSError, DapoError)) as raised:
         READERS[reader](path)
     assert problem in str(raised.value)
