@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from dapo_megatron.cluster.attempt import check_owner
+from dapo_megatron.cluster.ownership import check_entries
 from dapo_megatron.files import write_text
-from dapo_megatron.ownership import check_entries
 from dapo_megatron.report.page import Options, make_payload, render
 from dapo_megatron.report.run_data import MARKS, RunData, read_run
 from dapo_megatron.types import ConfigError, DapoError

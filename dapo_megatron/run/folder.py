@@ -25,8 +25,8 @@ from dapo_megatron.checkpoints.folder import (
 )
 from dapo_megatron.cluster.attempt import OWNER, attempt, check_owner
 from dapo_megatron.cluster.heartbeat import HEARTBEATS
+from dapo_megatron.cluster.ownership import check_entries, check_tree
 from dapo_megatron.files import open_lock, read_json, try_lock, write_json
-from dapo_megatron.ownership import check_entries, check_tree
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import CheckpointError, ConfigError
 

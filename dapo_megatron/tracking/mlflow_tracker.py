@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.cluster.attempt import close_attempt
+from dapo_megatron.cluster.ownership import check_tree
 from dapo_megatron.cluster.processes import helper_environment
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.files import open_lock, try_lock
-from dapo_megatron.ownership import check_tree
 from dapo_megatron.tracking.mirror_state import (
     ATTEMPTS,
     CONFIG,

@@ -907,7 +907,7 @@ def test_relative_tracking_uris_are_made_absolute(
 FOREIGN_SERVERS: tuple[Any, ...] = (
     *("http://127.0.0.1:1", "https://127.0.0.1:1", "HTTP://127.0.0.1:1", "http://u:hunter2@x"),
     *("databricks", "databricks://profile", "uc:databricks", "postgresql://u:hunter2@x/db"),
-    *("sqlite:////root/cookies.db", "sqlite://", "file:///root", "/root/mlruns", "../mlruns"),
+    *("sqlite:////srv/cookies.db", "sqlite://", "file:///srv", "/srv/mlruns", "../mlruns"),
     *("http://x; touch owned", "http://x\x1b[2J", 5, ["http://x"], {"a": 1}),
 )
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from dapo_megatron.checkpoints import newest, read_state
+from dapo_megatron.cluster.ownership import check_tree
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.files import write_json
-from dapo_megatron.ownership import check_tree
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.types import CheckpointError, ConfigError, Fenced
 
@@ -383,9 +383,9 @@ def test_links_of_this_user_are_allowed(tmp_path: Path) -> None:
 @as_root
 @pytest.mark.parametrize("name", ["mlflow.db", "mlartifacts"])
 def test_a_link_to_another_database_next_to_the_run_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).symlink_to("/root/cookies.db")
+    (tmp_path / name).symlink_to("/srv/cookies.db")
     os.lchown(tmp_path / name, OTHER, OTHER)
-    with pytest.raises(ConfigError, match=f"{name} is a link to /root/cookies.db"):
+    with pytest.raises(ConfigError, match=f"{name} is a link to /srv/cookies.db"):
         RunFolder(tmp_path / "x").create()
 
 
