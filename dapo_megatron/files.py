@@ -119,7 +119,7 @@ def read_file(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
             data = file.read(max_bytes + 1)
             if len(data) <= max_bytes:
                 return data
-    raise OSError(errno.EFBIG, f"Longer than {max_bytes:,} bytes", str(path))
+    raise OSError(errno.EFBIG, f"longer than {max_bytes:,} bytes", str(path))
 
 
 def read_json(

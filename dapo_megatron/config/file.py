@@ -21,8 +21,7 @@ from dapo_megatron.config import (
     Section,
 )
 from dapo_megatron.config.consistency import check_values
-from dapo_megatron.config.yaml12 import MAX_DEPTH, dump_yaml, parse_yaml
-from dapo_megatron.files import read_file
+from dapo_megatron.config.yaml12 import MAX_CHARACTERS, MAX_DEPTH, dump_yaml, parse_yaml
 from dapo_megatron.types import ConfigError
 
 
@@ -71,7 +70,8 @@ def dump_config(config: Config) -> str:
 def _read(path: str | Path) -> dict[str, Any]:
     """Return the mapping in a YAML file."""
     try:
-        text = read_file(Path(path)).decode()
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path}: cannot be read ({reason})") from error

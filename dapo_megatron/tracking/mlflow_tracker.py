@@ -133,8 +133,9 @@ def deliver(run_folder: Path, wait_seconds: float) -> bool:
     that this version can read, if another user may have created an entry of it, or if only the
     folder names the server.
     """
+    if run_folder.exists():
+        check_tree(run_folder, "RUN_FOLDER")
     load_config(run_folder / CONFIG)
-    check_tree(run_folder, "RUN_FOLDER")
     uri = _known_uri(run_folder)
     path = run_folder / ".lock"
     with open_lock(path) as lock:

@@ -44,7 +44,7 @@ ROOMS = {
     "files": room("types"),
     "text": room("", "rich"),
     "protocols": room("types", "torch"),
-    "config": room("types files", "pydantic pydantic_core yaml"),
+    "config": room("types", "pydantic pydantic_core yaml"),
     "model": room("types files config", "torch"),  # torch for annotations only
     "algo": room("types", "torch"),
     "data": room(

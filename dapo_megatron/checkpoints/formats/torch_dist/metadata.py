@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import re
 from collections.abc import Iterable, Mapping
@@ -66,7 +67,10 @@ def read_metadata(folder: Path) -> Contents:
     try:
         data = read_file(path, _MAX_BYTES)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); copy it again") from None
+        problem = (
+            error.strerror if error.errno == errno.EFBIG else f"cannot be read ({error.strerror})"
+        )
+        raise CheckpointError(f"{path}: damaged: {problem}; copy it again") from None
     content = load_pickle(data, str(path))
     try:
         listed = _field(content, "Metadata", "state_dict_metadata", dict)
