@@ -67,10 +67,9 @@ def read_metadata(folder: Path) -> Contents:
     try:
         data = read_file(path, _MAX_BYTES)
     except OSError as error:
-        problem = (
-            error.strerror if error.errno == errno.EFBIG else f"cannot be read ({error.strerror})"
-        )
-        raise CheckpointError(f"{path}: damaged: {problem}; copy it again") from None
+        if error.errno == errno.EFBIG:
+            raise CheckpointError(f"{path}: damaged: {error.strerror}; copy it again") from None
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     content = load_pickle(data, str(path))
     try:
         listed = _field(content, "Metadata", "state_dict_metadata", dict)
