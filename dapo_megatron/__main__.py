@@ -13,6 +13,7 @@ import typer
 
 from dapo_megatron.cluster.join import adopt_step, check_roles
 from dapo_megatron.cluster.launch import is_launched, launch
+from dapo_megatron.cluster.safe_output import use_safe_output
 from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.cluster.stop import leave_when_asked
@@ -23,6 +24,7 @@ from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.rewards.registry import check_grader, grader_names, user_function
 from dapo_megatron.rollout.recorded import check_recorded
+from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.types import ConfigError, DapoError, Outcome
 
 app = typer.Typer(
@@ -74,6 +76,8 @@ def train(
     checked = _load(config, overrides, overlay, has_engine=replay is None)
     if replay is not None:
         check_recorded(replay, checked.folder)
+    if not is_launched():
+        RunFolder(checked.folder).create(whole=True)
     _on_ranks(checked.run.processes)
     from dapo_megatron.run import session
 
@@ -168,7 +172,9 @@ def report(
     run_folders: Annotated[list[Path], typer.Argument(metavar="RUN_FOLDER...", help="runs/<name>")],
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Default: report.html in the first folder."),
+        typer.Option(
+            metavar="FILE", help="Default: report.html in the first folder, if it is yours."
+        ),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Update the report until the run ends.")
@@ -378,6 +384,7 @@ PIPE_COLUMNS = "160"
 
 def main() -> None:
     """Run the command line. A DapoError is printed as a message, without a traceback."""
+    use_safe_output()
     if not sys.stdout.isatty():
         # rich would squeeze tables into 80 columns.
         os.environ.setdefault("COLUMNS", PIPE_COLUMNS)

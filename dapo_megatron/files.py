@@ -1,4 +1,4 @@
-"""Write files and folders atomically, recover after a kill, read untrusted JSON, lock files, and
+"""Write files and folders atomically, recover after a kill, read files of others, lock files, and
 compute their checksums."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,6 +21,9 @@ from dapo_megatron.types import CheckpointError, ConfigError, DapoError
 MAX_DEPTH = 64
 """Deepest nesting of lists and objects in a file. Python's own recursion limit is not enough: a
 value just below that limit parses here, and raises RecursionError in later code that walks it."""
+
+MAX_FILE_BYTES = 256 << 20
+"""Largest file to read whole."""
 
 _NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -78,6 +82,46 @@ def check_depth(value: Any) -> None:
     raise ValueError(TOO_DEEP)
 
 
+def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open a file for reading that another user may have made.
+
+    Raises OSError if it is not a regular file: opening a FIFO would wait, and a device may have no
+    end. Also raises it for another user's link to a file that is not his, because it may be a
+    private file of this user.
+    """
+    return open(path, "rb", buffering, opener=_open_regular)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    handle = os.open(path, flags | os.O_NONBLOCK)
+    try:
+        status, link = os.fstat(handle), os.lstat(path)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "Not a regular file", path)
+        owners = (os.geteuid(), 0, status.st_uid)
+        if stat.S_ISLNK(link.st_mode) and link.st_uid not in owners:
+            raise PermissionError(
+                errno.EPERM, f"A link of user {link.st_uid} to a file of user {status.st_uid}", path
+            )
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def read_file(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Read a whole file that another user may have made; see `open_regular`. Raises OSError, also
+    if it is longer than `max_bytes`."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size <= max_bytes:
+            data = file.read(max_bytes + 1)
+            if len(data) <= max_bytes:
+                return data
+    raise OSError(errno.EFBIG, f"longer than {max_bytes:,} bytes", str(path))
+
+
 def read_json(
     path: Path,
     otherwise: str = "not a JSON object",
@@ -88,7 +132,7 @@ def read_json(
     Raises `error` naming the file. `otherwise` is its message for JSON that is not an object.
     """
     try:
-        value = parse_json(path.read_bytes())
+        value = parse_json(read_file(path))
     except (OSError, ValueError) as fault:
         reason = fault.strerror if isinstance(fault, OSError) else fault
         raise error(f"{path}: cannot be read ({reason})") from fault
@@ -117,7 +161,6 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     _remove(partial)  # left by a killed process that had the same pid
     with ExitStack() as undo:
         undo.callback(_remove, partial)
-        # Mode "x" fails if another user of the folder has just put a link there.
         with partial.open("xb") as file:
             yield file
             if durable:
@@ -202,8 +245,8 @@ def open_lock(path: Path) -> BinaryIO:
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file as a hexadecimal string."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def try_lock(file: BinaryIO, path: Path) -> bool:

@@ -31,7 +31,6 @@ import typer
 from converting.layouts import make_layout
 from converting.options import print_options
 from rich import progress as bars
-from rich.console import Console
 from rich.table import Table
 
 from dapo_megatron.checkpoints.formats.compare import (
@@ -48,6 +47,8 @@ from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
 from dapo_megatron.checkpoints.formats.torch_dist.store import TorchDistWriter
 from dapo_megatron.checkpoints.formats.weights_folder import declare_without_mtp, publish
 from dapo_megatron.cluster.processes import resident_bytes
+from dapo_megatron.cluster.safe_output import use_safe_output
+from dapo_megatron.text import LiteralConsole
 from dapo_megatron.types import CheckpointError, ConfigError, DapoError, torch_dtype
 
 GIB = 2**30
@@ -209,7 +210,7 @@ def inspect(
         for name, count, shape, kind, size in rows(content):
             table.add_row(name, str(count), shape, kind, f"{size:,}")
         # Wider than many terminals, because a truncated tensor name is useless.
-        Console(width=160).print(table)
+        LiteralConsole(width=160).print(table)
         print(
             f"{len(content['tensors']):,} tensors in {content['files']} files, "
             f"{content['parameters']:,} parameters, {content['bytes']:,} bytes"
@@ -373,7 +374,7 @@ def report_errors(json_file: Path | None) -> Iterator[dict[str, Any]]:
 @contextmanager
 def bar(what: str, total: int) -> Iterator[Advance]:
     """Show a progress bar over bytes. It appears only on a terminal and is removed at the end."""
-    console = Console(stderr=True)
+    console = LiteralConsole(stderr=True)
     columns = (
         bars.TextColumn(what),
         bars.BarColumn(),
@@ -416,4 +417,5 @@ def num_bytes(store: Store) -> int:
 
 
 if __name__ == "__main__":
+    use_safe_output()
     app()

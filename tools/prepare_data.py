@@ -35,9 +35,9 @@ from preparing.tables import Batch, checked
 from preparing.unique import Source, file_source
 from pydantic import ValidationError
 from rich import progress as bars
-from rich.console import Console
 
 from dapo_megatron.cluster.processes import resident_bytes
+from dapo_megatron.cluster.safe_output import use_safe_output
 from dapo_megatron.config import Columns
 from dapo_megatron.config.yaml12 import parse_yaml
 from dapo_megatron.data.hub import dataset_batches, name_of
@@ -45,6 +45,7 @@ from dapo_megatron.data.prompts import report_path
 from dapo_megatron.data.rows import DAPO_MATH_COLUMNS
 from dapo_megatron.data.tokenizer import load_tokenizer
 from dapo_megatron.files import partial_folder
+from dapo_megatron.text import LiteralConsole
 from dapo_megatron.types import ConfigError, DapoError, DataError
 
 SHINGLE_CHARACTERS = 5
@@ -373,7 +374,7 @@ def report_errors() -> Iterator[None]:
 @contextmanager
 def row_counter() -> Iterator[Any]:
     """Show the number of rows read. It appears only on a terminal and is removed at the end."""
-    console = Console(stderr=True)
+    console = LiteralConsole(stderr=True)
     columns = (bars.SpinnerColumn(), bars.TextColumn("{task.completed:,} rows"))
     is_hidden = not console.is_terminal
     with bars.Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
@@ -396,4 +397,5 @@ def show(report: dict[str, Any], files: list[Path], seconds: float) -> None:
 
 
 if __name__ == "__main__":
+    use_safe_output()
     app()

@@ -30,7 +30,14 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.cluster.collectives import on_rank0
-from dapo_megatron.files import read_json, recover, replaced_by, sync_to_disk, write_json
+from dapo_megatron.files import (
+    read_json,
+    recover,
+    replaced_by,
+    sha256,
+    sync_to_disk,
+    write_json,
+)
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import CheckpointError
 
@@ -147,8 +154,7 @@ def restoring(checkpoint: Path | None) -> Iterator[None]:
 
 def entry_of(path: Path) -> Entry:
     """Return size and SHA-256 of a file. Raises OSError."""
-    with path.open("rb") as file:
-        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+    return path.stat().st_size, sha256(path)
 
 
 def write_manifest(folder: Path, known: Mapping[str, Entry]) -> None:
@@ -181,11 +187,13 @@ def read_manifest(checkpoint: Path) -> dict[str, Entry]:
     if not isinstance(files, dict) or _sum_of(files) != manifest.get("sha256"):
         raise CheckpointError(f"{path}: its own checksum differs")
     for name, entry in files.items():
+        # Names with a folder, such as hf/model.safetensors, are valid.
+        if not name.isprintable() or not name or name.startswith("/") or ".." in name.split("/"):
+            raise CheckpointError(
+                f"{path}: lists {name!r}, which is outside of the checkpoint or no name"
+            )
         if not isinstance(entry, list) or [type(field) for field in entry] != [int, str]:
             raise CheckpointError(f"{path}: the entry of {name} is not [bytes, SHA-256]")
-        # Names with a folder, such as hf/model.safetensors, are valid.
-        if not name or "\0" in name or name.startswith("/") or ".." in name.split("/"):
-            raise CheckpointError(f"{path}: lists {name!r}, which is outside of the checkpoint")
     return {name: (entry[0], entry[1]) for name, entry in files.items()}
 
 

@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.files import parse_json, read_json
+from dapo_megatron.files import parse_json, read_file, read_json
 from dapo_megatron.types import CheckpointError, ConfigError, Fenced
 
 STOPPED = 75
@@ -131,7 +131,7 @@ def read_attempts(attempts_file: Path) -> list[dict[str, Any]]:
     Damaged lines, for example from a full disk or a kill, are skipped.
     """
     attempts: list[dict[str, Any]] = []
-    data = attempts_file.read_bytes() if attempts_file.exists() else b""
+    data = read_file(attempts_file) if attempts_file.exists() else b""
     for line in data.splitlines():
         try:
             value = parse_json(line)

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from dapo_megatron.text import visible
+
 Result = TypeVar("Result")
 
 NUM_SHOWN = 8
@@ -46,7 +48,7 @@ def write_unbuffered(descriptor: int, text: str) -> None:
     Does not use Python's buffers, because the thread that hangs may hold their locks.
     """
     with contextlib.suppress(OSError):
-        os.write(descriptor, f"{text}\n".encode(errors="replace"))
+        os.write(descriptor, f"{visible(text)}\n".encode(errors="replace"))
 
 
 def stacks() -> str:

@@ -14,6 +14,9 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dapo_megatron.files import read_file
+from dapo_megatron.text import visible
+
 VARIABLE = "DAPO_MEGATRON_VERDICT"
 """Environment variable with the file's path; if it is not set, nothing is written."""
 SECONDARY_SECONDS = 3.0
@@ -69,7 +72,7 @@ def record(
             f"killed ({line[:300]})"
         )
     with contextlib.suppress(OSError):
-        return _write_first(path, f"{code} {line}\n{text}")
+        return _write_first(path, visible(f"{code} {line}\n{text}"))
     return False
 
 
@@ -79,7 +82,7 @@ def read(path: Path) -> ExitReason | None:
     There is no file if every rank was killed or exited without an error.
     """
     try:
-        first, _, text = path.read_text(encoding="utf-8").partition("\n")
+        first, _, text = read_file(path).decode().partition("\n")
         code, _, reason = first.partition(" ")
         return ExitReason(int(code), reason, text)
     except (OSError, ValueError):

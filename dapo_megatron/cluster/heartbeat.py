@@ -18,10 +18,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from dapo_megatron.files import read_json, write_json
 from dapo_megatron.types import CheckpointError
 
+HEARTBEATS = ".pulse"
+"""Folder of the heartbeats in a run's folder."""
 HEARTBEAT_SECONDS = 5.0
 """Heartbeat interval of a rank that stays in the same phase and step."""
 
@@ -29,7 +35,9 @@ HEARTBEAT_SECONDS = 5.0
 NUM_NAMED = 16
 """Maximum number of suspects that a report describes in full."""
 
-_MAX_RANKS = 1_000_000
+Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+WorldSize = Annotated[int, Meta(ge=1, le=65_536)]
+Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
 
 class RankState(StrEnum):
@@ -43,33 +51,33 @@ class RankState(StrEnum):
 class Heartbeat:
     """Heartbeat of one rank."""
 
-    rank: int
-    world_size: int
+    rank: Natural
+    world_size: WorldSize
     attempt: str
     host: str
-    pid: int
+    pid: Natural
     state: RankState
-    time: float
+    time: Seconds
     """time.time() on the rank's node when it wrote this."""
     phase: str
-    step: int
-    limit_seconds: float
+    step: Natural
+    limit_seconds: Seconds
     """Timeout of the phase: maximum time between signs of life."""
-    silent_seconds: float
+    silent_seconds: Seconds
     """Time from the last sign of life to this heartbeat."""
     sign: str
     """Description of the last sign of life."""
-    num_exchanges: int = 0
+    num_exchanges: Natural = 0
     """Number of exchanges between all ranks (cluster/ranks.py) that this rank has entered."""
     in_exchange: bool = False
     """Whether the rank is still inside its last exchange."""
     exchange: str = ""
     """Name of the last exchange."""
-    num_collectives: Mapping[str, int] = field(default_factory=dict)
+    num_collectives: Mapping[str, Natural] = field(default_factory=dict)
     """Last collective by process group, from torch's flight recorder; only after an alarm."""
     role: str = ""
     """policy or engine; empty if every rank has both."""
-    absent: tuple[int, ...] = ()
+    absent: tuple[Natural, ...] = ()
     """Ranks that take no part in the run now: their engine was lost, or has not joined yet."""
 
     @property
@@ -88,7 +96,7 @@ class Heartbeat:
 
 
 def heartbeat_folder(run: Path) -> Path:
-    return run / ".pulse"
+    return run / HEARTBEATS
 
 
 def heartbeat_file(run: Path, rank: int) -> Path:
@@ -105,26 +113,11 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
     """Return a heartbeat, or None if the file is missing, damaged or of another version."""
     try:
         values = read_json(path)
-        changed = {"state": RankState(values["state"]), "absent": tuple(values.get("absent", ()))}
-        heartbeat = Heartbeat(**{**values, **changed})
-    except (CheckpointError, ValueError, TypeError, KeyError):
+        heartbeat = msgspec.convert(values, Heartbeat)
+    except (CheckpointError, ValueError):
         return None
-    return heartbeat if _is_valid(heartbeat) else None
-
-
-def _is_valid(heartbeat: Heartbeat) -> bool:
-    """Return whether the numeric fields have valid types and ranges; the file may be corrupt."""
-    numbers = (heartbeat.rank, heartbeat.world_size, heartbeat.step, heartbeat.num_exchanges)
-    integers = (*numbers, *heartbeat.absent)
-    seconds = (heartbeat.time, heartbeat.silent_seconds, heartbeat.limit_seconds)
-    counts = heartbeat.num_collectives
-    return (
-        all(isinstance(value, int) for value in integers)
-        and all(isinstance(value, int | float) and abs(value) < 1e12 for value in seconds)
-        and 0 <= heartbeat.rank < heartbeat.world_size <= _MAX_RANKS
-        and isinstance(counts, dict)
-        and all(isinstance(count, int) for count in counts.values())
-    )
+    is_known = values.keys() <= set(Heartbeat.__slots__)
+    return heartbeat if is_known and heartbeat.rank < heartbeat.world_size else None
 
 
 def read_heartbeats(run: Path, world_size: int) -> list[Heartbeat | None]:

@@ -1,4 +1,4 @@
-"""Output streams that never end or block a run.
+"""Output streams that never end or block a run, and through which no text controls the terminal.
 
 Output that a full disk rejects is lost. Output that a terminal does not accept waits in memory. Any
 library may print, and none expects printing to fail or to block.
@@ -14,6 +14,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TextIO
 
+from dapo_megatron.text import visible
+
 PANEL_ROWS = 8
 """Maximum height of rank 0's live panel (tracking/live.py), in rows. It wipes these rows when it is
 redrawn."""
@@ -24,19 +26,52 @@ KEPT_BYTES = 1 << 20
 
 
 def safe_text(descriptor: int, *, closes: bool = False) -> TextIO:
-    """Return a line-buffered text file for a file descriptor.
+    """Return a line-buffered text file for a file descriptor. Hidden characters are made visible.
 
     `closes` makes closing the file close the descriptor. Writing, flushing and closing never raise
     OSError, and take at most about WAIT_SECONDS on a terminal that is not read.
     """
     terminal = os.isatty(descriptor)
     raw = (_BackgroundRawIO if terminal else _LossyRawIO)(descriptor, "w", closefd=closes)
-    return io.TextIOWrapper(
+    return VisibleText(
         io.BufferedWriter(raw),
         encoding="locale" if terminal else "utf-8",
         errors="replace",
         line_buffering=True,
     )
+
+
+def use_safe_output() -> None:
+    """Print to safe streams from now on."""
+    sys.stdout, sys.stderr = safe_text(1), safe_text(2)
+
+
+class VisibleText(io.TextIOWrapper):
+    """Text file that makes hidden characters visible, except those that a rich console writes.
+    LiteralConsole makes those of its texts visible. A carriage return, which could overwrite a
+    line, becomes a newline."""
+
+    def write(self, text: str, /) -> int:
+        """Write text."""
+        return super().write(visible(text.replace("\r\n", "\n").replace("\r", "\n")))
+
+    @property
+    def rich_proxied_file(self) -> _Unchanged:
+        """File that rich consoles write to instead of this one."""
+        return _Unchanged(self)
+
+
+class _Unchanged:
+    """Writes text unchanged to a VisibleText."""
+
+    def __init__(self, file: VisibleText) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        return io.TextIOWrapper.write(self._file, text)
 
 
 def above_panel(text: str) -> str:

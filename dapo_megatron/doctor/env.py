@@ -39,12 +39,13 @@ from dapo_megatron.doctor.packages import (
     check_vllm_builds,
     stack_of,
 )
+from dapo_megatron.text import LiteralConsole
 
 
 def command(json_file: Path | None) -> bool:
     """Print all checks, and write them to `json_file`. Return True if none failed."""
     checks = check_environment()
-    render(checks, Console())
+    render(checks, LiteralConsole())
     if json_file is not None:
         json_file.write_text(json.dumps(to_dict(checks), indent=2) + "\n", encoding="utf-8")
     return worst(checks) is not Status.FAIL

@@ -34,6 +34,7 @@ from dapo_megatron.doctor.check_result import Check, Status, to_dict, worst
 from dapo_megatron.doctor.node import NodeState, check_node, check_with_timeout, compare_facts
 from dapo_megatron.files import read_json, write_text
 from dapo_megatron.policy import device
+from dapo_megatron.text import LiteralConsole
 from dapo_megatron.tracking.provenance import commit, versions
 from dapo_megatron.types import CheckpointError, RankError
 
@@ -207,7 +208,7 @@ def check_nodes(
     file.finish(findings.checks[file.node])
     deadline.cancel()
     if ranks.rank == 0:
-        findings.render(Console())
+        findings.render(LiteralConsole())
         if json_file is not None:
             json_file.write_text(findings.to_json(), encoding="utf-8")
     leave()

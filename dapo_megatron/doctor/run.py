@@ -20,6 +20,7 @@ from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.exit_reason import ExitReason
 from dapo_megatron.cluster.heartbeat import (
     HEARTBEAT_SECONDS,
+    NUM_NAMED,
     Heartbeat,
     RankState,
     Suspect,
@@ -31,6 +32,7 @@ from dapo_megatron.cluster.heartbeat import (
 )
 from dapo_megatron.cluster.watchdog import hang_file
 from dapo_megatron.files import read_json
+from dapo_megatron.text import LiteralConsole
 from dapo_megatron.types import CheckpointError, ConfigError
 
 LATE_SECONDS = 3 * HEARTBEAT_SECONDS
@@ -74,7 +76,7 @@ class Report:
 def command(run_folder: Path, verdict_file: Path | None, json_file: Path | None) -> None:
     """Print the state of a run, and write it to `json_file`."""
     state = report(run_folder, verdict_file)
-    render(state, Console())
+    render(state, LiteralConsole())
     if json_file is not None:
         json_file.write_text(to_json(state), encoding="utf-8")
 
@@ -168,12 +170,11 @@ def render(report: Report, console: Console) -> None:
     suspects = {suspect.rank: suspect.why for suspect in report.suspects}
     table = Table(
         "rank", "role", "host", "where", "last activity", "ago", "attempt",
-        title=f"{report.folder}, attempt {report.attempt}",
+        title=Text(f"{report.folder}, attempt {report.attempt}"),
     )  # fmt: skip
     for rank, heartbeat in enumerate(report.heartbeats):
         style = "bold red" if rank in suspects else ""
-        if heartbeat is None:
-            table.add_row(str(rank), "-", "-", "no heartbeat", "-", "-", "-", style=style)
+        if heartbeat is None:  # a damaged world_size must not make a table of 65,536 rows
             continue
         ago = ago_text(report.time - heartbeat.time + heartbeat.silent_seconds)
         where = (
@@ -186,16 +187,25 @@ def render(report: Report, console: Console) -> None:
         table.add_row(*map(Text, cells), style=style)
     console.print(table)
     lines = [f"running: {'yes' if report.is_alive else 'no, there are no recent heartbeats'}"]
-    lines += [f"rank {rank}: {why}" for rank, why in suspects.items()] or ["no rank is behind"]
-    lines += [
-        f"rank {rank}: takes no part now, because its engine was lost or has not joined yet"
-        for rank in report.absent
-    ]
+    lines += _few([f"rank {rank}: {why}" for rank, why in suspects.items()])
+    if not suspects:
+        lines.append("no rank is behind")
+    lines += _few(
+        [
+            f"rank {rank}: takes no part now, because its engine was lost or has not joined yet"
+            for rank in report.absent
+        ]
+    )
     if report.hang:
         lines += [f"the watchdog ended the run: {report.hang}", f"stacks: {report.stacks}"]
     if report.exit_reason is not None:
         lines.append(f"verdict: {report.exit_reason.code} {report.exit_reason.reason}")
     console.print(Text("\n".join(lines)))
+
+
+def _few(lines: list[str]) -> list[str]:
+    num_more = len(lines) - NUM_NAMED
+    return [*lines[:NUM_NAMED], f"and {num_more:,} more"] if num_more > 0 else lines
 
 
 def ago_text(seconds: float) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.text import Text
 
 from dapo_megatron.doctor.matrix import LayoutCase
 from dapo_megatron.doctor.measure import Differences
+from dapo_megatron.text import LiteralConsole
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +87,11 @@ class CaseTable:
     def __init__(self, file: TextIO, cases: Sequence[LayoutCase]) -> None:
         terminal = file.isatty()
         # soft_wrap keeps each row on one line, for grep and for narrow windows.
-        self._console = Console(
+        self._console = LiteralConsole(
             file=file,
             force_terminal=terminal,
             color_system="auto" if terminal else None,
             highlight=False,
-            markup=False,
             soft_wrap=True,
         )
         self._width = max((len(case.label) for case in cases), default=0)

@@ -26,6 +26,7 @@ from dapo_megatron.plan.roles import describe_roles, role_warnings
 from dapo_megatron.plan.speed import Assumptions, Speed, estimate_speed
 from dapo_megatron.plan.stage import ACTIVATIONS
 from dapo_megatron.plan.suggestions import alternatives, check_layout_and_memory, problems
+from dapo_megatron.text import LiteralConsole
 from dapo_megatron.types import Phase
 
 
@@ -46,7 +47,7 @@ def forecast(
     and for each remedy."""
     estimate = estimate_memory(config, num_processes, nodes)
     speed = estimate_speed(estimate, assumptions) if nodes.gpus_per_node else None
-    render(estimate, Console(), speed)
+    render(estimate, LiteralConsole(), speed)
     excesses = list(problems(estimate))
     if json_file is not None:
         json_file.write_text(json.dumps(to_json(estimate, speed, excesses)), encoding="utf-8")
@@ -59,7 +60,7 @@ def render(estimate: MemoryEstimate, console: Console, speed: Speed | None = Non
     """Print the tables. They do not say what does not fit; see `suggestions.problems`."""
     config = estimate.config
     for note in published_notes(config):
-        console.print(f"model: {note}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"model: {note}", highlight=False, soft_wrap=True)
     roles, policy_world = config.roles, config.policy_ranks(estimate.num_processes)
     of_roles = f" ({roles.policy} policy, {roles.engine} engine)" if roles.are_separate else ""
     console.print(
@@ -84,7 +85,7 @@ def render(estimate: MemoryEstimate, console: Console, speed: Speed | None = Non
     if speed is not None:
         _render_speed(estimate, speed, console)
     for text in warnings(estimate, speed):
-        console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"warning: {text}", highlight=False, soft_wrap=True)
 
 
 def _tokens(estimate: MemoryEstimate, speed: Speed | None) -> float:
@@ -185,7 +186,7 @@ def _render_speed(estimate: MemoryEstimate, speed: Speed, console: Console) -> N
     table.add_row("step", f"{speed.step_seconds:,.0f}")
     console.print(table)
     if is_separate:
-        console.print(describe_roles(estimate, speed), highlight=False, markup=False)
+        console.print(describe_roles(estimate, speed), highlight=False)
     lines = [f"{name} {value}" for name, value in speed.assumptions.lines() if value != "None"]
     console.print(
         f"assumed: {', '.join(lines)}; {speed.prompts:,.0f} prompts a step, responses of "

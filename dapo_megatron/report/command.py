@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dapo_megatron.cluster.attempt import check_owner
+from dapo_megatron.cluster.ownership import check_entries
 from dapo_megatron.files import write_text
 from dapo_megatron.report.page import Options, make_payload, render
 from dapo_megatron.report.run_data import MARKS, RunData, read_run
@@ -84,7 +85,15 @@ def parse_steps(text: str | None) -> tuple[int | None, int | None] | None:
 
 
 def _target(folders: Sequence[Path], output: Path | None) -> Path:
-    return output if output is not None else folders[0] / NAME
+    """Return `output`, else report.html in the first folder, or in the current folder if the first
+    one may be of another user."""
+    if output is not None:
+        return output
+    try:
+        check_entries(folders[0], folders[0].resolve(), key="RUN_FOLDER")
+    except ConfigError:
+        return Path(NAME)
+    return folders[0] / NAME
 
 
 def _write(runs: Sequence[RunData], target: Path, options: Options, attempt: str = "") -> None:

@@ -13,7 +13,7 @@ from plotly import graph_objects as go
 
 from dapo_megatron.report.chart import Chart
 from dapo_megatron.report.curves import PALETTE, RunStyle, ghost
-from dapo_megatron.report.wording import visible
+from dapo_megatron.text import visible
 
 Figure = dict[str, Any]
 

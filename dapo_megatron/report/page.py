@@ -34,7 +34,8 @@ from dapo_megatron.report.provenance import facts, headline, provenance
 from dapo_megatron.report.rollouts import Rollouts, rollouts
 from dapo_megatron.report.rollouts_table import COLUMNS, Filter
 from dapo_megatron.report.run_data import RunData
-from dapo_megatron.report.wording import number, visible
+from dapo_megatron.report.wording import number
+from dapo_megatron.text import visible
 
 SCRIPTS = ("viewer.js", "rollouts.js", "app.js")
 """Scripts in page/, in loading order, after plotly."""

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 
+from dapo_megatron.config.yaml12 import parse_yaml
 from dapo_megatron.doctor import run as last_attempt
-from dapo_megatron.files import check_depth
+from dapo_megatron.files import read_file
 from dapo_megatron.report.models import (
     MAX_NUMBER,
     Attempt,
@@ -37,7 +37,6 @@ MARKS = ("config.yaml", "metrics.jsonl", "attempts.jsonl", "summary.json")
 _EVALUATIONS = "eval/"
 _LOW, _HIGH = "_low", "_high"
 _MAX_STEP = 1_000_000
-_OF_YAML = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -297,7 +296,7 @@ def _is_run(path: Path) -> bool:
 
 def _text(path: Path, warnings: list[str]) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_file(path).decode(errors="replace")
     except FileNotFoundError:
         warnings.append(f"{path.name}: missing")
     except OSError as error:
@@ -307,12 +306,9 @@ def _text(path: Path, warnings: list[str]) -> str:
 
 def _yaml(text: str, warnings: list[str]) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(text)
-        check_depth(value)
-    # yaml does not catch the errors of the constructors it calls, such as int, date and dict.
-    except (yaml.YAMLError, *_OF_YAML) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        warnings.append(f"config.yaml: not YAML ({reason})")
+        value = parse_yaml(text, "config.yaml")
+    except ConfigError as error:
+        warnings.append(str(error).splitlines()[0])
         return {}
     if not isinstance(value, dict):
         if text:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from dapo_megatron.files import read_file
 from dapo_megatron.report.models import StepIndex, decode
 from dapo_megatron.rollout.completion_files import read_completions
 from dapo_megatron.rollout.completion_rows import CompletionRow
@@ -30,7 +31,7 @@ def read_index(folder: Path, step: int) -> StepIndex | None:
     """Return the index of `step`, or None if it cannot be read. Without an index file, because the
     run was killed or is recording the step, it is made from the files of completions."""
     try:
-        index = decode(index_path(folder).read_bytes(), StepIndex)
+        index = decode(read_file(index_path(folder)), StepIndex)
     except FileNotFoundError:
         return _made_index(folder, step)
     except (OSError, ValueError):

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from dapo_megatron.report.rollouts import graded_as
 from dapo_megatron.report.rollouts_table import SIGNS
 from dapo_megatron.report.token_text import TokenPieces, find_tokenizer
-from dapo_megatron.report.wording import visible
 from dapo_megatron.rollout.completion_rows import CompletionRow, summarize
 from dapo_megatron.rollout.recorded import (
     old_samples,
@@ -22,6 +20,7 @@ from dapo_megatron.rollout.recorded import (
     step_summaries,
 )
 from dapo_megatron.rollout.sample_index import IndexedGroup, display_values, groups_of
+from dapo_megatron.text import LiteralConsole, visible
 from dapo_megatron.types import ConfigError
 
 STYLES = {"right": "green", "wrong": "red", "no answer": "yellow", "no grade": "yellow"}
@@ -62,7 +61,7 @@ def samples(run_folder: Path, selection: Selection, *, with_tokens: bool = False
         raise ConfigError(_nothing(steps, selection))
     checkpoints = sorted((run_folder / "checkpoints").glob("step_*"), reverse=True)
     pieces = find_tokenizer(run_folder, None, checkpoints) if with_tokens else None
-    console = Console(highlight=False, soft_wrap=True)
+    console = LiteralConsole(highlight=False, soft_wrap=True)
     for step, groups in groupby(chosen, key=lambda pair: pair[0]):
         tickets = [group.ticket for _, group in groups]
         rows = sorted(
@@ -105,7 +104,7 @@ def _nothing(steps: dict[int, Path], selection: Selection) -> str:
 
 
 def _print_group(
-    console: Console,
+    console: LiteralConsole,
     step: int,
     rows: Sequence[CompletionRow],
     pieces: TokenPieces | None,
@@ -149,7 +148,7 @@ def _headline(step: int, row: CompletionRow) -> Text:
     )
 
 
-def _print_tokens(console: Console, row: CompletionRow, pieces: TokenPieces | None) -> None:
+def _print_tokens(console: LiteralConsole, row: CompletionRow, pieces: TokenPieces | None) -> None:
     completion = row.completion
     tokens = completion.tokens.tolist()
     texts = pieces.split(tokens) if pieces is not None else [""] * len(tokens)

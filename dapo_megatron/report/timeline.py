@@ -18,7 +18,7 @@ import pandas as pd
 from plotly import graph_objects as go
 from plotly.subplots import make_subplots
 
-from dapo_megatron.files import parse_json
+from dapo_megatron.files import parse_json, read_file
 from dapo_megatron.report.curves import PALETTE
 from dapo_megatron.report.figures import Figure, plain, to_json
 from dapo_megatron.report.phases import COLORS, LABELS
@@ -175,7 +175,7 @@ def _selected(run: RunData) -> list[Path]:
 def _read(path: Path) -> TimelineFile | None:
     """Read a timeline file; None if it is not a timeline. Invalid parts are skipped."""
     try:
-        value = parse_json(path.read_bytes())
+        value = parse_json(read_file(path))
     except (OSError, ValueError):
         return None
     if not isinstance(value, dict) or not isinstance(value.get("step"), int):

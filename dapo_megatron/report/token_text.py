@@ -15,6 +15,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
+from dapo_megatron.files import read_file
+
 _MAX_HELD = 16
 """Maximum number of tokens to hold until a character is complete. A stream decodes all held tokens
 again with every token, so its cost is quadratic."""
@@ -39,7 +41,7 @@ class TokenPieces:
     def of_file(cls, path: Path) -> TokenPieces | None:
         """Load a tokenizer.json; None if it does not exist or cannot be read."""
         try:
-            return cls(Tokenizer.from_file(str(path))) if path.is_file() else None
+            return cls(Tokenizer.from_str(read_file(path).decode())) if path.exists() else None
         except Exception:  # noqa: BLE001 - the library raises plain Exception
             return None
 

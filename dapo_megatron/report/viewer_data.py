@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dapo_megatron.report.token_text import TokenPieces
-from dapo_megatron.report.wording import visible
 from dapo_megatron.rollout.completion_rows import CompletionRow
+from dapo_megatron.text import visible
 from dapo_megatron.tracking.policy_files import PolicyRow
 from dapo_megatron.types import Completion
 

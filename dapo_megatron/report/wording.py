@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 _SHOWN = 5
-
-_HIDDEN = re.compile(
-    "[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e"
-    "\u2060-\u2069\ufeff]"
-)
-"""Hidden characters: control characters except tab and newline, zero-width characters except
-joiners, and direction overrides."""
-
-
-def visible(text: str) -> str:
-    """Replace each hidden character by its code point, as in ⟨U+202E⟩. Otherwise such characters in
-    names and texts of a run could make the page show something else than the file contains."""
-    return _HIDDEN.sub(lambda hidden: f"⟨U+{ord(hidden[0]):04X}⟩", text)
 
 
 def number(value: float) -> str:

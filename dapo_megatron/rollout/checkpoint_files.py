@@ -10,10 +10,10 @@ reads them wherever they are.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from dapo_megatron.files import sha256
 from dapo_megatron.rollout.completion_files import write_completions
 from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.rollout.parquet import part_path
@@ -52,5 +52,4 @@ class CompletionsSnapshot:
             return
         path = part_path(folder, self._kind, self._number)
         write_completions(path, self._rows)
-        with path.open("rb") as file:
-            self.checksums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        self.checksums[path.name] = sha256(path)

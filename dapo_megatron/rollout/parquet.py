@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from dapo_megatron.files import atomic_write
+from dapo_megatron.files import atomic_write, open_regular
 from dapo_megatron.types import DataError
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def write_parquet(path: Path, kind: str, schema: Schema, tables: Iterable[Table]
 
 def _footer(path: Path) -> bytes:
     """Return the footer of a Parquet file; b"" if it has none."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - _TAIL.size, 0))
         tail = file.read()

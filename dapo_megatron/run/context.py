@@ -21,7 +21,7 @@ from dapo_megatron.cluster.entry import report_failure
 from dapo_megatron.cluster.launch import allow_restart
 from dapo_megatron.cluster.members import Members
 from dapo_megatron.cluster.ranks import Ranks, join
-from dapo_megatron.cluster.safe_output import above_panel, safe_text
+from dapo_megatron.cluster.safe_output import above_panel, safe_text, use_safe_output
 from dapo_megatron.cluster.secret import SECRET, secret_digest
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watchdog import Watchdog
@@ -84,7 +84,6 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
     terminal = sys.stdout
     if with_folder:
         stop.listen()
-        watchdog.start()  # before waiting for the other ranks, because one may never come
     else:
         signal.signal(signal.SIGTERM, _interrupt)
     is_replaceable = with_folder and config.role(rank) == "engine"
@@ -92,6 +91,9 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
         allow_restart()
     members: Members | None = None
     try:
+        if with_folder:
+            folder.create()
+            watchdog.start()  # before waiting for the other ranks, because one may never come
         ranks = _join(config, watchdog)
         if ranks.by_role is not None:
             members = ranks.by_role.members
@@ -231,7 +233,7 @@ def redirect_output(log: Path) -> TextIO:
             file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}\n".encode())
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = safe_text(1), safe_text(2)
+    use_safe_output()
     return terminal
 
 

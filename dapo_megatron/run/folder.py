@@ -5,8 +5,11 @@ runs/<name>/config.yaml  metrics.jsonl  summary.json  samples/  data/  checkpoin
 
 from __future__ import annotations
 
+import errno
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,10 +24,16 @@ from dapo_megatron.checkpoints.folder import (
     recover_checkpoints,
 )
 from dapo_megatron.cluster.attempt import OWNER, attempt, check_owner
+from dapo_megatron.cluster.heartbeat import HEARTBEATS
+from dapo_megatron.cluster.ownership import check_entries, check_tree
 from dapo_megatron.files import open_lock, read_json, try_lock, write_json
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import CheckpointError, ConfigError
 
+_NOT_WRITABLE = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+)
 LOCK_SECONDS = 15.0
 """Time to wait for the lock. Ranks that were just killed hold it until they have exited."""
 
@@ -64,27 +73,39 @@ class RunFolder:
 
     # ------------------------------------------------------------------ opening: in this order
 
+    def create(self, *, whole: bool = False) -> None:
+        """Create the folder if it is missing. Raises ConfigError if it cannot be written, or if
+        another user may have made the entries that a rank writes before rank 0 has acquired the
+        folder. With `whole` everything in it is checked."""
+        with self._config_errors():
+            beside = (self.path.with_name(name) for name in ("mlflow.db", "mlartifacts"))
+            heartbeats = self.path / HEARTBEATS
+            check_entries(
+                *filter(Path.is_symlink, beside),
+                *(self.path, Path(os.path.realpath(self.path)), heartbeats, heartbeats / "alarm"),
+            )
+            self.path.mkdir(parents=True, exist_ok=True)
+            if whole and (warning := check_tree(self.path)):
+                self.notes.append(warning)
+            if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
+                raise PermissionError(errno.EACCES, "Cannot be written")
+
     def acquire(self, lock_seconds: float = LOCK_SECONDS) -> None:
         """Lock the folder and become its owner. Called on rank 0.
 
         Without Slurm, raises ConfigError if another process still holds the lock after
         `lock_seconds`. Under Slurm, raises CheckpointError if the holder belongs to another job,
         whose node may have been cut off; an earlier start of the same job is taken over. Raises
-        ConfigError for links that another user has created and for a file system without locks.
+        ConfigError if another user may have created an entry, and for a file system without locks.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            _check_links(self.path)
+        self.create(whole=True)
+        with self._config_errors():
             self._lock = open_lock(self.path / ".lock")
             if not self._wait_for_lock(lock_seconds):
                 self._take_over()
             write_json(self.owner, {"attempt": self.attempt})
             recover_checkpoints(self.checkpoints)
             recover_checkpoints(self.journal)
-        except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
-            raise ConfigError(f"run.directory: {self.path}: {error.strerror}") from error
-        except OSError as error:  # a full or missing disk may be fixed by the next start
-            raise CheckpointError(f"{self.path}: {error.strerror}") from error
 
     def find_checkpoint(self, resume: str, exchange: Exchange) -> Path | None:
         """Return the checkpoint to resume from, or None to start from step 0. Collective: all ranks
@@ -149,6 +170,18 @@ class RunFolder:
 
     # ------------------------------------------------------------------ internals
 
+    @contextmanager
+    def _config_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            problem = f"{self.path}: {error.strerror}"
+            if error.errno not in _NOT_WRITABLE:  # a full or missing disk may be fixed later
+                raise CheckpointError(problem) from error
+            raise ConfigError(
+                f"run.directory: {problem}; name a folder that you can write to"
+            ) from error
+
     def _wait_for_lock(self, seconds: float) -> bool:
         assert self._lock is not None
         deadline, path = time.monotonic() + seconds, self.path / ".lock"
@@ -194,16 +227,3 @@ class RunFolder:
         for _, path in published(self.checkpoints):
             if place_of(path.name) > resume_place:
                 path.rename(free_name(path))
-
-
-def _check_links(folder: Path) -> None:
-    """Raise ConfigError for links that another user has created in the folder: the run would write
-    into files that the other user chose. The user's own links, such as checkpoints/ on another
-    disk, are allowed."""
-    for path in filter(Path.is_symlink, folder.iterdir()):
-        owner = path.lstat().st_uid
-        if owner not in (os.geteuid(), 0):
-            raise ConfigError(
-                f"run.name: {path} is a link to {os.readlink(path)} that user {owner} has created. "
-                "Remove it, or choose another name"
-            )

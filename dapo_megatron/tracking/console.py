@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from rich.console import Console
 from rich.table import Table
 
+from dapo_megatron.text import LiteralConsole
 from dapo_megatron.tracking.live import LivePanel, LiveView, TerminalConsole, clock
 
 PLAIN_SECONDS = 60.0
@@ -42,9 +42,7 @@ class RunConsole:
             file=out,
             force_terminal=terminal,
             color_system="auto" if terminal else None,
-            markup=False,
             highlight=False,
-            emoji=False,
             soft_wrap=True,
         )
         self._num_steps = num_steps
@@ -206,7 +204,7 @@ def print_evaluation(metrics: Mapping[str, float]) -> None:
     table = Table("set", "metric", "value, 95% interval")
     for row in evaluation_rows(metrics):
         table.add_row(*row)
-    Console().print(table)
+    LiteralConsole().print(table)
 
 
 def evaluation_rows(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:

@@ -37,6 +37,7 @@ from rich.rule import Rule
 from rich.table import Column, Table
 from rich.text import Text
 
+from dapo_megatron.text import LiteralConsole
 from dapo_megatron.types import STEP_PHASES, Phase
 
 MAX_COLUMNS = 100
@@ -156,8 +157,8 @@ class LiveView:
         yield Text(f"entropy {_number(metrics.get('policy/entropy'), '.3f')}")
 
 
-class TerminalConsole(Console):
-    """rich Console that never hides the cursor, and takes its size from the terminal it writes to.
+class TerminalConsole(LiteralConsole):
+    """Console that never hides the cursor, and takes its size from the terminal it writes to.
 
     rich takes the size from standard input and output, but those of a rank are not its terminal:
     its standard output is its log.

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.cluster.attempt import close_attempt
+from dapo_megatron.cluster.ownership import check_tree
 from dapo_megatron.cluster.processes import helper_environment
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
@@ -38,6 +39,7 @@ from dapo_megatron.tracking.mirror_state import (
     read_or_empty,
 )
 from dapo_megatron.tracking.uri import absolute_uri, sqlite_uri, without_password
+from dapo_megatron.types import ConfigError
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 SHORT_WAIT_SECONDS = 3.0
@@ -128,14 +130,18 @@ def deliver(run_folder: Path, wait_seconds: float) -> bool:
 
     A run that is over but has no recorded end is reported as killed. Errors of MLflow are not
     raised: see `why_waiting` and logs/mlflow.log. Raises ConfigError if the folder has no config
-    that this version can read.
+    that this version can read, if another user may have created an entry of it, or if only the
+    folder names the server.
     """
+    if run_folder.exists():
+        check_tree(run_folder, "RUN_FOLDER")
     load_config(run_folder / CONFIG)
+    uri = _known_uri(run_folder)
     path = run_folder / ".lock"
     with open_lock(path) as lock:
         is_over = try_lock(lock, path)  # a running run holds the lock
         number = MirrorState(run_folder).number
-        mirror = _start_mirror(run_folder, number, print, _known_uri(run_folder), is_over=is_over)
+        mirror = _start_mirror(run_folder, number, print, uri, is_over=is_over)
         return mirror is not None and _drained(mirror, wait_seconds, print)
 
 
@@ -152,7 +158,9 @@ def deliver_rest(run_folder: Path) -> None:
     """Start a process that sends what MLflow lacks of a finished run that was moved aside. Does not
     wait for it."""
     state = MirrorState(run_folder)
-    if (run_folder / FOLDER).is_dir() and not state.is_complete():
+    with suppress(ConfigError):  # of _known_uri: `track` reports it
+        if not (run_folder / FOLDER).is_dir() or state.is_complete():
+            return
         mirror = _start_mirror(run_folder, state.number, lambda _: None, _known_uri(run_folder))
         if mirror is not None and mirror.stdin is not None:
             mirror.stdin.close()
@@ -170,9 +178,19 @@ def _local_uri(run_folder: Path) -> str:
 
 
 def _known_uri(run_folder: Path) -> str:
-    """Return MLFLOW_TRACKING_URI, else the server of the run's last start, else a SQLite file."""
-    last = read_cursor(run_folder).uri or read_or_empty(run_folder / RUN_FILE).get("server", "")
-    return given_uri() or last or _local_uri(run_folder)
+    """Return MLFLOW_TRACKING_URI, else a SQLite file next to the run.
+
+    Raises ConfigError if the last start of the run had another address. It is not used, because the
+    user's MLflow password would be sent to a server that the folder names.
+    """
+    given, local = given_uri(), _local_uri(run_folder)
+    last = read_cursor(run_folder).uri or read_or_empty(run_folder / RUN_FILE).get("server", local)
+    if given or last in (local, without_password(local)):
+        return given or local
+    raise ConfigError(
+        f"RUN_FOLDER: the data of {run_folder} went to another MLflow. If you trust this address, "
+        f"set MLFLOW_TRACKING_URI={shlex.quote(without_password(str(last)))}"
+    )
 
 
 def _start_mirror(

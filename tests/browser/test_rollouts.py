@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from dapo_megatron.report.wording import visible
+from dapo_megatron.text import visible
 from tests.browser.chromium import READY
 from tests.browser.conftest import Open
 from tests.browser.reading import (

@@ -8,9 +8,10 @@ import json
 import os
 import resource
 import signal
+import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapo_megatron.checkpoints.formats.tensor_file import TensorFile
+from dapo_megatron.cluster.attempt import read_attempts
 from dapo_megatron.files import (
     MAX_DEPTH,
     check_depth,
     open_lock,
     parse_json,
+    read_file,
     read_json,
+    sha256,
     try_lock,
     write_text,
 )
-from dapo_megatron.types import CheckpointError, ConfigError
+from dapo_megatron.rollout.parquet import ParquetReader
+from dapo_megatron.types import CheckpointError, ConfigError, DapoError
 
 
 @contextmanager
@@ -82,6 +88,102 @@ def test_json_that_is_not_an_object_is_rejected(tmp_path: Path, content: bytes) 
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"state.json: not a manifest$"):
         read_json(path, "not a manifest")
+
+
+def link(path: Path, target: Path | str, owner: int) -> None:
+    path.symlink_to(target)
+    os.lchown(path, owner, owner)
+
+
+def private_file(folder: Path) -> Path:
+    secret = folder / "netrc"
+    secret.write_text('{"password": "hunter2"}')
+    return secret
+
+
+def sparse(path: Path, num_bytes: int) -> None:
+    path.touch()
+    os.truncate(path, num_bytes)
+
+
+def bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server, chdir(path.parent):
+        server.bind(path.name)
+
+
+OTHER = 65534
+FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "FIFO": (os.mkfifo, "Not a regular file"),
+    "link to a FIFO": (
+        lambda path: (os.mkfifo(path.with_name("f")), path.symlink_to("f")),
+        "Not a regular file",
+    ),
+    "endless device": (lambda path: path.symlink_to("/dev/zero"), "Not a regular file"),
+    "terminal": (lambda path: path.symlink_to("/dev/ptmx"), "Not a regular file"),
+    "socket": (bind, "No such device or address"),
+    "folder": (Path.mkdir, "Is a directory"),
+    "link to a folder": (lambda path: path.symlink_to("/etc"), "Is a directory"),
+    "link to itself": (lambda path: path.symlink_to(path), "Too many levels"),
+    "link to nothing": (lambda path: path.symlink_to("none"), "No such file"),
+    "300 MB": (lambda path: sparse(path, 300 * 10**6), "longer than 268,435,456 bytes"),
+    "a terabyte": (lambda path: sparse(path, 10**12), "longer than 268,435,456 bytes"),
+    "link of another user to a private file": (
+        lambda path: link(path, private_file(path.parent), OTHER),
+        f"A link of user {OTHER} to a file of user {os.geteuid()}",
+    ),
+    "link of another user to a link of this user": (
+        lambda path: (
+            link(path.with_name("l"), private_file(path.parent), os.geteuid()),
+            link(path, "l", OTHER),
+        ),
+        f"A link of user {OTHER} to a file of user {os.geteuid()}",
+    ),
+    "link of another user to the environment": (
+        lambda path: link(path, "/proc/self/environ", OTHER),
+        f"A link of user {OTHER} to a file of user {os.geteuid()}",
+    ),
+}
+READERS: dict[str, Callable[[Path], object]] = {
+    "bytes": read_file,
+    "JSON": read_json,
+    "attempts": read_attempts,
+    "header of weights": TensorFile,
+    "checksum": sha256,
+    "recorded rollouts": lambda path: ParquetReader(path, "completions", ()),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_only_regular_files_are_read_and_in_a_second(
+    tmp_path: Path, kind: str, reader: str
+) -> None:
+    make, problem = FOREIGN[kind]
+    if "another user" in kind and os.geteuid() != 0:
+        pytest.skip("needs root, to make a link of another user")
+    path = tmp_path / "file"
+    make(path)
+    reads_parts = reader in ("checksum", "header of weights", "recorded rollouts")
+    if reads_parts and problem.startswith("longer"):
+        return
+    if reader == "attempts" and not path.exists():
+        return  # a run without attempts
+    started = time.monotonic()
+    with pytest.raises((OSError, DapoError)) as raised:
+        READERS[reader](path)
+    assert problem in str(raised.value)
+    assert "hunter2" not in str(raised.value)
+    assert time.monotonic() - started < 1.0
+
+
+def test_links_of_the_hugging_face_cache_are_read(tmp_path: Path) -> None:
+    blob = tmp_path / "blob"
+    blob.write_text('{"a": 1}')
+    (tmp_path / "config.json").symlink_to(blob)
+    if os.geteuid() == 0:  # a cache that another user has downloaded
+        os.chown(blob, OTHER, OTHER)
+        os.lchown(tmp_path / "config.json", OTHER, OTHER)
+    assert read_json(tmp_path / "config.json") == {"a": 1}
 
 
 def test_a_missing_file_a_folder_and_an_invalid_name_are_rejected(tmp_path: Path) -> None:

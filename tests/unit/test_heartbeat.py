@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import multiprocessing
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,11 +26,14 @@ from dapo_megatron.cluster.heartbeat import (
     find_suspects,
     hanging_ranks,
     heartbeat_file,
+    heartbeat_folder,
     read_heartbeat,
     read_heartbeats,
     write_heartbeat,
 )
+from dapo_megatron.cluster.watchdog import hang_file
 from dapo_megatron.doctor import run
+from dapo_megatron.text import LiteralConsole, visible
 from dapo_megatron.types import ConfigError
 
 
@@ -247,6 +254,61 @@ def test_doctor_run_names_the_rank_that_is_behind_although_an_engine_is_lost(
     run.render(report, console)
     assert "rank 3: takes no part now, because its engine was lost" in console.export_text()
     assert json.loads(run.to_json(report))["absent"] == [3]
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "markup": {"attempt": "x[/nope]", "host": "[bold]h[/bold]", "sign": "[/]", "role": "[red]"},
+    "control characters": {"sign": "\x1b]0;pwned\x07\x1b[2J", "host": "\x1b[8m", "phase": "a\rb"},
+    "newlines": {"host": "h\nrank 1: fine", "sign": "\n" * 1000},
+    "65,536 ranks": {"world_size": 65_536},
+    "100,000 absent ranks": {"absent": list(range(100_000))},
+    "times": {"time": -1e12, "silent_seconds": 1e12, "limit_seconds": 0},
+    "large numbers": {"step": 2**63 - 1, "num_exchanges": 2**63 - 1, "pid": 2**63 - 1},
+}
+"""Fields of heartbeats that are shown, without effect on the terminal."""
+INVALID: dict[str, dict[str, Any]] = {
+    "text as number": {"step": "3"},
+    "number as text": {"sign": 7},
+    "null": {"phase": None},
+    "list": {"host": ["a"]},
+    "attempt": {"attempt": 5},
+    "absent": {"absent": [1, 2, "x"]},
+    "a million ranks": {"world_size": 1_000_000},
+    "no ranks": {"world_size": 0},
+    "rank": {"rank": -1},
+    "rank beyond": {"rank": 4},
+    "bool": {"rank": False},
+    "NaN": {"time": math.nan},
+    "infinity": {"silent_seconds": math.inf},
+    "year": {"time": 1e30},
+    "digits": {"step": 10**400},
+    "state": {"state": "fine"},
+    "counts": {"num_collectives": {"0": "x"}},
+    "negative count": {"num_collectives": [1]},
+    "unknown": {"new": 1},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE | INVALID)
+def test_doctor_run_shows_or_ignores_hostile_heartbeats(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = {**asdict(a_heartbeat(0)), **HOSTILE.get(kind, {}), **INVALID.get(kind, {})}
+    heartbeat_folder(tmp_path).mkdir()
+    heartbeat_file(tmp_path, 0).write_text(json.dumps(changed))
+    hang = {"text": "\x1b[2Jfine [/nope]"}
+    with suppress(FileNotFoundError):  # of an attempt with a slash
+        hang_file(tmp_path, changed["attempt"]).write_text(json.dumps(hang))
+    started = time.monotonic()
+    if kind in INVALID:
+        with pytest.raises(ConfigError, match="no heartbeats"):
+            run.report(tmp_path)
+        return
+    out = io.StringIO()
+    run.render(run.report(tmp_path), LiteralConsole(file=out, width=200))
+    assert visible(out.getvalue()) == out.getvalue()
+    assert len(out.getvalue().splitlines()) < 1200
+    assert time.monotonic() - started < 5.0
 
 
 def test_doctor_run_names_no_rank_of_a_healthy_run(tmp_path: Path) -> None:

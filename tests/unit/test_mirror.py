@@ -47,6 +47,7 @@ from dapo_megatron.tracking.mlflow_tracker import (
 )
 from dapo_megatron.tracking.provenance import commit, flatten, run_tags, versions
 from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker
+from dapo_megatron.types import ConfigError
 from tests.helpers.configs import REPOSITORY, tiny_config
 from tests.helpers.cores import own_seconds
 
@@ -901,6 +902,58 @@ def test_relative_tracking_uris_are_made_absolute(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", given)
     assert given_uri() == accepted.format(here=tmp_path)
+
+
+FOREIGN_SERVERS: tuple[Any, ...] = (
+    *("http://127.0.0.1:1", "https://127.0.0.1:1", "HTTP://127.0.0.1:1", "http://u:hunter2@x"),
+    *("databricks", "databricks://profile", "uc:databricks", "postgresql://u:hunter2@x/db"),
+    *("sqlite:////srv/cookies.db", "sqlite://", "file:///srv", "/srv/mlruns", "../mlruns"),
+    *("http://x; touch owned", "http://x\x1b[2J", 5, ["http://x"], {"a": 1}),
+)
+
+
+@pytest.mark.parametrize("recorded", ["mlflow_run.json", "mlflow/mirror.json"])
+@pytest.mark.parametrize("server", FOREIGN_SERVERS, ids=str)
+def test_a_server_that_only_the_run_folder_names_gets_nothing(
+    run: Config, monkeypatch: pytest.MonkeyPatch, recorded: str, server: Any
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    write(run.folder, "config.yaml", dump_config(run))
+    key = "server" if recorded == "mlflow_run.json" else "uri"
+    write(run.folder, recorded, json.dumps({key: server, "run_id": "x", "experiment_id": "1"}))
+    monkeypatch.setattr(mlflow_tracker, "_start_mirror", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(ConfigError, match="set MLFLOW_TRACKING_URI=") as raised:
+        deliver(run.folder, 1.0)
+    assert "hunter2" not in str(raised.value)
+    assert "=http://x; touch" not in str(raised.value)  # quoted for a shell
+    write(run.folder, "mlflow/left", "")
+    deliver_rest(run.folder)
+
+
+def test_the_database_next_to_a_run_is_used_unasked(
+    run: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    write(run.folder, "config.yaml", dump_config(run))
+    local = f"sqlite:///{run.folder.parent}/mlflow.db"
+    for recorded in ({}, {"server": local}):
+        write(run.folder, "mlflow_run.json", json.dumps(recorded))
+        uris: list[str] = []
+        monkeypatch.setattr(
+            mlflow_tracker, "_start_mirror", lambda *given, uris=uris, **_: uris.append(given[3])
+        )
+        assert not deliver(run.folder, 1.0)
+        assert uris == [local]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make files of another user")
+def test_a_run_folder_of_another_user_is_not_written_to(run: Config) -> None:
+    write(run.folder, "config.yaml", dump_config(run))
+    write(run.folder, "logs/mlflow.log", "")
+    os.chown(run.folder / "logs" / "mlflow.log", 65534, 65534)
+    with pytest.raises(ConfigError, match=r"^RUN_FOLDER: .*mlflow.log is a file that user 65534"):
+        deliver(run.folder, 1.0)
+    assert not (run.folder / ".lock").exists()
 
 
 def test_an_unknown_status_is_rejected(run: Config, monkeypatch: pytest.MonkeyPatch) -> None:

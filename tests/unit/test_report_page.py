@@ -31,7 +31,8 @@ from dapo_megatron.report.curves import GHOSTS, PALETTE, ghost, run_styles
 from dapo_megatron.report.page import Options, make_payload
 from dapo_megatron.report.provenance import headline
 from dapo_megatron.report.run_data import read_run
-from dapo_megatron.report.wording import span, visible
+from dapo_megatron.report.wording import span
+from dapo_megatron.text import visible
 from dapo_megatron.types import ConfigError
 from tests.helpers.made_run import MadeRun
 from tests.unit.test_files import room_for

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from dapo_megatron.checkpoints import newest, read_state
+from dapo_megatron.cluster.ownership import check_tree
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.files import write_json
 from dapo_megatron.run.folder import RunFolder
@@ -244,18 +245,211 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_unchanged(tmp_path: Pat
     assert target.read_text(encoding="utf-8") == "my settings"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a link of another user")
-def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
-    target, path = tmp_path / "bashrc", tmp_path / "x"
-    target.write_text("my settings", encoding="utf-8")
-    path.mkdir()
-    (path / "metrics.jsonl").symlink_to(target)
-    (path / "checkpoints").symlink_to(tmp_path)  # the user's own link to another disk
-    os.lchown(path / "metrics.jsonl", 65534, 65534)
-    with pytest.raises(ConfigError, match=r"^run\.name: .*metrics\.jsonl is a link .*user 65534"):
-        RunFolder(path).acquire(lock_seconds=0.0)
-    (path / "metrics.jsonl").unlink()
-    RunFolder(path).acquire(lock_seconds=0.0)
+OTHER = 65534
+"""Id of another user and their group."""
+WRITTEN = (
+    *(".", ".lock", ".owner", ".pulse", ".pulse/alarm", ".pulse/rank_00000.json"),
+    *("attempts.jsonl", "checkpoints", "checkpoints/.partial", "checkpoints/step_000001"),
+    *("checkpoints/step_000001/state.json", "config.yaml", "data", "journal", "logs"),
+    *("logs/mlflow.log", "logs/rank_0.log", "logs/report.log", "metrics.jsonl", "mlflow"),
+    *("mlflow/lock", "mlflow/mirror.json", "mlflow_run.json", "plan.json", "provenance.json"),
+    *("report.html", "samples", "samples/step_000001", "samples/step_000001/index.json"),
+    *("summary.json", "timeline", "timeline/step_000001.json", "tokenizer.json"),
+)
+"""Paths in a run's folder, and the folder itself."""
+PLANTED: dict[str, Callable[[Path, Path], object]] = {
+    "link": lambda path, secret: path.symlink_to(secret),
+    "link to a folder": lambda path, secret: path.symlink_to(secret.parent),
+    "link to nothing": lambda path, secret: path.symlink_to(secret.with_name("bash_profile")),
+    "file": lambda path, secret: path.write_text("{}"),
+    "FIFO": lambda path, secret: os.mkfifo(path),
+    "folder": lambda path, secret: path.mkdir(),
+}
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make files of another user")
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    yield
+    os.umask(before)
+
+
+def prepared(folder: Path, name: str) -> tuple[Path, Path]:
+    """Make the folders up to `name` in a run's folder, and a private file of the victim."""
+    secret = folder / "home" / "bashrc"
+    secret.parent.mkdir()
+    secret.write_text("my settings", encoding="utf-8")
+    path = folder / "runs" / "x" / name
+    path.parent.mkdir(parents=True)
+    return path, secret
+
+
+def tree(folder: Path) -> list[tuple[str, int, int]]:
+    return sorted(
+        (str(path), path.lstat().st_ino, path.lstat().st_mtime_ns) for path in folder.rglob("*")
+    )
+
+
+@as_root
+@pytest.mark.parametrize("kind", PLANTED)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_entries_of_another_user_are_refused_before_anything_is_written(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    path, secret = prepared(tmp_path, name)
+    PLANTED[kind](path, secret)
+    os.lchown(path, OTHER, OTHER)
+    before = tree(tmp_path / "home")
+    with pytest.raises(ConfigError, match=rf"^run\.name: {path} is .* that user {OTHER} has"):
+        RunFolder(tmp_path / "runs" / "x").acquire(lock_seconds=0.0)
+    assert tree(tmp_path / "home") == before
+    assert secret.read_text(encoding="utf-8") == "my settings"
+    with suppress(IsADirectoryError):  # the remedy
+        path.unlink()
+    if path.is_dir():
+        path.rmdir()
+    path.parent.mkdir(exist_ok=True)
+    RunFolder(tmp_path / "runs" / "x").acquire(lock_seconds=0.0)
+
+
+@as_root
+@pytest.mark.parametrize("name", [".", ".pulse", ".pulse/alarm"])
+def test_a_rank_checks_what_it_writes_before_rank_0_has_checked_everything(
+    tmp_path: Path, name: str
+) -> None:
+    path, secret = prepared(tmp_path, name)
+    path.symlink_to(secret)
+    os.lchown(path, OTHER, OTHER)
+    with pytest.raises(ConfigError, match=f"{path} is a link to {secret} that user {OTHER} has"):
+        RunFolder(tmp_path / "runs" / "x").create()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o775, 0o777])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "logs/rank_0.log", ".pulse/alarm"])
+def test_a_second_name_of_a_private_file_is_refused_in_a_shared_folder(
+    tmp_path: Path, name: str, mode: int
+) -> None:
+    path, secret = prepared(tmp_path, name)
+    path.hardlink_to(secret)
+    path.parent.chmod(mode)
+    folder = RunFolder(tmp_path / "runs" / "x")
+    if mode == 0o755:  # nobody else can have made it: a copy of the run by `cp -al`
+        folder.acquire(lock_seconds=0.0)
+    else:
+        with pytest.raises(ConfigError, match=rf"{path} is a file with 2 names"):
+            folder.acquire(lock_seconds=0.0)
+
+
+@as_root
+@pytest.mark.parametrize(
+    ("mask", "group", "mode", "kind", "is_accepted"),
+    [
+        (0o007, 0, 0o770, "file", True),
+        (0o007, 0, 0o2770, "folder", True),
+        (0o002, 0, 0o775, "file", True),
+        (0o007, 0, 0o770, "link", False),
+        (0o007, 0, 0o770, "link to nothing", False),
+        (0o007, 0, 0o770, "FIFO", False),
+        (0o007, OTHER, 0o770, "file", False),  # of a group of which this user is no member
+        (0o007, 0, 0o2777, "file", False),  # anyone can create a file of the folder's group
+        (0o007, 0, 0o3777, "folder", False),
+        (0o022, 0, 0o770, "file", False),
+        (0o077, 0, 0o770, "folder", False),
+        (0o027, 0, 0o770, "file", False),
+    ],
+)
+def test_a_group_shares_a_run_if_the_umask_allows_it(
+    tmp_path: Path, mask: int, group: int, mode: int, kind: str, is_accepted: bool
+) -> None:
+    path, secret = prepared(tmp_path, "logs")
+    PLANTED[kind](path, secret)
+    os.lchown(path, OTHER, group)
+    path.parent.chmod(mode)
+    with umask(mask):
+        if is_accepted:
+            RunFolder(path.parent).acquire(lock_seconds=0.0)
+        else:
+            with pytest.raises(ConfigError, match=f"user {OTHER} has created"):
+                RunFolder(path.parent).acquire(lock_seconds=0.0)
+
+
+def test_links_of_this_user_are_allowed(tmp_path: Path) -> None:
+    path, _ = prepared(tmp_path, "checkpoints")
+    path.symlink_to(tmp_path)  # to another disk
+    RunFolder(path.parent).acquire(lock_seconds=0.0)
+
+
+@as_root
+@pytest.mark.parametrize("name", ["mlflow.db", "mlartifacts"])
+def test_a_link_to_another_database_next_to_the_run_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("/srv/cookies.db")
+    os.lchown(tmp_path / name, OTHER, OTHER)
+    with pytest.raises(ConfigError, match=f"{name} is a link to /srv/cookies.db"):
+        RunFolder(tmp_path / "x").create()
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "is_reported"),
+    [
+        ("runs", 0o777, True),
+        ("runs", 0o1777, False),
+        ("runs", 0o775, False),
+        ("runs/x", 0o777, True),
+        ("runs/x", 0o1777, True),
+        ("runs/x", 0o770, False),
+        ("runs/x/logs", 0o777, True),
+    ],
+)
+def test_folders_to_which_any_user_may_write_are_reported(
+    tmp_path: Path, name: str, mode: int, is_reported: bool
+) -> None:
+    (tmp_path / "runs" / "x" / "logs").mkdir(parents=True)
+    (tmp_path / name).chmod(mode)
+    folder = RunFolder(tmp_path / "runs" / "x")
+    folder.acquire(lock_seconds=0.0)
+    assert [f"write to {tmp_path / name}," in note for note in folder.notes] == [True] * is_reported
+
+
+def test_checking_10000_files_takes_less_than_a_second(tmp_path: Path) -> None:
+    for number in range(100):
+        step = tmp_path / "samples" / f"step_{number:06d}"
+        step.mkdir(parents=True)
+        for part in range(100):
+            (step / f"{part}.parquet").touch()
+    started = time.thread_time()
+    assert check_tree(tmp_path) == ""
+    assert time.thread_time() - started < 1.0
+
+
+FOLDERS: dict[str, Callable[[Path], Path]] = {
+    "a file": lambda path: (path.write_text(""), path)[1],
+    "in a file": lambda path: (path.write_text(""), path / "runs")[1],
+    "in /proc": lambda path: Path("/proc/nope"),
+    "in /sys": lambda path: Path("/sys/nope"),
+    "a device": lambda path: Path("/dev/null"),
+    "a link to nothing": lambda path: (path.symlink_to("none"), path)[1],
+    "a link to itself": lambda path: (path.symlink_to(path), path)[1],
+    "a FIFO": lambda path: (os.mkfifo(path), path)[1],
+    "too long": lambda path: path / ("x" * 300),
+    "read-only": lambda path: (path.mkdir(0o555), path)[1],
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_run_directory_that_cannot_be_written_is_one_error(tmp_path: Path, kind: str) -> None:
+    if kind == "read-only" and os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    folder = FOLDERS[kind](tmp_path / "directory")
+    command = [sys.executable, "-m", "dapo_megatron", "train", "model_configs/tiny_cpu.yaml"]
+    result = subprocess.run(
+        [*command, f"run.directory={folder}"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == 2
+    [line] = result.stderr.splitlines()
+    assert line.startswith(f"error: run.directory: {folder}")
+    assert line.endswith("name a folder that you can write to")
 
 
 def test_a_file_system_without_locks_is_a_config_error(

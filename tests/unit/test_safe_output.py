@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import locale
+import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,9 +17,12 @@ from typing import TextIO
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rich.table import Table
+from rich.text import Text
 
 from dapo_megatron.cluster import safe_output
 from dapo_megatron.cluster.safe_output import KEPT_BYTES, safe_text
+from dapo_megatron.text import LiteralConsole, visible
 from tests.helpers.screen import Terminal
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -27,6 +32,12 @@ FULL = Path("/dev/full")
 
 def open_for_append(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def shown(texts: list[str]) -> str:
+    """Return lines as a safe stream writes them."""
+    lines = [text.replace("\r\n", "\n").replace("\r", "\n") for text in texts]
+    return visible("".join(f"{line}\n" for line in lines))
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +77,7 @@ def test_everything_is_written_if_there_is_room(
         print(text, file=file)
     file.close()
     os.close(descriptor)  # `file.close` does not close it
-    expected = "".join(f"{text}\n" for text in texts).encode("utf-8", "replace")
-    assert path.read_bytes() == expected
+    assert path.read_bytes() == shown(texts).encode("utf-8", "replace")
 
 
 def test_lost_output_is_not_written_later() -> None:
@@ -101,14 +111,12 @@ def _waits_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(st.lists(st.text(max_size=5_000)))
 @example(["x" * 100_000, "y"])
 @settings(max_examples=30, deadline=None)
-def test_a_terminal_that_is_read_gets_all_output_unchanged(texts: list[str]) -> None:
+def test_a_terminal_that_is_read_gets_all_output(texts: list[str]) -> None:
     terminal = Terminal()
     tty.setraw(terminal.file.fileno())
     for text in texts:
         print(text, file=terminal.file)
-    assert (
-        terminal.close() == "".join(f"{text}\n" for text in texts).encode(errors="replace").decode()
-    )
+    assert terminal.close() == shown(texts).encode(errors="replace").decode()
 
 
 def test_unread_terminal_output_is_dropped_after_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,3 +176,82 @@ warnings.warn("of a third")
 def test_a_process_whose_output_cannot_be_written_exits_with_0(how: str) -> None:
     result = subprocess.run([sys.executable, "-c", PRINTS, how], cwd=REPOSITORY, check=False)
     assert (result.returncode == 0) == (how == "safe")
+
+
+# ---------------------------------------------------------------------------- hidden characters
+
+HOSTILE = {
+    "title of the terminal": "\x1b]0;pwned\x07",
+    "clear": "\x1b[2J",
+    "move": "\x1b[1;1Hall is well",
+    "concealed": "\x1b[8msecret",
+    "one-byte CSI": "\x9b2J",
+    "clipboard": "\x1b]52;c;cHduZWQ=\x1b\\",
+    "overwritten": "error: bad\rall is well",
+    "backspaces": "bad\b\b\bok",
+    "bell": "\x07",
+    "null": "a\0b",
+    "right to left": "\u202egnp.exe",
+    "zero width": "pass\u200bword",
+    "line separator": "a\u2028b",
+    "markup": "x[/nope] [bold]y[/bold] :smile: [link=http://x]z[/link]",
+    "delete": "a\x7fb",
+}
+SHOWS: dict[str, Callable[[str, TextIO, LiteralConsole], object]] = {
+    "print": lambda text, file, _: print(f"error: {text}", file=file),
+    "writelines": lambda text, file, _: file.writelines([text, "\n"]),
+    "logging": lambda text, file, _: logging.StreamHandler(file).handle(
+        logging.makeLogRecord({"msg": text})
+    ),
+    "console": lambda text, _, console: console.print(text, style="bold red"),
+    "Text": lambda text, _, console: console.print(Text(text, style="bold")),
+    "rule": lambda text, _, console: console.rule(text),
+    "cell": lambda text, _, console: console.print(_table(text)),
+}
+
+
+def _table(text: str) -> Table:
+    table = Table(f"column {text}", title=f"title {text}", caption=text)
+    table.add_row(text)
+    table.add_row(Text(text))
+    return table
+
+
+def written(show: str, text: str, tmp_path: Path, *, colors: bool) -> str:
+    path = tmp_path / "out"
+    with safe_text(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), closes=True) as file:
+        system = "standard" if colors else None
+        console = LiteralConsole(
+            file=file, width=200, force_terminal=colors, color_system=system, highlight=False
+        )
+        SHOWS[show](text, file, console)
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("colors", [False, True])
+@pytest.mark.parametrize("show", SHOWS)
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_no_text_controls_the_terminal(kind: str, show: str, colors: bool, tmp_path: Path) -> None:
+    styles = set(re.findall("\x1b[^m]*m", written(show, "x", tmp_path, colors=colors)))
+    text = written(show, HOSTILE[kind], tmp_path, colors=colors)
+    for style in styles:  # those of rich itself
+        text = text.replace(style, "")
+    assert text == visible(text)
+    assert "\r" not in text
+    if kind == "markup":
+        assert "x[/nope] [bold]y[/bold] :smile:" in text
+
+
+@given(st.text(), st.sampled_from(sorted(SHOWS)))
+@settings(max_examples=200, deadline=None)
+def test_any_text_is_shown_without_control_characters(
+    tmp_path_factory: pytest.TempPathFactory, text: str, show: str
+) -> None:
+    text = written(show, text, tmp_path_factory.mktemp("out"), colors=False)
+    assert text == visible(text)
+
+
+def test_all_consoles_print_literally() -> None:
+    sources = [*(REPOSITORY / "dapo_megatron").rglob("*.py"), *(REPOSITORY / "tools").glob("*.py")]
+    users = [path.name for path in sources if re.search(r"\bConsole\(", path.read_text("utf-8"))]
+    assert users == ["gpu_check.py"]  # a table of its own figures

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dapo_megatron.files import parse_json
+from dapo_megatron.files import open_regular, parse_json
 from dapo_megatron.types import CheckpointError, Region, whole
 
 DTYPES = {
@@ -190,7 +190,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
 def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
     """Return (header, offset of the data, size of the file), in bytes. Raises CheckpointError."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file_bytes = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if file_bytes and length == 0:
@@ -250,7 +250,7 @@ def read_box(path: Path, key: str, info: TensorInfo, offset: int, box: Region) -
     target = bytes_of(tensor)
     size, done = info.dtype.itemsize, 0
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path, buffering=0) as file:
             for start, count in _runs(info.shape, box):
                 into = target[done : done + count * size]
                 _fill(path, file.fileno(), into, offset + start * size, key)

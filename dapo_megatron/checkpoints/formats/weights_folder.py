@@ -3,7 +3,6 @@ publishing."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -20,8 +19,10 @@ from dapo_megatron.files import (
     open_lock,
     partial_folder,
     publish_folder,
+    read_file,
     read_json,
     recover,
+    sha256,
     sync_to_disk,
     try_lock,
 )
@@ -185,7 +186,7 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
 def _of_megatron(folder: Path) -> Path | None:
     """Return a file or folder of a checkpoint of Megatron that was not written here, or None."""
     tracker, release = folder / TRACKER, folder / RELEASE
-    if tracker.exists() and (not tracker.is_file() or tracker.read_bytes().strip() != b"release"):
+    if tracker.exists() and (not tracker.is_file() or read_file(tracker).strip() != b"release"):
         return tracker
     if (tracker.exists() or release.exists()) and not _is_written_here(release):
         return release if release.exists() else tracker
@@ -202,13 +203,12 @@ def _is_written_here(release: Path) -> bool:
     if any(release.glob(_LEGACY)):
         return False
     mark, metadata = release / _ORIGIN, release / _METADATA
-    return mark.is_file() and metadata.is_file() and mark.read_bytes() == _origin(release)
+    return mark.is_file() and metadata.is_file() and read_file(mark) == _origin(release)
 
 
 def _origin(release: Path) -> bytes:
-    with (release / _METADATA).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return json.dumps({"written_by": "dapo_megatron", "metadata_sha256": digest}).encode()
+    about = {"written_by": "dapo_megatron", "metadata_sha256": sha256(release / _METADATA)}
+    return json.dumps(about).encode()
 
 
 @contextmanager

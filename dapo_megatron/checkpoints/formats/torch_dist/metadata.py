@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import pickle
 import re
 from collections.abc import Iterable, Mapping
@@ -21,6 +21,7 @@ from dapo_megatron.checkpoints.formats.torch_dist.pickles import (
     shorten,
 )
 from dapo_megatron.checkpoints.formats.weights_folder import check_file_name
+from dapo_megatron.files import read_file
 from dapo_megatron.types import CheckpointError, Region, whole
 
 METADATA = ".metadata"
@@ -64,13 +65,11 @@ def read_metadata(folder: Path) -> Contents:
     """
     path = folder / METADATA
     try:
-        with path.open("rb") as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            data = file.read(_MAX_BYTES) if num_bytes <= _MAX_BYTES else b""
+        data = read_file(path, _MAX_BYTES)
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise CheckpointError(f"{path}: damaged: {error.strerror}; copy it again") from None
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    if num_bytes > _MAX_BYTES:
-        raise CheckpointError(f"{path}: damaged: longer than {_MAX_BYTES:,} bytes; copy it again")
     content = load_pickle(data, str(path))
     try:
         listed = _field(content, "Metadata", "state_dict_metadata", dict)

@@ -22,6 +22,7 @@ from dapo_megatron.checkpoints.formats.torch_dist.pickles import (
     shorten,
 )
 from dapo_megatron.checkpoints.formats.torch_dist.records import read_object
+from dapo_megatron.files import read_file
 from dapo_megatron.model import Architecture, Rope
 from dapo_megatron.types import CheckpointError, ConfigError
 
@@ -351,10 +352,7 @@ class _Loader(yaml.SafeLoader):
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = path.read_bytes()
-        if len(data) > _MAX_YAML_BYTES:
-            raise ValueError(f"longer than {_MAX_YAML_BYTES:,} bytes")
-        value = yaml.load(data, _Loader)
+        value = yaml.load(read_file(path, _MAX_YAML_BYTES), _Loader)
     except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
     if not isinstance(value, dict):

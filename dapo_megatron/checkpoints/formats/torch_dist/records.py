@@ -32,6 +32,7 @@ from dapo_megatron.checkpoints.formats.torch_dist.pickles import (
     load_pickle,
     shorten,
 )
+from dapo_megatron.files import open_regular
 from dapo_megatron.types import CheckpointError, Region, dtype_name, whole
 
 _MAX_PICKLE_BYTES = 256 * 2**20
@@ -157,7 +158,7 @@ class _Archive:
         self._where = where
         self._record = record
         try:
-            self._file = path.open("rb")
+            self._file = open_regular(path)
         except OSError as error:
             raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from None
         window = _Window(self._file, record, _MAX_DIRECTORY_BYTES)

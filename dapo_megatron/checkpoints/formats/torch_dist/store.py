@@ -59,7 +59,7 @@ from dapo_megatron.checkpoints.formats.weights_folder import (
     check_links,
     declare_written_here,
 )
-from dapo_megatron.files import read_json
+from dapo_megatron.files import read_file, read_json
 from dapo_megatron.model import Architecture, LocalParameter, architecture, without_mtp
 from dapo_megatron.types import CheckpointError, Region, dtype_name
 
@@ -120,7 +120,7 @@ def find_iteration(folder: Path) -> Path | None:
 def _newest(tracker: Path) -> str:
     """Return the name of the folder that a tracker file names. Raises CheckpointError."""
     try:
-        text = tracker.read_bytes()[:100].decode().strip()
+        text = read_file(tracker, 100).decode().strip()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{tracker}: cannot be read ({error})") from None
     if text == RELEASE:
