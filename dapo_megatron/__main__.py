@@ -250,6 +250,18 @@ def tokenizer(
 
 
 @doctor.command()
+def grades(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="runs/<name>")],
+    json_file: JsonPath = None,
+) -> None:
+    """Grade a run's recorded answers again, and count the verdicts that changed."""
+    from dapo_megatron.doctor import grades
+
+    if not grades.command(run_folder, json_file):
+        raise typer.Exit(1)
+
+
+@doctor.command()
 def layouts(
     config: ConfigPath,
     overrides: Overrides = None,

@@ -12,7 +12,6 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from numbers import Real
 from typing import Any
 
 from dapo_megatron.rewards.sandbox import missing_layers
@@ -91,6 +90,11 @@ def _check_problem(truth: str, extra: Mapping[str, Any]) -> None:
         )
 
 
+def is_built_in(name: str) -> bool:
+    """Return whether a grader is one of this package."""
+    return name in _LIBRARIES
+
+
 def grader_names(grader: str | Mapping[str, str]) -> set[str]:
     """Return the names of a source's graders: one for all its rows, or one per data_source."""
     return {grader} if isinstance(grader, str) else set(grader.values())
@@ -98,25 +102,51 @@ def grader_names(grader: str | Mapping[str, str]) -> set[str]:
 
 def as_grade(result: Any) -> Grade:
     """Convert the result of a grader to a Grade of plain values, with `pred` cut to MAX_PRED
-    characters. Raises TypeError, ValueError or OverflowError."""
-    if isinstance(result, Grade):
-        grade = Grade(
-            float(result.score),
-            bool(result.correct),
-            str(result.pred)[:MAX_PRED],
-            bool(result.parsed),
+    characters. Raises TypeError, ValueError or OverflowError.
+
+    A mapping has a `score` and may have `acc` (or `correct`) and `pred`, as those of verl.
+    """
+    parts: tuple[Any, Any, Any, Any]
+    match result:
+        case Grade():
+            parts = result.score, result.correct, result.pred, result.parsed
+        case {"score": score, **others}:
+            correct = others.get("acc", others.get("correct"))
+            parts = score, correct, others.get("pred") or "", True
+        case _:
+            parts = result, None, "", True
+    score, correct = (_plain(part) for part in parts[:2])
+    if isinstance(score, bool):
+        correct = score if correct is None else correct
+        score = 1.0 if score else -1.0
+    if not isinstance(score, float | int) or not isinstance(correct, float | int | None):
+        raise TypeError(
+            "a grader must return a Grade, a bool, a number, or a mapping with a score, not "
+            f"{result!r:.100}"
         )
-    elif isinstance(result, bool):
-        grade = Grade(1.0 if result else -1.0, result, "")
-    elif isinstance(result, Real):
-        grade = Grade(float(result), float(result) > 0, "")
-    else:
-        raise TypeError(f"a grader must return a Grade, a bool or a number, not {result!r:.100}")
+    grade = Grade(
+        float(score),
+        score > 0 if correct is None else correct > 0,
+        str(parts[2])[:MAX_PRED],
+        bool(parts[3]),
+    )
     if not abs(grade.score) <= MAX_SCORE:  # false for NaN too
         raise ValueError(
             f"a score must be finite, from {-MAX_SCORE:,.0f} to {MAX_SCORE:,.0f}, not {grade.score}"
         )
     return grade
+
+
+def _plain(value: Any) -> Any:
+    """Return a bool or number of another library as Python's: of numpy and torch (also arrays and
+    tensors with one element), sympy, decimal and fractions. Other values are returned unchanged."""
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if callable(getattr(value, "item", None)):
+        return value.item()
+    if getattr(value, "is_Boolean", False):
+        return bool(value)
+    return float(value) if hasattr(value, "__float__") else value
 
 
 def _checked(name: str, function: Callable[[str, str, Mapping[str, Any]], Any]) -> GraderFn:
@@ -126,7 +156,8 @@ def _checked(name: str, function: Callable[[str, str, Mapping[str, Any]], Any]) 
             result = _event_loop().run(result)
         try:
             return as_grade(result)
-        except (TypeError, ValueError, OverflowError) as error:
+        # RuntimeError: a tensor with several elements.
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ValueError(f"grader {name!r}: {error}") from error
 
     return grade

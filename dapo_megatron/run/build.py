@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -34,6 +35,7 @@ from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.estimate import save_estimate
 from dapo_megatron.protocols import LossFn, Parts, Policy, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
+from dapo_megatron.rewards.trial import try_graders
 from dapo_megatron.rollout.collector import EngineCollector
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import EngineDriver
@@ -133,6 +135,19 @@ def load_prompts(config: Config) -> Prompts:
         for prompt in load(source, config.data.columns, held_out)
     ]
     return Prompts(train, evaluation, notes)
+
+
+def check_graders(config: Config, prompts: Prompts) -> None:
+    """Call each of the user's graders once. Raises DataError naming row and grader."""
+    sources = (*config.data.train, *config.evaluation.sets)
+    rewards = config.rewards
+    try_graders(
+        {source.name: source.grader for source in sources},
+        chain(prompts.train, *prompts.evaluation.values()),
+        rewards.timeout_seconds,
+        rewards.memory_mib,
+        rewards.environment,
+    )
 
 
 def learning_rate(optimizer: OptimizerConfig) -> Callable[[int], float]:

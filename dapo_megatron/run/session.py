@@ -170,6 +170,9 @@ def _prompts(context: RunContext, recorder: RunRecorder | RankRecorder) -> Promp
     prompts = build.load_prompts(config)
     for note in prompts.notes:
         recorder.note(f"  {note}")
+    if context.ranks.is_alone:
+        return prompts
+    on_rank0(context.ranks, lambda: build.check_graders(config, prompts))
     if context.own_rank == 0:
         record.keep_reports(config, folder)
         record.keep_tokenizer(config, folder, recorder)
@@ -239,6 +242,7 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
         import_libraries(ranks, has_engine=True)
         store = open_checkpoint(config, Path(checkpoint)) if checkpoint else None
         prompts = build.load_prompts(config)
+        on_rank0(ranks, lambda: build.check_graders(config, prompts))
         models = build_models(config, ranks)
         ranks = first_generation(ranks, backend())
         with build.build_core(config, ranks, models) as core:

@@ -74,7 +74,7 @@ ROOMS = {
         f"{LOW} text config cluster checkpoints rollout", "mlflow rich torch numpy pyarrow"
     ),
     "doctor": room(
-        f"{LOW} text config model algo data policy cluster plan tracking run",
+        f"{LOW} text config model algo data rewards rollout policy cluster plan tracking run",
         "torch transformers tokenizers psutil rich",
     ),
     # rewards for the causes of missing grades, doctor for whether a run is alive, cluster for the

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import sympy
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +24,8 @@ from dapo_megatron.data.prompts import load_source
 from dapo_megatron.rewards import resolve
 from dapo_megatron.rewards.dapo_math import INVALID, grade
 from dapo_megatron.rewards.registry import check_grader
-from dapo_megatron.types import ConfigError, DataError, Grade
+from dapo_megatron.rewards.trial import try_graders
+from dapo_megatron.types import ConfigError, DataError, Grade, Prompt
 from tests.helpers.words import Words
 
 LINES = (Path(__file__).parents[1] / "golden" / "grading.jsonl").read_text(encoding="utf-8")
@@ -190,6 +196,25 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (0, Grade(0.0, False, "")),
         (Grade(-2.0, True, "x"), Grade(-2.0, True, "x")),
         (Grade(-2.0, False, "", parsed=False), Grade(-2.0, False, "", parsed=False)),
+        (np.isclose(1.0, 1.0), Grade(1.0, True, "")),
+        (np.bool_(False), Grade(-1.0, False, "")),
+        (np.float32(0.5), Grade(0.5, True, "")),
+        (np.int64(-1), Grade(-1.0, False, "")),
+        (np.array(1.0), Grade(1.0, True, "")),
+        (np.array([True]), Grade(1.0, True, "")),
+        (torch.tensor(0.25), Grade(0.25, True, "")),
+        (torch.tensor(False), Grade(-1.0, False, "")),
+        (sympy.true, Grade(1.0, True, "")),
+        (sympy.Eq(1, 2), Grade(-1.0, False, "")),
+        (sympy.Rational(1, 2), Grade(0.5, True, "")),
+        (Decimal("0.5"), Grade(0.5, True, "")),
+        (Fraction(1, 4), Grade(0.25, True, "")),
+        ({"score": 1.0}, Grade(1.0, True, "")),
+        ({"score": -1, "acc": False, "pred": "7"}, Grade(-1.0, False, "7")),
+        ({"score": 0.1, "acc": np.bool_(False), "pred": None}, Grade(0.1, False, "")),
+        ({"score": True, "format": 3}, Grade(1.0, True, "")),
+        ({"score": 0.2, "correct": 1.0}, Grade(0.2, True, "")),
+        (Grade(np.float64(1.0), np.bool_(True), "x"), Grade(1.0, True, "x")),  # type: ignore[arg-type]
     ],
 )
 @pytest.mark.parametrize("function", ["returns", "returns_later"])
@@ -202,8 +227,21 @@ def test_valid_results_of_a_user_grader_become_grades(
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (None, "a grader must return a Grade, a bool or a number, not None"),
-        ("1", "a grader must return a Grade, a bool or a number, not '1'"),
+        (
+            None,
+            "a grader must return a Grade, a bool, a number, or a mapping with a score, not None",
+        ),
+        ("1", "a grader must return a Grade, a bool, a number, or a mapping with a score, not '1'"),
+        (["1"], "a grader must return a Grade, a bool, a number"),
+        ((1.0, "7"), "a grader must return a Grade, a bool, a number"),
+        ({"reward": 1.0}, "a grader must return a Grade, a bool, a number"),
+        ({"score": None}, "a grader must return a Grade, a bool, a number"),
+        ({"score": 1.0, "acc": "yes"}, "a grader must return a Grade, a bool, a number"),
+        (1j, "a grader must return a Grade, a bool, a number"),
+        (np.array([1.0, 2.0]), "can only convert an array of size 1"),
+        (torch.tensor([1.0, 2.0]), "a Tensor with 2 elements cannot be converted"),
+        (Decimal("NaN"), "a score must be finite"),
+        ({"score": float("inf")}, "a score must be finite"),
         (float("nan"), "a score must be finite, from -1,000,000 to 1,000,000, not nan"),
         (
             Grade(float("inf"), True, ""),
@@ -212,7 +250,7 @@ def test_valid_results_of_a_user_grader_become_grades(
         (1e39, "a score must be finite, from -1,000,000 to 1,000,000, not 1e+39"),
         (Grade(-1_000_000.1, False, ""), "a score must be finite, from -1,000,000 to 1,000,000"),
         (10**400, "int too large to convert to float"),
-        (Grade("x", True, ""), "could not convert string to float"),  # type: ignore[arg-type]
+        (Grade("x", True, ""), "a grader must return a Grade, a bool"),  # type: ignore[arg-type]
     ],
 )
 def test_invalid_results_of_a_user_grader_are_refused(
@@ -356,3 +394,42 @@ def test_importing_rewards_imports_no_heavy_library() -> None:
         "& set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+TRIED = {
+    "returns text": ("return 'yes'", "must return a Grade, a bool, a number"),
+    "returns nothing": ("pass", "not None"),
+    "raises": ("return 1 / 0", "ZeroDivisionError"),
+    "reads a field that rows lack": ("return extra['extra_info']['level'] > 1", "KeyError"),
+    "wants a number": ("return int(response) == int(truth)", "ValueError"),
+    "hangs": ("import time; time.sleep(60)", "timeout"),
+    "exits": ("import os; os._exit(3)", "crash"),
+    "uses all memory": ("x = bytearray(2**34)", "memory"),
+    "an array of two": ("import numpy; return numpy.array([1, 2])", "array of size 1"),
+    "not a number": ("return float('nan')", "must be finite"),
+}
+
+
+def test_each_grader_of_a_user_is_tried_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [f"def g{index}(response, truth, extra): {body}" for index, (body, _) in enumerate(
+        [*TRIED.values(), ("return {'score': response == truth}", "")]
+    )]  # fmt: skip
+    (tmp_path / "tried_graders.py").write_text("\n".join(lines))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(tmp_path)
+    extra = {"data_source": "a", "extra_info": {}}
+    prompts = [Prompt("mine", row, (1,), "q", "x+1", extra) for row in (4, 5)]
+
+    def try_grader(grader: str | dict[str, str]) -> None:
+        try_graders({"mine": grader}, prompts, 3.0, 2048, ["PYTHONPATH"])
+
+    for index, (name, (_, reason)) in enumerate(TRIED.items()):
+        with pytest.raises(DataError) as refused:
+            try_grader({"a": f"tried_graders:g{index}"})
+        start = f"source 'mine', row 4: the grader 'tried_graders:g{index}' gave no grade"
+        assert str(refused.value).startswith(start), name
+        assert reason in str(refused.value), name
+    try_grader(f"tried_graders:g{len(TRIED)}")
+    try_grader("math_verify")
