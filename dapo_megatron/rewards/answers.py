@@ -23,8 +23,8 @@ _JOINT = re.compile(
     r"(?:(?:and|or)\b\s*)?[\s$]*(?:[A-Za-z](?:_\{?\w\}?)?\s*=\s*)?"
 )
 _SEPARATOR = re.compile(r",|;|\\pm|\b(?:and|or)\b")
-_STATED = re.compile(r"answer(?:\s+is)?\s*:?\s*([^\n]+)", re.IGNORECASE)
-_INLINE = re.compile(r"\$([^$\n]+)\$|\\\((.+?)\\\)")
+_STATED = re.compile(r"answer(?:\s{1,9}is)?\s{0,9}:?\s{0,9}([^\n]+)", re.IGNORECASE)
+_INLINE = re.compile(r"\$([^$\n]+)\$|\\\(((?:[^\\\n]|\\[^()\n])*)\\\)")
 
 
 def final_text(response: str) -> str:
@@ -55,7 +55,7 @@ def boxed(text: str, values: int = 1) -> str | None:
         return None
     contents = [_INNER_BOX.sub("{", text[start:end]).strip() for _, start, end in boxes[-values:]]
     between = [
-        text[end + 1 : start]
+        text[end + 1 : start][:50]
         for (_, _, end), (start, _, _) in zip(boxes[-values:], boxes[1 - values :], strict=False)
     ]
     if len(contents) == values > 1 and all(map(_JOINT.fullmatch, between)):
@@ -84,30 +84,35 @@ def stated(text: str) -> str:
 
 _SYMBOLS = {
     "°": r"^\circ ", "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "√": r"\sqrt ",
-    "。": ".", "、": ", ", "“": '"', "”": '"', "‘": "'", "’": "'", "\u200b": "",
+    "“": '"', "”": '"', "‘": "'", "’": "'", "\u200b": "",
 }  # fmt: skip
+_NOT_PLAIN = re.compile(r"[^\x00-\x7f\u3040-\u9fff\uac00-\ud7af]")  # nor a CJK letter
 _BOLD = re.compile(r"(?<![\w)*])\*\*([^*\n]+)\*\*(?![\w*])")
 _SCIENTIFIC = re.compile(
-    r"(?<![\w.^{,/])([+-]?[0-9]+(?:\.[0-9]+)?)"
+    r"([0-9](?<![\w.^/][0-9])[0-9]*(?:,[0-9]{3})*(?:\.[0-9]+)?)"
     r"(?:[eE]([+-]?[0-9]{1,3})|\s*(?:\\times|\\cdot|[*x])\s*10\s*\^\s*"
-    r"(?:\{\s*([+-]?[0-9]{1,3})\s*\}|([+-]?[0-9]{1,3})))(?![\w.!^])"
+    r"(?:\{\s*([+-]?[0-9]{1,3})\s*\}|([+-]?[0-9]{1,3})))(?![\w!^]|\.[0-9])"
 )
 _INTEGERS = r"\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}"
+# A digit before each lookbehind lets the search skip to digits, which halves its time.
 _MIXED = re.compile(
-    r"(?<![\w.^}\\/,])([0-9]{1,9})(?:[ ~]|\\[ ,])+([0-9]{1,9})\s*/\s*([0-9]{1,9})(?![\w.,/^])"
-    rf"|(?<![\w.^}}\\/])([0-9]{{1,9}})\s*\\[dtc]?frac\s*(?:{_INTEGERS}|([0-9])([0-9]))(?!\^)"
+    r"([0-9](?<![\w.^}\\/,][0-9])[0-9]{0,8})(?:(?:[ ~]|\\[ ,])+([0-9]{1,9})\s*/\s*([0-9]{1,9})"
+    rf"(?![\w/^]|[.,][0-9])|\s*\\[dtc]?frac\s*(?:{_INTEGERS}|([0-9])([0-9]))(?!\^))"
 )
-_BASE_TEN = re.compile(r"(?<=[0-9])_(?:10|\{10\})(?![0-9])")
+_BASE_TEN = re.compile(r"([0-9])_(?:10|\{10\})(?![0-9])")
 
 
 def clean(text: str) -> str:
     """Rewrite the notations that LaTeX parsers misread: Unicode digits and signs, bold marks,
     powers of ten as decimals, mixed numbers as fractions."""
     if not text.isascii():
-        text = "".join(map(_latex, text)).replace("}^{", "").replace("}_{", "")
-    text = _BOLD.sub(r"\1", text)
-    text = _SCIENTIFIC.sub(_positional, text)
-    return _BASE_TEN.sub("", _MIXED.sub(_improper, text))
+        text = text.replace("，", ",").replace("。", ".").replace("、", ", ")  # the frequent ones
+        text = _NOT_PLAIN.sub(lambda character: _latex(character[0]), text)
+        text = text.replace("}^{", "").replace("}_{", "")
+    if "**" in text:
+        text = _BOLD.sub(r"\1", text)
+    text = _MIXED.sub(_improper, _SCIENTIFIC.sub(_positional, text))
+    return _BASE_TEN.sub(r"\1", text) if "_" in text else text
 
 
 @cache
@@ -125,27 +130,36 @@ def _latex(character: str) -> str:
 
 
 def _positional(number: re.Match[str]) -> str:
-    exponent = int(number[2] or number[3] or number[4])
-    return f"{Decimal(number[1]).scaleb(exponent):f}"
+    exponent = number[2] or number[3] or number[4]
+    return format(Decimal(number[1].replace(",", "") + "E" + exponent), "f")
 
 
 def _improper(number: re.Match[str]) -> str:
     groups = [int(group) for group in number.groups() if group]
     whole, numerator, denominator = groups
     fraction = (whole * denominator + numerator, denominator)
-    return r"\frac{{{}}}{{{}}}".format(*fraction) if number[4] else "{}/{}".format(*fraction)
+    return (
+        r"\frac{{{}}}{{{}}}".format(*fraction) if "frac" in number[0] else "{}/{}".format(*fraction)
+    )
 
 
 # ------------------------------------------------------------------------ plain numbers
 
 _DECIMAL = r"[+-]?(?:(?:[0-9]{1,3}(?:[ ,][0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
-_IGNORED = re.compile(r"\\[!,; ]|\\(?:left|right|displaystyle)\b|\$|\^\s*(?:\\circ|\{\s*\\circ\s*\})")
+_DEGREE = r"\^\s*(?:\\circ|\{\s*\\circ\s*\})"
+_IGNORED = re.compile(
+    rf"\\[!,; ]|\\(?:left|right|displaystyle)\b|\\?\$|[€£¥]|{_DEGREE}(?!\s*[CF]\b)"
+)
 _NUMBER = re.compile(
     rf"([+-]?)\s*(?:({_DECIMAL})(?:\s*/\s*({_DECIMAL}))?"
     rf"|\\[dtc]?frac\s*(?:\{{\s*({_DECIMAL})\s*\}}\s*\{{\s*({_DECIMAL})\s*\}}|([0-9])([0-9])))"
-    r"\s*(\\?%)?(?:\s+([A-Za-z]{4,}[A-Za-z ]*))?"
+    r"\s*(\\?%)?(?:\s+([A-Za-z]{4,}[A-Za-z ]*)|\s*([\u3040-\u9fff\uac00-\ud7af]+)"
+    rf"|{_DEGREE}\s*([CF]))?"
 )
-_NO_UNITS = re.compile(r"percent|pct|hundred|thousand|[mb]illion|trillion|dozen|base|\b[a-z]{1,3}\b")
+_NO_UNITS = re.compile(
+    r"percent|pct|hundred|thousand|million|billion|trillion|dozen|base|\b[a-z]{1,3}\b"
+    r"|[十百千万萬亿億兆分]"
+)
 
 
 class PlainNumber(NamedTuple):
@@ -158,11 +172,14 @@ class PlainNumber(NamedTuple):
 
 def plain_number(text: str) -> PlainNumber | None:
     """Return the value of a cleaned text that is one integer, decimal or fraction."""
-    text = _WRAPPER.sub(r" \1", text).replace("{,}", ",")
-    match = _NUMBER.fullmatch(_IGNORED.sub("", text).strip(_PUNCTUATION))
-    if match is None or len(text) > 1000:
+    if len(text) > 1000:
         return None
-    sign, *numbers, percent, unit = match.groups()
+    text = _WRAPPER.sub(r" \1", text).replace("{,}", ",")
+    match = _NUMBER.fullmatch(_IGNORED.sub("", text).strip().rstrip(_PUNCTUATION))
+    if match is None:
+        return None
+    sign, *numbers, percent, word, cjk, scale = match.groups()
+    unit = word or cjk or ""
     parts = [number.replace(",", "").replace(" ", "") for number in numbers if number]
     if unit and (_NO_UNITS.search(unit.lower()) or _MATHEMATICAL.search(unit)):
         return None
@@ -171,7 +188,7 @@ def plain_number(text: str) -> PlainNumber | None:
         return None
     places = len(parts[0].partition(".")[2]) if "." in parts[0] and not parts[1:] else None
     value = value / denominator * (-1 if sign == "-" else 1)
-    return PlainNumber(value, places, bool(percent), as_text(unit or ""))
+    return PlainNumber(value, places, bool(percent), as_text(scale or unit))
 
 
 def same_number(one: PlainNumber, other: PlainNumber) -> bool:
@@ -210,34 +227,43 @@ _WRAPPER = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|operatorname|emph|underline)"
     r"\s*\{([^{}]*)\}"
 )
-_LAYOUT = re.compile(r"\\(?:[()\[\],;! ]|left\b|right\b|quad\b|cdot\b|times\b)|[\s$~{}*\"'`]")
+_LAYOUT = re.compile(
+    r"\\(?=_)|\\(?:[()\[\],;! ]|left\b|right\b|quad\b|cdot\b|times\b)|[\s$~{}*\"'`]"
+)
 _MIXED_CASE = re.compile(r"[a-z][A-Z]|[A-Z]{2}[a-z]")
 _MATHEMATICAL = re.compile(
     r"(?<![A-Za-z])(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|(?<![A-Za-z])(?:log|ln|lg|exp|sqrt|pi|"
     r"inf|infinity|infty|max|min|gcd|lcm|mod|det|and|or)(?![A-Za-z])"
 )
+_OPERATOR = re.compile(r"\\(?:cdot|times)|[*+]")
 _BASES = dict(zip("two three four five six seven eight nine".split(), range(2, 10), strict=True))
 _WITH_BASE = re.compile(r"-?\(?(?:[0-9][0-9A-F.]*|[A-F][0-9A-F]+)\)?_\(?(?:[0-9]+|[a-z]{3,})\)?")
 _RADIX_PREFIX = re.compile(r"-?0[xXbBoO][0-9a-fA-F]+")
 _CODE = re.compile(
     r"[0-9]+(?:-[0-9]+)+|[0-9]+([/.:])[0-9]+(?:\1[0-9]+)+"  # dates, ranges, versions, 1:2:3
     r"|(?:[01]?[0-9]|2[0-4]):[0-5][0-9](?:[AaPp]\.?[Mm])?"  # times
-    r"|[0-9]*(?:\(?[A-Z][a-z]?\)?(?:_?[0-9]+)?){2,}(?:\^?[0-9]*[+-])?"  # H2O
+    r"|(?=.*[A-Za-z)]_?[0-9])[0-9]*(?:\(?[A-Z][a-z]?\)?(?:_?[0-9]+)?){2,}(?:\^?[0-9]*[+-])?"  # H2O
     r"|[\w#@:.-]*[A-Za-z][0-9][\w#@:.-]*"  # B12, hashes
+    r"|(?=.*[A-Za-z]{2})[A-Za-z]\w*"  # names
+    r"|[A-Z](?:-[A-Z]){2,}"  # orders of choices
 )
-_WORDS = re.compile(r"[A-Za-z\s'\",;.:!?&()\[\]-]*[A-Za-z]{2}[A-Za-z\s'\",;.:!?&()\[\]-]*")
+_WORDS = re.compile(
+    r"[A-Za-z](?:\s+[A-Za-z])+|[A-Za-z\s'\",;.:!?&()\[\]]*[A-Za-z]{2}[A-Za-z\s'\",;.:!?&()\[\]]*"
+    r"|[^0-9\\=<>^|()]*[A-Za-z]{4}[^0-9\\=<>^|()]*"
+)
 
 
 def as_text(text: str) -> str:
     """Return a cleaned text without LaTeX layout, blanks, quotes, final punctuation, and case.
     Case is kept if it changes within a word."""
-    while (unwrapped := _WRAPPER.sub(r"\1", text)) != text:
-        text = unwrapped
+    for _ in range(3):  # nested
+        text = _WRAPPER.sub(r"\1", text)
     text = _LAYOUT.sub("", text).strip(_PUNCTUATION)
     if re.fullmatch(r"\([^()]*\)", text):
         text = text[1:-1]
     text = re.sub(r"(?<=_)\(?([a-z]+)\)?$", lambda base: str(_BASES.get(base[1], base[1])), text)
     text = re.sub(r"(?<=[A-Za-z])_(?=[0-9])|^0(?=[0-9]:)", "", text)
+    text = re.sub(r"^\(([^()]*)\)(?=_)", r"\1", text)
     return text if _MIXED_CASE.search(text) else text.lower()
 
 
@@ -255,15 +281,18 @@ def is_text(text: str) -> bool:
     text = _WRAPPER.sub(r"\1", text)
     if any(character.isalpha() and not character.isascii() for character in text):
         return not re.fullmatch(r"[^A-Za-z]*[Α-ω][^A-Za-z]*", text)
-    plain = text.strip(" $" + _PUNCTUATION)
-    formula = _MATHEMATICAL.sub(" ", plain)
-    if not formula.strip() and plain.lower() not in ("pi", "inf", "infinity"):
-        return True
-    if _CODE.fullmatch(_LAYOUT.sub("", formula)):
-        return True
-    if "-" in formula and not re.search("[A-Za-z]{3}", formula):
+    text = text.strip(" $" + _PUNCTUATION)
+    if _OPERATOR.search(text):
         return False
-    return bool(_WORDS.fullmatch(formula))
+    formula = _MATHEMATICAL.sub(",", text)
+    if not formula.strip(" ,") and text.lower() not in ("pi", "inf", "infinity"):
+        return True
+    letters = re.findall(r"[A-Z]", text) if re.fullmatch(r"[A-Z](?:\s*,\s*[A-Z])+", text) else []
+    return (
+        letters != sorted(letters)  # a list of choices out of order is an order
+        or bool(_CODE.fullmatch(_LAYOUT.sub("", formula)))
+        or bool(_WORDS.fullmatch(formula))
+    )
 
 
 # ------------------------------------------------------------------------ truths
@@ -276,8 +305,8 @@ def check_truth(truth: str) -> None:
     """Raise ValueError if no answer, or any answer, could equal the truth."""
     if "####" in truth:
         raise ValueError("the truth is a solution; keep only the part after ####")
-    text = clean(truth)
-    if not as_text(text):
+    text = clean(_INNER_BOX.sub("{", truth))
+    if not as_text(text).strip("\\") and "\\{" not in text:
         raise ValueError(f"nothing is left of the truth {truth!r:.100} to compare; correct the row")
     if boxed(rf"\boxed{{{truth}}}") != _INNER_BOX.sub("{", truth).strip():
         raise ValueError(f"the braces of the truth {truth!r:.100} do not match; correct the row")

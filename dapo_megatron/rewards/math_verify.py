@@ -36,7 +36,8 @@ logging.getLogger(library.__name__).setLevel(logging.ERROR)
 
 class _Truth(NamedTuple):
     text: str
-    is_text: bool
+    word: str | None
+    """Text to compare, None if it is mathematics. A single letter may be either."""
     number: answers.PlainNumber | None
     values: int
     """How many values it lists."""
@@ -55,10 +56,10 @@ def grade(response: str, truth: str) -> Grade:
         pred = answers.clean(box)
         return _grade(_box_is_right(pred, expected), pred, parsed=bool(answers.as_text(pred)))
     text = answers.clean(text)
-    if expected.is_text:
+    if expected.word:
         pred = answers.stated(text)
-        correct = answers.as_text(pred) == answers.as_text(expected.text)
-        return _grade(correct, pred if correct else "", parsed=correct)
+        if (correct := answers.as_text(pred) == expected.word) or len(expected.word) > 1:
+            return _grade(correct, pred if correct else "", parsed=correct)
     parsed = library.parse(text, parsing_timeout=None)
     pred = next((item for item in reversed(parsed) if isinstance(item, str)), "")
     correct = not answers.has_base(pred) and _verify(expected.text, parsed)
@@ -73,16 +74,16 @@ def _grade(correct: bool, pred: str, parsed: bool) -> Grade:
 def _read_truth(truth: str) -> _Truth:
     answers.check_truth(truth)
     text = answers.clean(answers.boxed(truth) or truth).strip()
-    return _Truth(
-        text, answers.is_text(text), answers.plain_number(text), answers.listed_values(text)
-    )
+    number, word = answers.plain_number(text), answers.as_text(text)
+    is_word = number is None and (answers.is_text(text) or (len(word) == 1 and word.isalpha()))
+    return _Truth(text, word if is_word else None, number, answers.listed_values(text))
 
 
 def _box_is_right(pred: str, truth: _Truth) -> bool:
     if pred == truth.text:
         return True
-    if truth.is_text:
-        return answers.as_text(pred) == answers.as_text(truth.text)
+    if truth.word and (len(truth.word) > 1 or answers.as_text(pred) == truth.word):
+        return answers.as_text(pred) == truth.word
     number = answers.plain_number(pred)
     if number and truth.number and len({number.unit, truth.number.unit, ""}) <= 2:
         return answers.same_number(number, truth.number)
@@ -119,10 +120,13 @@ def _own_comparison() -> ModuleType:
         integers = all(module.is_atomic_or_pct_atomic(x, Integer) for x in (truth, answer))
         if integers or isinstance(truth, MatrixBase) or isinstance(answer, MatrixBase):
             return bool(in_library(truth, answer, *precision))  # matrices element by element
-        return _same_value(truth, answer)
+        try:
+            return _same_value(truth, answer)
+        except Exception:  # noqa: BLE001 - as in the library: what sympy cannot evaluate raises
+            return False  # anything, and may still be equal by simplification
 
     def symbolic_eq(truth: Any, answer: Any) -> bool:
-        """Simplify only what has no numeric value: numbers are compared already."""
+        """Simplify only what has no numeric value, because numbers are compared already."""
         if not isinstance(truth, MatrixBase) and getattr((truth - answer).evalf(2), "is_Float", 0):
             return False
         return bool(symbolic(truth, answer))
@@ -142,12 +146,15 @@ def _same_value(truth: Any, answer: Any) -> bool:
     # Where all digits cancel, evalf returns a number of one bit of precision.
     if all(part == 0 or getattr(part, "_prec", 53) == 1 for part in difference.as_real_imag()):
         return True
-    if exact[0].free_symbols or not difference.is_Float:
+    decimal = [x.has(Float) for x in (truth, answer)]
+    if not (any(decimal) and difference.is_Float and exact[0].is_number):
+        return False
+    if abs(difference) * 1000 > abs(exact[0].evalf(5)):  # also keeps a tower from becoming digits
         return False
     values = [Fraction(str(x.evalf(60))) for x in exact]
     return any(
-        x.has(Float) and answers.rounds_to(other, value, _places(value))
-        for x, value, other in zip((truth, answer), values, values[::-1], strict=True)
+        is_decimal and answers.rounds_to(other, value, _places(value))
+        for is_decimal, value, other in zip(decimal, values, values[::-1], strict=True)
     )
 
 
