@@ -83,8 +83,8 @@ def stated(text: str) -> str:
 # ------------------------------------------------------------------------ notations
 
 _SYMBOLS = {
-    "°": r"^\circ ", "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "√": r"\sqrt ",
-    "“": '"', "”": '"', "‘": "'", "’": "'", "\u200b": "",
+    "°": r"^\circ ", "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "√": r"\sqrt ",  # noqa: RUF001
+    "“": '"', "”": '"', "‘": "'", "’": "'", "\u200b": "",  # noqa: RUF001
 }  # fmt: skip
 _NOT_PLAIN = re.compile(r"[^\x00-\x7f\u3040-\u9fff\uac00-\ud7af]")  # nor a CJK letter
 _BOLD = re.compile(r"(?<![\w)*])\*\*([^*\n]+)\*\*(?![\w*])")
@@ -106,7 +106,7 @@ def clean(text: str) -> str:
     """Rewrite the notations that LaTeX parsers misread: Unicode digits and signs, bold marks,
     powers of ten as decimals, mixed numbers as fractions."""
     if not text.isascii():
-        text = text.replace("，", ",").replace("。", ".").replace("、", ", ")  # the frequent ones
+        text = text.replace("，", ",").replace("。", ".").replace("、", ", ")  # noqa: RUF001
         text = _NOT_PLAIN.sub(lambda character: _latex(character[0]), text)
         text = text.replace("}^{", "").replace("}_{", "")
     if "**" in text:
@@ -117,7 +117,7 @@ def clean(text: str) -> str:
 
 @cache
 def _latex(character: str) -> str:
-    kind, _, plain = unicodedata.decomposition(character).rpartition(" ")
+    kind, _, _plain = unicodedata.decomposition(character).rpartition(" ")
     if character in _SYMBOLS or not kind.startswith("<"):
         return _SYMBOLS.get(character, str(unicodedata.decimal(character, character)))
     text = unicodedata.normalize("NFKC", character)
@@ -191,18 +191,18 @@ def plain_number(text: str) -> PlainNumber | None:
     return PlainNumber(value, places, bool(percent), as_text(scale or unit))
 
 
-def same_number(one: PlainNumber, other: PlainNumber) -> bool:
+def same_number(number: PlainNumber, other: PlainNumber) -> bool:
     """Whether two numbers are equal. An integer with a percent sign may also stand for itself."""
-    if one.percent != other.percent:
-        percentage, number = (one, other) if one.percent else (other, one)
+    if number.percent != other.percent:
+        percentage, number = (number, other) if number.percent else (other, number)
         if percentage.value == number.value and percentage.value.denominator == 1:
             return True
         places = percentage.places and percentage.places + 2
-        one, other = percentage._replace(value=percentage.value / 100, places=places), number
+        other = percentage._replace(value=percentage.value / 100, places=places)
     return (
-        one.value == other.value
-        or rounds_to(other.value, one.value, one.places)
-        or rounds_to(one.value, other.value, other.places)
+        number.value == other.value
+        or rounds_to(other.value, number.value, number.places)
+        or rounds_to(number.value, other.value, other.places)
     )
 
 
@@ -236,7 +236,12 @@ _MATHEMATICAL = re.compile(
     r"inf|infinity|infty|max|min|gcd|lcm|mod|det|and|or)(?![A-Za-z])"
 )
 _OPERATOR = re.compile(r"\\(?:cdot|times)|[*+]")
-_BASES = dict(zip("two three four five six seven eight nine".split(), range(2, 10), strict=True))
+_BASES = {
+    word: base
+    for base, word in enumerate(
+        ("two", "three", "four", "five", "six", "seven", "eight", "nine"), start=2
+    )
+}
 _WITH_BASE = re.compile(r"-?\(?(?:[0-9][0-9A-F.]*|[A-F][0-9A-F]+)\)?_\(?(?:[0-9]+|[a-z]{3,})\)?")
 _RADIX_PREFIX = re.compile(r"-?0[xXbBoO][0-9a-fA-F]+")
 _CODE = re.compile(
@@ -279,8 +284,9 @@ def is_text(text: str) -> bool:
     if has_base(text):
         return True
     text = _WRAPPER.sub(r"\1", text)
-    if any(character.isalpha() and not character.isascii() for character in text):
-        return not re.fullmatch(r"[^A-Za-z]*[Α-ω][^A-Za-z]*", text)
+    foreign = [character for character in text if character > "\x7f" and character.isalpha()]
+    if any("GREEK" not in unicodedata.name(letter, "") for letter in foreign):
+        return True
     text = text.strip(" $" + _PUNCTUATION)
     if _OPERATOR.search(text):
         return False

@@ -127,11 +127,11 @@ def _own_comparison() -> ModuleType:
 
     def symbolic_eq(truth: Any, answer: Any) -> bool:
         """Simplify only what has no numeric value, because numbers are compared already."""
-        if not isinstance(truth, MatrixBase) and getattr((truth - answer).evalf(2), "is_Float", 0):
+        if not isinstance(truth, MatrixBase) and (truth - answer).evalf(2).is_Float:
             return False
         return bool(symbolic(truth, answer))
 
-    module.sympy_numeric_eq, module.sympy_symbolic_eq = numeric_eq, symbolic_eq
+    vars(module).update(sympy_numeric_eq=numeric_eq, sympy_symbolic_eq=symbolic_eq)
     return module
 
 
