@@ -107,8 +107,8 @@ def test_a_decimal_equals_itself_in_every_notation(digits: int, exponent: int) -
             rf"{first}.{rest} \times 10^{{{exponent}}}",
             rf"{digits} \cdot 10^{{{exponent - len(rest)}}}",
         ),
-        f"{first}.{rest}×10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")),
-        positional.translate(str.maketrans("0123456789.", "０１２３４５６７８９．")),
+        f"{first}.{rest}×10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")),  # noqa: RUF001
+        positional.translate(str.maketrans("0123456789.", "０１２３４５６７８９．")),  # noqa: RUF001
     ]
     for form in forms:
         assert is_right(form, forms[0])
@@ -126,7 +126,7 @@ FRAMES = [
         "x = {}",
         r"{}\pi",
         r"\sqrt{{{}}}",
-        "{}x^2",
+        r"{} \cdot x^2",
     ),
     *(r"\begin{{pmatrix}}{} \\ 1\end{{pmatrix}}", r"{}\%", r"{}\text{{ kg}}", r"\frac{{{}}}{{7}}"),
 ]
