@@ -34,6 +34,11 @@ from dapo_megatron.types import Grade
 logging.getLogger(library.__name__).setLevel(logging.ERROR)
 
 
+TAIL = 1000
+"""Characters at the end of a response without a box whose notations are rewritten. More costs time,
+and the answer is at the end."""
+
+
 class _Truth(NamedTuple):
     text: str
     word: str | None
@@ -55,7 +60,7 @@ def grade(response: str, truth: str) -> Grade:
     if box is not None:
         pred = answers.clean(box)
         return _grade(_box_is_right(pred, expected), pred, parsed=bool(answers.as_text(pred)))
-    text = answers.clean(text)
+    text = text[:-TAIL] + answers.clean(text[-TAIL:])
     if expected.word:
         pred = answers.stated(text)
         if (correct := answers.as_text(pred) == expected.word) or len(expected.word) > 1:
