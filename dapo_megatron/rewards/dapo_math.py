@@ -70,6 +70,24 @@ def grade(response: str, truth: str) -> Grade:
     return Grade(1.0 if correct else -1.0, correct, pred, parsed=pred != INVALID)
 
 
+def check_truth(truth: str) -> None:
+    """Raise ValueError if no answer, or an empty one, could equal the truth."""
+    if not normalize(truth):
+        raise ValueError(
+            f"nothing is left of the truth {truth!r:.100} when it is normalized, so that an answer "
+            "such as $ would be right; correct the row, or use another grader"
+        )
+    if grade("", truth).correct:
+        raise ValueError(
+            f"a response without an answer equals the truth {truth!r}; correct the row"
+        )
+    if not grade(f"Answer: {truth}", truth).correct:
+        raise ValueError(
+            f"no answer equals the truth {truth!r:.100}, because answers end with their line and "
+            f"are read from the last {TAIL} characters; correct the row, or use another grader"
+        )
+
+
 def normalize(answer: str) -> str:
     """Normalize an answer as the reference does (from Minerva). The order of the steps matters."""
     answer = answer.split("=")[-1]

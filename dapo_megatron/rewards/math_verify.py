@@ -1,37 +1,172 @@
-"""Lenient grader: mathematical equality as judged by the Math-Verify library.
+r"""Lenient grader: the last box of the response equals the truth, as mathematics or as text.
 
-It accepts the notations that a person would (`42.0`, `1/2` for `0.5`, a bare box), and some that a
-person would not. Pitfalls, as of Math-Verify 0.9.0:
+Three readings, by the truth (docs/rewards.md has a table of examples):
+- Plain numbers are compared exactly. A decimal also equals a value that rounds to it, from six
+  decimal places on (`answers.rounds_to`).
+- Text, such as words, orders of letters, dates and numbers in another base, is compared as text.
+- All else is compared by the Math-Verify library, with the rule above for its numbers.
+
+Without a box, the library looks for the answer. Its pitfalls, as of Math-Verify 0.9.0:
 - The truth goes first: `verify(gold, target)` is not symmetric.
 - Its time limits use SIGALRM, which fails outside the main thread, so they are off here. A power
   tower may then never return. Grade untrusted text in `GradingPool`, which kills hung workers.
-- Without an anchor (box, dollars, "answer is") it takes the last number of the response, so
-  repeating the problem may score.
+- Without an anchor (dollars, "answer is") it takes the last number of the response, so repeating
+  the problem may score.
 - Errors of parsing or comparing are not raised; they count as "not equal".
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+from fractions import Fraction
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import math_verify as library  # the package; this module is dapo_megatron.rewards.math_verify
+from sympy import Float, Integer, MatrixBase, Rational
 
+from dapo_megatron.rewards import answers
 from dapo_megatron.types import Grade
 
 # The library warns once per process that its time limits are off.
 logging.getLogger(library.__name__).setLevel(logging.ERROR)
 
 
-def grade(response: str, truth: str) -> Grade:
-    r"""Score +1.0 if an expression in `response` equals `truth`, else -1.0.
+TAIL = 1000
+"""Characters at the end of a response without a box whose notations are rewritten. More costs time,
+and the answer is at the end."""
 
-    truth: plain or LaTeX, without `\boxed`. `pred` is the text of the parsed expression, or "" with
-    `parsed` False. Raises ValueError if the truth contains no expression.
+
+class _Truth(NamedTuple):
+    text: str
+    word: str | None
+    """Text to compare, None if it is mathematics. A single letter may be either."""
+    number: answers.PlainNumber | None
+    values: int
+    """How many values it lists."""
+
+
+def grade(response: str, truth: str) -> Grade:
+    r"""Score +1.0 if the answer in `response` equals `truth`, else -1.0.
+
+    truth: plain or LaTeX, with or without `\boxed`. `pred` is the text of the answer, or "" with
+    `parsed` False. Raises ValueError if no answer can equal the truth.
     """
-    expected = library.parse(rf"\boxed{{{truth}}}", parsing_timeout=None)
-    if not expected:
-        raise ValueError(f"math_verify finds no expression in the truth {truth!r}")
-    answer = library.parse(response, parsing_timeout=None)
-    correct = bool(library.verify(expected, answer, timeout_seconds=None))
-    pred = next((item for item in reversed(answer) if isinstance(item, str)), "")
-    return Grade(1.0 if correct else -1.0, correct, pred, parsed=bool(answer))
+    expected = _read_truth(truth)
+    text = answers.final_text(response)
+    box = answers.boxed(text, expected.values)
+    if box is not None:
+        pred = answers.clean(box)
+        return _grade(_box_is_right(pred, expected), pred, parsed=bool(answers.as_text(pred)))
+    text = text[:-TAIL] + answers.clean(text[-TAIL:])
+    if expected.word:
+        pred = answers.stated(text)
+        if (correct := answers.as_text(pred) == expected.word) or len(expected.word) > 1:
+            return _grade(correct, pred if correct else "", parsed=correct)
+    parsed = library.parse(text, parsing_timeout=None)
+    pred = next((item for item in reversed(parsed) if isinstance(item, str)), "")
+    correct = not answers.has_base(pred) and _verify(expected.text, parsed)
+    return _grade(correct, pred, parsed=bool(parsed))
+
+
+def _grade(correct: bool, pred: str, parsed: bool) -> Grade:
+    return Grade(1.0 if correct else -1.0, correct, pred, parsed)
+
+
+@lru_cache(maxsize=1024)  # the completions of a prompt share its truth
+def _read_truth(truth: str) -> _Truth:
+    answers.check_truth(truth)
+    text = answers.clean(answers.boxed(truth) or truth).strip()
+    number, word = answers.plain_number(text), answers.as_text(text)
+    is_word = number is None and (answers.is_text(text) or (len(word) == 1 and word.isalpha()))
+    return _Truth(text, word if is_word else None, number, answers.listed_values(text))
+
+
+def _box_is_right(pred: str, truth: _Truth) -> bool:
+    if pred == truth.text:
+        return True
+    if truth.word and (len(truth.word) > 1 or answers.as_text(pred) == truth.word):
+        return answers.as_text(pred) == truth.word
+    number = answers.plain_number(pred)
+    if number and truth.number and len({number.unit, truth.number.unit, ""}) <= 2:
+        return answers.same_number(number, truth.number)
+    if answers.has_base(pred):
+        return False
+    return _verify(truth.text, _parse(pred.rstrip(" .,;:")))
+
+
+def _verify(truth: str, answer: list[Any]) -> bool:
+    return bool(_comparison.verify(_parse_truth(truth), answer, timeout_seconds=None))
+
+
+def _parse(answer: str) -> list[Any]:
+    return library.parse(rf"\boxed{{{answer}}}", parsing_timeout=None)  # type: ignore[no-any-return]
+
+
+_parse_truth = lru_cache(maxsize=64)(_parse)
+
+
+def _own_comparison() -> ModuleType:
+    """Return a copy of the library's comparison that compares numbers as this module does.
+
+    The library rounds to six decimal places, so all small numbers are equal. It is a copy because
+    scorers of other packages use the library too.
+    """
+    spec = importlib.util.find_spec("math_verify.grader")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    in_library, symbolic = module.sympy_numeric_eq, module.sympy_symbolic_eq
+
+    def numeric_eq(truth: Any, answer: Any, *precision: int) -> bool:
+        integers = all(module.is_atomic_or_pct_atomic(x, Integer) for x in (truth, answer))
+        if integers or isinstance(truth, MatrixBase) or isinstance(answer, MatrixBase):
+            return bool(in_library(truth, answer, *precision))  # matrices element by element
+        try:
+            return _same_value(truth, answer)
+        except Exception:  # noqa: BLE001 - as in the library: what sympy cannot evaluate raises
+            return False  # anything, and may still be equal by simplification
+
+    def symbolic_eq(truth: Any, answer: Any) -> bool:
+        """Simplify only what has no numeric value, because numbers are compared already."""
+        if not isinstance(truth, MatrixBase) and (truth - answer).evalf(2).is_Float:
+            return False
+        return bool(symbolic(truth, answer))
+
+    vars(module).update(sympy_numeric_eq=numeric_eq, sympy_symbolic_eq=symbolic_eq)
+    return module
+
+
+def _same_value(truth: Any, answer: Any) -> bool:
+    """Whether two expressions are equal, or one is a decimal that the other one rounds to."""
+    exact = [x.xreplace({f: Rational(str(f)) for f in x.atoms(Float)}) for x in (truth, answer)]
+    difference = (exact[0] - exact[1]).evalf(30)
+    if difference.free_symbols:  # rounding errors of equal coefficients, below the smallest one
+        sizes = [abs(number) for x in exact for number in x.evalf(30).atoms(Float)]
+        small = {f: 0 for f in difference.atoms(Float) if abs(f) < min([1, *sizes]) / 10**20}
+        return bool(difference.xreplace(small) == 0)
+    # Where all digits cancel, evalf returns a number of one bit of precision.
+    if all(part == 0 or getattr(part, "_prec", 53) == 1 for part in difference.as_real_imag()):
+        return True
+    decimal = [x.has(Float) for x in (truth, answer)]
+    if not (any(decimal) and difference.is_Float and exact[0].is_number):
+        return False
+    if abs(difference) * 1000 > abs(exact[0].evalf(5)):  # also keeps a tower from becoming digits
+        return False
+    values = [Fraction(str(x.evalf(60))) for x in exact]
+    return any(
+        is_decimal and answers.rounds_to(other, value, _places(value))
+        for is_decimal, value, other in zip(decimal, values, values[::-1], strict=True)
+    )
+
+
+def _places(decimal: Fraction) -> int:
+    """Return the decimal places of a parsed decimal, of which one zero at the end is unknown."""
+    places = next((n for n in range(60) if (decimal * 10**n).denominator == 1), 0)
+    return max(places, 6) if places >= 5 else places
+
+
+_comparison = _own_comparison()
