@@ -1,4 +1,4 @@
-"""Grader of programs: the last Python block of the response must pass all tests of the problem.
+"""Grader of programs: the program of the response must pass all tests of the problem.
 
 A test is a stdin and the expected stdout, compared line by line without trailing blanks. The
 program runs in a sandbox (sandbox.py, docs/rewards.md). A program that hangs, dies or exceeds its

@@ -3,8 +3,8 @@
 `sympy.parse_expr` passes its text to `eval`, so an answer like `__import__('os').system(...)` runs.
 This parser walks the syntax tree instead. It supports plain decimal numbers, names, arithmetic and
 a short list of functions, with the meaning of `parse_expr` and its standard transformations. It
-refuses comments, other notations of numbers (`0xf`, `1e3`, `1_000`), factorials (`5!`) and repeating
-decimals (`0.2[1]`).
+refuses comments, other notations of numbers (`0xf`, `1e3`, `1_000`), factorials (`5!`) and
+repeating decimals (`0.2[1]`).
 """
 
 from __future__ import annotations

@@ -93,21 +93,26 @@ def grade(response: str, truth: str, extra: Mapping[str, Any]) -> Grade:
     dataset, entry = extra["dataset"], extra["entry"]
     with _no_text_compiled():
         scorer = _scorer(dataset, json.dumps(extra.get("options", {}), sort_keys=True))
-        correct = (
-            dataset not in CONDITIONS or CONDITIONS[dataset](pred, entry)
-        ) and _has_full_credit(scorer, pred, entry)
+        correct = _solves(pred, dataset, scorer, entry)
     if _refusals:  # scorers catch all exceptions and score the answer as wrong
         raise RuntimeError(_REFUSED.format(_refusals[0]))
     return Grade(score=1.0 if correct else -1.0, correct=correct, pred=pred)
 
 
-def _has_full_credit(scorer: Callable[..., float], answer: str, entry: Mapping[str, Any]) -> bool:
-    try:
+def _solves(
+    answer: str, dataset: str, scorer: Callable[..., float], entry: Mapping[str, Any]
+) -> bool:
+    def has_full_credit(answer: str) -> bool:
+        if dataset in CONDITIONS and not CONDITIONS[dataset](answer, entry):
+            return False
         return bool(scorer(answer=answer, entry=entry) == 1.0)
+
+    try:
+        return has_full_credit(answer)
     except MemoryError:
         raise
-    except Exception:  # scorers raise many types on text that they cannot read
-        scorer(answer=entry["answer"], entry=entry)  # raises if the answer is not the cause
+    except Exception:  # noqa: BLE001 - scorers raise many types on text that they cannot read
+        has_full_credit(entry["answer"])  # raises if the answer is not the cause
         return False
 
 

@@ -44,7 +44,10 @@ NESTED = "for x in 1, 2:\n    if x:\n        print(x)\n"
             (f"```python\na\n```\n```{info}\n3\n```", "a\n")
             for info in ("", "text", "output", "console", "bash", "sh", "json", "cpp", "pycon")
         ),
-        *((f"```{info}\n3\n```", None) for info in ("text", "output", "pytb", "python-repl", "pyx")),
+        *(
+            (f"```{info}\n3\n```", None)
+            for info in ("text", "output", "pytb", "python-repl", "pyx")
+        ),
         ("```\na\n```\n```text\n3\n```", "a\n"),
         ("```python\na\n```\n```\n3", "a\n"),
         ("```\na\n```\n```\nb\n```", "b\n"),
@@ -102,9 +105,7 @@ NESTED = "for x in 1, 2:\n    if x:\n        print(x)\n"
         ("```python\nprint('</think>')\nb\n```", "print('</think>')\nb\n"),
     ],
 )
-def test_the_program_is_the_last_block_marked_as_python(
-    response: str, program: str | None
-) -> None:
+def test_the_program_is_the_last_block_marked_as_python(response: str, program: str | None) -> None:
     assert last_program(response) == program
 
 
