@@ -3,8 +3,8 @@
 `sympy.parse_expr` passes its text to `eval`, so an answer like `__import__('os').system(...)` runs.
 This parser walks the syntax tree instead. It supports plain decimal numbers, names, arithmetic and
 a short list of functions, with the meaning of `parse_expr` and its standard transformations. It
-refuses other notations of numbers (`0xf`, `1e3`, `1_000`), factorials (`5!`) and repeating decimals
-(`0.2[1]`).
+refuses comments, other notations of numbers (`0xf`, `1e3`, `1_000`), factorials (`5!`) and
+repeating decimals (`0.2[1]`).
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ _OTHER_NOTATION = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)[A-Za-z_]")
 
 
 def parse_arithmetic(text: str) -> Any:
-    """Return the value of + - * / // % ** and parentheses on plain numbers, as a sympy number.
+    """Return the value of + - * / // % ** and parentheses on integers, as a sympy number.
 
-    Names and functions are refused. Scorers of number games search the text for the numbers that an
-    answer uses, and would miss those in `0xf`, `E` or `I*I`. Raises like `parse_expression`.
+    Any other character is refused. Scorers of number games search the text for the numbers that an
+    answer uses: they would miss those in `0xf`, `E` or `I*I`, read 1.5 as 1 and 5, and count those
+    in a comment. Raises like `parse_expression`.
     """
-    expression = parse_expression(text)
-    if not expression.is_number or re.search(r"[^\W\d]", text):
-        raise ValueError(f"not arithmetic on plain numbers: {text[:100]}")
-    return expression
+    if other := re.search(r"[^0-9 \t\r\n+\-*/%()]", text):
+        raise ValueError(f"not arithmetic on integers: {text[other.start() :][:20]}")
+    return parse_expression(text)
 
 
 def parse_expression(text: str, local_dict: Mapping[str, Any] | None = None) -> Any:
@@ -93,6 +93,8 @@ def integer_value(text: str) -> int:
 def _syntax_tree(text: str) -> ast.expr:
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"an expression of {len(text)} characters; at most {MAX_CHARACTERS}")
+    if "#" in text:
+        raise ValueError("an expression with a comment")
     return ast.parse(text.strip(), mode="eval").body
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -50,6 +52,17 @@ REPLACEMENTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Module of reasoning_gym -> name in it -> replacement."""
 
+CONDITIONS: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
+    "coin_flip": lambda answer, entry: _is_near(answer, entry["answer"]),
+    "complex_arithmetic": lambda answer, entry: "n" not in answer.lower(),
+    "game_of_life_halting": lambda answer, entry: answer == entry["answer"],
+    "puzzle24": lambda answer, entry: (
+        sorted(map(int, re.findall(r"\d+", answer))) == sorted(entry["metadata"]["numbers"])
+    ),
+}
+"""Data set -> what an answer must fulfil besides the scorer, which here gives full credit to
+answers that do not solve the problem: prefixes of a number, nan, any text, other numbers."""
+
 _MAY_COMPILE = frozenset(
     {
         *("ast", "importlib._bootstrap", "importlib._bootstrap_external"),
@@ -72,16 +85,45 @@ def grade(response: str, truth: str, extra: Mapping[str, Any]) -> Grade:
     truth: not used; scorers read the entry, because many problems have several answers.
     extra: {"dataset": name, "entry": {"question", "answer", "metadata"}} as JSON values and, for
     the few scorers that read their settings, "options" of the data set.
-    Raises KeyError without those keys, ValueError for an unknown data set, RuntimeError for a
-    scorer that tries to run text as code.
+    A scorer's exception on this answer makes it wrong. Raises KeyError without those keys,
+    ValueError for an unknown data set, RuntimeError for a scorer that tries to run text as code,
+    and the exception of a scorer that also fails on the entry's own answer.
     """
     pred = response.strip()
+    dataset, entry = extra["dataset"], extra["entry"]
     with _no_text_compiled():
-        scorer = _scorer(extra["dataset"], json.dumps(extra.get("options", {}), sort_keys=True))
-        correct = bool(scorer(answer=pred, entry=extra["entry"]) == 1.0)
+        scorer = _scorer(dataset, json.dumps(extra.get("options", {}), sort_keys=True))
+        correct = _solves(pred, dataset, scorer, entry)
     if _refusals:  # scorers catch all exceptions and score the answer as wrong
         raise RuntimeError(_REFUSED.format(_refusals[0]))
     return Grade(score=1.0 if correct else -1.0, correct=correct, pred=pred)
+
+
+def _solves(
+    answer: str, dataset: str, scorer: Callable[..., float], entry: Mapping[str, Any]
+) -> bool:
+    def has_full_credit(answer: str) -> bool:
+        if dataset in CONDITIONS and not CONDITIONS[dataset](answer, entry):
+            return False
+        return bool(scorer(answer=answer, entry=entry) == 1.0)
+
+    try:
+        return has_full_credit(answer)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - scorers raise many types on text that they cannot read
+        has_full_credit(entry["answer"])  # raises if the answer is not the cause
+        return False
+
+
+def _is_near(answer: str, expected: str) -> bool:
+    """Return whether a decimal number or a fraction has the expected value within 0.0001."""
+    if not re.fullmatch(r"\d{1,100}/\d{1,100}|\d{0,100}\.?\d{0,100}", answer):
+        return False
+    try:
+        return abs(Fraction(answer) - Fraction(expected)) <= 1e-4
+    except (ValueError, ZeroDivisionError):  # "." and "1/0"
+        return False
 
 
 @lru_cache(maxsize=64)

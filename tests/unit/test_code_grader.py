@@ -25,6 +25,9 @@ def answer(program: str) -> str:
 # ------------------------------------------------------------------------ reading
 
 
+NESTED = "for x in 1, 2:\n    if x:\n        print(x)\n"
+
+
 @pytest.mark.parametrize(
     ("response", "program"),
     [
@@ -32,15 +35,77 @@ def answer(program: str) -> str:
         ("```python\nx = 1\n```", "x = 1\n"),
         ("```\nx = 1\n```", "x = 1\n"),
         ("```py\na\n```\ntext\n```Python3\n  b\n\nc\n```\nend", "  b\n\nc\n"),
-        ("```python\na\n```\n```cpp\nb\n```", "a\n"),
-        ("```python\na\n```\n```python\nnot closed", "a\n"),
         ("```python\n```", "\n"),
         ("```python\r\na\f\u2028b\r\n```", "a\f\u2028b\r\n"),
         ("in ``` a line ``` of text", None),
-        ("    ```python\n    a\n    ```", "    a\n"),
+        ("```print(1)```\ntext", None),
+        # Blocks that are not the program.
+        *(
+            (f"```python\na\n```\n```{info}\n3\n```", "a\n")
+            for info in ("", "text", "output", "console", "bash", "sh", "json", "cpp", "pycon")
+        ),
+        *(
+            (f"```{info}\n3\n```", None)
+            for info in ("text", "output", "pytb", "python-repl", "pyx")
+        ),
+        ("```\na\n```\n```text\n3\n```", "a\n"),
+        ("```python\na\n```\n```\n3", "a\n"),
+        ("```\na\n```\n```\nb\n```", "b\n"),
+        # Names of Python.
+        *(
+            (f"```{info}\na\n```\n```\n3\n```", "a\n")
+            for info in (
+                *("py", "py3", " python", "PYTHON", "python3.11", "{python}", "{.python}"),
+                *("{.python .numberLines}", "ipython", "ipython3", "python title=x", "python:a.py"),
+            )
+        ),
+        # Fences.
+        ("~~~python\na\n~~~", "a\n"),
+        ("~~~\na\n~~~\n~~~text\nb\n~~~", "a\n"),
+        ("````python\na\n```\nb\n````", "a\n```\nb\n"),
+        ("````python\na\n```text\nb\n```\nc\n`````", "a\n```text\nb\n```\nc\n"),
+        ("```python\na\n~~~\nb\n```", "a\n~~~\nb\n"),
+        ("~~~python\na\n```\nb\n~~~", "a\n```\nb\n"),
+        ("~~~python\na\n```python\nb\n~~~", "a\n```python\nb\n"),
+        ("```python\na\n```</answer>", "a\n"),
+        ("~~~python\r\na\r\n~~~\r\n~~~\r\n3\r\n~~~\r\n", "a\r\n"),
+        # Blocks in lists.
+        ("    ```python\n    a\n    ```", "a\n"),
+        ("1. So:\n\n   ```python\n   a\n     b\n   ```", "a\n  b\n"),
+        ("- ```python\n  a\n  ```", "a\n"),
+        ("10. ```python\n    a\n\n    b\n    ```", "a\n\nb\n"),
+        ("\t```python\n\ta\n\t\tb\n\t```", "a\n\tb\n"),
+        ("    ```python\n\ta\n\t\tb\n    ```", "a\n\tb\n"),
+        ("\t```python\n    a\n        b\n\t```", "a\n    b\n"),
+        ("  ```python\na\n  b\n  ```", "a\n  b\n"),
+        ("  ```python\n# c\n  a\n    b\n  ```", "# c\na\n  b\n"),
+        ("   ```python\r\n   a\r\n   ```", "a\r\n"),
+        *(
+            (textwrap.indent(f"```python\n{NESTED}```", blanks), NESTED)
+            for blanks in ("", " ", "   ", "    ", "\t", "\t\t")
+        ),
+        # An open last block.
+        ("```python\na\n```\n```python\nb", "b\n"),
+        ("```\na", "a\n"),
+        ("~~~~py\na\n~~~", "a\n~~~\n"),
+        ("```python\na\n```\n```python\n", "a\n"),
+        ("  ```python\n  a", "a\n"),
+        ("```python\ndraft\nNo:\n```python\na\n```", "a\n"),
+        ("```python\na\n```text\n3\n```", "a\n"),
+        ("```python\n" * 5, None),
+        # Thoughts.
+        ("<think>\n```python\na\n```\n</think>\n```\nb\n```", "b\n"),
+        ("<think>\n```python\na\n```\n</think>\nThat is it.", "a\n"),
+        ("<think>\n```python\na\n```\n</think>\n```text\n3\n```", "a\n"),
+        ("<think>\n```python\na\n</think>\n```python\nb\n```", "b\n"),
+        ("<think>```python\na\n</think>So:```\n```py\nb\n```", "b\n"),
+        ("```python\na\n```\n</think>\n```py\nb\n```\n</think>\n```\nc\n```", "c\n"),
+        ("```python\na\n``` </think>\n", "a\n"),
+        ("</think>```python\na\n```", "a\n"),
+        ("```python\nprint('</think>')\nb\n```", "print('</think>')\nb\n"),
     ],
 )
-def test_the_last_closed_python_block_is_the_program(response: str, program: str | None) -> None:
+def test_the_program_is_the_last_block_marked_as_python(response: str, program: str | None) -> None:
     assert last_program(response) == program
 
 
@@ -52,7 +117,11 @@ def test_a_closed_block_is_found_after_any_text_without_code_fences(before: str,
 
 def test_a_long_hostile_response_is_parsed_quickly() -> None:
     started = time.thread_time()  # CPU time, because the machine may be busy
-    for response in ("```python\n" * 200_000, "`" * 2_000_000, "```\n" * 300_001):
+    for response in (
+        *("```python\n" * 200_000, "`" * 2_000_000, "```\n" * 300_001, "</think>" * 200_000),
+        *(" " * 1_000_000 + "```x`", "```" + "`x" * 500_000, "```py\n</think>\n" * 100_000),
+        *("```py\n" + "\n" * 1_000_000, "- " * 500_000 + "```", "1" * 1_000_000 + "~~~"),
+    ):
         last_program(response)
     assert time.thread_time() - started < 5.0
 
@@ -91,8 +160,6 @@ def test_tests_are_read_in_the_formats_of_public_data_sets(truth: str, tests: An
         ('{"inputs": [], "outputs": []}', "at least one test"),
         ('{"inputs": ["1"], "outputs": ["1", "2"]}', "1 inputs and 2 outputs"),
         ('{"inputs": [1], "outputs": ["1"]}', "must be a string"),
-        ('{"fn_name": "add", "inputs": [[1]], "outputs": [2]}', "they call 'add'"),
-        ('[{"input": "1", "output": "2", "testtype": "functional"}]', "call a function"),
         (
             '{"inputs": ["1"], "outputs": [""]}',
             "every output is empty: a program that does nothing",
@@ -106,6 +173,82 @@ def test_tests_are_read_in_the_formats_of_public_data_sets(truth: str, tests: An
 def test_unusable_tests_are_rejected(truth: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         grade(answer("print(1)"), truth, {})
+
+
+IO = {"inputs": ["1"], "outputs": ["2"]}
+CASE = {"input": "1", "output": "2"}
+
+FUNCTION_CALLS: list[tuple[str, Any, dict[str, Any]]] = [
+    # the key in the message, the tests, what stands next to them
+    ("fn_name", {"fn_name": "add", "inputs": [[1]], "outputs": [2]}, {}),
+    ("fn_name", {"fn_name": "turn", "inputs": [["abc"]], "outputs": [["cba"]]}, {}),
+    *((key, {**IO, key: "f"}, {}) for key in ("fn_name", "func_name", "function_name")),
+    *((key, {**IO, key: "f"}, {}) for key in ("entry_point", "method_name", "funcName")),
+    *((key, [CASE, {**CASE, key: "f"}], {}) for key in ("fn_name", "func_name", "entry_point")),
+    ("type", {**IO, "type": "function_call"}, {}),
+    ("type", [{"type": "stdin_stdout", **CASE}, {"type": "function_call", **CASE}], {}),
+    ("type", [{**CASE, "type": "Functional"}], {}),
+    ("testtype", [{**CASE, "testtype": "functional"}], {}),
+    ("testtype", [{**CASE, "testtype": "interactive"}], {}),
+    ("call_type", {**IO, "call_type": "fn"}, {}),
+    ("func_name", [{**CASE, "metadata": {"func_name": "f"}}], {}),
+    ("func_name", [{**CASE, "metadata": '{"func_name": "f"}'}], {}),
+    ("func_name", {**IO, "metadata": {"func_name": "f"}}, {}),
+    ("fn_name", {"language": "python", "test_cases": [{**CASE, "fn_name": "f"}]}, {}),
+    ("assert_case", {**IO, "assert_case": ["assert f(1) == 2"]}, {}),
+    ("test_list", {"test_list": ["assert f(1) == 2"], "test_setup_code": ""}, {}),
+    ("test", {**IO, "test": "def check(candidate):\n    assert candidate(1) == 2"}, {}),
+    ("assert f", ["assert f(1) == 2", "assert f(2) == 4"], {}),
+    ("assert f", [CASE, "assert f(2) == 4"], {}),
+    ("assert f", "assert f(1) == 2\nassert f(2) == 4", {}),
+    ("assert f", "['assert f(1) == 2']", {}),
+    ("def check", "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(1) == 2\n", {}),
+    ("class TestF", "import unittest\nclass TestF(unittest.TestCase): pass", {}),
+    ("fn_name", IO, {"fn_name": "f"}),
+    ("entry_point", IO, {"entry_point": "Solution().twoSum"}),
+    ("func_name", IO, {"metadata": '{"func_name": "f"}'}),
+    ("func_name", [CASE], {"metadata": {"func_name": "f"}}),
+    ("test_list", IO, {"test_list": ["assert f(1) == 2"]}),
+    ("testtype", IO, {"testtype": "functional"}),
+    ("starter_code", IO, {"starter_code": "class Solution:\n    def f(self, a):"}),
+    ("nums = ", [{"input": "nums = [3,3], target = 6", "output": "[0, 1]"}], {}),
+]
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+@pytest.mark.parametrize(("key", "tests", "beside"), FUNCTION_CALLS)
+def test_tests_that_call_a_function_are_refused(
+    key: str, tests: Any, beside: dict[str, Any], is_text: bool
+) -> None:
+    text = tests if isinstance(tests, str) else json.dumps(tests)
+    values = [(text, beside)] if is_text else [("", {**beside, "tests": tests})]
+    for truth, extra_info in values:
+        with pytest.raises(ValueError, match="call a function") as error:
+            read_tests(truth, {"extra_info": extra_info})
+        assert key in str(error.value)
+
+
+@pytest.mark.parametrize("empty", [None, "", "None", "null", float("nan"), [], {}, " "])
+@pytest.mark.parametrize("key", ["fn_name", "func_name", "entry_point", "metadata", "testtype"])
+def test_empty_keys_of_function_calls_are_stdin_tests(key: str, empty: Any) -> None:
+    for tests in ({**IO, key: empty}, [{**CASE, key: empty}, CASE]):
+        extra_info = {"tests": tests, key: empty, "starter_code": "import sys\ndef main(): ..."}
+        assert read_tests("", {"extra_info": extra_info})[0] == ProgramTest("1", "2")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *({"type": "stdin_stdout"}, {"type": "stdin"}, {"type": "hidden"}, {"type": 1}),
+        *({"testtype": "stdin"}, {"call_type": "std"}, {"testtype": "STDIN_STDOUT"}),
+        *({"metadata": "{}"}, {"metadata": "easy"}, {"metadata": {"source": "x"}}),
+        *({"explanation": "fn_name"}, {"test": "public"}, {"fn_name": None, "type": "stdin"}),
+    ],
+)
+def test_other_keys_are_stdin_tests(keys: dict[str, Any]) -> None:
+    for tests in ({**IO, **keys}, [{**CASE, **keys}]):
+        for truth, extra_info in ((json.dumps(tests), keys), ("", {"tests": tests, **keys})):
+            assert read_tests(truth, {"extra_info": extra_info}) == [ProgramTest("1", "2")]
 
 
 # ------------------------------------------------------------------------ grading

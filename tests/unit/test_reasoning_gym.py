@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -107,14 +108,153 @@ HIDDEN = [
     "-I*I*(10+3+2) + E - E",
     "(I-I)*(10+3+2) - I*I*8",
     "exp(pi-pi) + (pi-pi)*(10+3+2)",
+    "8 # 10 3 2",
+    "8.0 + 0*(10 + 3 + 2)",
+    "10 - 2 # 3",
+    "(10 - 2 # 3\n)",
+    "10 - 2 \\\n + 0 # 3",
+    "10 - 2; 3",
+    "10 - 2, 3",
+    "10 - 2 if 1 else 3",
+    "'' or 10 - 2 + 0*3",
+    "\uff11\uff10 - 2 + 0*3",  # full-width digits
+    "10 - 2 = 8 = 3 + 5",
+    "10 - 2\u00a0+ 0*3",
 ]
 
 
 @pytest.mark.parametrize("answer", HIDDEN)
 def test_numbers_that_a_scorer_cannot_see_are_refused(answer: str) -> None:
     assert not grade(answer, "", GAME).correct
-    with pytest.raises(ValueError, match=r"not a plain decimal|not arithmetic"):
+    with pytest.raises(ValueError, match=r"not arithmetic"):
         parse_arithmetic(answer)
+
+
+@given(
+    st.text("0123456789 +-*/%().#_eExXjI\\\n,;", max_size=12)
+    | st.lists(st.sampled_from([*"017()+-*/%#. \n", "12", "//", "**", "1.5"])).map("".join)
+)
+def test_the_numbers_of_accepted_arithmetic_are_those_of_its_text(text: str) -> None:
+    with suppress(ValueError, SyntaxError, TypeError, ZeroDivisionError, MemoryError):
+        parse_arithmetic(text)
+        nodes = ast.walk(ast.parse(text.strip(), mode="eval"))
+        used = [node.value for node in nodes if isinstance(node, ast.Constant)]
+        assert sorted(used) == sorted(map(int, re.findall(r"\b\d+\b", text)))
+        assert not any(isinstance(node, ast.Name) for node in nodes)
+
+
+# ------------------------------------------------------------------------ malformed answers
+
+CONSTANT_ANSWERS = [
+    *("", "0", "1", "-1", "2", "0.0", "-0", "0j", "1e999", "nan", "inf", "-inf", "0/0", "1e-999"),
+    *("None", "True", "False", "true", "false", "Yes", "No", "yes", "no", "A", "B", "x", "?"),
+    *("[]", "{}", "()", "[[]]", "[0]", "[nan]", "[[nan]]", "[null]", "null", '""', '{"a": 1}'),
+    *("nan+nanj", "nan + nani", "...", "-", "#", "*", ".*", "()*", "0 # 1", "1 2 3 4 5 6 7 8 9"),
+    *("0\n0\n0", "impossible", "infeasible", "\x00", "\ud800", "\u0663", "(" * 300, "9" * 5000),
+]
+
+
+def test_no_constant_answer_is_right_for_most_problems_or_makes_a_data_set_abstain() -> None:
+    """A policy would learn an answer that scores without reading the problem."""
+    universal = {}
+    for name in NAMES:
+        entries = list(reasoning_gym.create_dataset(name, size=4, seed=11))
+        for answer in CONSTANT_ANSWERS:
+            correct = [
+                item
+                for item in entries
+                if grade(answer, "", {"dataset": name, "entry": item}).correct
+                and answer != item["answer"]
+            ]
+            if len(correct) > 1:
+                universal[name, answer] = len(correct)
+    assert universal == {}
+
+
+def with_answer(answer: str | None, **metadata: Any) -> dict[str, Any]:
+    return {"question": "", "answer": answer, "metadata": metadata}
+
+
+CONDITIONED = [
+    *(
+        ("coin_flip", with_answer("0.3125"), answer)
+        for answer in ("0.3125", "5/16", "0.31254", ".3125")
+    ),
+    ("complex_arithmetic", with_answer("-1.0", result=[-1.0, 0.0]), "-1"),
+    ("complex_arithmetic", with_answer("3.0 - 7.0i", result=[3.0, -7.0]), "3 - 7i"),
+    ("game_of_life_halting", with_answer("True"), "True"),
+    ("game_of_life_halting", with_answer("False"), "False"),
+    ("puzzle24", with_answer("8*3*1*1", numbers=[8, 3, 1, 1]), "8*3*1*1"),
+    ("puzzle24", with_answer("8*3*1*1", numbers=[8, 3, 1, 1]), "(8 * 3) / (1 * 1)"),
+    ("countdown", with_answer(None, numbers=[10, 3, 2], target=4), "10 - 3*2"),
+]
+UNFULFILLED = [
+    *(
+        ("coin_flip", with_answer("0.3125"), answer)
+        for answer in (
+            *(
+                "0",
+                "0.3",
+                "0.31",
+                "3",
+                "0.31251234/1",
+                "1/0",
+                ".",
+                "5/16/1",
+                "1e999",
+                "0.3125 ",
+                "-0",
+            ),
+            *("1e999999999", "0.3125#", "0.3125 or 0.5", "0_0.3125", "nan", "\u0663"),
+        )
+        if answer.strip() != "0.3125"
+    ),
+    *(
+        ("complex_arithmetic", with_answer("-1.0", result=[-1.0, 0.0]), answer)
+        for answer in ("nan", "NaN", "nanj", "nan+nanj", "-nan", "(nan)", "inf", "1e999", "1e999i")
+    ),
+    *(
+        ("game_of_life_halting", with_answer(truth), answer)
+        for truth, answer in [("True", "False"), ("False", "True"), ("False", "x"), ("True", "1")]
+    ),
+    *(
+        ("puzzle24", with_answer("8*3*1*1", numbers=[8, 3, 1, 1]), answer)
+        for answer in (
+            *("8*3 # 1 1", "6*4*1*1", "8*3*1", "8*3", "24", "8*3*1*1*1", "4*6*1*1", "8*3+1-1 # 1"),
+            *("8.0*3*1*1", "8*3*1**1_1", "8*3*11", "8*3*1*1 = 24"),
+        )
+    ),
+    *(
+        ("countdown", with_answer(None, numbers=[10, 3, 2], target=8), answer)
+        for answer in ("10-2 # 3", "10-2", "10.3 - 2", "8", "8 # 10 3 2", "10 - 2 or 3")
+    ),
+]
+
+
+@pytest.mark.parametrize(("dataset", "item", "answer"), CONDITIONED)
+def test_answers_that_solve_the_problem_are_right(
+    dataset: str, item: dict[str, Any], answer: str
+) -> None:
+    assert grade(answer, "", {"dataset": dataset, "entry": item}).correct
+
+
+@pytest.mark.parametrize(("dataset", "item", "answer"), UNFULFILLED)
+def test_prefixes_comments_and_other_numbers_earn_nothing(
+    dataset: str, item: dict[str, Any], answer: str
+) -> None:
+    assert not grade(answer, "", {"dataset": dataset, "entry": item}).correct
+
+
+@pytest.mark.parametrize("name", ["simple_integration", "polynomial_multiplication"])
+def test_an_expression_with_a_comment_is_wrong(name: str) -> None:
+    assert not score(name, f"{entry(name)['answer']} # 1")
+
+
+@pytest.mark.parametrize("name", ["prime_factorization", "boxnet", "coin_flip", "puzzle24"])
+def test_an_entry_that_its_scorer_cannot_read_is_an_error(name: str) -> None:
+    """A wrong answer would hide that no answer can be right."""
+    with pytest.raises(KeyError):
+        grade("[1]", "", {"dataset": name, "entry": {}})
 
 
 def canaries(path: Path) -> list[str]:

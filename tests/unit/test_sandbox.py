@@ -246,6 +246,13 @@ def test_there_is_no_network() -> None:
         "import os; os.sched_setaffinity(0, {0})",
         "import os; os.memfd_create('x')",
         "import os; os.mkfifo('x')",
+        # Kernel memory that counts for no limit: descriptors in flight and buffers of sockets.
+        "import socket; socket.socketpair()[0].sendmsg([b'x'])",
+        "import socket; a, b = socket.socketpair(); socket.send_fds(a, [b'x'], [0])",
+        *(
+            f"import socket as s; s.socketpair()[0].setsockopt(s.SOL_SOCKET, {option}, 2**20)"
+            for option in ("s.SO_SNDBUF", "s.SO_RCVBUF", "32", "33")  # 32 and 33 end in FORCE
+        ),
         "import resource as r; r.prlimit(1, r.RLIMIT_CPU)",
     ],
 )
@@ -279,6 +286,8 @@ RAW = {
     "pivot_root": (155, "(b'/tmp', b'/tmp')"),
     "chroot": (161, "(b'/tmp',)"),
     "pidfd_open": (434, "(1, 0)"),
+    "sendmsg": (46, "(0, bytes(64), 0)"),
+    "sendmmsg": (307, "(0, bytes(64), 1, 0)"),
     "a call of the future": (900, "()"),
 }
 
@@ -317,6 +326,17 @@ def test_system_calls_of_another_architecture_kill_the_program() -> None:
     [
         "import resource as r; r.setrlimit(r.RLIMIT_STACK, r.getrlimit(r.RLIMIT_STACK))",
         "import asyncio; asyncio.run(asyncio.sleep(0.01))",
+        "import asyncio; asyncio.run(asyncio.to_thread(print))",
+        """
+        import asyncio, socket
+        async def main():
+            ends = [await asyncio.open_connection(sock=end) for end in socket.socketpair()]
+            ends[0][1].write(bytes(10**6))
+            ends[0][1].write(b"end")
+            assert len(await ends[1][0].readexactly(10**6 + 3)) == 10**6 + 3
+        asyncio.run(main())
+        """,
+        "import socket; a, b = socket.socketpair(); a.send(b'x'); assert b.recvmsg(1)[0] == b'x'",
         "import signal; signal.alarm(100)",
         "import fcntl; fcntl.fcntl(0, fcntl.F_GETFL)",
         "import threading as t; x = t.Thread(target=print); x.start(); x.join()",
