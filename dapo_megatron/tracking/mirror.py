@@ -79,7 +79,8 @@ class Mirror:
         self._looked_at = -math.inf
 
     def work(self, closing: threading.Event) -> None:
-        """Send until `closing` is set and nothing is left. Retry after any error."""
+        """Send until `closing` is set and nothing is left. Retry after any error but a ConfigError,
+        which the user has to fix: the process then ends, and the run's end starts it once more."""
         delay = 1.0
         while True:
             is_last = closing.is_set()  # read it first: the run writes nothing after it is set
@@ -90,9 +91,12 @@ class Mirror:
                 return
             except Exception as error:  # noqa: BLE001 - no error of MLflow may stop the mirror
                 self._run.forget()
+                is_final = isinstance(error, ConfigError)
                 if (text := describe(error)) != self._state.cursor.error:
-                    log(f"{text}; retrying until it works", error)
+                    log(text if is_final else f"{text}; retrying until it works", error)
                     self._state.save(error=text)
+                if is_final:
+                    raise SystemExit(1) from None
                 time.sleep(min(delay, 2.0)) if is_last else closing.wait(delay)
                 delay = min(2 * delay, MAX_DELAY_SECONDS)
                 continue
@@ -152,6 +156,8 @@ class Mirror:
 def describe(error: BaseException) -> str:
     """Return an error as one line, without passwords and memory addresses, so that repeated errors
     compare equal. The innermost OSError of the chain, if any, replaces the library's message."""
+    if isinstance(error, ConfigError):
+        return hide_password(str(error), _uri())
     text, inner = f"{type(error).__name__}: {error}", error
     while cause := inner.__cause__ or inner.__context__:
         inner = cause

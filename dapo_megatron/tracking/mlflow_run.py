@@ -31,7 +31,7 @@ from dapo_megatron.tracking.mirror_state import (
     read_or_empty,
 )
 from dapo_megatron.tracking.uri import without_password
-from dapo_megatron.types import DapoError
+from dapo_megatron.types import ConfigError, DapoError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -83,9 +83,16 @@ class MlflowRun:
 
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         uri = os.environ["MLFLOW_TRACKING_URI"]
-        with _database_lock(uri, self._home.parent):
-            self._client = MlflowClient(tracking_uri=uri)
-            run = self._find() or self._create(uri)
+        try:
+            with _database_lock(uri, self._home.parent):
+                self._client = MlflowClient(tracking_uri=uri)
+                run = self._find() or self._create(uri)
+        except Exception as error:
+            if keys := keys_to_fix(error):
+                where = f"experiment {self._config.tracking.experiment!r} at {without_password(uri)}"
+                reason = (str(error).splitlines() or [""])[0]
+                raise ConfigError(f"{where}: {reason}. To fix it, change {keys}") from error
+            raise
         server, run_id = without_password(uri), run.info.run_id
         if not run_id:
             raise DapoError(
@@ -145,7 +152,7 @@ class MlflowRun:
         if experiment is None:
             # A server has an artifact location; a local database defaults to the working folder.
             artifacts = None
-            if uri.startswith("sqlite:"):
+            if uri.startswith("sqlite"):
                 artifacts = (self._home.parent / "mlartifacts").as_uri()
             try:
                 self._client.create_experiment(name, artifact_location=artifacts)
@@ -153,6 +160,12 @@ class MlflowRun:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
             experiment = self._client.get_experiment_by_name(name)
+        if experiment.lifecycle_stage == "deleted":
+            raise ConfigError(
+                f"tracking.experiment: {name!r} was deleted in MLflow ({without_password(uri)}). "
+                f"Choose another name, or run `mlflow experiments restore --experiment-id "
+                f"{experiment.experiment_id}`"
+            )
         return self._client.create_run(
             experiment.experiment_id,
             start_time=int(1000 * self._state.starts()[0]["began"]),
@@ -277,6 +290,24 @@ class MlflowRun:
             self.tag(OUR_DESCRIPTION, text)
 
 
+def keys_to_fix(error: Exception) -> str:
+    """Return what the user has to change if an error of MLflow at the lookup of the run is
+    permanent; "" if a retry may help."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import ArgumentError
+
+    if isinstance(error, ArgumentError | ImportError):
+        return "MLFLOW_TRACKING_URI"  # not the URL of a database, or its driver is missing
+    code = error.error_code if isinstance(error, MlflowException) else ""
+    if code in ("UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "PERMISSION_DENIED"):
+        return "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+    if code != "INVALID_PARAMETER_VALUE":
+        return ""
+    if "MLFLOW_ALLOW_FILE_STORE" in str(error):
+        return "MLFLOW_TRACKING_URI to sqlite:///FILE, or set MLFLOW_ALLOW_FILE_STORE=true"
+    return "MLFLOW_TRACKING_URI or tracking.experiment"
+
+
 def metric_name(name: str) -> str:
     """Return `name` as MLflow accepts it: `@` becomes `_at_`, other invalid characters `_`."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)
@@ -286,7 +317,7 @@ def metric_name(name: str) -> str:
 def _database_lock(uri: str, directory: Path) -> Iterator[None]:
     """Serialize the first use of a SQLite database. Runs that start together would each create its
     tables, and fail."""
-    if not uri.startswith("sqlite:"):
+    if not uri.startswith("sqlite"):
         yield
         return
     directory.mkdir(parents=True, exist_ok=True)

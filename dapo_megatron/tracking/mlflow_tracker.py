@@ -37,7 +37,7 @@ from dapo_megatron.tracking.mirror_state import (
     read_cursor,
     read_or_empty,
 )
-from dapo_megatron.tracking.uri import without_password
+from dapo_megatron.tracking.uri import absolute_uri, sqlite_uri, without_password
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 SHORT_WAIT_SECONDS = 3.0
@@ -69,7 +69,7 @@ class MlflowTracker:
     def ui(self) -> str:
         """URL of the run, or the command that starts MLflow's UI if there is no server. Contains no
         password."""
-        if self.uri.startswith("http"):
+        if self.uri.lower().startswith("http"):
             server = without_password(self.uri).rstrip("/")
             run = read_or_empty(self._folder / RUN_FILE)
             if run.get("server", "").rstrip("/") != server:
@@ -161,18 +161,12 @@ def deliver_rest(run_folder: Path) -> None:
 def given_uri() -> str:
     """Return MLFLOW_TRACKING_URI, or "". Paths are made absolute, because the mirror has another
     working folder."""
-    given = os.environ.get("MLFLOW_TRACKING_URI", "")
-    path = given.removeprefix("sqlite:///")
-    if path != given:
-        return f"sqlite:///{Path(path).absolute()}"
-    if not given or ":" in given or given == "databricks":
-        return given
-    return str(Path(given).absolute())
+    return absolute_uri(os.environ.get("MLFLOW_TRACKING_URI", "").strip(), Path.cwd())
 
 
 def _local_uri(run_folder: Path) -> str:
     """Return the URI of a SQLite file next to the run's folder."""
-    return f"sqlite:///{run_folder.absolute().parent / 'mlflow.db'}"
+    return sqlite_uri(run_folder.absolute().parent, "mlflow.db")
 
 
 def _known_uri(run_folder: Path) -> str:
