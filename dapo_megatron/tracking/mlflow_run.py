@@ -89,7 +89,9 @@ class MlflowRun:
                 run = self._find() or self._create(uri)
         except Exception as error:
             if keys := keys_to_fix(error):
-                where = f"experiment {self._config.tracking.experiment!r} at {without_password(uri)}"
+                where = (
+                    f"experiment {self._config.tracking.experiment!r} at {without_password(uri)}"
+                )
                 reason = (str(error).splitlines() or [""])[0]
                 raise ConfigError(f"{where}: {reason}. To fix it, change {keys}") from error
             raise

@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import os
-import re
 import signal
 import socket
 import subprocess
