@@ -11,14 +11,16 @@ from typing import Annotated
 
 import typer
 
+from dapo_megatron.cluster import interrupt  # first, because it handles Ctrl-C from now on
 from dapo_megatron.cluster.join import adopt_step, check_roles
 from dapo_megatron.cluster.launch import is_launched, launch
-from dapo_megatron.cluster.safe_output import use_safe_output
+from dapo_megatron.cluster.safe_output import protect_streams
 from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.cluster.stop import leave_when_asked
 from dapo_megatron.config import Config, RolesConfig, num_processes, refuse
 from dapo_megatron.config.file import load_config
+from dapo_megatron.files import check_result, write_result
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout
@@ -47,7 +49,10 @@ Overlays = Annotated[
     ),
 ]
 JsonPath = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write the results to FILE.")
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Also write the results to FILE.", callback=check_result
+    ),
 ]
 
 
@@ -107,8 +112,7 @@ def evaluate(
     metrics = session.evaluate(checked, checkpoint)
     if metrics is not None:
         print_evaluation(metrics)
-        if json_file is not None:
-            json_file.write_text(json.dumps(metrics), encoding="utf-8")
+        write_result(json_file, json.dumps(metrics))
 
 
 @app.command()
@@ -385,6 +389,7 @@ def _on_ranks(processes: int) -> None:
     """Without a launcher, run this same command on `processes` ranks, then exit. Under a launcher,
     raise ConfigError if the secret that ranks need to join each other is missing."""
     if not is_launched():
+        protect_streams(is_run=True)
         command = [sys.executable, "-m", "dapo_megatron", *sys.argv[1:]]
         raise typer.Exit(launch(command, processes))
     run_secret(int(os.environ["WORLD_SIZE"]))
@@ -396,7 +401,8 @@ PIPE_COLUMNS = "160"
 
 def main() -> None:
     """Run the command line. A DapoError is printed as a message, without a traceback."""
-    use_safe_output()
+    protect_streams(is_run=is_launched())
+    interrupt.listen()
     if not sys.stdout.isatty():
         # rich would squeeze tables into 80 columns.
         os.environ.setdefault("COLUMNS", PIPE_COLUMNS)

@@ -152,6 +152,29 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
         file.write(text.encode())
 
 
+def check_result(path: Path | None) -> Path | None:
+    """Raise ConfigError if `path`, of the option --json, is no file that can be written. Return
+    it."""
+    if path is None:
+        return None
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"--json: {folder} is not a folder; make it first")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"--json: {path} cannot be written; name another file")
+    return path
+
+
+def write_result(path: Path | None, text: str) -> None:
+    """Write the results of a command to the file of its option --json. Raises ConfigError."""
+    if path is None:
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json: {path}: {error.strerror}") from error
+
+
 @contextmanager
 def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a file that is renamed to `path` when the block ends, so a reader sees either the old

@@ -61,6 +61,11 @@ open_job() {
     JOB_LOGS=$LOGS/$SLURM_JOB_NAME
     ATTEMPT_LOGS=$JOB_LOGS/$DAPO_MEGATRON_ATTEMPT
     mkdir -p "$ATTEMPT_LOGS" || refuse "DAPO_LOGS: $LOGS cannot be written; name another folder"
+    # Job ids are used again, and another user may have made the folder. An old verdict in it would
+    # decide what happens after this start.
+    [[ -O $ATTEMPT_LOGS && ! -L $ATTEMPT_LOGS ]] || refuse "DAPO_LOGS: $ATTEMPT_LOGS is a link or" \
+        "belongs to another user; delete it, or name another folder"
+    rm -f "$ATTEMPT_LOGS"/verdict*
     [[ -e $LOGS/.gitignore ]] || echo '*' >"$LOGS/.gitignore"
     ln -sfn "$DAPO_MEGATRON_ATTEMPT" "$JOB_LOGS/latest"
     export DAPO_MEGATRON_VERDICT=$ATTEMPT_LOGS/verdict
@@ -142,9 +147,9 @@ use_program() {
 # Prints the names of variables that must keep the job's values in a container, comma-separated.
 env_names() { compgen -e | grep -E '^(NCCL|GLOO|TORCH|UCX|OMP|VLLM|DAPO)_|^MASTER_' | paste -sd, -; }
 
-# step LOG_PATTERN COMMAND...: runs COMMAND as one task per GPU, on all nodes or on STEP_NODES. When
+# step LOG COMMAND...: runs COMMAND as one task per GPU, on all nodes or on STEP_NODES. When
 # the first task ends, the others have DAPO_GRACE_SECONDS to end (--kill-on-bad-exit would not wait).
-# STEP_SECONDS limits the step.
+# STEP_SECONDS limits the step. LOG is a file name in which srun replaces %N and %t.
 step() {
     local log=$1 limit=() nodes; shift
     [[ -v STEP_NODES ]] || local STEP_NODES=("${NODES[@]}")
@@ -157,7 +162,7 @@ step() {
     exec ${limit[@]+"${limit[@]}"} srun --overlap --nodes="${#STEP_NODES[@]}" --nodelist="$nodes" \
         --ntasks="$((TASKS * ${#STEP_NODES[@]}))" --ntasks-per-node="$TASKS" \
         --cpus-per-task="$DAPO_CPUS_PER_TASK" --distribution=block --kill-on-bad-exit=0 \
-        --wait="${DAPO_GRACE_SECONDS:-20}" --output="$log" \
+        --wait="${DAPO_GRACE_SECONDS:-20}" --output="${ATTEMPT_LOGS//%/%%}/$log" \
         ${STEP_OPTIONS[@]+"${STEP_OPTIONS[@]}"} "$@"
 }
 

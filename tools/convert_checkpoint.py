@@ -47,7 +47,7 @@ from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
 from dapo_megatron.checkpoints.formats.torch_dist.store import TorchDistWriter
 from dapo_megatron.checkpoints.formats.weights_folder import declare_without_mtp, publish
 from dapo_megatron.cluster.processes import resident_bytes
-from dapo_megatron.cluster.safe_output import use_safe_output
+from dapo_megatron.cluster.safe_output import protect_streams
 from dapo_megatron.text import LiteralConsole
 from dapo_megatron.types import CheckpointError, ConfigError, DapoError, torch_dtype
 
@@ -417,5 +417,5 @@ def num_bytes(store: Store) -> int:
 
 
 if __name__ == "__main__":
-    use_safe_output()
+    protect_streams(is_run=False)
     app()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.files import parse_json, read_file, read_json
-from dapo_megatron.types import CheckpointError, ConfigError, Fenced
+from dapo_megatron.types import CheckpointError, ConfigError, Fenced, FolderLost
 
 STOPPED = 75
 """Exit code: stopped by a signal, and saved if there was anything to save. resume=auto continues
@@ -62,16 +62,26 @@ def attempt_variable() -> dict[str, str]:
     return {_ATTEMPT: attempt()}
 
 
-def check_owner(folder: Path, attempt: str) -> None:
-    """Raise Fenced if another attempt owns the run's folder, which must then not be written to.
+def check_owner(folder: Path, attempt: str, inode: int | None = None) -> None:
+    """Raise Fenced if another attempt owns the run's folder, which must then not be written to, and
+    FolderLost if the owner file is gone or the folder is not the one with this inode.
 
-    Reads one small file. A missing or unreadable file is ignored, because a new owner replaces the
-    file atomically.
+    Reads one small file. An unreadable file is ignored. A new owner replaces it atomically.
     """
+    owner, is_lost = None, False
     try:
         owner = read_json(folder / OWNER).get("attempt")
-    except CheckpointError:
+        is_lost = inode not in (None, folder.stat().st_ino)
+    except CheckpointError as error:
+        is_lost = isinstance(error.__cause__, FileNotFoundError)
+    except OSError:  # such as ESTALE
         return
+    if is_lost:
+        raise FolderLost(
+            f"{folder} was deleted, renamed or replaced while the run used it, so nothing more is "
+            "written. If it was renamed, give it its name back; then resume=auto continues from "
+            "its newest checkpoint"
+        )
     if owner is not None and owner != attempt:
         raise Fenced(
             f"{folder} was taken by attempt {owner}, so this attempt ({attempt}) writes nothing "

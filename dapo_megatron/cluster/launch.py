@@ -24,6 +24,7 @@ from dapo_megatron.cluster.attempt import attempt_variable
 from dapo_megatron.cluster.processes import die_with_parent
 from dapo_megatron.cluster.scratch import private_folder
 from dapo_megatron.cluster.secret import secret_variable
+from dapo_megatron.cluster.stop import SIGNALS
 from dapo_megatron.cluster.store import STORE
 from dapo_megatron.types import ConfigError
 
@@ -59,9 +60,10 @@ def launch(
     """Run `command` on `num_processes` ranks and return the exit code, as a shell reports it.
 
     It is the code of the first rank to fail. The other ranks then have `grace_seconds` to exit
-    before they are terminated. SIGTERM and SIGUSR1 are forwarded; SIGINT reaches the ranks from the
-    terminal. The ranks are killed if this process dies. A rank that has called `allow_restart` is
-    started again if it fails. Raises ConfigError if STARTS or QUICK is not a number.
+    before they are terminated. SIGTERM, SIGUSR1 and SIGHUP are forwarded; SIGINT reaches the ranks
+    from the terminal. The ranks are killed if this process dies. A rank that has called
+    `allow_restart` is started again if it fails. Raises ConfigError if STARTS or QUICK is not a
+    number.
     """
     max_starts, quick_seconds = _number(STARTS, MAX_STARTS), _number(QUICK, QUICK_SECONDS)
     with private_folder() as folder:
@@ -217,8 +219,7 @@ def _forward_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]
     # The terminal sends SIGINT to the ranks too. This process must not exit before them.
     previous = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
-        signal.SIGUSR1: signal.signal(signal.SIGUSR1, forward),
+        **{number: signal.signal(number, forward) for number in SIGNALS},
     }
     try:
         yield

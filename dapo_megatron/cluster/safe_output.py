@@ -1,15 +1,20 @@
 """Output streams that never end or block a run, and through which no text controls the terminal.
 
-Output that a full disk rejects is lost. Output that a terminal does not accept waits in memory. Any
-library may print, and none expects printing to fail or to block.
+Output that a full disk rejects is lost. Output that a terminal, a pipe or a socket does not accept
+waits in memory. Any library may print, and none expects printing to fail or to block.
 """
 
 from __future__ import annotations
 
+import atexit
 import io
+import math
 import os
+import select
+import stat
 import sys
 import threading
+import time
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TextIO
@@ -25,25 +30,34 @@ KEPT_BYTES = 1 << 20
 """Maximum output to keep for a terminal that is not read."""
 
 
-def safe_text(descriptor: int, *, closes: bool = False) -> TextIO:
+def protect_streams(*, is_run: bool) -> None:
+    """Replace standard output and standard error by safe streams. Only those of a run drop output
+    that is not read: `samples | less` waits for its reader. Closed descriptors are opened, so that
+    no other file gets their numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout, sys.stderr = (safe_text(number, blocks=not is_run) for number in (1, 2))
+
+
+def safe_text(descriptor: int, *, closes: bool = False, blocks: bool = False) -> TextIO:
     """Return a line-buffered text file for a file descriptor. Hidden characters are made visible.
 
     `closes` makes closing the file close the descriptor. Writing, flushing and closing never raise
-    OSError, and take at most about WAIT_SECONDS on a terminal that is not read.
+    OSError. Unless it `blocks`, they take at most about WAIT_SECONDS on a terminal, a pipe or a
+    socket that is not read.
     """
     terminal = os.isatty(descriptor)
-    raw = (_BackgroundRawIO if terminal else _LossyRawIO)(descriptor, "w", closefd=closes)
+    mode = os.fstat(descriptor).st_mode
+    may_block = terminal or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+    kind = _BackgroundRawIO if may_block and not blocks else _LossyRawIO
+    raw = kind(descriptor, "w", closefd=closes)
     return VisibleText(
         io.BufferedWriter(raw),
         encoding="locale" if terminal else "utf-8",
         errors="replace",
         line_buffering=True,
     )
-
-
-def use_safe_output() -> None:
-    """Print to safe streams from now on."""
-    sys.stdout, sys.stderr = safe_text(1), safe_text(2)
 
 
 class VisibleText(io.TextIOWrapper):
@@ -97,9 +111,9 @@ class _LossyRawIO(io.FileIO):
 
 
 class _BackgroundRawIO(_LossyRawIO):
-    """Raw terminal file that a background thread writes to. Ctrl-S or a stalled connection can
-    block a write for hours. Other threads wait for it at most WAIT_SECONDS, and only if nothing
-    else is waiting."""
+    """Raw file of a terminal, pipe or socket that a background thread writes to. Ctrl-S, a stalled
+    connection or a pager can block a write for hours. Other threads wait for it at most
+    WAIT_SECONDS, and only if nothing else is waiting."""
 
     def __init__(self, descriptor: int, mode: str, *, closefd: bool) -> None:
         super().__init__(descriptor, mode, closefd=closefd)
@@ -112,10 +126,11 @@ class _BackgroundRawIO(_LossyRawIO):
         copy = os.dup(descriptor)
         self._thread = threading.Thread(target=self._write_all, args=(copy,), daemon=True)
         self._thread.start()
+        atexit.register(self.drain)
 
     @property
     def num_bytes_waiting(self) -> int:
-        """Number of bytes that the terminal has not accepted yet."""
+        """Number of bytes that the reader has not accepted yet."""
         return self._num_bytes_queued - self._num_bytes_written
 
     def write(self, data: Any, /) -> int:
@@ -128,7 +143,7 @@ class _BackgroundRawIO(_LossyRawIO):
                 written.wait(WAIT_SECONDS)
         elif not self._is_full:
             self._is_full = True
-            notice = "(lines are missing here because the terminal did not accept output)"
+            notice = "(lines are missing here because nobody read the output)"
             self._queue_chunk(above_panel(notice).encode())
         return len(chunk)
 
@@ -136,8 +151,16 @@ class _BackgroundRawIO(_LossyRawIO):
         if not self.closed:
             self._chunks.put(None)
             if not sys.is_finalizing():  # otherwise the thread no longer runs
-                self._thread.join(WAIT_SECONDS)
+                self.drain()
         super().close()
+
+    def drain(self) -> None:
+        """Wait until everything is written, or until nothing was written for WAIT_SECONDS."""
+        written, deadline = -1, math.inf
+        while self.num_bytes_waiting and time.monotonic() < deadline:
+            if written < self._num_bytes_written:
+                written, deadline = self._num_bytes_written, time.monotonic() + WAIT_SECONDS
+            time.sleep(0.001)
 
     def _queue_chunk(self, chunk: bytes) -> threading.Event:
         written = threading.Event()
@@ -148,10 +171,11 @@ class _BackgroundRawIO(_LossyRawIO):
     def _write_all(self, descriptor: int) -> None:
         while (item := self._chunks.get()) is not None:
             chunk, written = item
-            rest = memoryview(chunk)
-            with suppress(OSError):  # the terminal was closed
-                while rest:
-                    rest = rest[os.write(descriptor, rest) :]
-            self._num_bytes_written += len(chunk)
+            for start in range(0, len(chunk), select.PIPE_BUF):
+                rest = memoryview(chunk)[start : start + select.PIPE_BUF]
+                with suppress(OSError):  # the terminal was closed, or the reader has ended
+                    while rest:
+                        rest = rest[os.write(descriptor, rest) :]
+                self._num_bytes_written += min(select.PIPE_BUF, len(chunk) - start)
             written.set()
         os.close(descriptor)

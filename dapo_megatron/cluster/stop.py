@@ -1,4 +1,5 @@
-"""Stopping on a signal: SIGUSR1 (Slurm, some time before the time limit) or SIGTERM (preemption).
+"""Stopping on a signal: SIGUSR1 (Slurm, some time before the time limit), SIGTERM (preemption) or
+SIGHUP (the terminal is gone).
 
 The handler only records the signal. The run checks for it at points where its state is consistent.
 All ranks then raise `Stopped` together, and the loop saves. The handler itself never saves, because
@@ -18,13 +19,15 @@ from dapo_megatron.cluster.attempt import HUNG, STOPPED
 from dapo_megatron.cluster.collectives import ErrorRecord
 from dapo_megatron.cluster.emergency_io import run_with_timeout, stacks, write_unbuffered
 from dapo_megatron.cluster.exit_reason import record
+from dapo_megatron.cluster.interrupt import SAME_SECONDS
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import Fenced, Stopped
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-SAME_SECONDS = 1.0
-"""Signals within this time count as one, because a launcher forwards signals that its ranks may
-also receive directly."""
+SIGNALS = tuple(
+    number
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
+    if signal.getsignal(number) != signal.SIG_IGN  # nohup
+)
 LAST_SECONDS = 2.0
 """Timeout of writing the log, and then of writing the exit reason, after the deadline."""
 OWNER_SECONDS = 10.0

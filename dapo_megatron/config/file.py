@@ -7,6 +7,7 @@ all other values replace the config's values.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -70,6 +71,8 @@ def dump_config(config: Config) -> str:
 def _read(path: str | Path) -> dict[str, Any]:
     """Return the mapping in a YAML file."""
     try:
+        if os.path.exists(path) and not os.path.isfile(path):  # a FIFO would wait for its writer
+            raise ConfigError(f"{path}: not a regular file; write the config into a file")
         with open(path, encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)
     except (OSError, ValueError) as error:

@@ -39,6 +39,7 @@ from dapo_megatron.doctor.packages import (
     check_vllm_builds,
     stack_of,
 )
+from dapo_megatron.files import write_result
 from dapo_megatron.text import LiteralConsole
 
 
@@ -46,8 +47,7 @@ def command(json_file: Path | None) -> bool:
     """Print all checks, and write them to `json_file`. Return True if none failed."""
     checks = check_environment()
     render(checks, LiteralConsole())
-    if json_file is not None:
-        json_file.write_text(json.dumps(to_dict(checks), indent=2) + "\n", encoding="utf-8")
+    write_result(json_file, json.dumps(to_dict(checks), indent=2) + "\n")
     return worst(checks) is not Status.FAIL
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
+from dapo_megatron.files import write_result
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.rollout.recorded import old_samples, recorded_steps, step_completions
@@ -59,12 +60,11 @@ def command(run_folder: Path, json_file: Path | None) -> bool:
                 }
             )
     _print(run_folder, counts, examples)
-    if json_file is not None:
-        results = [
-            {"source": source, "kind": kind, "number": number}
-            for (source, kind), number in counts.items()
-        ]
-        json_file.write_text(json.dumps({"counts": results, "examples": examples}))
+    results = [
+        {"source": source, "kind": kind, "number": number}
+        for (source, kind), number in counts.items()
+    ]
+    write_result(json_file, json.dumps({"counts": results, "examples": examples}))
     return not examples
 
 

@@ -51,6 +51,7 @@ from dapo_megatron.doctor.process_groups import Worlds
 from dapo_megatron.doctor.quiet_rank import QuietRank, quiet_rank
 from dapo_megatron.doctor.shrink import shrink, write_random_model
 from dapo_megatron.doctor.table import TOLERANCES, CaseResult, CaseTable
+from dapo_megatron.files import check_result, write_result
 from dapo_megatron.model import read_architecture, to_hf_config
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.compatibility.rule import Machine
@@ -72,8 +73,7 @@ def check_options(config: Config, precision: str | None, json_file: Path | None)
     arch = read_architecture(config)
     check_layout(config, arch, smallest_world(config.policy, arch), has_engine=False)
     check_compatibility(config, arch, has_engine=False)
-    if json_file is not None and not json_file.resolve().parent.is_dir():
-        raise ConfigError(f"--json: {json_file.resolve().parent} is not a folder; make it first")
+    check_result(json_file)
     if has_cuda() and precision == "float64":
         raise ConfigError(
             "--precision: Megatron's optimizer does not support float64 on a GPU; use float32, or "
@@ -125,8 +125,7 @@ def command(
             proof.run(Path(proof.worlds.tell("model", folder.encode()).decode()))
         if session.rank == 0:
             proof.table.verdict(proof.left_out())
-            if json_file is not None:
-                json_file.write_text(proof.to_json(), encoding="utf-8")
+            write_result(json_file, proof.to_json())
         return session.rank > 0 or proof.table.ok
 
 

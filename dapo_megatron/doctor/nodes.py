@@ -32,7 +32,7 @@ from dapo_megatron.config.file import dump_config
 from dapo_megatron.doctor.bandwidth import BUDGETS, Bandwidth, Wire, judge, measure
 from dapo_megatron.doctor.check_result import Check, Status, to_dict, worst
 from dapo_megatron.doctor.node import NodeState, check_node, check_with_timeout, compare_facts
-from dapo_megatron.files import read_json, write_text
+from dapo_megatron.files import read_json, write_result, write_text
 from dapo_megatron.policy import device
 from dapo_megatron.text import LiteralConsole
 from dapo_megatron.tracking.provenance import commit, versions
@@ -209,8 +209,7 @@ def check_nodes(
     deadline.cancel()
     if ranks.rank == 0:
         findings.render(LiteralConsole())
-        if json_file is not None:
-            json_file.write_text(findings.to_json(), encoding="utf-8")
+        write_result(json_file, findings.to_json())
     leave()
     return findings.is_good
 

@@ -31,7 +31,7 @@ from dapo_megatron.cluster.heartbeat import (
     read_heartbeats,
 )
 from dapo_megatron.cluster.watchdog import hang_file
-from dapo_megatron.files import read_json
+from dapo_megatron.files import read_json, write_result
 from dapo_megatron.text import LiteralConsole
 from dapo_megatron.types import CheckpointError, ConfigError
 
@@ -77,8 +77,7 @@ def command(run_folder: Path, verdict_file: Path | None, json_file: Path | None)
     """Print the state of a run, and write it to `json_file`."""
     state = report(run_folder, verdict_file)
     render(state, LiteralConsole())
-    if json_file is not None:
-        json_file.write_text(to_json(state), encoding="utf-8")
+    write_result(json_file, to_json(state))
 
 
 def report(folder: Path, verdict_file: Path | None = None) -> Report:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dapo_megatron.cluster.ranks import first_generation, join
 from dapo_megatron.config import Config
 from dapo_megatron.doctor.quiet_rank import quiet_rank
+from dapo_megatron.files import write_result
 from dapo_megatron.plan.layout import describe
 from dapo_megatron.tracking.provenance import facts
 from dapo_megatron.types import SyncReport
@@ -38,8 +39,7 @@ def command(config: Config, json_file: Path | None) -> None:
         proof = _prove(config, session.local_rank)
         if session.rank == 0:
             print(proof.text(), file=session.terminal, flush=True)
-            if json_file is not None:
-                json_file.write_text(json.dumps(proof.to_dict()), encoding="utf-8")
+            write_result(json_file, json.dumps(proof.to_dict()))
 
 
 @dataclass

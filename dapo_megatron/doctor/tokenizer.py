@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.data.tokenizer import FILE, load_tokenizer, read_file
+from dapo_megatron.files import write_result
 from dapo_megatron.types import DataError
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ def command(folder: Path, json_file: Path | None) -> bool:
         print(f"{name}: {'differs from' if first else 'the same as'} {FILE}")
         for key, value in (first or {}).items():
             print(f"  {key}: {value!r}")
-    if json_file is not None:
-        json_file.write_text(json.dumps(results), encoding="utf-8")
+    write_result(json_file, json.dumps(results))
     return not any(results.values())
 
 

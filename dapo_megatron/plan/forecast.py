@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dapo_megatron.config import Config
+from dapo_megatron.files import write_result
 from dapo_megatron.model import planned_architecture, published_notes
 from dapo_megatron.plan import GIB, MemoryItem, size
 from dapo_megatron.plan.compatibility import check as check_compatibility
@@ -49,8 +50,7 @@ def forecast(
     speed = estimate_speed(estimate, assumptions) if nodes.gpus_per_node else None
     render(estimate, LiteralConsole(), speed)
     excesses = list(problems(estimate))
-    if json_file is not None:
-        json_file.write_text(json.dumps(to_json(estimate, speed, excesses)), encoding="utf-8")
+    write_result(json_file, json.dumps(to_json(estimate, speed, excesses)))
     if excesses and nodes.gpus_per_node:
         return [*excesses, *alternatives(config, num_processes, nodes)]
     return excesses

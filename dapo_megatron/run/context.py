@@ -14,14 +14,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
+from dapo_megatron.checkpoints.folder import newest
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import FENCED, STOPPED, end_attempt
 from dapo_megatron.cluster.collectives import EngineJoins, on_rank0
 from dapo_megatron.cluster.entry import report_failure
+from dapo_megatron.cluster.interrupt import INTERRUPTED
 from dapo_megatron.cluster.launch import allow_restart
 from dapo_megatron.cluster.members import Members
 from dapo_megatron.cluster.ranks import Ranks, join
-from dapo_megatron.cluster.safe_output import above_panel, safe_text, use_safe_output
+from dapo_megatron.cluster.safe_output import above_panel, protect_streams, safe_text
 from dapo_megatron.cluster.secret import SECRET, secret_digest
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watchdog import Watchdog
@@ -30,7 +32,7 @@ from dapo_megatron.files import sha256
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.tracking.provenance import source_digest, versions
-from dapo_megatron.types import ConfigError, DapoError, DataError, Fenced, Stopped
+from dapo_megatron.types import ConfigError, DapoError, DataError, Fenced, FolderLost, Stopped
 
 _REPORTED = "_dapo_megatron_reported"
 
@@ -117,6 +119,17 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
         report_error(error, rank, terminal, folder.logs if with_folder else None)
         if isinstance(error, DapoError):
             raise SystemExit(exit_code(error)) from None
+        if isinstance(error, KeyboardInterrupt):
+            if with_folder and rank == 0:
+                saved = newest(folder.checkpoints)
+                print(
+                    f"interrupted without saving; resume=auto continues from {saved}"
+                    if saved
+                    else "interrupted before the first checkpoint was saved",
+                    file=terminal,
+                    flush=True,
+                )
+            os._exit(INTERRUPTED)  # Python's exit would abort in a thread of gloo or vLLM
         raise
     watchdog.close()
     if dist.is_initialized():  # not after an error: the other ranks may never come
@@ -216,7 +229,13 @@ def report_error(
 def exit_code(error: DapoError) -> int:
     """Return the exit code of an error. slurm/train.sbatch uses it to decide about a restart: an
     error in config or data (2) would occur again, other errors may not."""
-    codes: dict[type, int] = {ConfigError: 2, DataError: 2, Stopped: STOPPED, Fenced: FENCED}
+    codes = {
+        ConfigError: 2,
+        DataError: 2,
+        Stopped: STOPPED,
+        FolderLost: 1,
+        Fenced: FENCED,  # in this order, because FolderLost is a Fenced
+    }
     return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
 
 
@@ -233,7 +252,7 @@ def redirect_output(log: Path) -> TextIO:
             file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}\n".encode())
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    use_safe_output()
+    protect_streams(is_run=True)
     return terminal
 
 

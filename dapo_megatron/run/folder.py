@@ -70,6 +70,7 @@ class RunFolder:
         self.notes: list[str] = []
         """Notes of `find_checkpoint` for the user; the same on all ranks."""
         self._lock: BinaryIO | None = None
+        self._inode: int | None = None
 
     # ------------------------------------------------------------------ opening: in this order
 
@@ -104,6 +105,7 @@ class RunFolder:
             if not self._wait_for_lock(lock_seconds):
                 self._take_over()
             write_json(self.owner, {"attempt": self.attempt})
+            self._inode = self.path.stat().st_ino
             recover_checkpoints(self.checkpoints)
             recover_checkpoints(self.journal)
 
@@ -165,8 +167,8 @@ class RunFolder:
         return f"{self.attempt}_{generation}" if generation else self.attempt
 
     def check_owner(self) -> None:
-        """Raise Fenced if another attempt has taken the folder."""
-        check_owner(self.path, self.attempt)
+        """Raise Fenced if another attempt has taken the folder, or FolderLost if it is gone."""
+        check_owner(self.path, self.attempt, self._inode)
 
     # ------------------------------------------------------------------ internals
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -15,7 +15,7 @@ from dapo_megatron.checkpoints import newest, read_state
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config, FileSource, source_file_name
-from dapo_megatron.config.file import dump_config
+from dapo_megatron.config.file import dump_config, load_config
 from dapo_megatron.data.prompts import report_of
 from dapo_megatron.data.tokenizer import load_tokenizer
 from dapo_megatron.files import write_json, write_text
@@ -27,12 +27,22 @@ from dapo_megatron.rollout.recorded import forget_after
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_tracker import MlflowTracker
-from dapo_megatron.tracking.provenance import cpu_name, run_tags
+from dapo_megatron.tracking.provenance import cpu_name, flatten, run_tags
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder, Speedometer
 from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.tracking.run_report import WAIT_SECONDS, RunReport
 from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker
-from dapo_megatron.types import DapoError
+from dapo_megatron.types import ConfigError, DapoError
+
+_OTHER_DATA = (
+    ". The run continues at its place in other prompts; some may repeat, others be left out"
+)
+RISKS = {
+    "seed": ". The prompts are shuffled anew, so some repeat in this epoch and others are left out",
+    "data.": ". The run continues at its old place in the new prompts",
+    "model.path": ". The weights come from the checkpoint, not from this folder",
+}
+"""Prefix of a key -> what its change means in a resumed run, if that may be a mistake."""
 
 
 def open_recorder(
@@ -56,6 +66,7 @@ def open_recorder(
 
     def make() -> RunRecorder:
         forget_after(folder.samples, last_recorded)
+        changes = changed_keys(config, folder.config) if folder.is_continued else []
         write_text(folder.config, dump_config(config))
         console = RunConsole(num_steps=config.train.rollout_steps, file=terminal)
         chosen = _chosen(config)
@@ -67,7 +78,12 @@ def open_recorder(
         tags |= {f"chosen.{key}": value for key, value in chosen.items()}
         keep_provenance(folder.provenance, console, facts, tags, ranks.num_ranks)
         # A run from step 0 logs step 0 again, hence -1. Local files come before servers.
-        trackers: list[Tracker] = [JsonlTracker(folder.metrics, step or -1, console.warn), console]
+        metrics = JsonlTracker(folder.metrics, step or -1, console.warn)
+        trackers: list[Tracker] = [metrics, console]
+        if folder.is_continued:
+            changes += missing_steps(folder.metrics, metrics.steps, step)
+        for change in changes:
+            console.warn(change)
         mlflow = None
         if config.tracking.mlflow:
             mlflow = MlflowTracker(config, _mlflow_run(folder), console.warn)
@@ -88,6 +104,40 @@ def open_recorder(
     if recorder is not None:
         return recorder
     return rank_recorder(config, folder)
+
+
+def changed_keys(config: Config, last: Path) -> list[str]:
+    """Return a line for each key whose value differs from that of the config file of the run's last
+    start."""
+    if not last.exists():
+        return [f"{last} is missing, so changes since the last start are not shown"]
+    try:
+        old, new = (dict(flatten(c.model_dump(mode="json"))) for c in (load_config(last), config))
+    except ConfigError as error:
+        return [f"changes since the last start are not shown: {error}"]
+    lines = []
+    for key in sorted((old.keys() | new.keys()) - {"resume"}):
+        if old.get(key) != new.get(key):
+            risk = next((text for prefix, text in RISKS.items() if key.startswith(prefix)), "")
+            lines.append(
+                f"changed since the last start: {key}: {old.get(key, 'not set')} -> "
+                f"{new.get(key, 'not set')}{risk}"
+            )
+    return lines
+
+
+def missing_steps(path: Path, steps: Sequence[int], last: int) -> list[str]:
+    """Return a line that names the steps until `last` that a metrics file lacks, if there are some.
+    A run may have started at the checkpoint of another run, after a step above 0."""
+    first = max(1, min(steps, default=1))
+    missing = sorted(set(range(first, last + 1)) - set(steps))
+    if not missing:
+        return []
+    names = f"{missing[0]} to {missing[-1]}" if len(missing) > 1 else f"{missing[0]}"
+    return [
+        f"{path}: {len(missing)} of the {last} steps before the checkpoint are missing ({names}): "
+        "the file was cut or removed. The run continues without them"
+    ]
 
 
 def rank_recorder(config: Config, folder: RunFolder) -> RankRecorder:

@@ -70,6 +70,8 @@ def _train(context: RunContext, replay: Path | None) -> None:
     def conclude(progress: loop.Progress, instruments: StepInstruments) -> None:
         # MLflow can be slow, and a launcher kills the last rank soon after the others have ended.
         at_end.callback(wait_for_all)
+        with suppress(EnginesChanged):  # the run is over
+            on_rank0(ranks, folder.check_owner)
         summary.update(_conclude(context, progress, instruments.memory.highest_gib()))
 
     def wait_for_all() -> None:

@@ -2,9 +2,8 @@
 
 The mirror polls the run's files, sends what MLflow lacks, and records its position
 (mirror_state.py). If a server is down, slow, full or answers nonsense, it retries after 1 s, 2 s,
-... 30 s. A wrong address or a deleted experiment is reported and not retried. Its standard input
-closes when rank 0 writes no more. The mirror then sends the rest and exits, at the latest
-LINGER_SECONDS after its parent process is gone. It logs to logs/mlflow.log.
+... 30 s. Its standard input closes when rank 0 writes no more. The mirror then sends the rest and
+exits, at the latest LINGER_SECONDS after its parent process is gone. It logs to logs/mlflow.log.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from dapo_megatron.tracking.mirror_state import (
     stamp_of,
     write_holder,
 )
-from dapo_megatron.tracking.mlflow_run import MlflowRun, Refused
+from dapo_megatron.tracking.mlflow_run import MlflowRun
 from dapo_megatron.tracking.uri import hide_password, without_password
 from dapo_megatron.types import ConfigError
 
@@ -79,9 +78,9 @@ class Mirror:
         self._state, self._run, self._is_over, self._data = state, run, is_over, data
         self._looked_at = -math.inf
 
-    def work(self, closing: threading.Event) -> bool:
-        """Send until `closing` is set and nothing is left. Retry after any error, except one that a
-        retry does not help. Return whether everything was sent."""
+    def work(self, closing: threading.Event) -> None:
+        """Send until `closing` is set and nothing is left. Retry after any error but a ConfigError,
+        which the user has to fix: the process then ends, and the run's end starts it once more."""
         delay = 1.0
         while True:
             is_last = closing.is_set()  # read it first: the run writes nothing after it is set
@@ -89,17 +88,15 @@ class Mirror:
                 self.send(is_last)
             except Superseded as error:
                 log(str(error))
-                return True
-            except Refused as error:
-                log(f"{error}; not retried", error)
-                self._state.save(error=str(error))
-                closing.wait()
-                return False
+                return
             except Exception as error:  # noqa: BLE001 - no error of MLflow may stop the mirror
                 self._run.forget()
+                is_final = isinstance(error, ConfigError)
                 if (text := describe(error)) != self._state.cursor.error:
-                    log(f"{text}; retrying until it works", error)
+                    log(text if is_final else f"{text}; retrying until it works", error)
                     self._state.save(error=text)
+                if is_final:
+                    raise SystemExit(1) from None
                 time.sleep(min(delay, 2.0)) if is_last else closing.wait(delay)
                 delay = min(2 * delay, MAX_DELAY_SECONDS)
                 continue
@@ -108,7 +105,7 @@ class Mirror:
                 log("MLflow works again")
                 self._state.save(error="")
             if is_last:
-                return True
+                return
             closing.wait(METRICS_SECONDS)
 
     def send(self, is_last: bool) -> None:
@@ -159,6 +156,8 @@ class Mirror:
 def describe(error: BaseException) -> str:
     """Return an error as one line, without passwords and memory addresses, so that repeated errors
     compare equal. The innermost OSError of the chain, if any, replaces the library's message."""
+    if isinstance(error, ConfigError):
+        return hide_password(str(error), _uri())
     text, inner = f"{type(error).__name__}: {error}", error
     while cause := inner.__cause__ or inner.__context__:
         inner = cause
@@ -205,8 +204,7 @@ def serve(home: Path, number: int, parent: int, run: str, *, is_over: bool) -> N
             state.prepare(run, without_password(_uri()), parameters(config))
             target = MlflowRun(state, home, config)
             data = data_files(config, cwd)
-            if not Mirror(state, target, is_over=is_over, data=data).work(closing):
-                sys.exit(1)
+            Mirror(state, target, is_over=is_over, data=data).work(closing)
 
 
 def _watch(closing: threading.Event, parent: int) -> None:

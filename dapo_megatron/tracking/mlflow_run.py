@@ -31,7 +31,7 @@ from dapo_megatron.tracking.mirror_state import (
     read_or_empty,
 )
 from dapo_megatron.tracking.uri import without_password
-from dapo_megatron.types import DapoError
+from dapo_megatron.types import ConfigError, DapoError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -57,10 +57,6 @@ always a mistake."""
 Item = TypeVar("Item")
 
 
-class Refused(Exception):
-    """MLflow refuses the run, and a retry would not help. The message says what to change."""
-
-
 class MlflowRun:
     """An MLflow run, looked up or created by the first `open` that reaches the server.
 
@@ -80,12 +76,10 @@ class MlflowRun:
 
     def open(self) -> None:
         """Find or create the run and report this start to it. Does nothing if the run is open;
-        `forget` closes it. Raises Refused if a retry would not help."""
+        `forget` closes it."""
         if self._is_open:
             return
         from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
-        from sqlalchemy.exc import ArgumentError
 
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         uri = os.environ["MLFLOW_TRACKING_URI"]
@@ -93,14 +87,14 @@ class MlflowRun:
             with _database_lock(uri, self._home.parent):
                 self._client = MlflowClient(tracking_uri=uri)
                 run = self._find() or self._create(uri)
-        except (MlflowException, ArgumentError) as error:
-            if not _is_permanent(error):
-                raise
-            reason = str(error).strip().splitlines()[0].rstrip(".")
-            raise Refused(
-                f"{reason}. Check MLFLOW_TRACKING_URI, and the experiment "
-                f"{self._config.tracking.experiment!r} (tracking.experiment)"
-            ) from error
+        except Exception as error:
+            if keys := keys_to_fix(error):
+                where = (
+                    f"experiment {self._config.tracking.experiment!r} at {without_password(uri)}"
+                )
+                reason = (str(error).splitlines() or [""])[0]
+                raise ConfigError(f"{where}: {reason}. To fix it, change {keys}") from error
+            raise
         server, run_id = without_password(uri), run.info.run_id
         if not run_id:
             raise DapoError(
@@ -160,7 +154,7 @@ class MlflowRun:
         if experiment is None:
             # A server has an artifact location; a local database defaults to the working folder.
             artifacts = None
-            if uri.startswith("sqlite:"):
+            if uri.startswith("sqlite"):
                 artifacts = (self._home.parent / "mlartifacts").as_uri()
             try:
                 self._client.create_experiment(name, artifact_location=artifacts)
@@ -168,6 +162,12 @@ class MlflowRun:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
             experiment = self._client.get_experiment_by_name(name)
+        if experiment.lifecycle_stage == "deleted":
+            raise ConfigError(
+                f"tracking.experiment: {name!r} was deleted in MLflow ({without_password(uri)}). "
+                f"Choose another name, or run `mlflow experiments restore --experiment-id "
+                f"{experiment.experiment_id}`"
+            )
         return self._client.create_run(
             experiment.experiment_id,
             start_time=int(1000 * self._state.starts()[0]["began"]),
@@ -292,27 +292,34 @@ class MlflowRun:
             self.tag(OUR_DESCRIPTION, text)
 
 
+def keys_to_fix(error: Exception) -> str:
+    """Return what the user has to change if an error of MLflow at the lookup of the run is
+    permanent; "" if a retry may help."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import ArgumentError
+
+    if isinstance(error, ArgumentError | ImportError):
+        return "MLFLOW_TRACKING_URI"  # not the URL of a database, or its driver is missing
+    code = error.error_code if isinstance(error, MlflowException) else ""
+    if code in ("UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "PERMISSION_DENIED"):
+        return "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+    if code != "INVALID_PARAMETER_VALUE":
+        return ""
+    if "MLFLOW_ALLOW_FILE_STORE" in str(error):
+        return "MLFLOW_TRACKING_URI to sqlite:///FILE, or set MLFLOW_ALLOW_FILE_STORE=true"
+    return "MLFLOW_TRACKING_URI or tracking.experiment"
+
+
 def metric_name(name: str) -> str:
     """Return `name` as MLflow accepts it: `@` becomes `_at_`, other invalid characters `_`."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)
-
-
-def _is_permanent(error: Exception) -> bool:
-    """Return whether an error is about the address, the credentials or the experiment."""
-    from mlflow.tracking.registry import UnsupportedModelRegistryStoreURIException
-
-    codes = ("INVALID_PARAMETER_VALUE", "PERMISSION_DENIED", "UNAUTHENTICATED", "FEATURE_DISABLED")
-    code = getattr(error, "error_code", None)
-    if code is None or isinstance(error, UnsupportedModelRegistryStoreURIException):
-        return True
-    return code in codes or re.search(r"error code 40[13]\b", str(error)) is not None
 
 
 @contextmanager
 def _database_lock(uri: str, directory: Path) -> Iterator[None]:
     """Serialize the first use of a SQLite database. Runs that start together would each create its
     tables, and fail."""
-    if not uri.startswith("sqlite:"):
+    if not uri.startswith("sqlite"):
         yield
         return
     directory.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,7 @@ class MlflowTracker:
     def ui(self) -> str:
         """URL of the run, or the command that starts MLflow's UI if there is no server. Contains no
         password."""
-        if self.uri.startswith("http"):
+        if self.uri.lower().startswith("http"):
             server = without_password(self.uri).rstrip("/")
             run = read_or_empty(self._folder / RUN_FILE)
             if run.get("server", "").rstrip("/") != server:
@@ -169,12 +169,12 @@ def deliver_rest(run_folder: Path) -> None:
 def given_uri() -> str:
     """Return MLFLOW_TRACKING_URI, or "". Paths are made absolute, because the mirror has another
     working folder."""
-    return absolute_uri(os.environ.get("MLFLOW_TRACKING_URI", ""))
+    return absolute_uri(os.environ.get("MLFLOW_TRACKING_URI", "").strip(), Path.cwd())
 
 
 def _local_uri(run_folder: Path) -> str:
     """Return the URI of a SQLite file next to the run's folder."""
-    return sqlite_uri(run_folder.absolute().parent / "mlflow.db")
+    return sqlite_uri(run_folder.absolute().parent, "mlflow.db")
 
 
 def _known_uri(run_folder: Path) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import operator
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -120,9 +121,12 @@ class JsonlTracker:
         self, path: Path, step: int | None = None, warn: Callable[[str], None] = print
     ) -> None:
         self._path = path
+        self.steps: list[int] = []
+        """Steps that the file had, until `step`."""
         if path.exists():
-            ends = (end for end, line_step in self._steps() if step is None or line_step <= step)
-            os.truncate(path, max(ends, default=0))
+            lines = [line for line in self._lines_of_file() if step is None or line[1] <= step]
+            os.truncate(path, max((end for end, _ in lines), default=0))
+            self.steps = [line_step for _, line_step in lines]
         self._lines = Lines(path, warn)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -134,15 +138,21 @@ class JsonlTracker:
         """Close the file."""
         self._lines.close()
 
-    def _steps(self) -> Iterator[tuple[int, int]]:
+    def _lines_of_file(self) -> Iterator[tuple[int, int]]:
         """Yield (end offset, step) of every complete line. Raises CheckpointError for one that is
         not a metrics line."""
         end = 0
-        for number, line in enumerate(self._path.read_bytes().splitlines(keepends=True), start=1):
+        try:
+            text = self._path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path}: cannot be read ({error.strerror}); move it away"
+            ) from error
+        for number, line in enumerate(text.splitlines(keepends=True), start=1):
             if not line.endswith(b"\n"):
                 return  # only the last line can be partial
             try:
-                step = parse_json(line)["step"]
+                step = operator.index(parse_json(line)["step"])
             except (ValueError, TypeError, KeyError) as error:
                 raise CheckpointError(
                     f"{self._path}, line {number}: not a metrics line; fix or move the file"

@@ -1,7 +1,8 @@
-"""Addresses of MLflow: made absolute, and shown without secrets (user, password, token)."""
+"""Addresses of MLflow stores: makes them absolute, and removes secrets (user, password, token)."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -10,48 +11,46 @@ HIDDEN = "..."
 _LOCAL = ("sqlite", "file")
 _END_OF_HOST = re.compile(r"[/?#]")
 _SEPARATORS = re.compile(r"[@:&=;?#]")
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(.*)", re.DOTALL)
+
+_WORDS = ("", "databricks", "databricks-uc", "uc")
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:", re.IGNORECASE)
+"""Two letters at least: `C:` is a part of a path, as in MLflow."""
+_STORE = re.compile(r"(file|sqlite(?:\+pysqlite)?):(//)?(.*)", re.IGNORECASE | re.DOTALL)
+_SQLITE_PATH = re.compile(r"(.*?)(\?\w+=[^/]*)?", re.DOTALL)
+"""Path of a database and the query behind it, such as ?timeout=5."""
 
 
-def absolute_uri(given: str) -> str:
-    """Return an MLflow address that means the same from another working folder.
+def absolute_uri(uri: str, folder: Path) -> str:
+    """Return MLFLOW_TRACKING_URI as MLflow reads it from any working folder. Relative paths start
+    in `folder`, and in any spelling: `x`, `file:x`, `file://./x`, `sqlite:x.db`, `sqlite:///x.db`.
 
-    Paths, and `file:` and `sqlite:` addresses in any spelling, are relative to the current folder;
-    `~` is the user's home. Other addresses are returned unchanged.
+    A path without a scheme is taken literally. With a scheme, %20 means a space, as in MLflow.
+
+    Example: absolute_uri("sqlite:///a%20b?.db", Path("/w")) == "sqlite:////w/a b%3F.db"
     """
-    match = _SCHEME.fullmatch(given)
-    if match is None:
-        is_path = given not in ("", "databricks", "databricks-uc", "uc")
-        return _path_uri(Path(given).expanduser().absolute()) if is_path else given
-    scheme, rest = match[1].lower(), match[2]
+    if (store := _STORE.fullmatch(uri)) is None:
+        is_path = uri not in _WORDS and not _SCHEME.match(uri)
+        return f"file://{_quoted(folder, uri)}" if is_path else uri
+    scheme, path = store[1].lower(), store[3]
     if scheme == "file":
-        host, _, path = rest.removeprefix("//").partition("/")
-        if not rest.startswith("//"):
-            path = unquote(rest)
-        elif host in (".", "..", "~"):
-            path = unquote(f"{host}/{path}")
-        elif host in ("", "localhost"):
-            path = unquote(f"/{path}")
-        else:
-            return given
-        return Path(path).expanduser().absolute().as_uri()
-    if scheme.partition("+")[0] == "sqlite":
-        path, mark, query = rest.partition("?")
-        path = path.removeprefix("///") if path.startswith("///") else path.removeprefix("//")
-        if not path or path.startswith(":memory:"):
-            return given
-        return f"{sqlite_uri(Path(unquote(path)).expanduser(), scheme)}{mark}{query}"
-    return given
+        host = "localhost" if store[2] and path.startswith("localhost/") else ""
+        return f"file://{_quoted(folder, unquote(path.removeprefix(host)))}"
+    located = _SQLITE_PATH.fullmatch(path.removeprefix("/") if store[2] else path)
+    assert located is not None
+    if located[1] in ("", ":memory:"):
+        return uri
+    return sqlite_uri(folder, unquote(located[1]), scheme) + (located[2] or "")
 
 
-def sqlite_uri(path: Path, scheme: str = "sqlite") -> str:
-    """Return the address of a SQLite file. SQLAlchemy decodes `%` in it, and ends it at `?`."""
-    return f"{scheme}:///{quote(str(path.absolute()), safe='/ #+@:=&,;!$()[]')}"
+def sqlite_uri(folder: Path, name: str, scheme: str = "sqlite") -> str:
+    """Return the URI of a SQLite database, whatever characters its path has."""
+    return f"{scheme}:///{_quoted(folder, name)}"
 
 
-def _path_uri(path: Path) -> str:
-    """Return a path as it is, unless MLflow would decode it."""
-    return path.as_uri() if "%" in str(path) else str(path)
+def _quoted(folder: Path, name: str) -> str:
+    """Return an absolute path for a URI. Only characters with a meaning in URIs are quoted."""
+    path = str(folder.absolute() / os.path.expanduser(name))
+    return re.sub(r"[%?#\x00-\x1f]", lambda special: quote(special[0]), path)
 
 
 def without_password(uri: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import select
 import signal
@@ -346,3 +347,77 @@ def test_without_a_launcher_the_command_starts_itself_on_every_rank(
     assert sorted(completed.stdout.splitlines()) == [
         f"{rank} -m dapo_megatron {' '.join(arguments)}" for rank in range(3)
     ]
+
+
+BAD_RESULTS = {
+    "gone/x.json": "is not a folder; make it first",
+    "file/x.json": "is not a folder; make it first",
+    ".": "cannot be written; name another file",
+    "/proc/x.json": "cannot be written|No such file",
+}
+
+
+@pytest.mark.parametrize("path", BAD_RESULTS)
+@pytest.mark.parametrize(
+    "command", [("plan", TINY), ("doctor", "run", "no_run"), ("doctor", "env")]
+)
+def test_an_unwritable_result_is_refused_before_the_work(
+    tmp_path: Path, path: str, command: tuple[str, ...]
+) -> None:
+    (tmp_path / "file").touch()
+    completed = command_line(*command, "--json", str(tmp_path / path))
+    assert completed.returncode == 2
+    assert completed.stdout == ""
+    assert re.fullmatch(rf"error: --json: .*({BAD_RESULTS[path]})\n", completed.stderr)
+
+
+def test_a_config_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
+        completed = command_line("plan", str(path))
+        assert completed.returncode == 2
+        assert completed.stderr.startswith(f"error: {path}: not a regular file")
+
+
+@pytest.mark.parametrize("closed", ["<&- >&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>&1"])
+@pytest.mark.parametrize("command", ["plan {config}", "plan gone.yaml", "--help"])
+def test_closed_and_full_streams_cause_no_traceback(closed: str, command: str) -> None:
+    shell = f"{sys.executable} -m dapo_megatron {command.format(config=TINY)} {closed}"
+    completed = subprocess.run(
+        ["bash", "-c", shell],
+        env=environment_without_launcher(),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert completed.returncode == (2 if "gone" in command else 0)
+    assert "Traceback" not in completed.stderr
+
+
+INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+MODULE = sys.argv.pop(1)
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == MODULE:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+runpy.run_module("dapo_megatron", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["dapo_megatron.config", "dapo_megatron.model", "dapo_megatron.plan.forecast"]
+)
+def test_ctrl_c_during_imports_shows_no_traceback(module: str) -> None:
+    completed = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT, module, "plan", TINY],
+        env=environment_without_launcher(),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert completed.returncode == 130
+    assert "Traceback" not in completed.stderr

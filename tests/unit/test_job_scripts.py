@@ -165,6 +165,31 @@ def test_a_hostile_exit_reason_file_is_not_executed(checkout: Checkout, verdict:
     assert "this start ended with exit code 3" in completed.stdout
 
 
+def test_an_old_exit_reason_does_not_decide(checkout: Checkout) -> None:
+    (checkout.logs / "7.0").mkdir(parents=True)
+    (checkout.logs / "7.0" / "verdict").write_text("99 of another job\n")
+    assert checkout.train(FAKE="exit 3", DAPO_REQUEUE="0").returncode == 3
+
+
+def test_a_log_folder_that_is_a_link_is_refused(checkout: Checkout, tmp_path: Path) -> None:
+    checkout.logs.mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (checkout.logs / "7.0").symlink_to(tmp_path / "elsewhere")
+    completed = checkout.train()
+    assert completed.returncode == 2
+    assert "7.0 is a link or belongs to another user" in completed.stdout
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_percent_sign_in_a_log_path_is_not_a_pattern_of_srun(checkout: Checkout) -> None:
+    fake = 'printf "%s\\n" "$@" >"$DAPO_HOME/arguments"'
+    checkout.train(FAKE=fake, DAPO_LOGS=str(checkout.folder / "100%j"))
+    assert (
+        f"--output={checkout.folder}/100%%j/dapo/7.0/%N-%t.log"
+        in (checkout.folder / "arguments").read_text().splitlines()
+    )
+
+
 def test_the_exit_reason_file_overrides_the_exit_code_of_srun(checkout: Checkout) -> None:
     fake = 'echo "98 rank 1 hung" >"$DAPO_MEGATRON_VERDICT"; exit 1'
     completed = checkout.train(FAKE=fake, DAPO_REQUEUE="0")

@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from dapo_megatron.cluster.attempt import start_attempt
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.tracking import mirror_state, mlflow_tracker
-from dapo_megatron.tracking.mirror import Mirror
+from dapo_megatron.tracking.mirror import Mirror, describe
 from dapo_megatron.tracking.mirror_state import (
     LOG,
     MetricsRow,
@@ -37,12 +37,11 @@ from dapo_megatron.tracking.mirror_state import (
     lock_holder,
     read_cursor,
 )
-from dapo_megatron.tracking.mlflow_run import MAX_NAMES, metric_name
+from dapo_megatron.tracking.mlflow_run import MAX_NAMES, MlflowRun, metric_name
 from dapo_megatron.tracking.mlflow_tracker import (
     MlflowTracker,
     deliver,
     deliver_rest,
-    given_uri,
     why_waiting,
 )
 from dapo_megatron.tracking.provenance import commit, flatten, run_tags, versions
@@ -886,22 +885,91 @@ def test_parameters_are_flattened() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "accepted"),
+    ("uri", "message"),
     [
-        ("", ""),
-        ("sqlite:///runs/mlflow.db", "sqlite:///{here}/runs/mlflow.db"),
-        ("sqlite:////runs/mlflow.db", "sqlite:////runs/mlflow.db"),
-        ("mlruns", "{here}/mlruns"),
-        ("http://server:5000", "http://server:5000"),
-        ("databricks", "databricks"),
+        ("htp://x", "unsupported URI 'htp://x'.*change MLFLOW_TRACKING_URI"),
+        ("sqlit:///x.db", "unsupported URI.*change MLFLOW_TRACKING_URI"),
+        ("file:x", "MLFLOW_TRACKING_URI to sqlite.*MLFLOW_ALLOW_FILE_STORE=true"),
+        ("./x", "MLFLOW_TRACKING_URI to sqlite.*MLFLOW_ALLOW_FILE_STORE=true"),
+        ("postgresql+nodriver://h/d", "nodriver.*change MLFLOW_TRACKING_URI"),
+        ("sqlite+a+b:///x", "Invalid database URI.*change MLFLOW_TRACKING_URI"),
+        ("postgresql:x", "Could not parse.*change MLFLOW_TRACKING_URI"),
+        ("401", "change MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"),
+        ("403", "change MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"),
+        ("400", "change MLFLOW_TRACKING_URI or tracking.experiment"),
     ],
 )
-def test_relative_tracking_uris_are_made_absolute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, accepted: str
+def test_permanent_errors_name_the_key(
+    run: Config, monkeypatch: pytest.MonkeyPatch, uri: str, message: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", given)
-    assert given_uri() == accepted.format(here=tmp_path)
+    run.folder.mkdir(parents=True)
+    monkeypatch.chdir(run.folder)
+    with answering(int(uri)) if uri.isdigit() else nullcontext(uri) as address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        mlflow_run = MlflowRun(MirrorState(run.folder), run.folder, run)
+        with pytest.raises(ConfigError, match=message) as raised:
+            mlflow_run.open()
+    assert f"experiment '{run.tracking.experiment}' at " in str(raised.value)
+    assert "hunter2" not in describe(raised.value)
+
+
+@pytest.mark.parametrize("status", [404, 408, 409, 429, 500, 502, 503, 504])
+def test_errors_of_a_busy_server_are_retried(
+    run: Config, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    from mlflow.exceptions import MlflowException
+
+    run.folder.mkdir(parents=True)
+    with answering(status) as address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        with pytest.raises(MlflowException):
+            MlflowRun(MirrorState(run.folder), run.folder, run).open()
+
+
+def test_a_deleted_experiment_ends_the_mirror_until_the_end_of_the_run(
+    run: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/x.db")
+    name = run.tracking.experiment
+    client().delete_experiment(experiment := client().create_experiment(name))
+    message = f"tracking.experiment: '{name}' was deleted in MLflow"
+    warnings: list[str] = []
+    tracker = Run(run, warnings.append)
+    assert tracker.mirror.wait(60) == 1
+    tracker.log(1, {"reward/mean": 1.0})
+    assert message in warnings[0]
+    assert not deliver(run.folder, 1000.0)  # returns at once
+    assert message in why_waiting(run.folder)
+    client().restore_experiment(experiment)
+    tracker.finish("FINISHED")
+    assert history(run, "reward/mean") == [(1, 1.0)]
+
+
+@contextmanager
+def answering(status: int) -> Iterator[str]:
+    """Yield the address of a server that answers every request with `status`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            code = {400: "INVALID_PARAMETER_VALUE"}.get(status)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps({"error_code": code}).encode() if code else b"refused")
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://somebody:hunter2@127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 FOREIGN_SERVERS: tuple[Any, ...] = (

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from dapo_megatron.checkpoints import newest, read_state
 from dapo_megatron.cluster.ownership import check_tree
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.files import write_json
+from dapo_megatron.run.context import exit_code
 from dapo_megatron.run.folder import RunFolder
-from dapo_megatron.types import CheckpointError, ConfigError, Fenced
+from dapo_megatron.types import CheckpointError, ConfigError, Fenced, FolderLost
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ALONE = Ranks(0, 1, 0)
@@ -502,8 +504,6 @@ def unreadable(owner: Path) -> None:
 
 
 DAMAGED_OWNERS: dict[str, Callable[[Path], object]] = {
-    "missing": Path.unlink,
-    "folder moved": lambda owner: owner.parent.rename(owner.parent.with_name("moved")),
     "empty": lambda owner: owner.write_bytes(b""),
     "half written": lambda owner: owner.write_bytes(b'{"attem'),
     "garbage": lambda owner: owner.write_bytes(b"\xff\x00"),
@@ -519,6 +519,32 @@ def test_a_damaged_owner_file_does_not_end_a_run(tmp_path: Path, damage: str) ->
     enter(folder, "auto")
     DAMAGED_OWNERS[damage](folder.owner)
     folder.check_owner()
+
+
+LOSSES: dict[str, Callable[[Path], object]] = {
+    "owner deleted": lambda folder: (folder / ".owner").unlink(),
+    "deleted": shutil.rmtree,
+    "renamed": lambda folder: folder.rename(folder.with_name("moved")),
+    "renamed, an empty one made": lambda folder: (
+        folder.rename(folder.with_name("y")) and folder.mkdir()
+    ),
+    "renamed, a file made": lambda folder: folder.rename(folder.with_name("y")) and folder.touch(),
+    "replaced by a copy": lambda folder: shutil.copytree(
+        folder.rename(folder.with_name("moved")), folder
+    ),
+    "parent renamed": lambda folder: folder.parent.rename(folder.parent.with_name("moved")),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_folder_that_is_gone_ends_the_run(tmp_path: Path, loss: str) -> None:
+    folder = RunFolder(tmp_path / "runs" / "x")
+    enter(folder, "auto")
+    folder.check_owner()
+    LOSSES[loss](folder.path)
+    with pytest.raises(FolderLost, match=f"^{folder.path} was deleted, renamed or repl") as raised:
+        folder.check_owner()
+    assert exit_code(raised.value) == 1
 
 
 def test_a_stale_file_handle_does_not_end_a_run(

@@ -6,6 +6,7 @@ import locale
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -78,6 +79,46 @@ def test_everything_is_written_if_there_is_room(
     file.close()
     os.close(descriptor)  # `file.close` does not close it
     assert path.read_bytes() == shown(texts).encode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_output_that_nobody_reads_does_not_stop_a_run(kind: str) -> None:
+    if kind == "pipe":
+        reading, writing = os.pipe()
+    else:
+        reading, writing = (end.detach() for end in socket.socketpair())
+    file = safe_text(writing)
+    started = time.monotonic()
+    for number in range(100):
+        print(f"{number} " + "x" * 10_000, file=file)
+    assert time.monotonic() - started < 5.0
+    file.close()
+    os.close(writing)
+    with open(reading, encoding="utf-8") as reader:
+        lines = [reader.readline() for _ in range(50)]
+    assert lines == [f"{number} " + "x" * 10_000 + "\n" for number in range(50)]
+
+
+def test_a_slow_reader_gets_everything() -> None:
+    script = """
+import atexit
+from dapo_megatron.cluster.safe_output import protect_streams
+protect_streams(is_run=True)
+for number in range(100_000):
+    print(number)
+"""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=REPOSITORY
+    )
+    assert writer.stdout is not None
+    time.sleep(1.0)
+    text = b""
+    while part := os.read(writer.stdout.fileno(), 1 << 14):
+        text += part
+        time.sleep(0.005)
+    writer.stdout.close()
+    assert writer.wait() == 0
+    assert text.split() == [str(number).encode() for number in range(100_000)]
 
 
 def test_lost_output_is_not_written_later() -> None:
