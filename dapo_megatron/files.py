@@ -153,15 +153,18 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def check_result(path: Path | None) -> Path | None:
-    """Raise ConfigError if `path`, of the option --json, is no file that can be written. Return
-    it."""
+    """Raise ConfigError if `path`, of the option --json, cannot be written. Return it."""
     if path is None:
         return None
-    folder = path.absolute().parent
+    folder, is_new = path.absolute().parent, not path.exists()
     if not folder.is_dir():
         raise ConfigError(f"--json: {folder} is not a folder; make it first")
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"--json: {path} cannot be written; name another file")
+    try:
+        path.open("ab").close()  # root may write everywhere, but not in /proc
+    except OSError as error:
+        raise ConfigError(f"--json: {path}: {error.strerror}; name another file") from error
+    if is_new:
+        path.unlink(missing_ok=True)
     return path
 
 

@@ -27,7 +27,7 @@ import msgspec
 from dapo_megatron import types
 from dapo_megatron.cluster.groups import TIMEOUT, group_or_world
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.types import DapoError, RankError, dtype_name, torch_dtype
+from dapo_megatron.types import DapoError, FolderLost, RankError, dtype_name, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +48,12 @@ class EngineJoins(EnginesChanged):
     """An engine wants to join, and none was lost."""
 
 
-_KINDS: tuple[type[DapoError], ...] = (DapoError, *DapoError.__subclasses__(), EnginesChanged)
+_KINDS: tuple[type[DapoError], ...] = (
+    DapoError,
+    *DapoError.__subclasses__(),
+    FolderLost,
+    EnginesChanged,
+)
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 

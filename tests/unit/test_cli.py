@@ -352,8 +352,8 @@ def test_without_a_launcher_the_command_starts_itself_on_every_rank(
 BAD_RESULTS = {
     "gone/x.json": "is not a folder; make it first",
     "file/x.json": "is not a folder; make it first",
-    ".": "cannot be written; name another file",
-    "/proc/x.json": "cannot be written|No such file",
+    ".": "Is a directory; name another file",
+    "/proc/x.json": "No such file or directory; name another file",
 }
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from dapo_megatron.checkpoints import newest, read_state
+from dapo_megatron.cluster.collectives import ErrorRecord
 from dapo_megatron.cluster.ownership import check_tree
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.files import write_json
@@ -521,14 +522,17 @@ def test_a_damaged_owner_file_does_not_end_a_run(tmp_path: Path, damage: str) ->
     folder.check_owner()
 
 
+def move(folder: Path) -> Path:
+    folder.rename(folder.with_name("moved"))
+    return folder
+
+
 LOSSES: dict[str, Callable[[Path], object]] = {
     "owner deleted": lambda folder: (folder / ".owner").unlink(),
     "deleted": shutil.rmtree,
     "renamed": lambda folder: folder.rename(folder.with_name("moved")),
-    "renamed, an empty one made": lambda folder: (
-        folder.rename(folder.with_name("y")) and folder.mkdir()
-    ),
-    "renamed, a file made": lambda folder: folder.rename(folder.with_name("y")) and folder.touch(),
+    "renamed, an empty one made": lambda folder: move(folder).mkdir(),
+    "renamed, a file made": lambda folder: move(folder).touch(),
     "replaced by a copy": lambda folder: shutil.copytree(
         folder.rename(folder.with_name("moved")), folder
     ),
@@ -544,7 +548,9 @@ def test_a_folder_that_is_gone_ends_the_run(tmp_path: Path, loss: str) -> None:
     LOSSES[loss](folder.path)
     with pytest.raises(FolderLost, match=f"^{folder.path} was deleted, renamed or repl") as raised:
         folder.check_owner()
-    assert exit_code(raised.value) == 1
+    sent = ErrorRecord.of(raised.value)  # to the other ranks
+    assert sent is not None
+    assert exit_code(raised.value) == exit_code(sent.error()) == 1
 
 
 def test_a_stale_file_handle_does_not_end_a_run(
