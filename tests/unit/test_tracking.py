@@ -7,23 +7,28 @@ import io
 import json
 import math
 import os
+import re
 import resource
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dapo_megatron
+from dapo_megatron.config.file import dump_config
+from dapo_megatron.run.record import changed_keys, missing_steps
 from dapo_megatron.tracking import console
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.provenance import commit, versions
 from dapo_megatron.tracking.recorder import RunRecorder, Speedometer
 from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker, Lines
 from dapo_megatron.types import CheckpointError, DapoError
+from tests.helpers.configs import tiny_config
 
 METRICS = {
     "accuracy/raw": 0.41,
@@ -343,3 +348,70 @@ def test_a_terminal_shows_a_progress_bar() -> None:
     os.close(reader)
     assert "\x1b[" in text
     assert "34/64" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"seed": 7}, "seed: 0 -> 7. The prompts are shuffled anew"),
+        ({"optimizer__lr": 0.5}, "optimizer.lr: 0.0001 -> 0.5"),
+        ({"rollout__prompts_per_step": 3}, "rollout.prompts_per_step: .* -> 3"),
+        ({"rollout__samples_per_prompt": 3}, "rollout.samples_per_prompt: .* -> 3"),
+        ({"train__rollout_steps": 99}, "train.rollout_steps: .* -> 99"),
+        ({"data__shuffle": False}, "data.shuffle: True -> False. The run continues at its old"),
+        (
+            {"data__train": "[{kind: jsonl, name: m, path: x, grader: dapo_math}]"},
+            "data.train.0.kind",
+        ),
+    ],
+)
+def test_keys_that_changed_since_the_last_start_are_named(
+    tmp_path: Path, change: dict[str, Any], line: str
+) -> None:
+    last = tmp_path / "config.yaml"
+    last.write_text(dump_config(tiny_config()))
+    assert changed_keys(tiny_config(resume="auto"), last) == []
+    lines = changed_keys(tiny_config(**change), last)
+    assert any(re.match(f"changed since the last start: {line}", text) for text in lines)
+    last.unlink()
+    assert "missing" in changed_keys(tiny_config(), last)[0]
+    last.write_text("seed: {}")
+    assert "not shown" in changed_keys(tiny_config(), last)[0]
+
+
+METRICS = b"".join(b'{"step": %d, "a": 1.5}\n' % step for step in range(1, 5))
+
+
+@pytest.mark.parametrize(
+    ("left", "missing"),
+    [
+        (METRICS, ""),
+        (METRICS[:-5], "1 of the 4 .*(4)"),
+        (METRICS[:-5] + bytes(5), "1 of the 4 .*(4)"),
+        (METRICS[:25], "3 of the 4 .*(2 to 4)"),
+        (b"", "4 of the 4 .*(1 to 4)"),
+        (bytes(30), "4 of the 4 .*(1 to 4)"),
+        (None, "4 of the 4 .*(1 to 4)"),
+        (METRICS[len(METRICS) // 2 :], ""),  # continues another run
+        (METRICS[: len(METRICS) // 4] + METRICS[len(METRICS) // 2 :], "1 of the 4 .*(2)"),
+        (METRICS + b'{"step": 5}\n', ""),
+    ],
+)
+def test_steps_that_a_metrics_file_lost_are_named(
+    tmp_path: Path, left: bytes | None, missing: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    if left is not None:
+        path.write_bytes(left)
+    lines = missing_steps(path, JsonlTracker(path, 4).steps, 4)
+    assert bool(lines) == bool(missing)
+    if missing:
+        assert re.search(missing.replace("(", r"\(").replace(")", r"\)"), lines[0])
+
+
+@pytest.mark.parametrize("text", [None, b'{"step": "x"}\n', b'{"step": null}\n', b"[]\n", b"\0\n"])
+def test_a_metrics_file_that_is_none_is_refused(tmp_path: Path, text: bytes | None) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.mkdir() if text is None else path.write_bytes(text)
+    with pytest.raises(CheckpointError, match=str(path)):
+        JsonlTracker(path, 4)
