@@ -26,7 +26,6 @@ from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.rewards.registry import check_grader, grader_names, user_function
 from dapo_megatron.rollout.recorded import check_recorded
-from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.types import ConfigError, DapoError, Outcome
 
 app = typer.Typer(
@@ -82,6 +81,8 @@ def train(
     if replay is not None:
         check_recorded(replay, checked.folder)
     if not is_launched():
+        from dapo_megatron.run.folder import RunFolder
+
         RunFolder(checked.folder).create(whole=True)
     _on_ranks(checked.run.processes)
     from dapo_megatron.run import session

@@ -73,7 +73,8 @@ def check_owner(folder: Path, attempt: str, inode: int | None = None) -> None:
         owner = read_json(folder / OWNER).get("attempt")
         is_lost = inode not in (None, folder.stat().st_ino)
     except CheckpointError as error:
-        is_lost = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
+        is_missing = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
+        is_lost = inode is not None and is_missing
     except OSError:  # such as ESTALE
         return
     if is_lost:

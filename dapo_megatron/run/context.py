@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from dapo_megatron.checkpoints.folder import newest
 from dapo_megatron.cluster import exit_reason
@@ -120,20 +120,22 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
         if isinstance(error, DapoError):
             raise SystemExit(exit_code(error)) from None
         if isinstance(error, KeyboardInterrupt):
-            if with_folder and rank == 0:
-                saved = newest(folder.checkpoints)
-                print(
-                    f"interrupted without saving; resume=auto continues from {saved}"
-                    if saved
-                    else "interrupted before the first checkpoint was saved",
-                    file=terminal,
-                    flush=True,
-                )
-            os._exit(INTERRUPTED)  # Python's exit would abort in a thread of gloo or vLLM
+            _end_interrupted(terminal, folder if with_folder and rank == 0 else None)
         raise
     watchdog.close()
     if dist.is_initialized():  # not after an error: the other ranks may never come
         dist.destroy_process_group()
+
+
+def _end_interrupted(terminal: TextIO, folder: RunFolder | None) -> NoReturn:
+    """End this process after Ctrl-C. With the run's folder, print what a resume continues from."""
+    if folder is not None:
+        saved = newest(folder.checkpoints)
+        text = "interrupted before the first checkpoint was saved"
+        if saved:
+            text = f"interrupted without saving; resume=auto continues from {saved}"
+        print(text, file=terminal, flush=True)
+    os._exit(INTERRUPTED)  # Python's exit would abort in a thread of gloo or vLLM
 
 
 def _join(config: Config, watchdog: Watchdog) -> Ranks:

@@ -362,10 +362,10 @@ BAD_TESTS: dict[str, tuple[Any, str]] = {
         {"tests": '{"inputs": ["\\ud83d"], "outputs": ["1"]}'},
         "tests: input 0 has half a character (a lone surrogate) at 0",
     ),
-    "a function": ({"tests": {**TESTS, "fn_name": "solve"}}, "tests: they call 'solve'"),
+    "a function": ({"tests": {**TESTS, "fn_name": "solve"}}, "tests: `fn_name`"),
     "a functional test": (
         {"tests": [{"input": "1", "output": "2", "testtype": "functional"}]},
-        "tests: some call a function",
+        "tests: `testtype`",
     ),
     "empty outputs": (
         {"tests": {"inputs": ["1", "2"], "outputs": ["", ""]}},

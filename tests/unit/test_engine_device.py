@@ -115,7 +115,9 @@ def test_on_a_gpu_prefill_is_chunked_and_decoding_uses_cuda_graphs(gpu: None) ->
 
 
 def test_arguments_of_an_eager_engine_without_sleep(gpu: None) -> None:
-    arguments = device.arguments(tiny_config(engine__sleep="false"))
+    arguments = device.arguments(
+        tiny_config(engine__sleep="false", engine__max_batched_tokens="null")
+    )
     assert arguments["enforce_eager"] and not arguments["enable_sleep_mode"]
     assert not {"compilation_config", "max_num_batched_tokens", "quantization"} & arguments.keys()
 

@@ -308,7 +308,7 @@ def test_doctor_run_shows_or_ignores_hostile_heartbeats(
     run.render(run.report(tmp_path), LiteralConsole(file=out, width=200))
     assert visible(out.getvalue()) == out.getvalue()
     assert len(out.getvalue().splitlines()) < 1200
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 30.0
 
 
 def test_doctor_run_names_no_rank_of_a_healthy_run(tmp_path: Path) -> None:

