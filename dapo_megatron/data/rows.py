@@ -171,7 +171,7 @@ def checked_row(
     extra = {
         "data_source": _optional_string(row, "data_source", where) or data_source,
         "ability": _optional_string(row, "ability", where),
-        "extra_info": _mapping(row.get("extra_info") or {}, where, "extra_info"),
+        "extra_info": _mapping(_or_none(row.get("extra_info")) or {}, where, "extra_info"),
     }
     for name, value in ((columns.prompt, prompt), (columns.answer, answer), *extra.items()):
         _check_plain(value, where, name)
@@ -251,14 +251,18 @@ def _truth(value: Any, where: str, column: str) -> str:
 
 
 def _optional_string(row: Mapping[str, Any], column: str, where: str) -> str:
-    """Return a column as text. It is empty if the column is missing, null, or NaN, which pandas
-    writes for null."""
-    value = row.get(column)
-    if value is None or value != value:
+    """Return a column as text. It is empty if the column is missing or null."""
+    value = _or_none(row.get(column))
+    if value is None:
         return ""
     if isinstance(value, list | dict):
         raise DataError(f"{where}, column {column}: must be text, found {_shown(value)}")
     return str(value)
+
+
+def _or_none(value: Any) -> Any:
+    """Return a value, or None for NaN, which pandas writes for null."""
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _mapping(value: Any, where: str, column: str) -> dict[str, Any]:

@@ -266,7 +266,9 @@ def as_text(text: str) -> str:
     text = _LAYOUT.sub("", text).strip(_PUNCTUATION)
     if re.fullmatch(r"\([^()]*\)", text):
         text = text[1:-1]
-    text = re.sub(r"(?<=_)\(?([a-z]+)\)?$", lambda base: str(_BASES.get(base[1], base[1])), text)
+    text = re.sub(
+        r"(?<=_)\(?([a-z]+|[0-9]+)\)?$", lambda base: str(_BASES.get(base[1], base[1])), text
+    )
     text = re.sub(r"(?<=[A-Za-z])_(?=[0-9])|^0(?=[0-9]:)", "", text)
     text = re.sub(r"^\(([^()]*)\)(?=_)", r"\1", text)
     return text if _MIXED_CASE.search(text) else text.lower()

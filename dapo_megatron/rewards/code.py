@@ -31,7 +31,8 @@ _THOUGHTS_END = "</think>"
 _FUNCTION_KEYS = frozenset(
     {
         *("fnname", "funcname", "functionname", "methodname", "entrypoint", "assertcase"),
-        *("testlist", "challengetestlist", "asserts", "assertions"),
+        *("testlist", "challengetestlist", "asserts", "assertions", "function", "func"),
+        "signature",
     }
 )
 """Keys whose value names or calls the tested function, in lower case without `_` and `-`."""
@@ -132,8 +133,8 @@ class _Block:
 
 def _close(block: _Block | None, blocks: list[tuple[bool, str]], is_open: bool = False) -> None:
     """Append the block if it may be the program."""
-    if block is None or (is_open and not any(line.strip() for line in block.lines)):
-        return
+    if block is None or all(line.strip()[:1] in ("", "#") for line in block.lines):
+        return  # no statement
     is_marked = _PYTHON.match(block.info) is not None
     if is_marked or not block.info:
         blocks.append((is_marked, block.program()))
@@ -218,12 +219,13 @@ def _refuse_function_calls(extra_info: Mapping[str, Any], tests: Any) -> None:
 
 def _refuse_function_keys(mapping: Mapping[str, Any]) -> None:
     for key, value in mapping.items():
-        name = key.lower().replace("_", "").replace("-", "")
+        name = str(key).lower().replace("_", "").replace("-", "")
         if name == "metadata":
             with suppress(ValueError):  # other text
                 value = parse_json(value) if isinstance(value, str) else value
-            if isinstance(value, Mapping):
-                _refuse_function_keys(value)
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, Mapping):
+                    _refuse_function_keys(part)
             continue
         if name in _FUNCTION_KEYS:
             calls = str(value).strip().lower() not in _EMPTY

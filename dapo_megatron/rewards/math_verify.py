@@ -33,6 +33,9 @@ from dapo_megatron.types import Grade
 # The library warns once per process that its time limits are off.
 logging.getLogger(library.__name__).setLevel(logging.ERROR)
 
+MAX_DIGITS = 2000
+"""Digits to which values are computed to find a difference. Those that need more are unequal."""
+
 
 TAIL = 1000
 """Characters at the end of a response without a box whose notations are rewritten. More costs time,
@@ -90,8 +93,9 @@ def _box_is_right(pred: str, truth: _Truth) -> bool:
     if truth.word and (len(truth.word) > 1 or answers.as_text(pred) == truth.word):
         return answers.as_text(pred) == truth.word
     number = answers.plain_number(pred)
-    if number and truth.number and len({number.unit, truth.number.unit, ""}) <= 2:
-        return answers.same_number(number, truth.number)
+    if number and truth.number:
+        has_unit = len({number.unit, truth.number.unit, ""}) <= 2
+        return has_unit and answers.same_number(number, truth.number)
     if answers.has_base(pred):
         return False
     return _verify(truth.text, _parse(pred.rstrip(" .,;:")))
@@ -143,13 +147,18 @@ def _own_comparison() -> ModuleType:
 def _same_value(truth: Any, answer: Any) -> bool:
     """Whether two expressions are equal, or one is a decimal that the other one rounds to."""
     exact = [x.xreplace({f: Rational(str(f)) for f in x.atoms(Float)}) for x in (truth, answer)]
-    difference = (exact[0] - exact[1]).evalf(30)
+    difference = (exact[0] - exact[1]).evalf(30, maxn=MAX_DIGITS)
     if difference.free_symbols:  # rounding errors of equal coefficients, below the smallest one
         sizes = [abs(number) for x in exact for number in x.evalf(30).atoms(Float)]
         small = {f: 0 for f in difference.atoms(Float) if abs(f) < min([1, *sizes]) / 10**20}
         return bool(difference.xreplace(small) == 0)
-    # Where all digits cancel, evalf returns a number of one bit of precision.
-    if all(part == 0 or getattr(part, "_prec", 53) == 1 for part in difference.as_real_imag()):
+    # Where all digits cancel, evalf returns a number of one bit of precision: a bound of the error,
+    # which may be large.
+    bound = Float("1e-30") * min(1, abs(exact[0].evalf(5)) or 1)
+    if all(
+        part == 0 or (getattr(part, "_prec", 53) == 1 and abs(part) < bound)
+        for part in difference.as_real_imag()
+    ):
         return True
     decimal = [x.has(Float) for x in (truth, answer)]
     if not (any(decimal) and difference.is_Float and exact[0].is_number):

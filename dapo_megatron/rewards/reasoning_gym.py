@@ -55,6 +55,7 @@ REPLACEMENTS: Mapping[str, Mapping[str, Any]] = {
 CONDITIONS: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "coin_flip": lambda answer, entry: _is_near(answer, entry["answer"]),
     "complex_arithmetic": lambda answer, entry: "n" not in answer.lower(),
+    "gsm_symbolic": lambda answer, entry: answer.replace(",", "") == entry["answer"],
     "game_of_life_halting": lambda answer, entry: answer == entry["answer"],
     "puzzle24": lambda answer, entry: (
         sorted(map(int, re.findall(r"\d+", answer))) == sorted(entry["metadata"]["numbers"])
@@ -117,11 +118,11 @@ def _solves(
 
 
 def _is_near(answer: str, expected: str) -> bool:
-    """Return whether a decimal number or a fraction has the expected value within 0.0001."""
-    if not re.fullmatch(r"\d{1,100}/\d{1,100}|\d{0,100}\.?\d{0,100}", answer):
+    """Return whether a decimal number or a fraction has the expected value to 1 part in 1000."""
+    if not re.fullmatch(r"\d{1,100}/\d{1,100}|\d{0,100}\.?\d{0,100}([eE][+-]?\d{1,3})?", answer):
         return False
     try:
-        return abs(Fraction(answer) - Fraction(expected)) <= 1e-4
+        return abs(Fraction(answer) - Fraction(expected)) <= Fraction(expected) / 1000
     except (ValueError, ZeroDivisionError):  # "." and "1/0"
         return False
 

@@ -93,6 +93,8 @@ NESTED = "for x in 1, 2:\n    if x:\n        print(x)\n"
         ("```python\ndraft\nNo:\n```python\na\n```", "a\n"),
         ("```python\na\n```text\n3\n```", "a\n"),
         ("```python\n" * 5, None),
+        ("```python\na\n```\n```python\n# Output\n```", "a\n"),
+        ("```python\na\n```\n```python\n```", "a\n"),
         # Thoughts.
         ("<think>\n```python\na\n```\n</think>\n```\nb\n```", "b\n"),
         ("<think>\n```python\na\n```\n</think>\nThat is it.", "a\n"),
@@ -109,7 +111,10 @@ def test_the_program_is_the_last_block_marked_as_python(response: str, program: 
     assert last_program(response) == program
 
 
-@given(st.text(alphabet="`\n py", max_size=200), st.text(alphabet="ab \t=", max_size=40))
+@given(
+    st.text(alphabet="`\n py", max_size=200),
+    st.text(alphabet="ab \t=", max_size=40).filter(str.strip),
+)
 def test_a_closed_block_is_found_after_any_text_without_code_fences(before: str, line: str) -> None:
     before = before.replace("```", "")
     assert last_program(f"{before}\n```python\n{line}\n```\n") == f"{line}\n"
