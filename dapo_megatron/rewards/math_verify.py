@@ -147,11 +147,14 @@ def _own_comparison() -> ModuleType:
 def _same_value(truth: Any, answer: Any) -> bool:
     """Whether two expressions are equal, or one is a decimal that the other one rounds to."""
     exact = [x.xreplace({f: Rational(str(f)) for f in x.atoms(Float)}) for x in (truth, answer)]
-    difference = (exact[0] - exact[1]).evalf(30, maxn=MAX_DIGITS)
+    symbolic = exact[0] - exact[1]
+    difference = symbolic.evalf(30, maxn=100 if symbolic.free_symbols else MAX_DIGITS)
     if difference.free_symbols:  # rounding errors of equal coefficients, below the smallest one
         sizes = [abs(number) for x in exact for number in x.evalf(30).atoms(Float)]
         small = {f: 0 for f in difference.atoms(Float) if abs(f) < min([1, *sizes]) / 10**20}
         return bool(difference.xreplace(small) == 0)
+    if difference == 0:
+        return True
     # Where all digits cancel, evalf returns a number of one bit of precision: a bound of the error,
     # which may be large.
     bound = Float("1e-30") * min(1, abs(exact[0].evalf(5)) or 1)

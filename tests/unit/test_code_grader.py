@@ -35,7 +35,7 @@ NESTED = "for x in 1, 2:\n    if x:\n        print(x)\n"
         ("```python\nx = 1\n```", "x = 1\n"),
         ("```\nx = 1\n```", "x = 1\n"),
         ("```py\na\n```\ntext\n```Python3\n  b\n\nc\n```\nend", "  b\n\nc\n"),
-        ("```python\n```", "\n"),
+        ("```python\n```", None),
         ("```python\r\na\f\u2028b\r\n```", "a\f\u2028b\r\n"),
         ("in ``` a line ``` of text", None),
         ("```print(1)```\ntext", None),
