@@ -131,6 +131,12 @@ class Config(Section):
         """Ranks per engine."""
         return self.engine.tensor_parallel or self.policy.tensor_parallel
 
+    @property
+    def graders(self) -> dict[str, str | dict[str, str]]:
+        """Grader of each source: its name, or data_source of a row -> its name."""
+        sources = (*self.data.train, *self.evaluation.sets)
+        return {source.name: source.grader for source in sources}
+
     def role(self, rank: int) -> str:
         """Return the role of a rank: policy or engine, or empty if every rank has both."""
         if not self.roles.are_separate:

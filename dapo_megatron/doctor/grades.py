@@ -17,8 +17,7 @@ from dapo_megatron.config.file import load_config
 from dapo_megatron.files import write_result
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.completion_rows import CompletionRow
-from dapo_megatron.rollout.recorded import old_samples, recorded_steps, step_completions
-from dapo_megatron.types import ConfigError
+from dapo_megatron.rollout.recorded import require_steps, step_completions
 
 MAX_SHOWN = 3
 """Changed verdicts that are shown, per data set and direction."""
@@ -32,12 +31,7 @@ def command(run_folder: Path, json_file: Path | None) -> bool:
     Raises ConfigError if the run has no recorded answers or its config cannot be read.
     """
     config = load_config(run_folder / "config.yaml")
-    samples = run_folder / "samples"
-    if message := old_samples(samples):
-        raise ConfigError(message)
-    steps = recorded_steps(samples)
-    if not steps:
-        raise ConfigError(f"{samples}: no recorded steps; the run had tracking.samples=false")
+    steps = require_steps(run_folder)
     counts: Counter[tuple[str, str]] = Counter()
     examples: list[dict[str, Any]] = []
     rows = ((step, row) for step, folder in steps.items() for row in step_completions(folder))
@@ -73,12 +67,9 @@ def _graded_again(
 ) -> Iterator[tuple[int, CompletionRow, bool | None]]:
     """Yield the rows that have a grade of a data set of the config, with today's verdict; None if
     there is no grade now."""
-    graders = {
-        source.name: source.grader for source in (*config.data.train, *config.evaluation.sets)
-    }
     rewards = config.rewards
     with GradingPool(
-        graders,
+        config.graders,
         rewards.workers,
         rewards.timeout_seconds,
         rewards.memory_mib,
@@ -91,7 +82,7 @@ def _graded_again(
                     yield step, row, None if grade is None else grade.correct
 
         for step, row in rows:
-            if row.completion.grade is not None and row.prompt.source in graders:
+            if row.completion.grade is not None and row.prompt.source in config.graders:
                 prompt = row.prompt
                 pool.submit(
                     (step, row), prompt.source, row.completion.text, prompt.truth, prompt.extra

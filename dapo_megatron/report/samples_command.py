@@ -13,12 +13,7 @@ from dapo_megatron.report.rollouts import graded_as
 from dapo_megatron.report.rollouts_table import SIGNS
 from dapo_megatron.report.token_text import TokenPieces, find_tokenizer
 from dapo_megatron.rollout.completion_rows import CompletionRow, summarize
-from dapo_megatron.rollout.recorded import (
-    old_samples,
-    recorded_steps,
-    step_completions,
-    step_summaries,
-)
+from dapo_megatron.rollout.recorded import require_steps, step_completions, step_summaries
 from dapo_megatron.rollout.sample_index import IndexedGroup, display_values, groups_of
 from dapo_megatron.text import LiteralConsole, visible
 from dapo_megatron.types import ConfigError
@@ -48,14 +43,7 @@ def samples(run_folder: Path, selection: Selection, *, with_tokens: bool = False
 
     Raises ConfigError if the run has no such groups, and DataError for a damaged file.
     """
-    steps = recorded_steps(run_folder / "samples")
-    if message := old_samples(run_folder / "samples"):
-        raise ConfigError(message)
-    if not steps:
-        raise ConfigError(
-            f"{run_folder}/samples has no recorded steps; name the folder of a run that had "
-            "tracking.samples=true"
-        )
+    steps = require_steps(run_folder)
     chosen = list(_select(steps, selection))
     if not chosen:
         raise ConfigError(_nothing(steps, selection))

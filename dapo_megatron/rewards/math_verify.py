@@ -36,7 +36,6 @@ logging.getLogger(library.__name__).setLevel(logging.ERROR)
 MAX_DIGITS = 2000
 """Digits to which values are computed to find a difference. Those that need more are unequal."""
 
-
 TAIL = 1000
 """Characters at the end of a response without a box whose notations are rewritten. More costs time,
 and the answer is at the end."""

@@ -95,6 +95,18 @@ def old_samples(samples: Path) -> str | None:
     )
 
 
+def require_steps(run_folder: Path) -> dict[int, Path]:
+    """Return step -> folder of a run's recorded steps. Raises ConfigError if there are none."""
+    samples = run_folder / "samples"
+    if message := old_samples(samples):
+        raise ConfigError(message)
+    if steps := recorded_steps(samples):
+        return steps
+    raise ConfigError(
+        f"{samples} has no recorded steps; name the folder of a run that had tracking.samples=true"
+    )
+
+
 def check_complete(folder: Path) -> None:
     """Raise DataError if a file of the step's completions is missing or has not all rows."""
     path = index_path(folder)

@@ -139,10 +139,9 @@ def load_prompts(config: Config) -> Prompts:
 
 def check_graders(config: Config, prompts: Prompts) -> None:
     """Call each of the user's graders once. Raises DataError naming row and grader."""
-    sources = (*config.data.train, *config.evaluation.sets)
     rewards = config.rewards
     try_graders(
-        {source.name: source.grader for source in sources},
+        config.graders,
         chain(prompts.train, *prompts.evaluation.values()),
         rewards.timeout_seconds,
         rewards.memory_mib,
@@ -234,9 +233,8 @@ def _worker(
 
 
 def _grading_pool(config: Config) -> GradingPool:
-    sources = (*config.data.train, *config.evaluation.sets)
     return GradingPool(
-        {source.name: source.grader for source in sources},
+        config.graders,
         config.rewards.workers,
         config.rewards.timeout_seconds,
         config.rewards.memory_mib,

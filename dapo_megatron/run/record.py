@@ -34,9 +34,6 @@ from dapo_megatron.tracking.run_report import WAIT_SECONDS, RunReport
 from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker
 from dapo_megatron.types import ConfigError, DapoError
 
-_OTHER_DATA = (
-    ". The run continues at its place in other prompts; some may repeat, others be left out"
-)
 RISKS = {
     "seed": ". The prompts are shuffled anew, so some repeat in this epoch and others are left out",
     "data.": ". The run continues at its old place in the new prompts",

@@ -71,7 +71,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
         # MLflow can be slow, and a launcher kills the last rank soon after the others have ended.
         at_end.callback(wait_for_all)
         with suppress(EnginesChanged):  # the run is over
-            on_rank0(ranks, folder.check_owner)
+            on_rank0(context.ranks, folder.check_owner)  # those of the last generation
         summary.update(_conclude(context, progress, instruments.memory.highest_gib()))
 
     def wait_for_all() -> None:

@@ -48,16 +48,15 @@ def read(
         yield from _read_parquet(path, batch_rows, columns)
     elif path.suffix in (".jsonl", ".json"):
         kinds: Kinds = {}
-        for line in read_jsonl(str(path)):
-            checked_row(*line, columns)
-            add_kinds(line[2], (), kinds)
+        for _, _, value in read_jsonl(str(path)):
+            add_kinds(value, (), kinds)
         are_mixed = kinds.get((columns.prompt,)) == {"str", "list"}
         lines = read_jsonl(str(path))
         while chunk := list(islice(lines, batch_rows)):
             rows = [checked_row(*line, columns) for line in chunk]
             values = [uniform(row, (), kinds) for _, _, row in chunk]
             if are_mixed:  # text in some rows, messages in others
-                for value, row in zip(values, rows):
+                for value, row in zip(values, rows, strict=True):
                     value[columns.prompt] = row.messages
             yield _as_arrow(values, chunk[0][1]), rows
     else:
