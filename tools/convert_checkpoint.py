@@ -48,7 +48,7 @@ from dapo_megatron.checkpoints.formats.torch_dist.store import TorchDistWriter
 from dapo_megatron.checkpoints.formats.weights_folder import declare_without_mtp, publish
 from dapo_megatron.cluster.processes import resident_bytes
 from dapo_megatron.cluster.safe_output import protect_streams
-from dapo_megatron.text import LiteralConsole
+from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.types import CheckpointError, ConfigError, DapoError, torch_dtype
 
 GIB = 2**30

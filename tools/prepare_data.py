@@ -45,7 +45,7 @@ from dapo_megatron.data.prompts import report_path
 from dapo_megatron.data.rows import DAPO_MATH_COLUMNS
 from dapo_megatron.data.tokenizer import load_tokenizer
 from dapo_megatron.files import partial_folder
-from dapo_megatron.text import LiteralConsole
+from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.types import ConfigError, DapoError, DataError
 
 SHINGLE_CHARACTERS = 5

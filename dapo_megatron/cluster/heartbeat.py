@@ -35,6 +35,7 @@ HEARTBEAT_SECONDS = 5.0
 NUM_NAMED = 16
 """Maximum number of suspects that a report describes in full."""
 
+Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 WorldSize = Annotated[int, Meta(ge=1, le=65_536)]
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
@@ -60,7 +61,7 @@ class Heartbeat:
     time: Seconds
     """time.time() on the rank's node when it wrote this."""
     phase: str
-    step: Natural
+    step: Integer
     limit_seconds: Seconds
     """Timeout of the phase: maximum time between signs of life."""
     silent_seconds: Seconds

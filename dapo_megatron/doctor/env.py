@@ -40,7 +40,7 @@ from dapo_megatron.doctor.packages import (
     stack_of,
 )
 from dapo_megatron.files import write_result
-from dapo_megatron.text import LiteralConsole
+from dapo_megatron.literal_console import LiteralConsole
 
 
 def command(json_file: Path | None) -> bool:

@@ -33,8 +33,8 @@ from dapo_megatron.doctor.bandwidth import BUDGETS, Bandwidth, Wire, judge, meas
 from dapo_megatron.doctor.check_result import Check, Status, to_dict, worst
 from dapo_megatron.doctor.node import NodeState, check_node, check_with_timeout, compare_facts
 from dapo_megatron.files import read_json, write_result, write_text
+from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.policy import device
-from dapo_megatron.text import LiteralConsole
 from dapo_megatron.tracking.provenance import commit, versions
 from dapo_megatron.types import CheckpointError, RankError
 

@@ -32,7 +32,7 @@ from dapo_megatron.cluster.heartbeat import (
 )
 from dapo_megatron.cluster.watchdog import hang_file
 from dapo_megatron.files import read_json, write_result
-from dapo_megatron.text import LiteralConsole
+from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.types import CheckpointError, ConfigError
 
 LATE_SECONDS = 3 * HEARTBEAT_SECONDS

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from dapo_megatron.doctor.matrix import LayoutCase
 from dapo_megatron.doctor.measure import Differences
-from dapo_megatron.text import LiteralConsole
+from dapo_megatron.literal_console import LiteralConsole
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_result
+from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.model import planned_architecture, published_notes
 from dapo_megatron.plan import GIB, MemoryItem, size
 from dapo_megatron.plan.compatibility import check as check_compatibility
@@ -27,7 +28,6 @@ from dapo_megatron.plan.roles import describe_roles, role_warnings
 from dapo_megatron.plan.speed import Assumptions, Speed, estimate_speed
 from dapo_megatron.plan.stage import ACTIVATIONS
 from dapo_megatron.plan.suggestions import alternatives, check_layout_and_memory, problems
-from dapo_megatron.text import LiteralConsole
 from dapo_megatron.types import Phase
 
 

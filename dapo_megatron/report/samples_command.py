@@ -9,13 +9,14 @@ from pathlib import Path
 
 from rich.text import Text
 
+from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.report.rollouts import graded_as
 from dapo_megatron.report.rollouts_table import SIGNS
 from dapo_megatron.report.token_text import TokenPieces, find_tokenizer
 from dapo_megatron.rollout.completion_rows import CompletionRow, summarize
 from dapo_megatron.rollout.recorded import require_steps, step_completions, step_summaries
 from dapo_megatron.rollout.sample_index import IndexedGroup, display_values, groups_of
-from dapo_megatron.text import LiteralConsole, visible
+from dapo_megatron.text import visible
 from dapo_megatron.types import ConfigError
 
 STYLES = {"right": "green", "wrong": "red", "no answer": "yellow", "no grade": "yellow"}

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TextIO
 
 from rich.table import Table
 
-from dapo_megatron.text import LiteralConsole
+from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.tracking.live import LivePanel, LiveView, TerminalConsole, clock
 
 PLAIN_SECONDS = 60.0

@@ -37,7 +37,7 @@ from rich.rule import Rule
 from rich.table import Column, Table
 from rich.text import Text
 
-from dapo_megatron.text import LiteralConsole
+from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.types import STEP_PHASES, Phase
 
 MAX_COLUMNS = 100

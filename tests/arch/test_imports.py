@@ -42,7 +42,8 @@ ROOMS = {
         "", "torch numpy"
     ),  # annotations only, see test_light_modules_import_nothing_heavy
     "files": room("types"),
-    "text": room("", "rich"),
+    "text": room(),
+    "literal_console": room("text", "rich"),
     "protocols": room("types", "torch"),
     "config": room("types", "pydantic pydantic_core yaml"),
     "model": room("types files config", "torch"),  # torch for annotations only
@@ -54,7 +55,7 @@ ROOMS = {
     # cluster for child processes.
     "rewards": room("types files cluster", "math_verify msgspec reasoning_gym sympy"),
     "cluster": room(f"{LOW} text", "torch msgspec psutil rich zmq"),
-    "plan": room("types files text config model bridge", "torch rich"),
+    "plan": room("types files literal_console config model bridge", "torch rich"),
     # cluster for ranks that fail together.
     "bridge": room("types protocols config cluster", "torch"),
     "checkpoints": room(f"{LOW} config model cluster", "torch safetensors yaml"),
@@ -71,17 +72,18 @@ ROOMS = {
     # rollout for the file format of a group, checkpoints for the names of their folders, torch for
     # the name of the GPU.
     "tracking": room(
-        f"{LOW} text config cluster checkpoints rollout",
+        f"{LOW} literal_console config cluster checkpoints rollout",
         "mlflow rich sqlalchemy torch numpy pyarrow",
     ),
     "doctor": room(
-        f"{LOW} text config model algo data rewards rollout policy cluster plan tracking run",
+        f"{LOW} literal_console config model algo data rewards rollout policy cluster plan "
+        "tracking run",
         "torch transformers tokenizers psutil rich",
     ),
     # rewards for the causes of missing grades, doctor for whether a run is alive, cluster for the
     # owner of a run.
     "report": room(
-        "types files text config cluster rewards rollout doctor tracking",
+        "types files text literal_console config cluster rewards rollout doctor tracking",
         "jinja2 msgspec numpy pandas plotly tokenizers yaml markupsafe rich",
     ),
     "run": room(EVERYTHING, "torch transformers rich"),
@@ -222,6 +224,7 @@ def test_top_level_files_are_those_of_the_architecture() -> None:
         "__init__.py",
         "__main__.py",
         "files.py",
+        "literal_console.py",
         "loop.py",
         "protocols.py",
         "text.py",

@@ -33,7 +33,8 @@ from dapo_megatron.cluster.heartbeat import (
 )
 from dapo_megatron.cluster.watchdog import hang_file
 from dapo_megatron.doctor import run
-from dapo_megatron.text import LiteralConsole, visible
+from dapo_megatron.literal_console import LiteralConsole
+from dapo_megatron.text import visible
 from dapo_megatron.types import ConfigError
 
 

@@ -23,7 +23,8 @@ from rich.text import Text
 
 from dapo_megatron.cluster import safe_output
 from dapo_megatron.cluster.safe_output import KEPT_BYTES, safe_text
-from dapo_megatron.text import LiteralConsole, visible
+from dapo_megatron.literal_console import LiteralConsole
+from dapo_megatron.text import visible
 from tests.helpers.screen import Terminal
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -379,22 +379,22 @@ def test_keys_that_changed_since_the_last_start_are_named(
     assert "not shown" in changed_keys(tiny_config(), last)[0]
 
 
-METRICS = b"".join(b'{"step": %d, "a": 1.5}\n' % step for step in range(1, 5))
+LINES = b"".join(b'{"step": %d, "a": 1.5}\n' % step for step in range(1, 5))
 
 
 @pytest.mark.parametrize(
     ("left", "missing"),
     [
-        (METRICS, ""),
-        (METRICS[:-5], "1 of the 4 .*(4)"),
-        (METRICS[:-5] + bytes(5), "1 of the 4 .*(4)"),
-        (METRICS[:25], "3 of the 4 .*(2 to 4)"),
+        (LINES, ""),
+        (LINES[:-5], "1 of the 4 .*(4)"),
+        (LINES[:-5] + bytes(5), "1 of the 4 .*(4)"),
+        (LINES[:25], "3 of the 4 .*(2 to 4)"),
         (b"", "4 of the 4 .*(1 to 4)"),
         (bytes(30), "4 of the 4 .*(1 to 4)"),
         (None, "4 of the 4 .*(1 to 4)"),
-        (METRICS[len(METRICS) // 2 :], ""),  # continues another run
-        (METRICS[: len(METRICS) // 4] + METRICS[len(METRICS) // 2 :], "1 of the 4 .*(2)"),
-        (METRICS + b'{"step": 5}\n', ""),
+        (LINES[len(LINES) // 2 :], ""),  # continues another run
+        (LINES[: len(LINES) // 4] + LINES[len(LINES) // 2 :], "1 of the 4 .*(2)"),
+        (LINES + b'{"step": 5}\n', ""),
     ],
 )
 def test_steps_that_a_metrics_file_lost_are_named(
