@@ -168,6 +168,7 @@ class PlainNumber(NamedTuple):
     """Decimal places if it is written as a decimal, None if it is exact."""
     percent: bool
     unit: str
+    """A scale of temperature or a CJK unit; `units` compares the other ones."""
 
 
 def plain_number(text: str) -> PlainNumber | None:
@@ -179,16 +180,16 @@ def plain_number(text: str) -> PlainNumber | None:
     if match is None:
         return None
     sign, *numbers, percent, word, cjk, scale = match.groups()
-    unit = word or cjk or ""
+    unit = word or ""
     parts = [number.replace(",", "").replace(" ", "") for number in numbers if number]
-    if unit and (_NO_UNITS.search(unit.lower()) or _MATHEMATICAL.search(unit)):
+    if (unit or cjk) and (_NO_UNITS.search((cjk or unit).lower()) or _MATHEMATICAL.search(unit)):
         return None
     value, denominator = Fraction(parts[0]), Fraction(parts[-1] if parts[1:] else 1)
     if not denominator or (sign and parts[0][0] in "+-"):
         return None
     places = len(parts[0].partition(".")[2]) if "." in parts[0] and not parts[1:] else None
     value = value / denominator * (-1 if sign == "-" else 1)
-    return PlainNumber(value, places, bool(percent), as_text(scale or unit))
+    return PlainNumber(value, places, bool(percent), scale or cjk or "")
 
 
 def same_number(number: PlainNumber, other: PlainNumber) -> bool:
@@ -258,12 +259,17 @@ _WORDS = re.compile(
 )
 
 
+def without_wrappers(text: str, replacement: str = r"\1") -> str:
+    r"""Return the text with the contents of commands such as `\text{...}` in their places."""
+    for _ in range(3):  # nested
+        text = _WRAPPER.sub(replacement, text)
+    return text
+
+
 def as_text(text: str) -> str:
     """Return a cleaned text without LaTeX layout, blanks, quotes, final punctuation, and case.
     Case is kept if it changes within a word."""
-    for _ in range(3):  # nested
-        text = _WRAPPER.sub(r"\1", text)
-    text = _LAYOUT.sub("", text).strip(_PUNCTUATION)
+    text = _LAYOUT.sub("", without_wrappers(text)).strip(_PUNCTUATION)
     if re.fullmatch(r"\([^()]*\)", text):
         text = text[1:-1]
     text = re.sub(
@@ -309,13 +315,35 @@ MAX_WORDS = 12
 """Maximum words of a truth that is compared as text."""
 
 
+_MISSING = frozenset({"nan", "null", "n/a", "<na>", "nat"})
+"""Marks of a missing value in tables, besides Python's None. `none` may be an answer."""
+_SIGNS = re.compile(r"[<>+×÷≤≥≠∞∅]|\\[A-Za-z{]")  # noqa: RUF001
+_INCOMPLETE = re.compile(
+    r"[=/^_\\]$|\\[dtc]?frac\s*(?:\{[^{}]*\})?$|\\(?:[dtc]?frac|sqrt)\s*(?:\{[^{}]*\})?\s*\{\s*\}"
+)
+_BY_ZERO = re.compile(
+    r"^[^/]*/\s*0+(?:\.0*)?$|\\[dtc]?frac\s*(?:\{[^{}]*\}|[0-9])\s*(?:\{\s*0\s*\}|0)"
+)
+
+
 def check_truth(truth: str) -> None:
     """Raise ValueError if no answer, or any answer, could equal the truth."""
     if "####" in truth:
         raise ValueError("the truth is a solution; keep only the part after ####")
+    if "<think>" in truth or "</think>" in truth:
+        raise ValueError(f"the truth {truth!r:.100} has marks of thoughts; keep only the answer")
     text = clean(_INNER_BOX.sub("{", truth))
-    if not as_text(text).strip("\\") and "\\{" not in text:
+    plain = as_text(text).strip("\\")
+    if not plain and "\\{" not in text:
         raise ValueError(f"nothing is left of the truth {truth!r:.100} to compare; correct the row")
+    if plain.lower() in _MISSING or text.strip() == "None":
+        raise ValueError(f"the truth {truth!r:.100} stands for a missing value; drop the row")
+    if not (any(map(str.isalnum, plain)) or _SIGNS.search(text)):
+        raise ValueError(f"the truth {truth!r:.100} has no letter and no digit; correct the row")
+    if _INCOMPLETE.search(text.strip().strip("$").strip()):
+        raise ValueError(f"the truth {truth!r:.100} is cut off; correct the row")
+    if _BY_ZERO.search(text.strip(" $")):
+        raise ValueError(f"the truth {truth!r:.100} divides by zero; correct the row")
     if boxed(rf"\boxed{{{truth}}}") != _INNER_BOX.sub("{", truth).strip():
         raise ValueError(f"the braces of the truth {truth!r:.100} do not match; correct the row")
     if is_text(text) and (len(text.split()) > MAX_WORDS or "\n" in text.strip()):

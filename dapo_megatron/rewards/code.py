@@ -38,7 +38,8 @@ _FUNCTION_KEYS = frozenset(
 """Keys whose value names or calls the tested function, in lower case without `_` and `-`."""
 _CODE_KEYS = frozenset({"test", "testcode", "unittest", "unittests", "check"})
 _CODE = re.compile(r"^[ \t]*(?:assert|def|class)\b|\bassert\b.*==|\bcandidate\(", re.MULTILINE)
-_ARGUMENT = re.compile(r"[A-Za-z_]\w* = [\[\"'\d-]")
+_ARGUMENT = re.compile(r"[A-Za-z_]\w* = (?:([\[\"'])|[\d-])")
+"""An argument by name, as LeetCode writes it. One number by name may also be text on stdin."""
 _TYPE_KEYS = frozenset({"testtype", "calltype"})
 _STDIN_TYPES = frozenset({"stdin", "stdinstdout", "stdio", "std", "standardinput", "io"})
 _FUNCTION_TYPES = frozenset(
@@ -181,7 +182,8 @@ def read_tests(truth: str, extra: Mapping[str, Any]) -> list[ProgramTest]:
         ProgramTest(_text(stdin, f"input {number}"), _text(stdout, f"output {number}"))
         for number, (stdin, stdout) in enumerate(zip(inputs, outputs))
     ]
-    if all(_ARGUMENT.match(case.stdin) for case in cases):
+    arguments = [_ARGUMENT.match(case.stdin) for case in cases]
+    if all(arguments) and any(argument and argument[1] for argument in arguments):
         raise ValueError(_CALLS.format(f"the input {cases[0].stdin!r:.60}"))
     if not any(case.stdout.strip() for case in cases):
         raise ValueError(

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from types import ModuleType
@@ -27,7 +29,7 @@ from typing import Any, NamedTuple
 import math_verify as library  # the package; this module is dapo_megatron.rewards.math_verify
 from sympy import Float, Integer, MatrixBase, Rational
 
-from dapo_megatron.rewards import answers
+from dapo_megatron.rewards import answers, units
 from dapo_megatron.types import Grade
 
 # The library warns once per process that its time limits are off.
@@ -41,11 +43,21 @@ TAIL = 1000
 and the answer is at the end."""
 
 
+_DEFAULT = (library.LatexExtractionConfig(), library.ExprExtractionConfig())
+_WITHOUT_UNITS = (
+    library.LatexExtractionConfig(
+        normalization_config=replace(_DEFAULT[0].normalization_config, units=False)
+    ),
+    library.ExprExtractionConfig(),
+)
+_VARIABLES = re.compile(r"[0-9)}]\s*(?!(?:st|nd|rd|th)$)[A-Za-z]{1,2}$")
+"""The end of a product of variables, which the library may take for a unit: `2ab`, `x + 3t`."""
+
+
 class _Truth(NamedTuple):
     text: str
     word: str | None
     """Text to compare, None if it is mathematics. A single letter may be either."""
-    number: answers.PlainNumber | None
     values: int
     """How many values it lists."""
 
@@ -69,7 +81,9 @@ def grade(response: str, truth: str) -> Grade:
             return _grade(correct, pred if correct else "", parsed=correct)
     parsed = library.parse(text, parsing_timeout=None)
     pred = next((item for item in reversed(parsed) if isinstance(item, str)), "")
-    correct = not answers.has_base(pred) and _verify(expected.text, parsed)
+    correct = not (
+        answers.has_base(pred) or units.comparable(answers.stated(text), expected.text) is None
+    ) and _verify(expected.text, parsed)
     return _grade(correct, pred, parsed=bool(parsed))
 
 
@@ -83,7 +97,7 @@ def _read_truth(truth: str) -> _Truth:
     text = answers.clean(answers.boxed(truth) or truth).strip()
     number, word = answers.plain_number(text), answers.as_text(text)
     is_word = number is None and (answers.is_text(text) or (len(word) == 1 and word.isalpha()))
-    return _Truth(text, word if is_word else None, number, answers.listed_values(text))
+    return _Truth(text, word if is_word else None, answers.listed_values(text))
 
 
 def _box_is_right(pred: str, truth: _Truth) -> bool:
@@ -91,13 +105,16 @@ def _box_is_right(pred: str, truth: _Truth) -> bool:
         return True
     if truth.word and (len(truth.word) > 1 or answers.as_text(pred) == truth.word):
         return answers.as_text(pred) == truth.word
-    number = answers.plain_number(pred)
-    if number and truth.number:
-        has_unit = len({number.unit, truth.number.unit, ""}) <= 2
-        return has_unit and answers.same_number(number, truth.number)
     if answers.has_base(pred):
         return False
-    return _verify(truth.text, _parse(pred.rstrip(" .,;:")))
+    if (values := units.comparable(pred, truth.text)) is None:
+        return False
+    pred, expected = values
+    number, true_number = answers.plain_number(pred), answers.plain_number(expected)
+    if number and true_number:
+        has_unit = len({number.unit, true_number.unit, ""}) <= 2
+        return has_unit and answers.same_number(number, true_number)
+    return _verify(expected, _parse(pred.rstrip(" .,;:")))
 
 
 def _verify(truth: str, answer: list[Any]) -> bool:
@@ -105,7 +122,8 @@ def _verify(truth: str, answer: list[Any]) -> bool:
 
 
 def _parse(answer: str) -> list[Any]:
-    return library.parse(rf"\boxed{{{answer}}}", parsing_timeout=None)  # type: ignore[no-any-return]
+    config = _WITHOUT_UNITS if _VARIABLES.search(answer) else _DEFAULT
+    return library.parse(rf"\boxed{{{answer}}}", config, parsing_timeout=None)  # type: ignore[no-any-return]
 
 
 _parse_truth = lru_cache(maxsize=64)(_parse)

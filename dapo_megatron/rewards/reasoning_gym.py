@@ -53,16 +53,39 @@ REPLACEMENTS: Mapping[str, Mapping[str, Any]] = {
 """Module of reasoning_gym -> name in it -> replacement."""
 
 CONDITIONS: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
+    "advanced_geometry": lambda answer, entry: answer.count(",") == entry["answer"].count(","),
     "coin_flip": lambda answer, entry: _is_near(answer, entry["answer"]),
     "complex_arithmetic": lambda answer, entry: "n" not in answer.lower(),
     "gsm_symbolic": lambda answer, entry: answer.replace(",", "") == entry["answer"],
     "game_of_life_halting": lambda answer, entry: answer == entry["answer"],
+    "letter_jumble": lambda answer, entry: answer.lower() == entry["answer"].lower(),
+    "polynomial_equations": lambda answer, entry: answer.count(",") == entry["answer"].count(","),
     "puzzle24": lambda answer, entry: (
         sorted(map(int, re.findall(r"\d+", answer))) == sorted(entry["metadata"]["numbers"])
     ),
+    "word_sorting": lambda answer, entry: answer.count(",") == entry["answer"].count(","),
 }
 """Data set -> what an answer must fulfil besides the scorer, which here gives full credit to
 answers that do not solve the problem: prefixes of a number, nan, any text, other numbers."""
+
+_STATEMENT = r"\w+ (?:is )?(?:an? )?\w+"
+
+FORMS: Mapping[str, re.Pattern[str]] = {
+    name: re.compile(form, re.IGNORECASE)
+    for name, form in {
+        "fraction_simplification": (
+            r"[$\s]*(?:\d+\s*/\s*\d+|\\d?frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\})[$\s]*"
+        ),
+        "kakurasu": r"[01\s]+",
+        "knights_knaves": rf"{_STATEMENT}(?:(?:,? and |,\s*|\n\s*){_STATEMENT})*\.?",
+        "quantum_lock": r"[A-C](?:[\s,→>-]*[A-C])*",
+        "sokoban": r"[LURD]+",
+        "survo": r"[\d\s]+",
+        "time_intervals": r"-?\d+(?: days?)?|(?:-?\d+ days?, )?\d+(?::[\d.]+)+",
+    }.items()
+}
+"""Data set -> the form of an answer, where the scorer picks an answer out of any text, so that a
+list of guesses could be right."""
 
 _MAY_COMPILE = frozenset(
     {
@@ -104,6 +127,8 @@ def _solves(
     answer: str, dataset: str, scorer: Callable[..., float], entry: Mapping[str, Any]
 ) -> bool:
     def has_full_credit(answer: str) -> bool:
+        if dataset in FORMS and not FORMS[dataset].fullmatch(answer):
+            return False
         if dataset in CONDITIONS and not CONDITIONS[dataset](answer, entry):
             return False
         return bool(scorer(answer=answer, entry=entry) == 1.0)

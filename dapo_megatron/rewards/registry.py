@@ -123,7 +123,7 @@ def as_grade(result: Any) -> Grade:
     if isinstance(score, bool):
         correct = score if correct is None else correct
         score = 1.0 if score else -1.0
-    if not isinstance(score, float | int) or not isinstance(correct, float | int | None):
+    if not (isinstance(score, _NUMBER) and (correct is None or isinstance(correct, _NUMBER))):
         raise TypeError(
             "a grader must return a Grade, a bool, a number, or a mapping with a score, not "
             f"{result!r:.100}"
@@ -141,10 +141,14 @@ def as_grade(result: Any) -> Grade:
     return grade
 
 
+_NUMBER = (float, int)  # tuples, because `float | int` is built at each call
+_PLAIN = (float, int, str, type(None))
+
+
 def _plain(value: Any) -> Any:
     """Return a bool or number of another library as Python's: of numpy and torch (also arrays and
     tensors with one element), sympy, decimal and fractions. Other values are returned unchanged."""
-    if isinstance(value, bool | int | float | str | None):
+    if isinstance(value, _PLAIN):
         return value
     if callable(getattr(value, "item", None)):
         return value.item()

@@ -241,6 +241,11 @@ def test_empty_keys_of_function_calls_are_stdin_tests(key: str, empty: Any) -> N
         assert read_tests("", {"extra_info": extra_info})[0] == ProgramTest("1", "2")
 
 
+def test_one_number_by_name_is_an_input_like_any_other() -> None:
+    for stdin in ("x = 5", "n = 3\n", "a = -1, b = 2"):
+        assert read_tests("", {"extra_info": {"tests": [{**CASE, "input": stdin}]}})
+
+
 @pytest.mark.parametrize(
     "keys",
     [

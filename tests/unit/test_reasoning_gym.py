@@ -145,6 +145,44 @@ def test_the_numbers_of_accepted_arithmetic_are_those_of_its_text(text: str) -> 
 
 # ------------------------------------------------------------------------ malformed answers
 
+GUESSES = ["The answer is {}", "{} or 17", "17 or {}", "{0} {0}", "{0}\n{0}", "{}, 999", "{} xyz"]
+
+
+def test_an_answer_among_other_text_or_guesses_is_wrong() -> None:
+    paid = {
+        (name, guess)
+        for name in sorted(set(NAMES) - NOT_SOLVED)
+        for item in reasoning_gym.create_dataset(name, size=3, seed=11)
+        for guess in GUESSES
+        if item["answer"]
+        and grade(guess.format(item["answer"]), "", {"dataset": name, "entry": item}).correct
+    }
+    assert paid == set()
+
+
+FORMS = sorted({*grader.FORMS, *grader.CONDITIONS})
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_conditions_accept_the_own_answers_of_many_problems(name: str) -> None:
+    items = list(reasoning_gym.create_dataset(name, size=100, seed=5))
+    refused = [
+        item["answer"]
+        for item in items
+        if not grade(item["answer"], "", {"dataset": name, "entry": item}).correct
+    ]
+    assert refused == []
+
+
+def test_integer_roots_and_other_spellings_stay_right() -> None:
+    extra = {"dataset": "polynomial_equations", "entry": {"answer": "-2.0, 3.0"}}
+    assert grade("3,-2", "", extra).correct
+    assert not grade("3", "", extra).correct
+    item = reasoning_gym.create_dataset("knights_knaves", size=1, seed=1)[0]
+    extra = {"dataset": "knights_knaves", "entry": item}
+    assert grade(item["answer"].replace(" and ", " "), "", extra).correct
+
+
 CONSTANT_ANSWERS = [
     *("", "0", "1", "-1", "2", "0.0", "-0", "0j", "1e999", "nan", "inf", "-inf", "0/0", "1e-999"),
     *("None", "True", "False", "true", "false", "Yes", "No", "yes", "no", "A", "B", "x", "?"),
@@ -416,7 +454,9 @@ def test_other_syntax_is_refused(text: str) -> None:
 
 @given(st.text("0123456789abcxyz()+-*/.,'\"[]{}_ =!<>&|^~:@#$\\\n", max_size=40))
 def test_any_text_is_parsed_or_refused(text: str) -> None:
-    with suppress(ValueError, SyntaxError, MemoryError, TypeError, OverflowError):
+    with suppress(
+        ValueError, SyntaxError, MemoryError, TypeError, OverflowError, ZeroDivisionError
+    ):
         parse_expression(text)
 
 
