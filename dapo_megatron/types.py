@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
@@ -166,29 +167,28 @@ class Completion:
         """Version of the weights that sampled the first token."""
         return self.segments[0].version
 
-
-@dataclass(frozen=True, slots=True)
-class CompletionSummary:
-    """Description of a completion, without its tokens, which stay on the replica that sampled them.
-
-    This is what the coordinator decides by. `replica` holds the tokens. `logprob_mean` and
-    `logprob_min` are of the engine's log-probs, and None without tokens. The other fields are those
-    of `Completion`.
-    """
-
-    sample: int
-    num_tokens: int
-    finish: Finish
-    segments: tuple[Segment, ...]
-    replica: int
-    logprob_mean: float | None = None
-    logprob_min: float | None = None
-    grade: Grade | None = None
+    @property
+    def logprob_mean(self) -> float | None:
+        """Mean of the engine's log-probs; None without tokens."""
+        with _infinities_of_both_signs():
+            return float(self._logprobs().mean(dtype="float64")) if self.logprobs else None
 
     @property
-    def oldest_version(self) -> int:
-        """Version of the weights that sampled the first token."""
-        return self.segments[0].version
+    def logprob_min(self) -> float | None:
+        """Lowest of the engine's log-probs; None without tokens."""
+        return float(self._logprobs().min()) if self.logprobs else None
+
+    def _logprobs(self) -> NDArray[np.float32]:
+        import numpy as np
+
+        return np.frombuffer(self.logprobs, np.float32)
+
+
+def _infinities_of_both_signs() -> AbstractContextManager[None]:
+    """Return a context in which numpy adds infinities of both signs without a warning."""
+    import numpy as np
+
+    return np.errstate(invalid="ignore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +196,13 @@ class TrainingSequence:
     """Description of a sequence that a step trains on: a prompt and its completion. Every rank
     knows those of all sequences; the tokens are only on ranks that train on them.
 
-    `replica` sampled the response and holds its tokens. `segments` add up to `response_tokens`.
+    `segments` add up to `response_tokens`.
     `in_loss` is False for a truncated response that overlong.filter excludes from the loss.
     `reward` includes the length penalty.
     """
 
     ticket: int
     sample: int
-    replica: int
     prompt_tokens: int
     response_tokens: int
     segments: tuple[Segment, ...]
@@ -252,12 +251,11 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The completions of one prompt, without their tokens. `ticket` is its serial number over the
-    whole run."""
+    """The completions of one prompt. `ticket` is its serial number over the whole run."""
 
     ticket: int
     prompt: Prompt
-    completions: tuple[CompletionSummary, ...]
+    completions: tuple[Completion, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.packing import minibatch_ranges
 from dapo_megatron.types import (
     Completion,
-    CompletionSummary,
     Finish,
     Group,
     LogProbs,
@@ -37,7 +36,7 @@ from dapo_megatron.types import (
 T = TypeVar("T")
 
 
-def valid_completions(group: Group, overlong: OverlongConfig) -> list[CompletionSummary]:
+def valid_completions(group: Group, overlong: OverlongConfig) -> list[Completion]:
     """Return the completions that count for their group's verdict, its mean and the batch.
 
     With `overlong.filter` and without `overlong.filtered_in_mean`, truncated completions do not
@@ -48,7 +47,7 @@ def valid_completions(group: Group, overlong: OverlongConfig) -> list[Completion
     return [c for c in group.completions if c.finish is not Finish.LENGTH]
 
 
-def reward(completion: Completion | CompletionSummary, overlong: OverlongConfig) -> Reward | None:
+def reward(completion: Completion, overlong: OverlongConfig) -> Reward | None:
     """Return the reward of a completion, or None if it has no grade."""
     if completion.grade is None:
         return None
@@ -88,7 +87,6 @@ def describe(
         TrainingSequence(
             ticket=group.ticket,
             sample=completion.sample,
-            replica=completion.replica,
             prompt_tokens=len(group.prompt.tokens),
             response_tokens=completion.num_tokens,
             segments=completion.segments,

@@ -27,11 +27,10 @@ KEPT = 8
 
 @dataclass(frozen=True)
 class Pick:
-    """A selected group, the replicas that sampled its completions, and the reasons."""
+    """A selected group, and the reasons."""
 
     step: int
     ticket: int
-    replicas: tuple[int, ...]
     reasons: dict[int | None, list[str]] = field(default_factory=dict)
     """Sample -> reasons. None holds the reasons for the whole group."""
 
@@ -73,7 +72,7 @@ def frames(
     completions = pd.DataFrame(
         {
             name: list(chain.from_iterable(step_columns[name] for step_columns in columns))  # type: ignore[literal-required]
-            for name in ("sample", "replica", "num_tokens", "finish", *numbers)
+            for name in ("sample", "num_tokens", "finish", *numbers)
         }
     ).astype(dict.fromkeys(numbers, float))
     completions["ticket"] = [
@@ -101,7 +100,6 @@ def choose(
     groups = groups.drop_duplicates("ticket").set_index("ticket")
     sizes = completions["ticket"].value_counts().to_dict()
     steps = groups["step"].to_dict()
-    replicas = completions.groupby("ticket")["replica"].unique().to_dict()
     picks: dict[int, Pick] = {}
     num_left = num
     asked = ((ASKED, ticket, None) for ticket in sorted(tickets))
@@ -117,8 +115,7 @@ def choose(
             if reason != ASKED and size > num_left and picks:
                 continue
             num_left -= size
-            of_replicas = tuple(sorted(map(int, replicas.get(ticket, ()))))
-            picks[ticket] = Pick(int(steps[ticket]), ticket, of_replicas)
+            picks[ticket] = Pick(int(steps[ticket]), ticket)
         picks[ticket].reasons.setdefault(sample, []).append(reason)
     return list(picks.values())
 

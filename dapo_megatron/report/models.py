@@ -74,7 +74,6 @@ class IndexCompletions(TypedDict):
 
     group: list[Natural]
     sample: list[Whole]
-    replica: list[Natural]
     score: list[Number | None]
     correct: list[bool | None]
     parsed: list[bool | None]

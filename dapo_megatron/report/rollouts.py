@@ -17,7 +17,7 @@ from dapo_megatron.report.run_data import RunData
 from dapo_megatron.report.token_text import TokenPieces, find_tokenizer
 from dapo_megatron.report.viewer_data import group_data
 from dapo_megatron.report.wording import first_few
-from dapo_megatron.rollout.completion_rows import CompletionRow, summarize
+from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.rollout.recorded import old_samples, policy_files, recorded_steps
 from dapo_megatron.rollout.sample_index import display_values, rounded, significant
 from dapo_megatron.tracking.policy_files import PolicyRow
@@ -149,7 +149,7 @@ class _Reading:
     def _load_group(self, pick: Pick, pieces: TokenPieces | None) -> tuple[list[Row], bytes] | None:
         """Return the rows and the blob of a group; None if it cannot be read."""
         folder = self.samples[pick.step]
-        rows = sample_files.read_group(folder, pick.ticket, pick.replicas)
+        rows = sample_files.read_group(folder, pick.ticket)
         if rows is None:
             return None
         is_trained = rows[0].outcome == Outcome.TRAINED
@@ -183,7 +183,7 @@ class _Reading:
 def _row(pick: Pick, row: CompletionRow, policy: PolicyRow | None) -> Row:
     """Return the row of a completion in the table."""
     completion = row.completion
-    brief = display_values(pick.step, summarize(completion, replica=0))
+    brief = display_values(pick.step, completion)
     return {
         "step": pick.step,
         "ticket": row.ticket,

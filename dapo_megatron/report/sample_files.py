@@ -17,7 +17,7 @@ from dapo_megatron.report.models import StepIndex, decode
 from dapo_megatron.rollout.completion_files import read_completions
 from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.rollout.recorded import (
-    completions_path,
+    completion_files,
     index_path,
     policy_files,
     step_summaries,
@@ -54,16 +54,15 @@ def _made_index(folder: Path, step: int) -> StepIndex | None:
     return {"groups": index["groups"], "completions": index["completions"]}
 
 
-def read_group(folder: Path, ticket: int, replicas: Iterable[int]) -> list[CompletionRow] | None:
-    """Return the completions of a group, by sample, from the files of these replicas. None if a
-    file cannot be read or has none."""
-    rows: list[CompletionRow] = []
-    for replica in replicas:
-        num_before = len(rows)
-        with suppress(DataError):
-            rows += read_completions(completions_path(folder, replica), [ticket])
-        if len(rows) == num_before:
-            return None
+def read_group(folder: Path, ticket: int) -> list[CompletionRow] | None:
+    """Return the completions of a group, by sample. None if there are none, or a file cannot be
+    read."""
+    try:
+        rows = [
+            row for path in completion_files(folder) for row in read_completions(path, [ticket])
+        ]
+    except DataError:
+        return None
     return sorted(rows, key=lambda row: row.completion.sample) or None
 
 

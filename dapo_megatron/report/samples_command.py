@@ -13,7 +13,7 @@ from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.report.rollouts import graded_as
 from dapo_megatron.report.rollouts_table import SIGNS
 from dapo_megatron.report.token_text import TokenPieces, find_tokenizer
-from dapo_megatron.rollout.completion_rows import CompletionRow, summarize
+from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.rollout.recorded import require_steps, step_completions, step_summaries
 from dapo_megatron.rollout.sample_index import IndexedGroup, display_values, groups_of
 from dapo_megatron.text import visible
@@ -119,7 +119,7 @@ def _print_group(
 
 def _headline(step: int, row: CompletionRow) -> Text:
     completion = row.completion
-    values = display_values(step, summarize(completion, replica=0))
+    values = display_values(step, completion)
     graded = graded_as(completion.grade)
     facts = [
         f"{completion.num_tokens:,} tokens",

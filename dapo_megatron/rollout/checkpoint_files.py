@@ -1,6 +1,6 @@
 """Files of completions in a checkpoint, each written by one rank in the background.
 
-carried_00003.parquet    completions of open groups that replica 3 holds
+carried_00000.parquet    completions of open groups (earlier versions: a file per engine)
 open_step_00001.parquet  sequences that data-parallel index 1 trains on, and their old log-probs, of
                          a step that was stopped in the middle
 
@@ -27,7 +27,7 @@ class CompletionsSnapshot:
     """The file of one rank. Implements protocols.Snapshot. Without rows no file is written.
 
     kind     CARRIED or OPEN_STEP
-    number   replica or data-parallel index
+    number   data-parallel index; 0 for CARRIED
     """
 
     def __init__(self, kind: str, number: int, rows: Sequence[CompletionRow]) -> None:

@@ -75,14 +75,10 @@ def read_completions(
         yield from completion_rows(path, table)
 
 
-def read_summaries(path: Path, replica: int = 0) -> list[SummaryRow]:
-    """Return the rows of a file without tokens, log-probs and texts. `replica` is the one that
-    holds the file. Raises DataError as `read_completions` does."""
-    return [
-        row
-        for table in _tables(path, SUMMARY_COLUMNS)
-        for row in summary_rows(path, table, replica)
-    ]
+def read_summaries(path: Path) -> list[SummaryRow]:
+    """Return the rows of a file without tokens, log-probs and texts. Raises DataError as
+    `read_completions` does."""
+    return [row for table in _tables(path, SUMMARY_COLUMNS) for row in summary_rows(path, table)]
 
 
 def num_rows(path: Path) -> int:

@@ -5,7 +5,6 @@ All values are restored exactly. Tokens and log-probs are copied as packed array
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from dapo_megatron.rollout.parquet import (
 )
 from dapo_megatron.types import (
     Completion,
-    CompletionSummary,
     DataError,
     Finish,
     Grade,
@@ -76,28 +74,24 @@ class SummaryRow:
     """A row without tokens, log-probs and texts. `prompt_tokens` is their number."""
 
     ticket: int
+    sample: int
     source: str
     index: int
     prompt_tokens: int
-    summary: CompletionSummary
+    num_tokens: int
+    finish: Finish
+    segments: tuple[Segment, ...]
+    logprob_mean: float | None = None
+    logprob_min: float | None = None
+    grade: Grade | None = None
     outcome: str = ""
     verdict: str | None = None
     reward: float | None = None
 
-
-def summarize(completion: Completion, replica: int) -> CompletionSummary:
-    """Return the summary of a completion whose tokens are on `replica`."""
-    mean, lowest = _mean_and_min(completion.logprobs)
-    return CompletionSummary(
-        sample=completion.sample,
-        num_tokens=completion.num_tokens,
-        finish=completion.finish,
-        segments=completion.segments,
-        replica=replica,
-        logprob_mean=mean,
-        logprob_min=lowest,
-        grade=completion.grade,
-    )
+    @property
+    def oldest_version(self) -> int:
+        """Version of the weights that sampled the first token."""
+        return self.segments[0].version
 
 
 # ---------------------------------------------------------------------------- writing
@@ -162,7 +156,6 @@ def table_of(batch: Batch, schema: Schema) -> Table:
     rows = [row for row, _, _ in batch]
     completions = [row.completion for row in rows]
     grades = [completion.grade for completion in completions]
-    moments = [_mean_and_min(completion.logprobs) for completion in completions]
     columns: dict[str, Any] = {
         "ticket": [row.ticket for row in rows],
         "sample": [completion.sample for completion in completions],
@@ -182,8 +175,8 @@ def table_of(batch: Batch, schema: Schema) -> Table:
         "segments": _segments(completions, schema.field("segments").type),
         "num_tokens": [completion.num_tokens for completion in completions],
         "num_prompt_tokens": [len(tokens) for _, tokens, _ in batch],
-        "logprob_mean": [mean for mean, _ in moments],
-        "logprob_min": [lowest for _, lowest in moments],
+        "logprob_mean": [completion.logprob_mean for completion in completions],
+        "logprob_min": [completion.logprob_min for completion in completions],
         "tokens": [completion.tokens for completion in completions],
         "logprobs": [completion.logprobs for completion in completions],
         "old_logprobs": [row.old_logprobs for row in rows],
@@ -218,16 +211,6 @@ def _segments(completions: list[Completion], kind: Any) -> Any:
         fields=list(kind.value_type),
     )
     return pa.ListArray.from_arrays(numbers(ends, pa.int32()), values, type=kind)
-
-
-def _mean_and_min(logprobs: array[float]) -> tuple[float | None, float | None]:
-    import numpy as np
-
-    if not logprobs:
-        return None, None
-    values = np.frombuffer(logprobs, np.float32)
-    with np.errstate(invalid="ignore"):  # a sum of infinities of both signs
-        return float(values.mean(dtype=np.float64)), float(values.min())
 
 
 # ---------------------------------------------------------------------------- reading
@@ -311,32 +294,29 @@ def _completion(columns: dict[str, list[Any]], row: int) -> Completion:
     )
 
 
-def summary_rows(path: Path, table: Table, replica: int) -> Iterator[SummaryRow]:
+def summary_rows(path: Path, table: Table) -> Iterator[SummaryRow]:
     """Yield the rows of a table with SUMMARY_COLUMNS. Raises DataError as `completion_rows`."""
     columns = _columns(path, table)
     for row in range(table.num_rows):
         with _naming_row(path, columns, row):
-            summary = _summary_row(columns, row, replica)
+            summary = _summary_row(columns, row)
         yield summary
 
 
-def _summary_row(columns: dict[str, list[Any]], row: int, replica: int) -> SummaryRow:
+def _summary_row(columns: dict[str, list[Any]], row: int) -> SummaryRow:
     values = {name: column[row] for name, column in columns.items()}
     return SummaryRow(
         ticket=values["ticket"],
+        sample=values["sample"],
         source=values["source"],
         index=values["index"],
         prompt_tokens=values["num_prompt_tokens"],
-        summary=CompletionSummary(
-            sample=values["sample"],
-            num_tokens=values["num_tokens"],
-            finish=Finish(values["finish"]),
-            segments=_segments_of(values["segments"]),
-            replica=replica,
-            logprob_mean=values["logprob_mean"],
-            logprob_min=values["logprob_min"],
-            grade=_grade(columns, row),
-        ),
+        num_tokens=values["num_tokens"],
+        finish=Finish(values["finish"]),
+        segments=_segments_of(values["segments"]),
+        logprob_mean=values["logprob_mean"],
+        logprob_min=values["logprob_min"],
+        grade=_grade(columns, row),
         outcome=values["outcome"],
         verdict=values["verdict"],
         reward=values["reward"],

@@ -25,20 +25,15 @@ from dapo_megatron.rollout.dispatch import Dispatcher, Events
 from dapo_megatron.rollout.driver import Driver
 from dapo_megatron.rollout.forecast import KeepRate
 from dapo_megatron.rollout.grader_health import GraderHealth
-from dapo_megatron.rollout.holders import (
-    Inventory,
-    find_completions,
-    groups_held_by,
-    rebalance,
-)
 from dapo_megatron.rollout.judge import check_lengths, judge
 from dapo_megatron.rollout.ledger import Ledger, TicketState
-from dapo_megatron.rollout.messages import Move, Sampling
-from dapo_megatron.rollout.open_group import NOWHERE, OpenGroup
+from dapo_megatron.rollout.messages import Sampling
+from dapo_megatron.rollout.open_group import Completions, OpenGroup
 from dapo_megatron.rollout.staleness import StalenessBound
 from dapo_megatron.rollout.step_events import StepEvents
 from dapo_megatron.types import (
     Collected,
+    Completion,
     Finish,
     Outcome,
     StarvedError,
@@ -47,13 +42,16 @@ from dapo_megatron.types import (
 
 logger = logging.getLogger(__name__)
 
+SavePoint = tuple[dict[str, Any], Completions]
+"""State of the coordinator, and the completions that it refers to."""
+
 BOUND = 30
 """Default of rollout.max_prompts_per_step, in units of prompts_per_step."""
 
 
 class Coordinator:
-    """Collects the groups of each step. Rank 0 has the only one. It sees summaries of completions;
-    their tokens stay with the replicas."""
+    """Collects the groups of each step. Rank 0 has the only one, and with it the tokens of all open
+    groups."""
 
     def __init__(
         self,
@@ -83,18 +81,15 @@ class Coordinator:
             temperature=config.temperature,
             top_p=config.top_p,
             is_seeded=config.deterministic,
-            is_kept=True,
         )
-        self._dispatcher = Dispatcher(
-            driver, sampling, self.groups, lambda ticket: ticket < self.ledger.next_ticket
-        )
+        self._dispatcher = Dispatcher(driver, sampling, self.groups)
         self._ended: list[tuple[OpenGroup, Outcome]] = []  # not returned by `collect` yet
         self._outcomes: dict[str, Counter[str]] = {}  # counts by data set, over the whole run
         self._graders = GraderHealth(config.prompts_per_step)
         self._step = StepEvents()  # since the last step, also those of `sample_ahead`
         self._regrade: list[tuple[int, int]] = []  # ungraded, from the checkpoint
         self._is_elastic = is_elastic
-        self._before: dict[str, Any] | None = None  # state before the end of the last step
+        self._before: SavePoint | None = None  # before the end of the last step
         self._bound = config.max_prompts_per_step or BOUND * config.prompts_per_step
         self._max_overtake = 0 if config.on_policy else config.max_overtake
         self._staleness = StalenessBound(config.max_staleness, config.prompts_per_step)
@@ -108,7 +103,7 @@ class Coordinator:
         Stopped if a rank was asked to stop. After either error `state` can be saved.
         """
         step = self._step = replace(self._step, version=version)
-        start = self.state() if self._config.deterministic else None
+        start = self.save_point() if self._config.deterministic else None
         grade_seconds = self._driver.grade_seconds
         self._expire(step)
         self._dispatcher.start(version)
@@ -129,7 +124,7 @@ class Coordinator:
             on_progress(min(self._num_ready(), self._config.prompts_per_step))
         self._interrupt(step)
         if self._is_elastic:
-            self._before = self.state()
+            self._before = self.save_point()
         return self._close(step, chosen, self._driver.grade_seconds - grade_seconds)
 
     def sample_ahead(self, version: int, is_over: Callable[[], bool]) -> None:
@@ -151,7 +146,7 @@ class Coordinator:
         self._interrupt(step)
 
     def state(self) -> dict[str, Any]:
-        """Return JSON-compatible state for a checkpoint.
+        """Return JSON-compatible state for a checkpoint, which needs `completions` too.
 
         While engines run, the tokens sampled since their last interruption are missing from it.
         """
@@ -165,12 +160,28 @@ class Coordinator:
             "ahead": self._step.to_json(),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. The number of replicas may have changed."""
+    def known_groups(self) -> list[OpenGroup]:
+        """Return the open groups, and those that have ended since the last step."""
+        return [*self.groups.values(), *(group for group, _ in self._ended)]
+
+    def completions(self) -> dict[tuple[int, int], Completion]:
+        """Return all completions that `state` refers to, by (ticket, sample)."""
+        return {
+            (group.ticket, sample): completion
+            for group in self.known_groups()
+            for sample, completion in group.completions.items()
+        }
+
+    def save_point(self) -> SavePoint:
+        """Return what `restore` continues from."""
+        return self.state(), self.completions()
+
+    def restore(self, state: Mapping[str, Any], completions: Completions) -> None:
+        """Continue from `state` and its `completions`. Raises CheckpointError naming a completion
+        that is missing."""
         self._stream.seek(state["position"])
         self.ledger = Ledger.from_state(state["ledger"])
-        num_replicas = self._driver.num_replicas
-        groups = [OpenGroup.from_json(group, num_replicas) for group in state["groups"]]
+        groups = [OpenGroup.from_json(group, completions) for group in state["groups"]]
         self.groups.clear()
         self.groups.update((group.ticket, group) for group in groups)
         self.ledger.audit(self._open_groups())
@@ -179,42 +190,21 @@ class Coordinator:
         self._regrade = [(g.ticket, c.sample) for g in groups for c in g.to_grade()]
         self.keep_rate.kept, self.keep_rate.decided = state["keep_rate"]
         self._ended = [
-            (OpenGroup.from_json(group, num_replicas), Outcome(outcome))
+            (OpenGroup.from_json(group, completions), Outcome(outcome))
             for group, outcome in state["ended"]
         ]
         self._outcomes = {source: Counter(counts) for source, counts in state["fates"].items()}
-        known = (*self.groups.values(), *(group for group, _ in self._ended))
-        self._step = StepEvents.from_json(state.get("ahead"), known)
-
-    def held(self) -> list[tuple[int, int, int, int]]:
-        """Return (ticket, sample, replica, number of tokens) of every completion that a replica
-        should hold."""
-        groups = (*self.groups.values(), *(group for group, _ in self._ended))
-        return [
-            (group.ticket, completion.sample, completion.replica, completion.num_tokens)
-            for group in groups
-            for completion in group.completions.values() if completion.replica != NOWHERE
-        ]  # fmt: skip
-
-    def rebalance(self) -> list[Move]:
-        """Return the unfinished completions that continue on another replica."""
-        return rebalance(self.groups, self._driver.num_replicas, self._driver.max_sequences)
+        self._step = StepEvents.from_json(state.get("ahead"), self.known_groups())
 
     def revert(self) -> None:
         """Take back the end of the step that `collect` returned last, because its tokens did not
         arrive. Does nothing without one."""
         if self._before is not None:
-            self.restore(self._before)
+            self.restore(*self._before)
 
     def confirm(self) -> None:
         """Note that the tokens of the step that `collect` returned last have arrived."""
         self._before = None
-
-    def find_completions(self, inventories: Sequence[Inventory]) -> None:
-        """Continue with the completions that replicas hold now. Groups of which one is missing are
-        sampled again, except groups that have ended: their tokens would only be recorded."""
-        find_completions({group.ticket: group for group, _ in self._ended}, inventories)
-        self._sample_again(find_completions(self.groups, inventories))
 
     # ------------------------------------------------------------------ issuing
 
@@ -353,9 +343,13 @@ class Coordinator:
         )
 
     def _go_on_without_lost(self, step: StepEvents) -> None:
-        """Go on after a replica was lost, with what it had on the others."""
+        """Go on after a replica was lost, without the grades that it had not reported."""
         dropped = self._interrupt(step)
-        dropped += self._sample_again(groups_held_by(self._driver.lost, self.groups))
+        self._regrade += [
+            (ticket, sample)
+            for ticket, sample in self._dispatcher.ungraded_by_lost()
+            if ticket in self.groups and self.groups[ticket].awaits(sample)
+        ]
         self._dispatcher.restart(dropped)
         for group in self.groups.values():
             self._submit(group)
@@ -417,17 +411,16 @@ class Coordinator:
         self._step = StepEvents()  # a resumed run has the whole bound again
         return StarvedError(message)
 
-    def _stopped(self, by: str, step: StepEvents, start: Mapping[str, Any] | None) -> Stopped:
+    def _stopped(self, by: str, step: StepEvents, start: SavePoint | None) -> Stopped:
         """Stop the engines and return the error to raise.
 
         All tokens sampled so far are carried. A deterministic run returns to the start of the step
-        instead, because an interrupted completion continues with other random numbers. The
-        completions that replicas hold return with it (EngineCollector).
+        instead, because an interrupted completion continues with other random numbers.
         """
         self._interrupt(step)
         self._step = StepEvents()
         if start is not None:
-            self.restore(start)
+            self.restore(*start)
         return Stopped(f"stopped by {by}")
 
     def _shortage(self, step: StepEvents) -> str:

@@ -1,20 +1,27 @@
 """The queue of requests for unfinished completions, and the checks of what replicas report.
 
-The dispatcher hands requests to replicas with free slots and records which replica has which. An
-unfinished completion of an earlier step continues on the replica that holds its tokens. A report
-that contradicts the record is refused as a whole, by name, before anything is changed.
+The dispatcher hands requests to replicas with free slots and records which replica has which. Any
+replica can continue an unfinished completion. A report that contradicts the record is refused as a
+whole, by name, before anything is changed.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dapo_megatron.rollout.driver import Driver
-from dapo_megatron.rollout.messages import Graded, GroupRequest, Report, Sampled, Sampling
+from dapo_megatron.rollout.messages import (
+    Graded,
+    GroupRequest,
+    Report,
+    Sampled,
+    Sampling,
+    Ungraded,
+)
 from dapo_megatron.rollout.open_group import OpenGroup
-from dapo_megatron.types import CompletionSummary, Finish, RankError, Segment
+from dapo_megatron.types import Completion, Finish, RankError, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +52,7 @@ class _InFlight:
 class Dispatcher:
     """One queue of requests for all replicas, in ticket order, for one phase at a time.
 
-    groups      open groups by ticket, kept up to date by the caller
-    is_closed   whether a ticket was open once and is not any more
+    groups   open groups by ticket, kept up to date by the caller
     """
 
     def __init__(
@@ -54,19 +60,18 @@ class Dispatcher:
         driver: Driver,
         sampling: Sampling,
         groups: Mapping[int, OpenGroup],
-        is_closed: Callable[[int], bool] = lambda ticket: False,
     ) -> None:
         self._driver = driver
         self._sampling = sampling
         self._groups = groups
-        self._is_closed = is_closed
         self._version: int | None = None
         self._num_lost = 0
         self._queue: list[tuple[int, int]] = []
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self._grading: dict[tuple[int, int], int] = {}
+        """Replica that grades each finished completion, as (ticket, sample). Grades of closed
+        tickets may come late (on_policy)."""
         self._running = [0] * driver.num_replicas
-        self._claims = [0] * driver.num_replicas
-        """Number of queued requests that only this replica can continue."""
 
     @property
     def room(self) -> int:
@@ -77,7 +82,10 @@ class Dispatcher:
 
     def start(self, version: int | None = None, dropped: Sequence[int] = ()) -> None:
         """Start a phase. New tokens must be of the weights `version`; None: of any. Replicas drop
-        their completions of the tickets `dropped`."""
+        their grades of the tickets `dropped`."""
+        self._grading = {
+            key: replica for key, replica in self._grading.items() if key[0] not in dropped
+        }
         self._version = version
         self._num_lost = len(self._driver.lost)  # before it starts: a replica may be lost by that
         self._driver.start(self._sampling, dropped)
@@ -91,14 +99,20 @@ class Dispatcher:
         """Whether a replica was lost since the start of the phase."""
         return len(self._driver.lost) > self._num_lost
 
+    def ungraded_by_lost(self) -> list[tuple[int, int]]:
+        """Forget the completions that lost replicas would have graded, and return them as (ticket,
+        sample)."""
+        lost = [key for key, replica in self._grading.items() if replica in self._driver.lost]
+        for key in lost:
+            del self._grading[key]
+        return lost
+
     def submit(self, group: OpenGroup) -> bool:
         """Queue requests for the unfinished completions of a group; lower tickets go first. Return
         whether there were any."""
         unfinished = group.to_sample()
-        for sample, so_far in unfinished:
+        for sample, _ in unfinished:
             heapq.heappush(self._queue, (group.ticket, sample))
-            if so_far is not None:
-                self._claims[so_far.replica] += 1
         return bool(unfinished)
 
     def advance(self, regrade: Sequence[tuple[int, int]] = ()) -> Events:
@@ -107,17 +121,13 @@ class Dispatcher:
         `regrade` are finished completions of a resumed run, as (ticket, sample). Raises RankError
         naming the replica whose report contradicts what it was asked for.
         """
-        by_replica: list[list[tuple[int, int]]] = [[] for _ in self._running]
-        for ticket, sample in regrade:
-            by_replica[self._groups[ticket].completions[sample].replica].append((ticket, sample))
-        reports = self._driver.advance(self._hand_out(), by_replica)
+        reports = self._driver.advance(self._hand_out(), self._hand_out_grading(regrade))
         return self._take(reports, is_interrupted=False)
 
     def interrupt(self) -> Events:
         """Clear the queue and stop the engines. Return the last events, with an unfinished
         completion for each request that has tokens. Raises RankError as `advance` does."""
         self._queue.clear()
-        self._claims = [0] * self._driver.num_replicas
         events = self._take(self._driver.interrupt(), is_interrupted=True)
         lost = self._driver.lost
         orphans = [key[0] for key, request in self._in_flight.items() if request.replica in lost]
@@ -131,51 +141,52 @@ class Dispatcher:
     def _hand_out(self) -> list[list[GroupRequest]]:
         """Take requests from the queue for each replica. Return them by replica.
 
-        A completion with tokens goes to the replica that holds them. The other completions of a
-        group go to the replica with the most room, and stay together if they fit, to share the
-        prompt in the prefix cache. Slots that queued completions with tokens will need are not
-        free: else these would wait for one replica, while another idles.
+        The completions of a group go to the replica with the most room, and stay together if they
+        fit, to share the prompt in the prefix cache.
         """
-        by_replica: list[dict[int, list[tuple[int, int]]]] = [{} for _ in self._running]
-        waiting: list[tuple[int, int]] = []
-        last_ticket, preferred = -1, 0
-        limit = self._driver.max_sequences
-        load = [sum(pair) for pair in zip(self._running, self._claims, strict=True)]
-        for replica in self._driver.lost:
-            load[replica] = limit
-        free = [replica for replica, number in enumerate(load) if number < limit]
-        capacity = limit * len(self._running)
-        while self._queue and len(self._in_flight) < capacity:
-            ticket, sample = heapq.heappop(self._queue)
+        by_replica: list[dict[int, list[int]]] = [{} for _ in self._running]
+        limit, present = self._driver.max_sequences, self._present
+        last_ticket, replica = -1, present[0]
+        while self._queue:
+            ticket, sample = self._queue[0]
+            if ticket != last_ticket or self._running[replica] >= limit:
+                replica = min(present, key=self._running.__getitem__)
+                last_ticket = ticket
+            if self._running[replica] >= limit:
+                break
+            heapq.heappop(self._queue)
             so_far = self._groups[ticket].completions.get(sample)
-            if so_far is not None:
-                replica = so_far.replica
-                is_full = self._running[replica] >= limit
-                self._claims[replica] -= not is_full
-            else:
-                if ticket != last_ticket or load[preferred] >= limit:
-                    free = [replica for replica in free if load[replica] < limit]
-                    preferred = min(free, key=load.__getitem__, default=preferred)
-                    last_ticket = ticket
-                replica = preferred
-                is_full = load[replica] >= limit
-                load[replica] += not is_full
-            if is_full:
-                waiting.append((ticket, sample))
-                continue
-            num_tokens = 0 if so_far is None else so_far.num_tokens
-            by_replica[replica].setdefault(ticket, []).append((sample, num_tokens))
+            by_replica[replica].setdefault(ticket, []).append(sample)
             segments = () if so_far is None else so_far.segments
             self._in_flight[ticket, sample] = _InFlight(replica, segments)
             self._running[replica] += 1
-        for item in waiting:
-            heapq.heappush(self._queue, item)
         return [
-            [
-                GroupRequest(ticket, self._groups[ticket].prompt, tuple(samples))
-                for ticket, samples in by_ticket.items()
-            ]
+            [self._request(ticket, samples) for ticket, samples in by_ticket.items()]
             for by_ticket in by_replica
+        ]
+
+    def _request(self, ticket: int, samples: Sequence[int]) -> GroupRequest:
+        group = self._groups[ticket]
+        so_far = tuple((sample, group.completions.get(sample)) for sample in samples)
+        return GroupRequest(ticket, group.prompt, so_far)
+
+    def _hand_out_grading(self, finished: Sequence[tuple[int, int]]) -> list[list[Ungraded]]:
+        """Distribute finished completions, given as (ticket, sample), over the replicas that grade
+        them again. Return them by replica."""
+        by_replica: list[list[Ungraded]] = [[] for _ in self._running]
+        for ticket, sample in finished:
+            group = self._groups[ticket]
+            replica = self._present[ticket % len(self._present)]
+            text = group.completions[sample].text
+            by_replica[replica].append((ticket, sample, group.prompt, text))
+            self._grading[ticket, sample] = replica
+        return by_replica
+
+    @property
+    def _present(self) -> list[int]:
+        """Replicas that are not lost."""
+        return [
+            replica for replica in range(len(self._running)) if replica not in self._driver.lost
         ]
 
     # ------------------------------------------------------------------ checking reports
@@ -201,13 +212,17 @@ class Dispatcher:
                     finished[key] = replica
             for ticket, sample, _, _ in report.graded:
                 key = ticket, sample
-                is_expected = finished.get(key) == replica or self._awaits_grade(replica, *key)
+                is_expected = replica in (finished.get(key), self._grading.get(key))
                 if key in graded or not is_expected:
                     self._refuse(replica, ticket, sample, "a grade that was not asked for")
                 graded.add(key)
-        for ticket, sample in finished:
-            self._running[self._in_flight.pop((ticket, sample)).replica] -= 1
+        for key, replica in finished.items():
+            self._running[self._in_flight.pop(key).replica] -= 1
+            self._grading[key] = replica
         stop = next((report.stop for _, report in reports if report.stop), "")
+        if not stop:  # else they are graded again
+            for key in graded:
+                del self._grading[key]
         return Events(
             sampled=[item for _, report in reports for item in report.sampled],
             graded=[] if stop else [item for _, report in reports for item in report.graded],
@@ -216,14 +231,16 @@ class Dispatcher:
         )
 
     def _fault(
-        self, replica: int, ticket: int, completion: CompletionSummary, *, is_finished: bool
+        self, replica: int, ticket: int, completion: Completion, *, is_finished: bool
     ) -> str:
         """Return what is wrong with a completion; an empty string if nothing is."""
         in_flight = self._in_flight.get((ticket, completion.sample))
-        if in_flight is None or not in_flight.replica == replica == completion.replica:
+        if in_flight is None or in_flight.replica != replica:
             return "a completion that this replica was not asked for"
         if is_finished == (completion.finish is Finish.UNFINISHED):
             return f"reported as {'finished' if is_finished else 'unfinished'}, but it is not"
+        if len(completion.logprobs) != completion.num_tokens:
+            return f"{len(completion.logprobs)} log-probs for {completion.num_tokens} tokens"
         if sum(segment.num_tokens for segment in completion.segments) != completion.num_tokens:
             return f"segments {completion.segments} for {completion.num_tokens} tokens"
         if not 0 < completion.num_tokens <= self._sampling.max_tokens:
@@ -236,14 +253,6 @@ class Dispatcher:
         if not is_finished and completion.segments == in_flight.segments:
             return ""  # interrupted before its first new token
         return _segment_fault(in_flight.segments, completion.segments, self._version)
-
-    def _awaits_grade(self, replica: int, ticket: int, sample: int) -> bool:
-        """Return whether a replica may report a grade. That of a closed ticket is late
-        (on_policy)."""
-        group = self._groups.get(ticket)
-        if group is None:
-            return self._is_closed(ticket)
-        return group.awaits(sample) and group.completions[sample].replica == replica
 
     def _refuse(self, replica: int, ticket: int, sample: int, fault: str) -> None:
         raise RankError(

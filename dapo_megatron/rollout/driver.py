@@ -17,7 +17,14 @@ from typing import Protocol
 from dapo_megatron.cluster.collectives import EnginesChanged, decode, encode
 from dapo_megatron.cluster.messages import Hub
 from dapo_megatron.cluster.numbered import MAX_MESSAGE_BYTES
-from dapo_megatron.rollout.messages import GroupRequest, Order, OrderKind, Report, Sampling
+from dapo_megatron.rollout.messages import (
+    GroupRequest,
+    Order,
+    OrderKind,
+    Report,
+    Sampling,
+    Ungraded,
+)
 from dapo_megatron.types import DataError, RankError
 
 logger = logging.getLogger(__name__)
@@ -70,18 +77,17 @@ class Driver(Protocol):
         ...
 
     def start(self, sampling: Sampling, dropped: Sequence[int] = ()) -> None:
-        """Start a phase in which all requests have these sampling parameters. Completions so far of
-        the tickets `dropped` are dropped."""
+        """Start a phase in which all requests have these sampling parameters. Grades of the tickets
+        `dropped` are dropped."""
         ...
 
     def advance(
         self,
         requests: Sequence[Sequence[GroupRequest]],
-        regrade: Sequence[Sequence[tuple[int, int]]],
+        regrade: Sequence[Sequence[Ungraded]],
     ) -> list[tuple[int, Report]]:
-        """Send each replica its requests, and finished completions to grade again as (ticket,
-        sample). Return the reports that have arrived, as (replica, report); none if there is no
-        news for a while."""
+        """Send each replica its requests, and finished completions to grade again. Return the
+        reports that have arrived, as (replica, report); none if there is no news for a while."""
         ...
 
     def interrupt(self) -> list[tuple[int, Report]]:
@@ -128,6 +134,8 @@ class EngineDriver:
         self._deterministic = deterministic
         self._silence_seconds = max(silence_seconds, 3 * ALIVE_SECONDS)
         self._grade_seconds = [0.0] * num_replicas
+        self._parts: dict[int, Report] = {}
+        """Reports of which a part is still to come."""
         self._heard = [0.0] * num_replicas
         self._told = [0.0] * num_replicas
         self._answered = self._checked = 0.0
@@ -154,7 +162,7 @@ class EngineDriver:
     def advance(
         self,
         requests: Sequence[Sequence[GroupRequest]],
-        regrade: Sequence[Sequence[tuple[int, int]]],
+        regrade: Sequence[Sequence[Ungraded]],
     ) -> list[tuple[int, Report]]:
         """See `Driver`."""
         for replica, (new, again) in enumerate(zip(requests, regrade, strict=True)):
@@ -256,6 +264,11 @@ class EngineDriver:
             except RankError as error:
                 self._lose(replica, str(error))
                 continue
+            if replica in self._parts:
+                report = report.joined(self._parts.pop(replica))
+            if report.is_continued:
+                self._parts[replica] = report
+                continue
             self._grade_seconds[replica] = report.grade_seconds
             self.last_errors |= report.errors
             if not report.is_alive_only:
@@ -301,24 +314,31 @@ class EngineDriver:
         self,
         replica: int,
         requests: list[GroupRequest],
-        regrade: list[tuple[int, int]],
+        regrade: list[Ungraded],
         kind: OrderKind = OrderKind.RUN,
     ) -> None:
         """Send requests, in several orders if one would be too large: prompts may have megabytes
-        (tests of programs). Raises DataError naming a prompt that is too large by itself."""
+        (tests of programs), and completions so far too. Raises DataError naming a prompt that is
+        too large by itself."""
         message = encode(Order(kind, requests=requests, regrade=regrade))
-        if len(message) <= MAX_ORDER_BYTES or not requests:
+        if len(message) <= MAX_ORDER_BYTES:
             self._send(replica, message)
             return
-        if len(requests) == 1:
-            prompt = requests[0].prompt
+        if len(requests) == 1 and not regrade:
+            requests = list(requests[0].parts())
+        if len(requests) + len(regrade) == 1:
+            prompt = requests[0].prompt if requests else regrade[0][2]
             raise DataError(
                 f"{prompt.source}, row {prompt.index}: prompt, truth and extra values together "
                 f"have more than {MAX_ORDER_BYTES:,} bytes; leave this row out"
             )
-        middle = len(requests) // 2
-        self._send_run(replica, requests[:middle], [], OrderKind.SUBMIT)
-        self._send_run(replica, requests[middle:], regrade, kind)
+        if requests and regrade:
+            self._send_run(replica, requests, [], OrderKind.SUBMIT)
+            self._send_run(replica, [], regrade, kind)
+            return
+        half, some = len(requests) // 2, len(regrade) // 2
+        self._send_run(replica, requests[:half], regrade[:some], OrderKind.SUBMIT)
+        self._send_run(replica, requests[half:], regrade[some:], kind)
 
     def _send(self, replica: int, message: bytes) -> None:
         if self._is_elastic:

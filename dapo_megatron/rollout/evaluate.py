@@ -58,7 +58,6 @@ class Evaluator:
             temperature=self.config.temperature,
             top_p=self.config.top_p,
             is_seeded=True,
-            is_kept=False,
         )
         prompts = list(enumerate(self.sets[name]))
         groups = sample_all(driver, prompts, sampling, self.config.samples)

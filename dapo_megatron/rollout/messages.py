@@ -1,25 +1,20 @@
 """Messages between the coordinator on rank 0 and the leaders of replicas.
 
-Orders go from the coordinator to a leader, reports from a leader to the coordinator. They describe
-completions by `CompletionSummary`: tokens, log-probs and texts stay with the leader. A *phase* is
-the collection of one step, or the evaluation of one set of problems.
+Orders go from the coordinator to a leader, reports from a leader to the coordinator. Completions
+travel with their tokens, so a leader holds none that it has reported. A *phase* is the collection
+of one step, or the evaluation of one set of problems.
 """
 
 from __future__ import annotations
 
 import hashlib
-from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from dapo_megatron.types import (
     Completion,
-    CompletionSummary,
-    Finish,
     Grade,
-    Int32s,
-    Outcome,
     Prompt,
     SampleRequest,
     TrainingSequence,
@@ -28,25 +23,42 @@ from dapo_megatron.types import (
 STEPS = 8
 """Engine steps per turn in a deterministic run, where all replicas take turns in lock step."""
 
-Sampled = tuple[int, CompletionSummary]
+MAX_PART_BYTES = 2**22
+"""Size of the completions in a message from which on the rest goes into another one."""
+_COMPLETION_BYTES = 200
+"""Rough size of a completion in a message without its tokens and text."""
+
+Sampled = tuple[int, Completion]
 """(ticket, completion)."""
 Graded = tuple[int, int, Grade | None, str]
 """(ticket, sample, grade or None, "graded" or why there is no grade)."""
-Closed = tuple[int, Outcome, str | None]
-"""(ticket, outcome, verdict of its grades)."""
+Ungraded = tuple[int, int, Prompt, str]
+"""(ticket, sample, prompt, text) of a finished completion to grade."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
     """Request for completions of one prompt.
 
-    `samples` are (index, number of tokens so far). A completion with tokens so far continues the
-    one that the replica holds.
+    `samples` are (index, completion so far). The latter is None for a new completion.
     """
 
     ticket: int
     prompt: Prompt
-    samples: tuple[tuple[int, int], ...]
+    samples: tuple[tuple[int, Completion | None], ...]
+
+    def parts(self) -> Iterator[GroupRequest]:
+        """Yield the request in parts of MAX_PART_BYTES, of at least one completion each."""
+        samples: list[tuple[int, Completion | None]] = []
+        num_bytes = 0
+        for sample, so_far in self.samples:
+            size = 0 if so_far is None else size_of(so_far)
+            if samples and num_bytes + size > MAX_PART_BYTES:
+                yield replace(self, samples=tuple(samples))
+                samples, num_bytes = [], 0
+            samples.append((sample, so_far))
+            num_bytes += size
+        yield replace(self, samples=tuple(samples))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +70,6 @@ class Sampling:
     max_tokens  limit of a whole response
     is_seeded   every request has its own random numbers, which depend only on `name`, ticket,
                 sample and the number of tokens so far
-    is_kept     a replica keeps completions until their ticket is closed
     """
 
     name: str
@@ -66,7 +77,6 @@ class Sampling:
     temperature: float
     top_p: float
     is_seeded: bool
-    is_kept: bool
 
     def request(
         self, ticket: int, prompt: Prompt, sample: int, so_far: Completion | None = None
@@ -116,10 +126,10 @@ class Order:
     kind: OrderKind
     sampling: Sampling | None = None
     requests: list[GroupRequest] = field(default_factory=list)
-    regrade: list[tuple[int, int]] = field(default_factory=list)
-    """(ticket, sample) of finished completions of a resumed run."""
+    regrade: list[Ungraded] = field(default_factory=list)
+    """Finished completions of a resumed run."""
     dropped: list[int] = field(default_factory=list)
-    """Tickets whose completions so far are dropped, because others of the same group were lost."""
+    """Tickets whose grades are dropped, because completions of the same group were lost."""
     is_broken: bool = False
     """At the end of a phase: whether a replica was lost, so that the ranks meet again."""
 
@@ -133,6 +143,8 @@ class Report:
     graded: list[Graded] = field(default_factory=list)
     unfinished: list[Sampled] | None = None
     """Unfinished completions with at least one token, in the answer to an interrupt."""
+    is_continued: bool = False
+    """Whether the rest of this report follows in another one."""
     stop: str = ""
     """Name of the stop signal that a rank of the replica got, or empty."""
     grade_seconds: float = 0.0
@@ -142,6 +154,47 @@ class Report:
     is_alive_only: bool = False
     """Whether the report has no news, and only shows that the leader is alive."""
 
+    def parts(self) -> Iterator[Report]:
+        """Yield the report in parts of MAX_PART_BYTES, of at least one completion each. The driver
+        joins them with `joined`."""
+        part = Report(unfinished=None if self.unfinished is None else [], is_continued=True)
+        num_bytes = 0
+        for is_finished, item in (
+            *((True, item) for item in self.sampled),
+            *((False, item) for item in self.unfinished or ()),
+        ):
+            size = size_of(item[1])
+            if num_bytes and num_bytes + size > MAX_PART_BYTES:
+                yield part
+                part = replace(part, sampled=[], unfinished=part.unfinished and [])
+                num_bytes = 0
+            num_bytes += size
+            if is_finished:
+                part.sampled.append(item)
+            elif part.unfinished is not None:
+                part.unfinished.append(item)
+        yield replace(self, sampled=part.sampled, unfinished=part.unfinished)
+
+    def joined(self, before: Report) -> Report:
+        """Return this report with the completions of the part before it."""
+        return replace(
+            self,
+            sampled=before.sampled + self.sampled,
+            unfinished=None
+            if self.unfinished is None
+            else (before.unfinished or []) + self.unfinished,
+        )
+
+
+def size_of(completion: Completion) -> int:
+    """Return the approximate size of a completion in a message, in bytes."""
+    arrays = (completion.tokens, completion.logprobs, completion.routes or b"")
+    return (
+        _COMPLETION_BYTES
+        + 4 * len(completion.text)
+        + sum(memoryview(values).nbytes for values in arrays)
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -149,12 +202,10 @@ class Turn:
 
     sampling  sampling parameters of the phase; None before the first phase
     groups    new requests
-    tokens    tokens so far of the requested completions that have some, in the order of `groups`
     """
 
     sampling: Sampling | None
     groups: list[GroupRequest]
-    tokens: list[Int32s]
     num_steps: int
     interrupt: bool
     end: bool
@@ -163,31 +214,14 @@ class Turn:
     """Gather the stop signals of all ranks of the engine."""
 
     def requests(self) -> list[SampleRequest]:
-        """Return the new requests. Completions so far have only their tokens: what engines of
-        other ranks than the leader return is dropped."""
-        tokens = iter(self.tokens)
-        requests = []
-        for group in self.groups:
-            assert self.sampling is not None
-            for sample, num_tokens in group.samples:
-                so_far = None
-                if num_tokens:
-                    so_far = Completion(
-                        sample, next(tokens), array("f"), "", Finish.UNFINISHED, segments=()
-                    )
-                requests.append(self.sampling.request(group.ticket, group.prompt, sample, so_far))
-        return requests
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """An unfinished completion that goes to the replica `target`, which will continue it. The
-    summary names the replica that holds it before."""
-
-    ticket: int
-    prompt: Prompt
-    summary: CompletionSummary
-    target: int
+        """Return the new requests."""
+        assert self.sampling is not None or not self.groups
+        return [
+            self.sampling.request(group.ticket, group.prompt, sample, so_far)
+            for group in self.groups
+            for sample, so_far in group.samples
+            if self.sampling is not None
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +230,4 @@ class StepPlan:
 
     sequences: list[TrainingSequence]
     """The sequences that the step trains on."""
-    closed: list[Closed]
-    """Tickets that ended in the step."""
-    moves: list[Move]
     metrics: dict[str, float]

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dapo_megatron.types import CompletionSummary, Finish, Grade, Group, Prompt, Segment
+from dapo_megatron.types import CheckpointError, Completion, Finish, Grade, Group, Prompt
 
-NOWHERE = -1
-"""Number instead of a replica's for a completion whose tokens were lost with an engine."""
+Completions = Mapping[tuple[int, int], Completion]
+"""Completions by (ticket, sample)."""
 
 
 @dataclass
@@ -22,7 +22,7 @@ class OpenGroup:
     num_samples: int
     issued_version: int = 0
     """Version of the engines' weights when the ticket was issued. No token is older."""
-    completions: dict[int, CompletionSummary] = field(default_factory=dict)
+    completions: dict[int, Completion] = field(default_factory=dict)
     ungradable: set[int] = field(default_factory=set)
     """Indices of samples that could not be graded: the grader hung, died or raised."""
     overtaken: int = 0
@@ -36,7 +36,7 @@ class OpenGroup:
         self.ungradable.clear()
         self.is_ready = False
 
-    def to_sample(self) -> list[tuple[int, CompletionSummary | None]]:
+    def to_sample(self) -> list[tuple[int, Completion | None]]:
         """Return (sample, completion so far or None) for every completion to be sampled."""
         so_far = ((sample, self.completions.get(sample)) for sample in range(self.num_samples))
         return [
@@ -57,7 +57,7 @@ class OpenGroup:
         """Whether every completion is finished and was graded or failed to be graded."""
         return self.is_sampled and not self.to_grade()
 
-    def to_grade(self) -> list[CompletionSummary]:
+    def to_grade(self) -> list[Completion]:
         """Return the finished completions without a result from a grader."""
         return [
             completion for sample, completion in self.completions.items() if self.awaits(sample)
@@ -93,7 +93,8 @@ class OpenGroup:
         return Group(self.ticket, self.prompt, tuple(completions))
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON-compatible state for a checkpoint. Tokens are in the files of replicas."""
+        """Return JSON-compatible state for a checkpoint, without completions: (sample, number of
+        tokens) names each."""
         prompt = self.prompt
         return {
             "ticket": self.ticket,
@@ -105,16 +106,19 @@ class OpenGroup:
             "prompt_tokens": list(prompt.tokens),
             "num_samples": self.num_samples,
             "issued_version": self.issued_version,
-            "completions": [_to_json(completion) for completion in self.completions.values()],
+            "completions": [[c.sample, c.num_tokens] for c in self.completions.values()],
             "ungradable": sorted(self.ungradable),
             "overtaken": self.overtaken,
             "is_ready": self.is_ready,
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any], num_replicas: int) -> OpenGroup:
-        """Return the group that `to_json` serialized, in a run of `num_replicas` replicas."""
-        completions = [_from_json(item, num_replicas) for item in value["completions"]]
+    def from_json(cls, value: Mapping[str, Any], known: Completions) -> OpenGroup:
+        """Return the group that `to_json` serialized, with its completions among the `known` ones.
+        Raises CheckpointError naming one that is not, or has another number of tokens."""
+        completions = [
+            _completion(known, value["ticket"], item[0], item[-1]) for item in value["completions"]
+        ]
         # Older checkpoints lack the version of the issue.
         oldest = min((completion.oldest_version for completion in completions), default=0)
         return cls(
@@ -136,36 +140,12 @@ class OpenGroup:
         )
 
 
-def holder(replica: int, num_replicas: int) -> int:
-    """Return the replica that takes over the completions of `replica` when a run resumes with
-    `num_replicas` replicas; NOWHERE if there is none."""
-    return replica % num_replicas if num_replicas and replica != NOWHERE else NOWHERE
-
-
-def _to_json(completion: CompletionSummary) -> list[Any]:
-    """Return a completion as a list, because a checkpoint may have tens of thousands."""
-    grade = completion.grade
-    return [
-        completion.sample,
-        completion.replica,
-        completion.num_tokens,
-        completion.finish.value,
-        [[segment.version, segment.num_tokens] for segment in completion.segments],
-        completion.logprob_mean,
-        completion.logprob_min,
-        None if grade is None else [grade.score, grade.correct, grade.pred, grade.parsed],
-    ]
-
-
-def _from_json(value: list[Any], num_replicas: int) -> CompletionSummary:
-    sample, replica, num_tokens, finish, segments, logprob_mean, logprob_min, grade = value
-    return CompletionSummary(
-        sample=sample,
-        num_tokens=num_tokens,
-        finish=Finish(finish),
-        segments=tuple(Segment(*segment) for segment in segments),
-        replica=holder(replica, num_replicas),
-        logprob_mean=logprob_mean,
-        logprob_min=logprob_min,
-        grade=None if grade is None else Grade(*grade),
-    )
+def _completion(known: Completions, ticket: int, sample: int, num_tokens: int) -> Completion:
+    completion = known.get((ticket, sample))
+    found = 0 if completion is None else completion.num_tokens
+    if completion is None or found != num_tokens:
+        raise CheckpointError(
+            f"ticket {ticket}, sample {sample} has {num_tokens} tokens in state.json, and {found} "
+            "in carried_*.parquet; resume from another checkpoint"
+        )
+    return completion

@@ -9,7 +9,6 @@ ranks that train on them, everything else is in the state.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
@@ -280,7 +279,6 @@ def _to_json(sequence: TrainingSequence) -> list[Any]:
     return [
         sequence.ticket,
         sequence.sample,
-        sequence.replica,
         sequence.prompt_tokens,
         sequence.response_tokens,
         [[segment.version, segment.num_tokens] for segment in sequence.segments],
@@ -291,17 +289,14 @@ def _to_json(sequence: TrainingSequence) -> list[Any]:
 
 
 def _from_json(value: Sequence[Any]) -> TrainingSequence:
-    ticket, sample, replica, prompt_tokens, response_tokens, segments, advantage, in_loss = value[
-        :8
-    ]
+    ticket, sample, prompt_tokens, response_tokens, segments, advantage, in_loss, reward = value
     return TrainingSequence(
         ticket=ticket,
         sample=sample,
-        replica=replica,
         prompt_tokens=prompt_tokens,
         response_tokens=response_tokens,
         segments=tuple(Segment(*segment) for segment in segments),
         advantage=advantage,
         in_loss=in_loss,
-        reward=value[8] if len(value) > 8 else math.nan,  # older versions saved none
+        reward=reward,
     )

@@ -1,12 +1,12 @@
 """Recorded rollouts of a run, a folder per step:
 
-samples/step_000012/completions_00003.parquet   completions that replica 3 sampled
+samples/step_000012/completions_00000.parquet   completions (earlier versions: a file per engine)
 samples/step_000012/policy_00001.parquet        policy values of the sequences that data-parallel
                                                 rank 1 trained on (tracking/policy_files.py)
-samples/step_000012/index.json                  columns for display, and the replicas
+samples/step_000012/index.json                  columns for display
 
-Files are written independently of each other. The index lists how many rows each replica recorded,
-so a reader notices a step whose recording was interrupted.
+Files are written independently of each other. The index lists all completions, so a reader notices
+a step whose recording was interrupted.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def step_folder(samples: Path, step: int) -> Path:
     return samples / f"step_{step:06d}"
 
 
-def completions_path(folder: Path, replica: int) -> Path:
-    """Return the file of the completions that a replica sampled; `folder` is a step's."""
-    return part_path(folder, _COMPLETIONS, replica)
+def completions_path(folder: Path) -> Path:
+    """Return the file of completions; `folder` is a step's."""
+    return part_path(folder, _COMPLETIONS, 0)
 
 
 def policy_path(folder: Path, index: int) -> Path:
@@ -57,9 +57,9 @@ def recorded_steps(samples: Path) -> dict[int, Path]:
     return dict(sorted(steps))
 
 
-def completion_files(folder: Path) -> dict[int, Path]:
-    """Return replica -> file of a step, in order."""
-    return parts_among(_entries(folder), _COMPLETIONS)
+def completion_files(folder: Path) -> list[Path]:
+    """Return the files of completions of a step, in order."""
+    return list(parts_among(_entries(folder), _COMPLETIONS).values())
 
 
 def policy_files(folder: Path) -> list[Path]:
@@ -114,38 +114,24 @@ def check_complete(folder: Path) -> None:
         raise DataError(
             f"{folder}: no {path.name}, because the run was killed while it recorded this step"
         )
-    files = completion_files(folder)
-    for replica, rows in replica_rows(path).items():
-        if replica not in files:
-            raise DataError(
-                f"{completions_path(folder, replica)}: missing, but {path.name} lists {rows} "
-                "completions of it; the step was not recorded completely"
-            )
-        if (recorded := num_rows(files[replica])) != rows:
-            raise DataError(
-                f"{files[replica]}: {recorded} completions, but {path.name} lists {rows}; they are "
-                "of different attempts at the step"
-            )
-
-
-def replica_rows(path: Path) -> dict[int, int]:
-    """Return replica -> number of rows in its file, from the index at `path`. Raises DataError."""
-    replicas = read_json(path, error=DataError).get("replicas")
+    columns = read_json(path, error=DataError).get("completions")
     try:
-        return {int(replica): int(rows) for replica, rows in dict(replicas or {}).items()}
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{path}: `replicas` is damaged ({error})") from error
+        listed = len(dict(columns or {})["sample"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: `completions` is damaged ({error})") from error
+    recorded = sum(map(num_rows, completion_files(folder)))
+    if recorded != listed:
+        raise DataError(
+            f"{folder}: {recorded} completions in {completions_path(folder).name}, but {path.name} "
+            f"lists {listed}; the step was not recorded completely, or in different attempts"
+        )
 
 
 def step_summaries(folder: Path) -> list[SummaryRow]:
     """Return all completions of a step without their tokens, sorted by ticket and sample. Raises
     DataError for a damaged file."""
-    rows = [
-        row
-        for replica, path in completion_files(folder).items()
-        for row in read_summaries(path, replica)
-    ]
-    return sorted(rows, key=lambda row: (row.ticket, row.summary.sample))
+    rows = [row for path in completion_files(folder) for row in read_summaries(path)]
+    return sorted(rows, key=lambda row: (row.ticket, row.sample))
 
 
 def step_completions(
@@ -154,7 +140,7 @@ def step_completions(
     sequences: Collection[tuple[int, int]] | None = None,
 ) -> Iterator[CompletionRow]:
     """Yield the completions of a step, of one file after the other; see `read_completions`."""
-    for path in completion_files(folder).values():
+    for path in completion_files(folder):
         yield from read_completions(path, tickets, sequences)
 
 

@@ -11,26 +11,24 @@ accuracies and lengths over the groups that were closed in the step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
-from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
+from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.config import Config
-from dapo_megatron.data.owners import own_sequences
-from dapo_megatron.protocols import DataParallel, Exchange
+from dapo_megatron.protocols import Exchange
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
-from dapo_megatron.rollout.completion_rows import SummaryRow
+from dapo_megatron.rollout.completion_rows import CompletionRow
+from dapo_megatron.rollout.delivery import Delivery
 from dapo_megatron.rollout.messages import StepPlan
-from dapo_megatron.rollout.partial_step import tokens_of
 from dapo_megatron.rollout.recorded import (
     check_complete,
     recorded_steps,
     step_completions,
     step_folder,
-    step_summaries,
 )
 from dapo_megatron.rollout.step_plan import step_plan
 from dapo_megatron.types import (
@@ -38,11 +36,8 @@ from dapo_megatron.types import (
     DataError,
     Group,
     Outcome,
-    Prompt,
     Rollouts,
-    SequenceTokens,
     SyncReport,
-    TrainingSequence,
 )
 
 
@@ -50,13 +45,13 @@ from dapo_megatron.types import (
 class Replay:
     """Source of rollouts that a run recorded. Implements protocols.Collector.
 
-    Rank 0 reads what the step trained on, and every rank reads the tokens of its sequences.
+    Rank 0 reads what the step trained on.
     """
 
     config: Config
     run_folder: Path
     exchange: Exchange
-    data_parallel: DataParallel
+    delivery: Delivery
 
     def collect(self, version: int, on_progress: Callable[[int], None]) -> Rollouts:
         """Return the recorded rollouts of step `version` + 1, which started from weights `version`.
@@ -64,9 +59,10 @@ class Replay:
         Raises DataError naming the file if the step was not recorded completely, or trained on no
         group.
         """
-        plan = on_rank0(self.exchange, lambda: self._plan(version, on_progress))
+        train: list[Group] = []
+        plan = on_rank0(self.exchange, lambda: self._plan(version, on_progress, train))
         plan = cast(StepPlan, self.exchange.broadcast(plan, StepPlan | None))
-        tokens = on_all_ranks(self.exchange, lambda: self._tokens(version + 1, plan.sequences))
+        tokens = self.delivery(plan.sequences, train)
         return Rollouts(plan.sequences, tokens, plan.metrics)
 
     def state(self) -> dict[str, Any]:
@@ -81,13 +77,27 @@ class Replay:
         """Do nothing. Only the step number selects the files to read, so a state of the recorded
         run and one of a replay both work."""
 
-    def _plan(self, version: int, on_progress: Callable[[int], None]) -> StepPlan:
+    def _plan(
+        self, version: int, on_progress: Callable[[int], None], train: list[Group]
+    ) -> StepPlan:
+        """Return the plan of a step, and add the groups to train on to `train`."""
         folder = self._folder(version + 1)
-        ended = [_ended(folder, rows) for rows in _by_ticket(step_summaries(folder))]
-        train = [group for group, outcome in ended if outcome is Outcome.TRAINED]
+        rows = sorted(step_completions(folder), key=lambda row: (row.ticket, row.completion.sample))
+        ended = [
+            _ended(folder, list(members))
+            for _, members in groupby(rows, key=lambda row: row.ticket)
+        ]
+        train += [group for group, outcome in ended if outcome is Outcome.TRAINED]
         decided = [group for group, outcome in ended if outcome is not Outcome.EXPIRED]
         if not train:
             raise DataError(f"{folder}: no group was trained on in this step")
+        if self.config.policy.router_replay == "engine" and any(
+            completion.routes is None for group in train for completion in group.completions
+        ):
+            raise DataError(
+                f"{folder}: recorded without routes, which policy.router_replay engine needs; set "
+                "it to policy or off, or record with tracking.record_routes"
+            )
         on_progress(len(train))
         counts = Counter(outcome.value for _, outcome in ended)
         collected = Collected(
@@ -101,22 +111,7 @@ class Replay:
             interrupted=0,
             grade_seconds=0.0,
         )
-        return step_plan(self.config, collected, closed=[], moves=[])
-
-    def _tokens(
-        self, step: int, sequences: Sequence[TrainingSequence]
-    ) -> dict[int, SequenceTokens]:
-        """Return the tokens of the sequences that this rank trains on, by index."""
-        own = own_sequences(sequences, self.data_parallel)
-        rows = step_completions(self._folder(step), sequences=own)
-        tokens = {own[row.ticket, row.completion.sample]: tokens_of(row) for row in rows}
-        needs_routes = self.config.policy.router_replay == "engine"
-        if needs_routes and any(values.routes is None for values in tokens.values()):
-            raise DataError(
-                f"{self._folder(step)}: recorded without routes, which policy.router_replay engine "
-                "needs; set it to policy or off, or record with tracking.record_routes"
-            )
-        return dict(sorted(tokens.items()))
+        return step_plan(self.config, collected)
 
     def _folder(self, step: int) -> Path:
         """Return the folder of a step. Raises DataError if it was not recorded completely."""
@@ -167,19 +162,11 @@ class NoSync:
         """Do nothing: the policy always has the accelerator."""
 
 
-def _by_ticket(rows: Iterable[SummaryRow]) -> Iterator[list[SummaryRow]]:
-    """Yield the rows of each ticket; `rows` are sorted by ticket."""
-    for _, members in groupby(rows, key=lambda row: row.ticket):
-        yield list(members)
-
-
-def _ended(folder: Path, rows: Sequence[SummaryRow]) -> tuple[Group, Outcome]:
+def _ended(folder: Path, rows: Sequence[CompletionRow]) -> tuple[Group, Outcome]:
     """Return the group of these rows and its outcome."""
     first = rows[0]
     try:
         outcome = Outcome(first.outcome)
     except ValueError as error:
         raise DataError(f"{folder}: ticket {first.ticket}: {error}") from error
-    # Only the number of prompt tokens matters. Tokens are read where they are trained on.
-    prompt = Prompt(first.source, first.index, (0,) * first.prompt_tokens, text="", truth="")
-    return Group(first.ticket, prompt, tuple(row.summary for row in rows)), outcome
+    return Group(first.ticket, first.prompt, tuple(row.completion for row in rows)), outcome

@@ -6,21 +6,19 @@ The report selects completions by it. Values are rounded; exact values are in th
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from dapo_megatron.rollout.completion_rows import SummaryRow
-from dapo_megatron.rollout.open_group import NOWHERE
-from dapo_megatron.types import CompletionSummary, Grade, Verdict
+from dapo_megatron.types import Completion, Grade, Verdict
 
 DECIMALS = 4
 """Decimal places of display columns."""
 GROUP_COLUMNS = ("ticket", "source", "outcome", "verdict")
 COMPLETION_COLUMNS = (
-    *("group", "sample", "replica", "score", "correct", "parsed", "num_tokens", "finish", "age"),
+    *("group", "sample", "score", "correct", "parsed", "num_tokens", "finish", "age"),
     *("logprob_mean", "logprob_min"),
 )
 
@@ -33,28 +31,22 @@ class IndexedGroup:
     source: str
     outcome: str
     verdict: str | None
-    completions: Sequence[CompletionSummary]
+    completions: Sequence[Completion | SummaryRow]
 
 
 def index_of(step: int, groups: Iterable[IndexedGroup]) -> dict[str, Any]:
-    """Return `{"step", "replicas": {replica: rows}, "groups": {column: [...]}, "completions":
-    {column: [...]}}`.
+    """Return `{"step", "groups": {column: [...]}, "completions": {column: [...]}}`.
 
-    `replicas` has the number of rows in the file of each replica. The column `group` of completions
-    is an index into the columns of groups.
+    The column `group` of completions is an index into the columns of groups.
     """
     group_rows: list[tuple[Any, ...]] = []
     completion_rows: list[tuple[Any, ...]] = []
-    replicas: Counter[int] = Counter()
     for group_index, group in enumerate(groups):
         group_rows.append(tuple(getattr(group, name) for name in GROUP_COLUMNS))
         for completion in group.completions:
-            if completion.replica != NOWHERE:
-                replicas[completion.replica] += 1
             completion_rows.append((group_index, *display_values(step, completion).values()))
     return {
         "step": step,
-        "replicas": {str(replica): count for replica, count in sorted(replicas.items())},
         "groups": _columns(GROUP_COLUMNS, group_rows),
         "completions": _columns(COMPLETION_COLUMNS, completion_rows),
     }
@@ -62,16 +54,17 @@ def index_of(step: int, groups: Iterable[IndexedGroup]) -> dict[str, Any]:
 
 def groups_of(rows: Iterable[SummaryRow]) -> list[IndexedGroup]:
     """Return the groups of rows, which may come from several files, sorted by ticket."""
-    ordered = sorted(rows, key=lambda row: (row.ticket, row.summary.sample))
+    ordered = sorted(rows, key=lambda row: (row.ticket, row.sample))
     groups = []
     for ticket, members in groupby(ordered, key=lambda row: row.ticket):
         first, *others = members
-        summaries = tuple(row.summary for row in (first, *others))
-        groups.append(IndexedGroup(ticket, first.source, first.outcome, first.verdict, summaries))
+        groups.append(
+            IndexedGroup(ticket, first.source, first.outcome, first.verdict, (first, *others))
+        )
     return groups
 
 
-def display_values(step: int, completion: CompletionSummary) -> dict[str, Any]:
+def display_values(step: int, completion: Completion | SummaryRow) -> dict[str, Any]:
     """Return the COMPLETION_COLUMNS, except `group`, of a completion whose group ended in `step`.
 
     `age` is the number of versions between its first token and the weights at the start of the
@@ -81,7 +74,6 @@ def display_values(step: int, completion: CompletionSummary) -> dict[str, Any]:
     grade = completion.grade
     return {
         "sample": completion.sample,
-        "replica": completion.replica,
         "score": None if grade is None else rounded(grade.score),
         "correct": None if grade is None else grade.correct,
         "parsed": None if grade is None else grade.parsed,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import describe
-from dapo_megatron.rollout.messages import Closed, Move, StepPlan
+from dapo_megatron.rollout.messages import StepPlan
 from dapo_megatron.rollout.metrics import rollout_metrics
 from dapo_megatron.types import Collected
 
 
-def step_plan(
-    config: Config, collected: Collected, closed: list[Closed], moves: list[Move]
-) -> StepPlan:
+def step_plan(config: Config, collected: Collected) -> StepPlan:
     """Return the plan of a step that trains on `collected.train`."""
     return StepPlan(
         sequences=describe(
@@ -20,7 +18,5 @@ def step_plan(
             eps=config.loss.advantage_eps,
             divide_by_std=config.loss.advantage_std,
         ),
-        closed=closed,
-        moves=moves,
         metrics=rollout_metrics(collected, config.overlong),
     )

@@ -16,13 +16,11 @@ from dapo_megatron.cluster.collectives import decode, encode
 from dapo_megatron.cluster.messages import Member
 from dapo_megatron.protocols import Exchange, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
-from dapo_megatron.rollout.completion_rows import summarize
 from dapo_megatron.rollout.driver import ALIVE_SECONDS, DISCONNECTED_SECONDS
 from dapo_megatron.rollout.engines import lost_error
 from dapo_megatron.rollout.messages import (
     STEPS,
     Graded,
-    GroupRequest,
     Order,
     OrderKind,
     Report,
@@ -30,8 +28,7 @@ from dapo_megatron.rollout.messages import (
     Sampling,
     Turn,
 )
-from dapo_megatron.rollout.store import CompletionStore
-from dapo_megatron.types import Completion, DapoError, Prompt, SampleRequest
+from dapo_megatron.types import Prompt
 
 IDLE_SECONDS = 1.0
 """Maximum time that an idle leader waits for orders before it shows its peers that it is alive."""
@@ -96,7 +93,6 @@ class Leader:
 
     member          its socket to the coordinator
     peers           the ranks of this engine; this is rank 0 of them
-    store           where finished and unfinished completions are kept
     deterministic   take turns in lock step with all replicas
     is_elastic      the run goes on without lost replicas, in another generation of its ranks
     stop            name of the stop signal that this rank got, or empty
@@ -110,7 +106,6 @@ class Leader:
         grading: GradingPool,
         member: Member,
         peers: Exchange,
-        store: CompletionStore,
         *,
         deterministic: bool,
         is_elastic: bool = False,
@@ -122,7 +117,6 @@ class Leader:
         self._grading = grading
         self._member = member
         self._peers = peers
-        self._store = store
         self._deterministic, self._is_elastic = deterministic, is_elastic
         self._stop = stop
         self._on_activity = on_activity
@@ -140,12 +134,11 @@ class Leader:
         """Obey the coordinator until it ends the phase."""
         while True:
             orders = self._orders()
-            turn, requests = self._turn(orders)
-            self._take(turn, requests)
+            turn = self._turn(orders)
+            self._take(turn)
             for order in orders:
-                for ticket, sample in order.regrade:
-                    completion = self._store.get(ticket, sample)
-                    self._grade(ticket, self._store.prompt(ticket), completion)
+                for ticket, sample, prompt, text in order.regrade:
+                    self._grade(ticket, sample, prompt, text)
             unfinished = self._interrupt() if turn.interrupt else None
             self._run(turn.num_steps)
             self._collect(wait=self._deterministic and turn.num_steps > 0)
@@ -180,113 +173,80 @@ class Leader:
             return [Order(OrderKind.END, is_broken=True)]
         return [decode(message, Order, "rank 0") for message in messages]
 
-    def _turn(self, orders: list[Order]) -> tuple[Turn, list[SampleRequest]]:
-        """Return the turn of all ranks of the engine that these orders ask for, and the requests of
-        this rank's engine."""
+    def _turn(self, orders: list[Order]) -> Turn:
+        """Return the turn of all ranks of the engine that these orders ask for."""
         kinds = {order.kind for order in orders}
         for order in orders:
             if order.sampling is not None:
                 self._sampling, self._is_interrupted = order.sampling, False
             for ticket in order.dropped:
                 self._drop(ticket)
-        groups = [group for order in orders for group in order.requests]
-        requests = [request for group in groups for request in self._sample_requests(group)]
         num_steps = STEPS if OrderKind.RUN in kinds else 0
         now = time.monotonic()
         asks_stop = now - self._asked > IDLE_SECONDS or (self._deterministic and num_steps > 0)
         self._asked = now if asks_stop else self._asked
-        turn = Turn(
+        return Turn(
             sampling=self._sampling,
-            groups=groups,
-            tokens=[request.so_far.tokens for request in requests if request.so_far is not None],
+            groups=[group for order in orders for group in order.requests],
             num_steps=num_steps if self._deterministic else 1,
             interrupt=OrderKind.INTERRUPT in kinds,
             end=OrderKind.END in kinds,
             is_broken=any(order.is_broken for order in orders),
             asks_stop=asks_stop,
         )
-        return turn, requests
 
-    def _sample_requests(self, group: GroupRequest) -> list[SampleRequest]:
-        """Return the engine's requests for a group. Raises DapoError naming a completion that is
-        not held here with the number of tokens that the coordinator knows."""
-        assert self._sampling is not None
-        requests = []
-        for sample, num_tokens in group.samples:
-            so_far = self._store.get(group.ticket, sample) if num_tokens else None
-            if so_far is not None and so_far.num_tokens != num_tokens:
-                raise DapoError(
-                    f"ticket {group.ticket}, sample {sample}: {so_far.num_tokens} tokens here, but "
-                    f"the coordinator knows of {num_tokens}"
-                )
-            requests.append(self._sampling.request(group.ticket, group.prompt, sample, so_far))
-        return requests
-
-    def _take(self, turn: Turn, requests: list[SampleRequest]) -> None:
-        """Start a turn on all ranks of the engine, with the requests of this rank's."""
+    def _take(self, turn: Turn) -> None:
+        """Start a turn on all ranks of the engine."""
         if self._peers.world_size > 1:
             self._peers.broadcast(turn, Turn)
         if turn.asks_stop:
             signals = self._peers.all_gather(self._stop(), str)
             self._stop_signal = next(filter(None, signals), "")
-        self._engine.submit(requests)
+        self._engine.submit(turn.requests())
         self._show_running()
 
     # ------------------------------------------------------------------ engine and graders
 
     def _run(self, num_steps: int) -> None:
-        """Run engine steps. Store and grade the completions that finish."""
+        """Run engine steps. Grade the completions that finish."""
         for _ in range(num_steps):
             if not self._engine.requests:
                 break
             for request, completion in self._engine.step():
-                self._keep(request, completion)
-                summary = summarize(completion, self._engine.replica)
-                self._sampled.append((request.ticket, summary))
-                self._grade(request.ticket, request.prompt, completion)
+                self._sampled.append((request.ticket, completion))
+                self._grade(request.ticket, completion.sample, request.prompt, completion.text)
             self._on_activity("engine step")
             self._show_running()
 
     def _interrupt(self) -> list[Sampled]:
-        """Interrupt the engine. Store and return its unfinished completions."""
-        unfinished = []
-        for request, completion in self._engine.interrupt():
-            self._keep(request, completion)
-            unfinished.append((request.ticket, summarize(completion, self._engine.replica)))
+        """Interrupt the engine. Return its unfinished completions."""
+        interrupted = self._engine.interrupt()
         self.on_running(0)
-        return unfinished
+        return [(request.ticket, completion) for request, completion in interrupted]
 
     def _show_running(self) -> None:
         """Pass on how many requests run. Others may be queued in the engine."""
         self.on_running(min(len(self._engine.requests), self._engine.max_sequences))
 
-    def _keep(self, request: SampleRequest, completion: Completion) -> None:
-        if self._sampling is not None and self._sampling.is_kept:
-            self._store.put(request.ticket, request.prompt, completion)
-
     def _drop(self, ticket: int) -> None:
-        """Drop the completions of a ticket, and their grades, also those that are still to come."""
-        self._store.close(ticket)
+        """Drop the grades of a ticket, also those that are still to come."""
         self._num_drops[ticket] += 1
         for name, grades in self._grades.items():
             self._grades[name] = [grade for grade in grades if grade[0] != ticket]
 
-    def _grade(self, ticket: int, prompt: Prompt, completion: Completion) -> None:
+    def _grade(self, ticket: int, sample: int, prompt: Prompt, text: str) -> None:
         assert self._sampling is not None
-        key = self._sampling, ticket, completion.sample, self._num_drops[ticket]
-        self._grading.submit(key, prompt.source, completion.text, prompt.truth, dict(prompt.extra))
+        key = self._sampling.name, ticket, sample, self._num_drops[ticket]
+        self._grading.submit(key, prompt.source, text, prompt.truth, dict(prompt.extra))
 
     def _collect(self, *, wait: bool) -> None:
         """Collect the grades that have arrived. `wait`: all of them."""
         started = time.perf_counter()
         while self._grading.pending:
             results = self._grading.collect(wait)
-            for (sampling, ticket, sample, num_drops), grade, outcome in results:
-                if num_drops != self._num_drops[ticket]:
-                    continue
-                if sampling.is_kept:
-                    self._store.set_grade(ticket, sample, grade)
-                self._grades[sampling.name].append((ticket, sample, grade, outcome))
+            for (name, ticket, sample, num_drops), grade, outcome in results:
+                if num_drops == self._num_drops[ticket]:
+                    self._grades[name].append((ticket, sample, grade, outcome))
             if not wait:
                 break
             self._on_activity("grades")
@@ -324,7 +284,8 @@ class Leader:
                 errors=dict(self._grading.last_errors),
             )
             self._sampled = []
-        self._member.send(encode(report))
+        for part in report.parts():
+            self._member.send(encode(part))
 
 
 def describe(engine: RolloutEngine) -> str:

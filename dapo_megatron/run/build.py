@@ -38,13 +38,12 @@ from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rewards.trial import try_graders
 from dapo_megatron.rollout.collector import EngineCollector
 from dapo_megatron.rollout.coordinator import Coordinator
+from dapo_megatron.rollout.delivery import Delivery, RouteSize
 from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.evaluate import Evaluator
-from dapo_megatron.rollout.exchange import RouteSize, TokenExchange
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
 from dapo_megatron.rollout.roles import SeparateSync, SeparateTraining, taking_out_failed
-from dapo_megatron.rollout.store import CompletionStore
 from dapo_megatron.rollout.worker import Follower, Leader
 from dapo_megatron.run.exports import exports_of
 from dapo_megatron.run.folder import RunFolder
@@ -73,9 +72,6 @@ class Core:
     sync: WeightSync
     loss: LossFn
     engines: Engines
-    leaders: list[int]
-    """Rank of each replica's leader."""
-    store: CompletionStore
     grading: GradingPool | None
     channel: list[Member | Hub]
 
@@ -197,8 +193,6 @@ def build_core(config: Config, ranks: Ranks, models: Models, stop: Stop | None =
         sync=sync,
         loss=loss,
         engines=Engines(worker, driver, ranks, None if worker else peers, signal),
-        leaders=[replicas.index(replica) for replica in range(engine.num_replicas)],
-        store=models.store,
         grading=grading,
         channel=[end for end in (member, hub) if end is not None],
     )
@@ -221,7 +215,6 @@ def _worker(
             grading,
             member,
             peers,
-            models.store,
             deterministic=config.rollout.deterministic,
             is_elastic=config.roles.are_separate,
             stop=stop,
@@ -288,13 +281,8 @@ def build_parts(
             config=config,
             coordinator=coordinator,
             engines=core.engines,
-            exchange_tokens=TokenExchange(
-                ranks, data_parallel, core.leaders, core.store, route_size(config)
-            ),
-            data_parallel=data_parallel,
+            delivery=_delivery(config, ranks, data_parallel),
             recorder=recorder,
-            replica=engine.replica if engine.is_leader else None,
-            store=core.store,
         ),
         evaluator=build_evaluator(config, prompts, core),
         recorder=recorder,
@@ -351,13 +339,15 @@ def build_replay(
     policy = build_policy(config, ranks)
     keep_reference(config, ranks, policy)
     data_parallel = _data_parallel(config, ranks, policy)
+    delivery = _delivery(config, ranks, data_parallel)
+    assert delivery is not None
     return Parts(
         policy=policy,
         sync=NoSync(),
         loss=loss,
         learning_rate=learning_rate(config.optimizer),
         data_parallel=data_parallel,
-        collector=Replay(config, recorded, ranks, data_parallel),
+        collector=Replay(config, recorded, ranks, delivery),
         evaluator=NoEvaluation(),
         recorder=recorder,
         checkpoints=_checkpoints(config, ranks, policy, folder, recorder),
@@ -380,6 +370,17 @@ def _data_parallel(config: Config, ranks: Ranks, policy: Policy) -> DataParallel
     return DataParallelRanks.join(
         ranks, policy.data_parallel_index, plan, num_updates, policy=ranks.policy
     )
+
+
+def _delivery(config: Config, ranks: Ranks, data_parallel: DataParallelRanks) -> Delivery | None:
+    """Return the delivery of tokens; None on a rank without a policy. Collective over the ranks
+    with one."""
+    policy = ranks.policy
+    if policy is None:
+        return None
+    indices = data_parallel.indices[: policy.world_size]
+    peers = [rank for rank, index in enumerate(indices) if index == data_parallel.index]
+    return Delivery(data_parallel, policy.subgroup(peers), route_size(config))
 
 
 def _checkpoints(

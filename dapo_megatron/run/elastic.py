@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dapo_megatron import loop
 from dapo_megatron.checkpoints.saver import ABANDON_SECONDS
@@ -28,6 +27,7 @@ from dapo_megatron.cluster.ranks import next_generation
 from dapo_megatron.policy.device import backend
 from dapo_megatron.protocols import Parts
 from dapo_megatron.rollout.collector import EngineCollector
+from dapo_megatron.rollout.coordinator import SavePoint
 from dapo_megatron.rollout.partial_step import PartialStep
 from dapo_megatron.run.build import (
     Core,
@@ -67,8 +67,8 @@ class ElasticTraining:
     partial_step: PartialStep
     started: float
     repeated: dict[int, Path]
-    _coordinator: dict[str, Any] = field(default_factory=dict)
-    """State of the coordinator of the last generation, on rank 0."""
+    _save_point: SavePoint | None = None
+    """Where the coordinator of the last generation was, on rank 0."""
     _lost: dict[int, float] = field(default_factory=dict)
     """Ranks that are or may be lost, on rank 0, with the time.monotonic() until which to wait."""
     _instruments: StepInstruments | None = None
@@ -136,7 +136,7 @@ class ElasticTraining:
             notice_lost_nodes()  # last, when all connections are open
         if ranks.broadcast(self._is_ready, bool):
             assert isinstance(collector, EngineCollector)
-            collector.adopt(self._coordinator)
+            collector.adopt(self._save_point)
         elif ranks.by_role is not None and ranks.by_role.members.ending is not None:
             raise ranks.by_role.members.ending  # there is nothing new to save
         else:
@@ -156,14 +156,14 @@ class ElasticTraining:
             with suppress(EnginesChanged):  # all steps are done and saved
                 ranks.barrier()
         except EnginesChanged as change:
+            assert isinstance(collector, EngineCollector)
+            self._save_point = collector.save_point()
             self._end_generation(core, parts, change)
             raise
         conclude(self.progress, instruments)
 
     def _end_generation(self, core: Core, parts: Parts, change: EnginesChanged) -> None:
-        """Keep what the next generation goes on from: the state of the coordinator, whether the
-        last checkpoint is unwritten, and which ranks may be lost."""
-        self._coordinator = parts.collector.state()
+        """Keep whether the last checkpoint is unwritten, and which ranks may be lost."""
         # If an engine joins, no rank is lost, and a checkpoint is completed.
         patience = math.inf if isinstance(change, EngineJoins) else ABANDON_SECONDS
         with self.context.watchdog.phase(Phase.CHECKPOINT):

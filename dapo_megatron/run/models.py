@@ -4,7 +4,7 @@ to Megatron and vLLM."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from dapo_megatron.bridge.bounds import canary_bounds
@@ -18,17 +18,14 @@ from dapo_megatron.plan.compatibility.rule import Machine
 from dapo_megatron.plan.rows import row_multiple, sequence_multiple
 from dapo_megatron.protocols import MicrobatchPlanner, Policy, RolloutEngine
 from dapo_megatron.rollout.roles import NoEngine, NoPolicy
-from dapo_megatron.rollout.store import CompletionStore
 
 
 @dataclass
 class Models:
-    """Models and completions of a rank, which it keeps while others come and go."""
+    """Models of a rank, which it keeps while others come and go."""
 
     policy: Policy
     engine: RolloutEngine
-    store: CompletionStore = field(default_factory=CompletionStore)
-    """Completions that this rank holds; empty except on a leader."""
 
 
 def planner(policy: PolicyConfig, train: TrainConfig) -> MicrobatchPlanner:

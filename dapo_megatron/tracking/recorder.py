@@ -65,10 +65,10 @@ class RolloutRecorder:
     writer: RolloutWriter | None = None
     inspected_groups: int = 0
 
-    def completions(self, step: int, replica: int, rows: Sequence[CompletionRow]) -> None:
-        """Write the completions of groups that ended in `step`, which `replica` sampled."""
+    def completions(self, step: int, rows: Sequence[CompletionRow]) -> None:
+        """Write the completions of groups that ended in `step`."""
         if self.writer is not None:
-            self.writer.completions(step, replica, rows)
+            self.writer.completions(step, rows)
 
     def ended(self, step: int, groups: Sequence[tuple[Group, str]]) -> None:
         """Write the index of the groups that ended in `step`, each with its outcome."""

@@ -40,10 +40,10 @@ class RolloutWriter:
         self._thread: Thread | None = None
         self._error: BaseException | None = None
 
-    def completions(self, step: int, replica: int, rows: Iterable[CompletionRow]) -> None:
-        """Write the completions that `replica` sampled, of groups that ended in `step`. `rows` are
-        iterated in the background."""
-        path = completions_path(step_folder(self._folder, step), replica)
+    def completions(self, step: int, rows: Iterable[CompletionRow]) -> None:
+        """Write the completions of groups that ended in `step`. `rows` are iterated in the
+        background."""
+        path = completions_path(step_folder(self._folder, step))
         self._put(f"samples of step {step}", partial(write_completions, path, rows))
 
     def policy(
