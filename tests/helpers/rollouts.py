@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.prompts import PromptStream
-from dapo_megatron.rollout.coordinator import Coordinator
-from dapo_megatron.rollout.messages import GroupRequest, Report, Sampling
+from dapo_megatron.rollout.coordinator import Coordinator, SavePoint
+from dapo_megatron.rollout.messages import GroupRequest, Report, Sampling, Ungraded
 from dapo_megatron.types import (
     Collected,
-    CompletionSummary,
+    Completion,
     Finish,
     Grade,
     Prompt,
@@ -30,33 +31,32 @@ MAX_TOKENS = 8
 
 
 class RefusedByReplica(AssertionError):
-    """A replica was asked to continue a response that it does not hold like this."""
+    """A replica was asked to continue a response that is not the one reported last."""
 
 
 class Killed(Exception):
     """The process died in the middle of a step."""
 
 
-@dataclass
-class _Response:
-    """A response on a replica, running or waiting to be continued."""
+def completion_of(
+    sample: int, segments: tuple[Segment, ...], finish: Finish, grade: Grade | None = None
+) -> Completion:
+    """Return a completion with as many tokens as the segments."""
+    num_tokens = max(sum(segment.num_tokens for segment in segments), 0)
+    tokens, logprobs = array("i", bytes(4 * num_tokens)), array("f", bytes(4 * num_tokens))
+    return Completion(sample, tokens, logprobs, "", finish, segments, grade)
 
-    replica: int
-    tokens: int = 0
-    segments: tuple[Segment, ...] = ()
 
-    def sample(self, num_tokens: int, version: int) -> None:
-        """Add tokens sampled by weights of `version`."""
-        self.tokens += num_tokens
-        *older, last = self.segments or (Segment(version, 0),)
-        if last.version == version:
-            self.segments = (*older, Segment(version, last.num_tokens + num_tokens))
-        else:
-            self.segments = (*older, last, Segment(version, num_tokens))
+def longer(segments: tuple[Segment, ...], num_tokens: int, version: int) -> tuple[Segment, ...]:
+    """Return the segments with more tokens, sampled by weights of `version`."""
+    *older, last = segments or (Segment(version, 0),)
+    if last.version == version:
+        return (*older, Segment(version, last.num_tokens + num_tokens))
+    return (*older, last, Segment(version, num_tokens))
 
-    def summary(self, sample: int, finish: Finish) -> CompletionSummary:
-        """Return the summary of the response so far."""
-        return CompletionSummary(sample, self.tokens, finish, self.segments, self.replica)
+
+Key = tuple[int, int]
+"""(ticket, sample)."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class ScriptedDriver:
     sample.
 
     Requests are checked: no completion is requested twice, no replica exceeds `max_sequences`, and
-    a completion continues on the replica that holds it, with exactly the tokens sampled so far.
+    a completion continues with exactly the tokens that were reported last.
     """
 
     correct: Correct
@@ -86,25 +86,26 @@ class ScriptedDriver:
     lost_by_start: set[int] = field(default_factory=set)
     """Replicas that the start of the phase lost. Requests to them are ignored."""
     orphans: set[int] = field(default_factory=set)
-    """Tickets with tokens that a replica had sampled when it was lost in the last interrupt."""
+    """Tickets with requests that a replica had when it was lost in the last interrupt."""
     requests: list[GroupRequest] = field(default_factory=list)
     """Every request so far."""
-    held: dict[tuple[int, int], _Response] = field(default_factory=dict)
-    """Responses that are unfinished or finished, as the leaders of replicas hold them."""
+    reported: dict[Key, tuple[Segment, ...]] = field(default_factory=dict)
+    """Segments of the completions that were reported, finished or not."""
 
     def __post_init__(self) -> None:
-        self._running: list[dict[tuple[int, int], _Response]] = [
+        self._running: list[dict[Key, tuple[Segment, ...]]] = [
             {} for _ in range(self.num_replicas)
         ]
-        self._to_grade: list[tuple[int, int]] = []
+        self._to_grade: dict[Key, int] = {}
+        """Finished completions, and the replica that grades each."""
 
     def name(self, replica: int) -> str:
         return f"replica {replica}"
 
     def start(self, sampling: Sampling, dropped: Sequence[int] = ()) -> None:
         assert not any(self._running)
-        for key in [key for key in self.held if key[0] in dropped]:
-            self._drop(key)
+        for key in [key for key in self._to_grade if key[0] in dropped]:
+            del self._to_grade[key]
         before = set(self.lost)
         self.on_start()
         self.lost_by_start = self.lost - before
@@ -113,58 +114,39 @@ class ScriptedDriver:
         raise NotImplementedError
 
     def lose(self, replica: int) -> None:
-        """Lose a replica, with all that it holds."""
+        """Lose a replica, with the requests and gradings that it has."""
         self.lost.add(replica)
         running = self._running[replica]
-        self.orphans |= {ticket for (ticket, _), response in running.items() if response.tokens}
+        self.orphans |= {ticket for ticket, _ in running}
         running.clear()
-        for key in [key for key, held in self.held.items() if held.replica == replica]:
-            self._drop(key)
-
-    def inventories(self) -> list[list[tuple[int, int, int]]]:
-        """Return (ticket, sample, number of tokens) of what each replica that is left holds."""
-        return [
-            [(*key, held.tokens) for key, held in self.held.items() if held.replica == replica]
-            for replica in range(self.num_replicas)
-            if replica not in self.lost
-        ]
-
-    def _drop(self, key: tuple[int, int]) -> None:
-        del self.held[key]
-        self._to_grade = [other for other in self._to_grade if other != key]
+        for key in [key for key, grader in self._to_grade.items() if grader == replica]:
+            del self._to_grade[key]
 
     def advance(
         self,
         requests: Sequence[Sequence[GroupRequest]],
-        regrade: Sequence[Sequence[tuple[int, int]]],
+        regrade: Sequence[Sequence[Ungraded]],
     ) -> list[tuple[int, Report]]:
         assert len(requests) == self.num_replicas
         for replica, groups in enumerate(requests):
             for group in groups if replica not in self.lost_by_start else ():
                 self._start(replica, group)
         self.on_advance()
-        for replica, keys in enumerate(regrade):
-            if replica in self.lost:
-                continue
-            assert all(self.held[key].replica == replica for key in keys)
-            self._to_grade += keys
+        for replica, items in enumerate(regrade):
+            if replica not in self.lost:
+                self._to_grade |= {(ticket, sample): replica for ticket, sample, *_ in items}
         sampled = [self._move_on(running) for running in self._running]
-        self._to_grade += [
-            (ticket, summary.sample) for items in sampled for ticket, summary in items
-        ]
+        for replica, finished in enumerate(sampled):
+            self._to_grade |= {(ticket, c.sample): replica for ticket, c in finished}
         graded = [key for key in self._to_grade if self.grade_at_once or self.rng.random() < 0.5]
-        self._to_grade = [key for key in self._to_grade if key not in graded]
+        grader = {key: self._to_grade.pop(key) for key in graded}
         self.grade_seconds += 0.5
         reports = [
             (
                 replica,
                 Report(
                     sampled=items,
-                    graded=[
-                        (*key, *self._grade(*key))
-                        for key in graded
-                        if self.held[key].replica == replica
-                    ],
+                    graded=[(*key, *self._grade(*key)) for key in graded if grader[key] == replica],
                     stop=self.stop,
                 ),
             )
@@ -182,43 +164,44 @@ class ScriptedDriver:
                 replica,
                 Report(
                     unfinished=[
-                        (ticket, response.summary(sample, Finish.UNFINISHED))
-                        for (ticket, sample), response in running.items()
-                        if response.tokens
+                        (ticket, completion_of(sample, segments, Finish.UNFINISHED))
+                        for (ticket, sample), segments in running.items()
+                        if segments
                     ]
                 ),
             )
             for replica, running in enumerate(self._running)
         ]
         for running in self._running:
+            self.reported |= running
             running.clear()
         return reports
 
     def _start(self, replica: int, group: GroupRequest) -> None:
         assert replica not in self.lost
-        for sample, num_tokens in group.samples:
+        for sample, so_far in group.samples:
             key = group.ticket, sample
             assert not any(key in running for running in self._running), f"{key} requested twice"
-            response = self.held[key] if num_tokens else _Response(replica)
-            assert response.replica == replica
-            if not response.tokens == num_tokens < self.length(*key):
-                raise RefusedByReplica(f"{key}: {response.tokens} tokens, not {num_tokens}")
-            self.held[key] = self._running[replica][key] = response
+            segments = () if so_far is None else so_far.segments
+            is_new = not segments and self.lost  # sampled again
+            if not is_new and segments != self.reported.get(key, ()):
+                raise RefusedByReplica(f"{key}: {segments}, not {self.reported.get(key, ())}")
+            assert so_far is None or so_far.num_tokens < self.length(*key)
+            self._running[replica][key] = segments
         assert len(self._running[replica]) <= self.max_sequences
         self.requests.append(group)
 
-    def _move_on(
-        self, running: dict[tuple[int, int], _Response]
-    ) -> list[tuple[int, CompletionSummary]]:
+    def _move_on(self, running: dict[Key, tuple[Segment, ...]]) -> list[tuple[int, Completion]]:
         finished = []
-        for (ticket, sample), response in list(running.items()):
-            more = min(self.rng.randint(0, 2), self.length(ticket, sample) - response.tokens)
+        for key, segments in list(running.items()):
+            num_tokens = sum(segment.num_tokens for segment in segments)
+            more = min(self.rng.randint(0, 2), self.length(*key) - num_tokens)
             if more:
-                response.sample(more, self.version)
-            if response.tokens == self.length(ticket, sample):
-                del running[ticket, sample]
-                finish = Finish.LENGTH if response.tokens >= MAX_TOKENS else Finish.STOP
-                finished.append((ticket, response.summary(sample, finish)))
+                segments = running[key] = longer(segments, more, self.version)
+            if num_tokens + more == self.length(*key):
+                self.reported[key] = running.pop(key)
+                finish = Finish.LENGTH if num_tokens + more >= MAX_TOKENS else Finish.STOP
+                finished.append((key[0], completion_of(key[1], segments, finish)))
         return finished
 
     def _grade(self, ticket: int, sample: int) -> tuple[Grade | None, str]:
@@ -273,15 +256,14 @@ def collect(coordinator: Coordinator, driver: ScriptedDriver, version: int) -> C
     return coordinator.collect(version, lambda done: None)
 
 
-def resume(coordinator: Coordinator, driver: ScriptedDriver, state: Mapping[str, Any]) -> None:
-    """Restore `state`, and let replicas hold what it describes."""
-    coordinator.restore(json.loads(json.dumps(state)))
-    driver.held = {
-        (group.ticket, completion.sample): _Response(
-            completion.replica, completion.num_tokens, completion.segments
-        )
+def resume(coordinator: Coordinator, driver: ScriptedDriver, saved: SavePoint) -> None:
+    """Restore what `Coordinator.save_point` returned, written and read again."""
+    state, completions = saved
+    coordinator.restore(json.loads(json.dumps(state)), completions)
+    driver.reported = {
+        (group.ticket, sample): completion.segments
         for group in coordinator.groups.values()
-        for completion in group.completions.values()
+        for sample, completion in group.completions.items()
     }
 
 
@@ -291,18 +273,12 @@ def moved(driver: ScriptedDriver, num_replicas: int) -> ScriptedDriver:
         driver,
         num_replicas=num_replicas,
         requests=[],
-        held={},
+        reported={},
         lost=set(),
         on_advance=lambda: None,
     )
 
 
 def without_lost(driver: ScriptedDriver, num_new: int = 0) -> ScriptedDriver:
-    """Return the driver of the next generation: replicas that are left get new numbers, and
-    `num_new` others join."""
-    left = [replica for replica in range(driver.num_replicas) if replica not in driver.lost]
-    following = moved(driver, len(left) + num_new)
-    following.held = {
-        key: replace(held, replica=left.index(held.replica)) for key, held in driver.held.items()
-    }
-    return following
+    """Return the driver of the next generation: those that are left, and `num_new` others."""
+    return moved(driver, driver.num_replicas - len(driver.lost) + num_new)

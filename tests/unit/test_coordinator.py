@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.rollout.coordinator import BOUND, Coordinator
+from dapo_megatron.rollout.coordinator import BOUND, Coordinator, SavePoint
 from dapo_megatron.rollout.messages import sample_seed
 from dapo_megatron.types import (
     CheckpointError,
@@ -241,7 +241,7 @@ def test_starving_reports_the_data_set_and_leaves_a_resumable_state(
 
     easier = ScriptedDriver(mixed_every(1))
     resumed = make_coordinator(easier, **settings)
-    resume(resumed, easier, coordinator.state())
+    resume(resumed, easier, coordinator.save_point())
     collected = collect(resumed, easier, 0)
     assert trained(collected) == sorted([*mixed, 12, 13, 14, 15])[:4]
 
@@ -260,7 +260,7 @@ def test_a_grader_that_always_fails_ends_the_run_early_with_its_error() -> None:
     fixed = ScriptedDriver(mixed_every(1), grade_at_once=False)
     fixed.rng.seed(4)
     resumed = make_coordinator(fixed)
-    resumed.restore(json.loads(json.dumps(coordinator.state())))
+    resume(resumed, fixed, coordinator.save_point())
     assert len(collect(resumed, fixed, 0).train) == 4
 
 
@@ -366,11 +366,11 @@ class History:
         self.coordinator = coordinator
         self.run = run
         self.steps: list[Collected] = []
-        self.saved: dict[str, Any] = {}
+        self.saved: SavePoint = {}, {}
         self._saved_steps = 0
 
     def save(self, coordinator: Coordinator) -> None:
-        self.saved = coordinator.state()
+        self.saved = coordinator.save_point()
         self._saved_steps = len(self.steps)
 
     def return_to_saved(self, coordinator: Coordinator) -> int:
@@ -431,7 +431,7 @@ def test_a_resumed_run_continues_exactly_like_an_uninterrupted_one(on_policy: bo
 
     driver, straight = fresh()
     expected = [collect(straight, driver, version) for version in range(3)]
-    state = json.loads(json.dumps(straight.state()))
+    state = straight.save_point()
     driver.rng.seed(2)
     expected = [collect(straight, driver, version) for version in range(3, 6)]
 
@@ -469,7 +469,7 @@ def test_tokens_sampled_before_a_stop_signal_are_kept(
         assert str(error) == "stopped by SIGUSR1"
     else:
         return  # the run ended before the signal
-    state = json.loads(json.dumps(coordinator.state()))
+    state = coordinator.save_point()
     sampled_before = {
         (ticket, completion.sample): completion
         for ticket, group in coordinator.groups.items()
@@ -504,11 +504,11 @@ def test_a_deterministic_run_stopped_within_a_step_repeats_that_step() -> None:
     driver = ScriptedDriver(correct, length, rng=random.Random(1))
     coordinator = make_coordinator(driver, deterministic=True)
     collect(coordinator, driver, 0)
-    before = json.loads(json.dumps(coordinator.state()))
+    before = json.loads(json.dumps(coordinator.state())), coordinator.completions()
     driver.stop = "SIGTERM"
     with pytest.raises(Stopped, match="SIGTERM"):
         collect(coordinator, driver, 1)
-    assert json.loads(json.dumps(coordinator.state())) == before
+    assert (json.loads(json.dumps(coordinator.state())), coordinator.completions()) == before
 
 
 def test_a_continued_completion_gets_a_new_seed() -> None:
@@ -517,9 +517,9 @@ def test_a_continued_completion_gets_a_new_seed() -> None:
     for version in range(4):
         collect(coordinator, driver, version)
     requests = [
-        (request.ticket, sample, num_tokens)
+        (request.ticket, sample, 0 if so_far is None else so_far.num_tokens)
         for request in driver.requests
-        for sample, num_tokens in request.samples
+        for sample, so_far in request.samples
     ]
     assert any(num_tokens for _, _, num_tokens in requests)
     # A request that was interrupted before its first token is repeated with the same seed.
@@ -553,7 +553,7 @@ def test_a_group_missing_from_the_coordinator_stops_the_run() -> None:
     coordinator = make_coordinator(driver)
     collect(coordinator, driver, 0)
     missing_ticket = min(coordinator.groups)
-    state = json.loads(json.dumps(coordinator.state()))
+    state, completions = coordinator.save_point()
     del coordinator.groups[missing_ticket]
     with pytest.raises(
         DapoError, match=f"ticket {missing_ticket} is .*, but the coordinator does not have"
@@ -563,7 +563,7 @@ def test_a_group_missing_from_the_coordinator_stops_the_run() -> None:
     with pytest.raises(
         DapoError, match=f"ticket {missing_ticket} is .*, but the coordinator does not have"
     ):
-        make_coordinator(ScriptedDriver(mixed_every(1))).restore(state)
+        make_coordinator(ScriptedDriver(mixed_every(1))).restore(state, completions)
 
 
 def test_on_policy_expires_groups_carried_by_an_earlier_off_policy_run() -> None:
@@ -572,7 +572,7 @@ def test_on_policy_expires_groups_carried_by_an_earlier_off_policy_run() -> None
     for version in range(3):
         collect(carrying, driver, version)
     resumed = make_coordinator(driver, on_policy=True)
-    resume(resumed, driver, carrying.state())
+    resume(resumed, driver, carrying.save_point())
     collected = collect(resumed, driver, 3)
     assert {p.version for g in collected.train for c in g.completions for p in c.segments} == {3}
     assert collected.counts["expired"] > 0
@@ -595,7 +595,7 @@ def test_on_policy_needs_no_grades_of_groups_that_expired_at_the_start() -> None
     assert any(group.to_grade() for group in coordinator.groups.values())
     fresh = ScriptedDriver(mixed_every(1))
     resumed = make_coordinator(fresh, on_policy=True)
-    resume(resumed, fresh, coordinator.state())
+    resume(resumed, fresh, coordinator.save_point())
     collected = collect(resumed, fresh, 1)
     assert len(collected.train) == 4
     assert collected.counts["expired"] > 0
@@ -613,7 +613,7 @@ def test_a_response_limit_below_carried_completions_is_rejected() -> None:
     )
     shorter = make_coordinator(driver, lookahead=4.0, max_response_tokens=2)
     with pytest.raises(CheckpointError, match=r"rollout\.max_response_tokens: 2, but"):
-        shorter.restore(json.loads(json.dumps(coordinator.state())))
+        shorter.restore(*coordinator.save_point())
 
 
 def test_a_running_group_never_expires() -> None:
@@ -656,7 +656,7 @@ def test_groups_sampled_during_training_are_bounded_and_count_in_the_next_step(
         if num_turns == 40:
             assert num_ready >= 6
         if is_resumed:
-            state, coordinator = coordinator.state(), make_coordinator(driver, lookahead=2.0)
+            state, coordinator = coordinator.save_point(), make_coordinator(driver, lookahead=2.0)
             resume(coordinator, driver, state)
     ages = [version - c.segments[0].version for g in collected.train for c in g.completions]
     assert sum(ages) / len(ages) <= 3.0
@@ -712,8 +712,10 @@ def test_groups_older_than_a_lowered_bound_are_trained_in_order() -> None:
     collect(coordinator, driver, 0)
     carried = list(coordinator.groups)
     assert len(carried) >= 20
-    state, lower = coordinator.state(), make_coordinator(driver, lookahead=5.0, max_staleness=1)
-    for group in state["groups"]:
+    state, lower = coordinator.save_point(), make_coordinator(
+        driver, lookahead=5.0, max_staleness=1
+    )
+    for group in state[0]["groups"]:
         del group["issued_version"]  # as in older checkpoints
     resume(lower, driver, state)
     tickets = [t for version in range(1, 6) for t in trained(collect(lower, driver, version))]

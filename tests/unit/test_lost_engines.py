@@ -38,6 +38,7 @@ from tests.helpers.rollouts import (
     ScriptedDriver,
     collect,
     make_coordinator,
+    resume,
     without_lost,
 )
 from tests.unit.test_coordinator import RUNS, History, random_script
@@ -65,7 +66,8 @@ def test_no_ticket_is_lost_or_ends_twice_when_replicas_are_lost(
     joins: bool,
 ) -> None:
     """A step in which a replica was lost is collected to its end, taken back, as in a run, and
-    collected again by the next generation. A group that a lost replica had is kept in no part."""
+    collected again by the next generation. Of a group with requests that a lost replica had, no
+    part is kept."""
     correct, length = random_script(seed, keep)
     driver = ScriptedDriver(correct, length, 4, 6, random.Random(seed), grade_at_once=False)
     coordinator = make_coordinator(driver, is_elastic=True, **run)
@@ -85,47 +87,32 @@ def test_no_ticket_is_lost_or_ends_twice_when_replicas_are_lost(
         driver.on_start, driver.on_advance, driver.on_interrupt = on_start, on_advance, on_interrupt
         collected = collect(coordinator, driver, version)
         if not driver.lost:
-            for group in collected.train:  # all of their tokens are still there
+            for group in collected.train:
                 for completion in group.completions:
-                    held = driver.held[group.ticket, completion.sample]
-                    assert (held.replica, held.tokens) == (
-                        completion.replica,
-                        completion.num_tokens,
-                    )
+                    assert completion.segments == driver.reported[group.ticket, completion.sample]
             coordinator.confirm()
             history.record_step(collected)
             version += 1
             continue
         coordinator.revert()
-        state = coordinator.state()
-        orphans = driver.orphans
+        saved, orphans = coordinator.save_point(), driver.orphans
         driver = without_lost(driver, num_new=int(joins))
         coordinator = make_coordinator(driver, is_elastic=True, **run)
-        coordinator.restore(state)
-        coordinator.find_completions(driver.inventories())
+        resume(coordinator, driver, saved)
         for ticket in orphans & coordinator.groups.keys():
             assert not coordinator.groups[ticket].completions
-        wanted = {(ticket, sample) for ticket, sample, *_ in coordinator.held()}
-        driver.held = {key: held for key, held in driver.held.items() if key in wanted}
         history.coordinator = coordinator
     history.check_totals()
 
 
 def test_a_replica_that_is_lost_by_the_start_of_a_step_does_not_keep_the_step_from_ending() -> None:
-    """It holds completions that others overtake in no step."""
+    """It would get requests of groups that others overtake in no step."""
     driver = ScriptedDriver(
         lambda ticket, sample: sample == 0, lambda ticket, sample: 1 + ticket % 8, max_sequences=4
     )
     coordinator = make_coordinator(driver, is_elastic=True, max_overtake=0, lookahead=4.0)
     collect(coordinator, driver, 0)
     coordinator.confirm()
-    unfinished = [
-        completion
-        for group in coordinator.groups.values()
-        for completion in group.completions.values()
-        if completion.finish is Finish.UNFINISHED
-    ]
-    assert 1 in {completion.replica for completion in unfinished}
     calls = count()
     driver.on_start = lambda: driver.lose(1) if next(calls) == 0 else None
 
@@ -136,27 +123,32 @@ def test_a_replica_that_is_lost_by_the_start_of_a_step_does_not_keep_the_step_fr
     assert len(collect(coordinator, driver, 1).train) == 4
 
 
-def test_a_group_is_sampled_again_as_a_whole() -> None:
-    """Replica 1 dies with one of two completions of each ready group."""
-    driver = ScriptedDriver(lambda ticket, sample: sample == 0, max_sequences=4)
+def test_groups_with_requests_on_a_lost_replica_are_sampled_again_as_a_whole() -> None:
+    """Completions that have finished elsewhere tend to be short."""
+    driver = ScriptedDriver(
+        lambda ticket, sample: sample == 0, lambda ticket, sample: 1 + 7 * sample, max_sequences=4
+    )
     coordinator = make_coordinator(driver, is_elastic=True)
-    collect(coordinator, driver, 0)
-    coordinator.revert()
-    placed = {
-        ticket: {completion.replica for completion in group.completions.values()}
-        for ticket, group in coordinator.groups.items()
-    }
-    state = coordinator.state()
-    driver.lose(1)
-    driver = without_lost(driver)
-    coordinator = make_coordinator(driver, is_elastic=True)
-    coordinator.restore(state)
-    coordinator.find_completions(driver.inventories())
-    for ticket, group in coordinator.groups.items():
-        assert bool(group.completions) == (placed[ticket] == {0})
-        assert all(c.finish is not Finish.UNFINISHED for c in group.completions.values())
+    calls, again, others = count(), set[int](), dict[tuple[int, int], Any]()
+
+    def lose_one() -> None:
+        if next(calls) == 3:
+            again.update(ticket for ticket, _ in driver._running[1])
+            others.update(
+                (key, completion)
+                for key, completion in coordinator.completions().items()
+                if key[0] not in again
+            )
+            driver.lose(1)
+
+    driver.on_advance = lose_one
     collected = collect(coordinator, driver, 0)
-    assert collected.counts["resampled"] == sum(1 in replicas for replicas in placed.values())
+    assert again and others
+    assert collected.counts["resampled"] == len(again)
+    coordinator.revert()
+    kept = coordinator.completions()
+    for key, completion in others.items():
+        assert kept[key].segments[0].num_tokens >= completion.segments[0].num_tokens
 
 
 # ---------------------------------------------------------------------- meetings of ranks
