@@ -93,9 +93,7 @@ class ScriptedDriver:
     """Segments of the completions that were reported, finished or not."""
 
     def __post_init__(self) -> None:
-        self._running: list[dict[Key, tuple[Segment, ...]]] = [
-            {} for _ in range(self.num_replicas)
-        ]
+        self._running: list[dict[Key, tuple[Segment, ...]]] = [{} for _ in range(self.num_replicas)]
         self._to_grade: dict[Key, int] = {}
         """Finished completions, and the replica that grades each."""
 

@@ -17,7 +17,6 @@ from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.rollout.driver import QUEUED_SHARE, EngineDriver
 from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.messages import Sampling
-from dapo_megatron.rollout.store import CompletionStore
 from dapo_megatron.rollout.worker import Follower, Leader
 from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest, Segment
 
@@ -27,9 +26,9 @@ Call = tuple[str, list[tuple[int, int]]]
 """Name of a method of the engine, and (ticket, sample) of its requests."""
 
 
-def sampling(name: str, *, is_seeded: bool = True, is_kept: bool = False) -> Sampling:
+def sampling(name: str, *, is_seeded: bool = True) -> Sampling:
     """Return sampling parameters for responses of up to 8 tokens."""
-    return Sampling(name, 8, 1.0, 1.0, is_seeded, is_kept)
+    return Sampling(name, 8, 1.0, 1.0, is_seeded)
 
 
 def prompt(ticket: int, **extra: Any) -> Prompt:
@@ -176,7 +175,6 @@ def started(
     deterministic: bool = False,
     silence_seconds: float = 300.0,
     stop: Callable[[], str] = lambda: "",
-    store: CompletionStore | None = None,
 ) -> Iterator[Engines]:
     """Connect the workers of all ranks as `build_core` does. Close the channel at the end, but as
     in `Core` not after an error. Collective. `grading` is used by leaders only."""
@@ -197,10 +195,7 @@ def started(
     if member is None:
         worker = Follower(engine, peers, stop=stop)
     else:
-        store = CompletionStore() if store is None else store
-        worker = Leader(
-            engine, grading, member, peers, store, deterministic=deterministic, stop=stop
-        )
+        worker = Leader(engine, grading, member, peers, deterministic=deterministic, stop=stop)
     yield Engines(worker, driver, ranks)
     for end in (member, hub):
         if end is not None:

@@ -712,8 +712,9 @@ def test_groups_older_than_a_lowered_bound_are_trained_in_order() -> None:
     collect(coordinator, driver, 0)
     carried = list(coordinator.groups)
     assert len(carried) >= 20
-    state, lower = coordinator.save_point(), make_coordinator(
-        driver, lookahead=5.0, max_staleness=1
+    state, lower = (
+        coordinator.save_point(),
+        make_coordinator(driver, lookahead=5.0, max_staleness=1),
     )
     for group in state[0]["groups"]:
         del group["issued_version"]  # as in older checkpoints

@@ -27,7 +27,6 @@ from dapo_megatron.rollout.roles import SeparateSync
 from dapo_megatron.types import (
     ConfigError,
     DapoError,
-    Finish,
     RankError,
     Stopped,
     SyncError,

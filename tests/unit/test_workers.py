@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import time
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -16,6 +18,8 @@ import pytest
 from dapo_megatron.cluster.collectives import EnginesChanged
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.rewards.pool import GradingPool
+from dapo_megatron.rollout import driver as driver_module
+from dapo_megatron.rollout import messages
 from dapo_megatron.rollout.dispatch import Dispatcher, Events
 from dapo_megatron.rollout.driver import DISCONNECTED_SECONDS, EngineDriver
 from dapo_megatron.rollout.engines import Engines
@@ -23,16 +27,15 @@ from dapo_megatron.rollout.evaluate import sample_all
 from dapo_megatron.rollout.messages import STEPS, GroupRequest, Report, sample_seed
 from dapo_megatron.rollout.open_group import OpenGroup
 from dapo_megatron.rollout.roles import SeparateTraining
-from dapo_megatron.rollout.store import CompletionStore
 from dapo_megatron.rollout.worker import NUM_SHOWN, Leader, describe
 from dapo_megatron.types import (
     Completion,
     ConfigError,
-    DapoError,
     Finish,
     Grade,
     Group,
     SampleRequest,
+    Segment,
 )
 from tests.helpers.ranks import run_ranks
 from tests.helpers.workers import (
@@ -48,7 +51,7 @@ from tests.helpers.workers import (
 ANSWERS = {0: "7", 1: "hang", 2: "raise", 3: "die", 4: "8", 5: "7"}
 """Response to sample 0 of each ticket. The response to other samples is 7."""
 NUM_SAMPLES = 3
-TRAINING = sampling("3/train", is_seeded=False, is_kept=True)
+TRAINING = sampling("3/train", is_seeded=False)
 
 
 # ------------------------------------------------------------------ two replicas of one rank
@@ -59,7 +62,7 @@ def two_replicas(rank: int, deterministic: bool, folder: Path) -> Any:
     gate = folder / "gate"
     if deterministic:  # in lock step no grade is late
         gate.touch()
-    ranks, store = Ranks(rank, 2, rank), CompletionStore()
+    ranks, dispatchers = Ranks(rank, 2, rank), list[Dispatcher]()
     engine = CannedEngine(
         rank,
         num_replicas=2,
@@ -67,11 +70,15 @@ def two_replicas(rank: int, deterministic: bool, folder: Path) -> Any:
         holds=lambda request: "gate" in request.prompt.extra and request.sample > 0,
     )
     progress: list[int] = []
+    groups: dict[int, OpenGroup] = {}
 
     def train(driver: EngineDriver) -> list[Events]:
         """Interrupt two groups, each with a finished completion and two unfinished ones."""
-        groups = {ticket: OpenGroup(ticket, prompt(ticket, gate=str(gate)), 3) for ticket in (0, 5)}
+        groups.update(
+            (ticket, OpenGroup(ticket, prompt(ticket, gate=str(gate)), 3)) for ticket in (0, 5)
+        )
         dispatcher = Dispatcher(driver, TRAINING, groups)
+        dispatchers.append(dispatcher)
         dispatcher.start(0)
         for group in groups.values():
             dispatcher.submit(group)
@@ -83,13 +90,12 @@ def two_replicas(rank: int, deterministic: bool, folder: Path) -> Any:
         news.append(dispatcher.interrupt())
         # A grade that arrives now, after the answer to the interrupt, is late.
         gate.touch()
-        wait_until(lambda: store.get(0, 0).grade is not None, "the late grade is here")
+        wait_until(lambda: not pool.pending, "the late grade is here")
         return news
 
     def train_again(driver: EngineDriver) -> list[Events]:
         """Return the events of the next step of the same training, until both grades are there."""
-        groups = {ticket: OpenGroup(ticket, prompt(ticket), 1) for ticket in (0, 5)}
-        dispatcher = Dispatcher(driver, TRAINING, groups, is_closed=lambda ticket: True)
+        [dispatcher] = dispatchers
         groups.clear()  # the tickets have expired
         dispatcher.start(1)
         news = []
@@ -100,14 +106,14 @@ def two_replicas(rank: int, deterministic: bool, folder: Path) -> Any:
 
     with (
         GradingPool({"sums": "tests.helpers.graders:gated"}, 1, 5.0) as pool,
-        started(engine, ranks, pool, deterministic=deterministic, store=store) as engines,
+        started(engine, ranks, pool, deterministic=deterministic) as engines,
     ):
         tickets = [(ticket, prompt(ticket)) for ticket in ANSWERS]
         with ExitStack() as stack:
             garbage: list[bytes] = []
             if engines.driver is not None:
                 garbage = stack.enter_context(strangers(engines.driver._hub.address.endpoint))
-            groups = engines.run(
+            evaluated = engines.run(
                 lambda driver: sample_all(
                     driver, tickets, sampling("first"), NUM_SAMPLES, progress.append
                 ),
@@ -115,7 +121,6 @@ def two_replicas(rank: int, deterministic: bool, folder: Path) -> Any:
             )
         submitted = list(engine.submitted)
         events = engines.run(train, list[Events])
-        held = {(row.ticket, row.completion.sample): row.completion.finish for row in store.rows()}
         # Tickets of an evaluation have the same numbers as those of the training.
         second = engines.run(
             lambda driver: sample_all(driver, tickets[::5], sampling("second"), 1), list[Group]
@@ -124,12 +129,11 @@ def two_replicas(rank: int, deterministic: bool, folder: Path) -> Any:
         in_flight = engines.worker.in_flight()
         errors = {} if engines.driver is None else engines.driver.last_errors
     return SimpleNamespace(
-        groups=groups,
+        groups=evaluated,
         progress=progress,
         submitted=submitted,
         all_submitted=engine.submitted,
         events=events,
-        held=held,
         second=second,
         late=late,
         in_flight=in_flight,
@@ -149,7 +153,6 @@ def test_every_rank_gets_the_same_groups(replicas: list[Any]) -> None:
     assert [group.ticket for group in groups] == list(ANSWERS)
     assert all([c.sample for c in group.completions] == [0, 1, 2] for group in groups)
     assert all(c.num_tokens == 1 for group in groups for c in group.completions)
-    assert {c.replica for group in groups for c in group.completions} == {0, 1}
     assert replicas[0].progress[-1] == len(ANSWERS)
     assert replicas[1].progress == []  # the coordinator is on rank 0 only
     assert replicas[0].num_garbage >= 4  # strangers sent to the coordinator's port meanwhile
@@ -178,21 +181,17 @@ def test_a_grader_that_hangs_dies_or_raises_loses_one_grade(replicas: list[Any])
     assert "sums" in replicas[0].errors
 
 
-def test_an_interrupt_returns_unfinished_completions_and_leaders_keep_their_tokens(
+def test_an_interrupt_returns_unfinished_completions_with_their_tokens(
     replicas: list[Any],
 ) -> None:
     events = replicas[0].events
     assert events == replicas[1].events
-    finished = [(t, c.sample, c.replica) for e in events for t, c in e.sampled]
-    unfinished = [(t, c.sample, c.replica) for t, c in events[-1].unfinished]
-    assert sorted(finished) == [(0, 0, 0), (5, 0, 1)]
-    assert sorted(unfinished) == [(0, 1, 0), (0, 2, 0), (5, 1, 1), (5, 2, 1)]
-    for rank, ticket in enumerate((0, 5)):
-        assert replicas[rank].held == {
-            (ticket, 0): Finish.STOP,
-            (ticket, 1): Finish.UNFINISHED,
-            (ticket, 2): Finish.UNFINISHED,
-        }
+    finished = [(t, c.sample) for e in events for t, c in e.sampled]
+    unfinished = [(t, c.sample) for t, c in events[-1].unfinished]
+    assert sorted(finished) == [(0, 0), (5, 0)]
+    assert sorted(unfinished) == [(0, 1), (0, 2), (5, 1), (5, 2)]
+    for _, completion in events[-1].unfinished:
+        assert (completion.tokens.tolist(), completion.logprobs.tolist()) == ([5], [-0.5])
 
 
 def test_a_late_grade_belongs_to_the_use_of_its_completion(
@@ -345,9 +344,9 @@ def _calls(ranks: Ranks, deterministic: bool) -> Any:
 
     def task(driver: EngineDriver) -> list[int]:
         driver.start(TRAINING)
-        first = [[GroupRequest(0, prompt(0), ((0, 0), (1, 0)))]] * 2
-        second = [[GroupRequest(1, prompt(1), ((0, 0), (2, 0)))]] * 2
-        third = [[GroupRequest(2, prompt(2), ((1, 0),))]] * 2
+        first = [[GroupRequest(0, prompt(0), ((0, None), (1, None)))]] * 2
+        second = [[GroupRequest(1, prompt(1), ((0, None), (2, None)))]] * 2
+        third = [[GroupRequest(2, prompt(2), ((1, None),))]] * 2
         reports = driver.advance(first, [[], []])
         for requests in (second, third):
             # The engine of this rank runs, and holds the requests of ticket 0.
@@ -356,7 +355,7 @@ def _calls(ranks: Ranks, deterministic: bool) -> Any:
             reports += driver.advance(requests, [[], []])
         while sum(len(report.sampled) for _, report in reports) < 10:
             reports += driver.advance([[], []], [[], []])
-        driver.advance([[GroupRequest(9, prompt(9), ((0, 0), (1, 0)))]] * 2, [[], []])
+        driver.advance([[GroupRequest(9, prompt(9), ((0, None), (1, None)))]] * 2, [[], []])
         reports += driver.interrupt()
         return sorted(ticket for _, report in reports for ticket, _ in report.unfinished or ())
 
@@ -447,7 +446,7 @@ def one_replica(
 
 
 def request(ticket: int, num_samples: int) -> list[list[GroupRequest]]:
-    samples = tuple((sample, 0) for sample in range(num_samples))
+    samples = tuple((sample, None) for sample in range(num_samples))
     return [[GroupRequest(ticket, prompt(ticket), samples)]]
 
 
@@ -467,23 +466,20 @@ def test_a_deterministic_turn_has_a_fixed_number_of_steps_and_waits_for_all_grad
     assert {item[2:] for item in first.graded} == {(Grade(1.0, True, "7"), "graded")}
     assert len(second.sampled) == len(second.graded) == 4
     assert (last.sampled, last.graded, last.unfinished) == ([], [], [])
-    assert grading.submitted[0] == ((TRAINING, 5, 19, 0), "sums", "7", "7", {})
+    assert grading.submitted[0] == (("3/train", 5, 19, 0), "sums", "7", "7", {})
 
 
 def test_completions_of_a_resumed_run_are_graded_again() -> None:
-    engine, grading, store = CannedEngine(0), InstantGrading(), CompletionStore()
-    held = Completion(4, (5,), (-0.5,), "8", Finish.STOP, ())  # type: ignore[arg-type]
-    store.put(3, prompt(3), held)
+    engine, grading = CannedEngine(0), InstantGrading()
 
     def task(driver: EngineDriver) -> Report:
         driver.start(TRAINING)
-        [(_, report)] = driver.advance([[]], [[(3, 4)]])
+        [(_, report)] = driver.advance([[]], [[(3, 4, prompt(3), "8")]])
         return report
 
-    report = one_replica(engine, grading, task, store=store)
+    report = one_replica(engine, grading, task)
     assert [item[:2] for item in report.graded] == [(3, 4)]
-    assert grading.submitted == [((TRAINING, 3, 4, 0), "sums", "8", "7", {})]
-    assert store.get(3, 4).grade == Grade(1.0, True, "7")
+    assert grading.submitted == [(("3/train", 3, 4, 0), "sums", "8", "7", {})]
 
 
 def test_a_leader_leaves_a_generation_that_rank_0_has_left() -> None:
@@ -500,8 +496,7 @@ def test_a_leader_leaves_a_generation_that_rank_0_has_left() -> None:
 
     alone, member = Ranks(0, 1, 0), cast(Any, SilentMember())
     engine, grading = cast(Any, CannedEngine(0)), cast(Any, InstantGrading())
-    store = CompletionStore()
-    leader = Leader(engine, grading, member, alone, store, deterministic=False, is_elastic=True)
+    leader = Leader(engine, grading, member, alone, deterministic=False, is_elastic=True)
     with pytest.raises(EnginesChanged):
         leader.serve()
 
@@ -523,18 +518,6 @@ def test_an_error_of_an_engine_during_the_training_is_raised_at_once() -> None:
         training(0, lambda: ({}, 0))
 
 
-def test_evaluations_keep_no_completions_and_training_does() -> None:
-    for is_kept in (False, True):
-        store = CompletionStore()
-
-        def task(driver: EngineDriver) -> None:
-            driver.start(sampling("use", is_kept=is_kept))  # noqa: B023 - called at once
-            driver.advance(request(5, 3), [[]])
-
-        one_replica(CannedEngine(0), InstantGrading(), task, store=store)
-        assert len(store.rows()) == (3 if is_kept else 0)
-
-
 def test_the_number_of_running_requests_is_reported_until_zero() -> None:
     engine, running = CannedEngine(0), list[int]()
 
@@ -554,33 +537,48 @@ def test_the_number_of_running_requests_is_reported_until_zero() -> None:
     assert changes[-6:] == [5, 3, 1, 0, 4, 0]  # each step finishes two
 
 
-@pytest.mark.parametrize(("num_known", "message"), [(5, "3 tokens here"), (0, None)])
-def test_a_continuation_needs_the_tokens_that_the_coordinator_knows(
-    num_known: int, message: str | None
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_completions_of_any_size_come_back_and_are_continued(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, engine = CompletionStore(), CannedEngine(0)
-    so_far = Completion(2, (5,) * 3, (-0.5,) * 3, "", Finish.UNFINISHED, ())  # type: ignore[arg-type]
-    store.put(7, prompt(7), so_far)
+    """Reports and orders are divided: here each has room for less than one completion."""
+    monkeypatch.setattr(messages, "MAX_PART_BYTES", 300)
+    monkeypatch.setattr(driver_module, "MAX_ORDER_BYTES", 3500)
+    rng = random.Random(3)
 
-    def task(driver: EngineDriver) -> None:
+    def long(sample: int) -> Completion:
+        num_tokens = rng.randint(1, 200)
+        return Completion(
+            sample,
+            array("i", [rng.randrange(2**31) for _ in range(num_tokens)]),
+            array("f", [-rng.random() for _ in range(num_tokens)]),
+            "",
+            Finish.UNFINISHED,
+            (Segment(0, num_tokens),),
+            routes=array("h", range(num_tokens)),
+        )
+
+    so_far = tuple((sample, long(sample)) for sample in range(4))
+    engine = CannedEngine(0, holds=lambda request: request.sample % 2 == 1)
+
+    def task(driver: EngineDriver) -> list[Report]:
         driver.start(TRAINING)
-        driver.advance([[GroupRequest(7, prompt(7), ((2, num_known),))]], [[]])
+        reports = driver.advance([[GroupRequest(7, prompt(7), so_far)]], [[]])
+        while sum(len(report.sampled) for _, report in reports) < 2:
+            reports += driver.advance([[]], [[]])
+        return [report for _, report in (*reports, *driver.interrupt())]
 
-    if message is None:
-        one_replica(engine, InstantGrading(), task, store=store)
-        assert store.get(7, 2).num_tokens == 1  # sampled again
-        return
-    with pytest.raises(DapoError, match=f"^ticket 7, sample 2: {message}, but the coordinator"):
-        one_replica(engine, InstantGrading(), task, store=store, silence_seconds=0.0)
-
-
-def test_a_continuation_of_a_completion_that_is_not_here_is_an_error() -> None:
-    def task(driver: EngineDriver) -> None:
-        driver.start(TRAINING)
-        driver.advance([[GroupRequest(7, prompt(7), ((2, 5),))]], [[]])
-
-    with pytest.raises(DapoError, match=r"^ticket 7, sample 2: this replica does not hold it"):
-        one_replica(CannedEngine(0), InstantGrading(), task, silence_seconds=0.0)
+    reports = one_replica(engine, InstantGrading(), task, deterministic=deterministic)
+    assert [request.so_far for request in engine.submitted] == [each for _, each in so_far]
+    finished = [completion for report in reports for _, completion in report.sampled]
+    unfinished = [completion for _, completion in reports[-1].unfinished or ()]
+    assert sorted(c.sample for c in finished) == [0, 2]
+    assert sorted(c.sample for c in unfinished) == [1, 3]
+    for completion in (*finished, *unfinished):
+        before = so_far[completion.sample][1]
+        assert completion.tokens == array("i", [*before.tokens, 5])
+        assert completion.logprobs == array("f", [*before.logprobs, -0.5])
+        assert completion.routes == before.routes
 
 
 def test_in_flight_lists_a_limited_number_of_requests() -> None:
