@@ -45,7 +45,7 @@ class EngineCollector:
     delivery: Delivery | None
     recorder: Recorder
     _collected: Collected | None = None
-    """What rank 0 has collected for the step."""
+    """Groups that rank 0 has collected for the step."""
 
     def collect(self, version: int, on_progress: Callable[[int], None]) -> Rollouts:
         """See protocols.Collector. Raises as Coordinator.collect does, on every rank. After

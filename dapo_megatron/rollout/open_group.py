@@ -142,10 +142,10 @@ class OpenGroup:
 
 def _completion(known: Completions, ticket: int, sample: int, num_tokens: int) -> Completion:
     completion = known.get((ticket, sample))
-    found = 0 if completion is None else completion.num_tokens
-    if completion is None or found != num_tokens:
+    num_known = 0 if completion is None else completion.num_tokens
+    if completion is None or num_known != num_tokens:
         raise CheckpointError(
-            f"ticket {ticket}, sample {sample} has {num_tokens} tokens in state.json, and {found} "
-            "in carried_*.parquet; resume from another checkpoint"
+            f"ticket {ticket}, sample {sample} has {num_tokens} tokens in state.json, and "
+            f"{num_known} in carried_*.parquet; resume from another checkpoint"
         )
     return completion

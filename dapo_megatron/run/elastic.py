@@ -68,7 +68,7 @@ class ElasticTraining:
     started: float
     repeated: dict[int, Path]
     _save_point: SavePoint | None = None
-    """Where the coordinator of the last generation was, on rank 0."""
+    """State of the coordinator of the last generation, on rank 0."""
     _lost: dict[int, float] = field(default_factory=dict)
     """Ranks that are or may be lost, on rank 0, with the time.monotonic() until which to wait."""
     _instruments: StepInstruments | None = None

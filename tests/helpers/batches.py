@@ -14,7 +14,6 @@ from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import assemble, describe, valid_completions
 from dapo_megatron.data.owners import DataParallelRanks
 from dapo_megatron.data.packing import plan_microbatches
-from dapo_megatron.rollout.completion_rows import summarize
 from dapo_megatron.types import Completion, Group, SequenceTokens, TokenBatch, TrainingSequence
 
 ONE_INDEX = DataParallelRanks(
@@ -58,12 +57,8 @@ def assemble_groups(
 def described(
     groups: Sequence[Group], overlong: OverlongConfig, *, eps: float = 1e-6
 ) -> list[TrainingSequence]:
-    """Describe the sequences of groups whose completions have tokens. Replica 0 sampled them."""
-    summaries = [
-        replace(group, completions=tuple(summarize(c, 0) for c in group.completions))  # type: ignore[arg-type]
-        for group in groups
-    ]
-    return describe(summaries, overlong=overlong, eps=eps)
+    """Describe the sequences of groups."""
+    return describe(groups, overlong=overlong, eps=eps)
 
 
 def tokens_of(groups: Sequence[Group], overlong: OverlongConfig) -> dict[int, SequenceTokens]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from dapo_megatron.rollout.completion_rows import CompletionRow, summarize
+from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.rollout.sample_index import IndexedGroup, verdict_of
 from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, Segment
@@ -111,10 +111,8 @@ def record_groups(
     step: int,
     groups: Iterable[tuple[Any, str]],
     reward: Callable[[Completion], float | None] | None = None,
-    replica: int = 0,
 ) -> None:
-    """Record groups whose completions have tokens, each with its outcome, as completions of one
-    replica, and their index.
+    """Record groups, each with its outcome, and their index.
 
     reward   score plus length penalty of a completion; None without a grade
     """
@@ -140,9 +138,9 @@ def record_groups(
             source=group.prompt.source,
             outcome=outcome,
             verdict=verdict,
-            completions=[summarize(completion, replica) for completion in group.completions],
+            completions=group.completions,
         )
         for group, outcome, verdict in ended
     )
-    writer.completions(step, replica, rows)
+    writer.completions(step, rows)
     writer.index(step, indexed)

@@ -23,7 +23,7 @@ from dapo_megatron.rollout.completion_files import (
     read_summaries,
     write_completions,
 )
-from dapo_megatron.rollout.completion_rows import CompletionRow, SummaryRow, summarize
+from dapo_megatron.rollout.completion_rows import CompletionRow, SummaryRow
 from dapo_megatron.types import Completion, DataError, Finish, Grade, Prompt, Segment
 from tests.helpers.groups import rows_of_completions
 
@@ -71,22 +71,28 @@ def test_rows_are_restored_bit_for_bit_in_order(rows: list[CompletionRow]) -> No
         path = Path(folder) / "new" / "rows.parquet"
         write_completions(path, rows)
         assert [*map(exact, read_completions(path))] == [*map(exact, in_order(rows))]
-        summaries = read_summaries(path, replica=3)
+        summaries = read_summaries(path)
         assert num_rows(path) == len(rows)
-    assert repr(summaries) == repr(
-        [
-            SummaryRow(
-                ticket=row.ticket,
-                source=row.prompt.source,
-                index=row.prompt.index,
-                prompt_tokens=len(row.prompt.tokens),
-                summary=summarize(row.completion, replica=3),
-                outcome=row.outcome,
-                verdict=row.verdict,
-                reward=row.reward,
+    assert repr(summaries) == repr([summary_of(row) for row in in_order(rows)])
+
+
+def summary_of(row: CompletionRow) -> SummaryRow:
+    completion = row.completion
+    return SummaryRow(
+        ticket=row.ticket,
+        source=row.prompt.source,
+        index=row.prompt.index,
+        prompt_tokens=len(row.prompt.tokens),
+        outcome=row.outcome,
+        verdict=row.verdict,
+        reward=row.reward,
+        **{
+            name: getattr(completion, name)
+            for name in (
+                *("sample", "num_tokens", "finish", "segments", "logprob_mean", "logprob_min"),
+                "grade",
             )
-            for row in in_order(rows)
-        ]
+        },
     )
 
 
@@ -131,10 +137,10 @@ def test_a_prompt_is_shared_by_the_rows_of_a_group(tmp_path: Path) -> None:
 
 def test_statistics_of_log_probs_are_those_of_float64(tmp_path: Path) -> None:
     values = array("f", np.float32(-np.random.default_rng(0).random(1000)).tolist())
-    summary = summarize(completion(0, 1000, logprobs=values), replica=1)
+    summary = completion(0, 1000, logprobs=values)
     assert summary.logprob_mean == pytest.approx(sum(values) / 1000, rel=1e-12)
     assert summary.logprob_min == min(values)
-    empty = summarize(completion(0, 0, segments=()), replica=1)
+    empty = completion(0, 0, segments=())
     assert (empty.logprob_mean, empty.logprob_min, empty.num_tokens) == (None, None, 0)
 
 
@@ -187,7 +193,7 @@ def damaged_file(tmp_path: Path, small_row_groups: None) -> tuple[Path, bytes, l
 
 def read_all(path: Path) -> list[Any]:
     rows, summaries = [*read_completions(path)], read_summaries(path)
-    assert [s.summary for s in summaries] == [summarize(r.completion, 0) for r in rows]
+    assert summaries == [summary_of(row) for row in rows]
     return [*map(exact, rows)]
 
 

@@ -20,7 +20,6 @@ from dapo_megatron.config import EvaluationConfig
 from dapo_megatron.rollout.evaluate import Evaluator, evaluation_metrics, sample_all
 from dapo_megatron.rollout.messages import GroupRequest, Report, Sampling, sample_seed
 from dapo_megatron.types import (
-    CompletionSummary,
     Finish,
     Grade,
     Group,
@@ -28,6 +27,7 @@ from dapo_megatron.types import (
     Segment,
     Stopped,
 )
+from tests.helpers.rollouts import completion_of
 
 # ------------------------------------------------------------------------ bootstrap
 
@@ -109,9 +109,7 @@ def graded(ticket: int, answers: str) -> Group:
         ticket,
         prompt,
         tuple(
-            CompletionSummary(
-                sample, 2, Finish.STOP, (Segment(0, 2),), replica=0, grade=grades[letter]
-            )
+            completion_of(sample, (Segment(0, 2),), Finish.STOP, grades[letter])
             for sample, letter in enumerate(answers)
         ),
     )
@@ -216,12 +214,11 @@ class AnsweringDriver:
         for replica, groups in reversed(list(enumerate(requests))):
             self._rows |= {group.ticket: group.prompt.index for group in groups}
             new = [(group.ticket, sample) for group in groups for sample, _ in group.samples][::-1]
-            assert len(new) <= 3 and {
-                num_tokens for g in groups for _, num_tokens in g.samples
-            } <= {0}
+            assert len(new) <= 3
+            assert all(so_far is None for g in groups for _, so_far in g.samples)
             self.requests += new
             self._ungraded += [(replica, *key) for key in new]
-            answer = CompletionSummary(0, 2, Finish.STOP, (Segment(0, 2),), replica)
+            answer = completion_of(0, (Segment(0, 2),), Finish.STOP)
             report = Report(
                 sampled=[(ticket, replace(answer, sample=sample)) for ticket, sample in new],
                 graded=[
@@ -256,7 +253,7 @@ class DriverOnly:
         return task(self._driver)
 
 
-SAMPLING = Sampling("use", 8, 0.5, 0.25, is_seeded=True, is_kept=False)
+SAMPLING = Sampling("use", 8, 0.5, 0.25, is_seeded=True)
 
 
 def problems(number: int) -> list[Prompt]:
@@ -298,8 +295,7 @@ def test_each_set_is_sampled_with_the_configured_settings(
     metrics = evaluator.run()
     assert metrics == evaluator.run()
     expected = [
-        Sampling(f"5/evaluate/{name}", max_tokens, 0.75, 0.5, is_seeded=True, is_kept=False)
-        for name in sets
+        Sampling(f"5/evaluate/{name}", max_tokens, 0.75, 0.5, is_seeded=True) for name in sets
     ]
     assert driver.phases == expected * 2
     assert len(driver.requests) == 2 * 12

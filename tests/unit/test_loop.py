@@ -237,7 +237,6 @@ def test_the_mismatch_is_checked_before_the_first_optimizer_step(
         TrainingSequence(
             ticket=ticket,
             sample=sample,
-            replica=0,
             prompt_tokens=1,
             response_tokens=2,
             segments=(Segment(3 if (ticket, sample) == (1, 1) else 4, 2),),

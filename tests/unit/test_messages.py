@@ -23,7 +23,6 @@ from dapo_megatron.doctor.check_result import Check, Status
 from dapo_megatron.doctor.node import NodeState
 from dapo_megatron.rollout.messages import (
     GroupRequest,
-    Move,
     Order,
     OrderKind,
     Report,
@@ -33,13 +32,11 @@ from dapo_megatron.rollout.messages import (
 )
 from dapo_megatron.types import (
     Completion,
-    CompletionSummary,
     ConfigError,
     DapoError,
     Fenced,
     Finish,
     Grade,
-    Outcome,
     Prompt,
     RankError,
     Region,
@@ -65,21 +62,10 @@ completions = st.builds(
     segments=segments,
     grade=grades,
 )
-summaries = st.builds(
-    CompletionSummary,
-    sample=numbers,
-    num_tokens=numbers,
-    finish=st.sampled_from(Finish),
-    segments=segments,
-    replica=numbers,
-    logprob_mean=st.none() | floats,
-    logprob_min=st.none() | floats,
-    grade=grades,
-)
 prompts = st.builds(
     Prompt, texts, numbers, tokens, texts, texts, st.dictionaries(texts, texts, max_size=2)
 )
-sampled = st.lists(st.tuples(numbers, summaries), max_size=3)
+sampled = st.lists(st.tuples(numbers, completions), max_size=3)
 reports = st.builds(
     Report,
     sampled=sampled,
@@ -88,21 +74,18 @@ reports = st.builds(
     stop=texts,
     grade_seconds=floats,
     errors=st.dictionaries(texts, texts, max_size=3),
+    is_continued=st.booleans(),
     is_alive_only=st.booleans(),
 )
 
 
-def packed(tokens: list[int]) -> array[int]:
-    return array("i", tokens)
-
-
-samplings = st.builds(Sampling, texts, numbers, floats, floats, st.booleans(), st.booleans())
+samplings = st.builds(Sampling, texts, numbers, floats, floats, st.booleans())
 group_requests = st.lists(
     st.builds(
         GroupRequest,
         numbers,
         prompts,
-        st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple),
+        st.lists(st.tuples(numbers, st.none() | completions), max_size=3).map(tuple),
     ),
     max_size=2,
 )
@@ -111,13 +94,12 @@ orders = st.builds(
     kind=st.sampled_from(OrderKind),
     sampling=st.none() | samplings,
     requests=group_requests,
-    regrade=st.lists(st.tuples(numbers, numbers), max_size=3),
+    regrade=st.lists(st.tuples(numbers, numbers, prompts, texts), max_size=3),
 )
 turns = st.builds(
     Turn,
     sampling=st.none() | samplings,
     groups=group_requests,
-    tokens=st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=3).map(packed), max_size=2),
     num_steps=numbers,
     interrupt=st.booleans(),
     end=st.booleans(),
@@ -130,7 +112,6 @@ plans = st.builds(
             TrainingSequence,
             ticket=numbers,
             sample=numbers,
-            replica=numbers,
             prompt_tokens=numbers,
             response_tokens=numbers,
             segments=segments,
@@ -139,8 +120,6 @@ plans = st.builds(
         ),
         max_size=2,
     ),
-    closed=st.lists(st.tuples(numbers, st.sampled_from(Outcome), st.none() | texts), max_size=2),
-    moves=st.lists(st.builds(Move, numbers, prompts, summaries, numbers), max_size=2),
     metrics=st.dictionaries(texts, floats, max_size=3),
 )
 regions = st.builds(Region, tokens, tokens)

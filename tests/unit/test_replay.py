@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from dapo_megatron.data.batch import assemble
 from dapo_megatron.rollout.completion_files import write_completions
 from dapo_megatron.rollout.completion_rows import CompletionRow
-from dapo_megatron.rollout.recorded import check_recorded, completions_path, step_folder
+from dapo_megatron.rollout.delivery import Delivery
+from dapo_megatron.rollout.recorded import check_recorded, step_folder
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
 from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.types import (
@@ -48,7 +49,8 @@ CONFIG = tiny_config()
 
 
 def replay_of(folder: Path) -> Replay:
-    return Replay(CONFIG, folder, ONE_INDEX.exchange, ONE_INDEX)
+    delivery = Delivery(ONE_INDEX, ONE_INDEX.exchange)
+    return Replay(CONFIG, folder, ONE_INDEX.exchange, delivery)
 
 
 def record(folder: Path, *steps: list[tuple[Group, Outcome]]) -> Replay:
@@ -123,18 +125,23 @@ def test_a_step_without_trained_groups_is_reported(tmp_path: Path) -> None:
     ("damage", "message"),
     [
         (lambda file: file.write_bytes(file.read_bytes()[:-100]), "completions_00000.parquet: "),
-        (lambda file: file.unlink(), "completions_00000.parquet: missing, but index.json lists 4"),
+        (
+            lambda file: file.unlink(),
+            "0 completions in completions_00000.parquet, but index.json lists",
+        ),
         (
             lambda file: file.with_name("index.json").unlink(),
             "step_000001: no index.json, because the run was killed while it recorded this step",
         ),
         (
-            lambda file: file.with_name("index.json").write_text('{"replicas": {"0": 3}}'),
-            "completions_00000.parquet: 4 completions, but index.json lists 3",
+            lambda file: file.with_name("index.json").write_text(
+                '{"completions": {"sample": [1, 2, 3]}}'
+            ),
+            "4 completions in completions_00000.parquet, but index.json lists 3",
         ),
         (
-            lambda file: file.with_name("index.json").write_text('{"replicas": {"x": 3}}'),
-            "index.json: `replicas` is damaged",
+            lambda file: file.with_name("index.json").write_text('{"completions": {"x": 3}}'),
+            "index.json: `completions` is damaged",
         ),
         (
             lambda file: write_completions(file, ROWS),
@@ -159,21 +166,21 @@ ROWS = [
 ]
 
 
-def test_groups_of_several_replicas_are_joined(tmp_path: Path) -> None:
+def test_groups_of_several_files_are_joined(tmp_path: Path) -> None:
+    """Earlier versions wrote a file per engine."""
     folder = step_folder(tmp_path / "samples", 1)
     groups = [group(ticket) for ticket in range(3)]
-    for replica in (0, 1):
+    for number in (0, 1):
         rows = [
-            CompletionRow(made.ticket, made.prompt, made.completions[1 - replica], "trained")
+            CompletionRow(made.ticket, made.prompt, made.completions[1 - number], "trained")
             for made in groups
         ]
-        write_completions(completions_path(folder, replica), rows)
-    (folder / "index.json").write_text('{"replicas": {"0": 3, "1": 3}}')
+        write_completions(folder / f"completions_0000{number}.parquet", rows)
+    (folder / "index.json").write_text('{"completions": {"sample": [0, 1, 0, 1, 0, 1]}}')
     replayed = replay_of(tmp_path).collect(0, lambda _: None)
     assert [(sequence.ticket, sequence.sample) for sequence in replayed.sequences] == [
         (ticket, sample) for ticket in range(3) for sample in (0, 1)
     ]
-    assert [sequence.replica for sequence in replayed.sequences] == [1, 0] * 3
     expected = tokens_of(groups, CONFIG.overlong)
     for index, tokens in replayed.tokens.items():
         assert tokens.response.tolist() == list(expected[index].response)

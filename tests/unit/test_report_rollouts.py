@@ -73,7 +73,6 @@ def completion(rng: random.Random, place: int, sample: int) -> tuple[Any, ...]:
         *(
             place,
             sample,
-            rng.randint(0, 1),
             score,
             None if score is None else score > 0,
             parsed,
@@ -118,11 +117,6 @@ def test_whole_groups_are_chosen_within_the_budget_plus_requested_ones(
     taken = sum(sizes[pick.ticket] for pick in picks if not pick.is_asked)
     assert taken <= max(room, 0) or len(picks) == 1
     assert all(pick.why(sample) for pick in picks for sample in range(sizes[pick.ticket]))
-    for pick in picks:
-        groups, rows = indexes[pick.step - 1]["groups"], indexes[pick.step - 1]["completions"]
-        place = groups["ticket"].index(pick.ticket)
-        replicas = {of for at, of in zip(rows["group"], rows["replica"]) if at == place}
-        assert set(pick.replicas) == replicas
     assert chosen(indexes, most, asked) == picks, "the choice is deterministic"
 
 
@@ -157,7 +151,6 @@ def test_the_only_wrong_completion_of_a_correct_group_is_chosen_among_many_group
         (
             place,
             sample,
-            0,
             *((-1.0, False) if lone else (1.0, True)),
             True,
             9,
@@ -176,7 +169,7 @@ def test_the_only_wrong_completion_of_a_correct_group_is_chosen_among_many_group
 
 
 def test_random_groups_are_spread_evenly_over_the_steps() -> None:
-    rows = [(0, 0, 0, 1.0, True, True, 9, "stop", 0, -0.1, -0.2)]
+    rows = [(0, 0, 1.0, True, True, 9, "stop", 0, -0.1, -0.2)]
     indexes = [index_of([(step, "a", "trained", None)], rows) for step in range(1, 301)]
     steps = sorted(pick.step for pick in chosen(indexes, 50) if RANDOM in pick.why(0))
     assert len(steps) > 20
@@ -186,7 +179,7 @@ def test_random_groups_are_spread_evenly_over_the_steps() -> None:
 def test_groups_with_policy_values_are_among_the_random_ones() -> None:
     groups = [(ticket, "a", "trained", None) for ticket in range(500)]
     rows = [
-        (place, 0, 0, 1.0, True, True, min(place, 9), "stop", 0, -0.1 * place, -0.2 * place)
+        (place, 0, 1.0, True, True, min(place, 9), "stop", 0, -0.1 * place, -0.2 * place)
         for place in range(500)
     ]
     picks = {pick.ticket: pick for pick in chosen([index_of(groups, rows)], 60)}
@@ -444,7 +437,7 @@ def test_an_index_made_from_the_completions_equals_the_recorded_one(
         assert index is not None and index == made
 
 
-def test_a_group_that_several_replicas_sampled_is_shown_whole(folder: Path, tmp_path: Path) -> None:
+def test_a_group_in_several_files_is_shown_whole(folder: Path, tmp_path: Path) -> None:
     run = copied(folder, tmp_path / "run")
     for path in step_files(run, "completions_00000.parquet"):
         rows = list(read_completions(path))
@@ -537,6 +530,6 @@ def test_any_bytes_as_an_index_are_ignored(
         (folder / name).write_bytes(junk)
     assert sample_files.read_index(folder, 1) is None
     assert sample_files.policy_of(folder, 1) == {}
-    assert sample_files.read_group(folder, 1, [0]) is None
+    assert sample_files.read_group(folder, 1) is None
     (folder / "index.json").unlink()
     assert sample_files.read_index(folder, 1) is None

@@ -34,7 +34,6 @@ from dapo_megatron.rollout.messages import GroupRequest, Sampling
 from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.types import (
     Completion,
-    CompletionSummary,
     Finish,
     Grade,
     Group,
@@ -45,7 +44,7 @@ from tests.helpers.groups import record_groups
 
 LIMIT = 500
 PROMPT = Prompt("simulated", 0, (1, 2, 3), "", "")
-SAMPLING = Sampling("test", LIMIT, 1.0, 1.0, is_seeded=False, is_kept=True)
+SAMPLING = Sampling("test", LIMIT, 1.0, 1.0, is_seeded=False)
 
 
 def request(ticket: int, so_far: int = 0) -> VirtualRequest:
@@ -109,29 +108,29 @@ def test_interrupts_neither_lose_nor_add_tokens(
 ) -> None:
     model = EngineModel(max_sequences=slots, capacity=300, per_sequence=60, prefill=prefill)
     driver = VirtualDriver(model, 2, lambda ticket, _: (lengths[ticket], True), 0.5)
-    so_far = dict.fromkeys(range(len(lengths)), 0)
-    ended: dict[int, CompletionSummary] = {}
+    so_far: dict[int, Completion | None] = dict.fromkeys(range(len(lengths)))
+    ended: dict[int, Completion] = {}
     driver.start(SAMPLING)
     for version in range(10_000):
         if not so_far:
             break
         driver.version = version // 2  # not every interrupt is the end of a step
         requests: list[list[GroupRequest]] = [[], []]
-        for ticket, num_tokens in so_far.items():
-            requests[ticket % 2].append(GroupRequest(ticket, PROMPT, ((0, num_tokens),)))
+        for ticket, unfinished in so_far.items():
+            requests[ticket % 2].append(GroupRequest(ticket, PROMPT, ((0, unfinished),)))
         started, made = driver.clock, driver.num_generated
         until = started + seconds[version % len(seconds)] + 2.0 * (prefill is not None)
         while driver.clock < until and so_far:
             reports = driver.advance(requests, [[], []])
             requests = [[], []]
             for replica, report in reports:
-                for ticket, summary in report.sampled:
-                    assert replica == summary.replica == ticket % 2
-                    ended[ticket] = summary
+                for ticket, completion in report.sampled:
+                    assert replica == ticket % 2
+                    ended[ticket] = completion
                     del so_far[ticket]
                 assert [(t, c.sample) for t, c in report.sampled] == [g[:2] for g in report.graded]
         for _, report in driver.interrupt():
-            so_far |= {ticket: summary.num_tokens for ticket, summary in report.unfinished or ()}
+            so_far |= dict(report.unfinished or ())
         assert driver.num_generated - made <= 2 * 300 * (driver.clock - started) + 1
         driver.sleep(3.0)
     assert not so_far

@@ -4,25 +4,21 @@
     python tools/bench/data_plane.py --quick    # seconds
 
 Engines are replaced by a generator of completions, and the policy by nothing. Everything else is
-the product's: coordinator, sockets, workers, exchange, assembly, recording, checkpoint. Seconds are
+the product's: coordinator, sockets, workers, delivery, assembly, recording, checkpoint. Seconds are
 of CPU time, so they hardly depend on what else the machine does. The benchmark's own work, such as
 making completions up, is subtracted.
 
 - *blocks the step*: all threads of a rank except those that write files, without what threads of
   gloo and ZeroMQ take on an idle rank in the same time
 - *memory*: peak of the resident memory above that of an idle start, over the raw bytes of what a
-  rank holds: 8 per token of its store and of the sequences that it trains on, and 4 per token that
-  its engine continues without being the leader
+  rank holds: 8 per token of completions on rank 0 and of the sequences that it trains on, and 4 per
+  token that its engine continues without being the leader
 - *scaling*: the coordinator with many leaders in real time (data_plane_scaling.py)
-- *before*: functions of an old commit, on the largest size that they take here, scaled linearly
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -42,9 +38,6 @@ from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.tracking.provenance import facts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-BASELINE = "2b40de8"
-"""The last commit with one coordinator per rank."""
-BASELINE_PROMPTS = 64
 LEADERS = (16, 64, 256)
 GENERATION_SHARE = 0.81
 """Share of a step in which engines generate: 262 of 322 s in docs/rollout.md (mean 4,500, keep rate
@@ -52,7 +45,7 @@ GENERATION_SHARE = 0.81
 ENGINE_STEPS_PER_SECOND = 60.0
 """Steps of a real engine, as in tools/lab/virtual_engines.py (one token per sequence and step)."""
 TARGETS = {
-    "rank0_cpu_seconds": 3.0,
+    "rank0_cpu_seconds": 2.5,
     "other_cpu_seconds_max": 0.5,
     "record_blocking_seconds": 0.3,
     "record_cpu_seconds": 20.0,
@@ -175,47 +168,6 @@ def measure_step(setting: Setting) -> Steps:
         return Steps(json.loads(result.read_text())["steps"])
 
 
-# ---------------------------------------------------------------------------- before
-
-
-def measure_before(setting: Setting, commit: str, prompts: int) -> dict[str, Any] | str:
-    """Run the functions of `commit`. Return their figures, scaled to the size of `setting`, or why
-    there are none."""
-    archive = ["git", "-C", str(REPOSITORY), "archive", commit, "dapo_megatron"]
-    with tempfile.TemporaryDirectory() as folder:
-        if shutil.which("git") is None:
-            return "skipped: git is missing"
-        tree, result = Path(folder, "tree"), Path(folder, "result.json")
-        tree.mkdir()
-        done = subprocess.run(archive, capture_output=True, check=False)
-        if done.returncode:
-            return f"skipped: {done.stderr.decode().strip()}"
-        subprocess.run(["tar", "-x", "-C", str(tree)], input=done.stdout, check=True)
-        options = {**asdict(setting), "prompts": min(prompts, setting.prompts)}
-        program = Path(__file__).with_name("data_plane_before.py")
-        command = [sys.executable, str(program), json.dumps(options), str(result)]
-        environment = {**os.environ, "PYTHONPATH": str(tree)}
-        if subprocess.run(command, env=environment, check=False).returncode:
-            return f"skipped: the functions of {commit} failed"
-        ranks: list[dict[str, Any]] = json.loads(result.read_text())
-    scale = setting.prompts / options["prompts"]
-    figures: dict[str, Any] = {"commit": commit, "prompts": options["prompts"], "scale": scale}
-    for name in ("exchange", "assemble", "fresh_mask"):
-        figures[f"{name}_seconds"] = scale * max(rank[name] for rank in ranks)
-    for name in ("samples", "policy", "checkpoint"):
-        figures[f"{name}_seconds"] = scale * ranks[0][name]
-    for name in ("state_bytes", "file_bytes"):
-        figures[name] = scale * ranks[0][name]
-    figures["tokens"] = round(scale * ranks[0]["num_tokens"])
-    figures["other_peak_mib"] = scale * max(rank["peak_bytes"] for rank in ranks[1:]) / 2**20
-    everywhere = sum(figures[f"{name}_seconds"] for name in ("exchange", "assemble", "fresh_mask"))
-    figures["other_cpu_seconds_max"] = everywhere
-    figures["rank0_cpu_seconds"] = everywhere + sum(
-        figures[f"{name}_seconds"] for name in ("samples", "policy", "checkpoint")
-    )
-    return figures
-
-
 # ---------------------------------------------------------------------------- output
 
 
@@ -249,33 +201,21 @@ def print_scaling(console: Console, rows: Sequence[Scaling]) -> None:
     console.print(table)
 
 
-def print_targets(
-    console: Console, figures: dict[str, Any], before: dict[str, Any] | str, title: str
-) -> None:
-    """Print the figures that have a target, beside those of before."""
-    table = Table("", "now", "target", "", "before", title=title)
+def print_targets(console: Console, figures: dict[str, Any], title: str) -> None:
+    """Print the figures that have a target."""
+    table = Table("", "now", "target", "", title=title)
     for name, target in TARGETS.items():
         value = figures.get(name)
         if value is None:
-            table.add_row(NAMES[name], "not measured", f"{target:g}", "", "")
+            table.add_row(NAMES[name], "not measured", f"{target:g}", "")
             continue
-        old = before.get(name) if isinstance(before, dict) else None
         table.add_row(
             NAMES[name],
             f"{value:.4g}",
             f"{target:g}",
             "met" if value <= target else "missed",
-            "" if old is None else f"{old:.4g}",
         )
     console.print(table)
-    if isinstance(before, str):
-        console.print(f"before: {before}")
-    else:
-        console.print(
-            f"before: commit {before['commit']}, {before['prompts']} prompts times "
-            f"{before['scale']:g}; rank 0 with samples and state as JSON; memory of other ranks "
-            f"{before['other_peak_mib']:,.0f} MiB, now {figures['peak_mib']['others']:,.0f}"
-        )
 
 
 def main(
@@ -289,11 +229,7 @@ def main(
     leaders: Annotated[
         list[int] | None, typer.Option(help="Leaders to simulate; 0: none. By default 16, 64, 256.")
     ] = None,
-    baseline: Annotated[str, typer.Option(help="Commit to compare with; empty: none.")] = BASELINE,
-    baseline_prompts: Annotated[
-        int, typer.Option(help="Its prompts per step, scaled to --prompts.")
-    ] = BASELINE_PROMPTS,
-    quick: Annotated[bool, typer.Option(help="A tiny size, no scaling, no baseline.")] = False,
+    quick: Annotated[bool, typer.Option(help="A tiny size, no scaling.")] = False,
     rank_of: Annotated[str, typer.Option(hidden=True)] = "",
     folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -304,24 +240,19 @@ def main(
     setting = Setting(processes, prompts, samples, mean_tokens, steps, engine_ranks, seed=seed)
     if quick:
         setting = Setting(2, 4, 4, 50, 1, 1, turn_seconds=0.0, updates=2, seed=seed)
-        leaders, baseline = [0], ""
+        leaders = [0]
     figures = {"processes": setting.processes, **summarize(measure_step(setting))}
     rows = [measure(setting, number, 1) for number in leaders or LEADERS if number]
     if rows and rows[-1].leaders >= 256:
         figures["coordinator_share_2048"] = GENERATION_SHARE * rows[-1].share
-    before: dict[str, Any] | str = "not measured"
-    if baseline:
-        before = measure_before(setting, baseline, baseline_prompts)
     console = Console(soft_wrap=True, width=120)
     print_parts(console, figures)
     if rows:
         print_scaling(console, rows)
     title = f"{figures['tokens']:,} tokens, {setting.processes} processes"
-    print_targets(console, figures, before, title)
+    print_targets(console, figures, title)
     scaling = [{**asdict(row), "share": row.share} for row in rows]
-    print(
-        json.dumps({**facts(), **asdict(setting), **figures, "scaling": scaling, "before": before})
-    )
+    print(json.dumps({**facts(), **asdict(setting), **figures, "scaling": scaling}))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.data.owners import DataParallelRanks
 from dapo_megatron.rollout.collector import EngineCollector
 from dapo_megatron.rollout.completion_rows import CompletionRow
-from dapo_megatron.rollout.exchange import TokenExchange
-from dapo_megatron.rollout.messages import Move, StepPlan
+from dapo_megatron.rollout.delivery import Delivery
+from dapo_megatron.rollout.messages import StepPlan
 from dapo_megatron.tracking.rollout_writer import RolloutWriter
-from dapo_megatron.types import SequenceTokens, TrainingSequence
+from dapo_megatron.types import Group, Outcome, SequenceTokens, TrainingSequence
 
 T = TypeVar("T")
 BENCH, RECORDING, CHECKPOINT = "benchmark", "recording", "checkpoint"
@@ -126,17 +126,17 @@ class MeteredDataParallel(DataParallelRanks):
 
 
 @dataclass(frozen=True)
-class MeteredTokenExchange(TokenExchange):
-    """Exchange of tokens whose packing is measured."""
+class MeteredDelivery(Delivery):
+    """Delivery of tokens whose packing is measured."""
 
     meter: Meter = field(default_factory=Meter)
 
     def __call__(
-        self, sequences: Sequence[TrainingSequence], owners: Sequence[int], moves: Sequence[Move]
+        self, sequences: Sequence[TrainingSequence], groups: Sequence[Group]
     ) -> dict[int, SequenceTokens]:
-        """See TokenExchange."""
+        """See Delivery."""
         with self.meter.part("pack"):
-            return TokenExchange.__call__(self, sequences, owners, moves)
+            return Delivery.__call__(self, sequences, groups)
 
 
 class MeteredWriter(RolloutWriter):
@@ -154,8 +154,11 @@ class MeteredCollector(EngineCollector):
 
     meter: Meter = field(default_factory=Meter)
 
-    def _close(self, plan: StepPlan) -> list[CompletionRow]:
+    def _rows(self, ended: Sequence[tuple[Group, Outcome]]) -> list[CompletionRow]:
         with self.meter.part(BENCH):
-            self.meter.held_tokens = sum(row.completion.num_tokens for row in self.store.rows())
+            assert self.coordinator is not None
+            held = [*self.coordinator.completions().values()]
+            held += [completion for group, _ in ended for completion in group.completions]
+            self.meter.held_tokens = sum(completion.num_tokens for completion in held)
         with self.meter.part("close"):
-            return super()._close(plan)
+            return super()._rows(ended)

@@ -28,8 +28,8 @@ from data_plane_meter import (
     Meter,
     MeteredCollector,
     MeteredDataParallel,
+    MeteredDelivery,
     MeteredExchange,
-    MeteredTokenExchange,
     MeteredWriter,
 )
 
@@ -41,13 +41,13 @@ from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, split, tokens_in
+from dapo_megatron.data.owners import DataParallelRanks
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.partial_step import PartialStep
-from dapo_megatron.rollout.store import CompletionStore
 from dapo_megatron.rollout.worker import Follower, Leader
 from dapo_megatron.tracking.recorder import RolloutRecorder
 from dapo_megatron.types import LogProbs, SequenceTokens
@@ -117,7 +117,7 @@ class Figures:
     plan_bytes: int
     """Size of the step's plan, as broadcast; 0 except on rank 0."""
     raw_bytes: int
-    """RAW_BYTES per token of the completions that a leader held before the step was closed, and of
+    """RAW_BYTES per token of the completions that rank 0 held before the step was closed, and of
     the sequences that the rank trains on. TOKEN_BYTES per token of the completions that the engine
     of another rank than a leader continued."""
     peak_bytes: int
@@ -146,6 +146,7 @@ class Rank:
     config: Config
     ranks: Ranks
     engine: CannedEngine
+    data_parallel: DataParallelRanks
     collector: MeteredCollector
     recorder: RolloutRecorder
     checkpoints: CheckpointSaver
@@ -168,7 +169,6 @@ class Rank:
             collector.coordinator = coordinator_of(collector.config, driver, generator, 2)
         self.step(0)
         collector.coordinator, collector.config = coordinator, config
-        collector.store.fill([])
 
     def step(self, version: int) -> Figures:
         """Run one rollout step as `loop.train_steps` does, without a policy. Collective."""
@@ -199,7 +199,7 @@ class Rank:
         parts["other threads"] = total - sum(parts.values()) - sum(others.values())
         return Figures(
             rank=self.ranks.rank,
-            is_leader=self.collector.replica is not None,
+            is_leader=self.engine.is_leader,
             seconds=parts,
             record_seconds=others[RECORDING],
             checkpoint_seconds=others[CHECKPOINT],
@@ -220,7 +220,7 @@ class Rank:
 
     def _train(self, step: int, partial_step: PartialStep) -> None:
         """Do what a step does before its updates."""
-        meter, data_parallel = self.meter, self.collector.data_parallel
+        meter, data_parallel = self.meter, self.data_parallel
         sequences = partial_step.sequences or []
         owners = data_parallel.owners(sequences)
         with meter.part("assemble"):
@@ -243,8 +243,7 @@ class Rank:
     def _save(self, step: int, partial_step: PartialStep) -> int:
         """Save a checkpoint as `loop.save` does. Return the size of the coordinator's state."""
         state = {"open_step": None, "coordinator": self.collector.state()}
-        data_parallel = self.collector.data_parallel
-        snapshots = (self.collector.snapshot(), partial_step.snapshot(data_parallel))
+        snapshots = (self.collector.snapshot(), partial_step.snapshot(self.data_parallel))
         self.checkpoints.commit(step, state, snapshots)()
         with self.meter.part(BENCH):
             return 0 if self.ranks.rank else len(json.dumps(state))
@@ -316,7 +315,7 @@ def build(setting: Setting, folder: Path) -> Rank:
     first = replica * setting.engine_ranks
     peers = ranks.subgroup(range(first, first + setting.engine_ranks))
     hub, member = open_channel(ranks, None if place else replica, setting.replicas)
-    store, driver, coordinator = CompletionStore(), None, None
+    driver, coordinator = None, None
     if hub is not None:
         driver = EngineDriver(
             hub, setting.replicas, setting.max_sequences, deterministic=False, silence_seconds=900
@@ -327,7 +326,7 @@ def build(setting: Setting, folder: Path) -> Rank:
     if member is not None:
         grading: Any = ScriptedGrading()
         meter.measure(grading, submit=BENCH, collect=BENCH)
-        worker = Leader(engine, grading, member, peers, store, deterministic=False)
+        worker = Leader(engine, grading, member, peers, deterministic=False)
         meter.measure(worker, _interrupt="interrupt")
     meter.measure(worker, serve="turns")
     plan = partial(plan_microbatches, max_tokens=MAX_MICROBATCH_TOKENS)
@@ -336,16 +335,12 @@ def build(setting: Setting, folder: Path) -> Rank:
     writer = MeteredWriter(folder / "samples", warnings.warn)
     writer.meter = meter
     recorder = RolloutRecorder(writer, INSPECTED_GROUPS)
-    leaders = [number * setting.engine_ranks for number in range(setting.replicas)]
     collector = MeteredCollector(
         config=config,
         coordinator=coordinator,
         engines=Engines(worker, driver, exchange),
-        exchange_tokens=MeteredTokenExchange(exchange, data_parallel, leaders, store, meter=meter),
-        data_parallel=data_parallel,
+        delivery=MeteredDelivery(data_parallel, Ranks(0, 1, 0), meter=meter),
         recorder=recorder,
-        replica=None if place else replica,
-        store=store,
         meter=meter,
     )
     meter.measure(collector, _plan="describe")
@@ -358,7 +353,18 @@ def build(setting: Setting, folder: Path) -> Rank:
         flush=recorder.flush,
     )
     meter.measure(checkpoints, _write=CHECKPOINT)
-    return Rank(setting, config, ranks, engine, collector, recorder, checkpoints, meter, folder)
+    return Rank(
+        setting,
+        config,
+        ranks,
+        engine,
+        data_parallel,
+        collector,
+        recorder,
+        checkpoints,
+        meter,
+        folder,
+    )
 
 
 def run(setting: Setting, folder: Path, result: Path) -> None:

@@ -27,9 +27,8 @@ from data_plane_ranks import Setting, config_of, coordinator_of
 from dapo_megatron.cluster.messages import Address, Hub, Introduction, Member
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.rollout.driver import EngineDriver
-from dapo_megatron.rollout.store import CompletionStore
 from dapo_megatron.rollout.worker import Leader
-from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest, Segment
+from dapo_megatron.types import Completion, Finish, SampleRequest, Segment
 
 CAPACITY = 9_000
 """Tokens per second of an engine, as in tools/lab/virtual_engines.py."""
@@ -169,16 +168,6 @@ class IdleEngine:
         )
 
 
-class UnfinishedStore(CompletionStore):
-    """Store that drops finished completions, because nothing here trains on them."""
-
-    def put(self, ticket: int, prompt: Prompt, completion: Completion) -> None:
-        """See CompletionStore."""
-        super().put(ticket, prompt, completion)
-        if completion.finish is not Finish.UNFINISHED:
-            self.take(ticket, completion.sample)
-
-
 def _lead(
     address: Address,
     keys: dict[int, tuple[bytes, bytes]],
@@ -200,7 +189,6 @@ def _lead(
             grading,
             member,
             Ranks(rank=0, world_size=1, local_rank=0),
-            UnfinishedStore(),
             deterministic=False,
         )
         engines.append(engine)

@@ -212,7 +212,7 @@ def _in_batches(
 def _groups_in_finish_order(setting: Setting, driver: VirtualDriver, batch: range) -> Iterator[int]:
     driver.max_tokens = setting.max_tokens
     requests: list[list[GroupRequest]] = [[] for _ in range(setting.replicas)]
-    samples = tuple((sample, 0) for sample in range(setting.samples))
+    samples = tuple((sample, None) for sample in range(setting.samples))
     for ticket in batch:
         request = GroupRequest(ticket, _prompt(setting.prompt_tokens), samples)
         requests[ticket % setting.replicas].append(request)

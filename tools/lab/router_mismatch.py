@@ -140,7 +140,6 @@ def score(config: Config, results: list[tuple[Any, Any]]) -> dict[str, Any]:
             TrainingSequence(
                 ticket=request.ticket,
                 sample=0,
-                replica=0,
                 prompt_tokens=PROMPT_TOKENS,
                 response_tokens=completion.num_tokens,
                 segments=completion.segments,

@@ -13,15 +13,34 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from dapo_megatron.rollout.driver import QUEUED_SHARE
-from dapo_megatron.rollout.messages import Graded, GroupRequest, Report, Sampled, Sampling
-from dapo_megatron.types import CompletionSummary, Finish, Grade, Segment
+from dapo_megatron.rollout.messages import (
+    Graded,
+    GroupRequest,
+    Report,
+    Sampled,
+    Sampling,
+    Ungraded,
+)
+from dapo_megatron.types import Completion, Finish, Grade, Segment
 
 RIGHT, WRONG = Grade(1.0, True, ""), Grade(-1.0, False, "")
 ROUNDING = 1e-6
 """Tolerance in tokens: far more than the float64 error of a step, far less than one token."""
+
+
+class Virtual:
+    """Stands for `length` numbers of an array, which nobody reads."""
+
+    def __init__(self, typecode: str, length: int) -> None:
+        self.typecode, self._length = typecode, length
+
+    def __len__(self) -> int:
+        return self._length
+
 
 Outcome = tuple[int, bool]
 """Tokens of a completion if it is never cut, and whether it is correct."""
@@ -157,7 +176,6 @@ class VirtualDriver:
         self._end = math.inf
         self._outcome = outcome
         self._report_seconds = report_seconds
-        self._unfinished: dict[tuple[int, int], CompletionSummary] = {}
 
     @property
     def num_generated(self) -> int:
@@ -179,7 +197,7 @@ class VirtualDriver:
     def advance(
         self,
         requests: Sequence[Sequence[GroupRequest]],
-        regrade: Sequence[Sequence[tuple[int, int]]] = (),
+        regrade: Sequence[Sequence[Ungraded]] = (),
     ) -> list[tuple[int, Report]]:
         """Start `requests[replica]` and run to the next reports after a sequence has ended."""
         assert not any(regrade), "a simulation is never resumed"
@@ -195,11 +213,11 @@ class VirtualDriver:
         reports = []
         for replica, engine in enumerate(self.engines):
             sampled: list[Sampled] = [
-                (request.ticket, self._summary(replica, request, length, self._finish(length)))
+                (request.ticket, self._completion(request, length, self._finish(length)))
                 for request, length in engine.run_until(until)
             ]
             if sampled:
-                graded = [self._graded(ticket, summary.sample) for ticket, summary in sampled]
+                graded = [self._graded(ticket, each.sample) for ticket, each in sampled]
                 reports.append((replica, Report(sampled=sampled, graded=graded)))
         self.clock = until
         return reports
@@ -209,12 +227,10 @@ class VirtualDriver:
         reports = []
         for replica, engine in enumerate(self.engines):
             unfinished: list[Sampled] = [
-                (request.ticket, self._summary(replica, request, tokens, Finish.UNFINISHED))
+                (request.ticket, self._completion(request, tokens, Finish.UNFINISHED))
                 for request, tokens in engine.interrupt()
                 if tokens
             ]
-            for ticket, summary in unfinished:
-                self._unfinished[ticket, summary.sample] = summary
             reports.append((replica, Report(unfinished=unfinished)))
         return reports
 
@@ -234,11 +250,10 @@ class VirtualDriver:
 
     def _submit(self, engine: VirtualEngine, group: GroupRequest) -> None:
         prompt_tokens = len(group.prompt.tokens)
-        for sample, num_tokens in group.samples:
-            before = self._unfinished.pop((group.ticket, sample)) if num_tokens else None
-            request = VirtualRequest(
-                group.ticket, sample, prompt_tokens, num_tokens, before.segments if before else ()
-            )
+        for sample, so_far in group.samples:
+            request = VirtualRequest(group.ticket, sample, prompt_tokens)
+            if so_far is not None:
+                request = replace(request, so_far=so_far.num_tokens, segments=so_far.segments)
             length = min(self._outcome(group.ticket, sample)[0], self.max_tokens)
             engine.submit(request, int(length))
 
@@ -248,18 +263,17 @@ class VirtualDriver:
     def _graded(self, ticket: int, sample: int) -> Graded:
         return ticket, sample, RIGHT if self._outcome(ticket, sample)[1] else WRONG, "graded"
 
-    def _summary(
-        self, replica: int, request: VirtualRequest, length: int, finish: Finish
-    ) -> CompletionSummary:
+    def _completion(self, request: VirtualRequest, length: int, finish: Finish) -> Completion:
         before, new = request.segments, length - request.so_far
         self.tokens_of[request.ticket] += new
         if before and before[-1].version == self.version:
             new += before[-1].num_tokens
             before = before[:-1]
-        return CompletionSummary(
+        return Completion(
             sample=request.sample,
-            num_tokens=length,
+            tokens=cast(Any, Virtual("i", length)),
+            logprobs=cast(Any, Virtual("f", length)),
+            text="",
             finish=finish,
             segments=(*before, Segment(self.version, new)) if new else before,
-            replica=replica,
         )

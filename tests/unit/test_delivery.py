@@ -1,0 +1,142 @@
+"""Delivery of tokens: each rank gets exactly the sequences of its data-parallel index."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.data.batch import describe
+from dapo_megatron.data.owners import DataParallelRanks
+from dapo_megatron.data.packing import plan_microbatches
+from dapo_megatron.rollout.delivery import Delivery, RouteSize
+from dapo_megatron.types import Completion, DapoError, Finish, Grade, Group, Prompt, Segment
+from tests.helpers.batches import ONE_INDEX
+from tests.helpers.configs import tiny_config
+from tests.helpers.ranks import run_ranks
+
+OVERLONG = tiny_config().overlong
+LAYOUTS = [(0, 0, 0, 0), (0, 1, 0, 1), (0, 0, 1, 1), (0, 1, 2, 3), (1, 1, 0, 0)]
+"""Data-parallel index of each rank. Megatron does not number them like this in all cases."""
+LAYERS = 3
+
+
+def groups_of(seed: int) -> list[Group]:
+    rng = random.Random(seed)
+    return [
+        Group(
+            ticket,
+            Prompt("sums", ticket, tuple(rng.choices(range(2**31), k=rng.randint(1, 5))), "", ""),
+            tuple(completion(rng, sample) for sample in range(3)),
+        )
+        for ticket in rng.sample(range(100), 6)
+    ]
+
+
+def completion(rng: random.Random, sample: int) -> Completion:
+    num_tokens = rng.randint(1, 9)
+    return Completion(
+        sample,
+        array("i", [rng.randrange(2**31) for _ in range(num_tokens)]),
+        array("f", [-rng.random() for _ in range(num_tokens)]),
+        "",
+        Finish.STOP,
+        (Segment(0, num_tokens),),
+        Grade(1.0 if sample else -1.0, bool(sample), ""),
+    )
+
+
+def routed(group: Group, dtype: str) -> Group:
+    """Return the group with routes of all tokens but the last of each sequence."""
+
+    def routes(each: Completion) -> array[int]:
+        number = LAYERS * (len(group.prompt.tokens) + each.num_tokens - 1)
+        values = np.arange(number).astype(dtype)
+        return array("B" if dtype == "uint8" else "h", values.tobytes())
+
+    return replace(
+        group, completions=tuple(replace(c, routes=routes(c)) for c in group.completions)
+    )
+
+
+def plain(tokens: Any) -> Any:
+    return {
+        index: [
+            None if values is None else (values.dtype.str, values.tolist())
+            for values in (each.prompt, each.response, each.logprobs, each.routes)
+        ]
+        for index, each in tokens.items()
+    }
+
+
+def deliver(rank: int) -> list[Any]:
+    """Deliver in every layout. Return what this rank got, as plain values."""
+    ranks, got = Ranks(rank, 4, rank), []
+    for layout in LAYOUTS:
+        for dtype in ("", "uint8", "int16"):
+            groups = groups_of(len(got))
+            size = RouteSize()
+            if dtype:
+                groups = [routed(group, dtype) for group in groups]
+                size = RouteSize(LAYERS * np.dtype(dtype).itemsize, dtype)
+            plan = partial(plan_microbatches, max_tokens=64)
+            parallel = DataParallelRanks.join(ranks, layout[rank], plan, num_updates=2)
+            peers = ranks.subgroup([r for r, index in enumerate(layout) if index == layout[rank]])
+            sequences = describe(groups, overlong=OVERLONG, eps=1e-6)
+            tokens = Delivery(parallel, peers, size)(sequences, groups if rank == 0 else [])
+            owned = [
+                i for i, owner in enumerate(parallel.owners(sequences)) if owner == layout[rank]
+            ]
+            assert list(tokens) == owned
+            expected = Delivery(ONE_INDEX, ONE_INDEX.exchange, size)(sequences, groups)
+            assert plain(tokens) == {index: plain(expected)[index] for index in owned}
+            got.append(len(owned))
+    return got
+
+
+def test_every_layout_gets_its_sequences_bit_for_bit() -> None:
+    counts = np.array(run_ranks(deliver, 4))
+    for case, layout in enumerate(layout for layout in LAYOUTS for _ in range(3)):
+        firsts = [layout.index(index) for index in sorted(set(layout))]
+        assert sum(counts[first][case] for first in firsts) == 18  # each sequence once
+        assert all(
+            counts[rank][case] == counts[layout.index(layout[rank])][case] for rank in range(4)
+        )
+
+
+def test_one_rank_gets_views_of_what_it_has() -> None:
+    groups = groups_of(1)
+    sequences = describe(groups, overlong=OVERLONG, eps=1e-6)
+    tokens = Delivery(ONE_INDEX, ONE_INDEX.exchange)(sequences, groups)
+    by_key = {(g.ticket, c.sample): (g, c) for g in groups for c in g.completions}
+    for index, sequence in enumerate(sequences):
+        group, each = by_key[sequence.ticket, sequence.sample]
+        assert tuple(tokens[index].prompt.tolist()) == group.prompt.tokens
+        assert tokens[index].response.tobytes() == each.tokens.tobytes()
+        assert tokens[index].logprobs.tobytes() == each.logprobs.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("tokens", r"ticket \d+, sample 0: \d prompt tokens, 2 tokens and \d log-probs instead of"),
+        (
+            "routes",
+            r"ticket \d+, sample 0: 5 bytes of routes, but policy.router_replay engine needs",
+        ),
+    ],
+)
+def test_a_completion_that_does_not_match_is_named(change: str, message: str) -> None:
+    groups = [routed(group, "uint8") for group in groups_of(2)]
+    sequences = describe(groups, overlong=OVERLONG, eps=1e-6)
+    first, *rest = groups[0].completions
+    wrong = {"tokens": array("i", [1, 2]), "routes": array("B", bytes(5))}[change]
+    groups[0] = replace(groups[0], completions=(replace(first, **{change: wrong}), *rest))
+    with pytest.raises(DapoError, match=message):
+        Delivery(ONE_INDEX, ONE_INDEX.exchange, RouteSize(LAYERS))(sequences, groups)
