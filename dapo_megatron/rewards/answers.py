@@ -84,7 +84,7 @@ def stated(text: str) -> str:
 
 _SYMBOLS = {
     "°": r"^\circ ", "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "√": r"\sqrt ",  # noqa: RUF001
-    "“": '"', "”": '"', "‘": "'", "’": "'", "\u200b": "",  # noqa: RUF001
+    "∞": r"\infty ", "¢": " cents", "“": '"', "”": '"', "‘": "'", "’": "'", "\u200b": "",  # noqa: RUF001
 }  # fmt: skip
 _NOT_PLAIN = re.compile(r"[^\x00-\x7f\u3040-\u9fff\uac00-\ud7af]")  # nor a CJK letter
 _BOLD = re.compile(r"(?<![\w)*])\*\*([^*\n]+)\*\*(?![\w*])")
@@ -99,12 +99,17 @@ _MIXED = re.compile(
     r"([0-9](?<![\w.^}\\/,][0-9])[0-9]{0,8})(?:(?:[ ~]|\\[ ,])+([0-9]{1,9})\s*/\s*([0-9]{1,9})"
     rf"(?![\w/^]|[.,][0-9])|\s*\\[dtc]?frac\s*(?:{_INTEGERS}|([0-9])([0-9]))(?!\^))"
 )
+_REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\overline\s*\{\s*([0-9]{1,30})\s*\}")
 _BASE_TEN = re.compile(r"([0-9])_(?:10|\{10\})(?![0-9])")
 
 
 def clean(text: str) -> str:
     """Rewrite the notations that LaTeX parsers misread: Unicode digits and signs, bold marks,
     powers of ten as decimals, mixed numbers as fractions."""
+    if "~" in text:
+        text = text.replace("~", " ")
+    if "overline" in text:
+        text = _REPEATING.sub(_repeated, text)
     if not text.isascii():
         text = text.replace("，", ",").replace("。", ".").replace("、", ", ")  # noqa: RUF001
         text = _NOT_PLAIN.sub(lambda character: _latex(character[0]), text)
@@ -127,6 +132,14 @@ def _latex(character: str) -> str:
     if kind.startswith(("<super>", "<sub>")):
         return f"{'^' if kind.startswith('<super>') else '_'}{{{text}}}"
     return text
+
+
+def _repeated(number: re.Match[str]) -> str:
+    """Return a repeating decimal as a fraction."""
+    whole, fixed, period = number.groups()
+    nines = 10 ** len(period) - 1
+    value = int((whole or "0") + fixed) * nines + int(period)
+    return rf"\frac{{{value}}}{{{nines * 10 ** len(fixed)}}}"
 
 
 def _positional(number: re.Match[str]) -> str:
@@ -236,6 +249,8 @@ _MATHEMATICAL = re.compile(
     r"(?<![A-Za-z])(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|(?<![A-Za-z])(?:log|ln|lg|exp|sqrt|pi|"
     r"inf|infinity|infty|max|min|gcd|lcm|mod|det|and|or)(?![A-Za-z])"
 )
+_RELATION = re.compile(r"\\(?:[pb]?mod|equiv|mid|begin\s*\{(?:cases|array))\b")
+"""Marks of what the library compares by one part only, such as residues without modulus."""
 _OPERATOR = re.compile(r"\\(?:cdot|times)|[*+]")
 _BASES = {
     word: base
@@ -247,7 +262,7 @@ _WITH_BASE = re.compile(r"-?\(?(?:[0-9][0-9A-F.]*|[A-F][0-9A-F]+)\)?_\(?(?:[0-9]
 _RADIX_PREFIX = re.compile(r"-?0[xXbBoO][0-9a-fA-F]+")
 _CODE = re.compile(
     r"[0-9]+(?:-[0-9]+)+|[0-9]+([/.:])[0-9]+(?:\1[0-9]+)+"  # dates, ranges, versions, 1:2:3
-    r"|(?:[01]?[0-9]|2[0-4]):[0-5][0-9](?:[AaPp]\.?[Mm])?"  # times
+    r"|(?:[01]?[0-9]|2[0-4]):[0-5][0-9]|[0-9]{1,2}(?::[0-5][0-9])?[AaPp]\.?[Mm]\.?"  # times
     r"|(?=.*[A-Za-z)]_?[0-9])[0-9]*(?:\(?[A-Z][a-z]?\)?(?:_?[0-9]+)?){2,}(?:\^?[0-9]*[+-])?"  # H2O
     r"|[\w#@:.-]*[A-Za-z][0-9][\w#@:.-]*"  # B12, hashes
     r"|(?=.*[A-Za-z]{2})[A-Za-z]\w*"  # names
@@ -277,6 +292,7 @@ def as_text(text: str) -> str:
     )
     text = re.sub(r"(?<=[A-Za-z])_(?=[0-9])|^0(?=[0-9]:)", "", text)
     text = re.sub(r"^\(([^()]*)\)(?=_)", r"\1", text)
+    text = re.sub(r"(?<=[0-9])([AaPp])\.?[Mm]$", r"\1m", text)
     return text if _MIXED_CASE.search(text) else text.lower()
 
 
@@ -296,6 +312,8 @@ def is_text(text: str) -> bool:
     if any("GREEK" not in unicodedata.name(letter, "") for letter in foreign):
         return True
     text = text.strip(" $" + _PUNCTUATION)
+    if _RELATION.search(text):
+        return True
     if _OPERATOR.search(text):
         return False
     formula = _MATHEMATICAL.sub(",", text)

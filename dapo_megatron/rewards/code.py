@@ -32,14 +32,16 @@ _FUNCTION_KEYS = frozenset(
     {
         *("fnname", "funcname", "functionname", "methodname", "entrypoint", "assertcase"),
         *("testlist", "challengetestlist", "asserts", "assertions", "function", "func"),
-        "signature",
+        *("signature", "functionsignature", "fn", "iscallbased"),
     }
 )
 """Keys whose value names or calls the tested function, in lower case without `_` and `-`."""
 _CODE_KEYS = frozenset({"test", "testcode", "unittest", "unittests", "check"})
 _CODE = re.compile(r"^[ \t]*(?:assert|def|class)\b|\bassert\b.*==|\bcandidate\(", re.MULTILINE)
-_ARGUMENT = re.compile(r"[A-Za-z_]\w* = (?:([\[\"'])|[\d-])")
-"""An argument by name, as LeetCode writes it. One number by name may also be text on stdin."""
+_ARGUMENT = re.compile(
+    r"[A-Za-z_]\w* = (?:([\[\"'])|[^,\n]*(,\s*[A-Za-z_]\w* = )|[\d-])|([A-Za-z_]\w*\(.*\)\s*$)"
+)
+"""Arguments by name, as LeetCode writes them, or a call. One number by name may be stdin."""
 _TYPE_KEYS = frozenset({"testtype", "calltype"})
 _STDIN_TYPES = frozenset({"stdin", "stdinstdout", "stdio", "std", "standardinput", "io"})
 _FUNCTION_TYPES = frozenset(
@@ -183,7 +185,7 @@ def read_tests(truth: str, extra: Mapping[str, Any]) -> list[ProgramTest]:
         for number, (stdin, stdout) in enumerate(zip(inputs, outputs))
     ]
     arguments = [_ARGUMENT.match(case.stdin) for case in cases]
-    if all(arguments) and any(argument and argument[1] for argument in arguments):
+    if all(arguments) and any(argument and any(argument.groups()) for argument in arguments):
         raise ValueError(_CALLS.format(f"the input {cases[0].stdin!r:.60}"))
     if not any(case.stdout.strip() for case in cases):
         raise ValueError(
@@ -222,7 +224,7 @@ def _refuse_function_calls(extra_info: Mapping[str, Any], tests: Any) -> None:
 def _refuse_function_keys(mapping: Mapping[str, Any]) -> None:
     for key, value in mapping.items():
         name = str(key).lower().replace("_", "").replace("-", "")
-        if name == "metadata":
+        if name in ("metadata", "inputoutput"):
             with suppress(ValueError):  # other text
                 value = parse_json(value) if isinstance(value, str) else value
             for part in value if isinstance(value, list) else [value]:

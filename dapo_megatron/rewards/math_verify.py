@@ -50,8 +50,12 @@ _WITHOUT_UNITS = (
     ),
     library.ExprExtractionConfig(),
 )
-_VARIABLES = re.compile(r"[0-9)}]\s*(?!(?:st|nd|rd|th)$)[A-Za-z]{1,2}$")
+_VARIABLES = re.compile(r"(?<=[^A-Za-z\\])(?!(?:st|nd|rd|th)$)[A-Za-z]{1,2}$")
 """The end of a product of variables, which the library may take for a unit: `2ab`, `x + 3t`."""
+
+
+MAX_BOX = 1000
+"""Characters of an answer in a box. The library takes seconds for a box of 20,000 characters."""
 
 
 class _Truth(NamedTuple):
@@ -81,9 +85,9 @@ def grade(response: str, truth: str) -> Grade:
             return _grade(correct, pred if correct else "", parsed=correct)
     parsed = library.parse(text, parsing_timeout=None)
     pred = next((item for item in reversed(parsed) if isinstance(item, str)), "")
-    correct = not (
-        answers.has_base(pred) or units.comparable(answers.stated(text), expected.text) is None
-    ) and _verify(expected.text, parsed)
+    stated = answers.stated(text).strip(" $*.")
+    values = units.comparable(stated, expected.text)
+    correct = values is not None and not answers.has_base(pred) and _verify(values[1], parsed)
     return _grade(correct, pred, parsed=bool(parsed))
 
 
@@ -105,7 +109,7 @@ def _box_is_right(pred: str, truth: _Truth) -> bool:
         return True
     if truth.word and (len(truth.word) > 1 or answers.as_text(pred) == truth.word):
         return answers.as_text(pred) == truth.word
-    if answers.has_base(pred):
+    if answers.has_base(pred) or len(pred) > max(MAX_BOX, 2 * len(truth.text)):
         return False
     if (values := units.comparable(pred, truth.text)) is None:
         return False

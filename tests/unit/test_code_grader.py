@@ -216,6 +216,11 @@ FUNCTION_CALLS: list[tuple[str, Any, dict[str, Any]]] = [
     ("test_list", IO, {"test_list": ["assert f(1) == 2"]}),
     ("testtype", IO, {"testtype": "functional"}),
     ("starter_code", IO, {"starter_code": "class Solution:\n    def f(self, a):"}),
+    ("n = 5, k = 3", [{"input": "n = 5, k = 3", "output": "2"}], {}),
+    ("f(1)", [{"input": "f(1)", "output": "2"}, {"input": "f(2, 3)", "output": "5"}], {}),
+    ("fn_name", IO, {"input_output": '{"fn_name": "f", "inputs": [[1]], "outputs": [2]}'}),
+    ("function_signature", IO, {"function_signature": "def f(x)"}),
+    ("is_call_based", IO, {"is_call_based": True}),
     ("nums = ", [{"input": "nums = [3,3], target = 6", "output": "[0, 1]"}], {}),
 ]
 
@@ -242,7 +247,7 @@ def test_empty_keys_of_function_calls_are_stdin_tests(key: str, empty: Any) -> N
 
 
 def test_one_number_by_name_is_an_input_like_any_other() -> None:
-    for stdin in ("x = 5", "n = 3\n", "a = -1, b = 2"):
+    for stdin in ("x = 5", "n = 3\n", "y = -1"):
         assert read_tests("", {"extra_info": {"tests": [{**CASE, "input": stdin}]}})
 
 
