@@ -117,7 +117,9 @@ class OpenGroup:
         """Return the group that `to_json` serialized, with its completions among the `known` ones.
         Raises CheckpointError naming one that is not, or has another number of tokens."""
         completions = [
-            _completion(known, value["ticket"], item[0], item[-1]) for item in value["completions"]
+            # Earlier versions: (sample, engine, number of tokens, ...).
+            _completion(known, value["ticket"], item[0], item[1 if len(item) == 2 else 2])
+            for item in value["completions"]
         ]
         # Older checkpoints lack the version of the issue.
         oldest = min((completion.oldest_version for completion in completions), default=0)

@@ -9,6 +9,7 @@ ranks that train on them, everything else is in the state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
@@ -279,6 +280,7 @@ def _to_json(sequence: TrainingSequence) -> list[Any]:
     return [
         sequence.ticket,
         sequence.sample,
+        0,  # earlier versions: the engine that sampled it
         sequence.prompt_tokens,
         sequence.response_tokens,
         [[segment.version, segment.num_tokens] for segment in sequence.segments],
@@ -289,7 +291,7 @@ def _to_json(sequence: TrainingSequence) -> list[Any]:
 
 
 def _from_json(value: Sequence[Any]) -> TrainingSequence:
-    ticket, sample, prompt_tokens, response_tokens, segments, advantage, in_loss, reward = value
+    ticket, sample, _, prompt_tokens, response_tokens, segments, advantage, in_loss = value[:8]
     return TrainingSequence(
         ticket=ticket,
         sample=sample,
@@ -298,5 +300,5 @@ def _from_json(value: Sequence[Any]) -> TrainingSequence:
         segments=tuple(Segment(*segment) for segment in segments),
         advantage=advantage,
         in_loss=in_loss,
-        reward=reward,
+        reward=value[8] if len(value) > 8 else math.nan,  # older versions saved none
     )

@@ -1,9 +1,9 @@
-"""Run the program with an engine that is lost while it joins the others, or sends them tokens:
+"""Run the program with an engine that is lost while it joins the others:
 `python -m tests.helpers.joiner RANK MARKS train ...`.
 
 A file in the folder MARKS says when rank RANK sends itself a signal, once: it is named like
-`run-before-SIGKILL`: for the group that is made, the channel to rank 0, or the exchange of tokens;
-whether this is before or after; and the signal.
+`run-before-SIGKILL`: for the group that is made, or the channel to rank 0; whether this is before
+or after; and the signal.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron import __main__ as program
-from dapo_megatron.cluster import collectives, groups, messages
+from dapo_megatron.cluster import groups, messages
 
 if __name__ == "__main__":
     rank, marks = sys.argv[1], Path(sys.argv[2])
-    make_group, connect, shared = groups.make_group, messages.Member, collectives._shared
+    make_group, connect = groups.make_group, messages.Member
 
     def fail(group: str, when: str) -> None:
         for mark in marks.glob(f"{group.split()[0]}-{when}-*"):
@@ -37,11 +37,6 @@ if __name__ == "__main__":
         fail("channel", "before")
         return connect(*more)
 
-    def failing_exchange(view: memoryview) -> Any:
-        fail("exchange", "before")  # when the others have learned how much this rank will send
-        return shared(view)
-
-    collectives._shared = failing_exchange
     groups.make_group = failing
     messages.Member = failing_member  # type: ignore[assignment,misc]
     sys.argv = ["dapo_megatron", *sys.argv[3:]]

@@ -55,10 +55,12 @@ def check_ledger(folder: Path, num_steps: int, samples_per_prompt: int = 4) -> d
     return {"issued": issued, "resampled": resampled, "sequences": len(trained)}
 
 
-def check_both_sampled(folder: Path, step: int) -> None:
-    """Check that two engines recorded completions of a step."""
-    names = {path.name for path in (folder / f"samples/step_{step:06d}").glob("completions_*")}
-    assert names == {"completions_00000.parquet"}
+def check_both_sampled(folder: Path) -> None:
+    """Check that two engines had requests in the last step with a timeline."""
+    last = max((folder / "timeline").glob("step_*.json"))
+    replicas = json.loads(last.read_text())["replicas"]
+    assert len(replicas) == 2
+    assert all(any(running for _, running in replica["running"]) for replica in replicas)
 
 
 def test_a_run_waits_for_its_only_engine_which_died(tmp_path: Path) -> None:
@@ -173,7 +175,7 @@ def test_an_engine_that_is_lost_while_its_grades_are_awaited_returns(
     print(pulse["phase"], pulse["sign"], seconds)
     assert out.count("it is started again") == 1
     check_ledger(folder, num_steps)
-    check_both_sampled(folder, num_steps)
+    check_both_sampled(folder)
     assert seconds < 30.0
 
 
@@ -234,28 +236,7 @@ def test_an_engine_that_is_lost_while_it_joins_returns(when: str, tmp_path: Path
     assert out.count("it is started again") == 1
     assert "rank 1 ended with exit code -9; it is started again" in out
     check_ledger(folder, 60)
-    check_both_sampled(folder, 60)
-
-
-@pytest.mark.long
-def test_an_engine_that_is_lost_while_it_sends_tokens_does_not_take_others_with_it(
-    tmp_path: Path,
-) -> None:
-    folder, marks = tmp_path / "run", tmp_path / "marks"
-    words = faulty_run("joiner", 2, tmp_path, marks, "train.rollout_steps=40")
-    with started(*words, new_session=True) as running:
-        wait_for_row(folder, 2, running)
-        (marks / "exchange-before-SIGKILL").touch()
-        began = time.monotonic()
-        wait_for_row(folder, 2 + 3, running)
-        seconds = time.monotonic() - began
-        assert running.wait(300) == 0, running.stdout
-        out = running.stdout
-    print(out, seconds)
-    assert out.count("it is started again") == 1
-    assert "rank 2 ended with exit code -9; it is started again" in out
-    assert seconds < 20.0
-    check_ledger(folder, 40)
+    check_both_sampled(folder)
 
 
 @pytest.mark.long
@@ -277,7 +258,7 @@ def test_an_engine_that_fails_a_sync_is_taken_out_and_returns(tmp_path: Path) ->
     assert "error: weights 3: fingerprints differ" in (folder / "logs" / "rank_2.log").read_text()
     assert out.index("an engine joins") > out.index(line)
     check_ledger(folder, 25)
-    check_both_sampled(folder, 25)
+    check_both_sampled(folder)
 
 
 @pytest.mark.long
