@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -84,7 +85,7 @@ def train(
         from dapo_megatron.run.folder import RunFolder
 
         RunFolder(checked.folder).create(whole=True)
-    _on_ranks(checked.run.processes)
+    _on_ranks(checked.run.processes, checked.folder)
     from dapo_megatron.run import session
 
     session.train(checked, replay)
@@ -386,13 +387,23 @@ def _load(
     return config
 
 
-def _on_ranks(processes: int) -> None:
+def _on_ranks(processes: int, run: Path | None = None) -> None:
     """Without a launcher, run this same command on `processes` ranks, then exit. Under a launcher,
-    raise ConfigError if the secret that ranks need to join each other is missing."""
+    raise ConfigError if the secret that ranks need to join each other is missing.
+
+    If a signal ends the ranks of a run with this folder, print what a resume continues from.
+    """
     if not is_launched():
         protect_streams(is_run=True)
         command = [sys.executable, "-m", "dapo_megatron", *sys.argv[1:]]
-        raise typer.Exit(launch(command, processes))
+        code = launch(command, processes)
+        from dapo_megatron.checkpoints.folder import newest
+        from dapo_megatron.run.folder import RunFolder
+
+        if run is not None and code in (128 + signal.SIGKILL, 128 + signal.SIGBUS):
+            saved = newest(RunFolder(run).checkpoints)
+            print(f"resume=auto continues from {saved}" if saved else "no checkpoint was saved")
+        raise typer.Exit(code)
     run_secret(int(os.environ["WORLD_SIZE"]))
 
 

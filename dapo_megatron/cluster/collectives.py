@@ -299,7 +299,7 @@ def _plain(value: Any) -> str | bytes:
     import torch
 
     if isinstance(value, array):
-        return value.typecode.encode() + value.tobytes()
+        return b"".join((value.typecode.encode(), value))  # one copy
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, torch.dtype):
@@ -312,7 +312,9 @@ def _special(kind: type, value: Any) -> Any:
     import torch
 
     if kind is array and isinstance(value, bytes):
-        return array(value[:1].decode("ascii"), value[1:])
+        values = array(value[:1].decode("ascii"))
+        values.frombytes(memoryview(value)[1:])  # one copy
+        return values
     if kind is Path and isinstance(value, str):
         return Path(value)
     if kind is torch.dtype and isinstance(value, str):

@@ -149,7 +149,7 @@ class _Restarts:
             if is_given_up or now < self._failed_at[rank] + RESTART_SECONDS:
                 continue
             del self._failed_at[rank]
-            print(f"rank {rank} ended with exit code {process.returncode}; it is started again")
+            print(f"rank {rank} ended with {ending(process.returncode)}; it is started again")
             ranks[rank], self.started_at[rank] = self.start(rank), now
 
 
@@ -202,11 +202,25 @@ def _wait(
             for rank in ranks:
                 rank.kill()
         time.sleep(0.05)
-    if code and ranks[0].returncode != code:
-        # The terminal shows at most rank 0's error.
-        print(f"rank {first} failed first (exit code {code}); see its log", file=sys.stderr)
+    if code < 0 or (code and ranks[0].returncode != code):
+        # The terminal shows at most rank 0's error, and that of no rank which a signal has ended.
+        print(f"rank {first} ended first, with {ending(code)}; see its log", file=sys.stderr)
     codes = (rank.returncode for n, rank in enumerate(ranks) if not restarts.may_fail(n))
     return code or next(filter(None, codes), 0)
+
+
+def ending(code: int) -> str:
+    """Return an exit code as text. A negative one is the number of the signal that ended the
+    process."""
+    if code >= 0:
+        return f"exit code {code}"
+    return f"signal {-code}{_CAUSES.get(-code, '')} (exit code {code})"
+
+
+_CAUSES: dict[int, str] = {
+    signal.SIGKILL: ", often because memory was full",
+    signal.SIGBUS: ", often because /dev/shm was full",
+}
 
 
 @contextlib.contextmanager

@@ -18,12 +18,14 @@ from dapo_megatron.cluster.collectives import EnginesChanged, decode, encode
 from dapo_megatron.cluster.messages import Hub
 from dapo_megatron.cluster.numbered import MAX_MESSAGE_BYTES
 from dapo_megatron.rollout.messages import (
+    MAX_PART_BYTES,
     GroupRequest,
     Order,
     OrderKind,
     Report,
     Sampling,
     Ungraded,
+    divided,
 )
 from dapo_megatron.types import DataError, RankError
 
@@ -311,34 +313,37 @@ class EngineDriver:
             self.raise_lost()
 
     def _send_run(
+        self, replica: int, requests: list[GroupRequest], regrade: list[Ungraded]
+    ) -> None:
+        """Send requests, in several orders if the completions so far would make one too large."""
+        *parts, last = divided(requests)
+        for part in parts:
+            self._send_part(replica, part, [], OrderKind.SUBMIT)
+        self._send_part(replica, last, regrade, OrderKind.RUN)
+
+    def _send_part(
         self,
         replica: int,
         requests: list[GroupRequest],
         regrade: list[Ungraded],
-        kind: OrderKind = OrderKind.RUN,
+        kind: OrderKind,
     ) -> None:
-        """Send requests, in several orders if one would be too large: prompts may have megabytes
-        (tests of programs), and completions so far too. Raises DataError naming a prompt that is
-        too large by itself."""
+        """Send an order, divided if its prompts are too large: these may have megabytes (tests of
+        programs). Raises DataError naming a prompt that is too large by itself."""
         message = encode(Order(kind, requests=requests, regrade=regrade))
         if len(message) <= MAX_ORDER_BYTES:
             self._send(replica, message)
             return
-        if len(requests) == 1 and not regrade:
-            requests = list(requests[0].parts())
         if len(requests) + len(regrade) == 1:
             prompt = requests[0].prompt if requests else regrade[0][2]
             raise DataError(
                 f"{prompt.source}, row {prompt.index}: prompt, truth and extra values together "
-                f"have more than {MAX_ORDER_BYTES:,} bytes; leave this row out"
+                f"have more than {MAX_ORDER_BYTES - MAX_PART_BYTES:,} bytes; leave this row out"
             )
-        if requests and regrade:
-            self._send_run(replica, requests, [], OrderKind.SUBMIT)
-            self._send_run(replica, [], regrade, kind)
-            return
-        half, some = len(requests) // 2, len(regrade) // 2
-        self._send_run(replica, requests[:half], regrade[:some], OrderKind.SUBMIT)
-        self._send_run(replica, requests[half:], regrade[some:], kind)
+        middle = (len(requests) + len(regrade)) // 2
+        rest = max(middle - len(requests), 0)
+        self._send_part(replica, requests[:middle], regrade[:rest], OrderKind.SUBMIT)
+        self._send_part(replica, requests[middle:], regrade[rest:], kind)
 
     def _send(self, replica: int, message: bytes) -> None:
         if self._is_elastic:

@@ -8,7 +8,7 @@ of one step, or the evaluation of one set of problems.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -47,18 +47,22 @@ class GroupRequest:
     prompt: Prompt
     samples: tuple[tuple[int, Completion | None], ...]
 
-    def parts(self) -> Iterator[GroupRequest]:
-        """Yield the request in parts of MAX_PART_BYTES, of at least one completion each."""
+
+def divided(requests: Iterable[GroupRequest]) -> Iterator[list[GroupRequest]]:
+    """Yield requests in lists with completions of about MAX_PART_BYTES."""
+    part: list[GroupRequest] = []
+    num_bytes = 0
+    for request in requests:
         samples: list[tuple[int, Completion | None]] = []
-        num_bytes = 0
-        for sample, so_far in self.samples:
+        for sample, so_far in request.samples:
             size = 0 if so_far is None else size_of(so_far)
-            if samples and num_bytes + size > MAX_PART_BYTES:
-                yield replace(self, samples=tuple(samples))
-                samples, num_bytes = [], 0
+            if num_bytes and num_bytes + size > MAX_PART_BYTES:
+                yield [*part, replace(request, samples=tuple(samples))] if samples else part
+                part, samples, num_bytes = [], [], 0
             samples.append((sample, so_far))
             num_bytes += size
-        yield replace(self, samples=tuple(samples))
+        part.append(replace(request, samples=tuple(samples)))
+    yield part
 
 
 @dataclass(frozen=True, slots=True)

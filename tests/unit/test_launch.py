@@ -80,3 +80,23 @@ def test_a_limit_that_is_no_number_is_refused(
 
 def test_a_rank_that_takes_it_back_ends_the_run(tmp_path: Path) -> None:
     assert run(tmp_path, "forbid_restart(); sys.exit(7)") == (7, 1)
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "how"),
+    [
+        ("os.kill(os.getpid(), 9)", 137, "signal 9, often because memory was full (exit code -9)"),
+        (
+            "os.kill(os.getpid(), 7)",
+            135,
+            "signal 7, often because /dev/shm was full (exit code -7)",
+        ),
+        ("sys.exit(3)", 3, "exit code 3"),
+    ],
+)
+def test_the_rank_that_ended_first_is_named_although_the_others_are_killed_too(
+    end: str, code: int, how: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    program = f"import os, sys, time; os.environ['RANK'] == '1' and {end}; time.sleep(60)"
+    assert launch([sys.executable, "-c", program], 3, grace_seconds=0.2) == code
+    assert f"rank 1 ended first, with {how}; see its log" in capfd.readouterr().err
