@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 from dapo_megatron.cluster.collectives import EnginesChanged, decode, encode
@@ -334,6 +335,9 @@ class EngineDriver:
         if len(message) <= MAX_ORDER_BYTES:
             self._send(replica, message)
             return
+        if len(requests) == 1 and not regrade:  # a request per completion
+            group = requests[0]
+            requests = [replace(group, samples=(sample,)) for sample in group.samples]
         if len(requests) + len(regrade) == 1:
             prompt = requests[0].prompt if requests else regrade[0][2]
             raise DataError(

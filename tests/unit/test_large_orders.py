@@ -26,7 +26,7 @@ class Recorded:
 
 def request(ticket: int, num_bytes: int) -> GroupRequest:
     prompt = Prompt("code", ticket, (1,), "p", "x" * num_bytes)
-    return GroupRequest(ticket, prompt, ((0, 0),))
+    return GroupRequest(ticket, prompt, ((0, None),))
 
 
 def test_a_large_order_is_divided_and_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,11 +34,12 @@ def test_a_large_order_is_divided_and_runs_once(monkeypatch: pytest.MonkeyPatch)
     hub = Recorded()
     driver = EngineDriver(hub, 1, 8, deterministic=True, silence_seconds=60.0)  # type: ignore[arg-type]
     requests = [request(ticket, 600) for ticket in range(7)]
-    driver._send_run(0, requests, [(9, 0)])
+    again = (9, 0, requests[0].prompt, "7")
+    driver._send_run(0, requests, [again])
     assert [item for order in hub.orders for item in order.requests] == requests
     kinds = [order.kind for order in hub.orders]
     assert kinds == [OrderKind.SUBMIT] * (len(kinds) - 1) + [OrderKind.RUN]
-    assert [order.regrade for order in hub.orders] == [[]] * (len(kinds) - 1) + [[(9, 0)]]
+    assert [order.regrade for order in hub.orders] == [[]] * (len(kinds) - 1) + [[again]]
 
 
 def test_a_prompt_that_is_too_large_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
