@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from dapo_megatron.algo.evaluation import (
@@ -73,7 +74,7 @@ def sample_all(
     on_progress: Callable[[int], None] = lambda num_groups: None,
 ) -> list[Group]:
     """Sample and grade `num_samples` completions of all (ticket, prompt) pairs. Return the groups
-    in this order.
+    in this order, without tokens and texts.
 
     The grade of a completion that could not be graded is None. `on_progress` is called with the
     number of decided groups. Raises Stopped, after stopping the engines, if a rank was asked to
@@ -94,7 +95,11 @@ def sample_all(
             dispatcher.interrupt()
             raise Stopped(f"stopped by {events.stop}")
         for ticket, completion in events.sampled:
-            groups[ticket].completions[completion.sample] = completion
+            # Only its grade matters. The tokens of an evaluation may be gigabytes.
+            small = replace(
+                completion, tokens=array("i"), logprobs=array("f"), text="", routes=None
+            )
+            groups[ticket].completions[completion.sample] = small
         for ticket, sample, grade, _ in events.graded:
             groups[ticket].set_grade(sample, grade)
             num_decided += groups[ticket].is_decided

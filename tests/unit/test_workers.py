@@ -152,7 +152,6 @@ def test_every_rank_gets_the_same_groups(replicas: list[Any]) -> None:
     assert groups == replicas[1].groups
     assert [group.ticket for group in groups] == list(ANSWERS)
     assert all([c.sample for c in group.completions] == [0, 1, 2] for group in groups)
-    assert all(c.num_tokens == 1 for group in groups for c in group.completions)
     assert replicas[0].progress[-1] == len(ANSWERS)
     assert replicas[1].progress == []  # the coordinator is on rank 0 only
     assert replicas[0].num_garbage >= 4  # strangers sent to the coordinator's port meanwhile
