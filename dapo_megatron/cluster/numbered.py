@@ -10,8 +10,8 @@ from dapo_megatron.types import RankError
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 2**24
-"""Maximum size of a message. It bounds the memory that a stranger's connection can use."""
+MAX_MESSAGE_BYTES = 2**30
+"""Maximum size of a message. A completion with its routes may have many megabytes."""
 _HEADER = struct.Struct("<4sQ")
 _MESSAGE, _COUNT = b"dmsg", b"dcnt"
 """Kinds of frames: a message with its number, and the number of messages sent so far."""

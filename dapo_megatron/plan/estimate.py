@@ -278,8 +278,8 @@ def _host_parts(
             "routes",
             # Twice: with the message in which they leave or arrive.
             2 * node.policy * _route_bytes(config, stages[0])
-            + 2 * engines * _held_route_bytes(config, stages[0].arch, num_processes),
-            f"{ranks} and {engines} engines, if every answer has its maximum length: "
+            + (2 * _held_route_bytes(config, stages[0].arch) if node.policy else 0),
+            f"{ranks}, and rank 0 for all open groups, if every answer has its maximum length: "
             "policy.router_replay",
         ),
     )
@@ -295,15 +295,14 @@ def _route_bytes(config: Config, stage: Stage) -> int:
     )
 
 
-def _held_route_bytes(config: Config, arch: Architecture, num_processes: int) -> int:
-    """Return the bytes of the routes that the leader of an engine holds until a step is trained,
-    those of groups that are filtered or carried included."""
+def _held_route_bytes(config: Config, arch: Architecture) -> int:
+    """Return the bytes of the routes that rank 0 holds until a step is trained, those of groups
+    that are filtered or carried included."""
     if config.policy.router_replay != "engine":
         return 0
     rollout = config.rollout
-    engines = max(config.engine_ranks(num_processes) // config.engine_tensor_parallel, 1)
     issued = (1.0 if rollout.on_policy else rollout.lookahead) / rollout.expected_keep_rate
-    return int(issued * _step_route_bytes(config, arch)) // engines
+    return int(issued * _step_route_bytes(config, arch))
 
 
 def _step_route_bytes(config: Config, arch: Architecture) -> int:

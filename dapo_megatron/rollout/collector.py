@@ -64,13 +64,18 @@ class EngineCollector:
         tokens = {} if self.delivery is None else self.delivery(plan.sequences, train)
         seconds = time.perf_counter() - started
         if collected is not None:
-            self.recorder.ended(version + 1, collected.ended)
-            self.recorder.completions(version + 1, self._rows(collected.ended))
+            ended = [(self._recorded(group), outcome) for group, outcome in collected.ended]
+            self.recorder.ended(version + 1, ended)
+            self.recorder.completions(version + 1, self._rows(ended))
         return Rollouts(plan.sequences, tokens, plan.metrics | {"time/exchange": seconds})
 
     def save_point(self) -> SavePoint | None:
-        """Return what `adopt` continues from; None except on rank 0. Not collective."""
-        return None if self.coordinator is None else self.coordinator.save_point()
+        """Return what `adopt` continues from, after replicas were lost; None except on rank 0. Not
+        collective."""
+        if self.coordinator is None:
+            return None
+        self.coordinator.leave_lost()
+        return self.coordinator.save_point()
 
     def adopt(self, save_point: SavePoint | None) -> None:
         """Continue from where an earlier coordinator of this run was. Not collective."""
@@ -107,6 +112,13 @@ class EngineCollector:
         self._collected = self.coordinator.collect(version, on_progress)
         return step_plan(self.config, self._collected)
 
+    def _recorded(self, group: Group) -> Group:
+        """Return a group as it is recorded."""
+        if self.config.tracking.record_routes:
+            return group
+        completions = (replace(completion, routes=None) for completion in group.completions)
+        return replace(group, completions=tuple(completions))
+
     def _rows(self, ended: Sequence[tuple[Group, Outcome]]) -> list[CompletionRow]:
         """Return the completions of ended groups, as recorded."""
         rows = []
@@ -114,8 +126,6 @@ class EngineCollector:
             verdict = verdict_of(completion.grade for completion in group.completions)
             for completion in group.completions:
                 parts = reward(completion, self.config.overlong)
-                if not self.config.tracking.record_routes:
-                    completion = replace(completion, routes=None)
                 rows.append(
                     CompletionRow(
                         group.ticket,

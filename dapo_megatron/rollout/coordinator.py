@@ -206,6 +206,12 @@ class Coordinator:
         """Note that the tokens of the step that `collect` returned last have arrived."""
         self._before = None
 
+    def leave_lost(self) -> None:
+        """Sample groups again with requests that lost replicas have, if the last one was lost: then
+        nothing could be interrupted."""
+        tickets = self._dispatcher.tickets_of_lost()
+        self._sample_again([self.groups[ticket] for ticket in tickets if ticket in self.groups])
+
     # ------------------------------------------------------------------ issuing
 
     def _top_up(self, step: StepEvents, num_leaving: int) -> None:

@@ -15,14 +15,22 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dapo_megatron.cluster.collectives import on_all_ranks
+from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.data.owners import DataParallelRanks
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.types import DapoError, Group, SequenceTokens, TrainingSequence
+from dapo_megatron.types import (
+    Completion,
+    DapoError,
+    Group,
+    SequenceTokens,
+    TrainingSequence,
+)
 
 _Number = TypeVar("_Number", bound=np.generic)
 BYTES = 4
 """Bytes of a token, and of a log-prob."""
+MAX_BROADCAST = 2**28
+"""Bytes of a broadcast. A message of `Exchange` has at most 4 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,60 +69,66 @@ class Delivery:
 
         groups  on rank 0, the groups that have the sequences
 
-        Raises DapoError on all ranks naming a completion that has no such tokens.
+        Raises DapoError on all ranks naming a completion without its routes.
         """
         owners = self.data_parallel.owners(sequences)
         exchange = self.data_parallel.exchange
         own = [i for i, owner in enumerate(owners) if owner == self.data_parallel.index]
-        sizes = [0] * exchange.world_size
-        if self.data_parallel.is_first:
-            sizes[0] = sum(self._num_bytes(sequences[index]) for index in own)
-        parts = on_all_ranks(exchange, lambda: self._outgoing(sequences, owners, groups))
-        message: bytes | memoryview = exchange.all_to_all(parts, sizes)[0]
+        num_bytes = sum(self._num_bytes(sequences[index]) for index in own)
+        sizes = [num_bytes if self.data_parallel.is_first else 0] + [0] * (exchange.world_size - 1)
+        parts = on_rank0(exchange, lambda: self._messages(sequences, owners, groups))
+        nothing = [bytearray() for _ in range(exchange.world_size)]
+        message = exchange.all_to_all(parts or nothing, sizes)[0]
         del parts
         if self.peers.world_size > 1:
-            sent = bytes(message) if self.data_parallel.is_first else b""
-            message = self.peers.broadcast(sent, bytes)
+            message = self._broadcast(message, num_bytes)
         return self._read([(index, sequences[index]) for index in own], message)
 
-    def _outgoing(
+    def _messages(
         self, sequences: Sequence[TrainingSequence], owners: Sequence[int], groups: Sequence[Group]
     ) -> list[bytearray]:
-        """Return the message of this rank to each rank; empty ones except on rank 0."""
+        """Return the message of rank 0 to each rank; empty ones except to first ranks."""
+        known = {
+            (group.ticket, completion.sample): (group.prompt, completion)
+            for group in groups
+            for completion in group.completions
+        }
+        spans: list[list[bytes | memoryview]] = [[] for _ in self.data_parallel.firsts]
+        for sequence, owner in zip(sequences, owners, strict=True):
+            prompt, completion = known[sequence.ticket, sequence.sample]
+            spans[owner] += [
+                np.array(prompt.tokens, np.int32).tobytes(),
+                memoryview(completion.tokens).cast("B"),
+                memoryview(completion.logprobs).cast("B"),
+                self._routes_of(sequence, completion),
+            ]
         parts = [bytearray() for _ in range(self.data_parallel.exchange.world_size)]
-        if self.data_parallel.exchange.rank == 0:
-            by_ticket = {group.ticket: group for group in groups}
-            spans: list[list[bytes | memoryview]] = [[] for _ in self.data_parallel.firsts]
-            for sequence, owner in zip(sequences, owners, strict=True):
-                spans[owner] += self._spans(sequence, by_ticket[sequence.ticket])
-            for first, of_index in zip(self.data_parallel.firsts, spans, strict=True):
-                parts[first] = bytearray().join(of_index)
+        for first, of_index in zip(self.data_parallel.firsts, spans, strict=True):
+            parts[first] = bytearray().join(of_index)
         return parts
 
-    def _spans(self, sequence: TrainingSequence, group: Group) -> list[bytes | memoryview]:
-        """Return the message of a sequence, in parts."""
-        completion = next(c for c in group.completions if c.sample == sequence.sample)
-        prompt = np.array(group.prompt.tokens, np.int32)
-        routes = memoryview(completion.routes or b"") if self.routes.bytes_per_token else b""
-        lengths = len(prompt), completion.num_tokens, len(completion.logprobs)
-        expected = sequence.prompt_tokens, sequence.response_tokens, sequence.response_tokens
-        if lengths != expected:
+    def _routes_of(self, sequence: TrainingSequence, completion: Completion) -> bytes | memoryview:
+        """Return the routes that travel with a sequence; empty without any."""
+        if not self.routes.bytes_per_token:
+            return b""
+        routes = memoryview(completion.routes or b"")
+        if routes.nbytes != self.routes.num_bytes(sequence):
             raise DapoError(
-                f"{sequence}: {lengths[0]} prompt tokens, {lengths[1]} tokens and {lengths[2]} "
-                f"log-probs instead of {expected[0]}, {expected[1]} and {expected[2]}"
+                f"{sequence}: {routes.nbytes} bytes of routes, but policy.router_replay engine "
+                f"needs {self.routes.num_bytes(sequence)} for its {sequence.num_tokens - 1} tokens"
             )
-        num_bytes = memoryview(routes).nbytes
-        if num_bytes != self.routes.num_bytes(sequence):
-            raise DapoError(
-                f"{sequence}: {num_bytes} bytes of routes, but policy.router_replay engine needs "
-                f"{self.routes.num_bytes(sequence)} for its {sequence.num_tokens - 1} tokens"
-            )
-        return [
-            prompt.tobytes(),
-            memoryview(completion.tokens).cast("B"),
-            memoryview(completion.logprobs).cast("B"),
-            routes,
-        ]
+        return routes
+
+    def _broadcast(self, message: memoryview, num_bytes: int) -> memoryview:
+        """Return the message of the first rank on all ranks of the index."""
+        is_first = self.data_parallel.is_first
+        received = bytearray(0 if is_first else num_bytes)
+        for start in range(0, num_bytes, MAX_BROADCAST):
+            part = bytes(message[start : start + MAX_BROADCAST]) if is_first else b""
+            part = self.peers.broadcast(part, bytes)
+            if not is_first:
+                received[start : start + len(part)] = part
+        return message if is_first else memoryview(received)
 
     def _num_bytes(self, sequence: TrainingSequence) -> int:
         """Return the size of a sequence in a message."""
@@ -122,7 +136,7 @@ class Delivery:
         return BYTES * (prompt + 2 * response) + self.routes.num_bytes(sequence)
 
     def _read(
-        self, sequences: Sequence[tuple[int, TrainingSequence]], message: bytes | memoryview
+        self, sequences: Sequence[tuple[int, TrainingSequence]], message: memoryview
     ) -> dict[int, SequenceTokens]:
         """Return the sequences of a received message, as views of it."""
         values = np.frombuffer(message, np.uint8)

@@ -107,6 +107,11 @@ class Dispatcher:
             del self._grading[key]
         return lost
 
+    def tickets_of_lost(self) -> list[int]:
+        """Return the tickets with requests that lost replicas have."""
+        lost = self._driver.lost
+        return sorted({ticket for (ticket, _), r in self._in_flight.items() if r.replica in lost})
+
     def submit(self, group: OpenGroup) -> bool:
         """Queue requests for the unfinished completions of a group; lower tickets go first. Return
         whether there were any."""
@@ -129,9 +134,7 @@ class Dispatcher:
         completion for each request that has tokens. Raises RankError as `advance` does."""
         self._queue.clear()
         events = self._take(self._driver.interrupt(), is_interrupted=True)
-        lost = self._driver.lost
-        orphans = [key[0] for key, request in self._in_flight.items() if request.replica in lost]
-        events = replace(events, orphans=frozenset(orphans))
+        events = replace(events, orphans=frozenset(self.tickets_of_lost()))
         self._in_flight.clear()
         self._running = [0] * self._driver.num_replicas
         return events

@@ -17,9 +17,7 @@ from typing import Protocol
 
 from dapo_megatron.cluster.collectives import EnginesChanged, decode, encode
 from dapo_megatron.cluster.messages import Hub
-from dapo_megatron.cluster.numbered import MAX_MESSAGE_BYTES
 from dapo_megatron.rollout.messages import (
-    MAX_PART_BYTES,
     GroupRequest,
     Order,
     OrderKind,
@@ -39,8 +37,10 @@ COALESCE_SECONDS_PER_REPLICA = 0.0005
 QUEUED_SHARE = 8
 """A replica has up to 1 + 1/8 times as many requests as it runs at once, and at least one more. So
 no slot is free while a report and its answer are on their way. In lock step there are none."""
-MAX_ORDER_BYTES = MAX_MESSAGE_BYTES // 2
-"""Maximum size of an order. Larger ones are divided."""
+MAX_ORDER_BYTES = 2**23
+"""Size of an order from which on it is divided, down to a single completion."""
+MAX_PROMPT_BYTES = 2**23
+"""Maximum size of a prompt with truth and extra values."""
 DISCONNECTED_SECONDS = 3.0
 """A replica of an elastic run counts as lost if its connection has ended for so long. One that is
 alive connects again within a second."""
@@ -340,10 +340,13 @@ class EngineDriver:
             requests = [replace(group, samples=(sample,)) for sample in group.samples]
         if len(requests) + len(regrade) == 1:
             prompt = requests[0].prompt if requests else regrade[0][2]
-            raise DataError(
-                f"{prompt.source}, row {prompt.index}: prompt, truth and extra values together "
-                f"have more than {MAX_ORDER_BYTES - MAX_PART_BYTES:,} bytes; leave this row out"
-            )
+            if len(encode(prompt)) > MAX_PROMPT_BYTES:
+                raise DataError(
+                    f"{prompt.source}, row {prompt.index}: prompt, truth and extra values together "
+                    f"have more than {MAX_PROMPT_BYTES:,} bytes; leave this row out"
+                )
+            self._send(replica, encode(Order(kind, requests=requests, regrade=regrade)))
+            return
         middle = (len(requests) + len(regrade)) // 2
         rest = max(middle - len(requests), 0)
         self._send_part(replica, requests[:middle], regrade[:rest], OrderKind.SUBMIT)

@@ -170,7 +170,7 @@ class Report:
             size = size_of(item[1])
             if num_bytes and num_bytes + size > MAX_PART_BYTES:
                 yield part
-                part = replace(part, sampled=[], unfinished=part.unfinished and [])
+                part = replace(part, sampled=[], unfinished=None if part.unfinished is None else [])
                 num_bytes = 0
             num_bytes += size
             if is_finished:
@@ -219,12 +219,13 @@ class Turn:
 
     def requests(self) -> list[SampleRequest]:
         """Return the new requests."""
-        assert self.sampling is not None or not self.groups
+        if self.sampling is None:
+            assert not self.groups
+            return []
         return [
             self.sampling.request(group.ticket, group.prompt, sample, so_far)
             for group in self.groups
             for sample, so_far in group.samples
-            if self.sampling is not None
         ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -117,9 +117,9 @@ class OpenGroup:
         """Return the group that `to_json` serialized, with its completions among the `known` ones.
         Raises CheckpointError naming one that is not, or has another number of tokens."""
         completions = [
-            # Earlier versions: (sample, engine, number of tokens, ...).
-            _completion(known, value["ticket"], item[0], item[1 if len(item) == 2 else 2])
+            _completion(known, value["ticket"], item)
             for item in value["completions"]
+            if len(item) == 2 or item[1] != _LOST
         ]
         # Older checkpoints lack the version of the issue.
         oldest = min((completion.oldest_version for completion in completions), default=0)
@@ -142,7 +142,14 @@ class OpenGroup:
         )
 
 
-def _completion(known: Completions, ticket: int, sample: int, num_tokens: int) -> Completion:
+_LOST = -1
+"""Number of the engine of a completion whose tokens were lost, in earlier versions."""
+
+
+def _completion(known: Completions, ticket: int, item: Sequence[Any]) -> Completion:
+    """Return the completion that an item of `to_json` names. In earlier versions it is (sample,
+    engine, number of tokens, ..., grade)."""
+    sample, num_tokens = (item[0], item[1]) if len(item) == 2 else (item[0], item[2])
     completion = known.get((ticket, sample))
     num_known = 0 if completion is None else completion.num_tokens
     if completion is None or num_known != num_tokens:
@@ -150,4 +157,6 @@ def _completion(known: Completions, ticket: int, sample: int, num_tokens: int) -
             f"ticket {ticket}, sample {sample} has {num_tokens} tokens in state.json, and "
             f"{num_known} in carried_*.parquet; resume from another checkpoint"
         )
+    if len(item) > 2:  # its engine may have had a grade that the coordinator did not know yet
+        completion = replace(completion, grade=Grade(*item[-1]) if item[-1] else None)
     return completion

@@ -117,6 +117,8 @@ def check_complete(folder: Path) -> None:
     columns = read_json(path, error=DataError).get("completions")
     try:
         listed = len(dict(columns or {})["sample"])
+        # In earlier versions, -1 is the engine of completions whose tokens were lost.
+        listed -= list(dict(columns or {}).get("replica", ())).count(-1)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path}: `completions` is damaged ({error})") from error
     recorded = sum(map(num_rows, completion_files(folder)))
@@ -135,13 +137,11 @@ def step_summaries(folder: Path) -> list[SummaryRow]:
 
 
 def step_completions(
-    folder: Path,
-    tickets: Collection[int] | None = None,
-    sequences: Collection[tuple[int, int]] | None = None,
+    folder: Path, tickets: Collection[int] | None = None
 ) -> Iterator[CompletionRow]:
     """Yield the completions of a step, of one file after the other; see `read_completions`."""
     for path in completion_files(folder):
-        yield from read_completions(path, tickets, sequences)
+        yield from read_completions(path, tickets)
 
 
 def check_recorded(recorded: Path, own: Path) -> None:

@@ -2,9 +2,9 @@
 
 When the engines change, all ranks leave the loop with EnginesChanged, form the next generation
 (cluster/members.py), and enter the loop again, as a resumed run does. What a checkpoint would hold
-is still in memory: policy and engines, the step in progress, the coordinator's state on rank 0, and
-the completions of replicas. The sync at the start of the loop gives an engine that joined the
-weights. Without roles this happens once, and nothing changes.
+is still in memory: policy and engines, the step in progress, and on rank 0 the coordinator's state
+with the completions of open groups. The sync at the start of the loop gives an engine that joined
+the weights. Without roles this happens once, and nothing changes.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class ElasticTraining:
             if context.is_replaceable:
                 exit_reason.forget()
         try:
-            self._is_ready = True
+            self._is_ready, self._save_point = True, None
             if ranks.broadcast(self._is_unsaved, bool):
                 loop.save(config, parts, self.progress, self.partial_step, self.started)()
                 self._is_unsaved = False

@@ -44,6 +44,7 @@ def test_a_large_order_is_divided_and_runs_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_prompt_that_is_too_large_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_module, "MAX_ORDER_BYTES", LIMIT)
+    monkeypatch.setattr(driver_module, "MAX_PROMPT_BYTES", LIMIT)
     hub = Recorded()
     driver = EngineDriver(hub, 1, 8, deterministic=False, silence_seconds=60.0)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"^code, row 1: .* leave this row out"):

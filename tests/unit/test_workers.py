@@ -542,7 +542,7 @@ def test_completions_of_any_size_come_back_and_are_continued(
 ) -> None:
     """Reports and orders are divided: here each has room for less than one completion."""
     monkeypatch.setattr(messages, "MAX_PART_BYTES", 300)
-    monkeypatch.setattr(driver_module, "MAX_ORDER_BYTES", 3500)
+    monkeypatch.setattr(driver_module, "MAX_ORDER_BYTES", 1500)
     rng = random.Random(3)
 
     def long(sample: int) -> Completion:
