@@ -99,6 +99,11 @@ _MIXED = re.compile(
     r"([0-9](?<![\w.^}\\/,][0-9])[0-9]{0,8})(?:(?:[ ~]|\\[ ,])+([0-9]{1,9})\s*/\s*([0-9]{1,9})"
     rf"(?![\w/^]|[.,][0-9])|\s*\\[dtc]?frac\s*(?:{_INTEGERS}|([0-9])([0-9]))(?!\^))"
 )
+_LETTER = re.compile(r"\\mathrm\s*\{\s*([ied])\s*\}|\\math(?:bf|it)\s*\{\s*(\w)\s*\}")
+"""Constants and vectors, which the library takes for units."""
+_FUNCTION = re.compile(
+    r"\\(?:mathrm|operatorname)\s*\{\s*(sin|cos|tan|cot|sec|csc|log|ln|lg|exp|gcd|max|min)\s*\}"
+)
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\overline\s*\{\s*([0-9]{1,30})\s*\}")
 _BASE_TEN = re.compile(r"([0-9])_(?:10|\{10\})(?![0-9])")
 
@@ -108,6 +113,8 @@ def clean(text: str) -> str:
     powers of ten as decimals, mixed numbers as fractions."""
     if "~" in text:
         text = text.replace("~", " ")
+    if "math" in text or "operatorname" in text:
+        text = _LETTER.sub(r"\1\2", _FUNCTION.sub(r"\\\1 ", text))
     if "overline" in text:
         text = _REPEATING.sub(_repeated, text)
     if not text.isascii():
@@ -181,7 +188,8 @@ class PlainNumber(NamedTuple):
     """Decimal places if it is written as a decimal, None if it is exact."""
     percent: bool
     unit: str
-    """A scale of temperature or a CJK unit; `units` compares the other ones."""
+    """Things that are counted, by their last word without plural, or a scale of temperature.
+    `units` compares units of measurement."""
 
 
 def plain_number(text: str) -> PlainNumber | None:
@@ -202,7 +210,8 @@ def plain_number(text: str) -> PlainNumber | None:
         return None
     places = len(parts[0].partition(".")[2]) if "." in parts[0] and not parts[1:] else None
     value = value / denominator * (-1 if sign == "-" else 1)
-    return PlainNumber(value, places, bool(percent), scale or cjk or "")
+    thing = as_text(unit.split()[-1]).removesuffix("s").removesuffix("e") if unit else ""
+    return PlainNumber(value, places, bool(percent), scale or cjk or thing)
 
 
 def same_number(number: PlainNumber, other: PlainNumber) -> bool:
@@ -249,7 +258,9 @@ _MATHEMATICAL = re.compile(
     r"(?<![A-Za-z])(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|(?<![A-Za-z])(?:log|ln|lg|exp|sqrt|pi|"
     r"inf|infinity|infty|max|min|gcd|lcm|mod|det|and|or)(?![A-Za-z])"
 )
-_RELATION = re.compile(r"\\(?:[pb]?mod|equiv|mid|begin\s*\{(?:cases|array))\b")
+_RELATION = re.compile(
+    r"\\(?:[pb]?mod|equiv|mid)\b|(?:\\left\s*\\\{\s*\\begin\s*\{array|\\begin\s*\{cases)"
+)
 """Marks of what the library compares by one part only, such as residues without modulus."""
 _OPERATOR = re.compile(r"\\(?:cdot|times)|[*+]")
 _BASES = {
@@ -284,7 +295,7 @@ def without_wrappers(text: str, replacement: str = r"\1") -> str:
 def as_text(text: str) -> str:
     """Return a cleaned text without LaTeX layout, blanks, quotes, final punctuation, and case.
     Case is kept if it changes within a word."""
-    text = _LAYOUT.sub("", without_wrappers(text)).strip(_PUNCTUATION)
+    text = _LAYOUT.sub("", without_wrappers(text.replace("\\\\", ";"))).strip(_PUNCTUATION)
     if re.fullmatch(r"\([^()]*\)", text):
         text = text[1:-1]
     text = re.sub(
@@ -337,7 +348,7 @@ _MISSING = frozenset({"nan", "null", "n/a", "<na>", "nat"})
 """Marks of a missing value in tables, besides Python's None. `none` may be an answer."""
 _SIGNS = re.compile(r"[<>+×÷≤≥≠∞∅]|\\[A-Za-z{]")  # noqa: RUF001
 _INCOMPLETE = re.compile(
-    r"[=/^_\\]$|\\[dtc]?frac\s*(?:\{[^{}]*\})?$|\\(?:[dtc]?frac|sqrt)\s*(?:\{[^{}]*\})?\s*\{\s*\}"
+    r"[=/^_]$|\\[dtc]?frac\s*(?:\{[^{}]*\})?$|\\(?:[dtc]?frac|sqrt)\s*(?:\{[^{}]*\})?\s*\{\s*\}"
 )
 _BY_ZERO = re.compile(
     r"^[^/]*/\s*0+(?:\.0*)?$|\\[dtc]?frac\s*(?:\{[^{}]*\}|[0-9])\s*(?:\{\s*0\s*\}|0)"

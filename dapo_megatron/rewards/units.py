@@ -1,12 +1,13 @@
-"""Units of measurement after a number: `5 m` and `5 cm` differ, `5 m` and `5 meters` do not.
+"""Units of measurement after a number: `5 m` and `5 km` differ, `5 m` and `5 meters` do not.
 
-The Math-Verify library removes units before it compares, and takes some variables for units.
+The Math-Verify library removes units before it compares, and takes some variables for units. Only
+units in the tables below count here; the library decides about everything else.
 """
 
 from __future__ import annotations
 
 import re
-from itertools import pairwise
+from collections import Counter
 from typing import NamedTuple
 
 from dapo_megatron.rewards.answers import without_wrappers
@@ -20,145 +21,128 @@ _SYMBOLS = {
     "Wh": "watthour", "V": "volt", "A": "ampere", "Hz": "hertz", "N": "newton", "Pa": "pascal",
     "cal": "calorie", "eV": "electronvolt", "mol": "mole", "B": "byte",
 }  # fmt: skip
+"""Symbols and names that may have a prefix."""
 _NAMES = {
-    "h": "hour", "hr": "hour", "min": "minute", "sec": "second", "in": "inch", "ft": "foot",
-    "feet": "foot", "yd": "yard", "mi": "mile", "lb": "pound", "oz": "ounce", "gal": "gallon",
-    "qt": "quart", "pt": "pint", "deg": "degree", "rad": "radian", "usd": "dollar", "amp": "ampere",
-    "metre": "meter", "litre": "liter", "inches": "inch",
+    "h": "hour", "hr": "hour", "min": "minute", "sec": "second", "yr": "year", "in": "inch",
+    "ft": "foot", "feet": "foot", "inche": "inch", "yd": "yard", "mi": "mile", "lb": "pound",
+    "oz": "ounce", "gal": "gallon", "qt": "quart", "pt": "pint", "deg": "degree", "rad": "radian",
+    "usd": "dollar", "amp": "ampere", "gm": "gram", "metre": "meter", "litre": "liter",
+    "teaspoon": "tsp", "tablespoon": "tbsp",
+    **{name: name for name in (
+        *("hour", "minute", "day", "week", "month", "year", "inch", "foot", "yard", "mile"),
+        *("pound", "ounce", "gallon", "quart", "pint", "degree", "radian", "dollar", "cent"),
+        *("euro", "acre", "hectare", "tsp", "tbsp"),
+    )},
 }  # fmt: skip
-_OTHERS = frozenset(
-    {"hour", "minute", "day", "week", "month", "year", "inch", "foot", "yard", "mile", "pound"}
-    | {"ounce", "gallon", "quart", "pint", "degree", "radian", "dollar", "cent", "euro", "percent"}
-)
-_SIGNS = {r"\$": "dollar", "€": "euro", "£": "sterling", "¥": "yen"}
-_FACTORS = re.compile(
-    r"hundred|thousand|million|billion|trillion|dozen|score|half|halves|thirds|quarters|base|mod|"
-    r"plus|minus|times|over|factorial|squared|cubed"
-)
-"""Words that change the value, so that they cannot be left out."""
+_MONEY = {r"\$": "dollar", "€": "euro", "£": "pound"}
+_FACTOR = re.compile(r"\s*(?:hundred|thousand|million|billion|trillion|dozen)\b")
+"""Words that multiply the number: they cannot be left out."""
 _ATTACHED = frozenset({"cm", "mm", "km", "kg", "mL", "ml"})
-"""Units of two letters that stand next to a number. Other letters may be variables: `2mg`."""
+"""Symbols that may stand next to a number. Other letters there may be variables: `5m`, `2mg`."""
 MAX_LENGTH = 60
+"""Characters of a unit."""
 
-_EXPONENT = re.compile(r"\^\s*\{\s*(-?[0-9])\s*\}")
-_DEGREES = re.compile(r"^([-+0-9.,\s]+)\^\s*(?:\\circ\b|\{\s*\\circ\s*\})")
-_BLANKS = re.compile(r"\\[,; !]|\s+")
-_QUANTITY = re.compile(
-    r"(\s*(?:[A-Za-z]{1,3}(?:_\{?\w\}?)?\s*=\s*)?"
-    r"(?>\\(?!times|cdot)[A-Za-z]+|\\[^A-Za-z]|[-+0-9.,/(){}\[\]^\s$])++)([A-Za-z][^$]*)\$?\s*"
+_FRACTION = r"\\[dtc]?frac\s*(?:\{[^{}A-Za-z]*\}\s*\{[^{}A-Za-z]*\}|[0-9]{2})"
+_NUMBER = re.compile(
+    rf"\s*(?:[A-Za-z]{{1,3}}(?:_\{{?\w\}}?)?\s*=\s*)?(\$?\s*-?\s*(?:(?:[0-9][0-9.,/]*|\.[0-9]+|{_FRACTION}|"
+    rf"\\sqrt\s*\{{[0-9]+\}}|\\pi\b|\\times|\\cdot|\^\{{?-?[0-9]+\}}?)\s*)+)"
 )
-"""A number or a product of numbers and constants, and what follows it."""
-_PAIR = re.compile(r"([0-9][0-9.,/]*)\s*([A-Za-z][A-Za-z/]*(?:\^[0-9])?)\s*(?:[,;]|and\b)?\s*")
-_REWRITES = [
-    (re.compile(r"\b(?:square|sq)\.?\s+([A-Za-z]+)"), r"\1^2"),
-    (re.compile(r"\b(?:cubic|cu)\.?\s+([A-Za-z]+)"), r"\1^3"),
-    (re.compile(r"\bmph\b"), "mile/hour"),
-    (re.compile(r"\bk(?:m|p)ph\b|\bkph\b"), "kilometer/hour"),
-    (re.compile(r"\bper\b"), "/"),
-    (re.compile(r"\\(?:cdot|times)\b|[{}·.\s]+"), " "),
-]
-_PARTS = re.compile(r"(?: ?(?:[A-Za-z]+|\^ ?-?[0-9]|/))+ ?")
+"""A number or product of numbers without letters, as the value of a quantity."""
+_DEGREES = re.compile(r"\^\s*(?:\\circ\b|\{\s*\\circ\s*\})")
+_BLANKS = re.compile(r"\\[,; !]|[{}·.\s]+|\\(?:cdot|times)\b")
+_PARTS = re.compile(r"[A-Za-z]++|\^ ?-?[0-9]|/| ")
+_PAIR = re.compile(r"([0-9][0-9.,/]*)\s*([A-Za-z]++(?:\^[0-9])?)\s*(?:[,;]|and\b)?\s*")
 
 
 class _Quantity(NamedTuple):
-    text: str
     value: str
-    unit: dict[str, int]
-    """Exponent of each unit, empty if there is none or it may be variables: `5x`, `2ab`."""
-    is_certain: bool = True
-    """Whether the unit cannot be variables, as in `5m` or `2 \\pi m`."""
-    is_part: bool = False
-    """Whether the unit is part of the value, as in `5 million`."""
+    unit: Counter[str]
+    """Exponent of each unit; empty if there is none, or not for certain."""
+    factor: str
 
 
 def comparable(text: str, other: str) -> tuple[str, str] | None:
-    """Return two cleaned answers without their units, None if the units differ. If only one has a
-    unit, it is ignored, except for letters that may be variables."""
+    """Return two cleaned answers without units in the tables, None if their units differ. A unit
+    may be missing in one of them."""
     quantity, reference = _quantity(text), _quantity(other)
-    if quantity.unit and reference.unit:
-        if _are_equal(quantity.unit, reference.unit):
-            return quantity.value, reference.value
-        if quantity.is_certain and reference.is_certain:
-            return None
-        return text, other
-    if quantity.is_part or reference.is_part:
+    if quantity.factor != reference.factor:
         return None
-    return _plain(quantity), _plain(reference)
-
-
-def _plain(quantity: _Quantity) -> str:
-    return quantity.value if quantity.is_certain else quantity.text
-
-
-def _are_equal(unit: dict[str, int], other: dict[str, int]) -> bool:
-    """Whether two units are the same, or things are counted that have the same name: `16 ways` and
-    `16 different ways`. `units` without more stands for any unit."""
-    if unit == other or ("unit" in unit) != ("unit" in other):
-        return True
-    names, other_names = list(unit), list(other)
-    things = not any(map(_is_measured, (*names, *other_names)))
-    return things and names[-1] == other_names[-1] and unit[names[-1]] == other[names[-1]]
+    if quantity.unit and reference.unit and quantity.unit != reference.unit:
+        return None
+    return quantity.value, reference.value
 
 
 def _quantity(text: str) -> _Quantity:
-    if sign := next((sign for sign in _SIGNS if text.lstrip("$").startswith(sign)), None):
-        return _Quantity(text, text, {_SIGNS[sign]: 1})
-    if text.rstrip("$ ").endswith("%"):
-        return _Quantity(text, text, {"percent": 1})
-    flat = _BLANKS.sub(" ", without_wrappers(_EXPONENT.sub(r"^\1", text), r" \1 "))
-    match = _QUANTITY.fullmatch(_DEGREES.sub(r"\1 degree ", flat))
-    if match is None or len(match[2]) > MAX_LENGTH:
-        return _Quantity(text, text, {})
-    is_wrapped = without_wrappers(text) != text
-    if (unit := _unit(match[2], is_wrapped)) is not None:
-        if any(map(_FACTORS.fullmatch, unit)):
-            return _Quantity(text, text, unit, is_part=True)
-        is_certain = is_wrapped or _is_certain(match[1], match[2])
-        return _Quantity(text, match[1], unit, is_certain)
-    if len(flat) <= MAX_LENGTH and re.fullmatch(rf"(?:{_PAIR.pattern}){{2,}}", flat.strip()):
-        pairs = _PAIR.findall(flat)
-        units = [_unit(name, is_wrapped=True) or {} for _, name in pairs]
-        named = {f"{place} {name}": 1 for place, unit in enumerate(units) for name in unit}
-        return _Quantity(text, ", ".join(value.rstrip(",") for value, _ in pairs), named)
-    return _Quantity(text, text, {})
+    flat = without_wrappers(text, r" \1 ")
+    is_wrapped = flat != text
+    match = _NUMBER.match(flat) if len(text) <= 300 else None
+    money = next((sign for sign in _MONEY if text.lstrip(" $").startswith(sign)), None)
+    if match is None and money:
+        match = _NUMBER.match(flat, flat.index(money) + len(money))
+    if match is None:
+        return _Quantity(text, Counter(), "")
+    rest = flat[match.end() :].strip(" $")
+    if factor := _FACTOR.match(rest):
+        unit = {_MONEY[money]: 1} if money else _unit(rest[factor.end() :])
+        return _Quantity(match[1], Counter(unit or {}), factor[0].strip())
+    if money and not rest:
+        return _Quantity(text, Counter({_MONEY[money]: 1}), "")
+    if len(rest) <= MAX_LENGTH and (unit := _unit(_DEGREES.sub(" degree ", rest))):
+        is_certain = is_wrapped or _is_certain(match[1], rest)
+        return _Quantity(match[1] if is_certain else text, Counter(unit if is_certain else {}), "")
+    return _pairs(flat) or _Quantity(text, Counter(), "")
 
 
-def _unit(text: str, is_wrapped: bool) -> dict[str, int] | None:
-    """Return the exponents of units, None if the text is none, or variables."""
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
-    if not _PARTS.fullmatch(text):
+def _pairs(flat: str) -> _Quantity | None:
+    """Return several quantities as one: `2 h 30 min`, `3 cm, 4 cm`. None if it is something
+    else."""
+    flat = _BLANKS.sub(" ", flat.replace(", ", " ")).strip()
+    pairs = _PAIR.findall(flat)
+    units = [_unit(unit) for _, unit in pairs]
+    if len(pairs) < 2 or not all(units) or _PAIR.sub("", flat):
         return None
-    unit: dict[str, int] = {}
-    sign, words, name = 1, re.findall(r"[A-Za-z]+|\^ ?-?[0-9]|/", text), ""
-    for word in words:
-        if word == "/":
+    named = {f"{place} {name}": 1 for place, unit in enumerate(units) for name in unit or ()}
+    return _Quantity(", ".join(value for value, _ in pairs), Counter(named), "")
+
+
+def _unit(text: str) -> dict[str, int] | None:
+    """Return the exponents of the units in a text, None if it has anything else."""
+    text = re.sub(r"\^\s*\{\s*(-?[0-9])\s*\}", r"^\1", text)
+    for words, exponent in (("square|sq", 2), ("cubic|cu", 3)):
+        text = re.sub(rf"\b(?:{words})\.?\s+([A-Za-z]++)", rf"\1^{exponent}", text)
+    text = re.sub(r"\bmph\b", "mile/hour", re.sub(r"\bk(?:mp|p)h\b", "kilometer/hour", text))
+    text = _BLANKS.sub(" ", re.sub(r"\bper\b|\ban?\b(?= hour)", "/", text)).strip()
+    if not text or _PARTS.sub("", text):
+        return None
+    unit: Counter[str] = Counter()
+    sign, name = 1, ""
+    for part in _PARTS.findall(text):
+        if part == "/":
             sign = -1
-        elif word[0] == "^":
-            unit[name] = sign * int(word[1:]) if name else 0
-        else:
-            name = _name(word) or (word if is_wrapped else "")
+        elif part[0] == "^":
+            unit[name] += sign * (int(part[1:]) - 1)
+        elif part != " ":
+            name = _name(part)
             if not name:
                 return None
-            unit[name] = sign
-    has_variables = any(
-        (word + following).isalpha() and len(word + following) <= 4
-        for word, following in pairwise(words)
-    )
-    return None if has_variables and not is_wrapped else unit
+            unit[name] += sign
+    return dict(unit)
 
 
 def _is_certain(value: str, unit: str) -> bool:
     """Whether letters without a command are a unit: they stand apart or are long, and the number
     has no other symbols."""
-    words = re.findall(r"[A-Za-z]+", unit)
+    words = re.findall(r"[A-Za-z]++", unit)
+    if not words:
+        return True  # a degree sign
     if any(len(word) > 2 for word in words) or words[0] in _ATTACHED:
         return True
-    return value[-1].isspace() and not re.search(r"\\(?!frac|dfrac|tfrac)[A-Za-z]", value)
+    is_product = re.search(r"[A-Za-z]\s+[A-Za-z]", unit)
+    return value[-1].isspace() and not is_product and r"\pi" not in value and "sqrt" not in value
 
 
 def _name(word: str) -> str:
-    """Return the name of a unit or of things that are counted, "" if it may be variables."""
+    """Return the name of a unit, "" if it is none."""
     for symbol, name in _SYMBOLS.items():
         if word == symbol:
             return name
@@ -166,20 +150,14 @@ def _name(word: str) -> str:
             return _PREFIXES[word.removesuffix(symbol)] + name
     if word in _NAMES:
         return _NAMES[word]
-    if len(word) < 3:
-        return ""
-    lower = word.lower()
-    if lower in _NAMES or _FACTORS.fullmatch(lower):
-        return _NAMES.get(lower, lower)
-    singular = re.sub(r"(?<=s|x)es$|(?<=ch)es$|(?<=sh)es$|(?<=[^s])s$", "", lower)
-    name = _NAMES.get(singular, singular)
-    for prefix in _PREFIXES.values():  # kilometre
-        base = name.removeprefix(prefix)
-        if base in _NAMES:
-            return prefix + _NAMES[base]
-    return name
-
-
-def _is_measured(name: str) -> bool:
-    base = re.sub(f"^(?:{'|'.join(_PREFIXES.values())})", "", name)
-    return name in _OTHERS or base in _SYMBOLS.values() or name.startswith(("0 ", "1 "))
+    singular = (word.lower() if len(word) > 2 or word in ("Kg", "Km") else word).removesuffix("s")
+    if singular in _NAMES and len(word) > 2:
+        return _NAMES[singular]
+    if singular in ("kg", "km", "cm", "mm") and word != singular:
+        return _name(singular)
+    for prefix in ("", *_PREFIXES.values()):
+        base = singular.removeprefix(prefix)
+        base = _NAMES.get(base, base) if base in ("metre", "litre") else base
+        if singular.startswith(prefix) and base in _SYMBOLS.values():
+            return prefix + base
+    return ""
