@@ -103,6 +103,7 @@ _LETTER = re.compile(r"\\mathrm\s*\{\s*([ied])\s*\}|\\math(?:bf|it)\s*\{\s*(\w)\
 """Constants and vectors, which the library takes for units."""
 _FUNCTION = re.compile(
     r"\\(?:mathrm|operatorname)\s*\{\s*(sin|cos|tan|cot|sec|csc|log|ln|lg|exp|gcd|max|min)\s*\}"
+    r"(?=\s*[\\({A-Za-z0-9^_])"
 )
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\overline\s*\{\s*([0-9]{1,30})\s*\}")
 _BASE_TEN = re.compile(r"([0-9])_(?:10|\{10\})(?![0-9])")

@@ -146,7 +146,7 @@ def test_damaged_policy_values_of_a_step_are_left_out(
 # Each wrong value in one column, and one wrong value in each column.
 WRONG_COLUMNS = [
     *(("num_tokens", value) for value in ([], "x", float("nan"), 2**64, -1, None)),
-    *((column, []) for column in ("sample", "score", "source", "replica", "verdict")),
+    *((column, []) for column in ("sample", "score", "source", "verdict")),
 ]
 
 

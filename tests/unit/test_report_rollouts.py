@@ -293,8 +293,8 @@ def opened(result: Rollouts, row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def recorded_row(folder: Path, row: Row) -> CompletionRow:
     step = step_folder(folder / "samples", row["step"])
-    [recorded] = step_completions(step, sequences=[(row["ticket"], row["sample"])])
-    return recorded
+    rows = step_completions(step, [row["ticket"]])
+    return next(each for each in rows if each.completion.sample == row["sample"])
 
 
 def step_files(folder: Path, name: str) -> list[Path]:
@@ -353,7 +353,8 @@ def test_small_gaps_keep_their_precision(folder: Path, tmp_path: Path) -> None:
     [path] = policy_files(step)
     policy, *_ = read_policy(path)
     key = (policy.ticket, policy.sample)
-    [recorded] = step_completions(step, sequences=[key])
+    rows = step_completions(step, [policy.ticket])
+    recorded = next(row for row in rows if row.completion.sample == policy.sample)
     engine_logprobs = np.array(recorded.completion.logprobs, np.float32)
     write_policy(path, [replace(policy, logprobs=engine_logprobs - np.float32(2e-6))])
     result = reported(run, steps=(1, 1))

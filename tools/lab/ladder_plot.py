@@ -106,7 +106,7 @@ def _x_name(name: str) -> str:
 
 def _ticks(low: float, high: float) -> list[float]:
     """Return two to nine round numbers that enclose both values."""
-    span = max(high - low, 1e-9)
+    span = max(high - low, 1e-9 * max(abs(low), abs(high), 1.0))
     step = 10.0 ** math.floor(math.log10(span))
     step *= next(factor for factor in (0.2, 0.5, 1.0, 2.0) if span / (step * factor) <= 7)
     first, last = math.floor(low / step), max(math.ceil(high / step), math.floor(low / step) + 1)
