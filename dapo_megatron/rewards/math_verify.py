@@ -85,8 +85,9 @@ def grade(response: str, truth: str) -> Grade:
             return _grade(correct, pred if correct else "", parsed=correct)
     parsed = library.parse(text, parsing_timeout=None)
     pred = next((item for item in reversed(parsed) if isinstance(item, str)), "")
-    stated = answers.stated(text).strip(" $*.")
-    values = units.comparable(stated, expected.text)
+    values: tuple[str, str] | None = text, expected.text
+    if re.search("[A-Za-z]", expected.text):  # else it has no unit
+        values = units.comparable(answers.stated(text).strip(" $*."), expected.text)
     correct = values is not None and not answers.has_base(pred) and _verify(values[1], parsed)
     return _grade(correct, pred, parsed=bool(parsed))
 
