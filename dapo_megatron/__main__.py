@@ -397,10 +397,10 @@ def _on_ranks(processes: int, run: Path | None = None) -> None:
         protect_streams(is_run=True)
         command = [sys.executable, "-m", "dapo_megatron", *sys.argv[1:]]
         code = launch(command, processes)
-        from dapo_megatron.checkpoints.folder import newest
-        from dapo_megatron.run.folder import RunFolder
-
         if run is not None and code in (128 + signal.SIGKILL, 128 + signal.SIGBUS):
+            from dapo_megatron.checkpoints.folder import newest
+            from dapo_megatron.run.folder import RunFolder
+
             saved = newest(RunFolder(run).checkpoints)
             print(f"resume=auto continues from {saved}" if saved else "no checkpoint was saved")
         raise typer.Exit(code)

@@ -356,10 +356,15 @@ _BY_ZERO = re.compile(
 )
 
 
-def check_truth(truth: str) -> None:
-    """Raise ValueError if no answer, or any answer, could equal the truth."""
+def refuse_solution(truth: str) -> None:
+    """Raise ValueError if a truth is a solution that ends with its answer, as in GSM8K."""
     if "####" in truth:
         raise ValueError("the truth is a solution; keep only the part after ####")
+
+
+def check_truth(truth: str) -> None:
+    """Raise ValueError if no answer, or any answer, could equal the truth."""
+    refuse_solution(truth)
     if "<think>" in truth or "</think>" in truth:
         raise ValueError(f"the truth {truth!r:.100} has marks of thoughts; keep only the answer")
     text = clean(_INNER_BOX.sub("{", truth))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 
+from dapo_megatron.rewards.answers import refuse_solution
 from dapo_megatron.types import Grade
 
 INVALID = "[INVALID]"
@@ -72,8 +73,7 @@ def grade(response: str, truth: str) -> Grade:
 
 def check_truth(truth: str) -> None:
     """Raise ValueError if no answer, or an empty one, could equal the truth."""
-    if "####" in truth:
-        raise ValueError("the truth is a solution; keep only the part after ####")
+    refuse_solution(truth)
     if not normalize(truth):
         raise ValueError(
             f"nothing is left of the truth {truth!r:.100} when it is normalized, so that an answer "

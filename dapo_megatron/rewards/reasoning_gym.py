@@ -52,18 +52,25 @@ REPLACEMENTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Module of reasoning_gym -> name in it -> replacement."""
 
+
+def _has_as_many_parts(answer: str, entry: Mapping[str, Any]) -> bool:
+    """Return whether an answer has as many parts between commas as the entry's own."""
+    own: str = entry["answer"]
+    return answer.count(",") == own.count(",")
+
+
 CONDITIONS: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
-    "advanced_geometry": lambda answer, entry: answer.count(",") == entry["answer"].count(","),
+    "advanced_geometry": _has_as_many_parts,
     "coin_flip": lambda answer, entry: _is_near(answer, entry["answer"]),
     "complex_arithmetic": lambda answer, entry: "n" not in answer.lower(),
     "gsm_symbolic": lambda answer, entry: answer.replace(",", "") == entry["answer"],
     "game_of_life_halting": lambda answer, entry: answer == entry["answer"],
     "letter_jumble": lambda answer, entry: answer.lower() == entry["answer"].lower(),
-    "polynomial_equations": lambda answer, entry: answer.count(",") == entry["answer"].count(","),
+    "polynomial_equations": _has_as_many_parts,
     "puzzle24": lambda answer, entry: (
         sorted(map(int, re.findall(r"\d+", answer))) == sorted(entry["metadata"]["numbers"])
     ),
-    "word_sorting": lambda answer, entry: answer.count(",") == entry["answer"].count(","),
+    "word_sorting": _has_as_many_parts,
 }
 """Data set -> what an answer must fulfil besides the scorer, which here gives full credit to
 answers that do not solve the problem: prefixes of a number, nan, any text, other numbers."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import lru_cache
 from typing import NamedTuple
 
 from dapo_megatron.rewards.answers import without_wrappers
@@ -72,6 +73,7 @@ def comparable(text: str, other: str) -> tuple[str, str] | None:
     return quantity.value, reference.value
 
 
+@lru_cache(maxsize=1024)  # the completions of a prompt share its truth
 def _quantity(text: str) -> _Quantity:
     flat = without_wrappers(text, r" \1 ")
     is_wrapped = flat != text

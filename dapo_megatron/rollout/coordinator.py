@@ -197,13 +197,13 @@ class Coordinator:
         self._step = StepEvents.from_json(state.get("ahead"), self.known_groups())
 
     def revert(self) -> None:
-        """Take back the end of the step that `collect` returned last, because its tokens did not
-        arrive. Does nothing without one."""
+        """Take back the end of the step that `collect` returned last, because a replica was lost in
+        it. Does nothing without one."""
         if self._before is not None:
             self.restore(*self._before)
 
     def confirm(self) -> None:
-        """Note that the tokens of the step that `collect` returned last have arrived."""
+        """Note that the step that `collect` returned last is trained on."""
         self._before = None
 
     def leave_lost(self) -> None:

@@ -345,7 +345,7 @@ class EngineDriver:
                     f"{prompt.source}, row {prompt.index}: prompt, truth and extra values together "
                     f"have more than {MAX_PROMPT_BYTES:,} bytes; leave this row out"
                 )
-            self._send(replica, encode(Order(kind, requests=requests, regrade=regrade)))
+            self._send(replica, message)
             return
         middle = (len(requests) + len(regrade)) // 2
         rest = max(middle - len(requests), 0)

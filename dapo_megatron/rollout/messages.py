@@ -8,9 +8,10 @@ of one step, or the evaluation of one set of problems.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import TypeVar
 
 from dapo_megatron.types import (
     Completion,
@@ -19,6 +20,8 @@ from dapo_megatron.types import (
     SampleRequest,
     TrainingSequence,
 )
+
+T = TypeVar("T")
 
 STEPS = 8
 """Engine steps per turn in a deterministic run, where all replicas take turns in lock step."""
@@ -50,19 +53,13 @@ class GroupRequest:
 
 def divided(requests: Iterable[GroupRequest]) -> Iterator[list[GroupRequest]]:
     """Yield requests in lists with completions of about MAX_PART_BYTES."""
-    part: list[GroupRequest] = []
-    num_bytes = 0
-    for request in requests:
-        samples: list[tuple[int, Completion | None]] = []
-        for sample, so_far in request.samples:
-            size = 0 if so_far is None else size_of(so_far)
-            if num_bytes and num_bytes + size > MAX_PART_BYTES:
-                yield [*part, replace(request, samples=tuple(samples))] if samples else part
-                part, samples, num_bytes = [], [], 0
-            samples.append((sample, so_far))
-            num_bytes += size
-        part.append(replace(request, samples=tuple(samples)))
-    yield part
+    samples = ((request, sample) for request in requests for sample in request.samples)
+    for part in _by_size(samples, lambda item: item[1][1]):
+        by_ticket: dict[int, list[tuple[int, Completion | None]]] = {}
+        for request, sample in part:
+            by_ticket.setdefault(request.ticket, []).append(sample)
+        known = {request.ticket: request for request, _ in part}
+        yield [replace(known[t], samples=tuple(samples)) for t, samples in by_ticket.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,23 +158,21 @@ class Report:
     def parts(self) -> Iterator[Report]:
         """Yield the report in parts of MAX_PART_BYTES, of at least one completion each. The driver
         joins them with `joined`."""
-        part = Report(unfinished=None if self.unfinished is None else [], is_continued=True)
-        num_bytes = 0
-        for is_finished, item in (
-            *((True, item) for item in self.sampled),
-            *((False, item) for item in self.unfinished or ()),
-        ):
-            size = size_of(item[1])
-            if num_bytes and num_bytes + size > MAX_PART_BYTES:
-                yield part
-                part = replace(part, sampled=[], unfinished=None if part.unfinished is None else [])
-                num_bytes = 0
-            num_bytes += size
-            if is_finished:
-                part.sampled.append(item)
-            elif part.unfinished is not None:
-                part.unfinished.append(item)
-        yield replace(self, sampled=part.sampled, unfinished=part.unfinished)
+        items = [(True, item) for item in self.sampled]
+        items += [(False, item) for item in self.unfinished or ()]
+        *parts, last = _by_size(items, lambda item: item[1][1])
+        for part in parts:
+            yield self._with(part, Report(is_continued=True))
+        yield self._with(last, self)
+
+    def _with(self, items: list[tuple[bool, Sampled]], report: Report) -> Report:
+        """Return `report` with these completions, given as (is finished, item)."""
+        unfinished = [item for is_finished, item in items if not is_finished]
+        return replace(
+            report,
+            sampled=[item for is_finished, item in items if is_finished],
+            unfinished=None if self.unfinished is None else unfinished,
+        )
 
     def joined(self, before: Report) -> Report:
         """Return this report with the completions of the part before it."""
@@ -190,14 +185,28 @@ class Report:
         )
 
 
-def size_of(completion: Completion) -> int:
+def _by_size(
+    items: Iterable[T], completion_of: Callable[[T], Completion | None]
+) -> Iterator[list[T]]:
+    """Yield items in lists of about MAX_PART_BYTES, which have at least one if there are any."""
+    part: list[T] = []
+    num_bytes = 0
+    for item in items:
+        completion = completion_of(item)
+        size = 0 if completion is None else _size_of(completion)
+        if part and num_bytes + size > MAX_PART_BYTES:
+            yield part
+            part, num_bytes = [], 0
+        part.append(item)
+        num_bytes += size
+    yield part
+
+
+def _size_of(completion: Completion) -> int:
     """Return the approximate size of a completion in a message, in bytes."""
     arrays = (completion.tokens, completion.logprobs, completion.routes or b"")
-    return (
-        _COMPLETION_BYTES
-        + 4 * len(completion.text)
-        + sum(memoryview(values).nbytes for values in arrays)
-    )
+    num_bytes = sum(memoryview(values).nbytes for values in arrays)
+    return _COMPLETION_BYTES + 4 * len(completion.text) + num_bytes
 
 
 @dataclass(frozen=True, slots=True)

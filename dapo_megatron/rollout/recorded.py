@@ -114,11 +114,10 @@ def check_complete(folder: Path) -> None:
         raise DataError(
             f"{folder}: no {path.name}, because the run was killed while it recorded this step"
         )
-    columns = read_json(path, error=DataError).get("completions")
     try:
-        listed = len(dict(columns or {})["sample"])
+        columns = dict(read_json(path, error=DataError).get("completions") or {})
         # In earlier versions, -1 is the engine of completions whose tokens were lost.
-        listed -= list(dict(columns or {}).get("replica", ())).count(-1)
+        listed = len(columns["sample"]) - list(columns.get("replica", ())).count(-1)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path}: `completions` is damaged ({error})") from error
     recorded = sum(map(num_rows, completion_files(folder)))

@@ -47,6 +47,16 @@ def completion_of(
     return Completion(sample, tokens, logprobs, "", finish, segments, grade)
 
 
+def with_random_tokens(completion: Completion, rng: random.Random) -> Completion:
+    """Return a completion with other tokens and log-probs, as many as it has."""
+    number = completion.num_tokens
+    return replace(
+        completion,
+        tokens=array("i", [rng.randrange(2**31) for _ in range(number)]),
+        logprobs=array("f", [-rng.random() for _ in range(number)]),
+    )
+
+
 def longer(segments: tuple[Segment, ...], num_tokens: int, version: int) -> tuple[Segment, ...]:
     """Return the segments with more tokens, sampled by weights of `version`."""
     *older, last = segments or (Segment(version, 0),)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,13 @@ from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.types import CheckpointError, Completion, DataError, Finish, Outcome
 from tests.helpers.configs import tiny_config
-from tests.helpers.rollouts import MAX_TOKENS, ScriptedDriver, collect, make_coordinator
+from tests.helpers.rollouts import (
+    MAX_TOKENS,
+    ScriptedDriver,
+    collect,
+    make_coordinator,
+    with_random_tokens,
+)
 
 Completions = dict[tuple[int, int], Completion]
 
@@ -42,16 +47,6 @@ def make_collector() -> tuple[EngineCollector, Coordinator, ScriptedDriver]:
     return collector, coordinator, driver
 
 
-def with_random_tokens(completion: Completion, rng: random.Random) -> Completion:
-    number = completion.num_tokens
-    return replace(
-        completion,
-        tokens=array("i", [rng.randrange(2**31) for _ in range(number)]),
-        logprobs=array("f", [-rng.random() for _ in range(number)]),
-        text="".join(rng.choices("abc \n\0\ud800", k=5)),
-    )
-
-
 def save(folder: Path) -> tuple[str, Completions]:
     """Write a checkpoint of a run with open and ended groups. Return its state and completions."""
     collector, coordinator, driver = make_collector()
@@ -60,7 +55,8 @@ def save(folder: Path) -> tuple[str, Completions]:
     rng = random.Random(7)
     for group in coordinator.groups.values():
         for sample, completion in group.completions.items():
-            group.completions[sample] = with_random_tokens(completion, rng)
+            text = "".join(rng.choices("abc \n\0\ud800", k=5))
+            group.completions[sample] = replace(with_random_tokens(completion, rng), text=text)
     # Groups that ended while the policy trained are recorded with the next step.
     coordinator._end(next(group for group in coordinator.groups.values() if group.completions),
                      Outcome.EXPIRED)  # fmt: skip

@@ -21,6 +21,7 @@ from dapo_megatron.types import Completion, DapoError, Finish, Grade, Group, Pro
 from tests.helpers.batches import ONE_INDEX
 from tests.helpers.configs import tiny_config
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rollouts import completion_of, with_random_tokens
 
 OVERLONG = tiny_config().overlong
 LAYOUTS = [(0, 0, 0, 0), (0, 1, 0, 1), (0, 0, 1, 1), (0, 1, 2, 3), (1, 1, 0, 0)]
@@ -41,16 +42,9 @@ def groups_of(seed: int) -> list[Group]:
 
 
 def completion(rng: random.Random, sample: int) -> Completion:
-    num_tokens = rng.randint(1, 9)
-    return Completion(
-        sample,
-        array("i", [rng.randrange(2**31) for _ in range(num_tokens)]),
-        array("f", [-rng.random() for _ in range(num_tokens)]),
-        "",
-        Finish.STOP,
-        (Segment(0, num_tokens),),
-        Grade(1.0 if sample else -1.0, bool(sample), ""),
-    )
+    grade = Grade(1.0 if sample else -1.0, bool(sample), "")
+    made = completion_of(sample, (Segment(0, rng.randint(1, 9)),), Finish.STOP, grade)
+    return with_random_tokens(made, rng)
 
 
 def routed(group: Group, dtype: str) -> Group:

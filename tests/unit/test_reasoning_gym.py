@@ -54,15 +54,20 @@ def test_every_data_set_accepts_its_own_answer_except_those_listed() -> None:
 SYMBOLIC = ("simple_integration", "intermediate_integration", "polynomial_multiplication")
 
 
-@pytest.mark.parametrize("name", [*SYMBOLIC, "countdown", "puzzle24", "bitwise_arithmetic"])
-def test_own_answers_are_correct_with_the_replaced_scorers(name: str) -> None:
-    """Uses many entries, because sympy evaluates text itself if two forms differ syntactically."""
-    entries = list(reasoning_gym.create_dataset(name, size=50, seed=7))
-    wrong_answers = [
+def refused_own_answers(name: str, size: int, seed: int) -> list[str]:
+    """Return the own answers of problems of a data set that are not right."""
+    entries = list(reasoning_gym.create_dataset(name, size=size, seed=seed))
+    return [
         item["answer"]
         for item in entries
         if not grade(item["answer"], "", {"dataset": name, "entry": item}).correct
     ]
+
+
+@pytest.mark.parametrize("name", [*SYMBOLIC, "countdown", "puzzle24", "bitwise_arithmetic"])
+def test_own_answers_are_correct_with_the_replaced_scorers(name: str) -> None:
+    """Uses many entries, because sympy evaluates text itself if two forms differ syntactically."""
+    wrong_answers = refused_own_answers(name, size=50, seed=7)
     # The generator cannot solve some integrals; an unsolved integral does not count as an answer.
     assert [answer for answer in wrong_answers if "Integral" not in answer] == []
 
@@ -165,13 +170,7 @@ FORMS = sorted({*grader.FORMS, *grader.CONDITIONS})
 
 @pytest.mark.parametrize("name", FORMS)
 def test_conditions_accept_the_own_answers_of_many_problems(name: str) -> None:
-    items = list(reasoning_gym.create_dataset(name, size=100, seed=5))
-    refused = [
-        item["answer"]
-        for item in items
-        if not grade(item["answer"], "", {"dataset": name, "entry": item}).correct
-    ]
-    assert refused == []
+    assert refused_own_answers(name, size=100, seed=5) == []
 
 
 def test_integer_roots_and_other_spellings_stay_right() -> None:

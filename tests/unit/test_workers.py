@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ from dapo_megatron.types import (
     Segment,
 )
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rollouts import completion_of, with_random_tokens
 from tests.helpers.workers import (
     CannedEngine,
     InstantGrading,
@@ -547,15 +549,8 @@ def test_completions_of_any_size_come_back_and_are_continued(
 
     def long(sample: int) -> Completion:
         num_tokens = rng.randint(1, 200)
-        return Completion(
-            sample,
-            array("i", [rng.randrange(2**31) for _ in range(num_tokens)]),
-            array("f", [-rng.random() for _ in range(num_tokens)]),
-            "",
-            Finish.UNFINISHED,
-            (Segment(0, num_tokens),),
-            routes=array("h", range(num_tokens)),
-        )
+        made = completion_of(sample, (Segment(0, num_tokens),), Finish.UNFINISHED)
+        return replace(with_random_tokens(made, rng), routes=array("h", range(num_tokens)))
 
     so_far = tuple((sample, long(sample)) for sample in range(4))
     engine = CannedEngine(0, holds=lambda request: request.sample % 2 == 1)
