@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -28,6 +29,7 @@ from dapo_megatron.rollout import metrics as step_metrics
 from dapo_megatron.rollout.partial_step import PartialStep
 from dapo_megatron.types import (
     DapoError,
+    EnginesLost,
     LogProbs,
     Phase,
     RankError,
@@ -94,7 +96,7 @@ def train_steps(
         parts.sync(progress.step)
     if progress.step == 0 and not progress.first_evaluation and parts.evaluator.due(0, last):
         with phase(Phase.EVALUATE):
-            progress.first_evaluation = parts.evaluator.run()
+            progress.first_evaluation = parts.evaluator.run(0)
         progress.last_evaluation = progress.first_evaluation
         parts.recorder.log(0, progress.first_evaluation)
     while progress.step < last:
@@ -110,7 +112,7 @@ def train_steps(
             metrics |= step_metrics.sync_metrics(parts.sync(step))
         if parts.evaluator.due(step, last):
             with phase(Phase.EVALUATE):
-                progress.last_evaluation = parts.evaluator.run()
+                progress.last_evaluation = parts.evaluator.run(step)
             metrics |= progress.last_evaluation
         progress.step = step
         progress.max_gap = max(progress.max_gap, metrics.get("mismatch/gap_max", 0.0))
@@ -134,24 +136,27 @@ def train_step(
     accelerator. Returns the step's metrics and its number of tokens (prompts and responses).
     """
     phase = parts.instruments.phase
-    if partial_step.sequences is None:
-        with (
-            phase(Phase.GENERATE),
-            parts.recorder.progress(config.rollout.prompts_per_step) as show,
-        ):
-            partial_step.begin(parts.collector.collect(version=step - 1, on_progress=show))
+    while partial_step.sequences is None:
+        try:
+            with (
+                phase(Phase.GENERATE),
+                parts.recorder.progress(config.rollout.prompts_per_step) as show,
+            ):
+                partial_step.begin(parts.collector.collect(version=step - 1, on_progress=show))
+        except EnginesLost:
+            with phase(Phase.SYNC):  # waits for engines
+                parts.sync(step - 1)
     parts.sync.switch_to_policy()
-    train = partial(train_on_rollouts, config, parts, step, partial_step)
     # In a step that goes on after some updates, the engines have weights between two versions.
-    version = None if partial_step.updates else step - 1
-    return parts.on_policy_ranks(version, train)
+    ahead = nullcontext() if partial_step.updates else parts.sampling_ahead(step - 1)
+    with ahead:
+        return train_on_rollouts(config, parts, step, partial_step)
 
 
 def train_on_rollouts(
     config: Config, parts: Parts, step: int, partial_step: PartialStep
 ) -> tuple[dict[str, float], int]:
-    """Compute log-probs and update the policy, on the ranks that have it. Returns metrics and the
-    number of tokens."""
+    """Compute log-probs and update the policy. Returns metrics and the number of tokens."""
     sequences = partial_step.sequences or []
     owners = parts.data_parallel.owners(sequences)
     replays = config.policy.router_replay == "engine"
@@ -174,7 +179,7 @@ def with_policy_logprobs(
 ) -> TokenBatch:
     """Return `batch` with the log-probs of the policy before the step's first update."""
     if partial_step.old_logprobs is None:
-        parts.check_policy_stop()
+        parts.check_stop()
         with parts.instruments.phase(Phase.LOGPROBS):
             outputs = parts.policy.logprobs(batch)
         sequences = partial_step.sequences or []
@@ -237,7 +242,7 @@ def compare_with_reference(
     if not config.loss.kl.is_on:
         return batch
     if partial_step.reference_logprobs is None:
-        parts.check_policy_stop()
+        parts.check_stop()
         with parts.instruments.phase(Phase.LOGPROBS):
             partial_step.reference_logprobs = parts.policy.reference_logprobs(batch)
     compared = dataclasses.replace(batch, reference_logprobs=partial_step.reference_logprobs)
@@ -271,7 +276,7 @@ def update(
     # Without loss tokens there is no gradient, but Adam's momentum would still move the weights.
     trained = [(start, mini) for start, mini in zip(starts, minis) if mini.num_loss_tokens]
     for start, mini in trained[len(partial_step.updates) :]:
-        parts.check_policy_stop()
+        parts.check_stop()
         check = None
         if config.loss.old_logprobs == "engine" and not partial_step.updates:
             sequences = (partial_step.sequences or [])[start : start + mini.num_sequences]

@@ -6,21 +6,19 @@ otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dapo_megatron.types import (
-    Completion,
     Group,
     LogProbs,
     LossOutput,
     MicroTokens,
     Region,
     Rollouts,
-    SampleRequest,
     SequenceDiagnostics,
     Shard,
     StepStats,
@@ -219,88 +217,41 @@ class Policy(Protocol):
         ...
 
 
-class RolloutEngine(Protocol):
-    """One vLLM replica, as seen by one of its ranks. The driver submits requests and calls `step`.
-    The ranks of one replica make the same calls with the same arguments. Calls of different
-    replicas may differ."""
+class Engines(Protocol):
+    """Engines of a run, as a sync sees them; see rollout/engines.py."""
 
-    replica: int
-    num_replicas: int
-    is_leader: bool
-    """Whether this rank represents its replica. Only the leader passes completions on."""
-    version: int
-    """Version of the current weights, recorded in the segments of completions."""
-    max_sequences: int
-    """Number of requests that can run at the same time. Further requests are queued."""
+    present: Mapping[int, int]
+    """The replicas that take part in the sync, and the number of each one's connection."""
+    workers: Sequence[Sequence[int]]
+    """[replica] -> ranks on whose GPUs its workers run."""
 
-    def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Queue requests."""
+    def await_ready(self) -> None:
+        """Wait until enough engines can take part in a sync, and set `present`. Raises
+        TooFewEnginesError and Stopped."""
         ...
 
-    def step(self) -> list[tuple[SampleRequest, Completion]]:
-        """Run one engine step. Return the requests that finished in it, with their completions. A
-        completion starts with the tokens of the request's `so_far`."""
+    def call(self, method: str, *arguments: Any, of: object) -> dict[int, Any]:
+        """Call a method of the present engines, see engine/messages.py. Return the results, of type
+        `of`, by replica. Engines that fail while others do not are out. Raises EnginesLost if none
+        is left, and the error if all that are left fail."""
         ...
 
-    def interrupt(self) -> list[tuple[SampleRequest, Completion]]:
-        """Drop all requests. Return those that have at least one token, with their unfinished
-        completions. This includes requests whose `so_far` has not been extended yet."""
+    def expect(self, slices: Sequence[TensorSlice]) -> None:
+        """Make room for sending these slices to the engine worker on this rank's GPU. Not
+        collective."""
         ...
 
-    @property
-    def requests(self) -> Collection[SampleRequest]:
-        """Requests that are queued or running."""
+    def load(self, weights: Iterator[ReceivedTensor], version: int) -> None:
+        """Send each present engine its weights as `version`. The worker on this rank's GPU gets
+        `weights`, which is drained in any case. Raises as `call` does."""
         ...
 
-    def needed_slices(self, offered: Mapping[str, tuple[Shape, torch.dtype]]) -> list[TensorSlice]:
-        """Return the slices that this rank needs of the `offered` HF tensors, {name: (shape,
-        dtype)}. Raises SyncError naming a tensor that is missing, unknown or has the wrong shape.
-        """
+    def lose(self, replicas: Sequence[int], why: str) -> None:
+        """Go on without engines at fault. Not collective."""
         ...
 
-    def receive(self, weights: Iterable[ReceivedTensor], version: int) -> None:
-        """Replace all weights, clear the prefix cache, and set the version. The buffers of one item
-        of `weights` may be reused for the next item. Raises SyncError naming a needed slice that is
-        missing, repeated or has the wrong shape; the engine then accepts no requests."""
-        ...
-
-    def read_back(
-        self, names: Container[str] | None = None
-    ) -> Iterable[tuple[TensorSlice, Tensor | None]]:
-        """Yield each slice of `needed_slices` with the engine's current values, or None if they
-        cannot be read back. With `names`, only slices of these tensors."""
-        ...
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probs, at temperature 1, of all tokens of each sequence except the
-        first."""
-        ...
-
-    def decode(
-        self, prompts: Sequence[Sequence[int]], num_tokens: int
-    ) -> list[tuple[list[int], list[float]]]:
-        """Return the `num_tokens` most likely tokens after each prompt, one at a time, and their
-        log-probs at temperature 1."""
-        ...
-
-    def sleep(self) -> None:
-        """Free accelerator memory for the policy and discard all weights. No request may be in
-        flight. Does nothing with engine.sleep false. Idempotent, as are the wake methods."""
-        ...
-
-    def wake_weights(self) -> None:
-        """Allocate memory for the weights again. `receive` must be called next. Raises ConfigError
-        if too little memory is free."""
-        ...
-
-    def wake_cache(self) -> None:
-        """Allocate the KV cache again, after `wake_weights`. Once `receive` has loaded the weights,
-        the engine can sample. Raises ConfigError if too little memory is free."""
-        ...
-
-    def close(self) -> None:
-        """Shut the engine down and free its memory. It must not be used again. Idempotent. All
-        ranks of all replicas make this call."""
+    def note_sync(self) -> None:
+        """Note that the present engines have the new weights. Not collective."""
         ...
 
 
@@ -387,15 +338,13 @@ class Sync(Protocol):
         ...
 
 
-StepResult = tuple[dict[str, float], int]  # metrics, and number of tokens, of a training step
-Training = Callable[[int | None, Callable[[], StepResult]], StepResult]  # see rollout/roles.py
 
 
 class Evaluations(Protocol):
     """Evaluations between steps; see rollout/evaluate.py."""
 
     def due(self, step: int, last: int) -> bool: ...
-    def run(self) -> dict[str, float]: ...
+    def run(self, version: int) -> dict[str, float]: ...
 
 
 class Checkpoints(Protocol):
@@ -444,7 +393,7 @@ class Parts:
     recorder: Recorder
     checkpoints: Checkpoints
     instruments: Instruments
-    on_policy_ranks: Training = lambda _, train: train()
+    sampling_ahead: Callable[[int], AbstractContextManager[None]] = lambda version: nullcontext()
+    """Let engines sample with weights of this version for the next step during the block."""
     check_stop: Callable[[], object] = lambda: None
-    check_policy_stop: Callable[[], object] = lambda: None
-    """Raise Stopped on all ranks (or all with a policy) if a signal asked one of them to stop."""
+    """Raise Stopped on all ranks if a signal asked one of them to stop."""

@@ -579,10 +579,10 @@ class SyncReport:
 class DapoError(Exception):
     """Base class of errors that end a run with a message for the user and no traceback."""
 
-    def __init__(self, message: str = "", ranks: Iterable[int] = ()) -> None:
-        """Take also the ranks that caused an error which all ranks raise, if they are known."""
+    def __init__(self, message: str = "", engines: Iterable[int] = ()) -> None:
+        """Take also the engines that caused the error, if they are known."""
         super().__init__(message)
-        self.ranks = frozenset(ranks)
+        self.engines = frozenset(engines)
 
 
 class ConfigError(DapoError):

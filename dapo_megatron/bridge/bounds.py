@@ -68,32 +68,33 @@ class CanaryBounds:
         return gap.max <= self.max and gap.mean <= self.mean and gap.quantile <= self.quantile
 
     def excess(self, gaps: Mapping[int, CanaryGap]) -> str | None:
-        """Return a description of the first figure of any rank that exceeds its bound, or None."""
+        """Return a description of the first figure of any engine that exceeds its bound, or None.
+        `gaps` are by replica."""
         for key, bound, values, over in (
-            ("sync.max_gap", self.max, {rank: gap.max for rank, gap in gaps.items()}, ""),
+            ("sync.max_gap", self.max, {number: gap.max for number, gap in gaps.items()}, ""),
             (
                 "sync.canary_mean_gap",
                 self.mean,
-                {rank: gap.mean for rank, gap in gaps.items()},
+                {number: gap.mean for number, gap in gaps.items()},
                 "the mean",
             ),
             (
                 "sync.canary_quantile_gap",
                 self.quantile,
-                {rank: gap.quantile for rank, gap in gaps.items()},
+                {number: gap.quantile for number, gap in gaps.items()},
                 f"more than {1 - QUANTILE:.0%}",
             ),
         ):
-            ranks = [rank for rank, value in values.items() if value > bound]
-            if ranks:
-                worst = max(ranks, key=values.__getitem__)
+            numbers = [number for number, value in values.items() if value > bound]
+            if numbers:
+                worst = max(numbers, key=values.__getitem__)
                 gap = gaps[worst]
                 place = f"sequence {gap.sequence}, token {gap.token}"
                 if over:
                     place = f"on {over} of {gap.num_tokens} tokens; by {gap.max:.3g} at {place}"
                 basis = f", derived from {self.basis}" if key in self.derived else ""
                 return (
-                    f"{values[worst]:.3g} ({place}), engine ranks {', '.join(map(str, ranks))}; "
+                    f"{values[worst]:.3g} ({place}), engine {', '.join(map(str, numbers))}; "
                     f"{key} is {bound:g}{basis}"
                 )
         return None
@@ -125,10 +126,8 @@ def canary_gap(policy: Tensor, engine: list[list[float]]) -> CanaryGap:
     """Return the gap between the log-probs of policy and engine. NaN counts as infinity.
 
     `policy` holds the log-probs of all tokens of all sequences, end to end. `engine` lacks those of
-    each sequence's first token. It is empty on a rank without an engine, which has no gap.
+    each sequence's first token.
     """
-    if not engine:
-        return CanaryGap(max=0.0, sequence=0, token=0, mean=0.0, quantile=0.0, num_tokens=0)
     num_tokens = len(engine[0]) + 1
     expected = policy.view(-1, num_tokens)[:, 1:].double()
     gaps = (torch.tensor(engine, dtype=torch.float64) - expected).abs()

@@ -1,48 +1,60 @@
 """One sync: move the policy's weights into the engines, and verify that they arrived.
 
-The transfer plan is made once and reused. Every sync checks that each wanted slice arrives exactly
-once, that policy and engines give the same log-probs for canary sequences, and that decoding gives
-the same log-probs as scoring (decoding.py). It also compares fingerprints (verify.py) of all
-weights or of a tenth of them (schedule.py). A failure names tensor and ranks. It ends the run,
-unless the run can go on without the engines at fault (rollout/roles.py).
+A transfer plan is made when the set of engines changed, and reused until then. Every sync checks
+that each wanted slice arrives exactly once, that policy and engines give the same log-probs for
+canary sequences, and that decoding gives the same log-probs as scoring. It also compares
+fingerprints (verify.py) of all weights or of a tenth of them (schedule.py). A failure names tensor
+and ranks. If some engines pass, the run goes on with these; else the failure ends it.
 
-The sync also hands over the accelerator. Before it, the engine sleeps. After it, the parts of the
+The sync also hands over the accelerator. Before it, the engines sleep. After it, the parts of the
 policy that policy.offload names are in host memory. Both models are on the accelerator while
 weights move. The KV cache is allocated last, after the policy has made room.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 
 from dapo_megatron.bridge.bounds import CanaryBounds
-from dapo_megatron.bridge.decoding import check_decoding
+from dapo_megatron.bridge.islands import RankSlices
 from dapo_megatron.bridge.plan import TransferPlan, make_plan
 from dapo_megatron.bridge.schedule import FingerprintSchedule
 from dapo_megatron.bridge.transfer import Transfer, gather_slices
-from dapo_megatron.bridge.verify import SyncVerifier, canary_sequences
-from dapo_megatron.cluster.collectives import on_all_ranks
+from dapo_megatron.bridge.verify import SyncVerifier, Wanted, canary_sequences
 from dapo_megatron.config import SyncConfig
-from dapo_megatron.protocols import Exchange, Policy, ReceivedTensor, RolloutEngine
-from dapo_megatron.types import SyncError, SyncReport
+from dapo_megatron.protocols import Engines, Exchange, Policy
+from dapo_megatron.types import EnginesLost, SyncError, SyncReport, TensorSlice
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Plan of syncs with one set of engines, and this rank's part."""
+
+    engines: Mapping[int, int]
+    """Replica -> number of its connection."""
+    wanted: Wanted
+    plan: TransferPlan
+    transfer: Transfer
+    bytes_received: list[int]
+    """Bytes that each rank receives in one sync."""
 
 
 class WeightSync:
-    """Moves policy weights into this rank's engine, once per call. Collective.
-
-    Raises SyncError if the engines do not want exactly what the policy has.
+    """Moves policy weights into the engines, once per call. Implements protocols.Sync. Collective.
     """
 
     def __init__(
         self,
         policy: Policy,
-        engine: RolloutEngine,
+        engines: Engines,
         exchange: Exchange,
         config: SyncConfig,
         *,
@@ -51,83 +63,95 @@ class WeightSync:
         max_tokens: int,
         ranks_per_node: int,
         device: torch.device,
-        group: Any = None,
-        noticing_losses: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`group` is the process group for tensors on `device`; None for the default group. A
-        collective in it runs inside of `noticing_losses()`."""
-        self._noticing_losses = noticing_losses
-        self._policy = policy
-        self._engine = engine
-        self._exchange = exchange
-        shards = policy.shards()
-        held = gather_slices(exchange, [shard.tensor_slice for shard in shards])
-        shapes = {
+        self._policy, self._engines, self._exchange = policy, engines, exchange
+        self._ranks_per_node, self._device = ranks_per_node, device
+        self._shards = policy.shards()
+        self._held = gather_slices(exchange, [shard.tensor_slice for shard in self._shards])
+        self._shapes = {
             tensor_slice.name: (tensor_slice.global_shape, tensor_slice.dtype)
-            for tensor_slices in held.lists
+            for tensor_slices in self._held.lists
             for tensor_slice in tensor_slices
         }
-        wanted = on_all_ranks(exchange, lambda: engine.needed_slices(shapes))
-        self.wanted = gather_slices(exchange, wanted)
-        """[rank] -> the slices that the rank's engine takes."""
-        self.plan: TransferPlan = make_plan(held, self.wanted, ranks_per_node=ranks_per_node)
-        self._transfer = Transfer(self.plan, shards, wanted, exchange.rank, device, group)
-        of_first_engine = next(filter(None, self.wanted.lists), [])
-        self._num_tensors = len({tensor_slice.name for tensor_slice in of_first_engine})
-        self.bytes_received = exchange.all_gather(self._transfer.nbytes_received, int)
-        """Bytes that each rank receives in one sync."""
-        self.num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
+        self.num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in self._shapes.values())
         """Bytes of the whole model."""
-        num_elements = sum(prod(shape) for shape, _ in shapes.values())
+        num_elements = sum(prod(shape) for shape, _ in self._shapes.values())
         self._schedule = FingerprintSchedule(
-            shapes, num_elements, config.fingerprint_every, exchange
+            self._shapes, num_elements, config.fingerprint_every, exchange
         )
         num_tokens = max(2, min(config.canary_tokens, max_tokens))
-        self._canary = canary_sequences(vocab, num_tokens)
-        self._bounds = bounds
         self._verifier = SyncVerifier(
             policy,
-            engine,
+            engines,
             exchange,
-            shards,
-            held,
-            self.wanted,
+            self._shards,
+            self._held,
             bounds=bounds,
-            sequences=self._canary,
+            sequences=canary_sequences(vocab, num_tokens),
         )
+        self.route: Route | None = None
+        """That of the last sync."""
 
     def __call__(self, version: int) -> SyncReport:
-        """Sync once.
+        """See protocols.Sync.
 
-        Raises SyncError naming tensor and ranks, with the ranks at fault as far as known, and
-        ConfigError if there is too little memory to wake the engine. Engines at fault must not be
-        used after an error, and others need another sync.
+        Raises SyncError naming tensor and ranks if all engines fail, ConfigError if there is too
+        little memory to wake them, and TooFewEnginesError and Stopped while it waits for engines.
         """
+        while True:
+            self._engines.await_ready()
+            try:
+                report = self._sync(version)
+            except EnginesLost as error:
+                why = str(error)
+            except SyncError as error:
+                if not error.engines or error.engines >= set(self._engines.present):
+                    raise
+                why = str(error)
+                self._engines.lose(sorted(error.engines), why)
+            else:
+                self._engines.note_sync()
+                return report
+            if self._exchange.rank == 0:
+                logger.warning("another sync of weights %d, because of this: %s", version, why)
+            self.switch_to_policy()
+
+    def switch_to_policy(self) -> None:
+        """See protocols.Sync."""
+        if self._engines.present:
+            try:
+                self._engines.call("sleep", of=None)
+            except EnginesLost:
+                pass  # an engine that is gone uses no memory
+        self._policy.onload()
+
+    def _sync(self, version: int) -> SyncReport:
         started = time.perf_counter()
         self._policy.onload()
-        on_all_ranks(self._exchange, self._engine.wake_weights)
+        self._engines.call("wake", "weights", of=None)
+        route = self._route()
         awake = time.perf_counter()
-        self._move(version)
+        self._engines.load(iter(route.transfer), version)
         moved = time.perf_counter()
         names = self._schedule.next()
         if names:
-            self._verifier.check_fingerprints(version, names)
+            self._verifier.check_fingerprints(version, route.wanted, names)
         fingerprinted = time.perf_counter()
         policy_logprobs = self._verifier.canary_logprobs()
         compared = time.perf_counter()
         self._policy.offload()
-        on_all_ranks(self._exchange, self._engine.wake_cache)
+        self._engines.call("wake", "kv_cache", of=None)
         switched = time.perf_counter()
         share = self._schedule.share(names)
-        gap = self._verifier.check_canary(version, policy_logprobs, fingerprinted=share == 1.0)
-        self._schedule.record(names, moved - awake, fingerprinted - moved)
-        decode_gap = check_decoding(
-            self._engine, self._exchange, self._canary, version, bounds=self._bounds
+        gap = self._verifier.check_canary(
+            version, route.wanted, policy_logprobs, fingerprinted=share == 1.0
         )
+        self._schedule.record(names, moved - awake, fingerprinted - moved)
+        decode_gap = self._verifier.check_decoding(version)
         return SyncReport(
             version=version,
-            num_tensors=self._num_tensors,
-            num_bytes=max(self.bytes_received),
+            num_tensors=len(self._shapes),
+            num_bytes=max(route.bytes_received),
             seconds=moved - awake,
             verify_seconds=compared - moved + time.perf_counter() - switched,
             turn_seconds=awake - started + switched - compared,
@@ -137,31 +161,20 @@ class WeightSync:
             decode_gap=decode_gap,
         )
 
-    def _tensors(self) -> Iterator[ReceivedTensor]:
-        """Yield the tensors that arrive here."""
-        with self._noticing_losses():
-            yield from self._transfer
-
-    def switch_to_policy(self) -> None:
-        """Give the accelerator to the policy, whichever model has it."""
-        self._engine.sleep()
-        self._policy.onload()
-
-    def _move(self, version: int) -> None:
-        """Move the weights. Raises SyncError if ranks have different versions."""
-        stream = self._tensors()
-        on_all_ranks(self._exchange, lambda: self._engine.receive(stream, version), drain=stream)
-        versions = self._exchange.all_gather((version, self._engine.version), tuple[int, int])
-        newest = max(synced for synced, _ in versions)
-        behind = {
-            rank: pair
-            for rank, pair in zip(self._exchange.names, versions, strict=True)
-            if pair != (newest, newest)
-        }
-        if behind:
-            rank, (synced, running) = next(iter(behind.items()))
-            raise SyncError(
-                f"weights {newest}: rank {rank} syncs weights {synced}, and its engine has "
-                f"weights {running}. The ranks are not at the same step",
-                behind,
-            )
+    def _route(self) -> Route:
+        """Return the route to the present engines, made anew if others took part before."""
+        if self.route is None or self.route.engines != self._engines.present:
+            traced = self._engines.call("trace", self._shapes, of=list[list[TensorSlice]])
+            by_rank: list[list[TensorSlice]] = [[] for _ in range(self._exchange.world_size)]
+            replicas = [-1] * len(by_rank)
+            for replica, by_worker in traced.items():
+                for rank, slices in zip(self._engines.workers[replica], by_worker, strict=True):
+                    by_rank[rank], replicas[rank] = slices, replica
+            wanted = Wanted(RankSlices.of(by_rank), replicas)
+            own = by_rank[self._exchange.rank]
+            plan = make_plan(self._held, wanted.slices, ranks_per_node=self._ranks_per_node)
+            transfer = Transfer(plan, self._shards, own, self._exchange.rank, self._device)
+            self._engines.expect(own)
+            received = self._exchange.all_gather(transfer.nbytes_received, int)
+            self.route = Route(dict(self._engines.present), wanted, plan, transfer, received)
+        return self.route

@@ -2,7 +2,7 @@
 
 Fingerprints compare the weights of both sides in place, independently of the plan that moved them.
 Canary sequences compare log-probs. This also catches an engine that holds the right weights and
-computes something else with them.
+computes something else with them, in one pass or token by token.
 
 A fingerprint has 64 bits and does not depend on the layout of the tensor over ranks. The bits of
 each element, as an integer, are multiplied by a coefficient that depends on the element's position
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -24,10 +25,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dapo_megatron.bridge.bounds import CanaryBounds, CanaryGap, canary_gap
+from dapo_megatron.bridge.bounds import CanaryBounds, canary_gap
 from dapo_megatron.bridge.islands import RankSlices
 from dapo_megatron.cluster.collectives import NAMED, gather_distinct, on_all_ranks
-from dapo_megatron.protocols import Exchange, Policy, RolloutEngine
+from dapo_megatron.protocols import Engines, Exchange, Policy
 from dapo_megatron.types import Region, Shard, SyncError, TensorSlice, TokenBatch
 
 NUM_SEQUENCES = 4
@@ -42,8 +43,8 @@ _INCREMENT, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB6
 
 Fingerprints = Sequence[Sequence[tuple[TensorSlice, int]]]
 """[rank] -> (slice, fingerprint) of each slice that the rank has."""
-_Numbered = list[tuple[int, int]]
-"""(index into the rank's wanted slices, fingerprint) of each slice that can be read."""
+_Print = tuple[int, int]
+"""(index into a worker's slices, fingerprint) of a slice that can be read."""
 _Boxes = dict[Region, dict[int, list[int]]]
 """Region -> fingerprint -> the ranks whose copy has it."""
 
@@ -53,9 +54,25 @@ class Mismatch(NamedTuple):
 
     text: str
     """A line that names tensor and ranks."""
-    ranks: list[int]
-    """Ranks of which some are at fault: those of an engine that differs from the policy. Copies
-    within the policy that differ are all named."""
+    replicas: list[int]
+    """Engines at fault; none if copies within the policy differ."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Slices that the workers of the present engines take.
+
+    slices      of each rank's worker: [rank] -> slices. With engines on other GPUs, their workers
+                follow the trainer ranks
+    replicas    [rank] -> replica of the rank's worker; -1 without one
+    """
+
+    slices: RankSlices
+    replicas: Sequence[int]
+
+    def of_replica(self, replica: int) -> list[int]:
+        """Return the ranks of a replica's workers."""
+        return [rank for rank, number in enumerate(self.replicas) if number == replica]
 
 
 class SyncVerifier:
@@ -64,49 +81,44 @@ class SyncVerifier:
     def __init__(
         self,
         policy: Policy,
-        engine: RolloutEngine,
+        engines: Engines,
         exchange: Exchange,
         shards: Sequence[Shard],
         held: RankSlices,
-        wanted: RankSlices,
         *,
         bounds: CanaryBounds,
         sequences: list[list[int]],
     ) -> None:
-        """Take this rank's policy `shards`, the slices that each rank's policy holds and its engine
-        wants, and the canary sequences."""
+        """Take this rank's policy `shards`, the slices that each rank's policy holds, and the
+        canary sequences."""
         self._policy = policy
-        self._engine = engine
+        self._engines = engines
         self._exchange = exchange
         self._shards = shards
         self._held = held
-        self._wanted = wanted
-        self._index = {
-            tensor_slice: index for index, tensor_slice in enumerate(wanted[exchange.rank])
-        }
         self._bounds = bounds
         self._names = frozenset(
             tensor_slice.name for tensor_slices in held.lists for tensor_slice in tensor_slices
         )
-        self._replica_of_rank = exchange.all_gather(engine.replica, int)
         self._sequences = sequences
         self.num_unread = 0
         """Tensors of the first engine that could not be read back at the last full check."""
 
-    def check_fingerprints(self, version: int, names: Collection[str] | None = None) -> None:
+    def check_fingerprints(
+        self, version: int, wanted: Wanted, names: Collection[str] | None = None
+    ) -> None:
         """Raise SyncError naming tensors and ranks if policy and engines hold different weights.
 
-        All ranks at fault have engines, unless copies within the policy differ. Compares the
-        tensors in `names`, which are the same on all ranks. None: all tensors.
+        It names the engines at fault, unless copies within the policy differ. Compares the tensors
+        in `names`, which are the same on all ranks. None: all tensors.
         """
         names = self._names if names is None else names
         is_full = len(names) == len(self._names)
         # Ranks at the same place of both layouts send equal lists. Each distinct list travels once.
         values, value_of_rank = gather_distinct(
-            self._exchange,
-            (self._policy_prints(names), self._engine_prints(names)),
-            tuple[list[int], _Numbered],
+            self._exchange, self._policy_prints(names), list[int]
         )
+        by_replica = self._engines.call("fingerprints", sorted(names), of=list[list[_Print]])
         # Each rank compares some of the tensors.
         rank, num_ranks = self._exchange.rank, self._exchange.world_size
         start, end = (len(names) * number // num_ranks for number in (rank, rank + 1))
@@ -115,26 +127,23 @@ class SyncVerifier:
         @cache  # ranks that share a list and its fingerprints are handled once
         def policy_prints(list_number: int, value_number: int) -> list[tuple[TensorSlice, int]]:
             tensor_slices = _only(self._held.lists[list_number], names)
-            prints, _ = values[value_number]
             return [
                 (tensor_slice, number)
-                for tensor_slice, number in zip(tensor_slices, prints, strict=True)
+                for tensor_slice, number in zip(tensor_slices, values[value_number], strict=True)
                 if tensor_slice.name in compared
             ]
 
-        @cache
-        def engine_prints(list_number: int, value_number: int) -> list[tuple[TensorSlice, int]]:
-            tensor_slices = self._wanted.lists[list_number]
-            _, prints = values[value_number]
-            return [
-                (tensor_slices[index], number)
-                for index, number in prints
-                if tensor_slices[index].name in compared
-            ]
-
+        engines: list[list[tuple[TensorSlice, int]]] = [[] for _ in wanted.replicas]
+        for replica, by_worker in by_replica.items():
+            for worker_rank, prints in zip(wanted.of_replica(replica), by_worker, strict=True):
+                slices = wanted.slices[worker_rank]
+                engines[worker_rank] = [
+                    (slices[index], number)
+                    for index, number in prints
+                    if slices[index].name in compared
+                ]
         policy = list(map(policy_prints, self._held.list_of_rank, value_of_rank))
-        engines = list(map(engine_prints, self._wanted.list_of_rank, value_of_rank))
-        own = describe_mismatches(policy, engines, self._replica_of_rank, self._exchange.names)
+        own = describe_mismatches(policy, engines, wanted.replicas)
         if mismatches := list(chain(*self._exchange.all_gather(own, list[Mismatch]))):
             lines = [mismatch.text for mismatch in mismatches]
             more = f"\n... and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
@@ -142,15 +151,13 @@ class SyncVerifier:
                 f"weights {version}: fingerprints differ after the sync\n"
                 + "\n".join(lines[:NAMED])
                 + more,
-                chain(*(mismatch.ranks for mismatch in mismatches)),
+                chain(*(mismatch.replicas for mismatch in mismatches)),
             )
         if is_full:
-            rank = next(rank for rank, replica in enumerate(self._replica_of_rank) if replica >= 0)
-            _, rank_prints = values[value_of_rank[rank]]
-            readable = {self._wanted[rank][index].name for index, _ in rank_prints}
-            self.num_unread = len(
-                {tensor_slice.name for tensor_slice in self._wanted[rank]} - readable
-            )
+            replica, by_worker = next(iter(by_replica.items()))
+            slices = wanted.slices[wanted.of_replica(replica)[0]]
+            readable = {slices[index].name for index, _ in by_worker[0]}
+            self.num_unread = len({tensor_slice.name for tensor_slice in slices} - readable)
 
     def _policy_prints(self, names: Collection[str]) -> list[int]:
         """Return the fingerprints of this rank's shards of the tensors in `names`."""
@@ -160,40 +167,27 @@ class SyncVerifier:
             if shard.tensor_slice.name in names
         )
 
-    def _engine_prints(self, names: Collection[str]) -> _Numbered:
-        """Return the fingerprints of this rank's slices that can be read back from the engine."""
-        indices = []
-
-        def values() -> Iterator[tuple[Tensor, Region]]:
-            for tensor_slice, value in self._engine.read_back(names):
-                if value is not None:
-                    indices.append(self._index[tensor_slice])
-                    yield value, tensor_slice.region
-
-        prints = fingerprints(values())
-        return list(zip(indices, prints, strict=True))
-
     def canary_logprobs(self) -> Tensor:
-        """Return the policy's log-probs of the canary sequences at temperature 1, end to end, also
-        on ranks without a policy."""
+        """Return the policy's log-probs of the canary sequences at temperature 1, end to end."""
         scored = self._policy.logprobs(canary_batch(self._sequences), temperature=1.0)
         logprobs = self._exchange.broadcast(scored.logprobs.tolist(), list[float])
         return torch.tensor(logprobs, dtype=torch.float64)
 
-    def check_canary(self, version: int, policy_logprobs: Tensor, *, fingerprinted: bool) -> float:
+    def check_canary(
+        self, version: int, wanted: Wanted, policy_logprobs: Tensor, *, fingerprinted: bool
+    ) -> float:
         """Return the largest gap, in nats, between any engine and the policy.
 
-        Raises SyncError with the ranks whose gap exceeds a bound. Unless this sync was
+        Raises SyncError naming the engines whose gap exceeds a bound. Unless this sync was
         `fingerprinted` in full, all fingerprints are checked first, because their error names the
         tensor.
         """
-        rank_gap = canary_gap(policy_logprobs, self._engine.score(self._sequences))
-        gathered = self._exchange.all_gather(rank_gap, CanaryGap)
-        gaps = dict(zip(self._exchange.names, gathered, strict=True))
+        scores = self._engines.call("score", self._sequences, of=list[list[float]])
+        gaps = {replica: canary_gap(policy_logprobs, score) for replica, score in scores.items()}
         excess = self._bounds.excess(gaps)
         if excess is None:
-            return max(gap.max for gap in gathered)
-        at_fault = [rank for rank, gap in gaps.items() if not self._bounds.allow(gap)]
+            return max(gap.max for gap in gaps.values())
+        at_fault = [replica for replica, gap in gaps.items() if not self._bounds.allow(gap)]
         disagreement = (
             f"weights {version}: on canary sequences policy and engine disagree by {excess}"
         )
@@ -202,7 +196,7 @@ class SyncVerifier:
                 on_all_ranks(self._exchange, self._reload_policy)
             except SyncError as error:
                 raise SyncError(f"{disagreement}. {error}", at_fault) from error
-            self.check_fingerprints(version)
+            self.check_fingerprints(version, wanted)
         unread = f" ({self.num_unread} tensors cannot be read back)" if self.num_unread else ""
         raise SyncError(
             f"{disagreement}. The weights' fingerprints agree{unread}, so the engine packs or "
@@ -210,6 +204,34 @@ class SyncVerifier:
             "normal for the model and its precisions, raise that key",
             at_fault,
         )
+
+    def check_decoding(self, version: int) -> float:
+        """Return the largest gap, in nats, between the log-probs of tokens that engines decode and
+        of the same tokens scored in one pass. Raises SyncError naming the engines on which the
+        largest gap or the mean exceeds the canary's bound.
+
+        Canary sequences are scored in one pass over each sequence. Rollouts are decoded token by
+        token, on a GPU in CUDA graphs. A graph keeps the addresses that it was captured with. If it
+        read a stale one after a sync, it would pass all other checks, and only the gap of the next
+        step's rollouts would show it.
+        """
+        gaps = self._engines.call("decode_gap", self._sequences, of=tuple[float, float])
+        for key, bound, index in (
+            ("sync.max_gap", self._bounds.max, 0),
+            ("sync.canary_mean_gap", self._bounds.mean, 1),
+        ):
+            highest = max(gap[index] for gap in gaps.values())
+            if highest > bound:
+                at_fault = [replica for replica, gap in gaps.items() if gap[index] > bound]
+                raise SyncError(
+                    f"weights {version}: decoded tokens have other log-probs than the same tokens "
+                    f"scored in one pass, by {highest:.3g}, engine {_list(at_fault)}; {key} is "
+                    f"{bound:g}. Scoring agrees with the policy, so CUDA graphs read stale memory, "
+                    "or the kernels of decoding compute something else. Try "
+                    "engine.enforce_eager=true",
+                    at_fault,
+                )
+        return max(largest for largest, _ in gaps.values())
 
     def _reload_policy(self) -> None:
         """Bring the policy back next to the KV cache. Raises SyncError if both do not fit."""
@@ -320,38 +342,33 @@ def describe_mismatches(
     policy: Fingerprints,
     engines: Fingerprints,
     replica_of_rank: Sequence[int],
-    names: Sequence[int],
 ) -> list[Mismatch]:
-    """Return the mismatches. `replica_of_rank` is the replica that each engine rank belongs to, and
-    `names` the numbers of the ranks in the run.
+    """Return the mismatches. `replica_of_rank` is the replica that each engine rank belongs to.
 
     Copies of one region must be equal, among policy ranks and among engine ranks. Shards of policy
     and engine are compared over the smallest unions of boxes that both sides cover.
     """
-    held, wanted = _by_tensor(policy, names), _by_tensor(engines, names)
-    replica_of = dict(zip(names, replica_of_rank, strict=True))
+    held, wanted = _by_tensor(policy), _by_tensor(engines)
     mismatches: list[Mismatch] = []
     for name in sorted(held.keys() | wanted.keys()):
         trained = _boxes(held.get(name, ()))
         unequal = list(_unequal_copies(name, "policy", trained))
-        mismatches += unequal
+        mismatches += [Mismatch(text, []) for text in unequal]
         if unequal:
             continue  # it is unknown which copy the engine should hold
         replicas: dict[int, list[tuple[int, Region, int]]] = defaultdict(list)
         for entry in wanted.get(name, ()):
-            replicas[replica_of[entry[0]]].append(entry)
-        for _, entries in sorted(replicas.items()):
-            sampled = _boxes(entries)
-            mismatches += _differences(name, trained, sampled)
+            replicas[replica_of_rank[entry[0]]].append(entry)
+        for replica, entries in sorted(replicas.items()):
+            for text in _differences(name, trained, _boxes(entries)):
+                mismatches.append(Mismatch(text, [replica]))
     return mismatches
 
 
-def _by_tensor(
-    prints: Fingerprints, names: Sequence[int]
-) -> dict[str, list[tuple[int, Region, int]]]:
+def _by_tensor(prints: Fingerprints) -> dict[str, list[tuple[int, Region, int]]]:
     """Return (rank, region, fingerprint) of all slices, by tensor name."""
     tensors: dict[str, list[tuple[int, Region, int]]] = defaultdict(list)
-    for rank, tensor_slices in zip(names, prints, strict=True):
+    for rank, tensor_slices in enumerate(prints):
         for tensor_slice, value in tensor_slices:
             tensors[tensor_slice.name].append((rank, tensor_slice.region, value))
     return tensors
@@ -366,20 +383,19 @@ def _boxes(entries: Iterable[tuple[int, Region, int]]) -> _Boxes:
     return boxes
 
 
-def _unequal_copies(name: str, side: str, boxes: _Boxes) -> Iterator[Mismatch]:
-    """Yield a mismatch per region with unequal copies, naming the smallest group of ranks first."""
+def _unequal_copies(name: str, side: str, boxes: _Boxes) -> Iterator[str]:
+    """Yield a line per region with unequal copies, naming the smallest group of ranks first."""
     for region, values in boxes.items():
         if len(values) > 1:
             fewest, *rest = sorted(values.values(), key=len)
-            yield Mismatch(
+            yield (
                 f"{name}{region}: {side} ranks {_list(fewest)} hold other values than "
-                f"ranks {_list(chain(*rest))}",
-                list(chain(fewest, *rest)),
+                f"ranks {_list(chain(*rest))}"
             )
 
 
-def _differences(name: str, trained: _Boxes, sampled: _Boxes) -> Iterator[Mismatch]:
-    """Yield a mismatch per union of boxes on which one engine's weights are not the policy's."""
+def _differences(name: str, trained: _Boxes, sampled: _Boxes) -> Iterator[str]:
+    """Yield a line per union of boxes on which one engine's weights are not the policy's."""
     for policy_boxes, engine_boxes in _components(trained, sampled):
         expected = combine_fingerprints(*(next(iter(trained[region])) for region in policy_boxes))
         if len(engine_boxes) == 1:  # compare each rank's copy by itself
@@ -406,8 +422,7 @@ def _differences(name: str, trained: _Boxes, sampled: _Boxes) -> Iterator[Mismat
             wrong = sorted(holders) if actual != expected else []
         if wrong:
             box = engine_boxes[0] if len(engine_boxes) == 1 else ""
-            text = f"{name}{box}: engine ranks {_list(wrong)} hold other values than the policy"
-            yield Mismatch(text, wrong)
+            yield f"{name}{box}: engine ranks {_list(wrong)} hold other values than the policy"
 
 
 def _components(trained: _Boxes, sampled: _Boxes) -> Iterator[tuple[list[Region], list[Region]]]:

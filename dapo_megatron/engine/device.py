@@ -1,7 +1,4 @@
-"""Differences between engines on CUDA and on CPU, and the process state that vLLM needs or changes.
-
-vLLM shares the process with the policy, so its changes to global state are undone here.
-"""
+"""Differences between engines on CUDA and on CPU, and the process state that vLLM needs."""
 
 from __future__ import annotations
 
@@ -20,9 +17,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.cluster.imports import disable_compiler
-from dapo_megatron.cluster.ranks import ENGINE
 from dapo_megatron.cluster.scratch import clear_abandoned, locked
-from dapo_megatron.engine.generators import random_state
 from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +33,8 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
 }
+ENGINE = "DAPO_MEGATRON_ENGINE"
+"""Environment variable with the process id of a server, in its workers."""
 _CUDA_ENVIRONMENT = {
     # FlashInfer and DeepGEMM compile their kernels with nvcc at the first use. This takes minutes,
     # and on a node without nvcc the engine fails in its first all-reduce.
@@ -67,9 +64,9 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def prepare_environment(rank: int, local_rank: int) -> None:
+def prepare_environment() -> None:
     """Set the environment variables that vLLM reads on import, unless the user has set them."""
-    variables = _ENVIRONMENT | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    variables = _ENVIRONMENT | {ENGINE: str(os.getpid())}
     if has_cuda():
         variables |= _CUDA_ENVIRONMENT
     else:
@@ -212,55 +209,31 @@ def _check_model(arch: Architecture) -> None:
 
 @contextmanager
 def construction() -> Iterator[None]:
-    """Restore the process's global state after an engine is constructed inside this context.
+    """Prepare this process for an engine that is constructed inside this context.
 
-    vLLM seeds every generator. On CPU it replaces `torch.set_num_threads` by a function that only
-    warns, and sets environment variables that later child processes would inherit. On CPU it also
-    makes `torch.accelerator.synchronize` and `empty_cache` do nothing. That is not undone, because
-    vLLM needs it.
-    """
-    names = ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "NUMEXPR_MAX_THREADS")
-    environment = {name: os.environ.get(name) for name in names}
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    try:
-        with random_state(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            with _shared_memory():
-                if not has_cuda():
-                    _adapt_cpu_platform()
-                _keep_process_groups()
-                yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(num_threads)
-        for name, value in environment.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
-@contextmanager
-def _shared_memory() -> Iterator[None]:
-    """Name and lock the shared memory of an engine's ranks.
-
-    First, shared memory of killed runs is deleted. The last rank that leaves this context deletes
-    the names, so that a later kill leaves nothing behind.
+    First, shared memory of killed runs is deleted. Afterwards the names of the engine's own are
+    deleted, so that a later kill leaves nothing behind.
     """
     clear_abandoned(_SHARED_MEMORY)
-    original = shared_memory.SharedMemory
+    adapt_process()
+    with locked(_SHARED_MEMORY / _shared_memory_name()), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+@cache
+def adapt_process() -> None:
+    """Adapt vLLM in this process, a server or a worker of one."""
     shared_memory.SharedMemory = _NamedMemory  # type: ignore[misc]
-    try:
-        with locked(_SHARED_MEMORY / _shared_memory_name()):
-            yield
-    finally:
-        shared_memory.SharedMemory = original  # type: ignore[misc]
+    if not has_cuda():
+        _adapt_cpu_platform()
 
 
 class _NamedMemory(shared_memory.SharedMemory):
-    """Shared memory with a name that identifies its run, and that may be deleted while in use.
+    """Shared memory with a name that identifies its server, and that may be deleted while in use.
 
     It is not registered with Python's resource tracker, which would warn about names that are
-    already deleted, and is killed together with the ranks.
+    already deleted, and is killed together with the server.
     """
 
     def __init__(self, name: str | None = None, create: bool = False, size: int = 0) -> None:
@@ -271,32 +244,12 @@ class _NamedMemory(shared_memory.SharedMemory):
             resource_tracker.unregister(f"/{self.name}", "shared_memory")
 
     def unlink(self) -> None:
-        """Delete the name, unless another rank has deleted it."""
+        """Delete the name, unless another process has deleted it."""
         (_SHARED_MEMORY / self.name).unlink(missing_ok=True)
 
 
-def _keep_process_groups() -> None:
-    """Prevent an engine that is deleted, or ends with the process, from touching torch.distributed.
-
-    vLLM would destroy every process group, including the policy's, and fail if they are already
-    destroyed.
-    """
-    from vllm.distributed import parallel_state
-    from vllm.v1.engine import core
-
-    def cleanup() -> None:
-        if parallel_state._TP is not None:
-            parallel_state._TP.mq_broadcaster = None
-
-    core.cleanup_dist_env_and_memory = cleanup
-
-
 def _adapt_cpu_platform() -> None:
-    """Patch errors of vLLM on CPU before it is used.
-
-    With `external_launcher` vLLM names the shared memory of an engine's ranks only after the ranks,
-    so two jobs on one machine would open each other's memory. Here the name has user and port.
-    """
+    """Patch errors of vLLM on CPU before it is used, and name the shared memory of its workers."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     original = _CPUSHMDistributed.make_group_name
@@ -383,12 +336,8 @@ def _patch_expert_parallel() -> None:
 
 
 def _shared_memory_name() -> str:
-    """Return the name of this run's shared memory, and of its lock (cluster/scratch.py). It is the
-    same on all ranks of an engine, because they have the same MASTER_PORT, and with ranks of their
-    own the same name of the engine."""
-    return "-".join(
-        ["dapo", str(os.geteuid()), os.environ["MASTER_PORT"], *os.environ.get(ENGINE, "").split()]
-    )
+    """Return the name of an engine's shared memory, and of its lock (cluster/scratch.py)."""
+    return f"dapo-{os.geteuid()}-{os.environ[ENGINE]}"
 
 
 def forget_expert_kernels(model: nn.Module) -> None:

@@ -1,9 +1,7 @@
-"""A vLLM engine in this process, one shard per rank, driven step by step.
+"""A vLLM engine in a server's process, driven step by step.
 
-The world is divided into groups of `tensor_parallel` ranks (model/placement.py). Each group is a
-separate engine, a replica. The ranks of a group schedule and sample independently. They agree
-because they get the same requests, in the same order, between the same steps, and draw the same
-random numbers.
+With several workers (tensor parallelism) vLLM runs each in a process of its own, with one it runs
+it here. Their results are the same.
 
 Log-probs are vLLM's `processed_logprobs`: at the request's temperature (at temperature 0, those at
 temperature 1) and after top-p. At top-p 1, which the config requires for rollouts, they are those
@@ -13,13 +11,13 @@ wrong at temperatures other than 1.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_megatron.cluster import collectives
+import torch
+
 from dapo_megatron.config import Config
 from dapo_megatron.data.tokenizer import load_tokenizer
 from dapo_megatron.engine import device, memory
@@ -30,17 +28,13 @@ from dapo_megatron.engine.continuation import (
     tokens_left,
 )
 from dapo_megatron.engine.fixed_requests import greedy, prompt_logprobs, scoring
-from dapo_megatron.engine.generators import EngineGenerators
-from dapo_megatron.engine.groups import vllm_groups
-from dapo_megatron.engine.routes import RouteCapture
-from dapo_megatron.engine.shutdown import shut_down
-from dapo_megatron.model import engine_groups, read_architecture
+from dapo_megatron.engine.routes import RouteReader
+from dapo_megatron.model import read_architecture
 from dapo_megatron.types import (
     Completion,
     ConfigError,
     DapoError,
     Finish,
-    RankError,
     SampleRequest,
     SyncError,
     TensorSlice,
@@ -49,68 +43,49 @@ from dapo_megatron.types import (
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
     from vllm import LLM, RequestOutput, SamplingParams
 
     from dapo_megatron.engine.slices import Offer
-    from dapo_megatron.protocols import ReceivedTensor
 
 _EXTENSION = "dapo_megatron.engine.extension.WorkerExtension"
 _SYNC_FAILED = "a weight sync failed midway, so it holds a mixture of old and new weights"
-_SYNC_INTERRUPTED = "a rank was lost in a weight sync. Call receive() again"
-_NO_WEIGHTS = "it has no weights. Call receive() first"
-_WEIGHTS_DROPPED = "sleep() dropped its weights. Call receive() first"
+_NO_WEIGHTS = "it has no weights. Call load() first"
+_WEIGHTS_DROPPED = "sleep() dropped its weights. Call load() first"
 _CLOSED = "it is closed"
-_NO_CACHE = "its KV cache is asleep. Call wake_cache() first"
+_NO_CACHE = "its KV cache is asleep. Call wake() first"
+NUM_DECODED = 4
+"""Tokens decoded after each sequence of `decode_gap`. The first comes from the pass over the
+prompt."""
 
 
 class VllmEngine:
-    """Implements `protocols.RolloutEngine`. Construction is collective over all ranks, with
-    torch.distributed initialized.
+    """An engine of one replica. Its public methods are those that a server calls (server.py), also
+    by name for rank 0 (messages.CALLS).
 
-    `groups` has the ranks of each replica. `ranks_per_node` None: all ranks are on one node.
-
-    With `is_empty` it starts with random weights, and `receive` must be called before the first
-    request. The checkpoint, in any format, is then read only once, by the policy.
+    With `is_empty` it starts with random weights, and `load` must be called before the first
+    request. The checkpoint, in any format, is then read only once, by the policy. `seed` is that of
+    requests without one. A worker waits `silence_seconds` for the next weights of a sync.
 
     Asleep (engine.sleep), weights and KV cache have no memory on a GPU. On CPU vLLM cannot free
     memory. Otherwise sleep is the same there: weights count as lost, and nothing is sampled.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        rank: int,
-        world_size: int,
-        local_rank: int,
-        ranks_per_node: int | None = None,
-        is_empty: bool = False,
-    ) -> None:
-        ranks = config.engine_tensor_parallel
-        if world_size % ranks:
-            raise ConfigError(f"engine.tensor_parallel: {ranks} does not divide {world_size} ranks")
-        arch = read_architecture(config)
-        self.groups = engine_groups(config, arch, world_size, ranks_per_node or world_size)
-        self.replica = next(index for index, group in enumerate(self.groups) if rank in group)
-        self.num_replicas = len(self.groups)
-        self.is_leader = rank == self.groups[self.replica][0]
+    def __init__(self, config: Config, *, seed: int = 0, is_empty: bool = False) -> None:
         self.version = 0
+        """Version of the current weights, recorded in the segments of completions."""
         self.max_sequences = config.engine.max_sequences
+        """Number of requests that can run at the same time. Further requests are queued."""
         self._unusable = _NO_WEIGHTS if is_empty else ""
         self._requests: dict[str, SampleRequest] = {}
         self._sleeps = config.engine.sleep
+        self._silence_seconds = config.engine.silence_seconds
         self._asleep: set[memory.MemoryTag] = set()
-        self._seed = config.seed
-        self._generators: EngineGenerators | None = None
         self._ids: dict[str, str] = {}
-        self._routes: RouteCapture | None = None
-        device.prepare_environment(rank, local_rank)
-        if config.policy.router_replay == "engine" and self.is_leader:
-            self._routes = RouteCapture(arch)
-        binding = nullcontext() if self._routes is None else self._routes.binding()
-        with vllm_groups(self.groups), binding:
-            self._llm = _start(config, "dummy" if is_empty else "auto")
+        self._routes: RouteReader | None = None
+        device.prepare_environment()
+        if config.policy.router_replay == "engine":
+            self._routes = RouteReader(read_architecture(config))
+        self._llm = _start(config, "dummy" if is_empty else "auto", seed)
         if self._routes is not None:
             self._routes.follow(self._llm)
         self._tokenizer = load_tokenizer(Path(config.model.path), "model.path")
@@ -134,9 +109,10 @@ class VllmEngine:
             )
 
     def step(self) -> list[tuple[SampleRequest, Completion]]:
-        """Advance by one engine step. Return the requests that finished, with their completions."""
+        """Advance by one engine step. Return the requests that finished in it, with their
+        completions. A completion starts with the tokens of the request's `so_far`."""
         self._require_awake()
-        outputs = self._step()
+        outputs = self._llm.llm_engine.step()
         return [self._finished(output) for output in outputs if output.finished]
 
     @property
@@ -162,67 +138,52 @@ class VllmEngine:
         self._ids.clear()
         return unfinished
 
-    def needed_slices(self, offered: Offer) -> list[TensorSlice]:
-        """Return the slices that this rank needs of HF tensors, offered by name, shape and dtype.
+    def trace(self, offered: Offer) -> list[list[TensorSlice]]:
+        """Return the slices that each worker needs of HF tensors, offered by name, shape and dtype.
 
-        Collective over the ranks of the engine. The engine does not change. Raises SyncError naming
-        a tensor that is unknown, misshapen or partly unused, or a parameter of the engine that
-        would not be written exactly once.
+        The engine does not change. Raises SyncError naming a tensor that is unknown, misshapen or
+        partly unused, or a parameter of the engine that would not be written exactly once.
         """
-        from vllm.distributed.parallel_state import get_tp_group
-
         from dapo_megatron.engine.slices import check_used
 
-        (own,) = self._llm.collective_rpc("trace_slices", args=(offered,))
-        group = get_tp_group()
-        gathered = collectives.all_gather(
-            own, tuple[list[TensorSlice], str], group.cpu_group, group.ranks
-        )
-        for _, error in gathered:
+        traced = self._llm.collective_rpc("trace_slices", args=(offered,))
+        for _, error in traced:
             if error:
                 raise SyncError(error)
-        check_used(offered, [tensor_slices for tensor_slices, _ in gathered])
+        wanted = [tensor_slices for tensor_slices, _ in traced]
+        check_used(offered, wanted)
         self._knows_slices = True
-        return own[0]
+        return wanted
 
-    def receive(self, weights: Iterable[ReceivedTensor], version: int) -> None:
-        """Replace all weights and drop cached prefixes. New tokens are stamped with `version`.
+    def load(self, version: int, addresses: Sequence[str]) -> None:
+        """Replace all weights by those that the trainer ranks at these addresses send, one for each
+        worker, and drop cached prefixes. New tokens are stamped with `version`.
 
-        The memory of a tensor in `weights` may be reused when the next one is fetched. Raises
-        SyncError naming a wanted slice that is missing, repeated or misshapen. The engine then
-        accepts no more requests.
+        Raises SyncError naming a wanted slice that is missing, repeated or misshapen. The engine
+        then accepts no more requests until another `load`.
         """
-        if self._unusable == _SYNC_FAILED:
-            self._require_usable()
         if self._requests:
             raise SyncError(f"weights offered with {len(self._requests)} requests in flight")
         if "weights" in self._asleep:
-            raise SyncError("weights offered to an engine asleep. Call wake_weights() first")
+            raise SyncError('weights offered to an engine asleep. Call wake("weights") first')
         self._require_slices()
         self._unusable = _SYNC_FAILED
-        try:
-            self._llm.collective_rpc("load_slices", args=(weights,))
-        except RankError:  # the next sync brings all weights again
-            self._unusable = _SYNC_INTERRUPTED
-            raise
+        arguments = (list(addresses), self._silence_seconds)
+        for error in self._llm.collective_rpc("receive_slices", args=arguments):
+            if error:
+                raise SyncError(error)
         if not self._llm.reset_prefix_cache():
             raise SyncError("prefix cache: not dropped. Requests with old weights are in flight")
         self._unusable = ""
         self.version = version
 
-    def read_back(
-        self, names: Container[str] | None = None
-    ) -> Iterator[tuple[TensorSlice, Tensor | None]]:
-        """Yield each wanted slice, or those of the tensors in `names`, and its current value in the
-        engine's dtype.
-
-        The value is None if its layout is unknown (readback.py). Zeros may lose their sign. Not
-        collective.
+    def fingerprints(self, names: Sequence[str]) -> list[list[tuple[int, int]]]:
+        """Return the fingerprints (bridge/verify.py) of each worker's slices of these tensors, as
+        (index in `trace`, fingerprint). Slices that cannot be read back (readback.py) are left out.
         """
         self._require_usable()
         self._require_slices()
-        (values,) = self._llm.collective_rpc("read_slices", args=(names,))
-        yield from values
+        return self._llm.collective_rpc("fingerprint_slices", args=(frozenset(names),))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-prob, in nats, of each token except the first of each sequence.
@@ -255,21 +216,30 @@ class VllmEngine:
             engine.add_request(str(index), {"prompt_token_ids": list(tokens)}, sampling)
         finished: dict[str, RequestOutput] = {}
         while engine.has_unfinished_requests():
-            finished |= {output.request_id: output for output in self._step()}
+            finished |= {output.request_id: output for output in engine.step()}
         if self._routes is not None:  # nobody reads the routes of these requests
             self._routes.forget()
         return [finished[str(index)] for index in range(len(prompts))]
 
-    def _step(self) -> list[RequestOutput]:
-        """Run one step of vLLM with the engine's own random numbers.
+    def decode_gap(self, sequences: Sequence[Sequence[int]]) -> tuple[float, float]:
+        """Return the largest and the mean gap, in nats, between the log-probs of decoded tokens and
+        of the same tokens scored in one pass. NaN counts as infinity.
 
-        Replicas draw different numbers, and so does a resumed run if its first weights have another
-        version.
+        Decodes the most likely tokens after the beginnings of `sequences`, which have the same
+        length. The tokens are scored by the engine, not by the policy, which has left the
+        accelerator when the engine can decode.
         """
-        if self._generators is None:
-            self._generators = EngineGenerators(self._seed, self.replica, self.version)
-        with self._generators.in_use():
-            return self._llm.llm_engine.step()
+        num_tokens = min(NUM_DECODED, len(sequences[0]) - 1)
+        prompts = [list(tokens[:-num_tokens]) for tokens in sequences]
+        decoded = self.decode(prompts, num_tokens)
+        scores = self.score(
+            [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, decoded, strict=True)]
+        )
+        expected = torch.tensor(scores, dtype=torch.float64)[:, -num_tokens:]
+        logprobs = torch.tensor([logprobs for _, logprobs in decoded], dtype=torch.float64)
+        gaps = (logprobs - expected).abs()
+        gaps = torch.where(gaps.isnan(), torch.inf, gaps)
+        return float(gaps.max()), float(gaps.mean())
 
     def sleep(self) -> None:
         """Free the accelerator's memory for the policy. Weights and cached prefixes are lost. Does
@@ -283,51 +253,31 @@ class VllmEngine:
         if self._unusable != _SYNC_FAILED:
             self._unusable = _WEIGHTS_DROPPED
 
-    def wake_weights(self) -> None:
-        """Allocate memory for weights, which `receive` must fill. Raises ConfigError if too little
-        is free."""
-        self._wake("weights")
-
-    def wake_cache(self) -> None:
-        """Allocate memory for the KV cache. Call after `wake_weights`. Raises ConfigError if too
-        little is free."""
-        assert "weights" not in self._asleep
-        if self._wake("kv_cache") and device.has_cuda():
+    def wake(self, part: memory.MemoryTag) -> None:
+        """Allocate memory again for the weights, which `load` must fill, or for the KV cache, after
+        the weights. Does nothing if the part is awake. Raises ConfigError if too little is free.
+        """
+        if part not in self._asleep:
+            return
+        if device.has_cuda():
+            for error in self._llm.collective_rpc("room_to_wake", args=(part,)):
+                if error:
+                    raise ConfigError(error)
+        self._llm.wake_up(tags=[part])
+        self._asleep.remove(part)
+        if part == "kv_cache" and device.has_cuda():
             self._llm.collective_rpc("clear_cache")
 
     def close(self) -> None:
-        """Shut the engine down. Free its memory, threads and process groups. Idempotent, and
-        collective over all ranks.
-
-        An engine asleep wakes first: on a GPU vLLM (0.32) would otherwise release memory that is
-        not there. If there is too little room to wake, the memory is freed with the process.
-        """
-        if self._unusable == _CLOSED:
-            return
-        self._unusable = _CLOSED
-        self._requests.clear()
-        try:
-            for part in memory.MEMORY_TAGS:
-                self._wake(part)
-        except ConfigError:
-            return
-        shut_down(self._llm)
-        del self._llm, self._tokenizer
-        memory.release()
-
-    def _wake(self, part: memory.MemoryTag) -> bool:
-        """Wake a part. Return whether it was asleep."""
-        if part not in self._asleep:
-            return False
-        if device.has_cuda():
-            memory.check_room(part)
-        self._llm.wake_up(tags=[part])
-        self._asleep.remove(part)
-        return True
+        """Shut the engine and its workers down. Idempotent."""
+        if self._unusable != _CLOSED:
+            self._unusable = _CLOSED
+            self._requests.clear()
+            self._llm.llm_engine.engine_core.shutdown()
 
     def _require_slices(self) -> None:
         if not self._knows_slices:
-            raise SyncError("the engine was not asked for its slices. Call needed_slices() first")
+            raise SyncError("the engine was not asked for its slices. Call trace() first")
 
     def _require_usable(self) -> None:
         if self._unusable:
@@ -374,7 +324,7 @@ class VllmEngine:
         return request, replace(completion, text=text)
 
     def _read_routes(self, request: SampleRequest, num_new: int) -> NDArray[np.generic] | None:
-        """Return the routes of a request with `num_new` sampled tokens, if this rank captures them.
+        """Return the routes of a request with `num_new` sampled tokens, with router replay.
         The last token was sampled, but not yet computed."""
         if self._routes is None:
             return None
@@ -386,7 +336,8 @@ def _name(request: SampleRequest) -> str:
     return f"{request.ticket}/{request.sample}"
 
 
-def _start(config: Config, load_format: str) -> LLM:
+def _start(config: Config, load_format: str, seed: int) -> LLM:
+    num_workers = config.engine_tensor_parallel
     with device.construction():
         from vllm import LLM
 
@@ -396,8 +347,8 @@ def _start(config: Config, load_format: str) -> LLM:
             model=config.model.path,
             skip_tokenizer_init=True,  # it would be another one than the file's
             load_format=load_format,
-            distributed_executor_backend="external_launcher",
-            tensor_parallel_size=config.engine_tensor_parallel,
+            distributed_executor_backend="uni" if num_workers == 1 else "mp",
+            tensor_parallel_size=num_workers,
             dtype=config.policy.precision,
             max_model_len=config.max_sequence_tokens,
             max_num_seqs=config.engine.max_sequences,
@@ -405,7 +356,7 @@ def _start(config: Config, load_format: str) -> LLM:
             worker_extension_cls=_EXTENSION,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
-            seed=config.seed,
+            seed=seed,
             disable_log_stats=True,
             use_tqdm_on_load=False,
             **device.arguments(config),

@@ -12,10 +12,12 @@ update no NaN may be left.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
@@ -29,13 +31,21 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from dapo_megatron.bridge.buckets import received
+from dapo_megatron.bridge.verify import fingerprints
 from dapo_megatron.engine import device
 from dapo_megatron.engine.loading import SliceLoader
 from dapo_megatron.engine.loads import LoadedSlice, trace
+from dapo_megatron.engine.memory import MemoryTag, check_room
 from dapo_megatron.engine.readback import read_back
+from dapo_megatron.engine.routes import capture_routes
 from dapo_megatron.engine.slices import Offer
 from dapo_megatron.protocols import ReceivedTensor
-from dapo_megatron.types import SyncError, TensorSlice
+from dapo_megatron.types import ConfigError, Region, SyncError, TensorSlice
+
+# Also in the worker processes, which import this file.
+device.adapt_process()
+capture_routes()
 
 _UNQUANTIZED = UnquantizedFusedMoEMethod | UnquantizedLinearMethod | UnquantizedEmbeddingMethod
 _FP8_NAN = 0xFF
@@ -52,6 +62,11 @@ class WorkerExtension:
     """Set by vLLM."""
     get_model: Any
     """Method of vLLM's worker."""
+    model_runner: Any
+    """Set by vLLM."""
+
+    rank: int
+    """Index among the engine's workers; set by vLLM."""
 
     slice_loads: list[LoadedSlice]
     """Slices to load into this worker's model, and where; set by `trace_slices`."""
@@ -66,7 +81,25 @@ class WorkerExtension:
         except SyncError as error:
             return [], str(error)
         self._slice_loader = SliceLoader(self.slice_loads)
-        return list(dict.fromkeys(load.tensor_slice for load in self.slice_loads)), ""
+        self.wanted_slices = list(dict.fromkeys(load.tensor_slice for load in self.slice_loads))
+        return self.wanted_slices, ""
+
+    def receive_slices(self, addresses: Sequence[str], seconds: float) -> str:
+        """Load what the trainer rank on this worker's GPU sends (bridge/buckets.py). Return an
+        error or "". Nothing may arrive for `seconds`."""
+        try:
+            self.load_slices(received(addresses[self.rank], seconds))
+        except SyncError as error:
+            return str(error)
+        return ""
+
+    def room_to_wake(self, part: MemoryTag) -> str:
+        """Return an error if this worker's GPU has too little memory to wake `part`, else ""."""
+        try:
+            check_room(part)
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     def load_slices(self, weights: Iterable[ReceivedTensor]) -> None:
         """Load `weights`, each wanted slice once. A layer is packed as soon as it is complete.
@@ -87,6 +120,21 @@ class WorkerExtension:
                 device.pack_tied_head(model)
         check_requantized(model)
 
+    def fingerprint_slices(self, names: Container[str]) -> list[tuple[int, int]]:
+        """Return (index in `trace_slices`, fingerprint) of the slices of these tensors that can be
+        read back."""
+        index = {part: number for number, part in enumerate(self.wanted_slices)}
+        indices: list[int] = []
+
+        def values() -> Iterator[tuple[Tensor, Region]]:
+            for tensor_slice, value in self.read_slices(names):
+                if value is not None:
+                    indices.append(index[tensor_slice])
+                    yield value, tensor_slice.region
+
+        prints = fingerprints(values())
+        return list(zip(indices, prints, strict=True))
+
     def read_slices(
         self, names: Container[str] | None = None
     ) -> Iterator[tuple[TensorSlice, Tensor | None]]:
@@ -96,6 +144,11 @@ class WorkerExtension:
         if names is not None:
             loads = [load for load in loads if load.tensor_slice.name in names]
         return read_back(self.get_model(), loads)
+
+    def read_routes(self, blocks: Sequence[int]) -> NDArray[np.generic]:
+        """Return the routes in these blocks of the KV cache (routes.py)."""
+        rows: NDArray[np.generic] = self.model_runner.dapo_routes.rows(blocks)
+        return rows
 
     def clear_cache(self) -> None:
         """Set the KV cache to zero. Fresh GPU memory may contain NaN. Attention multiplies the

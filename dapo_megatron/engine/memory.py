@@ -27,7 +27,7 @@ _NAMES = {"weights": "weights", "kv_cache": "KV cache"}
 def check_room(part: MemoryTag) -> None:
     """Raise ConfigError if a GPU has too little free memory to wake `part`.
 
-    First frees the memory that torch caches for the policy, because the pools cannot use it.
+    First frees the memory that torch caches, because the pools cannot use it.
     """
     from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -37,18 +37,6 @@ def check_room(part: MemoryTag) -> None:
     needed = bytes_asleep(CuMemAllocator.get_instance().pointer_to_data.values(), part)
     if (problem := shortage(part, needed, free, total)) is not None:
         raise ConfigError(problem)
-
-
-def release() -> None:
-    """Free memory to which nothing refers any more, such as that of an engine shut down.
-
-    vLLM made all objects collectable when its engine ended. They are frozen again, so that later
-    collections skip the objects of imported libraries, as before (cluster/imports.py).
-    """
-    gc.collect()
-    gc.freeze()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def bytes_asleep(allocations: Iterable[AllocationData], part: MemoryTag) -> int:

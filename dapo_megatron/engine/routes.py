@@ -4,9 +4,7 @@ They are kept like keys and values: by slot of the KV cache. So a cached prefix 
 were computed with its keys and values, and chunked prefills and interrupts need no code of their
 own. When a request is preempted, its routes are copied before its blocks are used again.
 
-vLLM 0.32 can return routes itself (enable_return_routed_experts), but not on CPU and not for
-interrupted requests. With tensor parallelism under the external launcher only the first rank's
-worker has them, and the schedulers of the other ranks fail.
+vLLM 0.32 can return routes itself (enable_return_routed_experts), but not on CPU.
 
 This reads internals of vLLM 0.32: `BaseRouter.set_capture_fn`, the slot mapping of the forward
 context, and the scheduler's block ids.
@@ -14,11 +12,13 @@ context, and the scheduler's block ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,53 +26,29 @@ from dapo_megatron.model import Architecture
 from dapo_megatron.types import ConfigError, DapoError
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from vllm import LLM
 
 
-class RouteCapture:
-    """Routes of the tokens in the KV cache of one engine, on the rank that reads them."""
+ROUTES = "DAPO_MEGATRON_ROUTES"
+"""Environment variable of a server's workers: layers with experts, experts per token, and dtype."""
 
-    def __init__(self, arch: Architecture) -> None:
-        self._columns = {layer: column for column, layer in enumerate(arch.expert_layers)}
-        self._topk = arch.experts_per_token
-        self._dtype = getattr(torch, arch.route_dtype)
+
+class RouteCapture:
+    """Routes of the tokens in the KV cache of one worker."""
+
+    def __init__(self, layers: Sequence[int], topk: int, dtype: str) -> None:
+        self._columns = {layer: column for column, layer in enumerate(layers)}
+        self._topk = topk
+        self._dtype = getattr(torch, dtype)
         self._routes = torch.empty(0)
         """[slots + 1, layers, k]. The last row takes the padding of a batch, whose slot is -1."""
         self._block_size = 0
-        self._scheduler: Any = None
-        self._copies: dict[str, Tensor] = {}
-        """Routes of requests whose blocks were freed, by vLLM's request id, [slots, layers, k]."""
 
-    @contextmanager
-    def binding(self) -> Iterator[None]:
-        """Bind to the engine that is constructed inside this context: after its KV cache has a
-        size, and before CUDA graphs are captured, because they contain the capture of routes.
-
-        Raises ConfigError if a kernel of the engine chooses the experts itself.
-        """
-        from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-        originals = {
-            runner: runner.initialize_kv_cache for runner in (GPUModelRunner, GPUModelRunnerV2)
-        }
-
-        def initialize(runner: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-            original = next(originals[kind] for kind in originals if isinstance(runner, kind))
-            original(runner, kv_cache_config, *args, **kwargs)
-            self._bind(runner.get_model(), kv_cache_config, runner.device)
-
-        for kind in originals:
-            kind.initialize_kv_cache = initialize
-        try:
-            yield
-        finally:
-            for kind, original in originals.items():
-                kind.initialize_kv_cache = original
-
-    def _bind(self, model: torch.nn.Module, kv_cache_config: Any, device: torch.device) -> None:
+    def bind(self, model: torch.nn.Module, kv_cache_config: Any, device: torch.device) -> None:
+        """Capture the experts of `model`, whose KV cache has a size now. Call before CUDA graphs
+        are captured, because they contain the capture of routes. Raises ConfigError if a kernel of
+        the engine chooses the experts itself."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         (group,) = kv_cache_config.kv_cache_groups
@@ -103,21 +79,57 @@ class RouteCapture:
         if slots is not None:  # else a profiling run, without a KV cache
             self._routes[slots, column] = experts_Tk.to(self._dtype)
 
+    def rows(self, blocks: Sequence[int]) -> NDArray[np.generic]:
+        """Return the routes in these blocks, [slots, layers, k]."""
+        by_block = self._routes[:-1].unflatten(0, (-1, self._block_size))
+        indices = torch.tensor(blocks, dtype=torch.int64, device=self._routes.device)
+        return by_block[indices].flatten(0, 1).cpu().numpy()
+
+
+def capture_routes() -> None:
+    """Let model runners that are made in this process capture routes, if ROUTES is set."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    def capturing(original: Callable[..., None]) -> Callable[..., None]:
+        def initialize(runner: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+            original(runner, kv_cache_config, *args, **kwargs)
+            if ROUTES in os.environ:
+                runner.dapo_routes = RouteCapture(*json.loads(os.environ[ROUTES]))
+                runner.dapo_routes.bind(runner.get_model(), kv_cache_config, runner.device)
+
+        return initialize
+
+    for kind in (GPUModelRunner, GPUModelRunnerV2):
+        kind.initialize_kv_cache = capturing(kind.initialize_kv_cache)
+
+
+class RouteReader:
+    """Reader of the routes that the first worker of an engine captures. Make it before the engine.
+    """
+
+    def __init__(self, arch: Architecture) -> None:
+        layers = list(arch.expert_layers)
+        os.environ[ROUTES] = json.dumps([layers, arch.experts_per_token, arch.route_dtype])
+        self._empty = np.empty((0, len(layers), arch.experts_per_token), arch.route_dtype)
+        self._copies: dict[str, NDArray[np.generic]] = {}
+        """Routes of requests whose blocks were freed, by vLLM's request id, [slots, layers, k]."""
+
     def follow(self, llm: LLM) -> None:
         """Follow the requests of the engine that was constructed."""
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        free = scheduler._free_request_blocks
+        self._llm = llm
+        self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        free = self._scheduler._free_request_blocks
 
         def copy_and_free(request: Any) -> None:
             # Of a finished request, or of one that is preempted. Its blocks may be overwritten in
-            # the next forward pass. On a GPU the copy is behind the pass in flight.
+            # the next forward pass. The copy waits for the pass in flight.
             rows = self._rows(request.request_id)
             if len(rows):
                 self._copies[request.request_id] = rows
             free(request)
 
-        self._scheduler = scheduler
-        scheduler._free_request_blocks = copy_and_free
+        self._scheduler._free_request_blocks = copy_and_free
 
     def read(self, request_id: str, num_tokens: int) -> NDArray[np.generic]:
         """Return the routes of the first tokens of a request, flattened [tokens, layers, k].
@@ -129,21 +141,20 @@ class RouteCapture:
         if request is not None and request.num_computed_tokens >= num_tokens:
             rows = self._rows(request_id)
         else:  # finished, or preempted and not computed again yet
-            rows = self._copies.pop(request_id, self._routes[:0])
+            rows = self._copies.pop(request_id, self._empty)
         if len(rows) < num_tokens:
             raise DapoError(
                 f"request {request_id}: the engine computed the routes of {len(rows)} tokens, and "
                 f"{num_tokens} are needed"
             )
-        return rows[:num_tokens].flatten().cpu().numpy()
+        return rows[:num_tokens].flatten()
 
     def forget(self) -> None:
         """Drop what is kept. No request is in flight."""
         self._copies.clear()
 
-    def _rows(self, request_id: str) -> Tensor:
-        """Return a copy of the routes in the blocks of a request, [slots, layers, k]."""
+    def _rows(self, request_id: str) -> NDArray[np.generic]:
+        """Return the routes in the blocks of a request."""
         (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
-        by_block = self._routes[:-1].unflatten(0, (-1, self._block_size))
-        indices = torch.tensor(blocks, dtype=torch.int64, device=self._routes.device)
-        return by_block[indices].flatten(0, 1)
+        rows: NDArray[np.generic] = self._llm.collective_rpc("read_routes", args=(blocks,))[0]
+        return rows

@@ -150,6 +150,12 @@ class GradingPool:
             results.append((item.task.key, item.grade, item.why))
         return results
 
+    def drop_queued(self) -> None:
+        """Forget the gradings that no worker has got yet."""
+        with self._changed:
+            self._pending -= len(self._queue)
+            self._queue.clear()
+
     def close(self) -> None:
         """Kill the workers. Queued, running and uncollected gradings are dropped. Idempotent."""
         with self._changed:

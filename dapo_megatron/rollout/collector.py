@@ -13,21 +13,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.cluster.collectives import EnginesChanged, on_rank0
+from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import reward
 from dapo_megatron.protocols import Recorder
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.rollout.completion_files import read_completions
 from dapo_megatron.rollout.completion_rows import CompletionRow
-from dapo_megatron.rollout.coordinator import Coordinator, SavePoint
+from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.delivery import Delivery
-from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.rollout.engines import Engines
-from dapo_megatron.rollout.messages import StepPlan
 from dapo_megatron.rollout.parquet import parts_among
+from dapo_megatron.rollout.pool import Pool
 from dapo_megatron.rollout.sample_index import verdict_of
-from dapo_megatron.rollout.step_plan import step_plan
+from dapo_megatron.rollout.step_plan import StepPlan, step_plan
 from dapo_megatron.types import CheckpointError, Collected, Completion, Group, Outcome, Rollouts
 
 
@@ -36,51 +35,29 @@ class EngineCollector:
     """Source of rollouts from the engines. Implements protocols.Collector.
 
     coordinator  on rank 0
-    delivery     None on a rank without a policy
     """
 
     config: Config
     coordinator: Coordinator | None
     engines: Engines
-    delivery: Delivery | None
+    delivery: Delivery
     recorder: Recorder
     _collected: Collected | None = None
     """Groups that rank 0 has collected for the step."""
 
     def collect(self, version: int, on_progress: Callable[[int], None]) -> Rollouts:
-        """See protocols.Collector. Raises as Coordinator.collect does, on every rank. After
-        EnginesChanged, what was collected can be collected again."""
-        try:
-            plan = self.engines.run(partial(self._plan, version, on_progress), StepPlan)
-        except EnginesChanged:
-            if self.coordinator is not None:
-                self.coordinator.revert()
-            raise
-        if self.coordinator is not None:
-            self.coordinator.confirm()
+        """See protocols.Collector. Raises as Coordinator.collect does, on every rank."""
+        plan = self.engines.run(partial(self._plan, version, on_progress), StepPlan)
         collected, self._collected = self._collected, None
         started = time.perf_counter()
         train = [] if collected is None else collected.train
-        tokens = {} if self.delivery is None else self.delivery(plan.sequences, train)
+        tokens = self.delivery(plan.sequences, train)
         seconds = time.perf_counter() - started
         if collected is not None:
             ended = [(self._recorded(group), outcome) for group, outcome in collected.ended]
             self.recorder.ended(version + 1, ended)
             self.recorder.completions(version + 1, self._rows(ended))
         return Rollouts(plan.sequences, tokens, plan.metrics | {"time/exchange": seconds})
-
-    def save_point(self) -> SavePoint | None:
-        """Return what `adopt` continues from, after replicas were lost; None except on rank 0. Not
-        collective."""
-        if self.coordinator is None:
-            return None
-        self.coordinator.leave_lost()
-        return self.coordinator.save_point()
-
-    def adopt(self, save_point: SavePoint | None) -> None:
-        """Continue from where an earlier coordinator of this run was. Not collective."""
-        if self.coordinator is not None and save_point is not None:
-            self.coordinator.restore(*save_point)
 
     def state(self) -> dict[str, Any]:
         """See protocols.Collector. Empty except on rank 0."""
@@ -104,10 +81,8 @@ class EngineCollector:
         files in `folder` lack."""
         on_rank0(self.engines.exchange, lambda: self._restore(state, folder))
 
-    def _plan(
-        self, version: int, on_progress: Callable[[int], None], _driver: EngineDriver
-    ) -> StepPlan:
-        """Collect a step, in the coordinator's thread on rank 0."""
+    def _plan(self, version: int, on_progress: Callable[[int], None], _pool: Pool) -> StepPlan:
+        """Collect a step, on rank 0."""
         assert self.coordinator is not None
         self._collected = self.coordinator.collect(version, on_progress)
         return step_plan(self.config, self._collected)

@@ -21,14 +21,14 @@ from typing import Any
 
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.prompts import PromptStream
+from dapo_megatron.engine.messages import Sampling
 from dapo_megatron.rollout.dispatch import Dispatcher, Events
-from dapo_megatron.rollout.driver import Driver
 from dapo_megatron.rollout.forecast import KeepRate
 from dapo_megatron.rollout.grader_health import GraderHealth
 from dapo_megatron.rollout.judge import check_lengths, judge
 from dapo_megatron.rollout.ledger import Ledger, TicketState
-from dapo_megatron.rollout.messages import Sampling
 from dapo_megatron.rollout.open_group import Completions, OpenGroup
+from dapo_megatron.rollout.pool import Driver
 from dapo_megatron.rollout.staleness import StalenessBound
 from dapo_megatron.rollout.step_events import StepEvents
 from dapo_megatron.types import (
@@ -60,10 +60,7 @@ class Coordinator:
         stream: PromptStream,
         driver: Driver,
         seed: int,
-        *,
-        is_elastic: bool = False,
     ) -> None:
-        """`is_elastic`: a replica may be lost without ending the run."""
         self.ledger = Ledger()
         self.groups: dict[int, OpenGroup] = {}
         """Groups of all open tickets, in ticket order."""
@@ -87,9 +84,6 @@ class Coordinator:
         self._outcomes: dict[str, Counter[str]] = {}  # counts by data set, over the whole run
         self._graders = GraderHealth(config.prompts_per_step)
         self._step = StepEvents()  # since the last step, also those of `sample_ahead`
-        self._regrade: list[tuple[int, int]] = []  # ungraded, from the checkpoint
-        self._is_elastic = is_elastic
-        self._before: SavePoint | None = None  # before the end of the last step
         self._bound = config.max_prompts_per_step or BOUND * config.prompts_per_step
         self._max_overtake = 0 if config.on_policy else config.max_overtake
         self._staleness = StalenessBound(config.max_staleness, config.prompts_per_step)
@@ -97,6 +91,8 @@ class Coordinator:
     def collect(self, version: int, on_progress: Callable[[int], None]) -> Collected:
         """Collect the groups of one step. `version` is the version of the current weights; a
         carried group may contain tokens of earlier versions.
+
+        Raises EnginesLost if no engine is left; after a sync it can be called again.
 
         Raises StarvedError if the prompt bound is reached with too few groups (`at_bound: fail`)
         or with none (`train_partial`), or if no completion of a data set can be graded. Raises
@@ -111,9 +107,7 @@ class Coordinator:
             self._submit(group)
         while (chosen := self._commit(step)) is None:
             self._top_up(step, self._config.prompts_per_step)
-            regrade, self._regrade = self._regrade, []
-            # Some may have expired before the first turn (on_policy).
-            events = self._dispatcher.advance([key for key in regrade if key[0] in self.groups])
+            events = self._dispatcher.advance()
             self._handle(events, step)
             if self._dispatcher.is_broken:
                 self._go_on_without_lost(step)
@@ -123,8 +117,6 @@ class Coordinator:
                 raise self._starved(failure, step)
             on_progress(min(self._num_ready(), self._config.prompts_per_step))
         self._interrupt(step)
-        if self._is_elastic:
-            self._before = self.save_point()
         return self._close(step, chosen, self._driver.grade_seconds - grade_seconds)
 
     def sample_ahead(self, version: int, is_over: Callable[[], bool]) -> None:
@@ -186,8 +178,6 @@ class Coordinator:
         self.groups.update((group.ticket, group) for group in groups)
         self.ledger.audit(self._open_groups())
         check_lengths(groups, self._config.max_response_tokens)
-        # Grade these again, because the graders' queues are not in the checkpoint.
-        self._regrade = [(g.ticket, c.sample) for g in groups for c in g.to_grade()]
         self.keep_rate.kept, self.keep_rate.decided = state["keep_rate"]
         self._ended = [
             (OpenGroup.from_json(group, completions), Outcome(outcome))
@@ -195,22 +185,6 @@ class Coordinator:
         ]
         self._outcomes = {source: Counter(counts) for source, counts in state["fates"].items()}
         self._step = StepEvents.from_json(state.get("ahead"), self.known_groups())
-
-    def revert(self) -> None:
-        """Take back the end of the step that `collect` returned last, because a replica was lost in
-        it. Does nothing without one."""
-        if self._before is not None:
-            self.restore(*self._before)
-
-    def confirm(self) -> None:
-        """Note that the step that `collect` returned last is trained on."""
-        self._before = None
-
-    def leave_lost(self) -> None:
-        """Sample groups again with requests that lost replicas have, if the last one was lost: then
-        nothing could be interrupted."""
-        tickets = self._dispatcher.tickets_of_lost()
-        self._sample_again([self.groups[ticket] for ticket in tickets if ticket in self.groups])
 
     # ------------------------------------------------------------------ issuing
 
@@ -349,31 +323,17 @@ class Coordinator:
         )
 
     def _go_on_without_lost(self, step: StepEvents) -> None:
-        """Go on after a replica was lost, without the grades that it had not reported."""
-        dropped = self._interrupt(step)
-        self._regrade += [
-            (ticket, sample)
-            for ticket, sample in self._dispatcher.ungraded_by_lost()
-            if ticket in self.groups and self.groups[ticket].awaits(sample)
-        ]
-        self._dispatcher.restart(dropped)
+        """Go on after a replica was lost. Raises EnginesLost, after which `collect` can be called
+        again, if it was the last one."""
+        self._interrupt(step)
+        self._dispatcher.restart()
         for group in self.groups.values():
             self._submit(group)
 
-    def _sample_again(self, groups: Sequence[OpenGroup]) -> list[int]:
-        """Forget the completions of groups, and return their tickets."""
-        for group in groups:
-            group.reset()
-            self.ledger.reissue(group.ticket)
-        tickets = {group.ticket for group in groups}
-        self._regrade = [key for key in self._regrade if key[0] not in tickets]
-        self._step.decided = [group for group in self._step.decided if group.ticket not in tickets]
-        return sorted(tickets)
-
-    def _interrupt(self, step: StepEvents) -> list[int]:
+    def _interrupt(self, step: StepEvents) -> None:
         """Stop the engines, handle their last events, and store unfinished completions in their
         groups. Groups with requests that lost replicas had are sampled again as a whole, because
-        those that had finished elsewhere tend to be short. Return their tickets."""
+        those that had finished elsewhere tend to be short."""
         events = self._dispatcher.interrupt()
         self._handle(events, step)
         for ticket, completion in events.unfinished:
@@ -381,7 +341,11 @@ class Coordinator:
         for ticket, state in self.ledger.open.items():
             if state is TicketState.RUNNING:
                 self.ledger.move(ticket, TicketState.ISSUED)
-        return self._sample_again([self.groups[ticket] for ticket in sorted(events.orphans)])
+        orphans = events.orphans & self.groups.keys()
+        for ticket in sorted(orphans):
+            self.groups[ticket].reset()
+            self.ledger.reissue(ticket)
+        step.decided = [group for group in step.decided if group.ticket not in orphans]
 
     def _expire(self, step: StepEvents) -> None:
         """Expire ready groups that are older than `max_age` versions, but no unfinished group.

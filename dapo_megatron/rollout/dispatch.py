@@ -11,28 +11,22 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dapo_megatron.rollout.driver import Driver
-from dapo_megatron.rollout.messages import (
-    Graded,
-    GroupRequest,
-    Report,
-    Sampled,
-    Sampling,
-    Ungraded,
-)
+from dapo_megatron.engine.messages import GroupRequest, Report, Returned, Sampling
 from dapo_megatron.rollout.open_group import OpenGroup
-from dapo_megatron.types import Completion, Finish, RankError, Segment
+from dapo_megatron.rollout.pool import Driver
+from dapo_megatron.types import Completion, Finish, Grade, RankError, Segment
 
 
 @dataclass(frozen=True, slots=True)
 class Events:
     """News from all replicas."""
 
-    sampled: list[Sampled]
-    """Finished completions, not graded yet."""
-    graded: list[Graded]
-    unfinished: list[Sampled]
-    """Unfinished completions, after an interrupt."""
+    sampled: list[tuple[int, Completion]]
+    """(ticket, completion) of newly finished completions, without grades."""
+    graded: list[tuple[int, int, Grade | None, str]]
+    """(ticket, sample, grade or None, "graded" or why there is no grade)."""
+    unfinished: list[tuple[int, Completion]]
+    """(ticket, completion) of unfinished completions, after an interrupt."""
     orphans: frozenset[int] = frozenset()
     """Tickets with requests that lost replicas had, after an interrupt."""
     stop: str = ""
@@ -42,11 +36,12 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A request that a replica has."""
+    """A request that a replica has, and the completion so far, without its tokens."""
 
     replica: int
     segments: tuple[Segment, ...]
-    """Those of the completion so far."""
+    is_finished: bool
+    """Whether the completion is only graded."""
 
 
 class Dispatcher:
@@ -67,77 +62,63 @@ class Dispatcher:
         self._version: int | None = None
         self._num_lost = 0
         self._queue: list[tuple[int, int]] = []
+        self._to_grade: list[tuple[int, int]] = []
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
-        self._grading: dict[tuple[int, int], int] = {}
-        """Replica that grades each finished completion, as (ticket, sample). Grades of closed
-        tickets may come late (on_policy)."""
+        self._sent = [0] * driver.num_replicas
+        """Number of requests that each replica was asked to sample in this phase."""
         self._running = [0] * driver.num_replicas
+        """Number of those that it still samples."""
 
     @property
     def room(self) -> int:
         """Free engine capacity, in requests, minus the queue length; may be negative."""
-        present = self._driver.num_replicas - len(self._driver.lost)
-        capacity = self._driver.max_sequences * present
-        return capacity - len(self._in_flight) - len(self._queue)
+        capacity = self._driver.max_sequences * len(self._present)
+        return capacity - sum(self._running[r] for r in self._present) - len(self._queue)
 
-    def start(self, version: int | None = None, dropped: Sequence[int] = ()) -> None:
-        """Start a phase. New tokens must be of the weights `version`; None: of any. Replicas drop
-        their grades of the tickets `dropped`."""
-        self._grading = {
-            key: replica for key, replica in self._grading.items() if key[0] not in dropped
-        }
+    def start(self, version: int | None = None) -> None:
+        """Start a phase. New tokens must be of the weights `version`; None: of any. Raises
+        EnginesLost if no engine is left."""
         self._version = version
-        self._num_lost = len(self._driver.lost)  # before it starts: a replica may be lost by that
-        self._driver.start(self._sampling, dropped)
+        self._num_lost = len(self._driver.lost)
+        self._driver.start(self._sampling)
 
-    def restart(self, dropped: Sequence[int]) -> None:
+    def restart(self) -> None:
         """Start the interrupted phase again."""
-        self.start(self._version, dropped)
+        self.start(self._version)
 
     @property
     def is_broken(self) -> bool:
         """Whether a replica was lost since the start of the phase."""
         return len(self._driver.lost) > self._num_lost
 
-    def ungraded_by_lost(self) -> list[tuple[int, int]]:
-        """Forget the completions that lost replicas would have graded, and return them as (ticket,
-        sample)."""
-        lost = [key for key, replica in self._grading.items() if replica in self._driver.lost]
-        for key in lost:
-            del self._grading[key]
-        return lost
-
-    def tickets_of_lost(self) -> list[int]:
-        """Return the tickets with requests that lost replicas have."""
-        lost = self._driver.lost
-        return sorted({ticket for (ticket, _), r in self._in_flight.items() if r.replica in lost})
-
     def submit(self, group: OpenGroup) -> bool:
-        """Queue requests for the unfinished completions of a group; lower tickets go first. Return
-        whether there were any."""
+        """Queue requests for what a group lacks: the rest of its completions, and grades. Lower
+        tickets go first. Return whether there is something to sample."""
         unfinished = group.to_sample()
         for sample, _ in unfinished:
             heapq.heappush(self._queue, (group.ticket, sample))
+        self._to_grade += [(group.ticket, completion.sample) for completion in group.to_grade()]
         return bool(unfinished)
 
-    def advance(self, regrade: Sequence[tuple[int, int]] = ()) -> Events:
+    def advance(self) -> Events:
         """Fill the engines from the queue, and wait for news from them.
 
-        `regrade` are finished completions of a resumed run, as (ticket, sample). Raises RankError
-        naming the replica whose report contradicts what it was asked for.
+        Raises RankError naming the replica whose report contradicts what it was asked for.
         """
-        reports = self._driver.advance(self._hand_out(), self._hand_out_grading(regrade))
-        return self._take(reports, is_interrupted=False)
+        return self._take(self._driver.advance(self._hand_out()), is_interrupted=False)
 
     def interrupt(self) -> Events:
         """Clear the queue and stop the engines. Return the last events, with an unfinished
         completion for each request that has tokens. Raises RankError as `advance` does."""
         self._queue.clear()
+        self._to_grade.clear()
         events = self._take(self._driver.interrupt(), is_interrupted=True)
-        events = replace(events, orphans=frozenset(self.tickets_of_lost()))
+        lost = self._driver.lost
+        orphans = {ticket for (ticket, _), item in self._in_flight.items() if item.replica in lost}
         self._in_flight.clear()
-        self._running = [0] * self._driver.num_replicas
-        return events
+        self._sent = [0] * self._driver.num_replicas
+        self._running = list(self._sent)
+        return replace(events, orphans=frozenset(orphans))
 
     # ------------------------------------------------------------------ handing out
 
@@ -149,8 +130,21 @@ class Dispatcher:
         """
         by_replica: list[dict[int, list[int]]] = [{} for _ in self._running]
         limit, present = self._driver.max_sequences, self._present
-        last_ticket, replica = -1, present[0]
-        while self._queue:
+
+        def give(replica: int, ticket: int, sample: int, so_far: Completion | None) -> bool:
+            is_finished = so_far is not None and so_far.finish is not Finish.UNFINISHED
+            by_replica[replica].setdefault(ticket, []).append(sample)
+            segments = () if so_far is None else so_far.segments
+            self._in_flight[ticket, sample] = _InFlight(replica, segments, is_finished)
+            return is_finished
+
+        for ticket, sample in self._to_grade if present else ():
+            if ticket in self._groups:  # else it expired before the first turn (on_policy)
+                completion = self._groups[ticket].completions[sample]
+                give(present[ticket % len(present)], ticket, sample, completion)
+        self._to_grade.clear()
+        last_ticket, replica = -1, present[0] if present else 0
+        while self._queue and present:
             ticket, sample = self._queue[0]
             if ticket != last_ticket or self._running[replica] >= limit:
                 replica = min(present, key=self._running.__getitem__)
@@ -158,10 +152,8 @@ class Dispatcher:
             if self._running[replica] >= limit:
                 break
             heapq.heappop(self._queue)
-            so_far = self._groups[ticket].completions.get(sample)
-            by_replica[replica].setdefault(ticket, []).append(sample)
-            segments = () if so_far is None else so_far.segments
-            self._in_flight[ticket, sample] = _InFlight(replica, segments)
+            give(replica, ticket, sample, self._groups[ticket].completions.get(sample))
+            self._sent[replica] += 1
             self._running[replica] += 1
         return [
             [self._request(ticket, samples) for ticket, samples in by_ticket.items()]
@@ -173,75 +165,61 @@ class Dispatcher:
         so_far = tuple((sample, group.completions.get(sample)) for sample in samples)
         return GroupRequest(ticket, group.prompt, so_far)
 
-    def _hand_out_grading(self, finished: Sequence[tuple[int, int]]) -> list[list[Ungraded]]:
-        """Distribute finished completions, given as (ticket, sample), over the replicas that grade
-        them again. Return them by replica."""
-        by_replica: list[list[Ungraded]] = [[] for _ in self._running]
-        for ticket, sample in finished:
-            group = self._groups[ticket]
-            replica = self._present[ticket % len(self._present)]
-            text = group.completions[sample].text
-            by_replica[replica].append((ticket, sample, group.prompt, text))
-            self._grading[ticket, sample] = replica
-        return by_replica
-
     @property
     def _present(self) -> list[int]:
         """Replicas that are not lost."""
-        return [
-            replica for replica in range(len(self._running)) if replica not in self._driver.lost
-        ]
+        lost = self._driver.lost
+        return [replica for replica in range(len(self._running)) if replica not in lost]
 
     # ------------------------------------------------------------------ checking reports
 
     def _take(self, reports: Sequence[tuple[int, Report]], *, is_interrupted: bool) -> Events:
         """Check reports, given as (replica, report), and return them as events."""
-        finished: dict[tuple[int, int], int] = {}
-        reported: set[tuple[int, int]] = set()
-        graded: set[tuple[int, int]] = set()
+        returned: set[tuple[int, int]] = set()
         for replica, report in reports:
-            for is_finished, ticket, completion in (
-                *((True, *item) for item in report.sampled),
-                *((False, *item) for item in report.unfinished or ()),
-            ):
+            for item in report.returned:
+                ticket, completion, _ = item
                 key = ticket, completion.sample
-                fault = self._fault(replica, ticket, completion, is_finished=is_finished)
-                if not is_finished and not is_interrupted:
-                    fault = "reported as unfinished without an interrupt"
-                if fault or key in reported:
-                    self._refuse(replica, ticket, completion.sample, fault or "reported twice")
-                reported.add(key)
-                if is_finished:
-                    finished[key] = replica
-            for ticket, sample, _, _ in report.graded:
-                key = ticket, sample
-                is_expected = replica in (finished.get(key), self._grading.get(key))
-                if key in graded or not is_expected:
-                    self._refuse(replica, ticket, sample, "a grade that was not asked for")
-                graded.add(key)
-        for key, replica in finished.items():
-            self._running[self._in_flight.pop(key).replica] -= 1
-            self._grading[key] = replica
-        stop = next((report.stop for _, report in reports if report.stop), "")
-        if not stop:  # else they are graded again
-            for key in graded:
-                del self._grading[key]
-        return Events(
-            sampled=[item for _, report in reports for item in report.sampled],
-            graded=[] if stop else [item for _, report in reports for item in report.graded],
-            unfinished=[item for _, report in reports for item in report.unfinished or ()],
-            stop=stop,
-        )
+                fault = self._fault(replica, item, is_interrupted=is_interrupted)
+                if fault or key in returned:
+                    self._refuse(replica, ticket, completion.sample, fault or "returned twice")
+                returned.add(key)
+            if report.num_sampled > self._sent[replica]:
+                fault = f"{report.num_sampled} requests sampled, but {self._sent[replica]} sent"
+                raise RankError(f"{self._driver.name(replica)}: {fault}")
+        for replica, report in reports:
+            self._running[replica] = self._sent[replica] - report.num_sampled
+        stop = self._driver.stop_signal
+        items = [item for _, report in reports for item in report.returned]
+        sampled, unfinished = [], []
+        for ticket, completion, _ in items:
+            if completion.finish is Finish.UNFINISHED:
+                unfinished.append((ticket, completion))
+            elif not self._in_flight[ticket, completion.sample].is_finished:
+                sampled.append((ticket, replace(completion, grade=None)))
+        graded = [
+            (ticket, completion.sample, completion.grade, why)
+            for _, report in reports
+            for ticket, completion, why in sorted(report.returned, key=_key)
+            if why and not stop
+        ]
+        for key in returned:
+            del self._in_flight[key]
+        return Events(sampled=sampled, graded=graded, unfinished=unfinished, stop=stop)
 
-    def _fault(
-        self, replica: int, ticket: int, completion: Completion, *, is_finished: bool
-    ) -> str:
-        """Return what is wrong with a completion; an empty string if nothing is."""
+    def _fault(self, replica: int, item: Returned, *, is_interrupted: bool) -> str:
+        """Return what is wrong with a returned completion; an empty string if nothing is."""
+        ticket, completion, why = item
         in_flight = self._in_flight.get((ticket, completion.sample))
+        is_finished = completion.finish is not Finish.UNFINISHED
         if in_flight is None or in_flight.replica != replica:
             return "a completion that this replica was not asked for"
-        if is_finished == (completion.finish is Finish.UNFINISHED):
-            return f"reported as {'finished' if is_finished else 'unfinished'}, but it is not"
+        if not is_interrupted and not (is_finished and why):
+            return "returned without a grade, but it was not interrupted"
+        if why and not is_finished:
+            return "graded, but not finished"
+        if completion.grade is not None and why != "graded":
+            return f"a grade, although grading it gave {why!r}"
         if len(completion.logprobs) != completion.num_tokens:
             return f"{len(completion.logprobs)} log-probs for {completion.num_tokens} tokens"
         if sum(segment.num_tokens for segment in completion.segments) != completion.num_tokens:
@@ -251,9 +229,10 @@ class Dispatcher:
         is_long = completion.num_tokens == self._sampling.max_tokens
         if is_long != (completion.finish is Finish.LENGTH) and completion.finish is not Finish.STOP:
             return f"{completion.finish.value} with {completion.num_tokens} tokens"
-        if completion.grade is not None:
-            return "graded before its grade was reported"
-        if not is_finished and completion.segments == in_flight.segments:
+        is_same = completion.segments == in_flight.segments
+        if in_flight.is_finished:
+            return "" if is_same else f"segments {completion.segments}, but it was only to grade"
+        if is_same and not is_finished:
             return ""  # interrupted before its first new token
         return _segment_fault(in_flight.segments, completion.segments, self._version)
 
@@ -262,6 +241,12 @@ class Dispatcher:
             f"{self._driver.name(replica)}: its report was refused and changed nothing: ticket "
             f"{ticket}, sample {sample}: {fault}"
         )
+
+
+def _key(item: Returned) -> tuple[int, int]:
+    """Return what grades are sorted by, because their order of arrival depends on timing."""
+    ticket, completion, _ = item
+    return ticket, completion.sample
 
 
 def _segment_fault(

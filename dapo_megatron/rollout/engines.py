@@ -1,147 +1,245 @@
-"""All engines of a run, as one rank sees them: its own worker, and on rank 0 the driver.
+"""Engines of a run, on every rank: rank 0 leads them, and each rank watches over its servers.
 
-A rank without an engine (separate roles) has no worker. It waits for the end of the phase.
+While rank 0 works with the engines, the other ranks wait. All meet once per second. So each rank
+shows that it is alive, rank 0 learns of a signal to stop that any rank got, and the ranks that
+started servers start those again that have ended.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
-from dapo_megatron.cluster.collectives import EnginesChanged, on_rank0
-from dapo_megatron.protocols import Exchange
-from dapo_megatron.rollout.driver import EngineDriver
-from dapo_megatron.types import DapoError, RankError
+from dapo_megatron.bridge.buckets import BucketSender
+from dapo_megatron.cluster.collectives import ErrorRecord, on_rank0
+from dapo_megatron.cluster.servers import Server
+from dapo_megatron.protocols import Exchange, ReceivedTensor
+from dapo_megatron.rollout.coordinator import Coordinator
+from dapo_megatron.rollout.pool import Pool
+from dapo_megatron.types import (
+    DapoError,
+    EnginesLost,
+    Stopped,
+    TensorSlice,
+    TooFewEnginesError,
+)
 
 T = TypeVar("T")
-WAIT_SECONDS = 1.0
-"""Interval at which ranks without an engine show each other that they are alive."""
+ANSWER_SECONDS = 5.0
+"""Time that an engine has to answer after the transfer of weights to it has failed."""
 
 
-class Worker(Protocol):
-    """Engine worker of a rank; see worker.py."""
+@dataclass
+class Engines:
+    """Engines of a run, as one rank sees them. Implements protocols.Engines.
 
-    def serve(self) -> None:
-        """Run the engine until the coordinator ends the phase."""
-        ...
+    pool           on rank 0
+    servers        that this rank started, by replica
+    workers        of each replica: the ranks on whose GPUs they run
+    sender         of weights to the engine worker on this rank's GPU; None without one
+    at_least       number of engines with which a sync begins
+    start_seconds  time that engines have to start
+    call_seconds   time that a call may take
+    stop           name of the signal to stop that this rank got, or empty
+    """
 
-    def in_flight(self) -> str:
-        """Return the unanswered requests as text, for the report of a hang."""
-        ...
+    exchange: Exchange
+    pool: Pool | None
+    servers: dict[int, Server]
+    workers: Sequence[Sequence[int]]
+    sender: BucketSender | None
+    at_least: int
+    start_seconds: float
+    call_seconds: float
+    stop: Callable[[], str] = lambda: ""
+    present: dict[int, int] = field(default_factory=dict, init=False)
+    """The replicas that take part in the sync, and the number of each one's connection."""
+
+    def run(self, task: Callable[[Pool], T], of: object) -> T:
+        """Run `task` on rank 0 while the other ranks wait. Return its result, of type `of`, on
+        every rank. Collective. A DapoError of `task` is raised on every rank."""
+        if self.pool is None:
+            while not self._meet(is_over=False):
+                pass
+            result = on_rank0(self.exchange, _nowhere)
+        else:
+            self.pool.on_second = lambda: self._meet(is_over=False)
+            outcome: T | None = None
+            error: DapoError | None = None
+            try:
+                outcome = task(self.pool)
+            except DapoError as raised:
+                error = raised
+            self.pool.on_second = None
+            self._meet(is_over=True)
+
+            def end() -> T:
+                if error is not None:
+                    raise error
+                return cast(T, outcome)
+
+            result = on_rank0(self.exchange, end)
+        return cast(T, self.exchange.broadcast(result, of))
+
+    def _meet(self, *, is_over: bool) -> bool:
+        """Meet the other ranks. Return whether the work of rank 0 is over. Collective."""
+        given_up: list[int] = []
+        if self.pool is not None:
+            given_up, self.pool.given_up = self.pool.given_up, []
+        is_over, given_up = self.exchange.broadcast((is_over, given_up), tuple[bool, list[int]])
+        for replica, server in self.servers.items():
+            server.watch(is_given_up=replica in given_up)
+        if not is_over:
+            signals = self.exchange.all_gather(self.stop(), str)
+            if self.pool is not None:
+                self.pool.stop_signal = next(filter(None, signals), "")
+        return is_over
+
+    def await_ready(self) -> None:
+        """Wait until at least `at_least` engines can take part in a sync, and choose them: all that
+        are ready. Collective. Raises TooFewEnginesError, and Stopped if a rank was asked to stop.
+        """
+        self.present = self.run(self._await_ready, dict[int, int])
+
+    def _await_ready(self, pool: Pool) -> dict[int, int]:
+        end = time.monotonic() + self.start_seconds
+        pool.wait(0.0)
+        while len(pool.ready) < self.at_least:
+            if pool.stop_signal:
+                raise Stopped(f"stopped by {pool.stop_signal} while it waited for engines")
+            if time.monotonic() > end:
+                raise TooFewEnginesError(
+                    f"{len(pool.ready)} of at least {self.at_least} engines (engine.min_replicas) "
+                    f"are there after {self.start_seconds:g} s; see logs/engine_*.log"
+                )
+            pool.wait()
+        return pool.ready
+
+    def call(self, method: str, *arguments: Any, of: object) -> dict[int, Any]:
+        """Call a method of the present replicas' engines. Return the results, of type `of`, by
+        replica, on every rank. Collective. Raises as `_settle` does."""
+        if self.pool is not None:
+            self.pool.begin(method, dict.fromkeys(self.present, arguments))
+        return self._settle(of)
+
+    def load(self, weights: Iterator[ReceivedTensor], version: int) -> None:
+        """Send each present engine its weights: this rank's part is `weights`, which is drained in
+        any case. Collective. Raises as `_settle` does."""
+        sender = self.sender if self._is_used else None
+        address = "" if sender is None else sender.open()
+        addresses = self.exchange.all_gather(address, str)
+        if self.pool is not None:
+            self.pool.begin(
+                "load",
+                {
+                    replica: (version, [addresses[rank] for rank in self.workers[replica]])
+                    for replica in self.present
+                },
+            )
+        error = "" if sender is None else sender.send(weights)
+        for _ in weights:
+            pass
+        errors = self.exchange.all_gather(error, str)
+        # A worker that failed has answered, unless it is gone or hangs.
+        self._settle(None, ANSWER_SECONDS if any(errors) else None)
+
+    @property
+    def _is_used(self) -> bool:
+        """Whether this rank's GPU has a worker of a present engine."""
+        return any(self.exchange.rank in self.workers[replica] for replica in self.present)
+
+    def _settle(self, of: object, seconds: float | None = None) -> dict[int, Any]:
+        """Return the results of the last call. Engines that did not answer, or failed while others
+        did not, are out. Raises the error if all that are left failed, else EnginesLost if none is
+        left."""
+        results: dict[int, Any] = {}
+        errors: dict[int, ErrorRecord] = {}
+        if self.pool is not None:
+            results, errors = self.pool.finish(seconds or self.call_seconds)
+            for replica, error in errors.items() if results else ():
+                self.pool.lose(replica, error.text)
+        results = self.exchange.broadcast(results, dict[int, of])  # type: ignore[valid-type]
+        self.present = {replica: self.present[replica] for replica in results}
+        if not results:
+            errors = self.exchange.broadcast(errors, dict[int, ErrorRecord])
+            for replica, error in errors.items():
+                raise ErrorRecord(error.kind, f"engine {replica}: {error.text}").error()
+            raise EnginesLost("no engine is left that could take part in the sync")
+        return results
+
+    def lose(self, replicas: Sequence[int], why: str) -> None:
+        """Go on without engines at fault. Not collective."""
+        for replica in replicas if self.pool is not None else ():
+            assert self.pool is not None
+            self.pool.lose(replica, why)
+
+    def expect(self, slices: Sequence[TensorSlice]) -> None:
+        """Make room for sending these slices to the worker on this rank's GPU. Not collective."""
+        if self.sender is not None:
+            self.sender.expect(slices)
+
+    def note_sync(self) -> None:
+        """Note that the present engines have the new weights. Not collective."""
+        if self.pool is not None:
+            self.pool.note_sync(self.present)
+
+    def close(self) -> None:
+        """End the engines. Not collective."""
+        if self.pool is not None:
+            self.pool.close()
+        for server in self.servers.values():
+            server.close()
 
 
 @dataclass(frozen=True)
-class Engines:
-    """This rank's worker, and on rank 0 the driver of all workers.
+class SamplingAhead:
+    """Sampling for the next step while the policy trains, if engines have GPUs of their own.
 
-    exchange  between all ranks
-    waiting   between the ranks without a worker; None on ranks with one
-    stop      name of the stop signal that this rank got, or empty
+    coordinator  on rank 0
+    serving      measures this on rank 0
     """
 
-    worker: Worker | None
-    driver: EngineDriver | None
-    exchange: Exchange
-    waiting: Exchange | None = None
-    stop: Callable[[], str] = lambda: ""
+    engines: Engines
+    coordinator: Coordinator | None
+    serving: Callable[[], Any]
 
-    def run(self, task: Callable[[EngineDriver], T], of: object) -> T:
-        """Run `task` on rank 0 while the workers of all ranks obey the driver. Return its result,
-        of type `of`, on every rank. Collective.
+    @contextmanager
+    def __call__(self, version: int) -> Iterator[None]:
+        """Sample with weights `version` during this block. Collective. An error of the coordinator
+        is raised on all ranks at the end."""
+        is_over = threading.Event()
+        failures: list[DapoError] = []
 
-        A DapoError of `task` is raised on every rank. A RankError is raised on rank 0 only, because
-        the rank that it names may not answer any more. The launcher then ends the others.
-        EnginesChanged, after a replica was lost, is raised on every rank that is left.
-        """
-        if self.driver is None:
-            self._serve(None)
-            result = on_rank0(self.exchange, _nowhere)
-        else:
-            running = Running(task, self.driver)
-            self._serve(running)
-            running.join()
-            result = on_rank0(self.exchange, running.outcome)
-        return cast(T, self.exchange.broadcast(result, of))
+        def sample(coordinator: Coordinator) -> None:
+            try:
+                with self.serving():
+                    coordinator.sample_ahead(version, is_over.is_set)
+            except EnginesLost:
+                pass  # the next sync waits for engines
+            except DapoError as error:
+                failures.append(error)
 
-    def _serve(self, running: Running[T] | None) -> None:
-        """Run this rank's engine until the end of the phase, or wait for it."""
-        if self.worker is not None:
-            self.worker.serve()
-            return
-        assert self.waiting is not None
-        is_over = False
-        while not is_over:
-            is_over = self.waiting.broadcast(running is not None and running.wait(), bool)
-            # Only at the end, because until then the thread of the task uses the sockets.
-            is_broken = running is not None and isinstance(running.error, EnginesChanged)
-            if is_over and self.waiting.broadcast(is_broken, bool):
-                raise lost_error(running)
-            signals = self.waiting.all_gather(self.stop(), str)
-            if self.driver is not None:
-                self.driver.stop_signal = next(filter(None, signals), "")
-
-
-class Running(Generic[T]):
-    """A task that uses the engines, in a thread of rank 0: its main thread has other work."""
-
-    def __init__(self, task: Callable[[EngineDriver], T], driver: EngineDriver) -> None:
-        self._task, self._driver = task, driver
-        self._result: list[T] = []
-        self.error: BaseException | None = None
-        # A daemon thread, so that a failing worker on this rank ends the process.
-        self.thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
-        self.thread.start()
-
-    def wait(self) -> bool:
-        """Wait for the end of the task, but not for long: until a replica shows a sign of life.
-        Return whether the task has ended."""
-        num_messages = self._driver.num_messages
-        self.thread.join(WAIT_SECONDS)
-        while self.thread.is_alive() and self._driver.num_messages == num_messages:
-            self.thread.join(WAIT_SECONDS)
-        return not self.thread.is_alive()
-
-    def join(self) -> None:
-        """Wait for the end of the task. Raises its RankError."""
-        self.thread.join()
-        if isinstance(self.error, RankError):
-            raise self.error
-
-    @property
-    def failure(self) -> DapoError | None:
-        """The task's DapoError, if it raised one. Raises any other error."""
-        if self.error is None or isinstance(self.error, DapoError):
-            return self.error
-        raise self.error
-
-    def outcome(self) -> T:
-        """Return the task's result, or raise its error."""
-        if self.error is not None:
-            raise self.error
-        return self._result[0]
-
-    def _run(self) -> None:
+        thread = None
+        if self.coordinator is not None:
+            thread = threading.Thread(target=sample, args=(self.coordinator,), daemon=True)
+            thread.start()
         try:
-            self._result.append(self._task(self._driver))
-        except BaseException as error:  # noqa: BLE001 - raised again in the main thread
-            self.error = error
-        try:
-            if not isinstance(self.error, RankError) or isinstance(self.error, EnginesChanged):
-                self._driver.end()
-        except BaseException as error:  # noqa: BLE001 - raised again in the main thread
-            self.error = error
-        if isinstance(self.error, RankError):  # a lost rank cannot be told
-            self._driver.end(only_here=True)
+            yield
+        finally:
+            is_over.set()
+            if thread is not None:
+                thread.join()
+
+        def end() -> None:
+            for error in failures:
+                raise error
+
+        on_rank0(self.engines.exchange, end)
 
 
-def lost_error(running: Running[Any] | None) -> EnginesChanged:
-    """Return the error of a task that lost a replica; without the task, one that refers to it."""
-    if running is not None and isinstance(running.error, EnginesChanged):
-        return running.error
-    return EnginesChanged("an engine was lost; see the log of rank 0")
-
-
-def _nowhere() -> NoReturn:
+def _nowhere() -> Any:
     raise AssertionError("runs on rank 0 only")

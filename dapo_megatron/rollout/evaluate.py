@@ -15,12 +15,13 @@ from dapo_megatron.algo.evaluation import (
     pass_per_problem,
 )
 from dapo_megatron.config import EvaluationConfig
+from dapo_megatron.engine.messages import Sampling
+from dapo_megatron.protocols import Sync
 from dapo_megatron.rollout.dispatch import Dispatcher
-from dapo_megatron.rollout.driver import Driver
 from dapo_megatron.rollout.engines import Engines
-from dapo_megatron.rollout.messages import Sampling
 from dapo_megatron.rollout.open_group import OpenGroup
-from dapo_megatron.types import Group, Prompt, Stopped
+from dapo_megatron.rollout.pool import Driver
+from dapo_megatron.types import EnginesLost, Group, Prompt, Stopped
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,26 @@ class Evaluator:
     config: EvaluationConfig
     sets: Mapping[str, Sequence[Prompt]]
     engines: Engines
+    sync: Sync
     max_tokens: int
     """Limit of rollouts; used if `evaluation.max_response_tokens` is null."""
     seed: int
 
-    def run(self) -> dict[str, float]:
+    def run(self, version: int) -> dict[str, float]:
         """Evaluate all sets and return metrics such as `eval/<set>/avg@k`, on every rank.
 
-        Every call uses the same seeds, so two evaluations differ by their weights only.
+        Every call uses the same seeds, so two evaluations differ by their weights only. If all
+        engines are lost, others get the weights, of `version`, and evaluate the set again.
         """
         metrics: dict[str, float] = {}
-        for name in self.sets:
-            evaluate = partial(self._evaluate, name)
-            metrics |= self.engines.run(evaluate, dict[str, float])
+        names = list(self.sets)
+        while names:
+            try:
+                evaluate = partial(self._evaluate, names[0])
+                metrics |= self.engines.run(evaluate, dict[str, float])
+                del names[0]
+            except EnginesLost:
+                self.sync(version)
         return metrics
 
     def due(self, step: int, last: int) -> bool:
@@ -78,7 +86,7 @@ def sample_all(
 
     The grade of a completion that could not be graded is None. `on_progress` is called with the
     number of decided groups. Raises Stopped, after stopping the engines, if a rank was asked to
-    stop, and EnginesChanged if a replica was lost.
+    stop, and EnginesLost if no replica is left.
     """
     groups = {ticket: OpenGroup(ticket, prompt, num_samples) for ticket, prompt in tickets}
     dispatcher = Dispatcher(driver, sampling, groups)
@@ -88,9 +96,6 @@ def sample_all(
     num_decided = 0
     while num_decided < len(groups):
         events = dispatcher.advance()
-        if dispatcher.is_broken:  # the next generation of ranks evaluates again
-            dispatcher.interrupt()
-            driver.raise_lost()
         if events.stop:
             dispatcher.interrupt()
             raise Stopped(f"stopped by {events.stop}")
@@ -103,6 +108,13 @@ def sample_all(
         for ticket, sample, grade, _ in events.graded:
             groups[ticket].set_grade(sample, grade)
             num_decided += groups[ticket].is_decided
+        if dispatcher.is_broken:
+            dispatcher.interrupt()
+            dispatcher.restart()
+            for group in groups.values():
+                if not group.is_decided:
+                    group.reset()
+                    dispatcher.submit(group)
         on_progress(num_decided)
     return [group.group() for group in groups.values()]
 

@@ -23,14 +23,13 @@ from dapo_megatron.protocols import Exchange
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.rollout.delivery import Delivery
-from dapo_megatron.rollout.messages import StepPlan
 from dapo_megatron.rollout.recorded import (
     check_complete,
     recorded_steps,
     step_completions,
     step_folder,
 )
-from dapo_megatron.rollout.step_plan import step_plan
+from dapo_megatron.rollout.step_plan import StepPlan, step_plan
 from dapo_megatron.types import (
     Collected,
     DataError,
@@ -136,7 +135,7 @@ class NoEvaluation:
         """Return False."""
         return False
 
-    def run(self) -> dict[str, float]:
+    def run(self, version: int) -> dict[str, float]:
         """Return no metrics."""
         return {}
 

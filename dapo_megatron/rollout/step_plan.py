@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import describe
-from dapo_megatron.rollout.messages import StepPlan
 from dapo_megatron.rollout.metrics import rollout_metrics
-from dapo_megatron.types import Collected
+from dapo_megatron.types import Collected, TrainingSequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Result of a collection, which rank 0 sends to all ranks."""
+
+    sequences: list[TrainingSequence]
+    """The sequences that the step trains on."""
+    metrics: dict[str, float]
 
 
 def step_plan(config: Config, collected: Collected) -> StepPlan:

@@ -1,0 +1,94 @@
+"""Engine servers that a rank starts: one process tree each, started again when it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from dapo_megatron.cluster.processes import die_with_parent
+from dapo_megatron.cluster.secret import SECRET
+
+MAX_QUICK_ENDS = 5
+"""A server is not started again after so many starts in a row that were followed by a quick end."""
+QUICK_SECONDS = 600.0
+"""An end within so many seconds after the start is quick."""
+CLOSE_SECONDS = 5.0
+"""Time that a server has to end by itself when the run is over."""
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of a rank's launcher, by which vLLM would join a world."""
+
+
+class Server:
+    """A server of a replica, as the child of this rank. It dies with this process.
+
+    address  of rank 0's pool
+    devices  visible GPUs of the server; None without GPUs
+    log      gets its output; None: that of this process
+    """
+
+    def __init__(
+        self, replica: int, address: str, secret: bytes, devices: str | None, log: Path | None
+    ) -> None:
+        self._command = [sys.executable, "-m", "dapo_megatron", "engine", "--connect", address]
+        self._command += ["--replica", str(replica)]
+        inherited = {k: v for k, v in os.environ.items() if k not in _OF_A_RANK}
+        self._environment = inherited | {SECRET: secret.hex()}
+        if devices is not None:
+            self._environment["CUDA_VISIBLE_DEVICES"] = devices
+        else:
+            self._environment["OMP_NUM_THREADS"] = "1"  # more threads wait for one another
+        self._log = log
+        self._num_quick = 0
+        self._start()
+
+    def _start(self) -> None:
+        output = subprocess.DEVNULL if self._log is None else self._log.open("ab")
+        try:
+            # Its own process group, because it is killed with its workers, and not by Ctrl-C.
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+                preexec_fn=die_with_parent,
+            )
+        finally:
+            if not isinstance(output, int):
+                output.close()
+        self._started_at = time.monotonic()
+
+    @property
+    def process_id(self) -> int:
+        """Process id of the server."""
+        return self._process.pid
+
+    def watch(self, *, is_given_up: bool = False) -> None:
+        """Start the server again if it has ended, or hangs (`is_given_up`)."""
+        if is_given_up and self._process.poll() is None:
+            self._kill()
+        if self._process.poll() is None:
+            return
+        self._kill()  # workers that are left
+        if time.monotonic() - self._started_at > QUICK_SECONDS:
+            self._num_quick = 0
+        if self._num_quick < MAX_QUICK_ENDS:
+            self._num_quick += 1
+            self._start()
+
+    def close(self) -> None:
+        """Wait for the end of the server, which rank 0 has told to end, but not for long."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_SECONDS)
+        self._kill()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
