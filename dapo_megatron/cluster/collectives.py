@@ -174,7 +174,7 @@ def broadcast(value: T, of: object, group: Any, names: Sequence[int], source: in
     group = group_or_world(group)
     is_sender = group.rank() == source
     message = encode(value) if is_sender else b""
-    # A small message travels with its size, because leaders send one in every engine step.
+    # A small message travels with its size, which saves a second broadcast.
     header = _tensor(len(message).to_bytes(_SIZE_BYTES, "little") + message[:_INLINE_BYTES])
     frame = torch.zeros(_SIZE_BYTES + _INLINE_BYTES, dtype=torch.uint8)
     frame[: header.numel()] = header

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -198,7 +199,17 @@ def test_requests_that_go_on_count_from_the_start_of_an_interval(
     }
 
 
-def test_threads_may_report_requests_while_phases_begin_and_end() -> None:
+def test_threads_may_report_requests_while_phases_begin_and_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def slow_clock() -> float:
+        now = time.monotonic()
+        time.sleep(0.0)  # lets the other thread run before the time is used
+        return now
+
+    monkeypatch.setattr(
+        instruments, "time", SimpleNamespace(perf_counter=slow_clock, time=time.time)
+    )
     timeline = TimelineRecorder(Ranks(0, 1, 0), every=0)
     timeline.follow(num_replicas=1, max_sequences=8)
     is_over = threading.Event()
@@ -211,16 +222,18 @@ def test_threads_may_report_requests_while_phases_begin_and_end() -> None:
 
     reporter = threading.Thread(target=report_requests)
     reporter.start()
-    for step in range(200):
-        timeline.begin(step)
-        with timeline.phase("generate"):
-            pass
-        [running] = timeline._running
-        times = [seconds for seconds, _ in running.points]
-        assert times == sorted(times)
-        assert running.seconds == pytest.approx(times[-1] - times[0])
-    is_over.set()
-    reporter.join()
+    try:
+        for step in range(200):
+            timeline.begin(step)
+            with timeline.phase("generate"):
+                pass
+            [running] = timeline._running
+            times = [seconds for seconds, _ in running.points]
+            assert times == sorted(times)
+            assert running.seconds == pytest.approx(times[-1] - times[0])
+    finally:
+        is_over.set()
+        reporter.join()
 
 
 def watch(rank: int) -> Any:
