@@ -97,7 +97,7 @@ class DataParallel(Protocol):
 
     @property
     def index(self) -> int:
-        """Data-parallel index of this rank; -1 if it has no policy."""
+        """Data-parallel index of this rank."""
         ...
 
     @property
@@ -121,7 +121,7 @@ class DataParallel(Protocol):
 
     def all_gather(self, value: T, of: object) -> list[T]:
         """Return the value of each data-parallel index, that of its first rank. `of` is the type of
-        the values. Collective over the ranks with a policy."""
+        the values."""
         ...
 
 
@@ -144,11 +144,11 @@ class Snapshot(Protocol):
 
 
 class Policy(Protocol):
-    """The model being trained, sharded over all ranks with a policy."""
+    """The model being trained, sharded over all ranks."""
 
     @property
     def data_parallel_index(self) -> int:
-        """Data-parallel index of this rank; -1 if it has no policy."""
+        """Data-parallel index of this rank."""
         ...
 
     def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
@@ -372,9 +372,8 @@ class Checkpoints(Protocol):
         """Wait until nothing is being written. Raises CheckpointError if the last save failed."""
         ...
 
-    def is_unfinished(self, patience: float) -> bool:
-        """Return whether the last save does not end within `patience` seconds, or failed because a
-        rank was lost."""
+    def settle(self) -> None:
+        """Wait until nothing is being written, also if the last save failed. Not collective."""
         ...
 
 

@@ -606,6 +606,11 @@ class StarvedError(DapoError):
     Raised on all ranks while the coordinator's state is consistent and can be saved."""
 
 
+class EnginesLost(DapoError):
+    """No engine is left that could sample. Raised on all ranks; after another sync, sampling can go
+    on."""
+
+
 class TooFewEnginesError(DapoError):
     """Fewer engines than engine.min_replicas are left. Raised on all ranks while the run's state
     can be saved."""

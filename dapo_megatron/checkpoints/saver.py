@@ -9,7 +9,6 @@ is lost, and the run continues with the older ones.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import threading
@@ -22,15 +21,13 @@ from typing import Any, Protocol, TypeVar
 
 from dapo_megatron.checkpoints import folder as folders
 from dapo_megatron.checkpoints.folder import Entry, entry_of, write_manifest
-from dapo_megatron.cluster.collectives import EnginesChanged, on_all_ranks, on_rank0
+from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.config import Config
 from dapo_megatron.files import publish_folder, write_text
 from dapo_megatron.protocols import Exchange, Snapshot
 from dapo_megatron.types import CheckpointError, DapoError
 
 Result = TypeVar("Result")
-ABANDON_SECONDS = 10.0
-"""Time that the threads of a checkpoint have to end after a rank was lost."""
 
 
 class Export(Protocol):
@@ -116,11 +113,9 @@ class CheckpointSaver:
     def stage(self) -> None:
         """Copy this rank's state for the following `commit`, before the policy is offloaded.
 
-        First waits for the previous write, whose copy still occupies host memory. Raises
-        EnginesChanged on all ranks if it failed on some because a rank was lost.
+        First waits for the previous write, whose copy still occupies host memory.
         """
         self._join()
-        self._check_lost()
         self._part = self.snapshot()
 
     def commit(
@@ -156,37 +151,26 @@ class CheckpointSaver:
     def wait(self) -> None:
         """Wait until the last checkpoint is written, at the end of a run.
 
-        Raises CheckpointError on all ranks if it could not be written, and EnginesChanged if a rank
-        was lost meanwhile.
+        Raises CheckpointError on all ranks if it could not be written.
         """
         self._join()
-        self._check_lost()
         if self._failure is not None:
             raise CheckpointError(
                 f"{self._failure}. The run ends without this checkpoint. Fix the cause, then "
                 "resume=auto continues from the newest checkpoint"
             )
 
-    def is_unfinished(self, patience: float) -> bool:
-        """Return whether this rank's last checkpoint is not written within `patience` seconds, or
-        failed because a rank was lost."""
+    def settle(self) -> None:
+        """Wait until nothing is being written, also if the last save failed. Not collective."""
         if self._thread is not None:
-            self._thread.join(None if patience == math.inf else patience)
-            if self._thread.is_alive():
-                return True
-        return isinstance(self._error, EnginesChanged)
+            self._thread.join()
 
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None and not isinstance(self._error, EnginesChanged):
+        if self._error is not None:
             raise self._error
-
-    def _check_lost(self) -> None:
-        is_lost = isinstance(self._error, EnginesChanged)  # on the ranks that noticed it
-        if any(self.exchange.all_gather(is_lost, bool)):
-            raise EnginesChanged("a rank was lost while a checkpoint was written")
 
     # ------------------------------------------------------------------ in the thread
 

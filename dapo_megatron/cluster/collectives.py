@@ -15,8 +15,7 @@ import hashlib
 import re
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,21 +38,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _making_decoder = threading.Lock()
 
 
-class EnginesChanged(RankError):
-    """An engine was lost or wants to join, so the ranks have to form a new generation
-    (members.py)."""
-
-
-class EngineJoins(EnginesChanged):
-    """An engine wants to join, and none was lost."""
-
-
-_KINDS: tuple[type[DapoError], ...] = (
-    DapoError,
-    *DapoError.__subclasses__(),
-    FolderLost,
-    EnginesChanged,
-)
+_KINDS: tuple[type[DapoError], ...] = (DapoError, *DapoError.__subclasses__(), FolderLost)
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 
@@ -62,7 +47,7 @@ class ErrorRecord:
     """Serializable form of a DapoError, which lets every rank raise the error of one rank."""
 
     kind: str
-    """Name of a class in types.py, or EnginesChanged."""
+    """Name of a class in types.py."""
     text: str
 
     @staticmethod
@@ -93,8 +78,7 @@ def on_rank0(exchange: Exchange, action: Callable[[], T]) -> T | None:
             result = action()
         except DapoError as raised:
             error = raised
-    with _preferring(error):
-        record = exchange.broadcast(ErrorRecord.of(error), ErrorRecord | None)
+    record = exchange.broadcast(ErrorRecord.of(error), ErrorRecord | None)
     if record:
         raise error or record.error()
     return result
@@ -114,8 +98,7 @@ def on_all_ranks(exchange: Exchange, action: Callable[[], T], *, drain: Iterable
         error = raised
     for _ in drain:
         pass
-    with _preferring(error):
-        records = exchange.all_gather(ErrorRecord.of(error), ErrorRecord | None)
+    records = exchange.all_gather(ErrorRecord.of(error), ErrorRecord | None)
     if any(records):
         named = zip(exchange.names, records, strict=True)
         errors = {rank: record for rank, record in named if record is not None}
@@ -123,35 +106,6 @@ def on_all_ranks(exchange: Exchange, action: Callable[[], T], *, drain: Iterable
         first = next(iter(errors.values()))
         raise ErrorRecord(first.kind, "\n".join(lines[:NAMED])).error(errors)
     return cast(T, result)
-
-
-@contextmanager
-def _preferring(error: DapoError | None) -> Iterator[None]:
-    """Raise `error` if the exchange in this block fails because of it: groups are closed when a
-    rank loses its connection to an engine."""
-    try:
-        yield
-    except EnginesChanged:
-        if isinstance(error, EnginesChanged):
-            raise error from None
-        raise
-
-
-def agreed(policy: Exchange | None, action: Callable[[], T]) -> T:
-    """Return the result of a collective `action` of all ranks. If it raises EnginesChanged on some
-    ranks with a policy, it does on all of them, so that they go on from the same place.
-
-    policy  exchange between them; None on other ranks
-    """
-    try:
-        result = action()
-    except EnginesChanged:
-        if policy is not None:
-            policy.all_gather(False, bool)
-        raise
-    if policy is not None and not all(policy.all_gather(True, bool)):
-        raise EnginesChanged("another rank lost its connection to a rank with an engine")
-    return result
 
 
 def gather_distinct(exchange: Exchange, value: T, of: object) -> tuple[list[T], list[int]]:
@@ -220,7 +174,7 @@ def broadcast(value: T, of: object, group: Any, names: Sequence[int], source: in
     group = group_or_world(group)
     is_sender = group.rank() == source
     message = encode(value) if is_sender else b""
-    # A small message travels with its size, because leaders send one in every engine step.
+    # A small message travels with its size, which saves a second broadcast.
     header = _tensor(len(message).to_bytes(_SIZE_BYTES, "little") + message[:_INLINE_BYTES])
     frame = torch.zeros(_SIZE_BYTES + _INLINE_BYTES, dtype=torch.uint8)
     frame[: header.numel()] = header

@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,11 +46,6 @@ class ExitReason:
 def is_secondary(reason: str) -> bool:
     """Return whether `reason` only reports a lost connection to another rank."""
     return bool(_LOST.search(reason))
-
-
-def forget(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Record nothing from now on, because the run goes on without this rank."""
-    environ.pop(VARIABLE, None)
 
 
 def record(

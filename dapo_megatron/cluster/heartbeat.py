@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -76,10 +76,6 @@ class Heartbeat:
     """Name of the last exchange."""
     num_collectives: Mapping[str, Natural] = field(default_factory=dict)
     """Last collective by process group, from torch's flight recorder; only after an alarm."""
-    role: str = ""
-    """policy or engine; empty if every rank has both."""
-    absent: tuple[Natural, ...] = ()
-    """Ranks that take no part in the run now: their engine was lost, or has not joined yet."""
 
     @property
     def place(self) -> str:
@@ -126,40 +122,6 @@ def read_heartbeats(run: Path, world_size: int) -> list[Heartbeat | None]:
     return [read_heartbeat(heartbeat_file(run, rank)) for rank in range(world_size)]
 
 
-def writes_heartbeats(run: Path, rank: int, attempt: str) -> bool:
-    """Return whether a rank writes a heartbeat of this attempt within HEARTBEAT_SECONDS and a
-    second."""
-    before = read_heartbeat(heartbeat_file(run, rank))
-    time.sleep(HEARTBEAT_SECONDS + 1.0)
-    now = read_heartbeat(heartbeat_file(run, rank))
-    if now is None or now.attempt != attempt or now.state is not RankState.RUNNING:
-        return False
-    return before is None or now.time != before.time
-
-
-def hanging_ranks(
-    run: Path, ranks: Collection[int], world_size: int, absent: Collection[int] = ()
-) -> list[Heartbeat]:
-    """Return the heartbeats of the ranks that hang, if they are all among `ranks`; else none.
-
-    Those hang that write no heartbeat within HEARTBEAT_SECONDS, or, if all do, those that are
-    behind others. Takes a second longer than that. `absent` ranks take no part in the run now, such
-    as an engine whose node is lost.
-    """
-    before = read_heartbeats(run, world_size)
-    time.sleep(HEARTBEAT_SECONDS + 1.0)
-    now = [
-        heartbeat
-        for rank, heartbeat in enumerate(read_heartbeats(run, world_size))
-        if heartbeat is not None and rank not in absent
-    ]
-    last = {heartbeat.rank: heartbeat.time for heartbeat in before if heartbeat is not None}
-    stale = [heartbeat for heartbeat in now if last.get(heartbeat.rank) == heartbeat.time]
-    behind = {suspect.rank for suspect in ranks_behind(now)}
-    hanging = stale or [heartbeat for heartbeat in now if heartbeat.rank in behind]
-    return hanging if {heartbeat.rank for heartbeat in hanging} <= set(ranks) else []
-
-
 @dataclass(frozen=True, slots=True)
 class Suspect:
     """A rank that is missing or behind, and how this was detected."""
@@ -172,48 +134,39 @@ class Suspect:
         if self.heartbeat is None:
             return f"rank {self.rank}: {self.why}"
         last = self.heartbeat
-        place = f"{last.role}, {last.host}" if last.role else last.host
         return (
-            f"rank {self.rank} ({place}, pid {last.pid}): {self.why}; last heartbeat at "
+            f"rank {self.rank} ({last.host}, pid {last.pid}): {self.why}; last heartbeat at "
             f"{last.clock} (its node's clock) in {last.place}, silent for "
             f"{last.silent_seconds:.0f} s at that time; last sign of life: {last.sign}"
         )
 
 
-def find_suspects(
-    heartbeats: Sequence[Heartbeat | None], attempt: str, absent: Collection[int] = ()
-) -> list[Suspect]:
-    """Return the ranks that are missing or behind after an alarm, except `absent` ones.
+def find_suspects(heartbeats: Sequence[Heartbeat | None], attempt: str) -> list[Suspect]:
+    """Return the ranks that are missing or behind after an alarm.
 
     If any rank is missing, only missing ranks are returned: the others may be behind because they
     wait for the missing ranks.
     """
     answered = [
         heartbeat
-        for rank, heartbeat in enumerate(heartbeats)
-        if heartbeat is not None
-        and rank not in absent
-        and not _reason_for_no_answer(heartbeat, attempt)
+        for heartbeat in heartbeats
+        if heartbeat is not None and not _reason_for_no_answer(heartbeat, attempt)
     ]
-    return missing_ranks(heartbeats, attempt, absent) or ranks_behind(answered)
+    return missing_ranks(heartbeats, attempt) or ranks_behind(answered)
 
 
-def missing_ranks(
-    heartbeats: Sequence[Heartbeat | None], attempt: str, absent: Collection[int] = ()
-) -> list[Suspect]:
-    """Return the ranks that did not answer an alarm of this attempt, except `absent` ones."""
+def missing_ranks(heartbeats: Sequence[Heartbeat | None], attempt: str) -> list[Suspect]:
+    """Return the ranks that did not answer an alarm of this attempt."""
     return [
         Suspect(rank, why, heartbeat)
         for rank, heartbeat in enumerate(heartbeats)
-        if rank not in absent and (why := _reason_for_no_answer(heartbeat, attempt))
+        if (why := _reason_for_no_answer(heartbeat, attempt))
     ]
 
 
-def describe_suspects(
-    heartbeats: Sequence[Heartbeat | None], attempt: str, absent: Collection[int] = ()
-) -> str:
+def describe_suspects(heartbeats: Sequence[Heartbeat | None], attempt: str) -> str:
     """Return a text about the suspects, with one line each."""
-    blamed = find_suspects(heartbeats, attempt, absent)
+    blamed = find_suspects(heartbeats, attempt)
     if not blamed:
         places = sorted({heartbeat.place for heartbeat in heartbeats if heartbeat is not None})
         return f"no rank is missing or behind; all {len(heartbeats)} are in {' or '.join(places)}"
@@ -241,20 +194,12 @@ def ranks_behind(heartbeats: Sequence[Heartbeat]) -> list[Suspect]:
     """Return the ranks that are behind others.
 
     Compares exchanges, then torch's collectives, then phases, and stops at the first difference.
-    Collectives and phases are compared between ranks of the same role.
     """
     furthest = max((heartbeat.progress for heartbeat in heartbeats), default=(0, True))
     late = [heartbeat for heartbeat in heartbeats if heartbeat.progress < furthest]
     if late:
         return [_late_in_exchanges(heartbeat, furthest[0]) for heartbeat in late]
-    by_role: dict[str, list[Heartbeat]] = {}
-    for heartbeat in heartbeats:
-        by_role.setdefault(heartbeat.role, []).append(heartbeat)
-    for compare in (_fewer_collectives, _elsewhere):
-        suspects = [suspect for ranks in by_role.values() for suspect in compare(ranks)]
-        if suspects:
-            return suspects
-    return []
+    return _fewer_collectives(heartbeats) or _elsewhere(heartbeats)
 
 
 def _fewer_collectives(heartbeats: Sequence[Heartbeat]) -> list[Suspect]:

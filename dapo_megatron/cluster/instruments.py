@@ -16,24 +16,25 @@ On CPU it is the resident memory of the process. Linux keeps its peak and can re
 **Timeline** is the phases of each rank and the number of requests of each engine over a step.
 
 For some steps all ranks' timelines are gathered and recorded. For every step, the load of the
-engines is a metric. Timestamps come from each rank's monotonic clock and are aligned at a barrier,
-because clocks of two nodes may differ by more than the length of a phase.
+engines, whose requests rank 0 counts, is a metric. Timestamps come from each rank's monotonic clock
+and are aligned at a barrier, because clocks of two nodes may differ by more than the length of a
+phase.
 """
 
 from __future__ import annotations
 
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from dapo_megatron.cluster.collectives import EnginesChanged
 from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.processes import forget_peak, resident_bytes
 from dapo_megatron.cluster.watchdog import Watchdog
@@ -153,8 +154,8 @@ DIGITS = 4
 """Decimal places of seconds."""
 Point = tuple[float, int]
 """(seconds, number of requests from then on)."""
-RankTimeline = tuple[str, list[tuple[str, float, float]], int | None, list[Point]]
-"""Host, spans as (phase, start, end), replica if the rank is its leader, and its points."""
+RankTimeline = tuple[str, list[tuple[str, float, float]]]
+"""Host, and spans as (phase, start, end)."""
 
 
 @dataclass
@@ -173,9 +174,9 @@ class Running:
     _is_open: bool = False
     _last: Point = (0.0, 0)
 
-    def begin(self, now: float) -> None:
-        """Start an interval at `now`, with no requests."""
-        self._is_open, self._last = True, (now, 0)
+    def begin(self, now: float, count: int = 0) -> None:
+        """Start an interval at `now`, with `count` requests."""
+        self._is_open, self._last = True, (now, count)
         self.points.append(self._last)
 
     def change(self, now: float, count: int) -> None:
@@ -218,7 +219,7 @@ def thinned(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 class TimelineRecorder:
-    """Timeline of one rank.
+    """Timeline of one rank, and on rank 0 of all engines.
 
     Every `every`-th step is recorded, and always the first one; 0 records none. On rank 0,
     `keep(step, record)` is called with the content of timeline/step_*.json.
@@ -234,108 +235,92 @@ class TimelineRecorder:
         self._every = every
         self._keep = keep
         self._host = node_name()
-        self._replica: int | None = None
+        self._requests: list[int] = []
+        """Current number of requests of each replica, on rank 0."""
         self._max_sequences = 1
-        self.requests = 0
-        """Current number of requests of this rank's replica."""
+        self._changing = threading.Lock()
         self._is_first = True
         self.begin(0)
 
-    def follow(self, replica: int, max_sequences: int) -> Callable[[int], None]:
-        """Make this rank, the leader of a replica, record the replica's requests.
+    def follow(self, num_replicas: int, max_sequences: int) -> None:
+        """Count the requests of `num_replicas` replicas, each of which can run `max_sequences` at
+        the same time. Called on rank 0 before the first step."""
+        self._requests, self._max_sequences = [0] * num_replicas, max_sequences
+        self.begin(self._step)
 
-        Call the returned function with the number of requests whenever it may have changed.
-        """
-        self._replica, self._max_sequences = replica, max_sequences
-        return self._change
+    def change(self, replica: int, num_requests: int) -> None:
+        """Record the current number of requests of a replica, whenever it may have changed. Any
+        thread may call this."""
+        with self._changing:
+            self._requests[replica] = num_requests
+            now = time.perf_counter()
+            self._running[replica].change(now, num_requests)
+            self._ahead[replica].change(now, num_requests)
+
+    @property
+    def requests(self) -> int:
+        """Current number of requests of all replicas."""
+        return sum(self._requests)
 
     def begin(self, step: int) -> None:
         """Start a rollout step."""
         self._step = step
         self._started, self._started_at = time.perf_counter(), time.time()
         self._spans: list[tuple[str, float, float]] = []
-        self._running, self._ahead = Running(), Running()
-
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        """Record the engine's requests during this block, in which other ranks train."""
-        started = time.perf_counter()
-        self._ahead.begin(started)
-        yield
-        ended = time.perf_counter()
-        self._ahead.end(ended)
-        self._spans.append((Phase.GENERATE, started, ended))
+        self._running = [Running() for _ in self._requests]
+        self._ahead = [Running() for _ in self._requests]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record the time of this block. The engine's requests count in the `generate` phase
-        only."""
-        counts_requests = name == Phase.GENERATE and self._replica is not None
+        """Record the time of this block. Requests count in the `generate` phase only."""
         started = time.perf_counter()
-        if counts_requests:
-            self._running.begin(started)
-        yield
-        ended = time.perf_counter()
-        if counts_requests:
-            self._running.end(ended)
-        self._spans.append((name, started, ended))
+        try:
+            with self._counting(self._running) if name == Phase.GENERATE else nullcontext():
+                yield
+        finally:
+            self._spans.append((name, started, time.perf_counter()))
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Count the requests during a block in which engines sample while the policy trains. It may
+        run in another thread than `phase`."""
+        return self._counting(self._ahead)
+
+    @contextmanager
+    def _counting(self, intervals: Sequence[Running]) -> Iterator[None]:
+        with self._changing:
+            started = time.perf_counter()
+            for running, num_requests in zip(intervals, self._requests, strict=True):
+                running.begin(started, num_requests)
+        try:
+            yield
+        finally:
+            with self._changing:
+                ended = time.perf_counter()
+                for running in intervals:
+                    running.end(ended)
 
     def metrics(self) -> dict[str, float]:
-        """Return time/engine_idle and throughput/running_mean, if the step generated, and
-        throughput/overlap if engines served while other ranks trained. Record the timeline of the
-        step if it is due. Collective."""
-        is_due = bool(self._every) and (self._is_first or self._step % self._every == 0)
-        self._is_first = False
-        by_rank = self._exchange.all_gather(
-            (self._load(), self._overlap()), tuple[tuple[float, float] | None, float | None]
-        )
-        if is_due:
+        """Record the timeline of the step if it is due. Return on rank 0 time/engine_idle and
+        throughput/running_mean, if the step generated, and throughput/overlap, if engines sampled
+        while the policy trained. Collective."""
+        if self._every and (self._is_first or self._step % self._every == 0):
             self._record_step()
-        loads = [load for load, _ in by_rank if load is not None]
-        busy = [share for _, share in by_rank if share is not None]
-        overlap = {"throughput/overlap": fmean(busy)} if busy else {}
-        if not loads:
-            return overlap
-        return {
-            **overlap,
-            "time/engine_idle": fmean(idle for idle, _ in loads),
-            "throughput/running_mean": fmean(share for _, share in loads),
-        }
-
-    def _change(self, num_requests: int) -> None:
-        self.requests = num_requests
-        now = time.perf_counter()
-        self._running.change(now, num_requests)
-        self._ahead.change(now, num_requests)
-
-    def _overlap(self) -> float | None:
-        """Return the share of `serving` in which this rank's replica had requests. Return None
-        if it did not serve or this is not its leader."""
-        ahead = self._ahead
-        if self._replica is None or not ahead.seconds:
-            return None
-        return 1.0 - ahead.idle_seconds / ahead.seconds
-
-    def _load(self) -> tuple[float, float] | None:
-        """Return the idle seconds of this rank's replica, and its mean number of requests as a
-        share of its capacity. Return None if it did not generate or another rank is its leader."""
-        running = self._running
-        if not running.seconds:
-            return None
-        mean = running.request_seconds / running.seconds
-        return running.idle_seconds, mean / self._max_sequences
+        self._is_first = False
+        metrics: dict[str, float] = {}
+        if running := [replica for replica in self._running if replica.seconds]:
+            mean = fmean(replica.request_seconds / replica.seconds for replica in running)
+            metrics["time/engine_idle"] = fmean(replica.idle_seconds for replica in running)
+            metrics["throughput/running_mean"] = mean / self._max_sequences
+        if ahead := [replica for replica in self._ahead if replica.seconds]:
+            idle = fmean(replica.idle_seconds / replica.seconds for replica in ahead)
+            metrics["throughput/overlap"] = 1.0 - idle
+        return metrics
 
     def _record_step(self) -> None:
         self._exchange.barrier()
         now = time.perf_counter()  # the same time on all ranks, up to the skew of the barrier
-        points = self._running.points + self._ahead.points
-        timeline_here = (
-            self._host,
-            [(name, started - now, ended - now) for name, started, ended in self._spans],
-            self._replica,
-            [(seconds - now, count) for seconds, count in thinned(points)],
-        )
-        by_rank = self._exchange.all_gather(timeline_here, RankTimeline)
+        spans_here = [(name, started - now, ended - now) for name, started, ended in self._spans]
+        by_rank = self._exchange.all_gather((self._host, spans_here), RankTimeline)
         if self._exchange.rank:
             return
         step_start = self._started - now
@@ -343,6 +328,11 @@ class TimelineRecorder:
         def since(seconds: float) -> float:
             return round(seconds - step_start, DIGITS)
 
+        with self._changing:
+            points = [
+                thinned(running.points + ahead.points)
+                for running, ahead in zip(self._running, self._ahead, strict=True)
+            ]
         record = {
             "step": self._step,
             "begin": self._started_at,
@@ -352,12 +342,11 @@ class TimelineRecorder:
                     "host": host,
                     "spans": [[name, since(start), since(end)] for name, start, end in spans],
                 }
-                for rank, (host, spans, _, _) in enumerate(by_rank)
+                for rank, (host, spans) in enumerate(by_rank)
             ],
             "replicas": [
-                {"replica": replica, "running": [[since(at), count] for at, count in points]}
-                for _, _, replica, points in by_rank
-                if replica is not None
+                {"replica": replica, "running": [[since(at - now), count] for at, count in kept]}
+                for replica, kept in enumerate(points)
             ],
         }
         self._keep(self._step, record)
@@ -370,15 +359,7 @@ class StepInstruments:
         self.memory = memory
         self.timeline = timeline
         self._watchdog = watchdog
-        self._earlier: StepInstruments | None = None
         self.begin(0)
-
-    def continue_from(self, earlier: StepInstruments) -> None:
-        """Count what `earlier`, those of the last generation of ranks, measured of the step that it
-        did not finish."""
-        before = earlier._earlier  # `earlier` may have been lost in the sync before the step
-        self._earlier = earlier if before is None or before._step <= earlier._step else before
-        self._earlier._earlier = None
 
     def begin(self, step: int) -> None:
         """Start a rollout step. Earlier measurements do not count in its metrics."""
@@ -387,14 +368,6 @@ class StepInstruments:
         self.memory.begin()
         self.timeline.begin(step)
         self._started = time.perf_counter()
-        if (earlier := self._continued) is not None:
-            self._seconds, self._started = dict(earlier._seconds), earlier._started
-
-    @property
-    def _continued(self) -> StepInstruments | None:
-        """Instruments of an earlier generation that measured the beginning of this step."""
-        earlier = self._earlier
-        return earlier if earlier is not None and earlier._step == self._step else None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -407,14 +380,12 @@ class StepInstruments:
                 self.memory.phase(name),
             ):
                 yield
-        finally:  # the step may go on after an error, in the next generation of ranks
+        finally:  # the step may go on after EnginesLost
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        """Measure this block, in which the engine serves while other ranks train."""
-        with self.timeline.serving(), self._watchdog.phase(Phase.GENERATE, self._step):
-            yield
+    def serving(self) -> AbstractContextManager[None]:
+        """See TimelineRecorder."""
+        return self.timeline.serving()
 
     def metrics(self, num_tokens: int) -> dict[str, float]:
         """Return time/*, memory/* and throughput/* of the step, which trained on `num_tokens`
@@ -422,18 +393,8 @@ class StepInstruments:
         seconds = time.perf_counter() - self._started
         return {
             **{f"time/{name}": value for name, value in self._seconds.items()},
-            **self._of_all_ranks(),
+            **self.memory.metrics(),
+            **self.timeline.metrics(),
             "time/step": seconds,
             "throughput/tokens_per_second": num_tokens / seconds,
         }
-
-    def _of_all_ranks(self) -> dict[str, float]:
-        """Return what is measured on several ranks; nothing if one of them was lost, which the next
-        exchange finds again."""
-        try:
-            metrics = {**self.memory.metrics(), **self.timeline.metrics()}
-        except EnginesChanged:
-            return {}
-        if self._continued is not None:  # most of the training was in an earlier generation
-            metrics.pop("throughput/overlap", None)
-        return metrics

@@ -17,11 +17,6 @@ from dapo_megatron.types import ConfigError
 
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
 """Range of ports below the ephemeral ports that the kernel assigns."""
-FIRST_RANK, WORLD_SIZE = "DAPO_FIRST_RANK", "DAPO_WORLD_SIZE"
-"""Environment variables with the rank of a step's first task and the number of ranks of all steps,
-from slurm/train.sbatch. Without them, the step is the whole run."""
-ROLES = "DAPO_ROLES"
-"""Environment variable with the ranks of both steps, such as 96+32."""
 
 
 def adopt_step(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -29,32 +24,20 @@ def adopt_step(environ: MutableMapping[str, str] = os.environ) -> None:
 
     It is one if the step has several tasks, or one task and a MASTER_PORT from slurm/*.sbatch. A
     step of one task without MASTER_PORT (`srun --pty bash`) is treated as a machine without Slurm.
-    With roles, slurm/train.sbatch starts a step for each role, and says which ranks of the run the
-    tasks of a step are. Raises ConfigError if the first node of the step cannot be determined.
+    Raises ConfigError if the first node of the step cannot be determined.
     """
     num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "0"))
     is_rank = num_tasks > 1 or (num_tasks == 1 and "MASTER_PORT" in environ)
     if "RANK" in environ or not is_rank:
         return
     node = int(environ.get("SLURM_NODEID", "0"))
-    environ["RANK"] = str(int(environ.get(FIRST_RANK, "0")) + int(environ["SLURM_PROCID"]))
-    environ["WORLD_SIZE"] = environ.get(WORLD_SIZE, str(num_tasks))
+    environ["RANK"] = environ["SLURM_PROCID"]
+    environ["WORLD_SIZE"] = str(num_tasks)
     environ["LOCAL_RANK"] = environ.get("SLURM_LOCALID", "0")
     environ["LOCAL_WORLD_SIZE"] = str(tasks_per_node(_tasks(environ))[node])
     environ.setdefault("MASTER_PORT", str(port_of(environ)))
     if "MASTER_ADDR" not in environ:
         environ["MASTER_ADDR"] = _first_node(environ)
-
-
-def check_roles(policy: int, engine: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Check that the steps of the job script have as many ranks as the config's roles. Raises
-    ConfigError."""
-    text = environ.get(ROLES)
-    if text and text != f"{policy}+{engine}":
-        raise ConfigError(
-            f"{ROLES}: {text}, but roles.policy: {policy} and roles.engine: {engine}; submit with "
-            f"slurm/submit.py, or set {ROLES}={policy}+{engine} (unset without roles)"
-        )
 
 
 def port_of(environ: MutableMapping[str, str]) -> int:

@@ -11,15 +11,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
-from dapo_megatron.cluster.join import node_name
-
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 _PROCESS = Path("/proc/self")
-KILL_LIST = "DAPO_KILL_LIST"
-"""Environment variable with the path of the file in which rank 0 asks other nodes to kill
-processes. The path is the same on all nodes (slurm/engine_rank.sh)."""
 
 
 def helper_environment(names: Collection[str] | None = None) -> dict[str, str]:
@@ -73,43 +66,6 @@ def kill_descendants(root: int) -> None:
         _signal(running, signal.SIGSTOP)
         stopped |= running
     _signal(stopped, signal.SIGKILL)
-
-
-def has_ended(host: str, process_id: int) -> bool:
-    """Return whether a process on this node has ended; False for one on another node."""
-    if host != node_name():
-        return False
-    try:
-        return bool(psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
-
-
-def runs_here(host: str, process_id: int) -> bool:
-    """Return whether a process is on this node and has not ended."""
-    return host == node_name() and not has_ended(host, process_id)
-
-
-def kill_here(host: str, process_id: int) -> bool:
-    """Kill a process if it is on this node and has not ended. Return whether it is so."""
-    is_here = runs_here(host, process_id)
-    if is_here:
-        _signal({process_id}, signal.SIGKILL)
-    return is_here
-
-
-def ask_to_kill(host: str, process_id: int, *, after_seconds: int = 0) -> bool:
-    """Ask another node to kill a process of an engine, if it still runs `after_seconds` later.
-    slurm/engine_rank.sh does so within a second. Return whether the request was written. Called on
-    rank 0."""
-    if host == node_name() or KILL_LIST not in os.environ:
-        return False
-    try:
-        with open(os.environ[KILL_LIST], "a", encoding="utf-8") as file:
-            file.write(f"{host} {process_id} {after_seconds}\n")
-    except OSError:  # a full disk; the run may go on all the same
-        return False
-    return True
 
 
 def remove_folder(folder: str) -> None:

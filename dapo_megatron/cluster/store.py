@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from dapo_megatron.cluster.join import is_one_machine, node_name
+from dapo_megatron.cluster.join import is_one_machine
 from dapo_megatron.cluster.secret import run_secret
 
 if TYPE_CHECKING:
@@ -64,22 +63,3 @@ def _loopback_store(port: int, rank: int, world_size: int, timeout: timedelta) -
         except OSError as error:
             raise DistNetworkError(f"MASTER_PORT {port}: {error.strerror}") from error
     return TCPStore("127.0.0.1", port, world_size, rank == 0, timeout, master_listen_fd=listener)
-
-
-def num_starts(store: Store, rank: int) -> int:
-    """Return how many processes of a rank have started."""
-    # A FileStore would grow with every `add` of 0.
-    return int(store.get(f"starts {rank}")) if store.check([f"starts {rank}"]) else 0
-
-
-def register(store: Store, rank: int) -> int:
-    """Register this process as the newest start of a rank. Return its number, from 1."""
-    start = int(store.add(f"starts {rank}", 1))  # first: rank 0 would kill the new process
-    store.set(f"process {rank}", json.dumps([node_name(), os.getpid()]))
-    return start
-
-
-def process_of(store: Store, rank: int) -> tuple[str, int]:
-    """Return node and process id of the newest start of a rank."""
-    host, process_id = json.loads(store.get(f"process {rank}"))
-    return host, process_id

@@ -26,7 +26,7 @@ import faulthandler
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -46,16 +46,12 @@ from dapo_megatron.cluster.heartbeat import (
     Heartbeat,
     RankState,
     describe_suspects,
-    hanging_ranks,
     heartbeat_folder,
     missing_ranks,
     read_heartbeats,
     write_heartbeat,
-    writes_heartbeats,
 )
 from dapo_megatron.cluster.join import node_name
-from dapo_megatron.cluster.launch import forbid_restart
-from dapo_megatron.cluster.processes import ask_to_kill, kill_here
 from dapo_megatron.cluster.safe_output import above_panel
 from dapo_megatron.files import write_json
 from dapo_megatron.types import Phase
@@ -67,8 +63,6 @@ ASK_SECONDS = 1.0
 hang."""
 END_SECONDS = 7.0
 """Maximum time from detecting a hang to the end of the process; less than BACKSTOP_SECONDS."""
-RESCUE_SECONDS = 12.0
-"""Time that rank 0 has to end a hanging rank without which the run can go on."""
 BACKSTOP_SECONDS = 10.0
 """Time from a phase's limit until faulthandler ends a rank whose threads do not run."""
 EXCHANGES = frozenset({"all_gather", "all_to_all", "broadcast", "barrier"})
@@ -89,7 +83,6 @@ class Watchdog:
     limits         timeout without a sign of life in seconds, by phase; outside of phases the limit
                    of `start` applies, or the longest limit if there is none
     attempt_name   attempt name, the same on all ranks; the default is that of attempt.py
-    role           policy or engine; empty if every rank has both
     """
 
     def __init__(
@@ -99,7 +92,6 @@ class Watchdog:
         world_size: int,
         limits: Mapping[str, float],
         attempt_name: str | None = None,
-        role: str = "",
     ) -> None:
         self.terminal_fd = 2
         """File descriptor of the user's terminal. Set it if the output goes to a log."""
@@ -107,13 +99,9 @@ class Watchdog:
         """Called after a hang on the rank that reports it, with a timeout of ASK_SECONDS."""
         self.on_phase: Callable[[str, int], None] = lambda phase, step: None
         """Called with phase and step at every change of phase."""
-        self.replaceable: Callable[[], Sequence[int]] = tuple
-        """Return the ranks without which the run can go on. Rank 0 kills one that hangs."""
-        self.absent: Callable[[], Collection[int]] = tuple
-        """Return the ranks that take no part in the run now, and are not to blame for a hang."""
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._limits = {**limits, "": limits.get(Phase.START, max(limits.values()))}
-        self._attempt, self._role = attempt_name or attempt(), role
+        self._attempt = attempt_name or attempt()
         self._host = node_name()
         self._alarm = Alarm.of(folder, self._attempt)
         self._hang_file = hang_file(folder, self._attempt)
@@ -124,8 +112,6 @@ class Watchdog:
         self._diagnostics: dict[str, Callable[[], str]] = {}
         self._state = RankState.RUNNING
         self._alarm_reason: str | None = None
-        self._killed: set[tuple[str, int]] = set()
-        """Node and process id of the ranks that this one has killed, or asked to kill."""
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._writing = threading.Lock()
@@ -196,74 +182,13 @@ class Watchdog:
             limit, silent = self._silence()
             if self._alarm_reason is not None:
                 self._end_process(self._alarm_reason)
-            may_rescue = silent > limit and self._rank == 0 and self.replaceable()
-            # It takes seconds to look, in which this rank may have gone on by itself.
-            if may_rescue and (self._rescue() or self._silence()[1] < silent):
-                continue
-            if silent > limit + self._patience:
-                if self._role == "engine" and self._is_rank0_alive():
-                    self._leave()
+            if silent > limit:
                 why = (
                     f"rank {self._rank}: no sign of life for {limit:g} s, {self.heartbeat().place}"
                 )
                 self._end_process(why, raise_alarm=True)
-            slack = 2 * RESCUE_SECONDS if self._role == "engine" else self._patience
-            self._arm(limit + slack - silent)
-            self._wake.wait(min(1.0, max(limit + self._patience - silent, 0.01), limit / 10))
-
-    @property
-    def _patience(self) -> float:
-        """Seconds that other ranks than rank 0 wait for it to end a hanging rank. An engine also
-        needs the time to look whether rank 0 is alive."""
-        if self._role == "engine":
-            return RESCUE_SECONDS
-        return RESCUE_SECONDS if self._rank and self.replaceable() else 0.0
-
-    def _is_rank0_alive(self) -> bool:
-        """Return whether rank 0, which goes on without this rank, writes heartbeats."""
-        alive = run_with_timeout(
-            RESCUE_SECONDS, lambda: writes_heartbeats(self._folder, 0, self._attempt)
-        )
-        return bool(alive)
-
-    def _leave(self) -> None:
-        """End this process without an alarm: the run goes on, and the launcher starts the rank
-        again."""
-        try:
-            self._log(f"watchdog: this engine hangs in {self.heartbeat().place}\n{stacks()}")
-        finally:
-            os._exit(HUNG)
-
-    def _rescue(self) -> bool:
-        """End the ranks that hang, if the run can go on without them. Return whether there were
-        some. The others then lose their connection to them."""
-        self._arm(RESCUE_SECONDS)
-        suspects = run_with_timeout(
-            RESCUE_SECONDS - ASK_SECONDS,
-            lambda: hanging_ranks(
-                self._folder, self.replaceable(), self._world_size, self.absent()
-            ),
-        )
-        # Each is killed once: one that does not end, or whose node does not answer, hangs the run.
-        suspects = [
-            suspect
-            for suspect in suspects or ()
-            if suspect.attempt == self._attempt and (suspect.host, suspect.pid) not in self._killed
-        ]
-        for suspect in suspects:
-            self._log(f"watchdog: rank {suspect.rank} hangs in {suspect.place}; it is killed")
-        self._killed |= {(suspect.host, suspect.pid) for suspect in suspects}
-        is_ended = run_with_timeout(
-            ASK_SECONDS,
-            lambda: [
-                kill_here(suspect.host, suspect.pid) or ask_to_kill(suspect.host, suspect.pid)
-                for suspect in suspects
-            ],
-        )
-        if any(is_ended or ()):
-            self.record_activity("a hanging rank was killed")
-            return True
-        return False
+            self._arm(limit - silent)
+            self._wake.wait(min(1.0, max(limit - silent, 0.01), limit / 10))
 
     def _silence(self) -> tuple[float, float]:
         """Return the limit, and the time since the last sign of life, in seconds."""
@@ -278,7 +203,6 @@ class Watchdog:
         """Report the hang and end this process. Everything that may block runs in other threads."""
         try:
             self._arm(0.0)
-            run_with_timeout(ASK_SECONDS, forbid_restart)  # if this is an engine: the run hangs
             if not run_with_timeout(END_SECONDS, lambda: self._report_hang(why, raise_alarm)):
                 text = f"hung: {why}\nthe report is incomplete because the disk or a log hangs too"
                 run_with_timeout(ASK_SECONDS, lambda: self._write_to_terminal(text))
@@ -318,13 +242,12 @@ class Watchdog:
             time.sleep(max(0.0, started + ANSWER_SECONDS + 1.0 - time.monotonic()))
             return
         heartbeats = read_heartbeats(self._folder, self._world_size)
-        absent = self.absent()
         while time.monotonic() < started + ANSWER_SECONDS and missing_ranks(
-            heartbeats, self._attempt, absent
+            heartbeats, self._attempt
         ):
             time.sleep(0.2)
             heartbeats = read_heartbeats(self._folder, self._world_size)
-        text = describe_suspects(heartbeats, self._attempt, absent)
+        text = describe_suspects(heartbeats, self._attempt)
         # The suspect comes first, because scripts show the log of the first rank in the reason.
         reason = f"hung: {text.splitlines()[0]}; noticed by {why}"
         run_with_timeout(ASK_SECONDS, lambda: exit_reason.record(HUNG, reason, text))
@@ -396,6 +319,4 @@ class Watchdog:
             in_exchange=len(words) == 2,
             exchange=" ".join(words[:2]),
             num_collectives=self._num_collectives,
-            role=self._role,
-            absent=tuple(sorted(self.absent())),
         )

@@ -51,8 +51,6 @@ class Report:
     """Heartbeats by rank; None for a heartbeat that is missing or unreadable."""
     suspects: Sequence[Suspect]
     """Ranks that are missing or behind."""
-    absent: Sequence[int]
-    """Ranks without which the run goes on: their engine was lost, or has not joined yet."""
     hang: str
     """Finding of the watchdog; empty if it did not end this attempt."""
     exit_reason: ExitReason | None
@@ -91,15 +89,12 @@ def report(folder: Path, verdict_file: Path | None = None) -> Report:
         raise ConfigError(f"RUN_FOLDER: {folder} has no heartbeats; name the folder of a run")
     newest = max(readable, key=lambda heartbeat: heartbeat.time)
     heartbeats = read_heartbeats(folder, newest.world_size)
-    first = heartbeats[0]
-    absent = first.absent if first is not None and first.attempt == newest.attempt else ()
     return Report(
         folder=folder,
         attempt=newest.attempt,
         time=time.time(),
         heartbeats=heartbeats,
-        suspects=_suspects(heartbeats, newest, absent),
-        absent=absent,
+        suspects=_suspects(heartbeats, newest),
         hang=_hang(folder, newest.attempt),
         exit_reason=exit_reason.read(verdict_file) if verdict_file is not None else None,
     )
@@ -112,18 +107,14 @@ def _hang(folder: Path, attempt: str) -> str:
         return ""
 
 
-def _suspects(
-    heartbeats: Sequence[Heartbeat | None], newest: Heartbeat, absent: Sequence[int]
-) -> list[Suspect]:
-    """Find the ranks that are missing or behind, except `absent` ones. Unlike find_suspects, this
-    also works while ranks are running."""
+def _suspects(heartbeats: Sequence[Heartbeat | None], newest: Heartbeat) -> list[Suspect]:
+    """Find the ranks that are missing or behind. Unlike find_suspects, this also works while ranks
+    are running."""
     if newest.state is RankState.HUNG:
-        return find_suspects(heartbeats, newest.attempt, absent)
+        return find_suspects(heartbeats, newest.attempt)
     running = []
     suspects = []
     for rank, heartbeat in enumerate(heartbeats):
-        if rank in absent:
-            continue
         if heartbeat is None:
             suspects.append(Suspect(rank, "missing: it never wrote a heartbeat"))
         elif heartbeat.attempt != newest.attempt:
@@ -155,7 +146,6 @@ def to_json(report: Report) -> str:
         "time": report.time,
         "is_alive": report.is_alive,
         "pulses": [heartbeat and asdict(heartbeat) for heartbeat in report.heartbeats],
-        "absent": list(report.absent),
         "suspects": [{"rank": suspect.rank, "why": suspect.why} for suspect in report.suspects],
         "hang": report.hang,
         "verdict": report.exit_reason and asdict(report.exit_reason),
@@ -168,7 +158,7 @@ def render(report: Report, console: Console) -> None:
     """Print a table of the ranks, then the suspects and the folder with their stacks."""
     suspects = {suspect.rank: suspect.why for suspect in report.suspects}
     table = Table(
-        "rank", "role", "host", "where", "last activity", "ago", "attempt",
+        "rank", "host", "where", "last activity", "ago", "attempt",
         title=Text(f"{report.folder}, attempt {report.attempt}"),
     )  # fmt: skip
     for rank, heartbeat in enumerate(report.heartbeats):
@@ -181,20 +171,13 @@ def render(report: Report, console: Console) -> None:
             if heartbeat.state is RankState.RUNNING
             else f"{heartbeat.place}; {heartbeat.state}"
         )
-        role = heartbeat.role or "policy, engine"
-        cells = (str(rank), role, heartbeat.host, where, heartbeat.sign, ago, heartbeat.attempt)
+        cells = (str(rank), heartbeat.host, where, heartbeat.sign, ago, heartbeat.attempt)
         table.add_row(*map(Text, cells), style=style)
     console.print(table)
     lines = [f"running: {'yes' if report.is_alive else 'no, there are no recent heartbeats'}"]
     lines += _few([f"rank {rank}: {why}" for rank, why in suspects.items()])
     if not suspects:
         lines.append("no rank is behind")
-    lines += _few(
-        [
-            f"rank {rank}: takes no part now, because its engine was lost or has not joined yet"
-            for rank in report.absent
-        ]
-    )
     if report.hang:
         lines += [f"the watchdog ended the run: {report.hang}", f"stacks: {report.stacks}"]
     if report.exit_reason is not None:

@@ -92,7 +92,7 @@ ROOMS = {
 
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
-LONG_FILES: dict[str, tuple[int, str]] = {"types.py": (633, "all records of a run, in one file")}
+LONG_FILES: dict[str, tuple[int, str]] = {"types.py": (636, "all records of a run, in one file")}
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 
 

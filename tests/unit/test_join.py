@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_megatron.cluster.join import adopt_step, check_roles, port_of, tasks_per_node
+from dapo_megatron.cluster.join import adopt_step, port_of, tasks_per_node
 from dapo_megatron.types import ConfigError
 
 STEP = {
@@ -31,20 +31,6 @@ def test_a_task_of_a_multi_task_step_is_a_rank() -> None:
     assert environ["LOCAL_WORLD_SIZE"] == "4"
     assert environ["MASTER_ADDR"] == "h1"
     assert 20_000 <= int(environ["MASTER_PORT"]) < 30_000
-
-
-def test_a_step_of_one_role_has_the_ranks_that_the_script_names() -> None:
-    environ = {**STEP, "DAPO_FIRST_RANK": "16", "DAPO_WORLD_SIZE": "28"}
-    adopt_step(environ)
-    assert (environ["RANK"], environ["WORLD_SIZE"]) == ("25", "28")
-    assert (environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"]) == ("1", "4")
-
-
-def test_steps_of_other_sizes_than_the_roles_are_refused() -> None:
-    check_roles(16, 12, {"DAPO_ROLES": "16+12"})
-    check_roles(16, 12, {})
-    with pytest.raises(ConfigError, match="set DAPO_ROLES=12\\+16"):
-        check_roles(12, 16, {"DAPO_ROLES": "16+12"})
 
 
 def test_variables_exported_by_the_script_are_kept() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
-import socket
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
 import dapo_megatron.cluster.ranks as module
-from dapo_megatron.cluster.groups import TIMEOUT, group_or_world, make_group, notice_lost_nodes
+from dapo_megatron.cluster import collectives
+from dapo_megatron.cluster.groups import TIMEOUT, make_group
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.store import default_store
 from dapo_megatron.types import RankError
@@ -58,8 +56,6 @@ def test_every_rank_gets_the_bytes_that_are_sent_to_it() -> None:
 
 def send_slowly(rank: int) -> list[bytes]:
     """Exchange bytes in a group that had to connect within a second. Rank 1 sends after two."""
-    import dapo_megatron.cluster.collectives as collectives
-
     names, connect_timeout = [0, 1], timedelta(seconds=1)
     group = make_group(default_store(), "slow", names, rank, TIMEOUT, connect_timeout)
     share = collectives._shared
@@ -163,61 +159,19 @@ def test_members_of_a_subgroup_prove_the_secret() -> None:
     assert all("did not prove that it knows" in text for text in results[1:]), results
 
 
-def use_roles(rank: int, other_secret: bool) -> str:
-    """Join again, as one rank with a policy and two with engines."""
-    import torch
+def make_pairs(rank: int) -> list[list[int]]:
+    """Make the group of members 0 and 1 twice with process 1, then on another store with process 2,
+    which takes the place of process 1."""
     import torch.distributed as dist
 
-    dist.destroy_process_group()
-    if other_secret and rank == 2:
-        module.run_secret = lambda _: b"another"  # type: ignore[assignment]
-    try:
-        ranks = module.join("gloo", num_policy=1, replica_size=2)
-        ranks = module.first_generation(ranks, "gloo")
-    except RankError as error:
-        return str(error)
-    assert (ranks.policy is None) == (rank > 0) and (ranks.engine is None) == (rank == 0)
-    role = ranks.policy or ranks.engine
-    assert role is not None
-    # The default group has only the ranks of the policy, or of an engine.
-    assert (dist.get_rank(), dist.get_world_size()) == (role.rank, role.world_size)
-    assert role.all_gather(rank, int) == ([0] if rank == 0 else [1, 2])
-    assert ranks.all_gather(rank, int) == [0, 1, 2]
-    received = torch.empty(3)
-    group_or_world(ranks.device_group).alltoall_base(
-        received, torch.arange(3.0) + 10 * rank, [], []
-    ).wait()
-    assert received.tolist() == [rank, 10 + rank, 20 + rank]
-    for _ in range(2):  # two generations of the same group
-        pair = ranks.subgroup([0, 2]) if rank != 1 else None
-        assert pair is None or pair.all_gather(rank, int) == [0, 2]
-    if rank > 0:
-        assert role.second().broadcast(rank, int, source=1) == 2
-        with pytest.raises(RankError, match=r"^rank 2: sent a message"):
-            role.all_gather("text" if rank == 2 else 1, int)
-    ranks.barrier()
-    return ""
+    gathered = []
+    for name, processes in (("a", (0, 1)), ("a", (0, 1)), ("b", (0, 2))):
+        if rank in processes:
+            store = dist.PrefixStore(name, default_store())
+            group = make_group(store, "pair", [0, 1], processes.index(rank))
+            gathered.append(collectives.all_gather(rank, int, group, [0, 1]))
+    return gathered
 
 
-def test_each_role_is_a_world_of_its_own_and_groups_extend_over_both() -> None:
-    assert run_ranks(use_roles, 3, False) == [""] * 3
-
-
-def test_ranks_of_both_roles_prove_the_secret() -> None:
-    results = run_ranks(use_roles, 3, True)
-    assert all("secret" in text for text in results), results
-
-
-def test_connections_get_keepalive_and_no_file_stays_open(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    with (
-        (tmp_path / "file").open("w"),
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as connection,
-    ):
-        before = len(os.listdir("/proc/self/fd"))
-        notice_lost_nodes()
-        assert len(os.listdir("/proc/self/fd")) == before
-        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-    os.close(reading)
-    os.close(writing)
+def test_a_group_can_be_made_again_also_with_a_process_that_made_none() -> None:
+    assert run_ranks(make_pairs, 3) == [[[0, 1], [0, 1], [0, 2]], [[0, 1], [0, 1]], [[0, 2]]]

@@ -12,13 +12,12 @@ import threading
 import time
 import timeit
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from dapo_megatron.cluster import exit_reason, heartbeat
-from dapo_megatron.cluster import watchdog as watchdog_module
+from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import HUNG
 from dapo_megatron.cluster.heartbeat import (
     RankState,
@@ -26,7 +25,6 @@ from dapo_megatron.cluster.heartbeat import (
     read_heartbeat,
     read_heartbeats,
 )
-from dapo_megatron.cluster.processes import KILL_LIST
 from dapo_megatron.cluster.watchdog import Watchdog, hang_file
 from dapo_megatron.doctor import run
 from dapo_megatron.tracking.console import RunConsole
@@ -243,7 +241,6 @@ def test_a_hanging_rank_exits_even_if_its_log_or_disk_blocks(
 HANGING_RANK = """
 import sys, time
 from pathlib import Path
-from dapo_megatron.cluster.processes import KILL_LIST
 from dapo_megatron.cluster.watchdog import Watchdog
 watch = Watchdog(Path(sys.argv[1]), 1, 2, {"update": 0.5}, "17.0")
 watch.start()
@@ -383,24 +380,3 @@ def test_a_stalled_disk_does_not_keep_a_rank_from_closing(
     monkeypatch.setattr("dapo_megatron.cluster.watchdog.write_heartbeat", lambda *_: is_back.wait())
     watch.close()  # returns while the disk is stalled
     is_back.set()
-
-
-def test_a_rank_on_another_node_is_killed_on_request_but_only_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kill_list = tmp_path / "kill_list"
-    monkeypatch.setenv(KILL_LIST, str(kill_list))
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 1.5)
-    monkeypatch.setattr(watchdog_module, "HEARTBEAT_SECONDS", 1.0)
-    ended = threading.Event()
-    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
-    watchdogs = [Watchdog(tmp_path, rank, 2, {"sync": 0.2}, "17.0") for rank in range(2)]
-    watchdog = watchdogs[0]
-    watchdog.replaceable = lambda: [1]
-    stopped = replace(watchdogs[1].heartbeat(), host="node7", pid=123)
-    heartbeat.write_heartbeat(tmp_path, stopped)
-    with watchdog.phase("sync"):
-        watchdog.start()
-        assert ended.wait(EVENTUALLY_SECONDS)  # node7 did not kill it
-    watchdog.close()
-    assert kill_list.read_text() == "node7 123 0\n"
