@@ -99,7 +99,7 @@ class DataParallel(Protocol):
 
     @property
     def index(self) -> int:
-        """Data-parallel index of this rank; -1 if it has no policy."""
+        """Data-parallel index of this rank."""
         ...
 
     @property
@@ -123,7 +123,7 @@ class DataParallel(Protocol):
 
     def all_gather(self, value: T, of: object) -> list[T]:
         """Return the value of each data-parallel index, that of its first rank. `of` is the type of
-        the values. Collective over the ranks with a policy."""
+        the values. Collective."""
         ...
 
 
@@ -146,11 +146,11 @@ class Snapshot(Protocol):
 
 
 class Policy(Protocol):
-    """The model being trained, sharded over all ranks with a policy."""
+    """The model being trained, sharded over all ranks."""
 
     @property
     def data_parallel_index(self) -> int:
-        """Data-parallel index of this rank; -1 if it has no policy."""
+        """Data-parallel index of this rank."""
         ...
 
     def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
