@@ -13,18 +13,18 @@ from typing import Annotated
 import typer
 
 from dapo_megatron.cluster import interrupt  # first, because it handles Ctrl-C from now on
-from dapo_megatron.cluster.join import adopt_step, check_roles
+from dapo_megatron.cluster.join import adopt_step
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.safe_output import protect_streams
 from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.cluster.stop import leave_when_asked
-from dapo_megatron.config import Config, RolesConfig, num_processes, refuse
+from dapo_megatron.config import Config, num_processes, refuse
 from dapo_megatron.config.file import load_config
 from dapo_megatron.files import check_result, write_result
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
-from dapo_megatron.plan.layout import check_layout
+from dapo_megatron.plan.layout import check_layout, policy_ranks
 from dapo_megatron.rewards.registry import check_grader, grader_names, user_function
 from dapo_megatron.rollout.recorded import check_recorded
 from dapo_megatron.types import ConfigError, DapoError, Outcome
@@ -148,11 +148,11 @@ def plan(
     from dapo_megatron.plan.speed import Assumptions
 
     checked = load_config(config, overrides or [], overlay or [])
-    num_processes = nodes * gpus_per_node
+    num_ranks = policy_ranks(checked, nodes * gpus_per_node)
     spec = NodeSpec(gpus_per_node, gpu_memory_gib, host_memory_gib)
     assumptions = Assumptions(gpu=gpu, mfu=mfu, response_tokens=response_tokens)
-    forecast.check(checked, num_processes, spec)
-    refuse(forecast.forecast(checked, num_processes, spec, assumptions, json_file))
+    forecast.check(checked, num_ranks, spec)
+    refuse(forecast.forecast(checked, num_ranks, spec, assumptions, json_file))
 
 
 @app.command()
@@ -360,10 +360,6 @@ def _load(
     has_engine: bool = True,
 ) -> Config:
     config = load_config(path, overrides or [], overlays or [])
-    if not has_engine:  # a replay trains on all ranks
-        config = config.model_copy(update={"roles": RolesConfig()})
-    else:
-        check_roles(config.roles.policy, config.roles.engine)
     arch = read_architecture(config)
     check_layout(config, arch, num_processes(config), has_engine=has_engine)
     check_compatibility(config, arch, has_engine=has_engine)

@@ -121,7 +121,7 @@ class DataParallel(Protocol):
 
     def all_gather(self, value: T, of: object) -> list[T]:
         """Return the value of each data-parallel index, that of its first rank. `of` is the type of
-        the values."""
+        the values. Collective."""
         ...
 
 

@@ -30,7 +30,6 @@ from dapo_megatron.config.computing import (
     ModelConfig,
     OptimizerConfig,
     PolicyConfig,
-    RolesConfig,
 )
 from dapo_megatron.config.running import (
     CheckpointConfig,
@@ -72,7 +71,6 @@ __all__ = [
     "PreflightConfig",
     "ReasoningGymSource",
     "RewardsConfig",
-    "RolesConfig",
     "RolloutConfig",
     "RowsSource",
     "RunConfig",
@@ -100,7 +98,6 @@ class Config(Section):
     model: ModelConfig
     policy: PolicyConfig
     engine: EngineConfig = EngineConfig()
-    roles: RolesConfig = RolesConfig()
     rollout: RolloutConfig
     overlong: OverlongConfig
     loss: LossConfig
@@ -137,19 +134,16 @@ class Config(Section):
         sources = (*self.data.train, *self.evaluation.sets)
         return {source.name: source.grader for source in sources}
 
-    def role(self, rank: int) -> str:
-        """Return the role of a rank: policy or engine, or empty if every rank has both."""
-        if not self.roles.are_separate:
-            return ""
-        return "policy" if rank < self.roles.policy else "engine"
+    @property
+    def separate_gpus(self) -> int:
+        """GPUs on which engines run beside those of the policy."""
+        if self.engine.colocated:
+            return 0
+        return (self.engine.replicas or 0) * self.engine_tensor_parallel
 
-    def policy_ranks(self, world_size: int) -> int:
-        """Return how many of `world_size` ranks have a policy."""
-        return self.roles.policy if self.roles.are_separate else world_size
-
-    def engine_ranks(self, world_size: int) -> int:
-        """Return how many of `world_size` ranks have an engine."""
-        return self.roles.engine if self.roles.are_separate else world_size
+    def num_replicas(self, num_ranks: int) -> int:
+        """Return the number of engines of a run whose policy has `num_ranks` ranks."""
+        return self.engine.replicas or num_ranks // self.engine_tensor_parallel
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -160,5 +154,6 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def num_processes(config: Config) -> int:
-    """Return the number of ranks: WORLD_SIZE if a launcher has set it, else run.processes."""
+    """Return the number of the policy's ranks: WORLD_SIZE if a launcher has set it, else
+    run.processes."""
     return int(os.environ.get("WORLD_SIZE", config.run.processes))

@@ -83,7 +83,7 @@ class RolloutConfig(Section):
 
     @property
     def samples_ahead(self) -> bool:
-        """Whether engines on dedicated ranks sample on while the policy trains."""
+        """Whether engines on other GPUs sample on while the policy trains."""
         return not (self.on_policy or self.deterministic)
 
 

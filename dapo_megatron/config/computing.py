@@ -96,7 +96,20 @@ class PolicyConfig(Section):
 
 class EngineConfig(Section):
     tensor_parallel: Count | None = None
-    """Ranks per engine. null: policy.tensor_parallel. The remaining ranks form more replicas."""
+    """Ranks per engine. null: policy.tensor_parallel."""
+    colocated: bool = True
+    """Whether engines share the GPUs of the policy, which take turns. false: they run on other
+    GPUs, and may sample while the policy trains; engine.sleep is then false and policy.offload
+    empty."""
+    replicas: Count | None = None
+    """Number of engines. null: as many as the policy's ranks have room for; required with colocated
+    false."""
+    min_replicas: Count = 1
+    """Number of engines with which a step starts. With fewer, the run waits up to watchdog.start
+    for them to connect, then saves and ends."""
+    silence_seconds: Positive = 60.0
+    """An engine that gives no sign of life for so long is out, and what it was working on is
+    sampled again. Longer than its longest step."""
     expert_parallel: bool = False
     """Distribute whole experts over the ranks of an engine, instead of splitting every expert."""
     memory_fraction: Fraction = 0.7
@@ -119,27 +132,9 @@ class EngineConfig(Section):
     async_scheduling: bool | None = None
     """Schedule the next engine step while the GPU computes the current one. null: vLLM's default
     (on a GPU true). Set false to find the cause of wrong tokens."""
-    min_replicas: Count = 1
-    """Used with `roles`: number of engines with which the run starts if others are late, and goes
-    on after others are lost. With fewer it waits up to watchdog.start for them to return, and then
-    saves and ends."""
     model_runner: Literal["auto", "v1", "v2"] = "auto"
     """vLLM's model runner. auto: vLLM's default (on a GPU v2). Set v1 to find the cause of wrong
     tokens or log-probs."""
-
-
-class RolesConfig(Section):
-    """Number of ranks of the policy and of the engines. 0 and 0: every rank has a shard of both,
-    which take turns on its GPU. Otherwise the first ranks have only the policy, the others only an
-    engine, and as no GPU is shared, engine.sleep is false and policy.offload empty."""
-
-    policy: WholeNumber = 0
-    engine: WholeNumber = 0
-
-    @property
-    def are_separate(self) -> bool:
-        """Whether policy and engines run on dedicated ranks."""
-        return self.policy > 0
 
 
 class OptimizerConfig(Section):

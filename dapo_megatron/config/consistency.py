@@ -42,17 +42,13 @@ def _contradictions(config: Config) -> Iterable[str]:
         )
     if not config.data.train:
         yield "data.train: empty; add a data set to train on"
-    if (config.roles.policy > 0) != (config.roles.engine > 0):
+    engine = config.engine
+    if not engine.colocated and engine.replicas is None:
+        yield "engine.replicas: null with engine.colocated false; set it to the number of engines"
+    if engine.replicas is not None and engine.min_replicas > engine.replicas:
         yield (
-            f"roles.policy: {config.roles.policy} with roles.engine {config.roles.engine}: set "
-            "both above 0, or both to 0 (every rank has a policy and an engine)"
-        )
-    num_engines = config.roles.engine // config.engine_tensor_parallel
-    # If there are too few ranks for one engine, plan/layout.py refuses engine.tensor_parallel.
-    if config.roles.are_separate and 0 < num_engines < config.engine.min_replicas:
-        yield (
-            f"engine.min_replicas: {config.engine.min_replicas}, but roles.engine "
-            f"{config.roles.engine} has only {num_engines} engines; use at most that many"
+            f"engine.min_replicas: {engine.min_replicas} must be at most engine.replicas = "
+            f"{engine.replicas}"
         )
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     if sequences % config.train.updates_per_step:

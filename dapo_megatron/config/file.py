@@ -52,7 +52,7 @@ def parse_config(tree: dict[str, Any], origins: Mapping[str, str] | None = None)
         lines = [_explain(item, origins or {}) for item in error.errors()]  # type: ignore[arg-type]
         raise ConfigError("\n".join(lines)) from None
     check_values(config)
-    return _without_turns(config) if config.roles.are_separate else config
+    return config if config.engine.colocated else _without_turns(config)
 
 
 def _without_turns(config: Config) -> Config:
@@ -162,6 +162,12 @@ _MESSAGES = {
 }
 
 
+_REMOVED = {
+    "roles": "is gone; set run.processes to the number of the policy's ranks, engine.colocated to "
+    "false and engine.replicas to the number of engines",
+}
+
+
 def _explain(item: dict[str, Any], origins: Mapping[str, str]) -> str:
     """Format a pydantic error as `dotted.key: problem; remedy`, with the overlay that set it."""
     # pydantic's location includes the kind of a source, which is not part of the user's key.
@@ -173,6 +179,8 @@ def _explain(item: dict[str, Any], origins: Mapping[str, str]) -> str:
 def _problem(item: dict[str, Any], dotted: str) -> str:
     loc, error, given = item["loc"], item["type"], item.get("input")
     if error == "extra_forbidden":
+        if dotted in _REMOVED:
+            return f"{dotted}: {_REMOVED[dotted]}"
         known = _fields(loc[:-1])
         near = difflib.get_close_matches(str(loc[-1]), known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(known)}"

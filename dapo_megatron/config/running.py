@@ -24,7 +24,7 @@ class RunConfig(Section):
     directory: str = "runs"
     """Parent folder of run folders."""
     processes: Processes = 1
-    """Number of ranks that `train` starts on this machine if no launcher has started them."""
+    """Number of ranks of the policy. `train` starts them on this machine if no launcher has."""
     stop_seconds: Seconds = 240.0
     """Time to save a checkpoint after SIGUSR1 or SIGTERM. After it the run exits, saved or not."""
 

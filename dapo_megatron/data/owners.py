@@ -61,8 +61,8 @@ def own_sequences(
 class DataParallelRanks:
     """Implementation of protocols.DataParallel. `join` creates it.
 
-    exchange     between the ranks with a policy, which are the first ranks
-    indices      data-parallel index of each rank; -1 for a rank without a policy
+    exchange     between all ranks
+    indices      data-parallel index of each rank
     plan         splits a mini-batch over data-parallel indices
     num_updates  mini-batches of a step
     """
@@ -74,17 +74,10 @@ class DataParallelRanks:
 
     @classmethod
     def join(
-        cls,
-        exchange: Exchange,
-        index: int,
-        plan: MicrobatchPlanner,
-        num_updates: int,
-        *,
-        policy: Exchange | None = None,
+        cls, exchange: Exchange, index: int, plan: MicrobatchPlanner, num_updates: int
     ) -> Self:
-        """Return the data-parallel ranks of a run. `index` is that of this rank, `policy` the
-        exchange between ranks with a policy if not all have one. Collective."""
-        return cls(policy or exchange, tuple(exchange.all_gather(index, int)), plan, num_updates)
+        """Return the data-parallel ranks of a run. `index` is that of this rank. Collective."""
+        return cls(exchange, tuple(exchange.all_gather(index, int)), plan, num_updates)
 
     @property
     def index(self) -> int:
@@ -99,7 +92,7 @@ class DataParallelRanks:
     @property
     def is_first(self) -> bool:
         """Whether this is the first rank of its index."""
-        return self.index >= 0 and self.indices.index(self.index) == self.exchange.rank
+        return self.indices.index(self.index) == self.exchange.rank
 
     @property
     def firsts(self) -> list[int]:
@@ -112,8 +105,7 @@ class DataParallelRanks:
         return owners(lengths, self.num_updates, self.plan, self.size)
 
     def all_gather(self, value: T, of: object) -> list[T]:
-        """Return the value of each data-parallel index, that of its first rank. Collective over the
-        ranks with a policy."""
+        """Return the value of each data-parallel index, that of its first rank. Collective."""
         if self.size == 1:
             return [value]
         values = self.exchange.all_gather(value if self.is_first else None, cast(Any, of) | None)

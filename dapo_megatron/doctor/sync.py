@@ -63,8 +63,8 @@ class SyncProof:
         moved = self.reports[-1].num_bytes
         lines = [
             f"{config.model.path}: {self.num_tensors} tensors, {_mib(self.num_bytes)}",
-            f"policy  {describe(config.policy, config.policy_ranks(world))}",
-            f"engine  tensor {engine} x {config.engine_ranks(world) // engine} replicas",
+            f"policy  {describe(config.policy, world)}",
+            f"engine  tensor {engine} x {config.num_replicas(world)} replicas",
             f"plan    {self.num_rounds} rounds; received by a rank: at most {_mib(moved)}, "
             f"least possible {_mib(self.bound)}, whole model {_mib(self.num_bytes)}",
         ]
@@ -84,7 +84,7 @@ class SyncProof:
         return {
             **facts(),
             "model_path": self.config.model.path,
-            "policy": describe(self.config.policy, self.config.policy_ranks(self.num_ranks)),
+            "policy": describe(self.config.policy, self.num_ranks),
             "engine_tensor_parallel": self.config.engine_tensor_parallel,
             "num_ranks": self.num_ranks,
             "num_tensors": self.num_tensors,

@@ -25,17 +25,19 @@ Groups = Sequence[Sequence[int]]
 def engine_groups(
     config: Config, arch: Architecture, num_ranks: int, ranks_per_node: int
 ) -> Groups:
-    """Return the ranks of each engine of a run, among its `num_ranks` ranks with an engine."""
-    has_policy = not config.roles.are_separate
-    return place_engines(
+    """Return the ranks of the policy, of `num_ranks`, with which each colocated engine shares
+    GPUs."""
+    engine_tp = config.engine_tensor_parallel
+    groups = place_engines(
         arch,
-        num_ranks,
-        config.engine_tensor_parallel,
-        policy_tp=config.policy.tensor_parallel if has_policy else 1,
-        policy_ep=config.policy.expert_parallel if has_policy else 1,
+        num_ranks - num_ranks % engine_tp,
+        engine_tp,
+        policy_tp=config.policy.tensor_parallel,
+        policy_ep=config.policy.expert_parallel,
         whole_experts=config.engine.expert_parallel,
         ranks_per_node=ranks_per_node,
     )
+    return groups[: config.num_replicas(num_ranks)]
 
 
 def place_engines(

@@ -18,7 +18,7 @@ from dapo_megatron.plan.engine_memory import EngineMemory, engine_of
 from dapo_megatron.plan.layout import data_parallel
 from dapo_megatron.plan.phases import PHASES, Moment, Phases, engine_phases, fullest, phases_of
 from dapo_megatron.plan.stage import Stage
-from dapo_megatron.types import STEP_PHASES, ConfigError, DapoError, Phase
+from dapo_megatron.types import STEP_PHASES, ConfigError, DapoError
 
 GPU_MARGIN, HOST_MARGIN = 0.05, 0.10
 """A free share of the memory below this causes a warning."""
@@ -26,7 +26,7 @@ ENGINE_RANKS = "every engine rank"
 HOST = "host"
 """Name for a node's host memory, used in place of a phase."""
 PROCESS_GIB = 4.0
-"""Host memory of a rank with torch, CUDA, Megatron-core and vLLM, without tensors (assumed)."""
+"""Host memory of a process with torch, CUDA, and Megatron-core or vLLM, without tensors (assumed)."""
 GRADER_GIB = 0.25
 """Host memory of a grading process with math_verify and reasoning_gym (docs/rewards.md)."""
 
@@ -52,8 +52,9 @@ class Excess:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of a run. `kinds` maps the name of each kind of rank (a pipeline stage, or the engines
-    on ranks of their own) to its phases, `hosts` the title of each kind of node to its memory."""
+    """Memory of a run with a policy on `num_processes` ranks. `kinds` maps the name of each kind of
+    rank (a pipeline stage, or engines on other GPUs) to its phases, `hosts` the title of each kind
+    of node to its memory."""
 
     config: Config
     arch: Architecture
@@ -65,6 +66,16 @@ class MemoryEstimate:
     engine: EngineMemory
     hosts: dict[str, tuple[MemoryItem, ...]]
     disk: tuple[MemoryItem, ...]
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs of policy and engines."""
+        return self.num_processes + self.config.separate_gpus
+
+    @property
+    def engine_gpus(self) -> int:
+        """Number of GPUs with an engine."""
+        return self.config.num_replicas(self.num_processes) * self.config.engine_tensor_parallel
 
     @property
     def gpu_memory_bytes(self) -> float | None:
@@ -159,7 +170,7 @@ class MemoryEstimate:
 def estimate_memory(
     config: Config, num_processes: int, nodes: NodeSpec | None = None
 ) -> MemoryEstimate:
-    """Estimate the memory of `num_processes` ranks, one per GPU of the nodes.
+    """Estimate the memory of a run with a policy on `num_processes` ranks, one per GPU.
 
     The layout must fit the processes (layout.check_layout). Raises ConfigError for an unsupported
     config.json.
@@ -170,18 +181,14 @@ def estimate_memory(
     kernels = kernels_of(config, arch, has_gpu=has_gpu)
     micro = micro_of(config, arch, kernels, on_gpu=has_gpu)
     stages = tuple(
-        Stage(config, micro, config.policy_ranks(num_processes), number)
+        Stage(config, micro, num_processes, number)
         for number in range(config.policy.pipeline_parallel)
     )
     engine = engine_of(config, arch, nodes.gpu_memory_gib * GIB if has_gpu else None)
-    is_separate = config.roles.are_separate
-    kinds = {
-        stage.name: phases_of(stage, None if is_separate else engine, has_gpu=has_gpu)
-        for stage in stages
-    }
-    if is_separate:
-        kinds[ENGINE_RANKS] = engine_phases(config, engine, num_processes, has_gpu=has_gpu)
-    ranks_per_node = min(num_processes, nodes.gpus_per_node) if has_gpu else num_processes
+    colocated = engine if config.engine.colocated else None
+    kinds = {stage.name: phases_of(stage, colocated, has_gpu=has_gpu) for stage in stages}
+    if not colocated:
+        kinds[ENGINE_RANKS] = engine_phases(config, engine, has_gpu=has_gpu)
     return MemoryEstimate(
         config=config,
         arch=arch,
@@ -192,10 +199,10 @@ def estimate_memory(
         kinds=kinds,
         engine=engine,
         hosts={
-            title: _host_parts(config, stages, num_processes, node)
-            for title, node in _nodes(config, num_processes, ranks_per_node)
+            title: _host_parts(config, stages, node)
+            for title, node in _nodes(config, num_processes, nodes.gpus_per_node)
         },
-        disk=_disk_parts(stages, config.policy_ranks(num_processes)),
+        disk=_disk_parts(stages, num_processes),
     )
 
 
@@ -211,34 +218,32 @@ def kernels_of(config: Config, arch: Architecture, *, has_gpu: bool) -> Kernels:
 
 @dataclass(frozen=True)
 class NodeRanks:
-    """Ranks of a node: all, those with a policy, and those with an engine."""
+    """Numbers of processes of the policy and of engines on a node."""
 
-    num: int
     policy: int
     engine: int
 
 
-def _nodes(config: Config, num_processes: int, ranks_per_node: int) -> list[tuple[str, NodeRanks]]:
-    """Return the kinds of nodes, with a title for each."""
-    roles = config.roles
-    if not roles.are_separate:
-        return [
-            ("host memory of a node", NodeRanks(ranks_per_node, ranks_per_node, ranks_per_node))
-        ]
+def _nodes(config: Config, num_processes: int, gpus_per_node: int) -> list[tuple[str, NodeRanks]]:
+    """Return the kinds of nodes, with a title for each. Without GPUs there is a single node."""
+    num_gpus = num_processes + config.separate_gpus
+    per_node = min(num_gpus, gpus_per_node or num_gpus)
+    if config.engine.colocated:
+        num_shared = config.num_replicas(num_processes) * config.engine_tensor_parallel
+        return [("host memory of a node", NodeRanks(per_node, min(per_node, num_shared)))]
     nodes: dict[str, NodeRanks] = {}
-    for first in range(0, num_processes, ranks_per_node):
-        num = min(ranks_per_node, num_processes - first)
-        policy = min(max(roles.policy - first, 0), num)
+    for first in range(0, num_gpus, per_node):
+        num = min(per_node, num_gpus - first)
+        policy = min(max(num_processes - first, 0), num)
         ranks = {"policy": policy, "engine": num - policy}
-        title = " and ".join(f"{count} {role} ranks" for role, count in ranks.items() if count)
-        nodes[f"host memory of a node with {title}"] = NodeRanks(num, policy, num - policy)
+        title = " and ".join(f"{count} {side} ranks" for side, count in ranks.items() if count)
+        nodes[f"host memory of a node with {title}"] = NodeRanks(policy, num - policy)
     return list(nodes.items())
 
 
-def _host_parts(
-    config: Config, stages: Sequence[Stage], num_processes: int, node: NodeRanks
-) -> tuple[MemoryItem, ...]:
+def _host_parts(config: Config, stages: Sequence[Stage], node: NodeRanks) -> tuple[MemoryItem, ...]:
     """Return the host memory of a node, as if all its ranks were in the fullest pipeline stage."""
+    processes = node.policy + node.engine
     offloaded = max(policy.offloaded_bytes(stage) for stage in stages)
     optimizer = max(policy.optimizer_on_host(stage) for stage in stages)
     reference = max(policy.reference_bytes(stage) for stage in stages)
@@ -250,8 +255,9 @@ def _host_parts(
     parts = (
         MemoryItem(
             "processes",
-            int(node.num * PROCESS_GIB * GIB),
-            f"{node.num} ranks, {PROCESS_GIB:g} GiB each: assumed",
+            int(processes * PROCESS_GIB * GIB),
+            f"{node.policy} of the policy, {node.engine} of engines, {PROCESS_GIB:g} GiB each: "
+            "assumed",
         ),
         MemoryItem(
             "offloaded while generating",
@@ -334,9 +340,7 @@ def save_estimate(
     gpus_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
     try:
         estimate = estimate_memory(config, num_processes, NodeSpec(gpus_per_node, gpu_bytes / GIB))
-        if config.roles.are_separate:  # engines do not measure the training
-            for phase in (Phase.LOGPROBS, Phase.UPDATE):
-                del estimate.kinds[ENGINE_RANKS][phase]
+        estimate.kinds.pop(ENGINE_RANKS, None)  # memory is measured on the policy's GPUs
         phases = {
             phase: estimate.num_bytes(phase) / GIB for phase in PHASES if phase in STEP_PHASES
         }

@@ -24,7 +24,7 @@ from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory
 from dapo_megatron.plan.layout import describe
 from dapo_megatron.plan.phases import PHASES, Moment, Phases, fullest
-from dapo_megatron.plan.roles import describe_roles, role_warnings
+from dapo_megatron.plan.separate import describe_sides, side_warnings
 from dapo_megatron.plan.speed import Assumptions, Speed, estimate_speed
 from dapo_megatron.plan.stage import ACTIVATIONS
 from dapo_megatron.plan.suggestions import alternatives, check_layout_and_memory, problems
@@ -61,12 +61,12 @@ def render(estimate: MemoryEstimate, console: Console, speed: Speed | None = Non
     config = estimate.config
     for note in published_notes(config):
         console.print(f"model: {note}", highlight=False, soft_wrap=True)
-    roles, policy_world = config.roles, config.policy_ranks(estimate.num_processes)
-    of_roles = f" ({roles.policy} policy, {roles.engine} engine)" if roles.are_separate else ""
+    where = "" if config.engine.colocated else " on other GPUs"
     console.print(
-        f"{estimate.arch.family}, {estimate.num_processes} ranks{of_roles}: "
-        f"{describe(config.policy, policy_world)}; engines of "
-        f"{config.engine_tensor_parallel}; kernels {estimate.kernels}"
+        f"{estimate.arch.family}, {estimate.num_processes} ranks: "
+        f"{describe(config.policy, estimate.num_processes)}; "
+        f"{config.num_replicas(estimate.num_processes)} engines of "
+        f"{config.engine_tensor_parallel}{where}; kernels {estimate.kernels}"
         + ("" if estimate.kernels == "local" else " (activations counted, not measured)"),
         highlight=False,
         markup=False,
@@ -164,9 +164,9 @@ def _parts(title: str, parts: Iterable[MemoryItem]) -> Table:
 
 
 def warnings(estimate: MemoryEstimate, speed: Speed | None) -> list[str]:
-    """Return the warnings of memory, and those of roles."""
-    of_roles = role_warnings(estimate, speed) if estimate.config.roles.are_separate else ()
-    return [*estimate.warnings(), *of_roles]
+    """Return the warnings of memory, and those of engines on other GPUs."""
+    of_sides = () if estimate.config.engine.colocated else side_warnings(estimate, speed)
+    return [*estimate.warnings(), *of_sides]
 
 
 _RANKS = {
@@ -178,15 +178,15 @@ _RANKS = {
 
 
 def _render_speed(estimate: MemoryEstimate, speed: Speed, console: Console) -> None:
-    is_separate = estimate.config.roles.are_separate
+    is_separate = not estimate.config.engine.colocated
     table = Table("phase", "seconds", title="a rollout step (estimate)")
     for phase, seconds in speed.seconds.items():
-        role = _RANKS[Phase(phase)] if is_separate else ""
-        table.add_row(phase + role, f"{seconds:,.0f}")
+        side = _RANKS[Phase(phase)] if is_separate else ""
+        table.add_row(phase + side, f"{seconds:,.0f}")
     table.add_row("step", f"{speed.step_seconds:,.0f}")
     console.print(table)
     if is_separate:
-        console.print(describe_roles(estimate, speed), highlight=False)
+        console.print(describe_sides(estimate, speed), highlight=False)
     lines = [f"{name} {value}" for name, value in speed.assumptions.lines() if value != "None"]
     console.print(
         f"assumed: {', '.join(lines)}; {speed.prompts:,.0f} prompts a step, responses of "
@@ -226,7 +226,7 @@ def to_json(
         "disk": _rows(estimate.disk),
         "seconds": None if speed is None else {**speed.seconds, "step": speed.step_seconds},
         "sync_bytes": None if speed is None else speed.sync_bytes,
-        "waiting": speed.waiting if speed and estimate.config.roles.are_separate else None,
+        "waiting": speed.waiting if speed and not estimate.config.engine.colocated else None,
         "assumptions": None if speed is None else dict(speed.assumptions.lines()),
     }
 

@@ -15,6 +15,7 @@ from typing import Any
 from dapo_megatron.config import Config, PolicyConfig, refuse
 from dapo_megatron.model import Architecture
 from dapo_megatron.plan.rows import round_up, row_multiple, sequence_multiple
+from dapo_megatron.types import ConfigError
 
 # ------------------------------------------------------------------ derived sizes
 
@@ -79,32 +80,27 @@ def check_layout(
     """Raise ConfigError if the layout does not fit the number of processes or the model.
 
     The message lists every problem. If the policy's layout is at fault, it also lists up to three
-    layouts near it that fit. Without an engine (`doctor layouts`), engine.tensor_parallel is not
+    layouts near it that fit. Without an engine (`doctor layouts`), the section `engine` is not
     checked.
     """
-    problems = list(_role_problems(config, world_size)) if has_engine else []
-    is_separate = has_engine and config.roles.are_separate
-    policy_world = config.policy_ranks(world_size) if has_engine else world_size
-    of_policy = list(
-        policy_problems(
-            config.policy, policy_world, arch, "roles.policy" if is_separate else _PROCESSES
-        )
-    )
-    problems += [*of_policy, *_row_problems(config, arch), *_model_problems(config, arch)]
+    of_policy = list(policy_problems(config.policy, world_size, arch))
+    problems = [*of_policy, *_row_problems(config, arch), *_model_problems(config, arch)]
     if has_engine:
-        problems += _engine_problems(config, config.engine_ranks(world_size), arch)
+        problems += _engine_problems(config, world_size, arch)
     if of_policy:
-        problems.append(_suggestions(config, policy_world, arch))
+        problems.append(_suggestions(config, world_size, arch))
     refuse(problems)
 
 
-def _role_problems(config: Config, world_size: int) -> Iterator[str]:
-    roles = config.roles
-    if roles.are_separate and roles.policy + roles.engine != world_size:
-        yield (
-            f"roles.policy + roles.engine = {roles.policy} + {roles.engine}, but there are "
-            f"{world_size} processes ({_PROCESSES})"
-        )
+def policy_ranks(config: Config, num_gpus: int) -> int:
+    """Return how many of a run's GPUs have the policy. Raises ConfigError if engines on other GPUs
+    leave none of them."""
+    if config.separate_gpus < num_gpus:
+        return num_gpus - config.separate_gpus
+    raise ConfigError(
+        f"engine.replicas: {config.engine.replicas} engines of {config.engine_tensor_parallel} "
+        f"GPUs leave none of {num_gpus} to the policy; use fewer, or more nodes"
+    )
 
 
 def _suggestions(config: Config, world: int, arch: Architecture) -> str:
@@ -121,16 +117,13 @@ def _suggestions(config: Config, world: int, arch: Architecture) -> str:
 _PROCESSES = "run.processes, or the launcher's"
 
 
-def policy_problems(
-    policy: PolicyConfig, world: int, arch: Architecture, key: str = _PROCESSES
-) -> Iterator[str]:
-    """Yield the problems of the policy's layout for this model on `world` processes, whose number
-    is set by `key`."""
+def policy_problems(policy: PolicyConfig, world: int, arch: Architecture) -> Iterator[str]:
+    """Yield the problems of the policy's layout for this model on `world` processes."""
     num_ranks = _model_ranks(policy)
     if world % num_ranks:
         yield (
             f"policy.tensor_parallel x pipeline_parallel x context_parallel = {num_ranks} does not "
-            f"divide the {world} processes ({key})"
+            f"divide the {world} processes ({_PROCESSES})"
         )
     yield from _tensor_problems(policy, arch)
     yield from pipeline_problems(policy, arch.num_layers)
@@ -274,32 +267,45 @@ def _model_problems(config: Config, arch: Architecture) -> Iterator[str]:
 
 
 def _engine_problems(config: Config, world: int, arch: Architecture) -> Iterator[str]:
-    size = config.engine_tensor_parallel
-    origin = ""
-    if config.engine.tensor_parallel is None:
-        is_reported = world % size and not config.roles.are_separate
-        if any(_tensor_problems(config.policy, arch)) or is_reported:
+    engine, size = config.engine, config.engine_tensor_parallel
+    origin, room = "", world if engine.colocated else None
+    if engine.tensor_parallel is None:
+        if any(_tensor_problems(config.policy, arch)) or (room and size > room):
             return  # reported for the policy already
         origin = " (null: as policy.tensor_parallel)"
-    key = " (roles.engine)" if config.roles.are_separate else ""
-    whole_experts = config.engine.expert_parallel
-    if whole_experts and not arch.num_experts:
+    if engine.expert_parallel and not arch.num_experts:
         yield "engine.expert_parallel: the model has no experts; set it to false"
+    misfits = list(_engine_misfits(size, room, arch, engine.expert_parallel))
     fitting = [
-        n for n in divisors(world) if not any(_engine_misfits(n, world, arch, whole_experts))
+        n
+        for n in divisors(arch.num_heads)
+        if not any(_engine_misfits(n, room, arch, engine.expert_parallel))
     ]
-    for misfit in _engine_misfits(size, world, arch, whole_experts):
+    for misfit in misfits:
         yield (
-            f"engine.tensor_parallel: {size}{origin} {misfit}; with {world} processes{key} use "
-            f"{' or '.join(map(str, fitting))}"
+            f"engine.tensor_parallel: {size}{origin} {misfit}; use {' or '.join(map(str, fitting))}"
+        )
+    num = config.num_replicas(world)
+    if room and size <= room < num * size:
+        yield (
+            f"engine.replicas: {num} engines of {size} ranks (engine.tensor_parallel) do not fit "
+            f"the {room} processes ({_PROCESSES}); use at most {room // size}, or "
+            "engine.colocated=false"
+        )
+    if not misfits and num < engine.min_replicas and engine.replicas is None:
+        yield (
+            f"engine.min_replicas: {engine.min_replicas}, but the {world} processes "
+            f"({_PROCESSES}) have room for {num} engines; use at most that many"
         )
 
 
 def _engine_misfits(
-    size: int, world: int, arch: Architecture, whole_experts: bool
+    size: int, room: int | None, arch: Architecture, whole_experts: bool
 ) -> Iterator[str]:
-    if world % size:
-        yield f"does not divide the {world} processes"
+    """Yield the reasons why an engine of this size fits neither the model nor `room` processes, if
+    it shares theirs."""
+    if room is not None and size > room:
+        yield f"is more than the {room} processes ({_PROCESSES})"
     heads, groups = arch.num_heads, arch.num_kv_heads
     # The engine can copy a key-value head to several ranks.
     if heads % size or (groups % size and size % groups):

@@ -1,5 +1,5 @@
 """Memory on the device in each phase of a rollout step, with engine sleep and policy offload, or
-with policy and engines on dedicated ranks.
+with engines on other GPUs than the policy.
 
 A phase has several moments with different parts in memory. In a pass these are a layer's
 computation and the output head; in a sync first both models, then only the engine. The size of a
@@ -56,15 +56,9 @@ def fullest(moments: tuple[Moment, ...]) -> Moment:
     return max(moments, key=lambda moment: moment.num_bytes)
 
 
-def engine_phases(config: Config, engine: EngineMemory, num_ranks: int, *, has_gpu: bool) -> Phases:
-    """Return the moments of each phase on a device with an engine and no policy, one of `num_ranks`
-    in the run."""
-    sizes = {
-        "run": num_ranks,
-        "world": config.engine_ranks(num_ranks),
-        "engine": config.engine_tensor_parallel,
-    }
-    parts = (*((_communicators(sizes),) if has_gpu else ()), *engine.parts)
+def engine_phases(config: Config, engine: EngineMemory, *, has_gpu: bool) -> Phases:
+    """Return the moments of each phase on a device with an engine and no policy."""
+    parts = (*((_engine_overhead(config),) if has_gpu else ()), *engine.parts)
     awake = (Moment("engine awake", parts),)
     return {
         Phase.START: (Moment("engine made", parts),),
@@ -77,8 +71,9 @@ def engine_phases(config: Config, engine: EngineMemory, num_ranks: int, *, has_g
 
 def phases_of(stage: Stage, engine: EngineMemory | None, *, has_gpu: bool) -> Phases:
     """Return the moments of each phase on a device of this pipeline stage. `engine` is None if
-    engines run on dedicated ranks."""
-    always = (_overhead(stage),) if has_gpu else ()
+    engines run on other GPUs."""
+    of_engine = (_engine_overhead(stage.config),) if engine else ()
+    always = (_overhead(stage), *of_engine) if has_gpu else ()
     sleeps = has_gpu and stage.config.engine.sleep
     parts = engine.parts if engine else ()
     awake = () if sleeps else parts
@@ -147,29 +142,36 @@ def _moment_name(part: MemoryItem) -> str:
 
 
 def _overhead(stage: Stage) -> MemoryItem:
-    """Return the memory of CUDA and NCCL on a rank with a policy. With roles, one communicator
-    spans all ranks of the run."""
+    """Return the memory of CUDA and NCCL in a rank of the policy. Weights move to engines on other
+    GPUs in a communicator of both."""
     layout, world = stage.policy, stage.num_processes
     data = data_parallel(layout, world)
-    is_separate = stage.config.roles.are_separate
     sizes = {
-        "run": world + stage.config.roles.engine if is_separate else 1,
+        "sync": 1 if stage.config.engine.colocated else world + stage.config.separate_gpus,
         "world": world,
         "tensor": layout.tensor_parallel,
         "pipeline": layout.pipeline_parallel,
         "context": layout.context_parallel,
         "data": data * layout.context_parallel,
         "expert": layout.expert_parallel,
-        "engine": 1 if is_separate else stage.config.engine_tensor_parallel,
     }
-    return _communicators(sizes)
+    return _communicators("CUDA and NCCL", sizes)
 
 
-def _communicators(sizes: Mapping[str, int]) -> MemoryItem:
+def _engine_overhead(config: Config) -> MemoryItem:
+    """Return the memory of CUDA and NCCL in an engine's process on a GPU."""
+    sizes = {
+        "sync": 1 if config.engine.colocated else 1 + config.separate_gpus,
+        "engine": config.engine_tensor_parallel,
+    }
+    return _communicators("CUDA and NCCL of the engine", sizes)
+
+
+def _communicators(name: str, sizes: Mapping[str, int]) -> MemoryItem:
     """Return the memory of CUDA, and of NCCL with communicators of these sizes."""
     count = sum(number > 1 for number in sizes.values())
     return MemoryItem(
-        "CUDA and NCCL",
+        name,
         int((CONTEXT_GIB + NCCL_GIB * count) * GIB),
         f"{CONTEXT_GIB:g} GiB, and {NCCL_GIB:g} for each of {count} communicators: assumed",
     )

@@ -6,8 +6,8 @@ takes the longer of reading weights and KV cache from memory and computing. Gene
 engine steps as the longest response has tokens, or more if the sequences do not all fit at once.
 With rollout.on_policy false, groups are carried, so no step waits for its longest response.
 
-With roles, each side works with its own GPUs. A step takes as long as the slower side if engines
-sample while the policy trains, else the sum of both.
+With engine.colocated false, each side works with its own GPUs. A step takes as long as the slower
+side if engines sample while the policy trains, else the sum of both.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Speed:
     """Tokens trained on per step."""
     assumptions: Assumptions
     sync_bytes: int
-    """Bytes that all engine ranks together need in a sync. With roles, all of them are sent."""
+    """Bytes that all engine ranks together need in a sync. With engine.colocated false, all of them
+    are sent."""
     overlaps: bool = False
     """Whether engines sample while the policy trains."""
 
@@ -96,11 +97,11 @@ class Speed:
 
     @property
     def waiting(self) -> dict[str, float]:
-        """Share of a step in which each role waits for the other, if they run on dedicated ranks:
+        """Share of a step in which each side waits for the other, if they have GPUs of their own:
         {"policy": ..., "engine": ...}."""
         both = self.step_seconds - self.seconds[Phase.SYNC]
         busy = {"policy": self.training_seconds, "engine": self.seconds[Phase.GENERATE]}
-        return {role: (both - seconds) / self.step_seconds for role, seconds in busy.items()}
+        return {side: (both - seconds) / self.step_seconds for side, seconds in busy.items()}
 
 
 def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = None) -> Speed:
@@ -116,7 +117,7 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
     length = ceil(prompt + response)
     sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     scored = ceil(response) * sequences
-    devices = config.policy_ranks(estimate.num_processes) * peak * given.mfu
+    devices = estimate.num_processes * peak * given.mfu
 
     def train(*, backward: bool) -> float:
         flops = model_flops(arch, [length] * sequences, backward=backward, num_scored=scored)
@@ -142,8 +143,8 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
         response_tokens=response,
         tokens=length * sequences,
         assumptions=given,
-        sync_bytes=estimate.engine.received_bytes * config.engine_ranks(estimate.num_processes),
-        overlaps=config.roles.are_separate and config.rollout.samples_ahead,
+        sync_bytes=estimate.engine.received_bytes * estimate.engine_gpus,
+        overlaps=not config.engine.colocated and config.rollout.samples_ahead,
     )
 
 
@@ -176,8 +177,7 @@ def _row_factor(estimate: MemoryEstimate, length: int, sequences: int, minis: in
 
 
 def _data_parallel(estimate: MemoryEstimate) -> int:
-    config = estimate.config
-    return data_parallel(config.policy, config.policy_ranks(estimate.num_processes))
+    return data_parallel(estimate.config.policy, estimate.num_processes)
 
 
 def _generate(
@@ -190,8 +190,7 @@ def _generate(
 ) -> float:
     config, arch, engine = estimate.config, estimate.arch, estimate.engine
     size = config.engine_tensor_parallel
-    num_ranks = config.engine_ranks(estimate.num_processes)
-    replicas = num_ranks / size
+    replicas = config.num_replicas(estimate.num_processes)
     sequences = prompts * config.rollout.samples_per_prompt / replicas
     context = prompt + response / 2
     concurrent = max(min(config.engine.max_sequences, engine.sequences(context)), 1)
@@ -209,7 +208,7 @@ def _generate(
     reading = read / (MEMORY_BANDWIDTH[given.gpu] * given.bandwidth_share)
     prefill = model_flops(arch, [ceil(prompt)], backward=False) * prompts
     seconds = steps * (overhead + max(reading, flops / (peak * given.mfu)))
-    return seconds + prefill / (num_ranks * peak * given.mfu)
+    return seconds + prefill / (estimate.engine_gpus * peak * given.mfu)
 
 
 def _sync(estimate: MemoryEstimate, given: Assumptions) -> float:

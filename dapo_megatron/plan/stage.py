@@ -59,7 +59,7 @@ class Stage:
     def name(self) -> str:
         """Display name."""
         if self.policy.pipeline_parallel == 1:
-            return "every policy rank" if self.config.roles.are_separate else "every rank"
+            return "every rank" if self.config.engine.colocated else "every policy rank"
         ends = {0: " (embedding)"} | ({self.number: " (output head)"} if self.is_last else {})
         of = f"{self.number + 1} of {self.policy.pipeline_parallel}"
         return f"pipeline stage {of}{ends.get(self.number, '')}"

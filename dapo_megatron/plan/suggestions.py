@@ -109,30 +109,28 @@ def check_layout_and_memory(config: Config, num_processes: int, nodes: NodeSpec)
     try:
         check_layout(config, arch, num_processes)
     except ConfigError as error:
-        policy_world = config.policy_ranks(num_processes)
-        if not any(policy_problems(config.policy, policy_world, arch)):
+        if not any(policy_problems(config.policy, num_processes, arch)):
             raise
         lines = [str(error), *alternatives(config, num_processes, nodes)]
         raise ConfigError("\n".join(lines)) from None
 
 
 def alternatives(config: Config, num_processes: int, nodes: NodeSpec) -> list[str]:
-    """Describe layouts that fit `num_processes` GPUs, memory included, or else how many nodes
-    suffice. The list is empty if no layout could be estimated."""
+    """Describe layouts of the policy that fit its `num_processes` GPUs, memory included, or else
+    how many nodes suffice. The list is empty if no layout could be estimated."""
     gpus = f"{num_processes} GPUs of {nodes.gpu_memory_gib:g} GiB"
     layouts, num_tried = _fitting_layouts(config, num_processes, nodes)
     if layouts:
         return ["\n  ".join([f"memory included, these fit {gpus}:", *layouts])]
-    has_roles = config.roles.are_separate
-    enough = None if has_roles else _least_nodes(config, nodes)
+    enough = _least_nodes(config, nodes) if config.engine.colocated else None
     if enough is None and not num_tried:
         return []
     text = (
         f"memory: the run does not fit {gpus} with {GPU_MARGIN:.0%} to spare, in this layout or in "
         "one near it (layouts listed above were chosen without looking at memory)"
     )
-    if has_roles:
-        return [f"{text}; try more ranks (roles.policy, roles.engine)"]
+    if not config.engine.colocated:
+        return [f"{text}; try more nodes"]
     if enough is None:
         return [f"{text}; nor does it fit {MAX_NODES} nodes or fewer"]
     number, layout = enough
@@ -159,12 +157,12 @@ def _fitting_layouts(
     """Return layouts near the configured one that fit model, ranks and memory with a margin, and
     the number of layouts that were estimated. There are at most `count` layouts, nearest first,
     each as overrides of the changed keys."""
-    arch, policy_world = planned_architecture(config), config.policy_ranks(num_processes)
+    arch = planned_architecture(config)
     num_tried = 0
 
     def fits(policy: PolicyConfig) -> bool:
         nonlocal num_tried
-        if num_tried == NUM_TRIED or any(policy_problems(policy, policy_world, arch)):
+        if num_tried == NUM_TRIED or any(policy_problems(policy, num_processes, arch)):
             return False
         changed = config.model_copy(update={"policy": policy})
         estimate = estimate_if_valid(changed, arch, num_processes, nodes)
@@ -174,7 +172,7 @@ def _fitting_layouts(
         return estimate.fits() and not any(estimate.gpu_warnings())
 
     layouts = nearest(
-        config.policy, policy_world, arch.num_layers, arch.num_experts, fits, count=count
+        config.policy, num_processes, arch.num_layers, arch.num_experts, fits, count=count
     )
     return layouts, num_tried
 
@@ -184,7 +182,7 @@ def _fitting_layouts(
 
 def _candidates(config: Config, world: int) -> Iterator[tuple[str, Config, int]]:
     """Yield (change, changed config, number of processes). Not all of these configs are valid."""
-    turns = () if config.roles.are_separate else _of_turns(config.policy)
+    turns = _of_turns(config.policy) if config.engine.colocated else ()
     for section, values in (*_of_policy(config), *turns, *_of_the_rest(config)):
         yield _keys(section, values), _changed(config, section, values), world
     # Twice the context-parallel ranks with half the tokens each: rows keep their total length.
@@ -192,13 +190,10 @@ def _candidates(config: Config, world: int) -> Iterator[tuple[str, Config, int]]
     tokens = {"max_tokens_per_microbatch": -(-config.train.max_tokens_per_microbatch // 2)}
     halved = _changed(_changed(config, "policy", ranks), "train", tokens)
     yield f"{_keys('policy', ranks)} {_keys('train', tokens)}", halved, world
-    roles = config.roles
-    if not roles.are_separate:
+    if config.engine.colocated:
         yield f"twice the nodes ({2 * world} GPUs)", config, 2 * world
-        return
-    for role, number in (("policy", roles.policy), ("engine", roles.engine)):
-        more = _changed(config, "roles", {role: 2 * number})
-        yield f"roles.{role}={2 * number} ({world + number} GPUs)", more, world + number
+    else:
+        yield f"{2 * world} GPUs for the policy", config, 2 * world
 
 
 def _of_policy(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -360,10 +360,10 @@ CHARTS: list[Chart] = [
         ".0%",
     ),
     _time(
-        "time_roles",
-        "Waiting of each role",
-        "With engines on dedicated ranks: share of a step in which the policy waits for "
-        "engines, and in which engines have no request while others generate or the policy trains.",
+        "time_waiting",
+        "Waiting of each side",
+        "With engines on other GPUs: share of a step in which the policy waits for engines, and in "
+        "which engines have no request while others generate or the policy trains.",
         "share",
         {POLICY_WAITS: "policy", ENGINES_WAIT: "engines"},
         ".0%",

@@ -32,7 +32,8 @@ PLANNED = "derived/plan_{}_gib"
 def derived(run: RunData) -> dict[str, pd.Series]:
     """Return series by step: seconds of generate without waiting for graders, seconds outside all
     phases, seconds of sync that move weights, idle share of the engines, and planned memory. With
-    roles also the shares of a step in which the policy waits for engines, and engines are idle."""
+    engines on other GPUs also the shares of a step in which the policy waits for them, and they are
+    idle."""
 
     def time(name: str) -> pd.Series:
         return run.metrics.series(f"time/{name}")
@@ -46,7 +47,8 @@ def derived(run: RunData) -> dict[str, pd.Series]:
         MOVED: without("sync", "sync_verify", "sync_turns"),
         IDLE: (time("engine_idle") / time("generate").where(lambda of: of > 0)).clip(0, 1),
     }
-    # Only runs with roles have it: the share of the training in which engines had requests.
+    # Only runs with engines on other GPUs have it: the share of the training in which they had
+    # requests.
     overlap = run.metrics.series("throughput/overlap")
     step = time("step").where(overlap.notna() & (time("step") > 0))
     training = time("logprobs").fillna(0) + time("update").fillna(0)

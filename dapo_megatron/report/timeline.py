@@ -1,6 +1,5 @@
 """Figures of recorded timelines (timeline/step_*.json): phases of every rank as colored bars, and
-below them the running requests of every replica during generation. With roles, a policy rank waits
-while others generate, and an engine rank is idle while its replica has no request.
+below them the running requests of every replica during generation.
 
 All times are in seconds since the start of the step.
 """
@@ -8,7 +7,7 @@ All times are in seconds since the start of the step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ MAX_TIMELINES = 12
 CELLS = 240
 """Number of intervals for which a replica's mean number of running requests is drawn."""
 
-WAITING, ENGINE_IDLE = "waiting for engines", "idle"
-"""Phases of ranks of one role, in place of generate."""
+WAITING = "waiting for engines"
+"""Phase of ranks that share no GPU with an engine, in place of generate."""
 WAITING_COLOR = "rgba(128,128,128,0.25)"
 
 ROW, MAX_HEIGHT = 20, 300
@@ -54,19 +53,6 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class Roles:
-    """Numbers of ranks with a policy (0 without roles), and of the ranks of an engine."""
-
-    policy: int = 0
-    replica: int = 1
-
-    def name(self, rank: int) -> str:
-        """Return the name of a rank's row."""
-        role = "" if not self.policy else " policy" if rank < self.policy else " engine"
-        return f"rank {rank}{role}"
-
-
-@dataclass(frozen=True)
 class TimelineFile:
     """Contents of a timeline file."""
 
@@ -79,9 +65,11 @@ class TimelineFile:
 
 def timelines(run: RunData) -> list[Timeline]:
     """Return the timelines to show, in step order."""
-    roles = roles_of(run)
-    files = (_read(path) for path in _selected(run))
-    return [_timeline(by_role(file, roles), roles) for file in files if file is not None]
+    files = [file for path in _selected(run) if (file := _read(path)) is not None]
+    if run.setting("engine.colocated") is False:
+        for file in files:
+            file.spans["phase"] = file.spans["phase"].replace(Phase.GENERATE, WAITING)
+    return [_timeline(file) for file in files]
 
 
 def note(run: RunData) -> str | None:
@@ -97,60 +85,6 @@ def note(run: RunData) -> str | None:
     if len(files) > len(selected):
         sentences.append(f"{len(selected)} of {len(files)} recorded steps are shown.")
     return " ".join(sentences) or None
-
-
-# ---------------------------------------------------------------------------- roles
-
-
-def roles_of(run: RunData) -> Roles:
-    """Return the roles of a run."""
-    size = run.count("engine.tensor_parallel") or run.count("policy.tensor_parallel") or 1
-    return Roles(run.count("roles.policy") or 0, max(size, 1))
-
-
-def by_role(file: TimelineFile, roles: Roles) -> TimelineFile:
-    """Return the file with what each rank does while its phase is called generate."""
-    if not roles.policy:
-        return file
-    # Without those that were lost. Replicas are numbered in this order.
-    engines = sorted(rank for rank in file.spans["rank"].unique() if rank >= roles.policy)
-    rows = [
-        (span.rank, span.host, phase, begin, end)
-        for span in file.spans.itertuples()
-        for phase, begin, end in _parts(span, file, roles, engines)
-    ]
-    return replace(file, spans=_frame(rows))
-
-
-def _parts(
-    span: Any, file: TimelineFile, roles: Roles, engines: list[int]
-) -> Iterator[tuple[str, float, float]]:
-    """Yield the parts of a span. `engines` are the ranks with engines."""
-    if span.phase != Phase.GENERATE:
-        yield span.phase, span.begin, span.end
-    elif span.rank < roles.policy:
-        yield WAITING, span.begin, span.end
-    else:
-        points = file.replicas.get(engines.index(span.rank) // roles.replica, [])
-        yield from _busy_parts(points, span.begin, span.end)
-
-
-def _busy_parts(
-    points: list[Point], begin: float, end: float
-) -> Iterator[tuple[str, float, float]]:
-    """Yield the parts of an interval in which a replica has requests, or none. Without points it is
-    taken to have some."""
-    if not points:
-        yield Phase.GENERATE, begin, end
-        return
-    running = [count for at, count in points if at <= begin]
-    phase, since = (Phase.GENERATE if running and running[-1] else ENGINE_IDLE), begin
-    for at, count in points:
-        other = Phase.GENERATE if count else ENGINE_IDLE
-        if begin < at < end and other != phase:
-            yield phase, since, at
-            phase, since = other, at
-    yield phase, since, end
 
 
 # ---------------------------------------------------------------------------- reading
@@ -226,7 +160,7 @@ def _points(values: Any) -> Iterator[Point]:
 # ---------------------------------------------------------------------------- drawing
 
 
-def _timeline(file: TimelineFile, roles: Roles) -> Timeline:
+def _timeline(file: TimelineFile) -> Timeline:
     spans = file.spans
     rank_seconds = spans.groupby(["phase", "rank"], sort=False)["seconds"].sum()
     phases = [
@@ -241,26 +175,26 @@ def _timeline(file: TimelineFile, roles: Roles) -> Timeline:
         for phase, by_rank in rank_seconds.groupby(level="phase", sort=False)
     ]
     seconds = float(spans["end"].max()) if len(spans) else 0.0
-    return Timeline(file.step, seconds, phases, _figure(file, roles))
+    return Timeline(file.step, seconds, phases, _figure(file))
 
 
 def _color(phase: str) -> str:
-    if phase in (WAITING, ENGINE_IDLE):
+    if phase == WAITING:
         return WAITING_COLOR
     return PALETTE[COLORS.get(phase, COLORS["rest"])]
 
 
-def _figure(file: TimelineFile, roles: Roles) -> Figure:
+def _figure(file: TimelineFile) -> Figure:
     """Draw a row of phases per rank, and below them a row of running requests per replica."""
     spans = file.spans
-    names = [roles.name(rank) for rank in dict.fromkeys(spans["rank"])]
+    names = [f"rank {rank}" for rank in dict.fromkeys(spans["rank"])]
     replicas = {replica: points for replica, points in file.replicas.items() if points}
     heights = [_height(len(names))] + [_height(len(replicas))] * bool(replicas)
     figure = make_subplots(
         len(heights), shared_xaxes=True, row_heights=heights, vertical_spacing=0.12
     )
     for phase, rows in spans.groupby("phase", sort=False):
-        figure.add_trace(_bars(str(phase), rows, roles), row=1, col=1)
+        figure.add_trace(_bars(str(phase), rows), row=1, col=1)
     # Plotly draws categories from the bottom: reverse them, so that rank 0 is at the top.
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], row=1, col=1)
     if replicas:
@@ -276,7 +210,7 @@ def _height(num_rows: int) -> int:
     return max(1, num_rows) * max(3, min(ROW, MAX_HEIGHT // max(1, num_rows)))
 
 
-def _bars(phase: str, spans: pd.DataFrame, roles: Roles) -> go.Bar:
+def _bars(phase: str, spans: pd.DataFrame) -> go.Bar:
     label = plain(LABELS.get(phase, phase))
     hovertext = [
         f"rank {span.rank} on {plain(span.host)}: {label}, {number(span.seconds)} s "
@@ -290,7 +224,7 @@ def _bars(phase: str, spans: pd.DataFrame, roles: Roles) -> go.Bar:
         hoverinfo="text",
         base=spans["begin"].round(4).tolist(),
         x=spans["seconds"].round(4).tolist(),
-        y=[roles.name(rank) for rank in spans["rank"]],
+        y=[f"rank {rank}" for rank in spans["rank"]],
         marker_color=_color(phase),
     )
 

@@ -234,14 +234,14 @@ def growth(phase: Phase) -> FindingRule:
     )
 
 
-def waits(metric: str, who: str, more: str, fewer: str) -> FindingRule:
-    """Return the rule for a role that waits most of the time for the other, if they have ranks of
-    their own."""
+def waits(metric: str, who: str, change: str) -> FindingRule:
+    """Return the rule for a side, the policy or engines on other GPUs, that waits most of the time
+    for the other. `change` is that of engine.replicas, which gives GPUs to the other side."""
 
     def setting(waiting: JudgedSeries) -> str:
         if waiting.run.is_on_policy:
-            return "rollout.on_policy: false; roles.policy: 0, so that every rank has both"
-        return f"roles.{more}: higher; roles.{fewer}: lower"
+            return "rollout.on_policy: false; engine.colocated: true"
+        return f"engine.replicas: {change}, on the same GPUs in total"
 
     return FindingRule(
         metric,
@@ -307,8 +307,8 @@ TIME: tuple[RunRule, ...] = (
             else "rollout.lookahead: higher; engine.max_sequences: lower"
         },
     ),
-    waits(POLICY_WAITS, "The policy waits for", "engine", "policy"),
-    waits(ENGINES_WAIT, "Engines wait for", "policy", "engine"),
+    waits(POLICY_WAITS, "The policy waits for", "higher"),
+    waits(ENGINES_WAIT, "Engines wait for", "lower"),
     *map(growth, EVERY_STEP),
     FindingRule(
         PLAIN_STEP,

@@ -92,7 +92,7 @@ def open_recorder(
             num_devices=ranks.num_ranks,
             inspected_groups=config.tracking.inspected_groups,
             timeline_folder=folder.timeline,
-            speedometer=_speedometer(config, config.policy_ranks(ranks.num_ranks)),
+            speedometer=_speedometer(config, ranks.num_ranks),
             mlflow=mlflow,
             report=run_report(config, folder, console, is_stopping),
         )
@@ -215,23 +215,16 @@ def _facts(
 ) -> dict[str, str]:
     return {
         "model": config.model.path,
-        "policy": describe(config.policy, config.policy_ranks(world_size)),
+        "policy": describe(config.policy, world_size),
         "computed by": ", ".join(
             value if key == "kernels" else f"{key} {value}" for key, value in chosen.items()
         ),
         "engine": f"tensor {config.engine_tensor_parallel} x "
-        f"{config.engine_ranks(world_size) // config.engine_tensor_parallel} replicas",
-        **_roles_fact(config),
+        f"{config.num_replicas(world_size)} replicas"
+        + ("" if config.engine.colocated else " on other GPUs"),
         "folder": str(folder.path),
         **({"loss": config.loss.function} if config.loss.function else {}),
     }
-
-
-def _roles_fact(config: Config) -> dict[str, str]:
-    roles = config.roles
-    if not roles.are_separate:
-        return {}
-    return {"roles": f"{roles.policy} ranks with the policy, {roles.engine} with engines"}
 
 
 def _chosen(config: Config) -> dict[str, str]:

@@ -249,7 +249,7 @@ def check_ledger(steps: list[dict[str, Any]]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("words", [("evaluate",), ("doctor", "sync")])
 def test_other_commands_work_with_roles(words: tuple[str, ...]) -> None:
-    out = run(*words, str(TINY), "--overlay", "model_configs/roles/tiny_async.yaml")
+    out = run(*words, str(TINY), "--overlay", "model_configs/separate/tiny_async.yaml")
     assert out.returncode == 0, out.stdout + out.stderr
 
 

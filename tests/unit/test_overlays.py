@@ -20,7 +20,7 @@ from tests.helpers.configs import REPOSITORY, TINY
 OBJECTIVES = sorted((TINY.parent / "objectives").glob("*.yaml"))
 CORRECTIONS = sorted((TINY.parent / "corrections").glob("*.yaml"))
 REGULARIZATION = sorted((TINY.parent / "regularization").glob("*.yaml"))
-ROLES = sorted((TINY.parent / "roles").glob("*.yaml"))
+SEPARATE = sorted((TINY.parent / "separate").glob("*.yaml"))
 CONFIGS = sorted(path for path in TINY.parent.glob("*.yaml"))
 
 
@@ -36,7 +36,7 @@ def test_every_objective_has_an_overlay() -> None:
 
 
 @pytest.mark.parametrize(
-    "overlay", [*OBJECTIVES, *CORRECTIONS, *REGULARIZATION, *ROLES], ids=lambda path: path.stem
+    "overlay", [*OBJECTIVES, *CORRECTIONS, *REGULARIZATION, *SEPARATE], ids=lambda path: path.stem
 )
 def test_an_overlay_runs_on_the_tiny_config(overlay: Path) -> None:
     config = load(overlay)
