@@ -118,6 +118,19 @@ def evaluate(
 
 
 @app.command()
+def engine(
+    connect: Annotated[str, typer.Option(metavar="ADDRESS", help="Of rank 0's engines.")],
+    replica: Annotated[
+        int | None, typer.Option(min=0, help="Number of the engine. Default: any that is free.")
+    ] = None,
+) -> None:
+    """Serve a run as one of its engines, until it ends. Needs the run's secret."""
+    from dapo_megatron.engine import server
+
+    server.command(connect, replica)
+
+
+@app.command()
 def plan(
     config: ConfigPath,
     overrides: Overrides = None,

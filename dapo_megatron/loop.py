@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -77,7 +76,7 @@ def train(
         raise
     except DapoError:
         # An earlier checkpoint that is being written is still good.
-        parts.checkpoints.is_unfinished(math.inf)
+        parts.checkpoints.settle()
         raise
     with phase(Phase.CHECKPOINT):
         parts.checkpoints.wait()

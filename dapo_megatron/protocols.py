@@ -29,7 +29,6 @@ from dapo_megatron.types import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -336,8 +335,6 @@ class Sync(Protocol):
     def switch_to_policy(self) -> None:
         """Give the accelerator to the policy, whichever model has it."""
         ...
-
-
 
 
 class Evaluations(Protocol):

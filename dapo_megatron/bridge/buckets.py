@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,8 +209,11 @@ class _Bucket:
 
         _, arguments = reduce_tensor(self.memory)
         kept = dict(zip(_CUDA_ARGUMENTS, arguments, strict=True))
-        return {name: list(value) if isinstance(value, torch.Size) else value
-                for name, value in kept.items() if name not in _KNOWN}
+        return {
+            name: list(value) if isinstance(value, torch.Size) else value
+            for name, value in kept.items()
+            if name not in _KNOWN
+        }
 
     def synchronize(self) -> None:
         """Wait until the bucket's copies are done."""

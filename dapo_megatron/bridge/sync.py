@@ -48,8 +48,7 @@ class Route:
 
 
 class WeightSync:
-    """Moves policy weights into the engines, once per call. Implements protocols.Sync. Collective.
-    """
+    """Moves policy weights into the engines, once per call. Implements protocols.Sync. Collective."""
 
     def __init__(
         self,

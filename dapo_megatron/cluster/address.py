@@ -1,4 +1,4 @@
-"""The address on which rank 0 accepts connections from other ranks."""
+"""The address on which rank 0 accepts connections from engine servers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,21 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 _HOW = f"set {INTERFACE} to the network interface of the cluster (such as ib0 or eth0)"
 
 
+ENGINES = "DAPO_MEGATRON_ENGINES"
+"""Environment variable with the address of rank 0 for engines on other machines, as HOST:PORT."""
+
+
+def pool_endpoint(world_size: int, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the endpoint on which rank 0 waits for engines: that of ENGINES if it is set, else any
+    free port. Raises ConfigError if it is not an address of this machine."""
+    host, colon, port = environ.get(ENGINES, "").rpartition(":")
+    if not colon:
+        return f"tcp://{cluster_address(world_size, environ)}:0"
+    if not port.isdigit():
+        raise ConfigError(f"{ENGINES}: {environ[ENGINES]!r} is not HOST:PORT")
+    return f"tcp://{_local_address(host, ENGINES)}:{port}"
+
+
 def cluster_address(world_size: int, environ: Mapping[str, str] = os.environ) -> str:
     """Return the IP address of this machine that the other ranks can reach.
 
@@ -28,7 +43,7 @@ def cluster_address(world_size: int, environ: Mapping[str, str] = os.environ) ->
     # gloo accepts several interfaces, separated by commas.
     if interface := environ.get(INTERFACE, "").partition(",")[0]:
         return _address_of_interface(interface)
-    return _local_address(environ.get("MASTER_ADDR", ""))
+    return _local_address(environ.get("MASTER_ADDR", ""), "MASTER_ADDR")
 
 
 def _address_of_interface(interface: str) -> str:
@@ -43,16 +58,16 @@ def _address_of_interface(interface: str) -> str:
     raise ConfigError(f"{INTERFACE}: the network interface {interface} has no IP address; {_HOW}")
 
 
-def _local_address(name: str) -> str:
+def _local_address(name: str, variable: str) -> str:
     try:
         answers = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM) if name else []
     except OSError as error:
-        raise ConfigError(f"MASTER_ADDR: {name}: {error.strerror}; {_HOW}") from None
+        raise ConfigError(f"{variable}: {name}: {error.strerror}; {_HOW}") from None
     for family, _, _, _, (address, *_) in answers:
         if _is_usable(str(address), name) and _is_local(family, str(address)):
             return str(address)
     raise ConfigError(
-        f"MASTER_ADDR: {name or 'not set'}: not an address of rank 0's machine that other "
+        f"{variable}: {name or 'not set'}: not an address of rank 0's machine that other "
         f"machines can reach; {_HOW}"
     )
 

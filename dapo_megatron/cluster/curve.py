@@ -40,7 +40,7 @@ def admit_engines(context: zmq.Context, server: zmq.Socket, secret: bytes) -> Th
     does; stop it after the socket is closed. It logs who is refused."""
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback("*", _KnowsEngines(secret))
+    authenticator.configure_curve_callback(DOMAIN.decode(), _KnowsEngines(secret))
     server.zap_domain = DOMAIN
     server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else libzmq admits every key without the thread
     server.curve_publickey, server.curve_secretkey = key_pair(secret, RANK0)

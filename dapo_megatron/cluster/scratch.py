@@ -71,6 +71,13 @@ def _prepare(parent: Path, environ: MutableMapping[str, str]) -> None:
     clear_abandoned(parent)
 
 
+def socket_folder() -> Path:
+    """Return a folder for sockets of this process."""
+    if SOCKETS not in os.environ:
+        prepare_scratch()
+    return Path(os.environ[SOCKETS])
+
+
 @contextmanager
 def private_folder() -> Iterator[Path]:
     """Create a folder for this process, deleted at the end of the block. If the process is killed,

@@ -76,8 +76,7 @@ class Link:
         self._socket.send(encode(report), copy=False)
 
     def orders(self, seconds: float) -> Iterator[Order]:
-        """Yield the orders that arrive within `seconds`; at least those that are here. Raises Left.
-        """
+        """Yield the orders that arrive within `seconds`; at least those that are here. Raises Left."""
         self._socket.poll(int(1000 * seconds))
         while self._socket.poll(0):
             frame = self._socket.recv(copy=False)

@@ -127,7 +127,7 @@ class Pool:
     """Engines of a run. Implements Driver. One thread uses it at a time.
 
     config  is given to the servers
-    seed    of the random numbers of a replica's server
+    seed    of the random numbers of a server, from its replica and the number of the connection
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Pool:
         max_sequences: int,
         deterministic: bool,
         silence_seconds: float,
-        seed: Callable[[int], int] = lambda replica: replica,
+        seed: Callable[[int, int], int] = lambda replica, number: replica,
     ) -> None:
         """Listen on `endpoint`, such as tcp://10.0.0.1:0. `address` then has the port."""
         self.num_replicas, self.max_sequences = num_replicas, max_sequences
@@ -207,9 +207,18 @@ class Pool:
         engine = self._engines.get(replica)
         return f"engine {replica}" + (f" ({engine.process})" if engine else "")
 
+    def describe(self) -> str:
+        """Return what the engines are, for the report of a hang."""
+        now = time.monotonic()
+        return "; ".join(
+            f"{self.name(replica)}: heard {now - engine.heard:.0f} s ago"
+            for replica, engine in sorted(self._engines.items())
+        )
+
     def wait(self, seconds: float = WAIT_SECONDS) -> None:
         """Handle messages for so long."""
         end = time.monotonic() + seconds
+        self._handle(0.0)
         while (left := end - time.monotonic()) > 0:
             self._handle(left)
 
@@ -413,10 +422,8 @@ class Pool:
             Order(
                 OrderKind.WELCOME,
                 config=self._config,
-                seed=self._seed(replica),
-                report_seconds=max(
-                    REPORT_SECONDS, REPORT_SECONDS_PER_REPLICA * self.num_replicas
-                ),
+                seed=self._seed(replica, self._num_connections),
+                report_seconds=max(REPORT_SECONDS, REPORT_SECONDS_PER_REPLICA * self.num_replicas),
             ),
         )
 

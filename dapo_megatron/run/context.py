@@ -10,28 +10,20 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 from dapo_megatron.checkpoints.folder import newest
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import FENCED, STOPPED, end_attempt
-from dapo_megatron.cluster.collectives import EngineJoins, on_rank0
-from dapo_megatron.cluster.entry import report_failure
+from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.interrupt import INTERRUPTED
-from dapo_megatron.cluster.launch import allow_restart
-from dapo_megatron.cluster.members import Members
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.safe_output import above_panel, protect_streams, safe_text
-from dapo_megatron.cluster.secret import SECRET, secret_digest
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.config import Config
-from dapo_megatron.files import sha256
-from dapo_megatron.protocols import Exchange
 from dapo_megatron.run.folder import RunFolder
-from dapo_megatron.tracking.provenance import source_digest, versions
 from dapo_megatron.types import ConfigError, DapoError, DataError, Fenced, FolderLost, Stopped
 
 _REPORTED = "_dapo_megatron_reported"
@@ -48,23 +40,6 @@ class RunContext:
     resume_from: Path | None
     watchdog: Watchdog
     stop: Stop
-    is_replaceable: bool = False
-    """Whether the run goes on if this rank, which has only an engine, ends."""
-
-    @property
-    def own_rank(self) -> int:
-        """Number of this rank in the job."""
-        return int(os.environ["RANK"])
-
-    def check(self, exchange: Exchange) -> float:
-        """Check for requests to stop (see Stop.check), and with all ranks for engines that want to
-        join. Collective. Raises EngineJoins on all ranks if there are some."""
-        seconds = self.stop.check(exchange)
-        if exchange is self.ranks and self.ranks.by_role is not None:
-            members = self.ranks.by_role.members
-            if exchange.broadcast(exchange.rank == 0 and members.wants_in(), bool):
-                raise EngineJoins("an engine joins")
-        return seconds
 
 
 @contextmanager
@@ -80,41 +55,27 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
     folder = RunFolder(config.folder)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     stop = Stop(config.run.stop_seconds, folder.check_owner)
-    watchdog = Watchdog(
-        folder.path, rank, world_size, config.watchdog.model_dump(), role=config.role(rank)
-    )
+    watchdog = Watchdog(folder.path, rank, world_size, config.watchdog.model_dump())
     terminal = sys.stdout
     if with_folder:
         stop.listen()
     else:
         signal.signal(signal.SIGTERM, _interrupt)
-    is_replaceable = with_folder and config.role(rank) == "engine"
-    if is_replaceable:
-        allow_restart()
-    members: Members | None = None
     try:
         if with_folder:
             folder.create()
             watchdog.start()  # before waiting for the other ranks, because one may never come
-        ranks = _join(config, watchdog)
-        if ranks.by_role is not None:
-            members = ranks.by_role.members
+        ranks = _join(watchdog)
         source = None
         if with_folder:
-            if not ranks.is_alone:
-                source = _open_folder(folder, config.resume, ranks)
-            if members is not None:
-                members.after_rank0("has opened the run's folder")  # it may move an older run
+            source = _open_folder(folder, config.resume, ranks)
             terminal = redirect_output(folder.logs / f"rank_{ranks.rank}.log")
             watchdog.terminal_fd = terminal.fileno()
             watchdog.at_hang = lambda: end_attempt(folder.attempts, "hung")
             for note in folder.notes:
                 print(note, file=sys.stderr, flush=True)
-        yield RunContext(config, ranks, folder, terminal, source, watchdog, stop, is_replaceable)
+        yield RunContext(config, ranks, folder, terminal, source, watchdog, stop)
     except BaseException as error:
-        with suppress(RuntimeError):  # of a store that is gone
-            if members is not None:
-                report_failure(members, error)
         watchdog.close()
         report_error(error, rank, terminal, folder.logs if with_folder else None)
         if isinstance(error, DapoError):
@@ -138,54 +99,11 @@ def _end_interrupted(terminal: TextIO, folder: RunFolder | None) -> NoReturn:
     os._exit(INTERRUPTED)  # Python's exit would abort in a thread of gloo or vLLM
 
 
-def _join(config: Config, watchdog: Watchdog) -> Ranks:
+def _join(watchdog: Watchdog) -> Ranks:
     from dapo_megatron.policy.device import backend, claim
 
     claim(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
-    ranks = join(
-        backend(),
-        watchdog.record_activity,
-        num_policy=config.roles.policy,
-        replica_size=config.engine_tensor_parallel,
-        timeout=timedelta(seconds=max(config.watchdog.model_dump().values())),
-        job=_job() if config.roles.are_separate else {},
-        facts=_facts(config) if config.roles.are_separate else {},
-    )
-    if ranks.by_role is not None:
-        watchdog.replaceable = lambda: ranks.engines_apart.replaceable
-        watchdog.absent = lambda: ranks.engines_apart.absent
-    return ranks
-
-
-def _job() -> dict[str, str | None]:
-    """Return what differs between two jobs."""
-    digest = secret_digest(int(os.environ["WORLD_SIZE"]))
-    return {"SLURM_JOB_ID": os.environ.get("SLURM_JOB_ID"), f"digest of {SECRET}": digest}
-
-
-def _facts(config: Config) -> dict[str, Any]:
-    """Return what must be the same on all ranks: versions, model and each key of the config."""
-
-    def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, dict):
-            for name, item in value.items():
-                yield from flat(f"{prefix}.{name}" if prefix else name, item)
-        else:
-            yield prefix, value
-
-    return {
-        **{f"version of {name}": version for name, version in versions().items()},
-        "source code of dapo_megatron, SHA-256": source_digest(),
-        **{f"model.path, SHA-256 of {name}": digest for name, digest in _model_digests(config)},
-        **dict(flat("", config.model_dump(mode="json"))),
-    }
-
-
-def _model_digests(config: Config) -> Iterator[tuple[str, str]]:
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        path = Path(config.model.path) / name
-        if path.exists():
-            yield name, sha256(path)
+    return join(backend(), watchdog.record_activity)
 
 
 def _open_folder(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:

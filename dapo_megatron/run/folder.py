@@ -161,11 +161,6 @@ class RunFolder:
         for folder in (self.samples, self.checkpoints, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def writer(self, generation: int) -> str:
-        """Return a name for a writer of checkpoints in this attempt. Threads of an earlier
-        generation may still write in their own folder."""
-        return f"{self.attempt}_{generation}" if generation else self.attempt
-
     def check_owner(self) -> None:
         """Raise Fenced if another attempt has taken the folder, or FolderLost if it is gone."""
         check_owner(self.path, self.attempt, self._inode)

@@ -15,10 +15,10 @@ An entry is written like a checkpoint, in the background, and is complete or doe
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,9 @@ from dapo_megatron.checkpoints import CheckpointSaver, read_state, restoring
 from dapo_megatron.checkpoints.folder import fault_of, oldest_recent, place_of, published
 from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.config import Config
-from dapo_megatron.protocols import Collector, DataParallel, Exchange, Parts, Snapshot, StepResult
+from dapo_megatron.protocols import Collector, DataParallel, Exchange, Parts, Snapshot
 from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
 from dapo_megatron.rollout.partial_step import PartialStep
-from dapo_megatron.rollout.roles import SeparateTraining
 from dapo_megatron.run.context import RunContext
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
 from dapo_megatron.types import Rollouts
@@ -68,7 +67,6 @@ class Journal:
             rollouts = self._journaled(entry, on_progress)
             del self.entries[version + 1]
             return rollouts
-        self.saver.stage()  # may raise EnginesChanged, by which collected rollouts would be lost
         rollouts = self.collector.collect(version, on_progress)
         self._save(version + 1, rollouts)
         return rollouts
@@ -78,23 +76,20 @@ class Journal:
         return self.collector.state()
 
     def snapshot(self) -> Snapshot:
-        """See protocols.Collector. Called before a run ends, so it waits for the last entry. If a
-        rank was lost meanwhile, the next exchange of all ranks finds it."""
-        self.saver.is_unfinished(math.inf)
+        """See protocols.Collector. Called before a run ends, so it waits for the last entry."""
+        self.saver.settle()
         return self.collector.snapshot()
 
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
         """See protocols.Collector."""
         self.collector.restore(state, folder)
 
-    def train(
-        self, training: SeparateTraining, version: int | None, work: Callable[[], StepResult]
-    ) -> StepResult:
-        """Train as `training` does. Engines wait meanwhile if the next step is repeated, too:
-        nothing that they sampled would be kept."""
-        if self.entries:
-            training = replace(training, coordinator=None)
-        return training(version, work)
+    def sampling_ahead(
+        self, sampling: Callable[[int], AbstractContextManager[None]], version: int
+    ) -> AbstractContextManager[None]:
+        """Sample ahead as `sampling` does. Engines wait if the next step is repeated, too: nothing
+        that they sampled would be kept."""
+        return nullcontext() if self.entries else sampling(version)
 
     def _journaled(self, entry: Path, on_progress: Callable[[int], None]) -> Rollouts:
         state = on_all_ranks(self.exchange, lambda: read_state(entry))
@@ -108,6 +103,7 @@ class Journal:
     def _save(self, number: int, rollouts: Rollouts) -> None:
         step = PartialStep()
         step.begin(rollouts)
+        self.saver.stage()
         state = {
             "facts": self.facts,
             "open_step": step.state(self.config),
@@ -140,7 +136,7 @@ def find_entries(context: RunContext) -> tuple[dict[int, Path], list[str]]:
     first = step + 1 + is_open  # an open checkpoint has the rollouts of its step
     paths = ranks.broadcast(dict(published(journal)), dict[int, Path])
     is_used = config.checkpoint.rollouts and config.resume == "auto"
-    facts = facts_of(config, config.policy_ranks(ranks.num_ranks))
+    facts = facts_of(config, ranks.world_size)
     entries: dict[int, Path] = {}
     notes: list[str] = []
     while is_used and (path := paths.get(first + len(entries))):
@@ -178,7 +174,7 @@ def add_journal(
         ranks,
         background=ranks.second(),
         snapshot=lambda: CompletionsSnapshot(CARRIED, 0, []),
-        attempt=folder.writer(ranks.generation),
+        attempt=folder.attempt,
         check_owner=folder.check_owner,
         note=recorder.note,
         flush=recorder.flush,
@@ -190,9 +186,8 @@ def add_journal(
         ranks,
         saver,
         entries,
-        facts_of(config, config.policy_ranks(ranks.num_ranks)),
+        facts_of(config, ranks.world_size),
         lambda: oldest_recent(folder.checkpoints, config.checkpoint.keep),
     )
     parts.collector = journal
-    if isinstance(parts.on_policy_ranks, SeparateTraining):
-        parts.on_policy_ranks = partial(journal.train, parts.on_policy_ranks)
+    parts.sampling_ahead = partial(journal.sampling_ahead, parts.sampling_ahead)

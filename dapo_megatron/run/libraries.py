@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from dapo_megatron.cluster.imports import quick_imports
-from dapo_megatron.cluster.ranks import Ranks
+import torch
+
+from dapo_megatron.cluster.imports import disable_compiler, quick_imports
 
 
-def import_libraries(ranks: Ranks, *, has_engine: bool) -> None:
-    """Import Megatron, transformers and vLLM.
+def import_libraries() -> None:
+    """Import Megatron and transformers.
 
     Otherwise each library is imported at its first use, sometimes on rank 0 while other ranks wait.
     """
-    from dapo_megatron.engine import device
-
-    device.prepare_environment((ranks.engine or ranks).rank, ranks.local_rank)
+    if not torch.cuda.is_available():
+        disable_compiler()
     with quick_imports():
-        if ranks.policy is not None:
-            import_module("dapo_megatron.policy.policy")
+        import_module("dapo_megatron.policy.policy")
         import_module("transformers.models.auto.auto_factory")
-        if has_engine and ranks.engine is not None:
-            device.import_vllm()

@@ -1,31 +1,43 @@
-"""Policy and engine of a rank, and the sync between them. This is the only file that connects a run
-to Megatron and vLLM."""
+"""Policy and engines of a run, and the sync between them. This is the only file that connects a run
+to Megatron and to engine servers."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import secrets
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+
+import torch
 
 from dapo_megatron.bridge.bounds import canary_bounds
+from dapo_megatron.bridge.buckets import BucketSender
 from dapo_megatron.bridge.sync import WeightSync
+from dapo_megatron.cluster.address import pool_endpoint
 from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.cluster.scratch import socket_folder
+from dapo_megatron.cluster.secret import run_secret
+from dapo_megatron.cluster.servers import Server
+from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.config import Config, PolicyConfig, TrainConfig
 from dapo_megatron.data.packing import plan_microbatches
-from dapo_megatron.model import read_architecture
-from dapo_megatron.plan.compatibility import check
-from dapo_megatron.plan.compatibility.rule import Machine
+from dapo_megatron.engine.server import engine_facts, model_digests
+from dapo_megatron.model import engine_groups, read_architecture
 from dapo_megatron.plan.rows import row_multiple, sequence_multiple
-from dapo_megatron.protocols import MicrobatchPlanner, Policy, RolloutEngine
-from dapo_megatron.rollout.roles import NoEngine, NoPolicy
+from dapo_megatron.protocols import MicrobatchPlanner, Policy
+from dapo_megatron.rollout.engines import Engines
+from dapo_megatron.rollout.pool import Facts, Pool
 
 
 @dataclass
 class Models:
-    """Models of a rank, which it keeps while others come and go."""
+    """Policy and engines, and the sync between them."""
 
     policy: Policy
-    engine: RolloutEngine
+    engines: Engines
+    sync: WeightSync
 
 
 def planner(policy: PolicyConfig, train: TrainConfig) -> MicrobatchPlanner:
@@ -41,37 +53,109 @@ def planner(policy: PolicyConfig, train: TrainConfig) -> MicrobatchPlanner:
     )
 
 
-def build_models(config: Config, ranks: Ranks) -> Models:
-    """Build engine and policy. Collective over the ranks of the policy, and those of each engine.
+def start_engines(
+    config: Config,
+    ranks: Ranks,
+    *,
+    logs: Path | None = None,
+    start: str = "",
+    stop: Stop | None = None,
+) -> Engines:
+    """Start the engines of a run on this machine, and let all others connect to rank 0. They build
+    their models meanwhile; see `build_models`. Collective.
 
-    The engine is built before the policy, because it needs its share of the GPU free. It sees the
-    memory of communicators, which are created first. Afterwards it sleeps, and the policy has the
-    accelerator until the first sync. Engines on dedicated ranks share no GPU, and join later.
+    logs   folder of the servers' logs; None: they write to this process's output
+    start  name of what the run starts from, which decides the random numbers of requests without a
+           seed
+    """
+    num_replicas = config.num_replicas(ranks.world_size)
+    secret = run_secret(ranks.world_size) or secrets.token_bytes(32)
+    pool: Pool | None = None
+    if ranks.rank == 0:
+        pool = Pool(
+            pool_endpoint(ranks.world_size),
+            secret,
+            config.model_dump(mode="json"),
+            Facts(engine_facts(), model_digests(config.model.path)),
+            num_replicas=num_replicas,
+            max_sequences=config.engine.max_sequences,
+            deterministic=config.rollout.deterministic,
+            silence_seconds=config.engine.silence_seconds,
+            seed=lambda replica, number: _seed(config.seed, replica, start, number),
+        )
+    address = ranks.broadcast(pool.address if pool else "", str)
+    ranks_per_node = _ranks_per_node(ranks)
+    workers = _workers(config, ranks, ranks_per_node)
+
+    def log_of(replica: int) -> Path | None:
+        return None if logs is None else logs / f"engine_{replica}.log"
+
+    own = [
+        replica
+        for replica in range(num_replicas)
+        if ranks.rank == (workers[replica][0] if workers else 0)
+    ]
+    servers = {
+        replica: Server(
+            replica,
+            address,
+            secret,
+            _devices([rank % ranks_per_node for rank in workers[replica]]),
+            log_of(replica),
+        )
+        for replica in own
+    }
+    has_worker = any(ranks.rank in group for group in workers)
+    sender = None
+    if has_worker:
+        device = torch.device("cuda", ranks.local_rank) if _has_cuda() else torch.device("cpu")
+        sender = BucketSender(socket_folder(), device, config.engine.silence_seconds)
+    return Engines(
+        exchange=ranks,
+        pool=pool,
+        servers=servers,
+        workers=workers,
+        sender=sender,
+        at_least=num_replicas if config.rollout.deterministic else config.engine.min_replicas,
+        start_seconds=config.watchdog.start,
+        call_seconds=config.watchdog.sync,
+        stop=lambda: (stop and stop.signal) or "",
+    )
+
+
+def build_models(config: Config, ranks: Ranks, engines: Engines) -> Models:
+    """Build the policy, and its sync with the engines. Collective.
+
+    On a GPU the engines are built before, because they need their share of it free. They see the
+    memory of communicators, which are created first. Afterwards they sleep, and the policy has the
+    accelerator until the first sync.
     """
     from dapo_megatron.policy.communicators import connect, connect_bridge
 
-    architecture = read_architecture(config)
-    check(config, architecture, Machine.here())
-    if ranks.policy is not None:
-        connect(config)
-    if ranks.by_role is None:
-        connect_bridge(ranks.world_size, ranks.device_group)
-    engine = _build_engine(config, ranks)
-    engine.sleep()
-    return Models(build_policy(config, ranks), engine)
+    connect(config)
+    connect_bridge(ranks.world_size)
+    if engines.pool is not None:
+        engines.pool.wait(0.0)  # greets servers, which build their engines from now on
+    if _has_cuda():
+        engines.await_ready()
+    policy = build_policy(config, ranks)
+    return Models(policy, engines, _sync(config, ranks, policy, engines))
 
 
-def build_sync(config: Config, ranks: Ranks, models: Models) -> WeightSync:
-    """Build the sync between the policy and the engines of these ranks. Collective."""
+def build_policy(config: Config, ranks: Ranks) -> Policy:
+    """Build this rank's policy. Collective."""
+    from dapo_megatron.policy.policy import MegatronPolicy
+
+    return MegatronPolicy(config, ranks, planner(config.policy, config.train))
+
+
+def _sync(config: Config, ranks: Ranks, policy: Policy, engines: Engines) -> WeightSync:
     from dapo_megatron.policy.device import device
 
-    architecture, engine = read_architecture(config), models.engine
-    if ranks.by_role is not None:
-        engine.num_replicas = len(ranks.by_role.members.replicas)
-        engine.replica = ranks.by_role.members.replica
+    architecture = read_architecture(config)
     return WeightSync(
-        models.policy,
-        engine,
+        policy,
+        engines,
         ranks,
         config.sync,
         bounds=canary_bounds(config, has_experts=bool(architecture.num_experts)),
@@ -79,36 +163,38 @@ def build_sync(config: Config, ranks: Ranks, models: Models) -> WeightSync:
         max_tokens=config.rollout.max_prompt_tokens,
         ranks_per_node=_ranks_per_node(ranks),
         device=device(),
-        group=ranks.device_group,
-        noticing_losses=ranks.noticing_losses,
     )
+
+
+def _seed(seed: int, replica: int, start: str, number: int) -> int:
+    """Return the seed of a server's own random numbers. Every start of a server has another."""
+    digest = hashlib.blake2b(f"{seed}/{replica}/{start}/{number}".encode(), digest_size=4)
+    return int.from_bytes(digest.digest(), "big") >> 1
+
+
+def _workers(config: Config, ranks: Ranks, ranks_per_node: int) -> list[list[int]]:
+    """Return the ranks on whose GPUs the workers of each engine run. Those of other GPUs are
+    numbered after the trainer ranks."""
+    if not config.engine.colocated:
+        size, first = config.engine_tensor_parallel, ranks.world_size
+        num = config.num_replicas(ranks.world_size)
+        return [list(range(first + k * size, first + (k + 1) * size)) for k in range(num)]
+    arch = read_architecture(config)
+    return [list(g) for g in engine_groups(config, arch, ranks.world_size, ranks_per_node)]
+
+
+def _devices(local_ranks: list[int]) -> str | None:
+    """Return the GPUs that an engine sees; None without GPUs."""
+    if not _has_cuda():
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    return ",".join(names[local_rank] for local_rank in local_ranks)
+
+
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()
 
 
 def _ranks_per_node(ranks: Ranks) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_ranks))
-
-
-def _build_engine(config: Config, ranks: Ranks) -> RolloutEngine:
-    """Build this rank's engine, empty. Collective over the ranks of `ranks.engine`."""
-    if ranks.engine is None:
-        num_replicas = config.engine_ranks(ranks.num_ranks) // config.engine_tensor_parallel
-        return NoEngine(num_replicas, config.engine.max_sequences)
-    from dapo_megatron.engine.engine import VllmEngine
-
-    return VllmEngine(
-        config,
-        rank=ranks.engine.rank,
-        world_size=ranks.engine.world_size,
-        local_rank=ranks.local_rank,
-        ranks_per_node=min(_ranks_per_node(ranks), ranks.engine.world_size),
-        is_empty=True,
-    )
-
-
-def build_policy(config: Config, ranks: Ranks) -> Policy:
-    """Build this rank's policy. Collective over the ranks with a policy."""
-    if ranks.policy is None:
-        return NoPolicy()
-    from dapo_megatron.policy.policy import MegatronPolicy
-
-    return MegatronPolicy(config, ranks.policy, planner(config.policy, config.train))
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))

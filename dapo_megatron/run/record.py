@@ -67,13 +67,13 @@ def open_recorder(
         write_text(folder.config, dump_config(config))
         console = RunConsole(num_steps=config.train.rollout_steps, file=terminal)
         chosen = _chosen(config)
-        facts = _facts(config, folder, ranks.num_ranks, chosen)
+        facts = _facts(config, folder, ranks.world_size, chosen)
         if resumed_from is not None:
             facts["resumed from"] = str(resumed_from)
         console.header(f"dapo_megatron {config.run.name}", facts)
         tags = run_tags(config, folder.attempt)
         tags |= {f"chosen.{key}": value for key, value in chosen.items()}
-        keep_provenance(folder.provenance, console, facts, tags, ranks.num_ranks)
+        keep_provenance(folder.provenance, console, facts, tags, ranks.world_size)
         # A run from step 0 logs step 0 again, hence -1. Local files come before servers.
         metrics = JsonlTracker(folder.metrics, step or -1, console.warn)
         trackers: list[Tracker] = [metrics, console]
@@ -89,10 +89,10 @@ def open_recorder(
             tracker=CompositeTracker(*trackers),
             console=console,
             writer=_writer(config, folder, console.warn),
-            num_devices=ranks.num_ranks,
+            num_devices=ranks.world_size,
             inspected_groups=config.tracking.inspected_groups,
             timeline_folder=folder.timeline,
-            speedometer=_speedometer(config, ranks.num_ranks),
+            speedometer=_speedometer(config, ranks.world_size),
             mlflow=mlflow,
             report=run_report(config, folder, console, is_stopping),
         )

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from dapo_megatron.checkpoints import read_state, restoring
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import end_attempt, start_attempt
-from dapo_megatron.cluster.collectives import EnginesChanged, on_all_ranks, on_rank0
+from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.cluster.launch import started_at
-from dapo_megatron.cluster.ranks import first_generation
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_json
 from dapo_megatron.model import read_architecture
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from dapo_megatron import loop
     from dapo_megatron.cluster.instruments import StepInstruments
     from dapo_megatron.protocols import Parts
+    from dapo_megatron.rollout.engines import Engines
     from dapo_megatron.rollout.partial_step import PartialStep
     from dapo_megatron.run.build import Prompts
     from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
@@ -40,14 +40,28 @@ def train(config: Config, replay: Path | None = None) -> None:
     """Train on this rank of a launched job. `replay` is the folder of a run whose recorded rollouts
     are trained on."""
     with open_context(config, with_folder=True) as context:
-        import_libraries(context.ranks, has_engine=replay is None)
-        _train(context, replay)
+        engines: Engines | None = None
+        if replay is None:
+            from dapo_megatron.run.models import start_engines
+
+            engines = start_engines(
+                config,
+                context.ranks,
+                logs=context.folder.logs,
+                start=str(context.resume_from),
+                stop=context.stop,
+            )
+        import_libraries()
+        try:
+            _train(context, engines, replay)
+        finally:
+            if engines is not None:
+                engines.close()
 
 
-def _train(context: RunContext, replay: Path | None) -> None:
+def _train(context: RunContext, engines: Engines | None, replay: Path | None) -> None:
     from dapo_megatron import loop
     from dapo_megatron.run import build
-    from dapo_megatron.run.elastic import ElasticTraining
     from dapo_megatron.run.journal import find_entries
 
     config, ranks, folder = context.config, context.ranks, context.folder
@@ -56,7 +70,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
     state = read_state(source) if source else None
     progress, partial_step = _starting_point(context, state, replay)
     repeated: dict[int, Path] = {}
-    if replay is None and not ranks.is_alone:
+    if engines is not None:
         repeated, about_journal = find_entries(context)
         notes += about_journal
     last_recorded = max(progress.step + (partial_step.sequences is not None), *repeated, 0)
@@ -64,43 +78,71 @@ def _train(context: RunContext, replay: Path | None) -> None:
     for note in (*notes, *about_layers):
         recorder.note(f"  {note}")
 
-    resume = partial(_resume, context, state, partial_step)
-    summary: dict[str, Any] = {}
-
-    def conclude(progress: loop.Progress, instruments: StepInstruments) -> None:
-        # MLflow can be slow, and a launcher kills the last rank soon after the others have ended.
-        at_end.callback(wait_for_all)
-        with suppress(EnginesChanged):  # the run is over
-            on_rank0(context.ranks, folder.check_owner)  # those of the last generation
-        summary.update(_conclude(context, progress, instruments.memory.highest_gib()))
-
     def wait_for_all() -> None:
-        # Rank 0 comes last, after MLflow. Then only a rank that hangs is late.
-        phase = Phase.START if context.ranks.rank else Phase.OTHER
-        with context.watchdog.phase(phase), suppress(EnginesChanged):  # its work is done
-            context.ranks.barrier()
+        # Rank 0 comes last, after MLflow, which can be slow, and a launcher kills the last rank
+        # soon after the others have ended. Then only a rank that hangs is late.
+        with context.watchdog.phase(Phase.START if ranks.rank else Phase.OTHER):
+            ranks.barrier()
 
+    summary: dict[str, Any] = {}
     started = started_at() - progress.seconds
     with ExitStack() as at_end, _true_status(context, recorder), ExitStack() as stack:
         context.watchdog.on_phase = stack.enter_context(recorder.live())
+        instruments = build.build_instruments(config, ranks, recorder, context.watchdog)
         try:
-            if replay is None:
-                prompts = _prompts(context, recorder)
-                ElasticTraining(
-                    context, recorder, prompts, resume, progress, partial_step, started, repeated
-                ).run(conclude)
+            if engines is not None:
+                parts = _parts(context, recorder, instruments, engines, repeated)
             else:
-                instruments = build.build_instruments(config, ranks, recorder, context.watchdog)
+                assert replay is not None
                 config, parts = _replay_parts(context, recorder, instruments, replay)
-                resume(parts)
-                context.stop.hold()
-                with context.watchdog.phase(Phase.OTHER):
-                    loop.train(config, parts, progress, partial_step, started=started)
-                conclude(progress, instruments)
+            _resume(context, state, partial_step, parts)
+            context.stop.hold()
+            with context.watchdog.phase(Phase.OTHER):
+                loop.train(config, parts, progress, partial_step, started=started)
+            at_end.callback(wait_for_all)
+            on_rank0(ranks, folder.check_owner)
+            summary |= _conclude(context, progress, instruments.memory.highest_gib())
         except Stopped:
             at_end.callback(wait_for_all)
             raise
     recorder.summary(summary, folder.path)
+
+
+def _parts(
+    context: RunContext,
+    recorder: RunRecorder | RankRecorder,
+    instruments: StepInstruments,
+    engines: Engines,
+    repeated: dict[int, Path],
+) -> Parts:
+    """Build the loop's parts for training with engines. The journaled steps `repeated` are trained
+    on again. Collective."""
+    from dapo_megatron.run import build
+    from dapo_megatron.run.journal import add_journal
+    from dapo_megatron.run.loss import loss_function
+    from dapo_megatron.run.models import build_models
+    from dapo_megatron.run.other_weights import keep_reference
+
+    config, ranks = context.config, context.ranks
+    loss_function(config.loss)  # its errors come before models are built
+    prompts = _prompts(context, recorder)
+    models = build_models(config, ranks, engines)
+    keep_reference(config, ranks, models.policy)
+    if engines.pool is not None:
+        context.watchdog.add_diagnostic("engines", engines.pool.describe)
+    parts = build.build_parts(
+        config,
+        ranks,
+        context.folder,
+        models,
+        prompts,
+        recorder=recorder,
+        instruments=instruments,
+        check_stop=context.stop.check,
+    )
+    if config.checkpoint.rollouts:
+        add_journal(context, recorder, parts, repeated)
+    return parts
 
 
 def _starting_point(
@@ -126,12 +168,10 @@ def _starting_point(
 def _resume(
     context: RunContext, state: dict[str, Any] | None, partial_step: PartialStep, parts: Parts
 ) -> None:
-    """Load the checkpoint to resume from, of which ranks with a policy have `state`. Collective."""
-    # Ranks with only an engine do not know the checkpoint.
-    source = context.ranks.broadcast(context.resume_from, Path | None)
-    if source is None:
+    """Load the checkpoint to resume from, which has `state`. Collective."""
+    source = context.resume_from
+    if source is None or state is None:
         return
-    state = state or read_state(source)
     parts.policy.load(source)
     with restoring(source):
         parts.collector.restore(state["coordinator"], source)
@@ -143,13 +183,11 @@ def _open_recorder(
     context: RunContext, step: int, last_recorded: int
 ) -> tuple[RunRecorder | RankRecorder, list[str]]:
     """Start an attempt after `step`. Return the recorder, and notes about layers of the model that
-    are not used. Collective, except on a rank with only an engine."""
+    are not used. Collective."""
     from dapo_megatron.run.other_weights import dropped_layers
-    from dapo_megatron.run.record import open_recorder, rank_recorder
+    from dapo_megatron.run.record import open_recorder
 
     config, ranks, folder = context.config, context.ranks, context.folder
-    if ranks.is_alone:
-        return rank_recorder(config, folder), []
     on_rank0(ranks, lambda: start_attempt(folder.attempts, step))
     recorder = open_recorder(
         config,
@@ -172,10 +210,8 @@ def _prompts(context: RunContext, recorder: RunRecorder | RankRecorder) -> Promp
     prompts = build.load_prompts(config)
     for note in prompts.notes:
         recorder.note(f"  {note}")
-    if context.ranks.is_alone:
-        return prompts
     on_rank0(context.ranks, lambda: build.check_graders(config, prompts))
-    if context.own_rank == 0:
+    if context.ranks.rank == 0:
         record.keep_reports(config, folder)
         record.keep_tokenizer(config, folder, recorder)
     return prompts
@@ -218,11 +254,11 @@ def _true_status(context: RunContext, recorder: RunRecorder | RankRecorder) -> I
     except BaseException as error:
         is_stop = isinstance(error, KeyboardInterrupt | Stopped)
         status = "KILLED" if is_stop else "FAILED"
-        report_error(error, context.own_rank, context.terminal, context.folder.logs)
+        report_error(error, context.ranks.rank, context.terminal, context.folder.logs)
         # A lost rank is only a consequence of another error. A DapoError occurs on all ranks, so
         # only rank 0 records it.
-        ends_run = not (context.is_replaceable or exit_reason.is_secondary(str(error)))
-        if ends_run and (context.own_rank == 0 or not isinstance(error, DapoError)):
+        is_first = not exit_reason.is_secondary(str(error))
+        if is_first and (context.ranks.rank == 0 or not isinstance(error, DapoError)):
             end_attempt(context.folder.attempts, "stopped" if is_stop else "crashed")
         raise
     finally:
@@ -234,24 +270,25 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
     """Evaluate the model, or the weights of a checkpoint of any layout. Return the metrics on rank
     0, None on other ranks."""
     from dapo_megatron.checkpoints.formats.store import read_into
-    from dapo_megatron.policy.device import backend
     from dapo_megatron.run import build
-    from dapo_megatron.run.models import build_models
+    from dapo_megatron.run.models import build_models, start_engines
     from dapo_megatron.run.other_weights import open_checkpoint
 
     with open_context(config, with_folder=False) as context:
         ranks = context.ranks
-        import_libraries(ranks, has_engine=True)
-        store = open_checkpoint(config, Path(checkpoint)) if checkpoint else None
-        prompts = build.load_prompts(config)
-        on_rank0(ranks, lambda: build.check_graders(config, prompts))
-        models = build_models(config, ranks)
-        ranks = first_generation(ranks, backend())
-        with build.build_core(config, ranks, models) as core:
+        engines = start_engines(config, ranks, start=str(checkpoint))
+        try:
+            import_libraries()
+            store = open_checkpoint(config, Path(checkpoint)) if checkpoint else None
+            prompts = build.load_prompts(config)
+            on_rank0(ranks, lambda: build.check_graders(config, prompts))
+            models = build_models(config, ranks, engines)
             if store is not None:
-                core.policy.rewrite(partial(read_into, store))
-            core.sync(0)
-            metrics = build.build_evaluator(config, prompts, core).run()
+                models.policy.rewrite(partial(read_into, store))
+            models.sync(0)
+            metrics = build.build_evaluator(config, prompts, models).run(0)
+        finally:
+            engines.close()
         return metrics if ranks.rank == 0 else None
 
 
@@ -271,9 +308,7 @@ def _summary(context: RunContext, progress: Any, highest_gib: float) -> dict[str
     parent. (A grading process needs 0.1 GiB.)"""
     from dapo_megatron.tracking.provenance import commit, versions
 
-    peaks = [highest_gib]
-    with suppress(EnginesChanged):  # the run is over
-        peaks = context.ranks.all_gather(highest_gib, float)
+    peaks = context.ranks.all_gather(highest_gib, float)
     return {
         "accuracy_before": _accuracy(progress.first_evaluation),
         "accuracy_after": _accuracy(progress.last_evaluation),
@@ -284,7 +319,7 @@ def _summary(context: RunContext, progress: Any, highest_gib: float) -> dict[str
         "evaluation_before": progress.first_evaluation,
         "evaluation_after": progress.last_evaluation,
         "seed": context.config.seed,
-        "num_processes": context.ranks.num_ranks,
+        "num_processes": context.ranks.world_size,
         "versions": versions(),
         "commit": commit(),
     }
