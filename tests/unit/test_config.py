@@ -277,6 +277,11 @@ def test_a_missing_overlay_is_rejected_with_its_path(tmp_path: Path) -> None:
             "sync.speed: unknown key; valid keys: max_gap, max_mean_gap, fingerprint_every, "
             "canary_tokens, canary_mean_gap, canary_quantile_gap",
         ),
+        (
+            "roles.policy=8",
+            "roles: gone; set run.processes to the number of the policy's ranks, engine.colocated "
+            "to false and engine.replicas to the number of engines",
+        ),
         # Keys of other kinds of sources are not suggested.
         (
             "data.train.0={kind: jsonl, name: a, path: b, grader: c, datasett: d}",
@@ -610,8 +615,25 @@ def test_the_number_of_processes_comes_from_the_launcher_if_there_is_one(
 
 
 def test_the_engine_uses_the_policys_tensor_parallel_size_by_default() -> None:
-    assert load_config(TINY, ["policy.tensor_parallel=2"]).engine_tensor_parallel == 2
+    unset = "engine.tensor_parallel=null"
+    assert load_config(TINY, ["policy.tensor_parallel=2", unset]).engine_tensor_parallel == 2
     assert load_config(TINY, ["engine.tensor_parallel=1"]).engine_tensor_parallel == 1
+
+
+def test_by_default_there_are_as_many_engines_as_the_policys_ranks_have_room_for() -> None:
+    config = tiny_config(engine__tensor_parallel=4, engine__replicas="null")
+    assert [config.num_replicas(ranks) for ranks in (3, 4, 11)] == [0, 1, 2]
+    assert config.separate_gpus == 0
+    assert tiny_config(engine__replicas=2).num_replicas(8) == 2
+
+
+def test_engines_on_other_gpus_take_no_turns_with_the_policy() -> None:
+    config = tiny_config(
+        engine__colocated=False, engine__replicas=3, engine__tensor_parallel=2,
+        policy__offload="[weights]",
+    )  # fmt: skip
+    assert (config.num_replicas(8), config.separate_gpus) == (3, 6)
+    assert not config.engine.sleep and not config.policy.offload
 
 
 def test_evaluation_responses_may_be_longer_than_rollouts() -> None:
