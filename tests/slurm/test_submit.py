@@ -129,7 +129,7 @@ def test_a_plan_on_gpus_shows_layout_chain_and_sbatch_options() -> None:
     assert ran.returncode == 0, ran.stderr
     for text in (
         "2 x 8 = 16 tasks, one per GPU", "TP x PP x CP x EP x DP = 2 x 2 x 1 x 1 x 4",
-        "8 of 2 ranks", "3 jobs", "--signal=B:USR1@460", "--dependency=singleton", "--account=a",
+        "1 of 1 ranks", "3 jobs", "--signal=B:USR1@460", "--dependency=singleton", "--account=a",
         "--partition=p", "--qos=q", "--job-name=tiny_cpu", "runs/tiny_cpu",
         "slurm_logs/tiny_cpu/%x-%j.out", "slurm/train.sbatch model_configs/tiny_cpu.yaml",
     ):  # fmt: skip
