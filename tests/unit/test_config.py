@@ -420,6 +420,12 @@ GSPO = ["loss.objective=gspo", "loss.aggregation=sequence", "loss.tis_cap=null"]
         (["rollout.max_staleness=0"], None),
         (["rollout.max_prompts_per_step=31"], "rollout.max_prompts_per_step: 31 must be at least"),
         (["overlong.filtered_in_mean=true"], "overlong.filtered_in_mean: true has no effect wi"),
+        (
+            ["engine.colocated=false", "engine.replicas=null"],
+            "engine.replicas: null with engine.colocated false; set it to the number of engines",
+        ),
+        (["engine.colocated=false", "engine.replicas=2", "engine.min_replicas=2"], None),
+        (["engine.min_replicas=2"], "engine.min_replicas: 2 must be at most engine.replicas = 1"),
         (["overlong.max_tokens=17"], "overlong.max_tokens: 17 is more than rollout.max_response"),
         (["train.updates_per_step=5"], "train.updates_per_step: 5 does not divide the 512 seq"),
         (["rollout.prompts_per_step=31"], None),  # 31 x 16 is divisible by 4
