@@ -31,7 +31,7 @@ from dapo_megatron.config import Config, DatasetsSource, FileSource
 from dapo_megatron.config.file import load_config
 from dapo_megatron.model import Architecture, planned_architecture, read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
-from dapo_megatron.plan.layout import check_layout, describe
+from dapo_megatron.plan.layout import check_layout, describe, policy_ranks
 from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Request:
     """Host memory of one node, for the memory plan."""
 
     @property
-    def world_size(self) -> int:
+    def num_tasks(self) -> int:
         return self.nodes * self.tasks_per_node
 
 
@@ -120,13 +120,14 @@ def problems(config: Config, request: Request, *, elsewhere: bool = False) -> It
 
 
 def _check_layout(config: Config, arch: Architecture, request: Request) -> None:
+    num_ranks = policy_ranks(config, request.num_tasks)
     if not request.gpus_per_node:
-        check_layout(config, arch, request.world_size)
+        check_layout(config, arch, num_ranks)
         return
     # This import takes seconds, because it imports torch.
     from dapo_megatron.plan.suggestions import check_layout_and_memory
 
-    check_layout_and_memory(config, request.world_size, _node_spec(request))
+    check_layout_and_memory(config, num_ranks, _node_spec(request))
 
 
 def _node_spec(request: Request) -> NodeSpec:
@@ -210,8 +211,8 @@ def lead_seconds(config: Config) -> int:
 
 def _steps(config: Config, request: Request) -> int:
     """Return the number of steps of a job: two if policy and engines have nodes of their own."""
-    roles = config.roles
-    return 1 + (roles.are_separate and roles.policy % request.tasks_per_node == 0)
+    of_engines = config.separate_gpus
+    return 1 + (of_engines > 0 and of_engines % request.tasks_per_node == 0)
 
 
 def sbatch_command(config: Config, request: Request) -> list[str]:
@@ -236,27 +237,29 @@ def sbatch_command(config: Config, request: Request) -> list[str]:
 
 def plan(config: Config, request: Request) -> Iterator[tuple[str, str]]:
     """Yield (label, text) lines that describe what runs where."""
-    world, engine = request.world_size, config.engine_tensor_parallel
+    ranks = policy_ranks(config, request.num_tasks)
     devices = "GPU" if request.gpus_per_node else "process without a GPU"
     jobs = f" x {request.chain} jobs, one after another" if request.chain > 1 else ""
     policy = config.policy
     yield "job", f"{request.name}, {request.time}{jobs}; stops {lead_seconds(config)} s before"
-    yield "nodes", f"{request.nodes} x {request.tasks_per_node} = {world} ranks, one per {devices}"
+    tasks = f"{request.nodes} x {request.tasks_per_node} = {request.num_tasks}"
+    yield "nodes", f"{tasks} tasks, one per {devices}"
     axes = ("tensor", "pipeline", "context", "expert")
     sizes = [getattr(policy, f"{axis}_parallel") for axis in axes]
-    policy_world, roles = config.policy_ranks(world), config.roles
-    data = policy_world // (sizes[0] * sizes[1] * sizes[2])
+    data = ranks // (sizes[0] * sizes[1] * sizes[2])
     product = " x ".join(map(str, [*sizes, data]))
-    yield "layout", f"TP x PP x CP x EP x DP = {product}: {describe(policy, policy_world)}"
-    if roles.are_separate:
-        yield "roles", f"policy on the first {roles.policy} ranks, engines on {roles.engine}"
-        if _steps(config, request) == 1:
-            yield "", "a node has both roles, so the job ends if an engine is lost"
+    yield "layout", f"TP x PP x CP x EP x DP = {product}: {describe(policy, ranks)}"
     if policy.tensor_parallel > request.tasks_per_node:
         yield "", "tensor parallelism crosses nodes: every layer waits for the network"
     if config.checkpoint.every == 0 and config.checkpoint.max_minutes is None:
         yield "", "checkpoint.every is 0: a crash or a lost node loses the run"
-    yield "engines", f"{config.engine_ranks(world) // engine} of {engine} ranks"
+    engines = f"{config.num_replicas(ranks)} of {config.engine_tensor_parallel}"
+    if config.engine.colocated:
+        yield "engines", f"{engines} ranks, on those of the policy"
+    else:
+        yield "engines", f"{engines} tasks, after the {ranks} of the policy"
+        if _steps(config, request) == 1:
+            yield "", "a node has policy and engines, so the job ends if an engine is lost"
     yield "run", f"{config.folder} (metrics, checkpoints, logs of ranks)"
     yield "logs", f"{LOGS}/{request.name}/ (job log; ranks: JOB.START/NODE-RANK.log)"
 
@@ -327,13 +330,15 @@ def submit(
         options["exclude"] = _bad_nodes() if exclude_bad else None
         # resume=auto is the default of the job script.
         loaded = load_config(config_path, ("resume=auto", *texts), overlays)
+        tasks = tasks_per_node or gpus_per_node or 1
+        ranks = policy_ranks(loaded, nodes * tasks)
     except ConfigError as error:
         raise _refused([str(error)]) from None
     environment = {name: value for name, value in variables.items() if value is not None}
     overlay_words = [_from_checkout(path) for path in overlays]
     request = Request(
         nodes=nodes,
-        tasks_per_node=tasks_per_node or gpus_per_node or 1,
+        tasks_per_node=tasks,
         gpus_per_node=gpus_per_node,
         time=time,
         name=loaded.run.name,
@@ -349,14 +354,14 @@ def submit(
         host_memory_gib=host_memory,
     )
     if _steps(loaded, request) == 2:
-        environment["DAPO_ROLES"] = f"{loaded.roles.policy}+{loaded.roles.engine}"
+        environment["DAPO_ROLES"] = f"{ranks}+{loaded.separate_gpus}"
     elsewhere = dry_run and not Path(loaded.model.path).exists()
     _show(loaded, request, elsewhere=elsewhere)
     if errors := list(problems(loaded, request, elsewhere=elsewhere)):
         raise _refused(errors)
     from dapo_megatron.plan.forecast import forecast
 
-    if errors := forecast(loaded, request.world_size, _node_spec(request)):
+    if errors := forecast(loaded, ranks, _node_spec(request)):
         raise _refused(errors)
     if not dry_run:
         _submit(sbatch_command(loaded, request), request)

@@ -163,7 +163,7 @@ _MESSAGES = {
 
 
 _REMOVED = {
-    "roles": "is gone; set run.processes to the number of the policy's ranks, engine.colocated to "
+    "roles": "gone; set run.processes to the number of the policy's ranks, engine.colocated to "
     "false and engine.replicas to the number of engines",
 }
 

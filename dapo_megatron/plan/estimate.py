@@ -26,7 +26,7 @@ ENGINE_RANKS = "every engine rank"
 HOST = "host"
 """Name for a node's host memory, used in place of a phase."""
 PROCESS_GIB = 4.0
-"""Host memory of a process with torch, CUDA, and Megatron-core or vLLM, without tensors (assumed)."""
+"""Host memory of a process with torch, CUDA, Megatron-core or vLLM, without tensors (assumed)."""
 GRADER_GIB = 0.25
 """Host memory of a grading process with math_verify and reasoning_gym (docs/rewards.md)."""
 

@@ -64,9 +64,9 @@ def render(estimate: MemoryEstimate, console: Console, speed: Speed | None = Non
     where = "" if config.engine.colocated else " on other GPUs"
     console.print(
         f"{estimate.arch.family}, {estimate.num_processes} ranks: "
-        f"{describe(config.policy, estimate.num_processes)}; "
-        f"{config.num_replicas(estimate.num_processes)} engines of "
-        f"{config.engine_tensor_parallel}{where}; kernels {estimate.kernels}"
+        f"{describe(config.policy, estimate.num_processes)}; engines "
+        f"{config.num_replicas(estimate.num_processes)} of {config.engine_tensor_parallel} ranks"
+        f"{where}; kernels {estimate.kernels}"
         + ("" if estimate.kernels == "local" else " (activations counted, not measured)"),
         highlight=False,
         markup=False,

@@ -196,7 +196,7 @@ PROMPTS: tuple[RunRule, ...] = (
 
 ENGINES_IDLE = 0.3  # of generation: a note
 ENGINES_IDLE_MUCH = 0.5  # of generation: a warning
-ROLE_WAITS = 0.5  # of a step: a warning
+SIDE_WAITS = 0.5  # of a step: a warning
 TIME_GROWTH = 1.5  # times its start, in seconds and in seconds per token: a note
 TIME_GROWTH_MUCH = 3.0  # times its start: a warning
 TIME_SHARE = 0.1  # of a step; phases below it are not judged
@@ -245,7 +245,7 @@ def waits(metric: str, who: str, change: str) -> FindingRule:
 
     return FindingRule(
         metric,
-        {"warn": lambda s: s.late > ROLE_WAITS},
+        {"warn": lambda s: s.late > SIDE_WAITS},
         f"{who} {{s.late!p}} of a step",
         "{s.early!p} → {s.late!p} of time/step.",
         "{setting}",

@@ -54,7 +54,7 @@ def test_the_report_shows_how_long_each_role_waits(folder: Path) -> None:
     assert all(len(series) == 3 and 0 < max(series) < 1 for series in waits)
     done = run("report", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Waiting of each role" in (folder / "report.html").read_text(encoding="utf-8")
+    assert "Waiting of each side" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_plan_counts_the_bytes_of_a_sync(folder: Path) -> None:

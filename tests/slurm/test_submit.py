@@ -55,7 +55,7 @@ def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_every_tiny_config_can_be_planned(config: str) -> None:
     ran = run(f"model_configs/{config}", *ON_CPU, "--nodes=2", "--tasks-per-node=2", "--dry-run")
     assert ran.returncode == 0, ran.stderr
-    assert "2 x 2 = 4 ranks" in ran.stdout
+    assert "2 x 2 = 4 tasks" in ran.stdout
     assert "--ntasks-per-node=2 --gpus-per-node=0" in ran.stdout
     assert "optimizer" in ran.stdout, "no memory estimate"
 
@@ -74,7 +74,7 @@ def test_the_papers_run_can_be_planned(tmp_path: Path) -> None:
     ran = run(*of_the_paper(tmp_path), "--nodes=16", "--chain=10", COLUMNS="200")
     assert ran.returncode == 0, ran.stderr
     for text in (
-        "16 x 8 = 128 ranks, one per GPU", "TP x PP x CP x EP x DP = 8 x 1 x 2 x 1 x 8",
+        "16 x 8 = 128 tasks, one per GPU", "TP x PP x CP x EP x DP = 8 x 1 x 2 x 1 x 8",
         "32 of 4 ranks", "KV cache", "host memory of a node", "offloaded while generating",
         "checkpoint", "a rollout step", "generate", "sync", "update", "--signal=B:USR1@960",
     ):  # fmt: skip
@@ -128,8 +128,8 @@ def test_a_plan_on_gpus_shows_layout_chain_and_sbatch_options() -> None:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     for text in (
-        "2 x 8 = 16 ranks, one per GPU", "TP x PP x CP x EP x DP = 2 x 2 x 1 x 1 x 4",
-        "8 of 2 ranks", "3 jobs", "--signal=B:USR1@460", "--dependency=singleton", "--account=a",
+        "2 x 8 = 16 tasks, one per GPU", "TP x PP x CP x EP x DP = 2 x 2 x 1 x 1 x 4",
+        "1 of 1 ranks", "3 jobs", "--signal=B:USR1@460", "--dependency=singleton", "--account=a",
         "--partition=p", "--qos=q", "--job-name=tiny_cpu", "runs/tiny_cpu",
         "slurm_logs/tiny_cpu/%x-%j.out", "slurm/train.sbatch model_configs/tiny_cpu.yaml",
     ):  # fmt: skip
@@ -148,7 +148,14 @@ def test_a_plan_on_gpus_shows_layout_chain_and_sbatch_options() -> None:
         ((TINY, "--time=5"), "--time: 5 is 300 s, and 300 s before its end"),
         ((TINY, "--time=10", "run.stop_seconds=700"), "lower run.stop_seconds"),
         ((TINY, "--tasks-per-node=4"), "--tasks-per-node: 4 on nodes of 8 GPUs"),
-        ((TINY, "--nodes=2", *ON_CPU), "engine.tensor_parallel: the 2 ranks of an engine without"),
+        (
+            (TINY, "--nodes=2", "engine.tensor_parallel=2", *ON_CPU),
+            "engine.tensor_parallel: the 2 ranks of an engine without",
+        ),
+        (
+            (TINY, "engine.colocated=false", "engine.replicas=8"),
+            "engine.replicas: 8 engines of 1 GPUs leave none of 8 to the policy",
+        ),
         ((TINY, "--venv", "nowhere"), "--venv: no nowhere/bin/python"),
         ((TINY, "--container", "/nowhere.sqsh"), "--container: no image /nowhere.sqsh"),
         ((TINY, "--apptainer", "nowhere.sif"), "--apptainer: no image nowhere.sif"),
@@ -170,16 +177,17 @@ def test_a_job_that_would_fail_is_refused_with_its_cause(
     assert "nothing was submitted" in ran.stderr
 
 
-def test_roles_on_nodes_of_their_own_are_planned_as_two_steps() -> None:
-    words = ("model_configs/qwen3_8b.yaml", "--dry-run", "roles.policy=8")
-    ran = run(*words, "--nodes=2", "roles.engine=8")
+def test_engines_on_nodes_of_their_own_are_planned_as_two_steps() -> None:
+    words = ("model_configs/qwen3_8b.yaml", "--dry-run", "engine.colocated=false",
+             "engine.tensor_parallel=1")  # fmt: skip
+    ran = run(*words, "--nodes=2", "engine.replicas=8")
     assert ran.returncode == 0, ran.stderr
     assert "DAPO_ROLES=8+8 sbatch" in ran.stdout.replace("'", "")
     assert "--no-kill " in ran.stdout
     assert "every policy rank" in ran.stdout and "every engine rank" in ran.stdout
-    shared = run(*words[:2], "--nodes=1", "roles.policy=4", "roles.engine=4")
+    shared = run(*words, "--nodes=1", "engine.replicas=4")
     assert shared.returncode == 0, shared.stderr
-    assert "a node has both roles, so the job ends if an engine is lost" in shared.stdout
+    assert "a node has policy and engines, so the job ends if an engine is lost" in shared.stdout
     assert "DAPO_ROLES" not in shared.stdout and "--no-kill" not in shared.stdout
 
 

@@ -277,6 +277,11 @@ def test_a_missing_overlay_is_rejected_with_its_path(tmp_path: Path) -> None:
             "sync.speed: unknown key; valid keys: max_gap, max_mean_gap, fingerprint_every, "
             "canary_tokens, canary_mean_gap, canary_quantile_gap",
         ),
+        (
+            "roles.policy=8",
+            "roles: gone; set run.processes to the number of the policy's ranks, engine.colocated "
+            "to false and engine.replicas to the number of engines",
+        ),
         # Keys of other kinds of sources are not suggested.
         (
             "data.train.0={kind: jsonl, name: a, path: b, grader: c, datasett: d}",
@@ -415,6 +420,12 @@ GSPO = ["loss.objective=gspo", "loss.aggregation=sequence", "loss.tis_cap=null"]
         (["rollout.max_staleness=0"], None),
         (["rollout.max_prompts_per_step=31"], "rollout.max_prompts_per_step: 31 must be at least"),
         (["overlong.filtered_in_mean=true"], "overlong.filtered_in_mean: true has no effect wi"),
+        (
+            ["engine.colocated=false", "engine.replicas=null"],
+            "engine.replicas: null with engine.colocated false; set it to the number of engines",
+        ),
+        (["engine.colocated=false", "engine.replicas=2", "engine.min_replicas=2"], None),
+        (["engine.min_replicas=2"], "engine.min_replicas: 2 must be at most engine.replicas = 1"),
         (["overlong.max_tokens=17"], "overlong.max_tokens: 17 is more than rollout.max_response"),
         (["train.updates_per_step=5"], "train.updates_per_step: 5 does not divide the 512 seq"),
         (["rollout.prompts_per_step=31"], None),  # 31 x 16 is divisible by 4
@@ -610,8 +621,25 @@ def test_the_number_of_processes_comes_from_the_launcher_if_there_is_one(
 
 
 def test_the_engine_uses_the_policys_tensor_parallel_size_by_default() -> None:
-    assert load_config(TINY, ["policy.tensor_parallel=2"]).engine_tensor_parallel == 2
+    unset = "engine.tensor_parallel=null"
+    assert load_config(TINY, ["policy.tensor_parallel=2", unset]).engine_tensor_parallel == 2
     assert load_config(TINY, ["engine.tensor_parallel=1"]).engine_tensor_parallel == 1
+
+
+def test_by_default_there_are_as_many_engines_as_the_policys_ranks_have_room_for() -> None:
+    config = tiny_config(engine__tensor_parallel=4, engine__replicas="null")
+    assert [config.num_replicas(ranks) for ranks in (3, 4, 11)] == [0, 1, 2]
+    assert config.separate_gpus == 0
+    assert tiny_config(engine__replicas=2).num_replicas(8) == 2
+
+
+def test_engines_on_other_gpus_take_no_turns_with_the_policy() -> None:
+    config = tiny_config(
+        engine__colocated=False, engine__replicas=3, engine__tensor_parallel=2,
+        policy__offload="[weights]",
+    )  # fmt: skip
+    assert (config.num_replicas(8), config.separate_gpus) == (3, 6)
+    assert not config.engine.sleep and not config.policy.offload
 
 
 def test_evaluation_responses_may_be_longer_than_rollouts() -> None:

@@ -225,7 +225,7 @@ def test_quantized_experts_are_rejected_with_engine_sleep(gpu: None) -> None:
 def test_quantization_blocks_that_ranks_would_split_are_rejected(
     gpu: None, wrong: dict[str, Any], dimension: str
 ) -> None:
-    two_ranks = {**FP8, "policy__tensor_parallel": 2, "engine__sleep": "false"}
+    two_ranks = {**FP8, "engine__tensor_parallel": 2, "engine__sleep": "false"}
     message = refusal({**HF, **wrong}, **two_ranks)
     assert dimension in message and "engine.tensor_parallel = 2" in message
     device.check_config(tiny_config(**two_ranks), architecture(HF))

@@ -19,6 +19,7 @@ from dapo_megatron.plan.layout import (
     data_parallel,
     describe,
     nearest_layouts,
+    policy_ranks,
     stage_layers,
 )
 from dapo_megatron.plan.rows import preferred_multiple, row_multiple, sequence_multiple
@@ -80,6 +81,7 @@ NUMBERS = (
     "train.max_tokens_per_microbatch=16384",
     "policy.tensor_parallel=1",
     "engine.tensor_parallel=null",
+    "engine.replicas=null",
 )
 
 SHORT = {
@@ -93,6 +95,7 @@ SHORT = {
     "ep": "policy.expert_parallel",
     "aux": "policy.moe_aux_loss",
     "engine": "engine.tensor_parallel",
+    "replicas": "engine.replicas",
     "tokens": "train.max_tokens_per_microbatch",
     "prompt": "rollout.max_prompt_tokens",
 }
@@ -168,27 +171,44 @@ def test_an_invalid_layout_is_rejected_with_the_nearest_valid_ones(
     assert all(line.startswith("  policy.") for line in problems[2:])
 
 
+APART = "engine.colocated=false replicas=1"
+TOO_FEW = (
+    "engine.tensor_parallel: 4 is more than the 2 processes (run.processes, or the launcher's)"
+)
+
+
 @pytest.mark.parametrize(
     ("world", "text", "message"),
     [
-        (3, "tp=2 roles={policy: 2, engine: 1} engine=1", None),
-        (6, "tp=2 roles={policy: 2, engine: 4} engine=4", None),
-        (4, "tp=2 roles={policy: 2, engine: 1} engine=1", "roles.policy + roles.engine = 2 + 1, "
-            "but there are 4 processes (run.processes, or the launcher's)"),
-        (4, "tp=2 roles={policy: 3, engine: 1} engine=1", "policy.tensor_parallel x pipeline_para"
-            "llel x context_parallel = 2 does not divide the 3 processes (roles.policy)"),
-        (3, "tp=2 roles={policy: 2, engine: 1}", "engine.tensor_parallel: 2 (null: as policy.tens"
-            "or_parallel) does not divide the 1 processes; with 1 processes (roles.engine) use 1"),
-        (5, "tp=2 roles={policy: 2, engine: 3} engine=2", "engine.tensor_parallel: 2 does not divid"
-            "e the 3 processes; with 3 processes (roles.engine) use 1"),
+        (8, "engine=4 replicas=2", None),
+        (8, "engine=4 replicas=1", None),
+        (6, "engine=4", None),  # two ranks share no GPU with an engine
+        (2, f"engine=4 {APART}", None),
+        (2, "tp=2 sp=true replicas=3 engine.colocated=false", None),
+        (2, "engine=4", f"{TOO_FEW}; use 1 or 2"),
+        (8, "engine=4 replicas=3", "engine.replicas: 3 engines of 4 ranks (engine.tensor_parallel) "
+            "do not fit the 8 processes (run.processes, or the launcher's); use at most 2, or "
+            "engine.colocated=false"),
+        (2, f"engine=5 {APART}", "engine.tensor_parallel: 5 does not divide the model's 12 attent"
+            "ion heads, or neither divides nor is a multiple of its 4 key-value heads; use 1 or 2 "
+            "or 4 or 12"),
+        (8, "engine=4 engine.min_replicas=3", "engine.min_replicas: 3, but the 8 processes (run.pr"
+            "ocesses, or the launcher's) have room for 2 engines; use at most that many"),
     ],
 )  # fmt: skip
-def test_a_layout_must_fit_the_ranks_of_its_role(
+def test_engines_must_fit_the_policys_ranks_or_run_on_other_gpus(
     world: int, text: str, message: str | None
 ) -> None:
-    problems = layout_problems(world, text)
-    assert problems == [] if message is None else problems[0] == message
-    assert not layout_problems(2, "tp=2 roles={policy: 2, engine: 1}", has_engine=False)
+    assert layout_problems(world, text)[:1] == ([] if message is None else [message])
+    assert not layout_problems(world, text, has_engine=False)
+
+
+def test_engines_on_other_gpus_leave_the_rest_to_the_policy() -> None:
+    config = config_of("engine=2 engine.colocated=false replicas=3")
+    assert policy_ranks(config, 16) == 10
+    assert policy_ranks(config_of("engine=2"), 16) == 16
+    with pytest.raises(ConfigError, match="3 engines of 2 GPUs leave none of 6 to the policy"):
+        policy_ranks(config, 6)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +246,8 @@ def test_layouts_of_a_model_with_experts(
         ("prompt=97", "rollout.max_prompt_tokens + max_response_tokens = 113 exceeds the model's "),
         ("cp=8", None),
         ("aux=0.01", "policy.moe_aux_loss: 0.01, but the model has no experts to balance; use 0"),
-        ("engine=12", "engine.tensor_parallel: 12 does not divide the 8 processes; with 8 "
-                      "processes use 1 or 2 or 4"),
+        ("engine=12", "engine.tensor_parallel: 12 is more than the 8 processes (run.processes, or "
+                      "the launcher's); use 1 or 2 or 4"),
         ("engine=8", "engine.tensor_parallel: 8 does not divide the model's 12 attention heads,"),
     ],
 )  # fmt: skip
@@ -262,8 +282,8 @@ def test_without_an_engine_its_layout_is_not_checked() -> None:
     [
         ("tp=2", []),
         ("tp=4", ["policy.tensor_parallel: 4 does not divide the intermediate_size 98"]),
-        ("engine=4", ["engine.tensor_parallel: 4 does not divide the intermediate_size 98; with "
-                      "4 processes use 1 or 2"]),
+        ("engine=4", ["engine.tensor_parallel: 4 does not divide the intermediate_size 98; use "
+                      "1 or 2"]),
     ],
 )  # fmt: skip
 def test_tensor_parallel_must_divide_the_mlp(text: str, message: list[str]) -> None:
@@ -277,7 +297,7 @@ def test_the_policys_tensor_parallel_size_may_not_fit_the_engine() -> None:
     [message] = layout_problems(4, text, EXPERTS)
     assert message == (
         "engine.tensor_parallel: 4 (null: as policy.tensor_parallel) does not divide the "
-        "moe_intermediate_size 50; with 4 processes use 1 or 2"
+        "moe_intermediate_size 50; use 1 or 2"
     )
     assert layout_problems(4, f"{text} engine=2", EXPERTS) == []
 
@@ -286,7 +306,7 @@ def test_engine_expert_parallel_needs_experts_divisible_by_its_ranks() -> None:
     whole = "engine.expert_parallel=true"
     assert layout_problems(4, f"engine=4 {whole}", EXPERTS) == []
     assert layout_problems(4, f"engine=4 {whole}", {**EXPERTS, "num_experts": 6}) == [
-        "engine.tensor_parallel: 4 does not divide the 6 experts; with 4 processes use 1 or 2"
+        "engine.tensor_parallel: 4 does not divide the 6 experts; use 1 or 2"
     ]
     assert layout_problems(4, f"engine=2 {whole}", DENSE) == [
         "engine.expert_parallel: the model has no experts; set it to false"
@@ -322,7 +342,7 @@ def test_missing_key_value_heads_mean_as_many_as_attention_heads() -> None:
             "engine=4",
             [
                 "engine.tensor_parallel: 4 does not divide the n_shared_experts x "
-                "moe_intermediate_size 10; with 4 processes use 1 or 2"
+                "moe_intermediate_size 10; use 1 or 2"
             ],
         ),
     ],
@@ -338,8 +358,7 @@ def test_all_problems_are_reported_at_once() -> None:
     assert [line.partition(":")[0].partition(" ")[0] for line in problems] == [
         *("policy.tensor_parallel", "policy.tensor_parallel", "policy.pipeline_parallel"),
         *("policy.expert_parallel", "train.max_tokens_per_microbatch"),
-        *("rollout.max_prompt_tokens", "engine.tensor_parallel", "engine.tensor_parallel"),
-        *("engine.tensor_parallel", "no"),
+        *("rollout.max_prompt_tokens", "engine.tensor_parallel", "engine.tensor_parallel", "no"),
     ]
     assert problems[-1] == (
         "no layout of 6 processes fits this model and train.max_tokens_per_microbatch = 1"

@@ -70,11 +70,19 @@ def test_ranks_of_an_engine(placed: Groups, expected: Groups) -> None:
 
 def test_groups_follow_the_config() -> None:
     config = tiny_config(
-        policy__tensor_parallel=4, engine__tensor_parallel=2, engine__expert_parallel=True
-    )
+        policy__tensor_parallel=4, engine__tensor_parallel=2, engine__expert_parallel=True,
+        engine__replicas="null",
+    )  # fmt: skip
     assert list(map(list, engine_groups(config, MOE, 8, 8))) == place(8, 2, 4, whole=True)
     assert list(map(list, engine_groups(config, MOE, 8, 2))) == consecutive(8, 2)
-    assert list(map(list, engine_groups(tiny_config(), MOE, 2, 2))) == [[0, 1]]  # the quickstart
+    assert list(map(list, engine_groups(tiny_config(), MOE, 2, 2))) == [[0]]  # the quickstart
+
+
+def test_ranks_beyond_the_last_engine_are_in_none() -> None:
+    config = tiny_config(policy__tensor_parallel=1, engine__tensor_parallel=2, engine__replicas=2)
+    for num_ranks in (5, 8):
+        groups = engine_groups(config, MOE, num_ranks, 8)
+        assert list(map(list, groups)) == consecutive(4, 2)
 
 
 @given(engine_tp=SIZES, policy_tp=SIZES, ep=SIZES, node=SIZES, whole=st.booleans())

@@ -126,16 +126,17 @@ def test_fp8_parameters_take_half_the_memory(tmp_path: Path) -> None:
 def test_each_phase_counts_the_model_parts_that_are_loaded(tmp_path: Path) -> None:
     trained = {"policy weights", "gradients", "optimizer"}
     engine = {"engine weights", "engine sampler", "engine workspace", "KV cache"}
+    processes = {"CUDA and NCCL", "CUDA and NCCL of the engine"}
     estimate = estimate_memory(config_of(tmp_path, policy__offload=ALL_PARTS), 8)
-    assert names(estimate, "generate") == engine | {"CUDA and NCCL"}
+    assert names(estimate, "generate") == engine | processes
     moments = {
         moment.name: {item.name for item in moment.parts}
         for moment in estimate.kinds["every rank"]["sync"]
     }
-    both = trained | {"engine weights", "engine sampler", "CUDA and NCCL"}
+    both = trained | {"engine weights", "engine sampler"} | processes
     assert moments["weights move"] == both | {"sync buckets"}
     assert moments["check"] - both <= {"logits, at the head", "a layer at work"}
-    assert moments["engine awake"] == engine | {"CUDA and NCCL"}
+    assert moments["engine awake"] == engine | processes
     assert names(estimate, "logprobs") & (trained | engine) == trained
     assert names(estimate, "update") & (trained | engine) == trained
     stays = estimate_memory(config_of(tmp_path, policy__offload="[gradients]"), 8)

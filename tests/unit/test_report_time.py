@@ -162,41 +162,18 @@ def test_a_timeline_is_drawn_with_spans_and_running_sequences(tmp_path: Path) ->
     assert timeline.note(run_of(tmp_path)) is None
 
 
-def test_a_timeline_with_roles_shows_who_waits(tmp_path: Path) -> None:
-    """Rank 0 has the policy, ranks 1 and 2 an engine each, which sample while it trains."""
-    engines = [["generate", 0, 10], ["generate", 10, 20], ["sync", 20, 21]]
-    write(
-        tmp_path,
-        1,
-        ranks=[
-            {"rank": 0, "spans": [["generate", 0, 10], ["update", 10, 20], ["sync", 20, 21]]},
-            {"rank": 1, "spans": engines},
-            {"rank": 2, "spans": engines},
-        ],
-        replicas=[
-            {
-                "replica": 0,
-                "running": [[0, 0], [1, 8], [10, 8], [10, 0], [11, 8], [18, 0], [20, 0]],
-            },
-            {"replica": 1, "running": [[0, 0], [10, 0], [10, 0], [20, 0]]},
-        ],
-    )
-    [drawn] = timeline.timelines(run_of(tmp_path, config={"roles": {"policy": 1, "engine": 2}}))
-    rows: dict[str, list[tuple[str, float, float]]] = {}
-    for bars in drawn.figure["data"][:-1]:
-        for row, begin, length in zip(bars["y"], bars["base"], bars["x"], strict=True):
-            rows.setdefault(row, []).append((bars["name"], begin, begin + length))
-    assert sorted(rows["rank 0 policy"], key=lambda bar: bar[1]) == [
-        (timeline.WAITING, 0, 10), ("update", 10, 20), ("sync", 20, 21),
-    ]  # fmt: skip
-    assert sorted(rows["rank 1 engine"], key=lambda bar: bar[1]) == [
-        (timeline.ENGINE_IDLE, 0, 1), ("generate", 1, 10), (timeline.ENGINE_IDLE, 10, 11),
-        ("generate", 11, 18), (timeline.ENGINE_IDLE, 18, 20), ("sync", 20, 21),
-    ]  # fmt: skip
-    assert {name for name, *_ in rows["rank 2 engine"]} == {timeline.ENGINE_IDLE, "sync"}
+def test_ranks_wait_while_engines_on_other_gpus_generate(tmp_path: Path) -> None:
+    write(tmp_path, 1, replicas=[{"replica": 0, "running": [[0, 8], [12, 8], [19, 0]]}])
+    apart = {"engine": {"colocated": False}}
+    [drawn] = timeline.timelines(run_of(tmp_path, config=apart))
+    waiting, update, replicas = drawn.figure["data"]
+    assert (waiting["name"], update["name"]) == (timeline.WAITING, "update")
+    assert (waiting["base"], waiting["x"]) == ([0, 0], [10, 10])
+    assert replicas["y"] == ["replica 0"] and replicas["z"][0][-2] == 8
+    assert [phase["label"] for phase in drawn.phases] == [timeline.WAITING, "update"]
 
 
-def test_shares_in_which_roles_wait() -> None:
+def test_shares_in_which_policy_and_engines_wait() -> None:
     columns: dict[str, list[float | None]] = {
         "time/step": [20.0, 20.0, 20.0],
         "time/generate": [8.0, 2.0, 8.0],
@@ -271,16 +248,3 @@ def test_of_many_timelines_the_first_last_and_slowest_are_kept(tmp_path: Path) -
     assert len(steps) == timeline.MAX_TIMELINES
     assert steps == sorted(steps)
     assert f"{len(steps)} of 100" in (timeline.note(run) or "")
-
-
-def test_an_engine_is_idle_by_its_own_requests_also_after_another_was_lost() -> None:
-    """Rank 1 is lost, so rank 2 has replica 0, which has no request from the second second on."""
-    rows: list[Any] = [(0, "a", "update", 0.0, 4.0), (2, "a", "generate", 0.0, 4.0)]
-    spans = timeline._frame(rows)
-    file = timeline.TimelineFile(5, spans, {0: [(0.0, 3), (2.0, 0)]})
-    shown = timeline.by_role(file, timeline.Roles(policy=1)).spans
-    assert [tuple(row) for row in shown[["rank", "phase", "begin", "end"]].to_numpy()] == [
-        (0, "update", 0.0, 4.0),
-        (2, "generate", 0.0, 2.0),
-        (2, timeline.ENGINE_IDLE, 2.0, 4.0),
-    ]

@@ -1,7 +1,7 @@
 """Compare both forms of a run on a simulated cluster: all GPUs with policy and engine in turns, or
-each role with GPUs of its own.
+engines on other GPUs than the policy.
 
-    python tools/lab/simulate_roles.py
+    python tools/lab/simulate_forms.py
 
 It uses the real coordinator, with engines on a virtual clock and answers as in
 simulate_rollouts.py. The work is the same in every row. The seconds of training are inversely
