@@ -116,6 +116,7 @@ def sample_all(
                     group.reset()
                     dispatcher.submit(group)
         on_progress(num_decided)
+    dispatcher.interrupt()
     return [group.group() for group in groups.values()]
 
 
