@@ -31,6 +31,8 @@ from dapo_megatron.types import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dapo_megatron.bridge.group import Meeting
+
 
 T = TypeVar("T")
 
@@ -219,10 +221,8 @@ class Policy(Protocol):
 class Engines(Protocol):
     """Engines of a run, as a sync sees them; see rollout/engines.py."""
 
-    present: Mapping[int, int]
+    present: dict[int, int]
     """The replicas that take part in the sync, and the number of each one's connection."""
-    workers: Sequence[Sequence[int]]
-    """[replica] -> ranks on whose GPUs its workers run."""
 
     def await_ready(self) -> None:
         """Wait until enough engines can take part in a sync, and set `present`. Raises
@@ -235,9 +235,16 @@ class Engines(Protocol):
         is left, and the error if all that are left fail."""
         ...
 
-    def expect(self, slices: Sequence[TensorSlice]) -> None:
-        """Make room for sending these slices to the engine worker on this rank's GPU. Not
+    def places(self) -> dict[int, list[int]]:
+        """Return the number in the transfer plan of each worker of the present engines, by replica:
+        that of the rank on whose GPU it runs. Workers of other GPUs come after all ranks. Not
         collective."""
+        ...
+
+    def connect(self, meeting: Meeting, slices: Sequence[TensorSlice]) -> Any:
+        """Get ready to send weights to the present engines, `slices` to the worker on this rank's
+        GPU. Return the process group in which engines on other GPUs take part; None without any.
+        Raises as `call` does."""
         ...
 
     def load(self, weights: Iterator[ReceivedTensor], version: int) -> None:

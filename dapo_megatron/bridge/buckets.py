@@ -93,7 +93,7 @@ class BucketSender:
     def open(self) -> str:
         """Listen for the worker, for one sync. Return the address."""
         self._num_syncs += 1
-        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.linger = 0
         self._monitor = watch_connection(self._socket, self._silence_seconds)
         path = self._folder / f"weights_{os.getpid()}_{self._num_syncs}"
@@ -158,7 +158,7 @@ class BucketSender:
 def received(address: str, seconds: float) -> Iterator[ReceivedTensor]:
     """Yield the tensors that a trainer rank sends. Their memory is used again afterwards. Raises
     SyncError if nothing arrives for `seconds`."""
-    socket = zmq.Context.instance().socket(zmq.PAIR)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.connect(address)
     opened: dict[int, Tensor] = {}
     number = 0
@@ -237,13 +237,14 @@ def _opened(handle: Handle, num_bytes: int) -> Tensor:
         return torch.from_file(handle, shared=True, size=num_bytes, dtype=torch.uint8)
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    return rebuild_cuda_tensor(
+    memory: Tensor = rebuild_cuda_tensor(
         **handle,
         tensor_cls=Tensor,
         storage_cls=torch.storage.UntypedStorage,
         dtype=torch.uint8,
         storage_device=torch.cuda.current_device(),
     )
+    return memory
 
 
 def _view(memory: Tensor, part: _Slice) -> Tensor:

@@ -16,22 +16,28 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 import torch
 
 from dapo_megatron.bridge.bounds import CanaryBounds
+from dapo_megatron.bridge.group import Meeting
 from dapo_megatron.bridge.islands import RankSlices
-from dapo_megatron.bridge.plan import TransferPlan, make_plan
+from dapo_megatron.bridge.plan import TransferPlan
 from dapo_megatron.bridge.schedule import FingerprintSchedule
 from dapo_megatron.bridge.transfer import Transfer, gather_slices
 from dapo_megatron.bridge.verify import SyncVerifier, Wanted, canary_sequences
 from dapo_megatron.config import SyncConfig
 from dapo_megatron.protocols import Engines, Exchange, Policy
-from dapo_megatron.types import EnginesLost, SyncError, SyncReport, TensorSlice
+from dapo_megatron.types import EnginesLost, SyncError, SyncReport, TensorSlice, TooFewEnginesError
 
 logger = logging.getLogger(__name__)
+
+MAX_TRIES = 10
+"""Syncs of the same weights, each without engines that failed or were lost in the last one."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Route:
 
 
 class WeightSync:
-    """Moves policy weights into the engines, once per call. Implements protocols.Sync. Collective."""
+    """Moves policy weights into the engines, once per call. Implements protocols.Sync."""
 
     def __init__(
         self,
@@ -97,12 +103,13 @@ class WeightSync:
         Raises SyncError naming tensor and ranks if all engines fail, ConfigError if there is too
         little memory to wake them, and TooFewEnginesError and Stopped while it waits for engines.
         """
-        while True:
+        why = ""
+        for _ in range(MAX_TRIES):
             self._engines.await_ready()
             try:
                 report = self._sync(version)
             except EnginesLost as error:
-                why = str(error)
+                why, self.route = str(error), None
             except SyncError as error:
                 if not error.engines or error.engines >= set(self._engines.present):
                     raise
@@ -114,14 +121,15 @@ class WeightSync:
             if self._exchange.rank == 0:
                 logger.warning("another sync of weights %d, because of this: %s", version, why)
             self.switch_to_policy()
+        raise TooFewEnginesError(
+            f"{MAX_TRIES} syncs in a row failed, at last because of this: {why}"
+        )
 
     def switch_to_policy(self) -> None:
         """See protocols.Sync."""
         if self._engines.present:
-            try:
+            with suppress(EnginesLost):  # an engine that is gone uses no memory
                 self._engines.call("sleep", of=None)
-            except EnginesLost:
-                pass  # an engine that is gone uses no memory
         self._policy.onload()
 
     def _sync(self, version: int) -> SyncReport:
@@ -163,17 +171,31 @@ class WeightSync:
     def _route(self) -> Route:
         """Return the route to the present engines, made anew if others took part before."""
         if self.route is None or self.route.engines != self._engines.present:
+            self.route = None  # closes the last group
             traced = self._engines.call("trace", self._shapes, of=list[list[TensorSlice]])
-            by_rank: list[list[TensorSlice]] = [[] for _ in range(self._exchange.world_size)]
-            replicas = [-1] * len(by_rank)
+            places = self._engines.places()
+            num_ranks = max(self._exchange.world_size, 1 + max(chain(*places.values())))
+            by_rank: list[list[TensorSlice]] = [[] for _ in range(num_ranks)]
+            replicas = [-1] * num_ranks
             for replica, by_worker in traced.items():
-                for rank, slices in zip(self._engines.workers[replica], by_worker, strict=True):
+                for rank, slices in zip(places[replica], by_worker, strict=True):
                     by_rank[rank], replicas[rank] = slices, replica
             wanted = Wanted(RankSlices.of(by_rank), replicas)
             own = by_rank[self._exchange.rank]
-            plan = make_plan(self._held, wanted.slices, ranks_per_node=self._ranks_per_node)
-            transfer = Transfer(plan, self._shards, own, self._exchange.rank, self._device)
-            self._engines.expect(own)
+            nothing = [len(self._held.lists)] * (num_ranks - self._exchange.world_size)
+            meeting = Meeting(
+                store="",
+                timeout=0.0,
+                ranks_per_node=self._ranks_per_node,
+                own=[],
+                held=[*map(list, self._held.lists), []],
+                held_of=[*self._held.list_of_rank, *nothing],
+                wanted=[*map(list, wanted.slices.lists)],
+                wanted_of=list(wanted.slices.list_of_rank),
+            )
+            plan = meeting.plan()
+            group = self._engines.connect(meeting, own)
+            transfer = Transfer(plan, self._shards, own, self._exchange.rank, self._device, group)
             received = self._exchange.all_gather(transfer.nbytes_received, int)
             self.route = Route(dict(self._engines.present), wanted, plan, transfer, received)
         return self.route

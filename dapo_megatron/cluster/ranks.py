@@ -112,9 +112,10 @@ class Ranks:
             with self._reporting_activity("barrier"):
                 group_or_world(self.group).barrier().wait()
 
-    def check_members(self) -> None:
-        """Raise RankError if a member of the group does not know the run's secret. Collective."""
-        secret = run_secret(self.world_size)
+    def check_members(self, secret: bytes | None = None) -> None:
+        """Raise RankError if a member of the group does not know the run's secret, or another one
+        if it is given. Collective."""
+        secret = secret or run_secret(self.world_size)
         if self.world_size == 1 or secret is None:
             return
         try:

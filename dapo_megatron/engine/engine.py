@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.config import Config
 from dapo_megatron.data.tokenizer import load_tokenizer
 from dapo_megatron.engine import device, memory
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from vllm import LLM, RequestOutput, SamplingParams
 
+    from dapo_megatron.bridge.group import Meeting
     from dapo_megatron.engine.slices import Offer
 
 _EXTENSION = "dapo_megatron.engine.extension.WorkerExtension"
@@ -155,9 +157,18 @@ class VllmEngine:
         self._knows_slices = True
         return wanted
 
+    def connect(self, meeting: Meeting) -> None:
+        """Join the group in which the trainer ranks send weights, if they are on other GPUs. Raises
+        SyncError."""
+        secret = run_secret(meeting.size) or b""
+        for error in self._llm.collective_rpc("join_group", args=(meeting, secret)):
+            if error:
+                raise SyncError(error)
+
     def load(self, version: int, addresses: Sequence[str]) -> None:
         """Replace all weights by those that the trainer ranks at these addresses send, one for each
-        worker, and drop cached prefixes. New tokens are stamped with `version`.
+        worker, or without addresses in the group, and drop cached prefixes. New tokens are stamped
+        with `version`.
 
         Raises SyncError naming a wanted slice that is missing, repeated or misshapen. The engine
         then accepts no more requests until another `load`.

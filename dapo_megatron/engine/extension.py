@@ -32,6 +32,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from dapo_megatron.bridge.buckets import received
+from dapo_megatron.bridge.group import Meeting, worker_transfer
+from dapo_megatron.bridge.transfer import Transfer
 from dapo_megatron.bridge.verify import fingerprints
 from dapo_megatron.engine import device
 from dapo_megatron.engine.loading import SliceLoader
@@ -41,7 +43,7 @@ from dapo_megatron.engine.readback import read_back
 from dapo_megatron.engine.routes import capture_routes
 from dapo_megatron.engine.slices import Offer
 from dapo_megatron.protocols import ReceivedTensor
-from dapo_megatron.types import ConfigError, Region, SyncError, TensorSlice
+from dapo_megatron.types import ConfigError, DapoError, Region, SyncError, TensorSlice
 
 # Also in the worker processes, which import this file.
 device.adapt_process()
@@ -68,6 +70,11 @@ class WorkerExtension:
     rank: int
     """Index among the engine's workers; set by vLLM."""
 
+    device: torch.device
+    """Set by vLLM."""
+
+    transfer: Transfer | None
+    """Transfer of this worker's slices in the group, if it has joined one."""
     slice_loads: list[LoadedSlice]
     """Slices to load into this worker's model, and where; set by `trace_slices`."""
 
@@ -85,11 +92,30 @@ class WorkerExtension:
         return self.wanted_slices, ""
 
     def receive_slices(self, addresses: Sequence[str], seconds: float) -> str:
-        """Load what the trainer rank on this worker's GPU sends (bridge/buckets.py). Return an
-        error or "". Nothing may arrive for `seconds`."""
+        """Load what the trainer rank on this worker's GPU sends (bridge/buckets.py), or without
+        addresses what arrives in the group. Return an error or "". Nothing may arrive for
+        `seconds`."""
+        weights = (
+            received(addresses[self.rank], seconds) if addresses else iter(self.transfer or ())
+        )
         try:
-            self.load_slices(received(addresses[self.rank], seconds))
+            self.load_slices(weights)
         except SyncError as error:
+            for _ in weights:  # other engines get theirs in the same collectives
+                pass
+            return str(error)
+        except RuntimeError as error:  # of the group
+            if addresses:
+                raise
+            return f"the transfer failed: {error}"
+        return ""
+
+    def join_group(self, meeting: Meeting, secret: bytes) -> str:
+        """Join the group in which weights arrive (bridge/group.py). Return an error or ""."""
+        self.transfer = None  # closes the last group
+        try:
+            self.transfer = worker_transfer(meeting, self.rank, secret, self.device)
+        except DapoError as error:
             return str(error)
         return ""
 

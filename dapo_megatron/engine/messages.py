@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dapo_megatron.bridge.group import Meeting
 from dapo_megatron.cluster.collectives import ErrorRecord
 from dapo_megatron.types import Completion, Prompt, SampleRequest, TensorSlice
 
@@ -116,6 +117,7 @@ class Order:
 
 CALLS: dict[str, tuple[Any, Any]] = {
     "trace": (tuple[Offer], list[list[TensorSlice]]),
+    "connect": (tuple[Meeting], None),
     "load": (tuple[int, list[str]], None),
     "fingerprints": (tuple[list[str]], list[list[tuple[int, int]]]),
     "score": (tuple[list[list[int]]], list[list[float]]),

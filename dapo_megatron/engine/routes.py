@@ -105,7 +105,7 @@ def capture_routes() -> None:
 
 
 class RouteReader:
-    """Reader of the routes that the first worker of an engine captures. Make it before the engine."""
+    """Reader of the routes that an engine's first worker captures. Make it before the engine."""
 
     def __init__(self, arch: Architecture) -> None:
         layers = list(arch.expert_layers)

@@ -62,7 +62,7 @@ class Link:
     """Connection to rank 0."""
 
     def __init__(self, address: str, secret: bytes) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 1000
         self._socket.sndhwm = self._socket.rcvhwm = 0
         trust_rank0(self._socket, secret)
@@ -76,7 +76,7 @@ class Link:
         self._socket.send(encode(report), copy=False)
 
     def orders(self, seconds: float) -> Iterator[Order]:
-        """Yield the orders that arrive within `seconds`; at least those that are here. Raises Left."""
+        """Yield the orders that arrive within `seconds`. Raises Left."""
         self._socket.poll(int(1000 * seconds))
         while self._socket.poll(0):
             frame = self._socket.recv(copy=False)

@@ -11,10 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
+
 from dapo_megatron.bridge.buckets import BucketSender
+from dapo_megatron.bridge.group import Meeting, join, new_store, open_store
 from dapo_megatron.cluster.collectives import ErrorRecord, on_rank0
 from dapo_megatron.cluster.servers import Server
 from dapo_megatron.protocols import Exchange, ReceivedTensor
@@ -39,22 +44,33 @@ class Engines:
 
     pool           on rank 0
     servers        that this rank started, by replica
-    workers        of each replica: the ranks on whose GPUs they run
+    workers        of each replica: the ranks on whose GPUs they run; None: on other GPUs
+    num_workers    of each replica
     sender         of weights to the engine worker on this rank's GPU; None without one
+    host           address of rank 0
+    secret         of the run
+    folder         for sockets and files of this run
     at_least       number of engines with which a sync begins
     start_seconds  time that engines have to start
     call_seconds   time that a call may take
+    silence_seconds  time that a collective with engines on other GPUs may take
     stop           name of the signal to stop that this rank got, or empty
     """
 
     exchange: Exchange
     pool: Pool | None
     servers: dict[int, Server]
-    workers: Sequence[Sequence[int]]
+    workers: Sequence[Sequence[int]] | None
+    num_workers: int
     sender: BucketSender | None
+    host: str
+    secret: bytes
+    folder: Path
     at_least: int
     start_seconds: float
     call_seconds: float
+    silence_seconds: float
+    device: torch.device
     stop: Callable[[], str] = lambda: ""
     present: dict[int, int] = field(default_factory=dict, init=False)
     """The replicas that take part in the sync, and the number of each one's connection."""
@@ -67,7 +83,7 @@ class Engines:
                 pass
             result = on_rank0(self.exchange, _nowhere)
         else:
-            self.pool.on_second = lambda: self._meet(is_over=False)
+            self.pool.on_second = partial(self._meet, is_over=False)
             outcome: T | None = None
             error: DapoError | None = None
             try:
@@ -129,28 +145,43 @@ class Engines:
     def load(self, weights: Iterator[ReceivedTensor], version: int) -> None:
         """Send each present engine its weights: this rank's part is `weights`, which is drained in
         any case. Collective. Raises as `_settle` does."""
-        sender = self.sender if self._is_used else None
+        is_used = self.workers and any(
+            self.exchange.rank in self.workers[replica] for replica in self.present
+        )
+        sender = self.sender if is_used else None
         address = "" if sender is None else sender.open()
         addresses = self.exchange.all_gather(address, str)
         if self.pool is not None:
-            self.pool.begin(
-                "load",
-                {
-                    replica: (version, [addresses[rank] for rank in self.workers[replica]])
-                    for replica in self.present
-                },
-            )
+            by_replica = {
+                replica: [addresses[rank] for rank in self.workers[replica]] if self.workers else []
+                for replica in self.present
+            }
+            self.pool.begin("load", {r: (version, values) for r, values in by_replica.items()})
         error = "" if sender is None else sender.send(weights)
-        for _ in weights:
-            pass
-        errors = self.exchange.all_gather(error, str)
-        # A worker that failed has answered, unless it is gone or hangs.
-        self._settle(None, ANSWER_SECONDS if any(errors) else None)
+        try:
+            for _ in weights:
+                pass
+        except RuntimeError as raised:  # of the group
+            if self.workers:
+                raise
+            error = f"the transfer failed: {raised}"
+        self._settle_together(error)
 
-    @property
-    def _is_used(self) -> bool:
-        """Whether this rank's GPU has a worker of a present engine."""
-        return any(self.exchange.rank in self.workers[replica] for replica in self.present)
+    def _settle_together(self, error: str) -> None:
+        """Settle a call in which this rank took part, with or without an error. Collective."""
+        errors = [text for text in self.exchange.all_gather(error, str) if text]
+        if not errors or self.workers:
+            # A worker that failed has answered, unless it is gone or hangs.
+            self._settle(None, ANSWER_SECONDS if errors else None)
+            return
+        alive: list[int] = []
+        if self.pool is not None:
+            # A lost engine breaks the group for all others.
+            results, failures = self.pool.finish(ANSWER_SECONDS)
+            alive = [*results, *failures]
+        alive = self.exchange.broadcast(alive, list[int])
+        self.present = {replica: self.present[replica] for replica in alive}
+        raise EnginesLost(errors[0])
 
     def _settle(self, of: object, seconds: float | None = None) -> dict[int, Any]:
         """Return the results of the last call. Engines that did not answer, or failed while others
@@ -177,10 +208,38 @@ class Engines:
             assert self.pool is not None
             self.pool.lose(replica, why)
 
-    def expect(self, slices: Sequence[TensorSlice]) -> None:
-        """Make room for sending these slices to the worker on this rank's GPU. Not collective."""
-        if self.sender is not None:
-            self.sender.expect(slices)
+    def places(self) -> dict[int, list[int]]:
+        """See protocols.Engines."""
+        if self.workers is not None:
+            return {replica: list(self.workers[replica]) for replica in self.present}
+        starts = range(self.exchange.world_size, 2**31, self.num_workers)
+        return {
+            replica: list(range(start, start + self.num_workers))
+            for replica, start in zip(self.present, starts, strict=False)
+        }
+
+    def connect(self, meeting: Meeting, slices: Sequence[TensorSlice]) -> Any:
+        """See protocols.Engines."""
+        if self.workers is not None:
+            if self.sender is not None:
+                self.sender.expect(slices)
+            return None
+        store, name = None, ""
+        if self.pool is not None:
+            store, name = new_store(self.host, self.folder)
+        name = self.exchange.broadcast(name, str)
+        meeting = replace(meeting, store=name, timeout=self.silence_seconds)
+        if self.pool is not None:
+            own = self.places()
+            self.pool.begin("connect", {r: (replace(meeting, own=own[r]),) for r in self.present})
+        group, error = None, ""
+        try:
+            store = store or open_store(name)
+            group = join(meeting, self.exchange.rank, store, self.secret, self.device)
+        except (DapoError, RuntimeError) as raised:
+            error = str(raised)
+        self._settle_together(error)
+        return group
 
     def note_sync(self) -> None:
         """Note that the present engines have the new weights. Not collective."""

@@ -149,7 +149,7 @@ class Pool:
             self.max_sequences += math.ceil(max_sequences / QUEUED_SHARE)
         self.last_errors: dict[str, str] = {}
         self.stop_signal = ""
-        self.on_second: Callable[[], None] | None = None
+        self.on_second: Callable[[], object] | None = None
         """Called every second while rank 0 waits for engines; see engines.py."""
         self.on_change: Callable[[int, int], None] = lambda replica, num_requests: None
         """Called with the number of requests of a replica whenever it may have changed."""
@@ -173,7 +173,7 @@ class Pool:
         self._monitor = watch_connection(self._router, silence_seconds)
         self._authenticator = admit_engines(self._context, self._router, secret)
         self._router.bind(endpoint)
-        self.address = self._router.last_endpoint.decode()
+        self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def close(self) -> None:
         """Let all servers end, and close the socket."""
@@ -354,7 +354,7 @@ class Pool:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
-        ready = dict(poller.poll(1000 * min(seconds, WAIT_SECONDS)))
+        ready = dict(poller.poll(int(1000 * min(seconds, WAIT_SECONDS))))
         while self._router.poll(0):
             identity, frame = self._router.recv_multipart(copy=False)
             self._take(identity.bytes, frame.buffer)

@@ -15,7 +15,7 @@ import torch
 from dapo_megatron.bridge.bounds import canary_bounds
 from dapo_megatron.bridge.buckets import BucketSender
 from dapo_megatron.bridge.sync import WeightSync
-from dapo_megatron.cluster.address import pool_endpoint
+from dapo_megatron.cluster.address import ENGINES, pool_endpoint
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.scratch import socket_folder
 from dapo_megatron.cluster.secret import run_secret
@@ -85,40 +85,44 @@ def start_engines(
         )
     address = ranks.broadcast(pool.address if pool else "", str)
     ranks_per_node = _ranks_per_node(ranks)
-    workers = _workers(config, ranks, ranks_per_node)
+    workers = None
+    if config.engine.colocated:
+        arch = read_architecture(config)
+        workers = engine_groups(config, arch, ranks.world_size, ranks_per_node)
 
     def log_of(replica: int) -> Path | None:
         return None if logs is None else logs / f"engine_{replica}.log"
 
-    own = [
-        replica
-        for replica in range(num_replicas)
-        if ranks.rank == (workers[replica][0] if workers else 0)
-    ]
-    servers = {
-        replica: Server(
-            replica,
-            address,
-            secret,
-            _devices([rank % ranks_per_node for rank in workers[replica]]),
-            log_of(replica),
-        )
-        for replica in own
-    }
-    has_worker = any(ranks.rank in group for group in workers)
+    size = config.engine_tensor_parallel
+    servers: dict[int, Server] = {}
+    for replica in range(num_replicas):
+        if workers is not None:
+            first, gpus = workers[replica][0], [rank % ranks_per_node for rank in workers[replica]]
+        else:  # on the GPUs after those of the trainers, unless others start the engines
+            first = -1 if ENGINES in os.environ else 0
+            start_gpu = ranks.world_size + replica * size
+            gpus = list(range(start_gpu, start_gpu + size))
+        if first == ranks.rank:
+            servers[replica] = Server(replica, address, secret, _devices(gpus), log_of(replica))
+    device = torch.device("cuda", ranks.local_rank) if _has_cuda() else torch.device("cpu")
     sender = None
-    if has_worker:
-        device = torch.device("cuda", ranks.local_rank) if _has_cuda() else torch.device("cpu")
+    if any(ranks.rank in group for group in workers or ()):
         sender = BucketSender(socket_folder(), device, config.engine.silence_seconds)
     return Engines(
         exchange=ranks,
         pool=pool,
         servers=servers,
         workers=workers,
+        num_workers=size,
         sender=sender,
+        host=address.removeprefix("tcp://").rpartition(":")[0],
+        secret=secret,
+        folder=socket_folder(),
         at_least=num_replicas if config.rollout.deterministic else config.engine.min_replicas,
         start_seconds=config.watchdog.start,
         call_seconds=config.watchdog.sync,
+        silence_seconds=config.engine.silence_seconds,
+        device=device,
         stop=lambda: (stop and stop.signal) or "",
     )
 
@@ -172,24 +176,13 @@ def _seed(seed: int, replica: int, start: str, number: int) -> int:
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
-def _workers(config: Config, ranks: Ranks, ranks_per_node: int) -> list[list[int]]:
-    """Return the ranks on whose GPUs the workers of each engine run. Those of other GPUs are
-    numbered after the trainer ranks."""
-    if not config.engine.colocated:
-        size, first = config.engine_tensor_parallel, ranks.world_size
-        num = config.num_replicas(ranks.world_size)
-        return [list(range(first + k * size, first + (k + 1) * size)) for k in range(num)]
-    arch = read_architecture(config)
-    return [list(g) for g in engine_groups(config, arch, ranks.world_size, ranks_per_node)]
-
-
-def _devices(local_ranks: list[int]) -> str | None:
-    """Return the GPUs that an engine sees; None without GPUs."""
+def _devices(gpus: list[int]) -> str | None:
+    """Return the GPUs that an engine sees, of those that this process sees; None without GPUs."""
     if not _has_cuda():
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-    return ",".join(names[local_rank] for local_rank in local_ranks)
+    return ",".join(names[gpu] for gpu in gpus)
 
 
 def _has_cuda() -> bool:
