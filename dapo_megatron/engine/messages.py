@@ -86,8 +86,11 @@ class GroupRequest:
 class OrderKind(StrEnum):
     WELCOME = "welcome"
     """Build the engine: `config`, `seed` and `report_seconds` are set."""
+    END = "end"
+    """End: the run is over."""
     LEAVE = "leave"
-    """End: `text` says why. The server is not of this run, was given up, or the run is over."""
+    """End, because the server is not of this run or was given up; `text` says why. Another start
+    may connect again."""
     PING = "ping"
     """Only shows rank 0 whether the connection lasts."""
     SAMPLE = "sample"

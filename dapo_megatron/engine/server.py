@@ -55,7 +55,11 @@ SILENCE_SECONDS = 60.0
 
 
 class Left(Exception):
-    """Rank 0 has told this server to end, or is gone."""
+    """Rank 0 has told this server to end, or is gone. `code` is its exit code."""
+
+    def __init__(self, text: str, code: int = 1) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class Link:
@@ -81,6 +85,8 @@ class Link:
         while self._socket.poll(0):
             frame = self._socket.recv(copy=False)
             order: Order = decode(frame.buffer, Order, "rank 0")
+            if order.kind is OrderKind.END:
+                raise Left("the run is over", 0)
             if order.kind is OrderKind.LEAVE:
                 raise Left(order.text)
             if order.kind is not OrderKind.PING:
@@ -270,7 +276,7 @@ def command(address: str, replica: int | None) -> None:
         server.serve()
     except Left as left:
         print(f"engine: {left}", file=sys.stderr, flush=True)
-        os._exit(0)  # vLLM's threads and workers end with the process
+        os._exit(left.code)  # vLLM's threads and workers end with the process
 
 
 def _welcome(link: Link) -> Order:

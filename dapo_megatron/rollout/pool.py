@@ -178,7 +178,7 @@ class Pool:
     def close(self) -> None:
         """Let all servers end, and close the socket."""
         for engine in self._engines.values():
-            self._send(engine.identity, Order(OrderKind.LEAVE, text="the run is over"))
+            self._send(engine.identity, Order(OrderKind.END))
         self._router.close(linger=1000)
         self._authenticator.stop()
         self._monitor.close(0)
