@@ -122,6 +122,7 @@ class BucketSender:
             bucket = self._buckets[number]
             bucket.synchronize()
             filled = _Filled(number, handles[number], len(bucket.memory), tensors, is_last)
+            self._wait(zmq.POLLOUT)  # for the worker to connect
             self._socket.send(encode(filled))
 
         for name, parts in weights:
@@ -143,16 +144,20 @@ class BucketSender:
 
     def _freed(self) -> int:
         """Wait until the worker has emptied a bucket. Return its number. Raises SyncError."""
-        end = time.monotonic() + self._silence_seconds
-        while not self._socket.poll(POLL_MS):
-            if self._monitor.poll(0):
-                raise SyncError("its worker ended while it loaded weights")
-            if time.monotonic() > end:
-                raise SyncError(f"its worker loaded nothing for {self._silence_seconds:g} s")
+        self._wait(zmq.POLLIN)
         freed: _Freed = decode(self._socket.recv(), _Freed, "an engine worker")
         if freed.error:
             raise SyncError(freed.error)
         return freed.number
+
+    def _wait(self, event: int) -> None:
+        """Wait for the worker. Raises SyncError if it ends or does nothing."""
+        end = time.monotonic() + self._silence_seconds
+        while not self._socket.poll(POLL_MS, event):
+            if self._monitor.poll(0):
+                raise SyncError("its worker ended while it loaded weights")
+            if time.monotonic() > end:
+                raise SyncError(f"its worker loaded nothing for {self._silence_seconds:g} s")
 
 
 def received(address: str, seconds: float) -> Iterator[ReceivedTensor]:

@@ -307,11 +307,11 @@ class Pool:
     def begin(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> None:
         """Call a method of these replicas' engines, with arguments of each; see `finish`."""
         self._reports = []
-        for replica, values in arguments.items():
-            self._order(
-                replica, Order(OrderKind.CALL, text=method, arguments=encode(tuple(values)))
-            )
-        self._called = method, [replica for replica in arguments if replica in self._engines]
+        called = [replica for replica in arguments if replica in self._engines]
+        for replica in called:
+            message = encode(tuple(arguments[replica]))
+            self._order(replica, Order(OrderKind.CALL, text=method, arguments=message))
+        self._called = method, called
 
     def finish(self, seconds: float) -> tuple[dict[int, Any], dict[int, ErrorRecord]]:
         """Return the results of the replicas that answered, and the errors of the others. One that
