@@ -21,7 +21,7 @@ import zmq
 from torch import Tensor
 
 from dapo_megatron.cluster.collectives import decode, encode
-from dapo_megatron.cluster.curve import watch_connection
+from dapo_megatron.cluster.curve import end_watch, watch_connection
 from dapo_megatron.protocols import ReceivedTensor
 from dapo_megatron.types import Region, SyncError, TensorSlice
 
@@ -94,7 +94,7 @@ class BucketSender:
         """Listen for the worker, for one sync. Return the address."""
         self._num_syncs += 1
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self._socket.linger = 0
+        self._socket.setsockopt(zmq.LINGER, 0)
         self._monitor = watch_connection(self._socket, self._silence_seconds)
         path = self._folder / f"weights_{os.getpid()}_{self._num_syncs}"
         self._socket.bind(f"ipc://{path}")
@@ -108,8 +108,8 @@ class BucketSender:
         except SyncError as error:
             return str(error)
         finally:
+            end_watch(self._socket, self._monitor)
             self._socket.close(0)
-            self._monitor.close(0)
         return ""
 
     def _send(self, weights: Iterable[ReceivedTensor]) -> None:

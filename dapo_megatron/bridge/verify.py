@@ -231,7 +231,7 @@ class SyncVerifier:
                     "engine.enforce_eager=true",
                     at_fault,
                 )
-        return max(largest for largest, _ in gaps.values())
+        return float(max(largest for largest, _ in gaps.values()))
 
     def _reload_policy(self) -> None:
         """Bring the policy back next to the KV cache. Raises SyncError if both do not fit."""

@@ -60,3 +60,10 @@ def watch_connection(socket: zmq.Socket, seconds: float) -> zmq.Socket:  # type:
     socket.heartbeat_ivl = HEARTBEAT_MS
     socket.heartbeat_timeout = socket.heartbeat_ttl = int(1000 * seconds)
     return socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+
+def end_watch(socket: zmq.Socket, monitor: zmq.Socket) -> None:  # type: ignore[type-arg]
+    """End `watch_connection` before `socket` is closed. Otherwise libzmq's thread would wait for
+    ever to send an event that nobody receives."""
+    socket.disable_monitor()
+    monitor.close(0)

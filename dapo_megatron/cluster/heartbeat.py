@@ -76,6 +76,8 @@ class Heartbeat:
     """Name of the last exchange."""
     num_collectives: Mapping[str, Natural] = field(default_factory=dict)
     """Last collective by process group, from torch's flight recorder; only after an alarm."""
+    engines: tuple[str, ...] = ()
+    """Lines about the engines that are connected, from rank 0."""
 
     @property
     def place(self) -> str:

@@ -99,6 +99,8 @@ class Watchdog:
         """Called after a hang on the rank that reports it, with a timeout of ASK_SECONDS."""
         self.on_phase: Callable[[str, int], None] = lambda phase, step: None
         """Called with phase and step at every change of phase."""
+        self.engines: Callable[[], tuple[str, ...]] = tuple
+        """Return lines about the engines, on rank 0."""
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._limits = {**limits, "": limits.get(Phase.START, max(limits.values()))}
         self._attempt = attempt_name or attempt()
@@ -319,4 +321,5 @@ class Watchdog:
             in_exchange=len(words) == 2,
             exchange=" ".join(words[:2]),
             num_collectives=self._num_collectives,
+            engines=self.engines(),
         )

@@ -175,6 +175,7 @@ def render(report: Report, console: Console) -> None:
         table.add_row(*map(Text, cells), style=style)
     console.print(table)
     lines = [f"running: {'yes' if report.is_alive else 'no, there are no recent heartbeats'}"]
+    lines += _few([line for heartbeat in report.heartbeats[:1] for line in engines_of(heartbeat)])
     lines += _few([f"rank {rank}: {why}" for rank, why in suspects.items()])
     if not suspects:
         lines.append("no rank is behind")
@@ -183,6 +184,11 @@ def render(report: Report, console: Console) -> None:
     if report.exit_reason is not None:
         lines.append(f"verdict: {report.exit_reason.code} {report.exit_reason.reason}")
     console.print(Text("\n".join(lines)))
+
+
+def engines_of(heartbeat: Heartbeat | None) -> tuple[str, ...]:
+    """Return the lines about engines in the heartbeat of rank 0."""
+    return heartbeat.engines if heartbeat is not None else ()
 
 
 def _few(lines: list[str]) -> list[str]:

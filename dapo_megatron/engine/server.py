@@ -67,8 +67,8 @@ class Link:
 
     def __init__(self, address: str, secret: bytes) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.linger = 1000
-        self._socket.sndhwm = self._socket.rcvhwm = 0
+        for option, value in ((zmq.LINGER, 1000), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
+            self._socket.setsockopt(option, value)
         trust_rank0(self._socket, secret)
         self._monitor = watch_connection(self._socket, SILENCE_SECONDS)
         self._socket.connect(address)

@@ -22,13 +22,12 @@ from typing import Any
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.engine.messages import Sampling
-from dapo_megatron.rollout.dispatch import Dispatcher, Events
+from dapo_megatron.rollout.dispatch import Dispatcher, Driver, Events
 from dapo_megatron.rollout.forecast import KeepRate
 from dapo_megatron.rollout.grader_health import GraderHealth
 from dapo_megatron.rollout.judge import check_lengths, judge
 from dapo_megatron.rollout.ledger import Ledger, TicketState
 from dapo_megatron.rollout.open_group import Completions, OpenGroup
-from dapo_megatron.rollout.pool import Driver
 from dapo_megatron.rollout.staleness import StalenessBound
 from dapo_megatron.rollout.step_events import StepEvents
 from dapo_megatron.types import (

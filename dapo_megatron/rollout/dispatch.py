@@ -10,11 +10,58 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from dapo_megatron.engine.messages import GroupRequest, Report, Returned, Sampling
 from dapo_megatron.rollout.open_group import OpenGroup
-from dapo_megatron.rollout.pool import Driver
 from dapo_megatron.types import Completion, Finish, Grade, RankError, Segment
+
+
+class Driver(Protocol):
+    """All engines of a run, as the coordinator sees them."""
+
+    num_replicas: int
+    max_sequences: int
+    """Maximum number of requests that one replica runs at once."""
+
+    @property
+    def lost(self) -> set[int]:
+        """Replicas that cannot sample now. Nothing is sent to them."""
+        ...
+
+    @property
+    def grade_seconds(self) -> float:
+        """Total seconds that a replica waited for graders while its engine was idle, mean over
+        replicas."""
+        ...
+
+    @property
+    def last_errors(self) -> Mapping[str, str]:
+        """Last error of a grader, by data set."""
+        ...
+
+    @property
+    def stop_signal(self) -> str:
+        """Name of a signal that asked the run to stop, or empty."""
+        ...
+
+    def name(self, replica: int) -> str:
+        """Return a replica's name for errors, such as "engine 3 (node n4, process 1234)"."""
+        ...
+
+    def start(self, sampling: Sampling) -> None:
+        """Start a phase in which all requests have these sampling parameters. Raises EnginesLost if
+        no engine is left."""
+        ...
+
+    def advance(self, requests: Sequence[Sequence[GroupRequest]]) -> list[tuple[int, Report]]:
+        """Send each replica its requests. Return the reports that have arrived, as (replica,
+        report); none if there is no news for a while."""
+        ...
+
+    def interrupt(self) -> list[tuple[int, Report]]:
+        """Stop all engines. Return the last reports, with all completions that they have."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

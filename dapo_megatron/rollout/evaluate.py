@@ -17,10 +17,9 @@ from dapo_megatron.algo.evaluation import (
 from dapo_megatron.config import EvaluationConfig
 from dapo_megatron.engine.messages import Sampling
 from dapo_megatron.protocols import Sync
-from dapo_megatron.rollout.dispatch import Dispatcher
+from dapo_megatron.rollout.dispatch import Dispatcher, Driver
 from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.open_group import OpenGroup
-from dapo_megatron.rollout.pool import Driver
 from dapo_megatron.types import EnginesLost, Group, Prompt, Stopped
 
 

@@ -13,12 +13,12 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
 from dapo_megatron.cluster.collectives import ErrorRecord, decode, encode
-from dapo_megatron.cluster.curve import admit_engines, watch_connection
+from dapo_megatron.cluster.curve import admit_engines, end_watch, watch_connection
 from dapo_megatron.engine.messages import (
     CALLS,
     STEPS,
@@ -43,53 +43,6 @@ QUEUED_SHARE = 8
 no slot is free while a report and its answer are on their way. In lock step there are none."""
 WAIT_SECONDS = 1.0
 """Maximum time that `advance` waits for news, and interval of `Pool.on_second`."""
-
-
-class Driver(Protocol):
-    """All engines of a run, as the coordinator sees them."""
-
-    num_replicas: int
-    max_sequences: int
-    """Maximum number of requests that one replica runs at once."""
-
-    @property
-    def lost(self) -> set[int]:
-        """Replicas that cannot sample now. Nothing is sent to them."""
-        ...
-
-    @property
-    def grade_seconds(self) -> float:
-        """Total seconds that a replica waited for graders while its engine was idle, mean over
-        replicas."""
-        ...
-
-    @property
-    def last_errors(self) -> Mapping[str, str]:
-        """Last error of a grader, by data set."""
-        ...
-
-    @property
-    def stop_signal(self) -> str:
-        """Name of a signal that asked the run to stop, or empty."""
-        ...
-
-    def name(self, replica: int) -> str:
-        """Return a replica's name for errors, such as "engine 3 (node n4, process 1234)"."""
-        ...
-
-    def start(self, sampling: Sampling) -> None:
-        """Start a phase in which all requests have these sampling parameters. Raises EnginesLost if
-        no engine is left."""
-        ...
-
-    def advance(self, requests: Sequence[Sequence[GroupRequest]]) -> list[tuple[int, Report]]:
-        """Send each replica its requests. Return the reports that have arrived, as (replica,
-        report); none if there is no news for a while."""
-        ...
-
-    def interrupt(self) -> list[tuple[int, Report]]:
-        """Stop all engines. Return the last reports, with all completions that they have."""
-        ...
 
 
 @dataclass
@@ -124,7 +77,7 @@ class Facts:
 
 
 class Pool:
-    """Engines of a run. Implements Driver. One thread uses it at a time.
+    """Engines of a run. Implements dispatch.Driver. One thread uses it at a time.
 
     config  is given to the servers
     seed    of the random numbers of a server, from its replica and the number of the connection
@@ -153,6 +106,8 @@ class Pool:
         """Called every second while rank 0 waits for engines; see engines.py."""
         self.on_change: Callable[[int, int], None] = lambda replica, num_requests: None
         """Called with the number of requests of a replica whenever it may have changed."""
+        self.note: Callable[[str], None] = logger.warning
+        """Called with a line about an engine that is lost or refused."""
         self.given_up: list[int] = []
         """Replicas whose processes have to be ended, because they may hang."""
         self._config, self._facts, self._seed = dict(config), facts, seed
@@ -179,9 +134,9 @@ class Pool:
         """Let all servers end, and close the socket."""
         for engine in self._engines.values():
             self._send(engine.identity, Order(OrderKind.END))
+        end_watch(self._router, self._monitor)
         self._router.close(linger=1000)
         self._authenticator.stop()
-        self._monitor.close(0)
         self._context.term()
 
     # ------------------------------------------------------------------ who is there
@@ -199,20 +154,21 @@ class Pool:
 
     @property
     def lost(self) -> set[int]:
-        """See Driver."""
+        """See dispatch.Driver."""
         return set(range(self.num_replicas)).difference(self.present)
 
     def name(self, replica: int) -> str:
-        """See Driver."""
+        """See dispatch.Driver."""
         engine = self._engines.get(replica)
         return f"engine {replica}" + (f" ({engine.process})" if engine else "")
 
-    def describe(self) -> str:
-        """Return what the engines are, for the report of a hang."""
+    def describe(self) -> tuple[str, ...]:
+        """Return a line for each engine. Any thread may call this."""
         now = time.monotonic()
-        return "; ".join(
-            f"{self.name(replica)}: heard {now - engine.heard:.0f} s ago"
-            for replica, engine in sorted(self._engines.items())
+        return tuple(
+            f"engine {replica} ({engine.process}): heard {now - engine.heard:.0f} s ago"
+            + ("" if engine.is_synced else ", takes part from the next sync")
+            for replica, engine in sorted(self._engines.copy().items())
         )
 
     def wait(self, seconds: float = WAIT_SECONDS) -> None:
@@ -227,8 +183,8 @@ class Pool:
         engine = self._engines.pop(replica, None)
         if engine is None:
             return
-        logger.warning(
-            "engine %d (%s): %s; the run goes on without it", replica, engine.process, why
+        self.note(
+            f"  engine {replica} ({engine.process}): {why}; what it was working on is sampled again"
         )
         self.given_up.append(replica)
         self.on_change(replica, 0)
@@ -239,18 +195,18 @@ class Pool:
 
     @property
     def grade_seconds(self) -> float:
-        """See Driver."""
+        """See dispatch.Driver."""
         return sum(e.grade_seconds for e in self._engines.values()) / self.num_replicas
 
     def start(self, sampling: Sampling) -> None:
-        """See Driver."""
+        """See dispatch.Driver."""
         if not self.present:
             raise EnginesLost("no engine is left that could sample")
         self._sampling, self._reports = sampling, []
         self._sent = dict.fromkeys(range(self.num_replicas), 0)
 
     def advance(self, requests: Sequence[Sequence[GroupRequest]]) -> list[tuple[int, Report]]:
-        """See Driver."""
+        """See dispatch.Driver."""
         for replica in self.present:
             if requests[replica] or self._num_steps:
                 self._sent[replica] += sum(
@@ -282,7 +238,7 @@ class Pool:
         return reports
 
     def interrupt(self) -> list[tuple[int, Report]]:
-        """See Driver."""
+        """See dispatch.Driver."""
         for replica in self.present:
             self._order(replica, Order(OrderKind.INTERRUPT))
         self._gather(lambda report: report.is_interrupted)
@@ -409,7 +365,7 @@ class Pool:
         if replica is None or replica >= self.num_replicas:
             fault = f"the run has its {self.num_replicas} engines (engine.replicas)"
         if fault or replica is None:
-            logger.warning("refused an engine (%s): %s", hello.process, fault)
+            self.note(f"  refused an engine ({hello.process}): {fault}")
             self._send(identity, Order(OrderKind.LEAVE, text=fault))
             return
         self.lose(replica, "another process has taken its place")

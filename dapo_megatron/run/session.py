@@ -129,7 +129,8 @@ def _parts(
     models = build_models(config, ranks, engines)
     keep_reference(config, ranks, models.policy)
     if engines.pool is not None:
-        context.watchdog.add_diagnostic("engines", engines.pool.describe)
+        context.watchdog.engines = engines.pool.describe
+        engines.pool.note = recorder.note
     parts = build.build_parts(
         config,
         ranks,
