@@ -1,4 +1,4 @@
-"""DAPO on Megatron-core with vLLM rollouts in the same processes.
+"""DAPO on Megatron-core, with rollouts from vLLM servers.
 
 Start at `loop.py`; `python -m dapo_megatron --help` runs it."""
 

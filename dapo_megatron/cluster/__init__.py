@@ -1,2 +1,2 @@
-"""Processes and machines of a run: starting ranks, their collectives, signals, watchdog and
-heartbeat, instruments, child processes and scratch folders."""
+"""Processes and machines of a run: starting ranks and engine servers, collectives, keys, signals,
+watchdog and heartbeat, instruments, child processes and scratch folders."""

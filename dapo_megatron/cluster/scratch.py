@@ -4,7 +4,7 @@ $TMPDIR/dapo-UID, in a Slurm job dapo-UID-JOB   compile caches, which contain co
                                                 runs; shared by the ranks of a node and later starts
 $TMPDIR/dapo-UID-XXXXXXXX                       sockets of one process, and the store file of the
                                                 ranks that it starts
-/dev/shm/dapo-UID-PORT                          lock of the shared memory dapo-UID-PORT-...
+/dev/shm/dapo-UID-PID                           lock of an engine's shared memory, dapo-UID-PID-...
 
 A process that uses such a folder holds a shared lock on it. The kernel releases the lock when the
 process ends. The next start deletes folders without a lock.

@@ -1,4 +1,5 @@
-"""vLLM in this process: it samples completions, and receives the policy's weights between steps.
+"""The engine server: vLLM and graders in a process tree of their own, which rank 0 leads.
 
-`VllmEngine` (engine.py) implements `protocols.RolloutEngine`. Importing it imports vLLM.
+server.py obeys the orders of messages.py with the engine of engine.py. extension.py receives
+weights in vLLM's workers. Importing engine.py imports vLLM.
 """

@@ -50,7 +50,7 @@ _DTYPES = {
     "bool": "?",
 }
 """numpy's names of arrow's types. Arrays are made from buffers, and types are named here, because
-`pyarrow.array` and `to_pandas_dtype` import pandas: 100 MB and half a second on every leader."""
+`pyarrow.array` and `to_pandas_dtype` import pandas: 100 MB and half a second."""
 _SURROGATES = "\0"
 """First character of a text that is stored as JSON."""
 

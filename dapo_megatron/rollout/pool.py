@@ -40,7 +40,7 @@ REPORT_SECONDS, REPORT_SECONDS_PER_REPLICA = 0.02, 0.004
 """Minimum time between two reports of a replica, so that rank 0 gets at most 250 per second."""
 QUEUED_SHARE = 8
 """A replica has up to 1 + 1/8 times as many requests as it runs at once, and at least one more. So
-no slot is free while a report and its answer are on their way. In lock step there are none."""
+no slot is free while a report and its answer are on their way. Deterministic runs have none."""
 WAIT_SECONDS = 1.0
 """Maximum time that `advance` waits for news, and interval of `Pool.on_second`."""
 

@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 from tests.helpers.configs import REPOSITORY
-from tests.helpers.warm import take_environment, warm_context
+from tests.helpers.warm import fork_servers, take_environment, warm_context
 
 
 @dataclass
@@ -124,7 +124,8 @@ def _main(
     from dapo_megatron.cluster import launch
 
     launch.subprocess = SimpleNamespace(Popen=_ForkedRank)  # type: ignore[assignment]
-    _run_and_exit(words)
+    fork_servers()
+    run_and_exit(words)
 
 
 def _run_program(words: Sequence[str]) -> None:
@@ -140,7 +141,7 @@ def _run_program(words: Sequence[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-def _run_and_exit(words: Sequence[str]) -> None:
+def run_and_exit(words: Sequence[str]) -> None:
     """Run the arguments of `python`, then end this process as the interpreter would."""
     code = 0
     try:
@@ -173,7 +174,7 @@ class _ForkedRank:
         if self.pid == 0:
             take_environment(env)
             preexec_fn()
-            _run_and_exit(command[1:])
+            run_and_exit(command[1:])
 
     def poll(self) -> int | None:
         if self.returncode is None:

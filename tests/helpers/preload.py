@@ -9,12 +9,14 @@ import warnings
 # OpenMP reads this variable when torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.engine import device
 from dapo_megatron.run.libraries import import_libraries
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import_libraries(Ranks(0, 1, 0), has_engine=True)
+    import_libraries()
+    device.prepare_environment()
+    device.import_vllm()
     for module in (
         "dapo_megatron.run.build",
         "compressed_tensors",
