@@ -197,5 +197,6 @@ class WeightSync:
             group = self._engines.connect(meeting, own)
             transfer = Transfer(plan, self._shards, own, self._exchange.rank, self._device, group)
             received = self._exchange.all_gather(transfer.nbytes_received, int)
+            received += plan.missing[self._exchange.world_size :]  # by engines on other GPUs
             self.route = Route(dict(self._engines.present), wanted, plan, transfer, received)
         return self.route

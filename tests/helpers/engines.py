@@ -1,9 +1,12 @@
-"""Start a vLLM engine in a rank of a test, sample with it, sync it, and compare it with HF."""
+"""Start a vLLM engine in a test's process, sample with it, sync it, and compare it with HF."""
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -13,38 +16,45 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dapo_megatron.types import Completion, Prompt, SampleRequest
+from dapo_megatron.bridge.buckets import BucketSender
+from dapo_megatron.types import Completion, DapoError, Prompt, SampleRequest, TensorSlice
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import load_hf, per_expert
+from tests.helpers.warm import take_environment, warm_context
 
 GAP = 1e-5  # largest allowed difference of two log-probs (natural logarithm) in float32
 PROMPT_TOKENS, RESPONSE_TOKENS = 160, 24
+SILENCE_SECONDS = 60.0
 Results = dict[tuple[int, int], Completion]
 
 
+def run_alone(fn: Callable[..., Any], *args: Any) -> Any:
+    """Return `fn(*args)`, run in a new process without torch.distributed, like that of an engine
+    server. `fn` must be importable."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with ProcessPoolExecutor(1, warm_context(), take_environment, (environment,)) as executor:
+        return executor.submit(fn, *args).result()
+
+
 def start(
-    folder: Path,
-    rank: int,
-    world_size: int,
-    engine_ranks: int,
-    *,
-    is_empty: bool = False,
-    **overrides: Any,
+    folder: Path, num_workers: int = 1, *, seed: int = 0, is_empty: bool = False, **overrides: Any
 ) -> Any:
-    """Start an engine with the model in `folder`. `overrides` are those of `tiny_config`."""
+    """Start an engine with the model in `folder` in this process, its workers in others if there
+    are several. `overrides` are those of `tiny_config`."""
     from dapo_megatron.engine.engine import VllmEngine
 
     settings = {
         "policy__tensor_parallel": 1,
-        "engine__tensor_parallel": engine_ranks,
+        "engine__tensor_parallel": num_workers,
         "engine__kv_cache_gib": 0.03,
         "rollout__max_prompt_tokens": PROMPT_TOKENS,
         "rollout__max_response_tokens": RESPONSE_TOKENS,
         "overlong__max_tokens": RESPONSE_TOKENS,
         "overlong__buffer_tokens": 8,
     }
+    torch.set_num_threads(1)
     config = tiny_config(model__path=folder, **{**settings, **overrides})
-    return VllmEngine(config, rank=rank, world_size=world_size, local_rank=rank, is_empty=is_empty)
+    return VllmEngine(config, seed=seed, is_empty=is_empty)
 
 
 def prompt(tokens: tuple[int, ...]) -> Prompt:
@@ -159,8 +169,8 @@ def arrivals(
 ) -> Iterator[tuple[str, list[tuple[Any, Tensor]]]]:
     """Yield only the given slices of the tensors in `whole`, tensor by tensor in a random order.
 
-    The memory of a tensor is overwritten with NaN when the next one is requested, because
-    protocols.RolloutEngine allows a sync to reuse it.
+    The memory of a tensor is overwritten with NaN when the next one is requested, because a sync
+    may use it again.
     """
     regions: dict[str, list[Any]] = {}
     for tensor_slice in tensor_slices:
@@ -177,7 +187,59 @@ def arrivals(
 def sync(engine: Any, model: PreTrainedModel, version: int) -> None:
     """Send the weights of `model` to `engine`."""
     whole = weights(model)
-    engine.receive(arrivals(engine.needed_slices(offer(whole)), whole, seed=version), version)
+    wanted = engine.trace(offer(whole))
+    send(engine, wanted, [arrivals(slices, whole, seed=version) for slices in wanted], version)
+
+
+def send(
+    engine: Any,
+    wanted: Sequence[Sequence[TensorSlice]],
+    arriving: Sequence[Iterable[Any]],
+    version: int,
+) -> None:
+    """Load what is `arriving` at each worker, which is `wanted` there, as trainer ranks send it.
+    Raises the error of the engine, or of sending."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(len(wanted)) as threads,
+    ):
+        senders = []
+        for number, slices in enumerate(wanted):
+            (place := Path(folder) / str(number)).mkdir()
+            senders.append(BucketSender(place, torch.device("cpu"), SILENCE_SECONDS))
+            senders[-1].expect(slices)
+        addresses = [sender.open() for sender in senders]
+        sent = [threads.submit(s.send, weights) for s, weights in zip(senders, arriving)]
+        engine.load(version, addresses)
+        for future in sent:
+            assert not future.result()
+
+
+def message(call: Callable[[], object]) -> str:
+    """Return the message of the DapoError that a call raises, or an empty string."""
+    try:
+        call()
+    except DapoError as error:
+        return str(error)
+    return ""
+
+
+def differing(engine: Any, sent: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of tensors that are not bitwise as sent when read back from the workers."""
+    by_worker = engine._llm.collective_rpc(_differing, args=(sent,))
+    return sorted(set().union(*by_worker))
+
+
+def _differing(worker: Any, sent: Mapping[str, Tensor]) -> list[str]:
+    slices = list(worker.read_slices())
+    assert {part for part, _ in slices} == set(worker.wanted_slices)
+    return [
+        part.name
+        for part, value in slices
+        if value is None
+        or value.dtype != sent[part.name].dtype
+        or not torch.equal(value, sent[part.name][part.region.slices])
+    ]
 
 
 def forget(engine: Any) -> list[str]:

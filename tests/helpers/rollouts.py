@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dapo_megatron.rollout.messages import GroupRequest, Report, Sampling, Ungraded
+
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.coordinator import Coordinator, SavePoint
-from dapo_megatron.rollout.messages import GroupRequest, Report, Sampling, Ungraded
 from dapo_megatron.types import (
     Collected,
     Completion,

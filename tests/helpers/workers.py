@@ -13,11 +13,12 @@ from itertools import cycle
 from typing import Any
 
 from dapo_megatron.cluster.messages import open_channel
-from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.rollout.driver import QUEUED_SHARE, EngineDriver
-from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.messages import Sampling
 from dapo_megatron.rollout.worker import Follower, Leader
+
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest, Segment
 
 PATIENCE_SECONDS = 120.0

@@ -13,9 +13,9 @@ from collections import Counter
 
 import psutil
 import pytest
+from dapo_megatron.cluster.members import ARRIVAL_SECONDS
 
 from dapo_megatron.cluster.groups import LOST_NODE_SECONDS
-from dapo_megatron.cluster.members import ARRIVAL_SECONDS
 from tests.learning.test_elastic import PHASES, check_both_sampled, check_ledger
 from tests.slurm.cluster import NEEDS_ROOT, Cluster, wait_until
 from tests.slurm.jobs import ON_CPU, Job, Project

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from dapo_megatron.rollout.messages import sample_seed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.rollout.coordinator import BOUND, Coordinator, SavePoint
-from dapo_megatron.rollout.messages import sample_seed
 from dapo_megatron.types import (
     CheckpointError,
     Collected,

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dapo_megatron.engine.generators import EngineGenerators, random_state
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.engine import device, memory
-from dapo_megatron.engine.generators import EngineGenerators, random_state
 from dapo_megatron.model import architecture
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import tiny_config

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from dapo_megatron.rollout.driver import EngineDriver
+from dapo_megatron.rollout.messages import GroupRequest, Order, OrderKind
 
 from dapo_megatron.cluster.collectives import decode
 from dapo_megatron.rollout import driver as driver_module
-from dapo_megatron.rollout.driver import EngineDriver
-from dapo_megatron.rollout.messages import GroupRequest, Order, OrderKind
 from dapo_megatron.types import DataError, Prompt
 
 LIMIT = 2_000

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from dapo_megatron.cluster.messages import Member
+from dapo_megatron.rollout.driver import EngineDriver
+from dapo_megatron.rollout.messages import GroupRequest
+
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.rollout import driver as driver_module
 from dapo_megatron.rollout import worker as worker_module
-from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.rollout.engines import Engines
-from dapo_megatron.rollout.messages import GroupRequest
 from dapo_megatron.types import Completion, DapoError, RankError, SampleRequest
 from tests.helpers.ranks import run_ranks
 from tests.helpers.workers import (

@@ -14,13 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-
-from dapo_megatron.cluster.collectives import ErrorRecord, decode, encode
-from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.doctor.check_result import Check, Status
-from dapo_megatron.doctor.node import NodeState
 from dapo_megatron.rollout.messages import (
     GroupRequest,
     Order,
@@ -30,6 +23,13 @@ from dapo_megatron.rollout.messages import (
     StepPlan,
     Turn,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_megatron.cluster.collectives import ErrorRecord, decode, encode
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.doctor.check_result import Check, Status
+from dapo_megatron.doctor.node import NodeState
 from dapo_megatron.types import (
     Completion,
     ConfigError,

@@ -15,6 +15,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from dapo_megatron.rollout.driver import DISCONNECTED_SECONDS, EngineDriver
+from dapo_megatron.rollout.messages import STEPS, GroupRequest, Report, sample_seed
+from dapo_megatron.rollout.roles import SeparateTraining
+from dapo_megatron.rollout.worker import NUM_SHOWN, Leader, describe
 
 from dapo_megatron.cluster.collectives import EnginesChanged
 from dapo_megatron.cluster.ranks import Ranks
@@ -22,13 +26,9 @@ from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout import driver as driver_module
 from dapo_megatron.rollout import messages
 from dapo_megatron.rollout.dispatch import Dispatcher, Events
-from dapo_megatron.rollout.driver import DISCONNECTED_SECONDS, EngineDriver
 from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.evaluate import sample_all
-from dapo_megatron.rollout.messages import STEPS, GroupRequest, Report, sample_seed
 from dapo_megatron.rollout.open_group import OpenGroup
-from dapo_megatron.rollout.roles import SeparateTraining
-from dapo_megatron.rollout.worker import NUM_SHOWN, Leader, describe
 from dapo_megatron.types import (
     Completion,
     ConfigError,
