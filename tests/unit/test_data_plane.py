@@ -9,24 +9,14 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-KEYS = {
-    "tokens",
-    "processes",
-    "rank0_cpu_seconds",
-    "other_cpu_seconds_max",
-    "record_blocking_seconds",
-    "record_cpu_seconds",
-    "received_over_own_max",
-    "rss_over_raw_max",
-}
 
 
-def test_the_benchmark_counts_each_token_once() -> None:
+def test_the_benchmark_brings_all_tokens_to_the_trainers() -> None:
     program = REPOSITORY / "tools" / "bench" / "data_plane.py"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    words = ("--quick", "--servers", "2", "--trainers", "2")
     done = subprocess.run(
-        [sys.executable, str(program), "--quick"],
-        env=environment,
+        [sys.executable, str(program), *words],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
         check=False,
@@ -34,7 +24,6 @@ def test_the_benchmark_counts_each_token_once() -> None:
     )
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
-    assert summary.keys() >= KEYS
-    assert summary["sequences"] == 16
-    assert summary["received_over_own_max"] == 1.0
-    assert summary["parts"]["exchange"]["rank 0"] > 0
+    assert [figures["servers"] for figures in summary["measured"]] == [2, 4]
+    assert all(figures["completions"] == 16 * 4 for figures in summary["measured"])
+    assert all(figures["rank 0"] > 0 for figures in summary["measured"])

@@ -1,258 +1,278 @@
-"""Measure what a rollout step costs besides engines and policy: control, tokens, files, memory.
+"""Measure what the tokens of a rollout step cost rank 0 and the other trainers.
 
-    python tools/bench/data_plane.py            # 41 M tokens, 16 processes, no GPU
+    python tools/bench/data_plane.py            # 41 M tokens from 8 servers to 4 trainers, no GPU
     python tools/bench/data_plane.py --quick    # seconds
 
-Engines are replaced by a generator of completions, and the policy by nothing. Everything else is
-the product's: coordinator, sockets, workers, delivery, assembly, recording, checkpoint. Seconds are
-of CPU time, so they hardly depend on what else the machine does. The benchmark's own work, such as
-making completions up, is subtracted.
-
-- *blocks the step*: all threads of a rank except those that write files, without what threads of
-  gloo and ZeroMQ take on an idle rank in the same time
-- *memory*: peak of the resident memory above that of an idle start, over the raw bytes of what a
-  rank holds: 8 per token of completions on rank 0 and of the sequences that it trains on, and 4 per
-  token that its engine continues without being the leader
-- *scaling*: the coordinator with many leaders in real time (data_plane_scaling.py)
+Each server is the product's (engine/server.py) with an engine that makes completions up, and
+without graders. Pool, coordinator, plan and delivery are the product's; there is no policy. Seconds
+are of CPU time, of all threads of a process, so they hardly depend on what else the machine does.
+What more engines cost is extrapolated from two numbers of servers.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import random
+import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from operator import itemgetter
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any
 
 import typer
-from data_plane_ranks import Setting, run
-from data_plane_scaling import Scaling, measure
 from rich.console import Console
 from rich.table import Table
 
 from dapo_megatron.cluster.launch import is_launched, launch
+from dapo_megatron.cluster.ranks import join
+from dapo_megatron.config import Config
+from dapo_megatron.config.file import load_config
+from dapo_megatron.data.owners import DataParallelRanks
+from dapo_megatron.data.packing import plan_microbatches
+from dapo_megatron.data.prompts import PromptStream
+from dapo_megatron.engine.messages import Hello, OrderKind, Report
+from dapo_megatron.engine.server import EngineServer, Left, Link
+from dapo_megatron.rollout.coordinator import Coordinator
+from dapo_megatron.rollout.delivery import Delivery
+from dapo_megatron.rollout.pool import Facts, Pool
+from dapo_megatron.rollout.step_plan import StepPlan, step_plan
 from dapo_megatron.tracking.provenance import facts
+from dapo_megatron.types import Completion, Finish, Grade, Prompt, SampleRequest, Segment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LEADERS = (16, 64, 256)
-GENERATION_SHARE = 0.81
-"""Share of a step in which engines generate: 262 of 322 s in docs/rollout.md (mean 4,500, keep rate
-0.5, 32 engines). A step of 2,048 GPUs with as many prompts per GPU takes as long."""
-ENGINE_STEPS_PER_SECOND = 60.0
-"""Steps of a real engine, as in tools/lab/virtual_engines.py (one token per sequence and step)."""
-TARGETS = {
-    "rank0_cpu_seconds": 2.5,
-    "other_cpu_seconds_max": 0.5,
-    "record_blocking_seconds": 0.3,
-    "record_cpu_seconds": 20.0,
-    "received_over_own_max": 1.05,
-    "rss_over_raw_max": 3.0,
-    "coordinator_share_2048": 0.01,
-}
-NAMES = {
-    "rank0_cpu_seconds": "blocks the step on rank 0, s",
-    "other_cpu_seconds_max": "on any other rank, s",
-    "record_blocking_seconds": "recording and checkpoint: blocks, s",
-    "record_cpu_seconds": "in the background, all ranks, s",
-    "received_over_own_max": "received / own sequences",
-    "rss_over_raw_max": "memory / raw",
-    "coordinator_share_2048": "coordinator at 256 leaders, share of rank 0",
-}
-RECORDING_PARTS = ("close", "diagnose", "save")
-
-
-Ranks = Sequence[dict[str, Any]]
-"""Figures of all ranks in a step."""
-
-
-def _all(ranks: Ranks) -> Ranks:
-    return ranks
-
-
-def _rank0(ranks: Ranks) -> Ranks:
-    return ranks[:1]
-
-
-def _leaders(ranks: Ranks) -> Ranks:
-    return [rank for rank in ranks[1:] if rank["is_leader"]] or ranks[:1]
-
-
-def _followers(ranks: Ranks) -> Ranks:
-    return [rank for rank in ranks if not rank["is_leader"]] or ranks[:1]
-
-
-GROUPS = {"rank 0": _rank0, "other leaders": _leaders, "others": _followers}
-"""Ranks whose largest figure is printed."""
+SECRET = b"data plane".ljust(32)
+TARGETS = {"rank 0": 2.5, "other trainers": 0.5}
+MAX_TOKENS, PROMPT_TOKENS = 32_768, 200
+EXTRAPOLATED = 256
+FINISHED_PER_STEP = 4
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Figures of all measured steps."""
+class Size:
+    """Size of a measured step."""
 
-    steps: Sequence[Ranks]
-
-    def largest(
-        self, value: Callable[[dict[str, Any]], float], of: Callable[[Ranks], Ranks] = _all
-    ) -> float:
-        """Return the largest value of some ranks, mean over steps."""
-        return fmean(max(map(value, of(ranks))) for ranks in self.steps)
-
-    def total(self, value: Callable[[dict[str, Any]], float]) -> float:
-        """Return the sum over all ranks, mean over steps."""
-        return fmean(sum(map(value, ranks)) for ranks in self.steps)
+    prompts: int
+    samples: int
+    mean_tokens: int
 
 
-def part(*names: str) -> Callable[[dict[str, Any]], float]:
-    """Return a function from a rank's figures to its seconds in these parts; without names, in all
-    of them."""
+class CannedEngine:
+    """Engine that finishes some requests in each step."""
 
-    def seconds(rank: dict[str, Any]) -> float:
-        parts: dict[str, float] = rank["seconds"]
-        return sum(parts.get(name, 0.0) for name in names or parts)
+    def __init__(self, mean_tokens: int) -> None:
+        self.requests: list[SampleRequest] = []
+        self._mean_tokens = mean_tokens
+        self._rng = random.Random(os.getpid())
+        self._noise = os.urandom(4 * MAX_TOKENS)
 
-    return seconds
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Queue requests."""
+        self.requests += requests
 
-
-def summarize(steps: Steps) -> dict[str, Any]:
-    """Return the figures of the JSON line."""
-
-    def peak(rank: dict[str, Any]) -> float:
-        return float(rank["peak_bytes"] / 2**20)
-
-    parts = dict.fromkeys(name for rank in steps.steps[-1] for name in rank["seconds"])
-    return {
-        "tokens": round(steps.largest(itemgetter("num_tokens"), _rank0)),
-        "sequences": round(steps.largest(itemgetter("num_sequences"), _rank0)),
-        "rank0_cpu_seconds": steps.largest(part(), _rank0),
-        "other_cpu_seconds_max": steps.largest(part(), lambda ranks: ranks[1:]),
-        "follower_cpu_seconds_max": steps.largest(part(), _followers),
-        "record_blocking_seconds": steps.largest(part(*RECORDING_PARTS)),
-        "record_cpu_seconds": steps.total(
-            lambda rank: rank["record_seconds"] + rank["checkpoint_seconds"]
-        ),
-        "received_over_own_max": steps.largest(
-            lambda rank: rank["received_bytes"] / max(rank["own_bytes"], 1)
-        ),
-        "rss_over_raw_max": steps.largest(
-            lambda rank: rank["peak_bytes"] / max(rank["raw_bytes"], 1)
-        ),
-        "rss_over_raw": {
-            name: steps.largest(lambda rank: rank["peak_bytes"] / max(rank["raw_bytes"], 1), group)
-            for name, group in GROUPS.items()
-        },
-        "peak_mib": {name: steps.largest(peak, group) for name, group in GROUPS.items()},
-        "plan_bytes": steps.largest(itemgetter("plan_bytes"), _rank0),
-        "state_bytes": steps.largest(itemgetter("state_bytes"), _rank0),
-        "file_bytes": steps.largest(itemgetter("file_bytes"), _rank0),
-        "bench_seconds_max": steps.largest(itemgetter("bench_seconds")),
-        "idle_seconds_max": steps.largest(itemgetter("idle_seconds")),
-        "turns": steps.largest(itemgetter("turns")),
-        "parts": {
-            name: {label: steps.largest(part(name), group) for label, group in GROUPS.items()}
-            for name in parts
-        },
-    }
-
-
-def measure_step(setting: Setting) -> Steps:
-    """Run the processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result.json")
-        command = [sys.executable, __file__, "--rank-of", json.dumps(asdict(setting)), "--folder"]
-        if launch([*command, folder], setting.processes):
-            raise SystemExit("a process failed")
-        return Steps(json.loads(result.read_text())["steps"])
-
-
-# ---------------------------------------------------------------------------- output
-
-
-def print_parts(console: Console, figures: dict[str, Any]) -> None:
-    """Print CPU seconds per part."""
-    table = Table("part", *GROUPS, title="CPU seconds that block a step; largest rank")
-    for part, seconds in figures["parts"].items():
-        table.add_row(part, *(f"{seconds[name]:.3f}" for name in GROUPS))
-    console.print(table)
-
-
-def print_scaling(console: Console, rows: Sequence[Scaling]) -> None:
-    """Print the coordinator's cost by number of leaders."""
-    table = Table(
-        "leaders", "completions\nper s", "messages\nper s", "CPU µs per\ncompletion",
-        "CPU of rank 0\nwhile generating", "longest wait\nof a slot, s", "free\nslots",
-        "idle\nengines, s",
-        title="coordinator and its sockets; engines of 9,000 tokens/s in real time",
-    )  # fmt: skip
-    for row in rows:
-        table.add_row(
-            str(row.leaders),
-            f"{row.completions / row.wall_seconds:.0f}",
-            f"{(row.messages_received + row.messages_sent) / row.wall_seconds:.0f}",
-            f"{1e6 * row.process_seconds / max(row.completions, 1):.0f}",
-            f"{row.share:.2%}",
-            f"{row.longest_wait:.2f}",
-            f"{row.free_slots:.2%}",
-            f"{row.idle_seconds:.1f}",
+    def step(self) -> list[tuple[SampleRequest, Completion]]:
+        """Finish some requests."""
+        finished, self.requests = (
+            self.requests[:FINISHED_PER_STEP],
+            self.requests[FINISHED_PER_STEP:],
         )
-    console.print(table)
+        return [(request, self._completion(request)) for request in finished]
+
+    def interrupt(self) -> list[tuple[SampleRequest, Completion]]:
+        """Drop all requests, which have no tokens yet."""
+        self.requests = []
+        return []
+
+    def _completion(self, request: SampleRequest) -> Completion:
+        length = 1 + min(int(self._rng.expovariate(1 / self._mean_tokens)), MAX_TOKENS - 2)
+        tokens, logprobs = array("i"), array("f")
+        tokens.frombytes(self._noise[: 4 * length])
+        logprobs.frombytes(self._noise[: 4 * length])
+        segments = (Segment(0, length),)
+        return Completion(request.sample, tokens, logprobs, "7", Finish.STOP, segments)
 
 
-def print_targets(console: Console, figures: dict[str, Any], title: str) -> None:
-    """Print the figures that have a target."""
-    table = Table("", "now", "target", "", title=title)
-    for name, target in TARGETS.items():
-        value = figures.get(name)
-        if value is None:
-            table.add_row(NAMES[name], "not measured", f"{target:g}", "")
-            continue
-        table.add_row(
-            NAMES[name],
-            f"{value:.4g}",
-            f"{target:g}",
-            "met" if value <= target else "missed",
-        )
-    console.print(table)
+class CannedGrading:
+    """Grading pool that has graded at once. Every group is mixed."""
+
+    def __init__(self) -> None:
+        self.last_errors: Mapping[str, str] = {}
+        self._graded: list[tuple[Any, Grade | None, str]] = []
+        self._numbers = count()
+
+    @property
+    def pending(self) -> int:
+        """Number of gradings not collected yet."""
+        return len(self._graded)
+
+    def submit(self, key: Any, *_: object) -> None:
+        """Grade a completion."""
+        is_correct = next(self._numbers) % 2 == 0
+        self._graded.append((key, Grade(float(is_correct), is_correct, "7"), "graded"))
+
+    def collect(self, wait: bool) -> list[tuple[Any, Grade | None, str]]:
+        """Return all grades."""
+        graded, self._graded = self._graded, []
+        return graded
+
+    def drop_queued(self) -> None:
+        """Forget all gradings."""
+        self._graded = []
+
+
+def serve(address: str, mean_tokens: int) -> None:
+    """Serve rank 0 as an engine."""
+    link = Link(address, SECRET)
+    link.send(Report(hello=Hello(None, f"process {os.getpid()}", {})))
+    engine: Any = CannedEngine(mean_tokens)
+    grading: Any = CannedGrading()
+    try:
+        while all(order.kind is not OrderKind.WELCOME for order in link.orders(1.0)):
+            pass
+        link.send(Report(ready={}))
+        EngineServer(engine, grading, link, 0.02).serve()
+    except Left:
+        pass
+
+
+def measure(size: Size, num_servers: int, steps: int) -> None:
+    """Run this rank's part. Rank 0 prints its figures as JSON, one line per step."""
+    ranks = join("gloo")
+    config = load_config(REPOSITORY / "model_configs" / "tiny_cpu.yaml").model_copy()
+    config = _sized(config, size)
+
+    def plan(lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
+        return plan_microbatches(lengths, num_ranks, max_tokens=24_576)
+
+    data_parallel = DataParallelRanks.join(ranks, ranks.rank, plan, 1)
+    delivery = Delivery(data_parallel, ranks.subgroup([ranks.rank]))
+    pool = coordinator = None
+    processes = []
+    if ranks.rank == 0:
+        capacity = -(-size.prompts * size.samples // num_servers)
+        pool = Pool(
+            "tcp://127.0.0.1:0", SECRET, {}, Facts({}, {}), num_replicas=num_servers,
+            max_sequences=capacity, deterministic=False, silence_seconds=300.0,
+        )  # fmt: skip
+        words = [sys.executable, __file__, "--serve", pool.address]
+        words += ["--mean-tokens", str(size.mean_tokens)]
+        processes = [subprocess.Popen(words) for _ in range(num_servers)]
+        while len(pool.ready) < num_servers:
+            pool.wait(0.2)
+        pool.note_sync(range(num_servers))
+        prompts = [
+            Prompt("sums", row, tuple(range(PROMPT_TOKENS)), "4 + 3 =", "7")
+            for row in range(4 * size.prompts)
+        ]
+        stream = PromptStream(prompts, seed=0, shuffle=False)
+        coordinator = Coordinator(config.rollout, config.overlong, stream, pool, seed=0)
+    for _ in range(steps):
+        ranks.barrier()
+        started, began = time.process_time(), time.monotonic()
+        train = []
+        plan_of_step: StepPlan | None = None
+        if coordinator is not None:
+            collected = coordinator.collect(0, lambda num_ready: None)
+            train, plan_of_step = collected.train, step_plan(config, collected)
+        collected_at, waited = time.process_time(), time.monotonic() - began
+        plan_of_step = ranks.broadcast(plan_of_step, StepPlan | None)
+        assert plan_of_step is not None
+        if ranks.rank:
+            started = collected_at = time.process_time()  # it waited, and looked for messages
+        tokens = delivery(plan_of_step.sequences, train)
+        delivered = time.process_time() - collected_at
+        by_rank = ranks.all_gather((time.process_time() - started, delivered), tuple[float, float])
+        num_tokens = sum(sequence.num_tokens for sequence in plan_of_step.sequences)
+        assert len(tokens) and ranks.world_size > 1
+        if ranks.rank == 0:
+            figures = {
+                "servers": num_servers,
+                "tokens": num_tokens,
+                "completions": len(plan_of_step.sequences),
+                "rank 0": by_rank[0][0],
+                "of it delivery": by_rank[0][1],
+                "other trainers": max(seconds for seconds, _ in by_rank[1:]),
+                "seconds to collect": waited,
+            }
+            print(json.dumps(figures), flush=True)
+    if pool is not None:
+        pool.close()
+    for process in processes:
+        process.wait(30)
+
+
+def _sized(config: Config, size: Size) -> Config:
+    rollout = config.rollout.model_copy(
+        update={
+            "prompts_per_step": size.prompts,
+            "samples_per_prompt": size.samples,
+            "max_response_tokens": MAX_TOKENS,
+            "deterministic": False,
+            "lookahead": 1.0,
+            "expected_keep_rate": 1.0,
+        }
+    )
+    overlong = config.overlong.model_copy(update={"max_tokens": MAX_TOKENS})
+    return config.model_copy(update={"rollout": rollout, "overlong": overlong})
 
 
 def main(
-    processes: Annotated[int, typer.Option(help="Ranks.")] = Setting.processes,
-    prompts: Annotated[int, typer.Option(help="Prompts per step.")] = Setting.prompts,
-    samples: Annotated[int, typer.Option(help="Completions per prompt.")] = Setting.samples,
-    mean_tokens: Annotated[float, typer.Option(help="Mean length.")] = Setting.mean_tokens,
-    steps: Annotated[int, typer.Option(help="Measured steps.")] = Setting.steps,
-    engine_ranks: Annotated[int, typer.Option(help="Ranks per engine.")] = Setting.engine_ranks,
-    seed: Annotated[int, typer.Option(help="Seed of the completions.")] = Setting.seed,
-    leaders: Annotated[
-        list[int] | None, typer.Option(help="Leaders to simulate; 0: none. By default 16, 64, 256.")
-    ] = None,
-    quick: Annotated[bool, typer.Option(help="A tiny size, no scaling.")] = False,
-    rank_of: Annotated[str, typer.Option(hidden=True)] = "",
-    folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    quick: Annotated[bool, typer.Option("--quick")] = False,
+    servers: Annotated[int, typer.Option()] = 8,
+    trainers: Annotated[int, typer.Option(min=2)] = 4,
+    steps: Annotated[int, typer.Option()] = 2,
+    prompts: Annotated[int, typer.Option()] = 512,
+    mean_tokens: Annotated[int, typer.Option()] = 5000,
+    serve_at: Annotated[str, typer.Option("--serve", hidden=True)] = "",
 ) -> None:
-    """Measure the data plane. The last line is JSON."""
-    if is_launched() and folder is not None:
-        run(Setting(**json.loads(rank_of)), folder, folder / "result.json")
+    """Measure, and print tables and one line of JSON."""
+    if serve_at:
+        serve(serve_at, mean_tokens)
         return
-    setting = Setting(processes, prompts, samples, mean_tokens, steps, engine_ranks, seed=seed)
-    if quick:
-        setting = Setting(2, 4, 4, 50, 1, 1, turn_seconds=0.0, updates=2, seed=seed)
-        leaders = [0]
-    figures = {"processes": setting.processes, **summarize(measure_step(setting))}
-    rows = [measure(setting, number, 1) for number in leaders or LEADERS if number]
-    if rows and rows[-1].leaders >= 256:
-        figures["coordinator_share_2048"] = GENERATION_SHARE * rows[-1].share
-    console = Console(soft_wrap=True, width=120)
-    print_parts(console, figures)
-    if rows:
-        print_scaling(console, rows)
-    title = f"{figures['tokens']:,} tokens, {setting.processes} processes"
-    print_targets(console, figures, title)
-    scaling = [{**asdict(row), "share": row.share} for row in rows]
-    print(json.dumps({**facts(), **asdict(setting), **figures, "scaling": scaling}))
+    size = Size(16 if quick else prompts, 4 if quick else 16, 50 if quick else mean_tokens)
+    if is_launched():
+        measure(size, int(os.environ["BENCH_SERVERS"]), steps)
+        return
+    console = Console(highlight=False)
+    results: dict[int, dict[str, float]] = {}
+    for number in (servers, 2 * servers):
+        os.environ["BENCH_SERVERS"] = str(number)
+        results[number] = _run(trainers)
+        table = Table("CPU seconds", "measured", "target")
+        for name, seconds in results[number].items():
+            table.add_row(name, f"{seconds:,.3g}", str(TARGETS.get(name, "")))
+        console.print(table)
+    few, many = results[servers], results[2 * servers]
+    slope = (many["rank 0"] - few["rank 0"]) / servers
+    extrapolated = few["rank 0"] + max(slope, 0.0) * (EXTRAPOLATED - servers)
+    console.print(f"rank 0 with {EXTRAPOLATED} engines, extrapolated: {extrapolated:.2f} CPU s")
+    body = {
+        **facts(),
+        "measured": list(results.values()),
+        f"rank 0 of {EXTRAPOLATED}": extrapolated,
+    }
+    print(json.dumps(body))
+
+
+def _run(trainers: int) -> dict[str, float]:
+    """Return the figures of the last step, which finds everything warm."""
+    reading, writing = os.pipe()
+    saved = os.dup(1)
+    os.dup2(writing, 1)
+    try:
+        code = launch([sys.executable, *sys.argv], trainers)
+    finally:
+        os.dup2(saved, 1)
+        os.close(writing)
+    if code:
+        raise typer.Exit(code)
+    lines = os.fdopen(reading).read().splitlines()
+    figures: dict[str, float] = json.loads([line for line in lines if line.startswith("{")][-1])
+    return figures
 
 
 if __name__ == "__main__":

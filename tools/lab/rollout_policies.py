@@ -13,13 +13,13 @@ from functools import partial
 from statistics import fmean
 
 import numpy as np
+from dapo_megatron.rollout.messages import GroupRequest
 from rollout_workload import Workload
 from virtual_engines import EngineModel, VirtualDriver
 
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.coordinator import Coordinator
-from dapo_megatron.rollout.messages import GroupRequest
 from dapo_megatron.types import Outcome, Prompt
 
 FAR = 10_000_000

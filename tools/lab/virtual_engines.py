@@ -25,6 +25,7 @@ from dapo_megatron.rollout.messages import (
     Sampling,
     Ungraded,
 )
+
 from dapo_megatron.types import Completion, Finish, Grade, Segment
 
 RIGHT, WRONG = Grade(1.0, True, ""), Grade(-1.0, False, "")
