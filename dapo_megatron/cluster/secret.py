@@ -76,12 +76,6 @@ def answer(secret: bytes, rank: int, nonces: list[bytes]) -> bytes:
     return hmac.digest(secret, _CONTEXT + place + b"".join(nonces), "sha256")
 
 
-def secret_digest(world_size: int) -> str:
-    """Return a text by which ranks with different secrets notice it. It proves nothing."""
-    secret = run_secret(world_size) or b""
-    return hmac.digest(secret, _CONTEXT + b"digest", "sha256").hex()[:16]
-
-
 @cache
 def _process_secret() -> bytes | None:
     return take_secret(os.environ)

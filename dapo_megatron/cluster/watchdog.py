@@ -111,7 +111,6 @@ class Watchdog:
         self._last = (time.monotonic(), "started")
         self._exchange = ""
         self._num_collectives: Mapping[str, int] = {}
-        self._diagnostics: dict[str, Callable[[], str]] = {}
         self._state = RankState.RUNNING
         self._alarm_reason: str | None = None
         self._wake = threading.Event()
@@ -165,10 +164,6 @@ class Watchdog:
         self._last = (time.monotonic(), what or self._last[1])
         if what.partition(" ")[0] in EXCHANGES:
             self._exchange = what
-
-    def add_diagnostic(self, what: str, ask: Callable[[], str]) -> None:
-        """Register a diagnostic: if the rank hangs, another thread logs "{what}: {ask()}"."""
-        self._diagnostics[what] = ask
 
     def _enter(self, phase: str, sign: str) -> None:
         self._phase = phase
@@ -228,7 +223,7 @@ class Watchdog:
         self._state = RankState.HUNG
         run_with_timeout(ASK_SECONDS, self._write_heartbeat)
         self._log(record.text)
-        run_with_timeout(ASK_SECONDS, self._log_diagnostics)
+        self._log("\n".join(self.engines()))
         self._report_suspects(why, started)
         return True
 
@@ -272,10 +267,6 @@ class Watchdog:
 
     def _log(self, text: str) -> None:
         run_with_timeout(ASK_SECONDS, lambda: write_unbuffered(2, text))
-
-    def _log_diagnostics(self) -> None:
-        for name, diagnose in list(self._diagnostics.items()):
-            write_unbuffered(2, f"{name}: {diagnose()}")
 
     # The heartbeat thread.
 

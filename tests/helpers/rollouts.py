@@ -1,4 +1,4 @@
-"""Replace EngineDriver by scripted replicas, whose every response is known in advance."""
+"""Replace the pool of engines by scripted replicas, whose every response is known in advance."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dapo_megatron.rollout.messages import GroupRequest, Report, Sampling, Ungraded
 
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.prompts import PromptStream
+from dapo_megatron.engine.messages import GroupRequest, Report, Returned, Sampling
 from dapo_megatron.rollout.coordinator import Coordinator, SavePoint
 from dapo_megatron.types import (
     Collected,
     Completion,
+    EnginesLost,
     Finish,
     Grade,
     Prompt,
@@ -94,10 +95,6 @@ class ScriptedDriver:
     stop: str = ""
     """Name of a signal to report at the next turn."""
     lost: set[int] = field(default_factory=set)
-    lost_by_start: set[int] = field(default_factory=set)
-    """Replicas that the start of the phase lost. Requests to them are ignored."""
-    orphans: set[int] = field(default_factory=set)
-    """Tickets with requests that a replica had when it was lost in the last interrupt."""
     requests: list[GroupRequest] = field(default_factory=list)
     """Every request so far."""
     reported: dict[Key, tuple[Segment, ...]] = field(default_factory=dict)
@@ -105,100 +102,88 @@ class ScriptedDriver:
 
     def __post_init__(self) -> None:
         self._running: list[dict[Key, tuple[Segment, ...]]] = [{} for _ in range(self.num_replicas)]
-        self._to_grade: dict[Key, int] = {}
-        """Finished completions, and the replica that grades each."""
+        self._to_grade: list[dict[Key, Completion]] = [{} for _ in range(self.num_replicas)]
+        self._num_sampled = [0] * self.num_replicas
+
+    @property
+    def stop_signal(self) -> str:
+        return self.stop
 
     def name(self, replica: int) -> str:
         return f"replica {replica}"
 
-    def start(self, sampling: Sampling, dropped: Sequence[int] = ()) -> None:
-        assert not any(self._running)
-        for key in [key for key in self._to_grade if key[0] in dropped]:
-            del self._to_grade[key]
-        before = set(self.lost)
+    def start(self, sampling: Sampling) -> None:
+        assert not any(self._running) and not any(self._to_grade)
         self.on_start()
-        self.lost_by_start = self.lost - before
-
-    def raise_lost(self) -> None:
-        raise NotImplementedError
+        if len(self.lost) == self.num_replicas:
+            raise EnginesLost("no replica is left")
 
     def lose(self, replica: int) -> None:
-        """Lose a replica, with the requests and gradings that it has."""
+        """Lose a replica, with all that it has."""
         self.lost.add(replica)
-        running = self._running[replica]
-        self.orphans |= {ticket for ticket, _ in running}
-        running.clear()
-        for key in [key for key, grader in self._to_grade.items() if grader == replica]:
-            del self._to_grade[key]
+        self._running[replica].clear()
+        self._to_grade[replica].clear()
 
-    def advance(
-        self,
-        requests: Sequence[Sequence[GroupRequest]],
-        regrade: Sequence[Sequence[Ungraded]],
-    ) -> list[tuple[int, Report]]:
+    def advance(self, requests: Sequence[Sequence[GroupRequest]]) -> list[tuple[int, Report]]:
         assert len(requests) == self.num_replicas
         for replica, groups in enumerate(requests):
-            for group in groups if replica not in self.lost_by_start else ():
+            for group in groups:
                 self._start(replica, group)
         self.on_advance()
-        for replica, items in enumerate(regrade):
-            if replica not in self.lost:
-                self._to_grade |= {(ticket, sample): replica for ticket, sample, *_ in items}
-        sampled = [self._move_on(running) for running in self._running]
-        for replica, finished in enumerate(sampled):
-            self._to_grade |= {(ticket, c.sample): replica for ticket, c in finished}
-        graded = [key for key in self._to_grade if self.grade_at_once or self.rng.random() < 0.5]
-        grader = {key: self._to_grade.pop(key) for key in graded}
+        for replica in range(self.num_replicas):
+            self._move_on_and_count(replica)
         self.grade_seconds += 0.5
         reports = [
-            (
-                replica,
-                Report(
-                    sampled=items,
-                    graded=[(*key, *self._grade(*key)) for key in graded if grader[key] == replica],
-                    stop=self.stop,
-                ),
-            )
-            for replica, items in enumerate(sampled)
+            (replica, Report(returned=self._graded(replica), num_sampled=number))
+            for replica, number in enumerate(self._num_sampled)
             if replica not in self.lost
         ]
         self.rng.shuffle(reports)
         return reports
 
     def interrupt(self) -> list[tuple[int, Report]]:
-        self.orphans.clear()
         self.on_interrupt()
-        reports = [
-            (
-                replica,
-                Report(
-                    unfinished=[
-                        (ticket, completion_of(sample, segments, Finish.UNFINISHED))
-                        for (ticket, sample), segments in running.items()
-                        if segments
-                    ]
-                ),
-            )
-            for replica, running in enumerate(self._running)
-        ]
-        for running in self._running:
+        reports = []
+        for replica, running in enumerate(self._running):
+            returned = self._graded(replica)
+            returned += [(key[0], each, "") for key, each in self._to_grade[replica].items()]
+            returned += [
+                (ticket, completion_of(sample, segments, Finish.UNFINISHED), "")
+                for (ticket, sample), segments in running.items()
+                if segments
+            ]
+            number, self._num_sampled[replica] = self._num_sampled[replica], 0
+            if replica not in self.lost:
+                report = Report(returned=returned, num_sampled=number, is_interrupted=True)
+                reports.append((replica, report))
             self.reported |= running
             running.clear()
+            self._to_grade[replica].clear()
         return reports
 
     def _start(self, replica: int, group: GroupRequest) -> None:
         assert replica not in self.lost
         for sample, so_far in group.samples:
             key = group.ticket, sample
-            assert not any(key in running for running in self._running), f"{key} requested twice"
+            for held in (*self._running, *self._to_grade):
+                assert key not in held, f"{key} requested twice"
             segments = () if so_far is None else so_far.segments
             is_new = not segments and self.lost  # sampled again
             if not is_new and segments != self.reported.get(key, ()):
                 raise RefusedByReplica(f"{key}: {segments}, not {self.reported.get(key, ())}")
-            assert so_far is None or so_far.num_tokens < self.length(*key)
-            self._running[replica][key] = segments
+            if so_far is not None and so_far.finish is not Finish.UNFINISHED:
+                assert so_far.grade is None
+                self._to_grade[replica][key] = so_far
+            else:
+                assert so_far is None or so_far.num_tokens < self.length(*key)
+                self._running[replica][key] = segments
         assert len(self._running[replica]) <= self.max_sequences
         self.requests.append(group)
+
+    def _move_on_and_count(self, replica: int) -> None:
+        finished = self._move_on(self._running[replica])
+        self._num_sampled[replica] += len(finished)
+        self._to_grade[replica] |= {(ticket, each.sample): each for ticket, each in finished}
 
     def _move_on(self, running: dict[Key, tuple[Segment, ...]]) -> list[tuple[int, Completion]]:
         finished = []
@@ -213,6 +198,16 @@ class ScriptedDriver:
                 finished.append((key[0], completion_of(key[1], segments, finish)))
         return finished
 
+    def _graded(self, replica: int) -> list[Returned]:
+        """Take the completions that have been graded."""
+        to_grade = self._to_grade[replica]
+        keys = [key for key in to_grade if self.grade_at_once or self.rng.random() < 0.5]
+        returned = []
+        for key in keys:
+            grade, why = self._grade(*key)
+            returned.append((key[0], replace(to_grade.pop(key), grade=grade), why))
+        return returned
+
     def _grade(self, ticket: int, sample: int) -> tuple[Grade | None, str]:
         right = self.correct(ticket, sample)
         if right is None:
@@ -224,7 +219,6 @@ def make_coordinator(
     driver: ScriptedDriver,
     *,
     overlong: dict[str, Any] | None = None,
-    is_elastic: bool = False,
     **rollout: Any,
 ) -> Coordinator:
     """Make a coordinator for ten prompts, 4 groups of 2 per step unless `rollout` overrides it."""
@@ -255,7 +249,6 @@ def make_coordinator(
         ),
         driver=driver,
         seed=3,
-        is_elastic=is_elastic,
     )
 
 
@@ -286,8 +279,3 @@ def moved(driver: ScriptedDriver, num_replicas: int) -> ScriptedDriver:
         lost=set(),
         on_advance=lambda: None,
     )
-
-
-def without_lost(driver: ScriptedDriver, num_new: int = 0) -> ScriptedDriver:
-    """Return the driver of the next generation: those that are left, and `num_new` others."""
-    return moved(driver, driver.num_replicas - len(driver.lost) + num_new)

@@ -28,7 +28,7 @@ from dapo_megatron.cluster.watchdog import Watchdog
 def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> None:
     watch = Watchdog(folder, rank, world_size, {"start": 600.0, "generate": 30.0, "update": limit})
     watch.start()
-    watch.add_diagnostic("requests in flight", lambda: f"{rank + 7} of them")
+    watch.engines = lambda: (f"engine {rank + 7}",)
 
     def at_hang() -> None:
         (folder / f"noted_{rank}").touch()

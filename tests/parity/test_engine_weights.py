@@ -1,12 +1,11 @@
 """Test weight slices of a vLLM engine: which it requests, how it loads them, which it refuses.
 
-A vLLM start takes 6 to 25 s, so each world runs several engines in turn, and tests check what it
-returned.
+Each process runs several engines in turn, and tests check what it returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +13,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_megatron.types import DapoError, SyncError
+from dapo_megatron.types import SyncError
 from tests.helpers.engines import (
     GAP,
     PROMPT_TOKENS,
     arrivals,
+    differing,
     gap,
     hf_model,
+    message,
     offer,
     requests,
     run,
+    run_alone,
+    send,
     start,
+    sync,
     weights,
 )
 from tests.helpers.models import make_random_model, randomize
-from tests.helpers.ranks import run_ranks
 
 NUM_SYNCS = 3
 Observations = dict[str, Any]
+Cases = Mapping[str, tuple[str, Observations, Observations]]
 
 # vLLM's CPU kernel pads the size of experts to a multiple of 32.
 UNPADDED = "qwen3_moe, not padded"
 # Name of the engine: (family, overrides of the model's config, overrides of the run's config).
-# Experts come first: vLLM creates their process group only with the first engine of a process.
-ALONE: dict[str, tuple[str, Observations, Observations]] = {
+ALONE: Cases = {
     UNPADDED: ("qwen3_moe", {"moe_intermediate_size": 64}, {}),
     "qwen3_moe": ("qwen3_moe", {}, {}),
     "qwen3_moe, bfloat16": ("qwen3_moe", {}, {"policy__precision": "bfloat16"}),
@@ -46,10 +49,9 @@ ALONE: dict[str, tuple[str, Observations, Observations]] = {
     "llama": ("llama", {"intermediate_size": 600}, {}),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}, {}),
 }
-PAIRS: dict[str, tuple[str, Observations, Observations]] = {
+PAIRS: Cases = {
     "qwen3_moe": ("qwen3_moe", {"tie_word_embeddings": True}, {}),
-    "qwen3_moe, experts by rank": ("qwen3_moe", {}, {"engine__expert_parallel": "true"}),
-    "qwen2": ("qwen2", {}, {}),
+    "qwen3_moe, experts by worker": ("qwen3_moe", {}, {"engine__expert_parallel": "true"}),
     "llama tied, one kv head": (
         "llama",
         {"tie_word_embeddings": True, "num_key_value_heads": 1},
@@ -58,22 +60,21 @@ PAIRS: dict[str, tuple[str, Observations, Observations]] = {
 }
 
 
-# ------------------------------------------------------------------ inside the ranks
+# ------------------------------------------------------------------ inside the processes
 
 
-def _world(rank: int, folders: Mapping[str, Path], world_size: int) -> Observations:
-    cases = ALONE if world_size == 1 else PAIRS
+def _observe(cases: Cases, folders: Mapping[str, Path], num_workers: int) -> Observations:
     observed: Observations = {}
     for name, folder in folders.items():
-        engine = start(folder, rank, world_size, world_size, **cases[name][2])
+        engine = start(folder, num_workers, **cases[name][2])
         observed[name] = _synced(engine, folder, cases[name][2])
         if name == UNPADDED:
             observed["unpacked"] = _without_packing(engine, folder)
-        if name in ("qwen3 tied", "qwen2"):
+        if name in ("qwen3 tied", "qwen3_moe, experts by worker"):
             observed["unfit"] = _wrong_offers(engine, weights(hf_model(folder)))
         if name == "qwen3 tied":
             observed["refused"] = _wrong_arrivals(engine, folder)
-        del engine
+        engine.close()
     return observed
 
 
@@ -83,46 +84,36 @@ def _synced(engine: Any, folder: Path, overrides: Observations) -> Observations:
     model = hf_model(folder)
     observed: Observations = {"gaps": [], "scores": [], "differ": []}
     before = run(engine, requests(range(6)))
-    observed["pieces"] = engine.needed_slices(offer(_cast(weights(model), dtype)))
+    wanted = engine.trace(offer(_cast(weights(model), dtype)))
+    observed["slices"] = wanted
     observed["undisturbed"] = run(engine, requests(range(6))) == before
     observed["gaps"].append(gap(model, requests(range(6)), before))
     for version in range(1, NUM_SYNCS + 1):
         randomize(model, seed=100 + version)
         sent = _cast(weights(model), dtype)
-        engine._llm.apply_model(_reallocate)
-        engine.receive(arrivals(observed["pieces"], sent, seed=version), version)
+        engine._llm.collective_rpc(_reallocate)
+        arriving = [arrivals(slices, sent, seed=version) for slices in wanted]
+        send(engine, wanted, arriving, version)
         results = run(engine, requests(range(6)))
         observed["gaps"].append(gap(model, requests(range(6)), results))
-        observed["differ"].append(_differing(engine, sent))
+        observed["differ"] += differing(engine, sent)
         observed["scores"].append(_score_gap(engine, model))
         observed["undisturbed"] &= run(engine, requests(range(6))) == results
-    observed["held"] = [tensor_slice for tensor_slice, _ in engine.read_back()]
     observed["version"] = {
         segment.version for completion in results.values() for segment in completion.segments
     }
     return observed
 
 
-def _reallocate(model: torch.nn.Module) -> None:
+def _reallocate(worker: Any) -> None:
     """Give every parameter other memory, full of NaN, as a wake-up may. Packed layers store theirs
     elsewhere."""
-    for parameter in model.parameters():
+    for parameter in worker.get_model().parameters():
         parameter.data = torch.full_like(parameter.data, torch.nan)
 
 
 def _cast(whole: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: tensor.to(dtype) for name, tensor in whole.items()}
-
-
-def _differing(engine: Any, sent: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors that are not bitwise as sent when read back."""
-    return [
-        tensor_slice.name
-        for tensor_slice, value in engine.read_back()
-        if value is None
-        or value.dtype != sent[tensor_slice.name].dtype
-        or not torch.equal(value, sent[tensor_slice.name][tensor_slice.region.slices])
-    ]
 
 
 @torch.no_grad()
@@ -150,22 +141,14 @@ def _without_packing(engine: Any, folder: Path) -> Observations:
     model = hf_model(folder)
     randomize(model, seed=999)
     original, device.forget_expert_kernels = device.forget_expert_kernels, lambda model: None
-    engine.receive(arrivals(engine.needed_slices(offer(weights(model))), weights(model)), 9)
+    sync(engine, model, 9)
     device.forget_expert_kernels = original
     results = run(engine, requests(range(6)))
     return {
         "names": sorted(weights(model)),
-        "differ": sorted(_differing(engine, weights(model))),
+        "differ": differing(engine, weights(model)),
         "gap": gap(model, requests(range(6)), results),
     }
-
-
-def _message(call: Any) -> str:
-    try:
-        call()
-    except DapoError as error:
-        return str(error)
-    return ""
 
 
 def _wrong_offers(engine: Any, whole: dict[str, Tensor]) -> dict[str, str]:
@@ -195,8 +178,7 @@ def _wrong_offers(engine: Any, whole: dict[str, Tensor]) -> dict[str, str]:
         "good": whole,
     }
     return {
-        name: _message(lambda made=made: engine.needed_slices(offer(made)))
-        for name, made in offers.items()
+        name: message(lambda made=made: engine.trace(offer(made))) for name, made in offers.items()
     }
 
 
@@ -206,7 +188,7 @@ def _wrong_arrivals(engine: Any, folder: Path) -> Observations:
     from dapo_megatron.engine.loading import by_name, checked
 
     whole = weights(hf_model(folder))
-    tensor_slices = engine.needed_slices(offer(whole))
+    (tensor_slices,) = engine.trace(offer(whole))
     good = [
         (tensor_slice.name, [(tensor_slice.region, whole[tensor_slice.name])])
         for tensor_slice in tensor_slices
@@ -225,40 +207,44 @@ def _wrong_arrivals(engine: Any, folder: Path) -> Observations:
         "misshapen": [*good[:3], (name, [(region, weight[:-1])]), *good[4:]],
         "other dtype": [*good[:3], (name, [(region, weight.double())]), *good[4:]],
     }
+
+    def receive(arriving: Sequence[Any]) -> None:
+        send(engine, [tensor_slices], [arriving], 9)
+
     observed: Observations = {"name": name, "num": len(good)}
     for kind, arriving in bad.items():
         passed: list[Any] = []
-        observed[kind] = (_message(lambda: passed.extend(checked(arriving, wanted))), len(passed))  # noqa: B023
+        observed[kind] = (message(lambda: passed.extend(checked(arriving, wanted))), len(passed))  # noqa: B023
     engine.submit(requests([0]))
-    observed["in flight"] = _message(lambda: engine.receive(good, 9))
-    observed["score in flight"] = _message(lambda: engine.score([[4, 5]]))
+    observed["in flight"] = message(lambda: engine.load(9, []))
+    observed["score in flight"] = message(lambda: engine.score([[4, 5]]))
     engine.interrupt()
-    observed["engine"] = _message(lambda: engine.receive(bad["misshapen"], 9))
-    observed["submit after"] = _message(lambda: engine.submit(requests([0])))
-    observed["receive after"] = _message(lambda: engine.receive(good, 9))
+    observed["engine"] = message(lambda: receive(bad["misshapen"]))
+    observed["submit after"] = message(lambda: engine.submit(requests([0])))
+    observed["load after"] = message(lambda: receive(good))
+    observed["submit then"] = message(lambda: engine.submit(requests([0])))
+    engine.interrupt()
     return observed
 
 
 # ------------------------------------------------------------------ the tests
 
 
-def _observations(
-    factory: pytest.TempPathFactory, cases: Mapping[str, Any], ranks: int
-) -> list[Observations]:
+def _observations(factory: pytest.TempPathFactory, cases: Cases, num_workers: int) -> Observations:
     folders = {
         name: make_random_model(family, factory.mktemp(family), **model)
         for name, (family, model, _) in cases.items()
     }
-    return run_ranks(_world, ranks, folders, ranks)
+    return run_alone(_observe, cases, folders, num_workers)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Observations:
-    return _observations(tmp_path_factory, ALONE, 1)[0]
+    return _observations(tmp_path_factory, ALONE, 1)
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[Observations]:
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Observations:
     return _observations(tmp_path_factory, PAIRS, 2)
 
 
@@ -266,8 +252,7 @@ def _check(observed: Observations, *, exact: bool = True) -> None:
     limit = GAP if exact else 10.0  # in bfloat16 a token may go to another expert
     assert len(observed["gaps"]) == NUM_SYNCS + 1 and len(observed["scores"]) == NUM_SYNCS
     assert all(value < limit for value in (*observed["gaps"], *observed["scores"]))  # False for NaN
-    assert observed["differ"] == [[]] * NUM_SYNCS
-    assert observed["held"] and set(observed["held"]) == set(observed["pieces"])
+    assert observed["differ"] == []
     assert observed["undisturbed"]
     assert observed["version"] == {NUM_SYNCS}
 
@@ -276,43 +261,34 @@ def _check(observed: Observations, *, exact: bool = True) -> None:
 def test_an_engine_computes_with_the_weights_sent(alone: Observations, name: str) -> None:
     """Log-probs equal HF's after each sync, and the weights read back are bitwise as sent."""
     _check(alone[name], exact="bfloat16" not in name)
-    for tensor_slice in alone[name]["pieces"]:
+    (slices,) = alone[name]["slices"]
+    for tensor_slice in slices:
         assert tensor_slice.region.shape == tensor_slice.global_shape
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_tensor_parallel_ranks_request_slices_and_compute_with_them(
-    pairs: list[Observations], name: str
-) -> None:
-    for observed in pairs:
-        _check(observed[name])
-    first, second = ({(p.name, p.region) for p in observed[name]["pieces"]} for observed in pairs)
+def test_workers_request_slices_and_compute_with_them(pairs: Observations, name: str) -> None:
+    _check(pairs[name])
+    first, second = ({(p.name, p.region) for p in slices} for slices in pairs[name]["slices"])
     split = ("q_proj.weight", "o_proj.weight", "down_proj.weight", "embed_tokens.weight")
-    for tensor, region in first & second:  # tensors that both ranks request in full
+    for tensor, region in first & second:  # tensors that both workers request in full
         assert not tensor.endswith(split), (tensor, region)
 
 
-def test_expert_parallel_ranks_request_different_whole_experts(pairs: list[Observations]) -> None:
+def test_expert_parallel_workers_request_different_whole_experts(pairs: Observations) -> None:
     experts = [
-        {
-            tensor_slice.name
-            for tensor_slice in observed["qwen3_moe, experts by rank"]["pieces"]
-            if ".experts." in tensor_slice.name
-        }
-        for observed in pairs
+        {part.name: part for part in slices if ".experts." in part.name}
+        for slices in pairs["qwen3_moe, experts by worker"]["slices"]
     ]
-    assert not experts[0] & experts[1]
-    assert len(experts[0]) == len(experts[1]) == 2 * 4 * 3
-    for observed in pairs:
-        for tensor_slice in observed["qwen3_moe, experts by rank"]["pieces"]:
-            if ".experts." in tensor_slice.name:
-                assert tensor_slice.region.shape == tensor_slice.global_shape
+    assert not experts[0].keys() & experts[1].keys()
+    for of_worker in experts:
+        assert len(of_worker) == 2 * 4 * 3
+        assert all(part.region.shape == part.global_shape for part in of_worker.values())
 
 
-def test_a_single_kv_head_is_requested_by_both_ranks(pairs: list[Observations]) -> None:
-    for observed in pairs:
-        tensor_slices = observed["llama tied, one kv head"]["pieces"]
-        assert all(p.region.shape == p.global_shape for p in tensor_slices if "k_proj" in p.name)
+def test_a_single_kv_head_is_requested_by_both_workers(pairs: Observations) -> None:
+    for slices in pairs["llama tied, one kv head"]["slices"]:
+        assert all(p.region.shape == p.global_shape for p in slices if "k_proj" in p.name)
 
 
 def test_unpacked_experts_are_detected_by_reading_back(alone: Observations) -> None:
@@ -322,15 +298,11 @@ def test_unpacked_experts_are_detected_by_reading_back(alone: Observations) -> N
     assert observed["gap"] > 0.01
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_offers_that_do_not_fit_are_refused_by_name(
-    alone: Observations, pairs: list[Observations], ranks: int
+    alone: Observations, pairs: Observations, workers: int
 ) -> None:
-    worlds = [alone] if ranks == 1 else pairs
-    messages = worlds[0]["unfit"]
-    assert all(
-        observed["unfit"] == messages for observed in worlds
-    )  # every rank raises the same error
+    messages = (alone if workers == 1 else pairs)["unfit"]
     layer = "model.layers.1."
     assert messages["good"] == ""
     assert messages["no norm"].startswith(f"{layer}input_layernorm.weight[0:")
@@ -338,7 +310,7 @@ def test_offers_that_do_not_fit_are_refused_by_name(
     assert "no offered tensor is loaded there" in messages["no key"]
     assert messages["extra"].startswith("model.extra.weight: ") and "no such" in messages["extra"]
     assert messages["extra bias"] == f"{layer}mlp.down_proj.bias: the engine has no such tensor"
-    if ranks == 1:  # tied
+    if workers == 1:  # tied
         assert messages["extra head"] == "lm_head.weight: the engine has no such tensor"
     assert messages["extra layer"].startswith("model.layers.2.input_layernorm.weight: ")
     for kind in ("more rows", "fewer rows", "more columns"):
@@ -366,22 +338,20 @@ def test_wrong_arrivals_are_refused_by_name_before_they_are_loaded(alone: Observ
         ), kind
 
 
-def test_an_engine_is_unusable_after_a_refusal_and_not_synced_while_working(
-    alone: Observations,
-) -> None:
+def test_an_engine_is_unusable_after_a_refusal_until_the_next_load(alone: Observations) -> None:
     messages = alone["refused"]
     assert "4 requests in flight" in messages["in flight"]
     assert "4 requests in flight" in messages["score in flight"]
     assert messages["engine"] == messages["misshapen"][0]
     assert "a weight sync failed" in messages["submit after"]
-    assert "a weight sync failed" in messages["receive after"]
+    assert messages["load after"] == messages["submit then"] == ""
 
 
-def test_receive_is_refused_before_needed_slices_was_called() -> None:
+def test_load_is_refused_before_trace_was_called() -> None:
     from dapo_megatron.engine.engine import VllmEngine
 
     engine = object.__new__(VllmEngine)
     engine._unusable, engine._requests, engine._knows_slices = "", {}, False
     engine._asleep = set()
     with pytest.raises(SyncError, match="was not asked for its slices"):
-        engine.receive([], 1)
+        engine.load(1, [])

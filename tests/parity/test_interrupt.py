@@ -1,6 +1,6 @@
 """Test that interrupted completions continue correctly, under the same and under new weights.
 
-A vLLM start takes 10 to 25 s, so each world is started once, and tests check what it returned.
+One engine is started, and tests check what it returned.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from tests.helpers.engines import (
     requests,
     rest,
     run,
+    run_alone,
     segment_gap,
     start,
     sync,
 )
 from tests.helpers.models import make_random_model, randomize
-from tests.helpers.ranks import run_ranks
 
 MAX_SEQUENCES = 8
 Observations = dict[str, Any]
 
 
-# ------------------------------------------------------------------ inside the ranks
+# ------------------------------------------------------------------ inside the process
 
 
 def _same_weights(engine: Any, folder: Path) -> Observations:
@@ -124,8 +124,8 @@ def _queued(engine: Any) -> Observations:
     return {"same": same, "order": list(partial), "places": places, "done": done}
 
 
-def _one_rank(rank: int, folder: Path) -> Observations:
-    engine = start(folder, rank, 1, 1, engine__max_sequences=MAX_SEQUENCES)
+def _observe(folder: Path) -> Observations:
+    engine = start(folder, engine__max_sequences=MAX_SEQUENCES)
     observed: Observations = {"max": engine.max_sequences, "idle": engine.interrupt()}
     engine.submit(requests([0]))
     observed["no step"] = engine.interrupt()
@@ -133,17 +133,7 @@ def _one_rank(rank: int, folder: Path) -> Observations:
     observed["again"] = _again_and_again(engine, folder)
     observed["queued"] = _queued(engine)
     observed["new"] = _new_weights(engine, folder)
-    return observed
-
-
-def _two_ranks(rank: int, folder: Path) -> Observations:
-    engine = start(folder, rank, 2, 2, engine__max_sequences=MAX_SEQUENCES)
-    observed: Observations = {}
-    requested = requests(range(3))
-    done = run(engine, requested, 7)
-    observed["partial"] = interrupted(engine)
-    observed["rest"] = run(engine, rest(requested, done, observed["partial"]))
-    observed["new"] = _new_weights(engine, folder)
+    engine.close()
     return observed
 
 
@@ -151,30 +141,25 @@ def _two_ranks(rank: int, folder: Path) -> Observations:
 
 
 @pytest.fixture(scope="module")
-def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Observations:
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Observations:
     folder = make_random_model("qwen3", tmp_path_factory.mktemp("qwen3"))
-    return run_ranks(_one_rank, 1, folder)[0]
+    return run_alone(_observe, folder)
 
 
-@pytest.fixture(scope="module")
-def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> list[Observations]:
-    return run_ranks(_two_ranks, 2, make_random_model("qwen2", tmp_path_factory.mktemp("qwen2")))
-
-
-def test_interrupting_an_engine_without_tokens_returns_nothing(single_rank: Observations) -> None:
-    assert single_rank["max"] == MAX_SEQUENCES
-    assert single_rank["idle"] == single_rank["no step"] == []
+def test_interrupting_an_engine_without_tokens_returns_nothing(observed: Observations) -> None:
+    assert observed["max"] == MAX_SEQUENCES
+    assert observed["idle"] == observed["no step"] == []
 
 
 def test_completions_interrupted_at_any_step_continue_under_the_same_weights(
-    single_rank: Observations,
+    observed: Observations,
 ) -> None:
-    assert len(single_rank["same"]["gaps"]) == RESPONSE_TOKENS + 4
-    assert all(gap < GAP for gap in single_rank["same"]["gaps"])
-    for done, partial, results in single_rank["same"]["cut"]:
-        assert results.keys() == single_rank["same"]["whole"].keys()
+    assert len(observed["same"]["gaps"]) == RESPONSE_TOKENS + 4
+    assert all(gap < GAP for gap in observed["same"]["gaps"])
+    for done, partial, results in observed["same"]["cut"]:
+        assert results.keys() == observed["same"]["whole"].keys()
         assert not done.keys() & partial.keys()
-        for place, whole in single_rank["same"]["whole"].items():
+        for place, whole in observed["same"]["whole"].items():
             assert results[place].segments == (Segment(0, len(results[place].tokens)),)
             assert 1 <= len(results[place].tokens) <= RESPONSE_TOKENS
             assert results[place].finish is not Finish.UNFINISHED
@@ -186,56 +171,42 @@ def test_completions_interrupted_at_any_step_continue_under_the_same_weights(
             assert 1 <= len(part.tokens) < RESPONSE_TOKENS
             # The partial tokens are a prefix of the uninterrupted completion.
             num = len(part.tokens)
-            assert part.tokens == single_rank["same"]["whole"][place].tokens[:num]
+            assert part.tokens == observed["same"]["whole"][place].tokens[:num]
             assert part.logprobs == results[place].logprobs[:num]
     finishes = {
         completion.finish
-        for _, _, results in single_rank["same"]["cut"]
+        for _, _, results in observed["same"]["cut"]
         for completion in results.values()
     }
     assert finishes == {Finish.STOP, Finish.LENGTH}
     # Some interruptions came while sequences were queued, others after some had finished.
-    cuts = [(len(done), len(partial)) for done, partial, _ in single_rank["same"]["cut"]]
+    cuts = [(len(done), len(partial)) for done, partial, _ in observed["same"]["cut"]]
     assert (0, MAX_SEQUENCES) in cuts
     assert any(done and partial for done, partial in cuts)
 
 
-def test_interruptions_after_each_token_keep_log_probs_exact(single_rank: Observations) -> None:
-    completion, scored = single_rank["again"]["completion"], single_rank["again"]["scored"]
+def test_interruptions_after_each_token_keep_log_probs_exact(observed: Observations) -> None:
+    completion, scored = observed["again"]["completion"], observed["again"]["scored"]
     assert len(completion.tokens) > 4
     assert completion.segments == (Segment(0, len(completion.tokens)),)
-    assert single_rank["again"]["gap"] < GAP
+    assert observed["again"]["gap"] < GAP
     assert completion.logprobs[:-1] == pytest.approx(scored[PROMPT_TOKENS - 1 :], abs=GAP)
 
 
-@pytest.mark.parametrize("world", ["single_rank", "tensor_parallel"])
-def test_each_token_was_sampled_by_the_version_of_its_segment(
-    world: str, request: pytest.FixtureRequest
-) -> None:
+def test_each_token_was_sampled_by_the_version_of_its_segment(observed: Observations) -> None:
     """This also shows that syncs reach the engine, and that blocks cached under older weights are
     not reused."""
-    ranks = request.getfixturevalue(world)
-    for observed in ranks if isinstance(ranks, list) else [ranks]:
-        new = observed["new"]
-        assert new["gap"] < GAP
-        assert new["gap under one version"] > 100 * GAP  # the versions do differ
-        assert [0, 1, 2, 3] in new["versions"]
-        assert all(versions == sorted(set(versions)) for versions in new["versions"])
-        assert new["clean"] == [(False, False)] * 3
+    new = observed["new"]
+    assert new["gap"] < GAP
+    assert new["gap under one version"] > 100 * GAP  # the versions do differ
+    assert [0, 1, 2, 3] in new["versions"]
+    assert all(versions == sorted(set(versions)) for versions in new["versions"])
+    assert new["clean"] == [(False, False)] * 3
 
 
-def test_queued_continuations_are_returned_unchanged(single_rank: Observations) -> None:
-    same, order, places = (single_rank["queued"][key] for key in ("same", "order", "places"))
-    assert order == [place for place in places if place not in single_rank["queued"]["done"]]
+def test_queued_continuations_are_returned_unchanged(observed: Observations) -> None:
+    same, order, places = (observed["queued"][key] for key in ("same", "order", "places"))
+    assert order == [place for place in places if place not in observed["queued"]["done"]]
     # The first eight ran, the other continuations were queued, and new requests are not returned.
     assert same[: -(len(places) - MAX_SEQUENCES)].count(True) == 0
     assert same[-(len(places) - MAX_SEQUENCES) :] == [True] * (len(places) - MAX_SEQUENCES)
-
-
-def test_tensor_parallel_ranks_return_the_same_completions(
-    tensor_parallel: list[Observations],
-) -> None:
-    first, second = tensor_parallel
-    assert list(first["partial"].items()) == list(second["partial"].items())  # in the same order
-    assert list(first["rest"].items()) == list(second["rest"].items())
-    assert first["partial"] and first["new"]["versions"] == second["new"]["versions"]

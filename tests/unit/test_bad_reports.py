@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from dapo_megatron.rollout.messages import Report
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dapo_megatron.engine.messages import Report
 from dapo_megatron.rollout.coordinator import Coordinator, SavePoint
 from dapo_megatron.types import Completion, Finish, Grade, RankError, Segment
 from tests.helpers.rollouts import (

@@ -12,12 +12,12 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from dapo_megatron.rollout.messages import GroupRequest, Report, Sampling, sample_seed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.algo.evaluation import avg_at_k, bootstrap_interval, cons_at_k, pass_at_k
 from dapo_megatron.config import EvaluationConfig
+from dapo_megatron.engine.messages import GroupRequest, Report, Sampling, sample_seed
 from dapo_megatron.rollout.evaluate import Evaluator, evaluation_metrics, sample_all
 from dapo_megatron.types import (
     Finish,

@@ -11,7 +11,6 @@ from statistics import fmean
 from xml.etree import ElementTree
 
 import pytest
-from dapo_megatron.rollout.messages import GroupRequest, Sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_frontier import Point, draw
@@ -31,6 +30,7 @@ from scipy.stats import ks_2samp
 from simulate_rollouts import MAX_AGE_MEAN, MIN_BUSY, MIN_P, PRESETS, Preset, main
 from virtual_engines import EngineModel, VirtualDriver, VirtualEngine, VirtualRequest
 
+from dapo_megatron.engine.messages import GroupRequest, Sampling
 from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.types import (
     Completion,

@@ -127,7 +127,7 @@ def test_a_stopped_rank_is_named_by_the_others(start: Start, stopped: int) -> No
     for number in {0, 1, 2} - {stopped}:
         assert "watched_rank.py" in job.log(number)
         assert "in all_gather" in job.log(number)
-        assert f"requests in flight: {number + 7} of them" in job.log(number)
+        assert f"engine {number + 7}\n" in job.log(number)
     assert len(list(job.folder.glob("noted_*"))) == 1
     report = json.loads(hang_file(job.folder, "17.0").read_text())
     assert [heartbeat["state"] for heartbeat in report["pulses"]].count("hung") == 2
