@@ -161,7 +161,7 @@ class Dispatcher:
         self._to_grade.clear()
         events = self._take(self._driver.interrupt(), is_interrupted=True)
         lost = self._driver.lost
-        orphans = {ticket for (ticket, _), item in self._in_flight.items() if item.replica in lost}
+        orphans = {ticket for (ticket, sample), item in self._in_flight.items() if item.replica in lost and sample > 0}
         self._in_flight.clear()
         self._sent = [0] * self._driver.num_replicas
         self._running = list(self._sent)
@@ -265,8 +265,8 @@ class Dispatcher:
             return "returned without a grade, but it was not interrupted"
         if why and not is_finished:
             return "graded, but not finished"
-        if completion.grade is not None and why != "graded":
-            return f"a grade, although grading it gave {why!r}"
+        if (completion.grade is not None) != (why == "graded"):
+            return f"grade {completion.grade}, although grading it gave {why!r}"
         if len(completion.logprobs) != completion.num_tokens:
             return f"{len(completion.logprobs)} log-probs for {completion.num_tokens} tokens"
         if sum(segment.num_tokens for segment in completion.segments) != completion.num_tokens:
@@ -278,6 +278,7 @@ class Dispatcher:
             return f"{completion.finish.value} with {completion.num_tokens} tokens"
         is_same = completion.segments == in_flight.segments
         if in_flight.is_finished:
+            is_same = is_same and is_finished
             return "" if is_same else f"segments {completion.segments}, but it was only to grade"
         if is_same and not is_finished:
             return ""  # interrupted before its first new token

@@ -243,13 +243,13 @@ def _differing(worker: Any, sent: Mapping[str, Tensor]) -> list[str]:
 
 
 def forget(engine: Any) -> list[str]:
-    """Do to a CPU engine what sleeping (vLLM level 2) does to one on a GPU.
+    """Do to a CPU engine what sleeping (vLLM level 2) does to an engine on a GPU.
 
     Overwrite every tensor of its model with 0xFF bytes (NaN), except buffers, which vLLM keeps, and
     tensors that are always on the host. Return the names of the overwritten tensors that are no
     parameters.
     """
-    (names,) = engine._llm.apply_model(_fill_with_nan)
+    names: list[str] = engine._llm.apply_model(_fill_with_nan)[0]
     return names
 
 

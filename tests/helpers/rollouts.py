@@ -95,6 +95,8 @@ class ScriptedDriver:
     stop: str = ""
     """Name of a signal to report at the next turn."""
     lost: set[int] = field(default_factory=set)
+    orphaned: dict[int, int] = field(default_factory=dict)
+    """Number of `requests` when a replica was lost that had some of a group, by ticket."""
     requests: list[GroupRequest] = field(default_factory=list)
     """Every request so far."""
     reported: dict[Key, tuple[Segment, ...]] = field(default_factory=dict)
@@ -121,6 +123,8 @@ class ScriptedDriver:
     def lose(self, replica: int) -> None:
         """Lose a replica, with all that it has."""
         self.lost.add(replica)
+        keys = self._running[replica].keys() | self._to_grade[replica].keys()
+        self.orphaned |= {ticket: len(self.requests) for ticket, _ in keys}
         self._running[replica].clear()
         self._to_grade[replica].clear()
 
@@ -168,7 +172,7 @@ class ScriptedDriver:
             for held in (*self._running, *self._to_grade):
                 assert key not in held, f"{key} requested twice"
             segments = () if so_far is None else so_far.segments
-            is_new = not segments and self.lost  # sampled again
+            is_new = not segments and group.ticket in self.orphaned  # sampled again
             if not is_new and segments != self.reported.get(key, ()):
                 raise RefusedByReplica(f"{key}: {segments}, not {self.reported.get(key, ())}")
             if so_far is not None and so_far.finish is not Finish.UNFINISHED:
@@ -277,5 +281,6 @@ def moved(driver: ScriptedDriver, num_replicas: int) -> ScriptedDriver:
         requests=[],
         reported={},
         lost=set(),
+        orphaned={},
         on_advance=lambda: None,
     )

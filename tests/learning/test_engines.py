@@ -353,8 +353,10 @@ def test_a_run_that_ends_while_it_waits_for_engines_saves(
             lose_server(ids, running, signal.SIGKILL, random.Random(1))
             time.sleep(3.0)
             running.send_signal(signal.SIGTERM)
-        while end != "SIGTERM" and running.poll() is None:  # it never gets ready again
-            lose_server(ids, running, signal.SIGKILL, random.Random(1))
+        while end != "SIGTERM" and running.poll() is None:  # they never get ready again
+            for server in servers(ids):
+                with suppress(psutil.Error):
+                    server.kill()
             time.sleep(0.5)
         code, out = running.wait(300), running.stdout
     reason, expected = {
@@ -408,7 +410,7 @@ def test_a_run_survives_losses_at_random_moments(form: str, tmp_path: Path, ids:
 def test_an_engine_that_is_lost_while_its_grades_are_awaited_returns(
     number: signal.Signals, tmp_path: Path, ids: Path
 ) -> None:
-    num_steps, folder, gate = 60, tmp_path / "run", tmp_path / "gate"
+    num_steps, folder, gate = 150, tmp_path / "run", tmp_path / "gate"
     rows = tmp_path / "rows.jsonl"
     prompts = [[{"role": "user", "content": f"{a} + 7 ="}] for a in range(60)]
     rules = {"ground_truth": str(gate), "style": "rule"}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.types import Completion, DapoError, SampleRequest, TokenBatch
+from dapo_megatron.types import Completion, SampleRequest, TokenBatch
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.engines import (
@@ -28,9 +28,11 @@ from tests.helpers.engines import (
     Results,
     hf_model,
     interrupted,
+    message,
     requests,
     rest,
     run,
+    run_alone,
     start,
     sync,
 )
@@ -50,13 +52,13 @@ SECONDS = 900.0
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 
 
-def sampled(rank: int, world_size: int, folders: Mapping[str, list[Path]]) -> dict[str, Any]:
-    """Sample with both models, interrupted once and continued under other weights. The prompts of a
-    ticket share a cached block of 128 tokens."""
-    torch.set_num_threads(1)
-    results: dict[str, Any] = {}
+def sampled(num_workers: int, folders: Mapping[str, list[Path]]) -> dict[str, tuple[Results, str]]:
+    """Sample with each model, interrupted once and continued under other weights. The prompts of a
+    ticket share a cached block of 128 tokens. Also return the error of a completion without
+    routes."""
+    results: dict[str, tuple[Results, str]] = {}
     for name, (first, second) in folders.items():
-        engine = start(first, rank, world_size, world_size, policy__router_replay="engine")
+        engine = start(first, num_workers, policy__router_replay="engine")
         done = run(engine, REQUESTED, 6)
         partial = interrupted(engine)
         sync(engine, hf_model(second), engine.version + 1)
@@ -68,16 +70,10 @@ def sampled(rank: int, world_size: int, folders: Mapping[str, list[Path]]) -> di
         ]
         engine.submit(unknown[:1])
         engine.step()
-        message = ""
-        if engine.is_leader:
-            with pytest.raises(DapoError) as raised:
-                engine.interrupt()
-            message = str(raised.value)
-            engine._llm.llm_engine.abort_request(list(engine._requests))
-            engine._requests.clear()
-        else:
-            engine.interrupt()
-        results[name] = done | run(engine, continued), message
+        refused = message(engine.interrupt)
+        engine._llm.llm_engine.abort_request(list(engine._requests))
+        engine._requests.clear()
+        results[name] = done | run(engine, continued), refused
         engine.close()
     return results
 
@@ -86,11 +82,10 @@ PREEMPTED = requests(range(4), num_tokens=124, temperature=1.0)
 """Their prompts fill a block of 128 tokens almost, and their responses need a second one."""
 
 
-def sampled_with_preemption(rank: int, folder: Path) -> tuple[Results, int]:
+def sampled_with_preemption(folder: Path) -> tuple[Results, int]:
     """Sample with a KV cache of 18 blocks, interrupting the engine after every step. Return the
     completions, and the number of preemptions."""
-    torch.set_num_threads(1)
-    engine = start(folder, rank, 1, 1, policy__router_replay="engine", engine__kv_cache_gib=0.0034)
+    engine = start(folder, policy__router_replay="engine", engine__kv_cache_gib=0.0034)
     num_preempted = 0
     scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
     preempt = scheduler._preempt_request
@@ -201,20 +196,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(folders: Any) -> dict[str, Any]:
-    return run_ranks(sampled, 1, 1, folders, timeout=SECONDS)[0]
+def results(folders: Any) -> dict[int, dict[str, tuple[Results, str]]]:
+    """What `sampled` returns for one worker, and for two with one model."""
+    of_two = {"qwen3_moe": folders["qwen3_moe"]}
+    return {1: run_alone(sampled, 1, folders), 2: run_alone(sampled, 2, of_two)}
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folders: Any) -> list[dict[str, Any]]:
-    return run_ranks(sampled, 2, 2, folders, timeout=SECONDS)
-
-
-@pytest.fixture(scope="module")
-def choices(folders: Any, one_rank: Any, two_ranks: Any) -> dict[str, list[Choices]]:
-    sequences = {
-        name: [*tokens_of(one_rank[name][0]), *tokens_of(two_ranks[0][name][0])] for name in MODELS
-    }
+def choices(folders: Any, results: Any) -> dict[str, list[Choices]]:
+    sequences: dict[str, list[list[int]]] = {name: [] for name in MODELS}
+    for of_workers in results.values():
+        for name, (completions, _) in of_workers.items():
+            sequences[name] += tokens_of(completions)
     return run_ranks(teacher_forced, 1, folders, sequences, timeout=SECONDS)[0]
 
 
@@ -234,17 +227,18 @@ def routes_of(completion: Completion, request: SampleRequest, model: str) -> Ten
     return routes.view(num_tokens, layers, topk).sort(-1).values
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "workers"), [*((model, 1) for model in MODELS), ("qwen3_moe", 2)]
+)
 def test_routes_are_those_of_the_weights_that_sampled_each_token(
-    model: str, ranks: int, one_rank: Any, two_ranks: Any, choices: Any
+    model: str, workers: int, results: Any, choices: Any
 ) -> None:
-    results = (one_rank if ranks == 1 else two_ranks[0])[model][0]
-    first = 0 if ranks == 1 else len(one_rank[model][0])
-    assert len(results) == len(REQUESTED)
+    completions = results[workers][model][0]
+    first = 0 if workers == 1 else len(results[1][model][0])
+    assert len(completions) == len(REQUESTED)
     by_place = {(request.ticket, request.sample): request for request in REQUESTED}
     num_versions = set()
-    for number, (place, completion) in enumerate(sorted(results.items()), first):
+    for number, (place, completion) in enumerate(sorted(completions.items()), first):
         routes = routes_of(completion, by_place[place], model)
         # A segment's last token is computed when the next segment starts.
         bounds = np.cumsum([len(by_place[place].prompt.tokens) - 1])
@@ -265,13 +259,13 @@ def test_routes_are_those_of_the_weights_that_sampled_each_token(
 
 def test_routes_survive_preemption(folders: Any) -> None:
     folder = folders["qwen3_moe"][0]
-    ((results, num_preempted),) = run_ranks(sampled_with_preemption, 1, folder, timeout=SECONDS)
+    completions, num_preempted = run_alone(sampled_with_preemption, folder)
     assert num_preempted > 2
-    sequences = {"qwen3_moe": tokens_of(results, PREEMPTED)}
+    sequences = {"qwen3_moe": tokens_of(completions, PREEMPTED)}
     (forced,) = run_ranks(teacher_forced, 1, {"qwen3_moe": [folder]}, sequences, timeout=SECONDS)
     (expected,) = forced["qwen3_moe"]
     by_place = {(request.ticket, request.sample): request for request in PREEMPTED}
-    for number, (place, completion) in enumerate(sorted(results.items())):
+    for number, (place, completion) in enumerate(sorted(completions.items())):
         routes = routes_of(completion, by_place[place], "qwen3_moe")
         is_equal = (routes == expected.experts[number][:-1]).all(-1)
         assert bool((is_equal | (expected.margins[number][:-1] < MARGIN)).all()), place
@@ -288,15 +282,7 @@ def test_weights_choose_differently_so_that_the_comparison_can_fail(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_only_the_leader_of_an_engine_returns_routes(model: str, two_ranks: Any) -> None:
-    leader, follower = (ranks[model][0] for ranks in two_ranks)
-    assert all(completion.routes is not None for completion in leader.values())
-    assert all(completion.routes is None for completion in follower.values())
-    tokens = [{place: list(c.tokens) for place, c in ranks.items()} for ranks in (leader, follower)]
-    assert tokens[0] == tokens[1]
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_completion_without_routes_cannot_be_continued(model: str, one_rank: Any) -> None:
-    assert "tokens are not known. They were sampled without" in one_rank[model][1]
-    assert one_rank[model][1].startswith("ticket ")
+def test_a_completion_without_routes_cannot_be_continued(model: str, results: Any) -> None:
+    refused = results[1][model][1]
+    assert "tokens are not known. They were sampled without" in refused
+    assert refused.startswith("ticket ")

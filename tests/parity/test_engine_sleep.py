@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dapo_megatron.engine import device, memory
-from dapo_megatron.types import DapoError
 from tests.helpers.configs import tiny_config
 from tests.helpers.engines import (
     GAP,
@@ -26,9 +24,12 @@ from tests.helpers.engines import (
     forget,
     gap,
     hf_model,
+    message,
     offer,
     requests,
     run,
+    run_alone,
+    send,
     start,
     weights,
 )
@@ -39,29 +40,29 @@ NUM_SYNCS = 3
 FP8_GAP = 1.5
 """Bound for a token in FP8 against HF in float32. Random weights quantize badly: measured 0.86."""
 Observations = dict[str, Any]
+Cases = Mapping[str, tuple[str, Observations, Observations]]
 FP8 = {"policy__precision": "bfloat16", "engine__quantization": "fp8"}
 # name of the engine: (family, overrides of the model's config, overrides of the run's).
-ALONE: dict[str, tuple[str, Observations, Observations]] = {
+ALONE: Cases = {
     "qwen3_moe": ("qwen3_moe", {}, {}),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}, {}),
     "qwen3, awake": ("qwen3", {}, {"engine__sleep": "false"}),
     "qwen3, fp8": ("qwen3", {"intermediate_size": 600}, FP8),
 }
-PAIRS: dict[str, tuple[str, Observations, Observations]] = {"qwen2, fp8": ("qwen2", {}, FP8)}
+PAIRS: Cases = {"qwen2, fp8": ("qwen2", {}, FP8)}
 
 
-# ------------------------------------------------------------------ inside the ranks
+# ------------------------------------------------------------------ inside the processes
 
 
-def _world(rank: int, folders: Mapping[str, Path], world_size: int) -> Observations:
-    cases = ALONE if world_size == 1 else PAIRS
+def _observe(cases: Cases, folders: Mapping[str, Path], num_workers: int) -> Observations:
     observed: Observations = {}
     for name, folder in folders.items():
-        engine = start(folder, rank, world_size, world_size, is_empty=True, **cases[name][2])
+        engine = start(folder, num_workers, is_empty=True, **cases[name][2])
         observed[name] = _rounds(engine, folder, cases[name][2])
         if name == "qwen3, fp8":
             observed["stale"] = _stale(engine, folder)
-        del engine
+        engine.close()
     return observed
 
 
@@ -87,28 +88,32 @@ def _rounds(engine: Any, folder: Path, overrides: Observations) -> Observations:
         engine.sleep()  # a second call does nothing
         if sleeps:
             observed["lost"] = forget(engine)
-            observed["refused"].append(_message(lambda: engine.submit(requests([0]))))
-            observed["refused"].append(_message(lambda: engine.receive([], 1)))
-        tensor_slices = engine.needed_slices(offered)  # the engine is asleep, as in a run
-        engine.wake_weights()
-        engine.wake_weights()
-        engine.receive(arrivals(tensor_slices, sent, seed=version), version)
+            observed["refused"].append(message(lambda: engine.submit(requests([0]))))
+            observed["refused"].append(message(lambda: engine.load(1, [])))
+        wanted = engine.trace(offered)
+        engine.wake("weights")
+        engine.wake("weights")
+        send(engine, wanted, [arrivals(part, sent, seed=version) for part in wanted], version)
         if sleeps:
-            observed["refused"].append(_message(lambda: engine.score([[4, 5]])))
-        unread = {tensor_slice.name for tensor_slice, value in engine.read_back() if value is None}
-        observed["unread"].append(sorted(unread))
-        engine.wake_cache()
+            observed["refused"].append(message(lambda: engine.score([[4, 5]])))
+        observed["unread"].append(engine._llm.collective_rpc(_unread))
+        engine.wake("kv_cache")
         if sleeps:
             observed["uncleared"] = _gap(engine, model)
             engine._llm.collective_rpc("clear_cache")  # on a GPU, waking does this
             engine._llm.reset_prefix_cache()
         observed["gaps"].append(_gap(engine, model))
         observed["wrong"].append(_wrong(engine, sent))
-        (addresses,) = engine._llm.apply_model(
-            lambda model: [p.data_ptr() for p in model.parameters()]
-        )
-        observed["graph"].append(addresses)
+        observed["graph"].append(engine._llm.collective_rpc(_addresses))
     return observed
+
+
+def _unread(worker: Any) -> list[str]:
+    return sorted({part.name for part, value in worker.read_slices() if value is None})
+
+
+def _addresses(worker: Any) -> list[int]:
+    return [parameter.data_ptr() for parameter in worker.get_model().parameters()]
 
 
 def _gap(engine: Any, model: Any) -> float:
@@ -117,8 +122,11 @@ def _gap(engine: Any, model: Any) -> float:
 
 def _wrong(engine: Any, sent: Mapping[str, Tensor]) -> list[str]:
     """Return the tensors of quantized layers that differ from `sent` by more than FP8 rounding."""
-    (layers,) = engine._llm.apply_model(_dequantized)
-    (worker,) = engine._llm.collective_rpc(lambda worker: worker)
+    return sorted(set().union(*engine._llm.collective_rpc(_wrong_in, args=(sent,))))
+
+
+def _wrong_in(worker: Any, sent: Mapping[str, Tensor]) -> list[str]:
+    layers = _dequantized(worker.get_model())
     loads = [load for load in worker.slice_loads if load.path in layers]
     assert bool(loads) == bool(layers)
     wrong = []
@@ -148,7 +156,7 @@ def _stale(engine: Any, folder: Path) -> Observations:
     original = layerwise._copy_and_restore_kernel_tensors
     model = hf_model(folder)
     sent = _cast(weights(model), torch.bfloat16)
-    tensor_slices = engine.needed_slices(offer(sent))
+    wanted = engine.trace(offer(sent))
 
     def none(layer: Any, info: Any) -> None:
         layerwise._place_kernel_tensors(layer, info)
@@ -162,108 +170,64 @@ def _stale(engine: Any, folder: Path) -> Observations:
     observed: Observations = {}
     for name, fault in {"none": none, "no scales": no_scales}.items():
         layerwise._copy_and_restore_kernel_tensors = fault
-        observed[name] = _message(lambda: engine.receive(arrivals(tensor_slices, sent), 9))
+        observed[name] = message(lambda: send(engine, wanted, [arrivals(wanted[0], sent)], 9))
         layerwise._copy_and_restore_kernel_tensors = original
         if not observed[name]:
             observed[f"gap, {name}"] = _gap(engine, model)
             observed[f"wrong, {name}"] = _wrong(engine, sent)
-        engine._unusable = ""
     return observed
 
 
 def _run(rank: int, folder: Path) -> Observations:
-    """Alternate a fully offloaded real policy and a quantized engine, as in a run."""
+    """Alternate a fully offloaded real policy over two ranks and a quantized engine in a server, as
+    in a run."""
     from dapo_megatron.cluster.ranks import Ranks
-    from dapo_megatron.run.models import build_models, build_sync
+    from dapo_megatron.run.models import build_models, start_engines
 
     config = tiny_config(
         model__path=folder,
         policy__tensor_parallel=2,
         policy__offload="[weights,gradients,optimizer]",
         sync__max_gap=3,
+        engine__tensor_parallel=1,
+        engine__replicas=2,
         **FP8,
     )
-    observed: Observations = {"reports": [], "collectives": _watch_worker()}
     ranks = Ranks(rank, 2, rank)
-    models = build_models(config, ranks)
-    policy, engine, sync = models.policy, models.engine, build_sync(config, ranks, models)
+    engines = start_engines(config, ranks)
+    models = build_models(config, ranks, engines)
+    reports = []
     for version in range(NUM_SYNCS):
-        engine.sleep()
-        policy.onload()
-        for shard in policy.shards():
+        models.sync.switch_to_policy()
+        for shard in models.policy.shards():
             shard.view.mul_(1.1)
-        observed["reports"].append(sync(version))
-        results = run(engine, requests(range(6), num_tokens=5))
-        observed["lengths"] = [len(completion.tokens) for completion in results.values()]
-    engine.sleep()
-    policy.onload()
-    observed["stale"] = _message(lambda: _without_quantizing(lambda: sync(NUM_SYNCS)))
-    return observed
-
-
-def _watch_worker() -> dict[str, int]:
-    """Collectives that each process group of the policy has run when vLLM's worker starts."""
-    from megatron.core import parallel_state
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
-    counts: dict[str, int] = {}
-    init_device = CPUWorker.init_device
-
-    def watched(worker: Any) -> None:
-        groups = {
-            "world": dist.distributed_c10d._get_default_group(),
-            "tensor": parallel_state.get_tensor_model_parallel_group(),
-            "data": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        }
-        for name, group in groups.items():
-            counts[name] = group._get_sequence_number_for_group()
-        init_device(worker)
-
-    CPUWorker.init_device = watched  # type: ignore[method-assign]
-    return counts
-
-
-def _without_quantizing(call: Any) -> None:
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    original = layerwise._copy_and_restore_kernel_tensors
-    layerwise._copy_and_restore_kernel_tensors = layerwise._place_kernel_tensors
-    call()
-    layerwise._copy_and_restore_kernel_tensors = original
+        reports.append(models.sync(version))
+    engines.close()
+    return {"reports": reports}
 
 
 def _cast(whole: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: tensor.to(dtype) for name, tensor in whole.items()}
 
 
-def _message(call: Any) -> str:
-    try:
-        call()
-    except DapoError as error:
-        return str(error)
-    return ""
-
-
 # ------------------------------------------------------------------ the tests
 
 
-def _observations(
-    factory: pytest.TempPathFactory, cases: Mapping[str, Any], ranks: int
-) -> list[Observations]:
+def _observations(factory: pytest.TempPathFactory, cases: Cases, num_workers: int) -> Observations:
     folders = {
         name: make_random_model(family, factory.mktemp(family), **model)
         for name, (family, model, _) in cases.items()
     }
-    return run_ranks(_world, ranks, folders, ranks)
+    return run_alone(_observe, cases, folders, num_workers)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Observations:
-    return _observations(tmp_path_factory, ALONE, 1)[0]
+    return _observations(tmp_path_factory, ALONE, 1)
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[Observations]:
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Observations:
     return _observations(tmp_path_factory, PAIRS, 2)
 
 
@@ -280,7 +244,7 @@ def test_an_engine_that_slept_computes_with_the_weights_sent(
     alone: Observations, name: str
 ) -> None:
     _check(alone[name], GAP)
-    assert alone[name]["unread"] == [[]] * NUM_SYNCS
+    assert alone[name]["unread"] == [[[]]] * NUM_SYNCS
 
 
 def test_a_sleeping_engine_refuses_work_and_names_the_call_to_make_first(
@@ -289,9 +253,9 @@ def test_a_sleeping_engine_refuses_work_and_names_the_call_to_make_first(
     messages = alone["qwen3 tied"]["refused"]
     assert len(messages) == 3 * NUM_SYNCS
     for asleep, offered, woken in zip(messages[::3], messages[1::3], messages[2::3], strict=True):
-        assert asleep.endswith("sleep() dropped its weights. Call receive() first")
-        assert offered.endswith("Call wake_weights() first")
-        assert woken.endswith("Call wake_cache() first")
+        assert asleep.endswith("sleep() dropped its weights. Call load() first")
+        assert offered.endswith('Call wake("weights") first')
+        assert woken.endswith("Call wake() first")
     assert alone["qwen3, awake"]["refused"] == []
 
 
@@ -304,15 +268,13 @@ def test_nan_in_the_kv_cache_would_spread(alone: Observations) -> None:
 
 
 def test_a_quantized_engine_computes_with_the_weights_sent_last(
-    alone: Observations, pairs: list[Observations]
+    alone: Observations, pairs: Observations
 ) -> None:
-    quantized = [alone["qwen3, fp8"], *(observed["qwen2, fp8"] for observed in pairs)]
-    for observed in quantized:
+    for observed in (alone["qwen3, fp8"], pairs["qwen2, fp8"]):
         _check(observed, FP8_GAP)
-        for unread in observed["unread"]:
+        for unread in (names for of_workers in observed["unread"] for names in of_workers):
             assert "model.layers.0.mlp.gate_proj.weight" in unread
             assert not [name for name in unread if "norm" in name or "embed" in name]
-    assert pairs[0]["qwen2, fp8"]["gaps"] == pairs[1]["qwen2, fp8"]["gaps"]
 
 
 def test_a_layer_that_is_not_quantized_again_is_named(alone: Observations) -> None:
@@ -320,19 +282,12 @@ def test_a_layer_that_is_not_quantized_again_is_named(alone: Observations) -> No
 
 
 def test_an_offloaded_policy_and_a_quantized_engine_alternate(tmp_path: Path) -> None:
-    first, second = run_ranks(_run, 2, make_random_model("qwen3", tmp_path))
-    for observed in (first, second):
+    for observed in run_ranks(_run, 2, make_random_model("qwen3", tmp_path)):
         assert [report.version for report in observed["reports"]] == [*range(NUM_SYNCS)]
         # q, k, v, o, gate, up and down of two layers.
         assert [report.unread_tensors for report in observed["reports"]] == [14] * NUM_SYNCS
         gaps = [report.canary_gap for report in observed["reports"]]
         assert len(set(gaps)) == NUM_SYNCS and min(gaps) > 1e-3  # other weights give another gap
-        assert len(observed["lengths"]) == 24 and all(observed["lengths"])
-        assert "model.layers.0.self_attn.qkv_proj.weight: not quantized again" in observed["stale"]
-        # Both communicators of two ranks exist before the engine measures free memory.
-        assert observed["collectives"]["world"] > 0 and observed["collectives"]["tensor"] > 0
-        assert observed["collectives"]["data"] == 0  # of one rank
-    assert first["stale"] == second["stale"]
 
 
 def test_wrong_scales_change_the_log_probs(alone: Observations) -> None:

@@ -70,7 +70,7 @@ def _observe(cases: Cases, folders: Mapping[str, Path], num_workers: int) -> Obs
         observed[name] = _synced(engine, folder, cases[name][2])
         if name == UNPADDED:
             observed["unpacked"] = _without_packing(engine, folder)
-        if name in ("qwen3 tied", "qwen3_moe, experts by worker"):
+        if name in ("qwen3 tied", "llama tied, one kv head"):
             observed["unfit"] = _wrong_offers(engine, weights(hf_model(folder)))
         if name == "qwen3 tied":
             observed["refused"] = _wrong_arrivals(engine, folder)
@@ -310,8 +310,7 @@ def test_offers_that_do_not_fit_are_refused_by_name(
     assert "no offered tensor is loaded there" in messages["no key"]
     assert messages["extra"].startswith("model.extra.weight: ") and "no such" in messages["extra"]
     assert messages["extra bias"] == f"{layer}mlp.down_proj.bias: the engine has no such tensor"
-    if workers == 1:  # tied
-        assert messages["extra head"] == "lm_head.weight: the engine has no such tensor"
+    assert messages["extra head"] == "lm_head.weight: the engine has no such tensor"  # tied
     assert messages["extra layer"].startswith("model.layers.2.input_layernorm.weight: ")
     for kind in ("more rows", "fewer rows", "more columns"):
         assert messages[kind].startswith(f"{layer}self_attn.q_proj.weight: shape ("), kind

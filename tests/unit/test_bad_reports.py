@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.engine.messages import Report
+from dapo_megatron.engine.messages import Report, Returned
 from dapo_megatron.rollout.coordinator import Coordinator, SavePoint
-from dapo_megatron.types import Completion, Finish, Grade, RankError, Segment
+from dapo_megatron.types import Finish, Grade, RankError, Segment
 from tests.helpers.rollouts import (
     MAX_TOKENS,
     RefusedByReplica,
@@ -37,7 +37,7 @@ class LyingDriver(ScriptedDriver):
     lie: Callable[[Reports], Reports | None] = lambda reports: None
     honest_turns: int = 0
     is_interrupt_wrong: bool = False
-    """Lie about unfinished completions instead of finished ones."""
+    """Lie about what an interrupt returns, instead of what comes before."""
     coordinator: Coordinator | None = None
     before: str = ""
     """The coordinator's state before the last reports."""
@@ -47,21 +47,19 @@ class LyingDriver(ScriptedDriver):
     def name(self, replica: int) -> str:
         return f"replica {replica} (rank {2 * replica}, host n{replica})"
 
-    def advance(self, requests: Any, regrade: Any) -> Reports:
-        reports = super().advance(requests, regrade)
-        return reports if self.is_interrupt_wrong else self._changed(reports)
+    def advance(self, requests: Any) -> Reports:
+        return self._changed(super().advance(requests), may_lie=not self.is_interrupt_wrong)
 
     def interrupt(self) -> Reports:
-        reports = super().interrupt()
-        return self._changed(reports) if self.is_interrupt_wrong else reports
+        return self._changed(super().interrupt(), may_lie=self.is_interrupt_wrong)
 
-    def _changed(self, reports: Reports) -> Reports:
+    def _changed(self, reports: Reports, *, may_lie: bool) -> Reports:
         assert self.coordinator is not None
         self.before = state_of(self.coordinator)
-        self.honest_turns -= 1
+        self.honest_turns -= may_lie
         if self.turns_since_lie >= 0:
             self.turns_since_lie += 1
-        elif self.honest_turns < 0:
+        elif may_lie and self.honest_turns < 0:
             lie = self.lie(sorted(reports, key=lambda item: item[0]))
             if lie is not None:
                 self.turns_since_lie = 0
@@ -115,89 +113,49 @@ def continues(
 
 # ------------------------------------------------------------------ one lie at a time
 
-Item = tuple[int, Completion]
+Item = Returned
 
 
 def with_segments(item: Item, segments: tuple[Segment, ...]) -> Item:
     """Return the completion with as many tokens as the segments."""
-    ticket, completion = item
-    return ticket, completion_of(completion.sample, segments, completion.finish, completion.grade)
+    ticket, completion, why = item
+    other = completion_of(completion.sample, segments, completion.finish, completion.grade)
+    return ticket, other, why
 
 
-def change_sampled(change: Callable[[Item], Item | None]) -> Callable[[Reports], Reports | None]:
-    """Return a lie about the first finished completion that `change` can change."""
-    return _change("sampled", change)
+def change(change_item: Callable[[Item], Item | None]) -> Callable[[Reports], Reports | None]:
+    """Return a lie about the first completion that `change_item` can change."""
 
-
-def change_unfinished(change: Callable[[Item], Item | None]) -> Callable[[Reports], Reports | None]:
-    return _change("unfinished", change)
-
-
-def _change(
-    name: str, change: Callable[[Item], Item | None]
-) -> Callable[[Reports], Reports | None]:
     def lie(reports: Reports) -> Reports | None:
         for place, (replica, report) in enumerate(reports):
-            for number, item in enumerate(getattr(report, name) or ()):
-                if (changed := change(item)) is not None:
-                    items = [*getattr(report, name)]
+            for number, item in enumerate(report.returned):
+                if (changed := change_item(item)) is not None:
+                    items = [*report.returned]
                     items[number] = changed
-                    return [
-                        *reports[:place],
-                        (replica, replace(report, **{name: items})),
-                        *reports[place + 1 :],
-                    ]
+                    lied = replace(report, returned=items)
+                    return [*reports[:place], (replica, lied), *reports[place + 1 :]]
         return None
 
     return lie
 
 
 def of_another_replica(reports: Reports) -> Reports | None:
-    """Let replica 1 report what replica 0 sampled, in its own name."""
+    """Let replica 1 return what replica 0 had, in its own name."""
     (_, first), (_, second) = reports
-    if not first.sampled:
+    if not first.returned:
         return None
-    silent = replace(first, sampled=[], graded=[])
-    return [(0, silent), (1, replace(second, sampled=[*second.sampled, *first.sampled]))]
+    returned = [*second.returned, *first.returned]
+    return [(0, replace(first, returned=[])), (1, replace(second, returned=returned))]
 
 
-def grade_of_another_replica(reports: Reports) -> Reports | None:
-    """Let replica 1 report grades of completions that replica 0 has reported before."""
-    (_, first), (_, second) = reports
-    new = {(ticket, completion.sample) for ticket, completion in first.sampled}
-    earlier = [item for item in first.graded if item[:2] not in new]
-    if not earlier:
+def twice(reports: Reports) -> Reports | None:
+    if not any(report.returned for _, report in reports):
         return None
-    rest = [item for item in first.graded if item not in earlier]
-    return [
-        (0, replace(first, graded=rest)),
-        (1, replace(second, graded=[*second.graded, *earlier])),
-    ]
+    return [(r, replace(report, returned=report.returned * 2)) for r, report in reports]
 
 
-def more_grades(grades: Callable[[Report], list[Any]]) -> Callable[[Reports], Reports | None]:
-    def lie(reports: Reports) -> Reports | None:
-        (replica, report), *rest = reports
-        more = grades(report)
-        return [(replica, replace(report, graded=[*report.graded, *more])), *rest] if more else None
-
-    return lie
-
-
-def as_unfinished(reports: Reports) -> Reports | None:
-    """Report a finished completion among the unfinished ones, without an interrupt."""
-    (replica, report), *rest = reports
-    if not report.sampled:
-        return None
-    unfinished = [(t, replace(c, finish=Finish.UNFINISHED)) for t, c in report.sampled]
-    return [(replica, replace(report, sampled=[], graded=[], unfinished=unfinished)), *rest]
-
-
-def as_finished(reports: Reports) -> Reports | None:
-    (replica, report), *rest = reports
-    if not report.unfinished:
-        return None
-    return [(replica, replace(report, sampled=report.unfinished, unfinished=[])), *rest]
+def more_sampled(reports: Reports) -> Reports:
+    return [(r, replace(report, num_sampled=report.num_sampled + 99)) for r, report in reports]
 
 
 def tokens(num_tokens: int) -> Callable[[Item], Item | None]:
@@ -233,106 +191,105 @@ def empty(item: Item) -> Item:
 
 
 def older(item: Item) -> Item:
-    ticket, completion = item
-    *before, last = completion.segments
+    *before, last = item[1].segments
     stale = Segment(last.version - 1, last.num_tokens)
-    return ticket, replace(completion, segments=(*before, stale))
+    return changed(segments=(*before, stale))(item)
 
 
 def changed(**fields: Any) -> Callable[[Item], Item]:
-    return lambda item: (item[0], replace(item[1], **fields))
+    return lambda item: (item[0], replace(item[1], **fields), item[2])
+
+
+def ungraded(item: Item) -> Item:
+    return item[0], replace(item[1], grade=None), ""
+
+
+def unfinished(change_item: Callable[[Item], Item]) -> Callable[[Item], Item | None]:
+    """Change only an unfinished completion."""
+    return lambda item: change_item(item) if item[1].finish is Finish.UNFINISHED else None
+
+
+def finished(change_item: Callable[[Item], Item]) -> Callable[[Item], Item | None]:
+    """Change only a finished completion without a grade."""
+    return lambda item: change_item(item) if item[1].finish is Finish.STOP and not item[2] else None
 
 
 RIGHT = Grade(1.0, True, "7")
 TICKET = r"ticket \d+, sample \d+: "
 LIES: dict[str, tuple[Callable[[Reports], Reports | None], str]] = {
     "a ticket nobody issued": (
-        change_sampled(lambda item: (9999, item[1])),
+        change(lambda item: (9999, *item[1:])),
         r"ticket 9999, sample \d: a completion that this replica was not asked for",
     ),
-    "a negative ticket": (change_sampled(lambda item: (-1, item[1])), r"ticket -1, sample \d: "),
+    "a negative ticket": (change(lambda item: (-1, *item[1:])), r"ticket -1, sample \d: "),
     "a completion it was not asked for": (
-        change_sampled(changed(sample=7)), r"ticket \d+, sample 7: a completion that this replica"
+        change(changed(sample=7)), r"ticket \d+, sample 7: a completion that this replica"
     ),
     "a completion of another replica": (of_another_replica, TICKET + "a completion that this"),
     "a token without a log-prob": (
-        change_sampled(lambda item: (item[0], replace(item[1], logprobs=item[1].logprobs[1:]))),
+        change(lambda item: changed(logprobs=item[1].logprobs[1:])(item)),
         TICKET + r"\d log-probs for \d tokens",
     ),
-    "tokens without segments": (change_sampled(changed(segments=())), TICKET + "segments"),
+    "tokens without segments": (change(changed(segments=())), TICKET + "segments"),
     "segments that do not add up": (
-        change_sampled(
-            lambda item: (
-                item[0],
-                replace(
-                    with_segments(item, (*item[1].segments, Segment(0, 1)))[1],
-                    segments=item[1].segments,
-                ),
+        change(
+            lambda item: changed(segments=item[1].segments)(
+                with_segments(item, (*item[1].segments, Segment(0, 1)))
             )
         ),
         TICKET + "segments",
     ),
     "more than max_tokens": (
-        change_sampled(tokens(MAX_TOKENS + 1)), TICKET + "9 tokens, with a limit of 8"
+        change(tokens(MAX_TOKENS + 1)), TICKET + "9 tokens, with a limit of 8"
     ),
-    "no tokens": (change_sampled(tokens(0)), TICKET + "0 tokens"),
-    "fewer than before": (change_sampled(carried(fewer_than_before)), TICKET + "segments"),
-    "a new start": (change_sampled(carried(restarted)), TICKET + "segments"),
-    "an empty segment": (change_sampled(carried(empty)), TICKET + "segments"),
-    "a stale version": (change_sampled(older), TICKET + "its last tokens are of weights"),
+    "no tokens": (change(tokens(0)), TICKET + "0 tokens"),
+    "fewer than before": (change(carried(fewer_than_before)), TICKET + "segments"),
+    "a new start": (change(carried(restarted)), TICKET + "segments"),
+    "an empty segment": (change(carried(empty)), TICKET + "segments"),
+    "a stale version": (change(older), TICKET + "its last tokens are of weights"),
     "a version to come": (
-        change_sampled(lambda item: (item[0], replace(item[1], segments=(
+        change(lambda item: changed(segments=(
             *item[1].segments[:-1], Segment(99, item[1].segments[-1].num_tokens)
-        )))),
+        ))(item)),
         TICKET + "its last tokens are of weights 99",
     ),
     "truncated before the limit": (
-        change_sampled(
-            lambda item: (item[0], replace(item[1], finish=Finish.LENGTH))
+        change(
+            lambda item: changed(finish=Finish.LENGTH)(item)
             if item[1].num_tokens < MAX_TOKENS
             else None
         ),
         TICKET + "length with",
     ),
-    "finished flagged as unfinished": (
-        change_sampled(changed(finish=Finish.UNFINISHED)), TICKET + "reported as finished, but"
+    "unfinished without an interrupt": (
+        change(lambda item: ungraded(changed(finish=Finish.UNFINISHED)(item))),
+        TICKET + "returned without a grade, but",
     ),
-    "finished among the unfinished": (as_unfinished, TICKET + "reported as unfinished"),
-    "a grade too early": (change_sampled(changed(grade=RIGHT)), TICKET + "graded before"),
-    "twice in one report": (
-        lambda reports: [
-            (replica, replace(report, sampled=report.sampled * 2)) for replica, report in reports
-        ] if reports[0][1].sampled else None,
-        TICKET + "reported twice",
+    "not graded without an interrupt": (
+        change(ungraded), TICKET + "returned without a grade, but"
     ),
-    "a grade nobody asked for": (
-        more_grades(lambda report: [(9999, 0, RIGHT, "graded")]),
-        "ticket 9999, sample 0: a grade that was not asked for",
+    "a grade that failed": (
+        change(lambda item: (*item[:2], "timeout")), TICKET + ".*grading it gave 'timeout'"
     ),
-    "a grade of another replica": (grade_of_another_replica, TICKET + "a grade that was not"),
-    "twice the same grade": (
-        more_grades(lambda report: report.graded[:1]), TICKET + "a grade that was not asked for"
-    ),
+    "graded without a grade": (change(changed(grade=None)), TICKET + ".*grading it gave 'graded'"),
+    "twice in a report": (twice, TICKET + "returned twice"),
 }  # fmt: skip
-UNFINISHED_LIES: dict[str, tuple[Callable[[Reports], Reports | None], str]] = {
-    "unfinished flagged as finished": (
-        change_unfinished(changed(finish=Finish.STOP)), TICKET + "reported as unfinished, but"
+INTERRUPT_LIES: dict[str, tuple[Callable[[Reports], Reports | None], str]] = {
+    "unfinished, but graded": (
+        change(unfinished(lambda item: (*item[:2], "graded"))), TICKET + "graded, but not finished"
     ),
-    "unfinished among the finished": (as_finished, TICKET + "reported as finished, but"),
     "unfinished at the limit": (
-        change_unfinished(tokens(MAX_TOKENS)), TICKET + "unfinished with 8"
+        change(unfinished(tokens(MAX_TOKENS))), TICKET + "unfinished with 8"  # type: ignore[arg-type]
     ),
     "unfinished of nobody": (
-        change_unfinished(lambda item: (9999, item[1])), "ticket 9999, sample"
+        change(unfinished(lambda item: (9999, *item[1:]))), "ticket 9999, sample"
     ),
-    "stale unfinished": (change_unfinished(older), TICKET + "its last tokens are of weights"),
-    "twice unfinished": (
-        lambda reports: [
-            (replica, replace(report, unfinished=(report.unfinished or []) * 2))
-            for replica, report in reports
-        ] if any(report.unfinished for _, report in reports) else None,
-        TICKET + "reported twice",
+    "stale unfinished": (change(unfinished(older)), TICKET + "its last tokens are of weights"),
+    "finished of nobody": (change(finished(lambda item: (9999, *item[1:]))), "ticket 9999, sample"),
+    "finished with a grade": (
+        change(finished(changed(grade=RIGHT))), TICKET + ".*grading it gave ''"
     ),
+    "twice unfinished": (twice, TICKET + "returned twice"),
 }  # fmt: skip
 CARRYING = {"lookahead": 3.0, "max_overtake": 4}
 
@@ -342,26 +299,67 @@ CARRYING = {"lookahead": 3.0, "max_overtake": 4}
 def test_a_report_that_contradicts_the_record_is_refused_by_name(
     lie: str, honest_turns: int
 ) -> None:
-    change, message = LIES[lie]
+    lie_of, message = LIES[lie]
     driver = LyingDriver(
         correct,
         lengths,
         rng=random.Random(3),
         grade_at_once=False,
-        lie=change,
+        lie=lie_of,
         honest_turns=honest_turns,
     )
     check_refused(run_until_refused(driver, **CARRYING), message)
     assert driver.turns_since_lie == 0
 
 
-@pytest.mark.parametrize("lie", UNFINISHED_LIES)
+@pytest.mark.parametrize("lie", INTERRUPT_LIES)
 def test_a_wrong_answer_to_an_interrupt_is_refused_by_name(lie: str) -> None:
-    change, message = UNFINISHED_LIES[lie]
+    lie_of, message = INTERRUPT_LIES[lie]
     driver = LyingDriver(
-        correct, lengths, rng=random.Random(3), lie=change, is_interrupt_wrong=True
+        correct,
+        lengths,
+        rng=random.Random(3),
+        grade_at_once=False,
+        lie=lie_of,
+        is_interrupt_wrong=True,
     )
     check_refused(run_until_refused(driver, **CARRYING), message)
+
+
+def test_a_replica_that_claims_more_than_it_was_asked_for_is_refused() -> None:
+    driver = LyingDriver(correct, lengths, lie=more_sampled)
+    error = run_until_refused(driver, **CARRYING)
+    assert re.match(r"replica \d \(.*\): \d+ requests sampled, but \d+ sent$", error), error
+
+
+@pytest.mark.parametrize("change_item", [older, changed(finish=Finish.UNFINISHED)])
+def test_a_completion_that_was_only_to_grade_comes_back_as_it_was(
+    change_item: Callable[[Item], Item],
+) -> None:
+    to_grade: set[tuple[int, int]] = set()
+
+    def lie(reports: Reports) -> Reports | None:
+        """Change a completion that comes back ungraded from two interrupts in a row."""
+        again = set(to_grade)
+        to_grade.clear()
+        to_grade.update(
+            (ticket, each.sample)
+            for _, report in reports
+            for ticket, each, why in report.returned
+            if each.finish is not Finish.UNFINISHED and not why
+        )
+        return change(
+            lambda item: change_item(item)
+            if (item[0], item[1].sample) in again & to_grade
+            else None
+        )(reports)
+
+    driver = LyingDriver(
+        correct, lengths, rng=random.Random(3), grade_at_once=False,
+        lie=lie, is_interrupt_wrong=True,
+    )  # fmt: skip
+    driver.rng.random = lambda: 0.1 if driver.rng.randrange(5) == 0 else 0.9  # type: ignore[method-assign]
+    check_refused(run_until_refused(driver, **CARRYING), TICKET + ".*but it was only to grade")
 
 
 def check_refused(error: str, message: str) -> None:
@@ -369,25 +367,21 @@ def check_refused(error: str, message: str) -> None:
     assert re.match(f"{name}: its report was refused and changed nothing: {message}", error), error
 
 
-def test_a_completion_or_grade_is_refused_if_it_comes_again_later() -> None:
+def test_a_completion_is_refused_if_it_comes_again_later() -> None:
     earlier: list[Reports] = []
 
-    def again(kind: str) -> Callable[[Reports], Reports | None]:
-        def lie(reports: Reports) -> Reports | None:
-            earlier.append(reports)
-            for (replica, report), (_, old) in zip(reports, earlier[0], strict=True):
-                if len(earlier) > 1 and getattr(old, kind):
-                    items = [*getattr(report, kind), *getattr(old, kind)]
-                    others = [item for item in reports if item[0] != replica]
-                    return [(replica, replace(report, **{kind: items})), *others]
-            return None
+    def again(reports: Reports) -> Reports | None:
+        earlier.append(sorted(reports))
+        for (replica, report), (_, old) in zip(reports, earlier[0], strict=True):
+            if len(earlier) > 1 and old.returned:
+                items = [*report.returned, *old.returned]
+                others = [item for item in reports if item[0] != replica]
+                return [(replica, replace(report, returned=items)), *others]
+        return None
 
-        return lie
-
-    for kind, message in (("sampled", "a completion that this"), ("graded", "a grade that was")):
-        earlier.clear()
-        driver = LyingDriver(correct, lambda *_: 1, rng=random.Random(3), lie=again(kind))
-        check_refused(run_until_refused(driver, prompts_per_step=6), TICKET + message)
+    driver = LyingDriver(correct, lambda *_: 1, rng=random.Random(3), lie=again)
+    error = run_until_refused(driver, prompts_per_step=6)
+    check_refused(error, TICKET + "a completion that this")
 
 
 # ------------------------------------------------------------------ any change of a field
@@ -402,66 +396,65 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "segments": SEGMENTS,
     "finish": st.sampled_from(Finish),
     "grade": st.sampled_from([None, RIGHT]),
+    "why": st.sampled_from(["", "graded", "timeout"]),
 }
 CHANGES = st.sampled_from(sorted(FIELDS)).flatmap(
     lambda name: st.tuples(st.just(name), FIELDS[name])
 )
 
 
-def mutated(item: Item, name: str, value: Any) -> Item | None:
+def mutated(item: Item, name: str, value: Any, *, is_interrupted: bool) -> Item | None:
     """Return the item with another value; None if only the replica can know whether it is true."""
-    ticket, completion = item
+    ticket, completion, why = item
     if name == "ticket":
-        return value, completion
-    # Whether the last token of a full response ends it, only its replica knows.
-    if name == "finish" and completion.num_tokens == MAX_TOKENS and value is not Finish.UNFINISHED:
+        return value, completion, why
+    if name == "why":
+        return None if is_interrupted and completion.grade is None else (ticket, completion, value)
+    if name == "finish" and (
+        # Whether the last token of a full response ends it, only its replica knows.
+        (completion.num_tokens == MAX_TOKENS and value is not Finish.UNFINISHED)
+        or (is_interrupted and not why)
+    ):
+        return None
+    if name == "grade" and value is not None and completion.grade is not None:
         return None
     if name == "num_tokens":
         other = completion_of(0, (Segment(0, value),), completion.finish)
-        return ticket, replace(completion, tokens=other.tokens, logprobs=other.logprobs)
-    return ticket, replace(completion, **{name: value})
+        return changed(tokens=other.tokens, logprobs=other.logprobs)(item)
+    return changed(**{name: value})(item)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     turn=st.integers(0, 12),
-    change=CHANGES,
+    field=CHANGES,
     is_interrupt_wrong=st.booleans(),
     position=st.integers(0, 5),
 )
 def test_any_changed_field_is_refused_or_has_no_effect(
-    seed: int, turn: int, change: tuple[str, Any], is_interrupt_wrong: bool, position: int
+    seed: int, turn: int, field: tuple[str, Any], is_interrupt_wrong: bool, position: int
 ) -> None:
     original: list[Item] = []
     changed_to: list[Item] = []
 
     def lie(reports: Reports) -> Reports | None:
-        items = [item for _, report in reports for item in (report.unfinished or report.sampled)]
+        items = [item for _, report in reports for item in report.returned]
         if not items:
             return None
         target = items[position % len(items)]
-        new = mutated(target, *change)
+        new = mutated(target, *field, is_interrupted=is_interrupt_wrong)
         if new is None:
             return None
         original.append(target)
         changed_to.append(new)
-        once = iter([new])
-        name = "unfinished" if is_interrupt_wrong else "sampled"
-        return [
-            (
-                replica,
-                replace(report, **{name: [
-                    next(once) if item is target else item for item in getattr(report, name) or ()
-                ]}),
-            )
-            for replica, report in reports
-        ]  # fmt: skip
+        return change(lambda item: new if item is target else None)(reports)
 
     driver = LyingDriver(
         correct,
         lengths,
         rng=random.Random(seed),
+        grade_at_once=False,
         lie=lie,
         honest_turns=turn % 3 if is_interrupt_wrong else turn,
         is_interrupt_wrong=is_interrupt_wrong,
@@ -470,64 +463,10 @@ def test_any_changed_field_is_refused_or_has_no_effect(
         error = run_until_refused(driver, **CARRYING)
     except RefusedByReplica:
         # Another request of this replica that has no tokens yet: only the replica can know.
-        assert change[0] in ("ticket", "sample")
+        assert field[0] in ("ticket", "sample")
         return
     if error:
         check_refused(error, r"ticket -?\d+, sample -?\d+: ")
         assert driver.turns_since_lie == 0
     else:
         assert original == changed_to, f"{original} was silently taken for {changed_to}"
-
-
-GRADE_CHANGES = st.one_of(
-    st.tuples(st.just(0), st.integers(-1, 40)), st.tuples(st.just(1), st.integers(-1, 3))
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 1000), turn=st.integers(0, 12), change=GRADE_CHANGES)
-def test_a_grade_of_another_completion_is_refused_or_the_grade_of_that_one_is(
-    seed: int, turn: int, change: tuple[int, int]
-) -> None:
-    """Also refused is the true grade of the completion that got a wrong one."""
-    place, value = change
-
-    def lie(reports: Reports) -> Reports | None:
-        for position, (replica, report) in enumerate(reports):
-            if report.graded:
-                first, *rest = report.graded
-                key = list(first)
-                key[place] = value
-                lied = replace(report, graded=[tuple(key), *rest])
-                return [*reports[:position], (replica, lied), *reports[position + 1 :]]
-        return None
-
-    driver = LyingDriver(
-        correct, lengths, rng=random.Random(seed), lie=lie, honest_turns=turn, grade_at_once=False
-    )
-    error = run_until_refused_or_stuck(driver)
-    if error:
-        check_refused(error, r"ticket -?\d+, sample -?\d+: a grade that was not asked for")
-
-
-def run_until_refused_or_stuck(driver: LyingDriver) -> str:
-    """Like `run_until_refused`. A grade that went elsewhere is missing, so a step might not end."""
-    driver.on_advance = iter_limit(400)
-    try:
-        return run_until_refused(driver, **CARRYING)
-    except Stuck:
-        return ""
-
-
-class Stuck(Exception):
-    """The step does not end."""
-
-
-def iter_limit(number: int) -> Callable[[], None]:
-    calls = iter(range(number))
-
-    def on_advance() -> None:
-        if next(calls, None) is None:
-            raise Stuck
-
-    return on_advance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections import Counter
@@ -18,6 +19,7 @@ from dapo_megatron.types import (
     CheckpointError,
     Collected,
     DapoError,
+    EnginesLost,
     Finish,
     Outcome,
     StarvedError,
@@ -426,6 +428,97 @@ class History:
         assert sum(step.counts["issued"] for step in self.steps) == len(issued)
         if not self.run["on_policy"]:
             assert counted["expired"] == 0  # no group waits that long in this test
+
+
+LOSSES = st.lists(
+    st.tuples(st.sampled_from(["start", "advance", "interrupt"]), st.integers(0, 25)), max_size=8
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    run=RUNS,
+    num_replicas=st.integers(1, 4),
+    losses=LOSSES,
+    come_back=st.booleans(),
+    ahead=st.integers(0, 30),
+)
+def test_groups_of_lost_replicas_are_sampled_again_as_a_whole(
+    seed: int,
+    run: dict[str, Any],
+    num_replicas: int,
+    losses: list[tuple[str, int]],
+    come_back: bool,
+    ahead: int,
+) -> None:
+    """Replicas are lost at any moment, also all of them, and others come back with a sync."""
+    correct, length = random_script(seed, 0.5)
+    rng = random.Random(seed)
+    driver = ScriptedDriver(correct, length, num_replicas, 4, rng, grade_at_once=False)
+    coordinator = make_coordinator(driver, **run)
+    history = History(coordinator, run)
+
+    def losing(kind: str) -> Callable[[], None]:
+        calls = itertools.count()
+
+        def on_call() -> None:
+            if kind == "interrupt":
+                history.note_ready()
+            if (kind, next(calls)) in losses:
+                present = sorted(set(range(num_replicas)) - driver.lost)
+                driver.lose(rng.choice(present or [0]))
+
+        return on_call
+
+    driver.on_start, driver.on_advance = losing("start"), losing("advance")
+    driver.on_interrupt = losing("interrupt")
+    version = 0
+    while version < 5:
+        try:
+            history.record_step(collect(coordinator, driver, version))
+            version += 1
+            if not run["on_policy"] and version < 5:
+                turns = iter([False] * ahead)
+                coordinator.sample_ahead(version - 1, lambda turns=turns: next(turns, True))  # type: ignore[misc]
+        except EnginesLost:
+            driver.lost.clear()
+        if come_back:
+            driver.lost.clear()
+    history.check_totals()
+    for group, outcome in (item for step in history.steps for item in step.ended):
+        for completion in group.completions:
+            if completion.finish is not Finish.UNFINISHED:
+                assert completion.num_tokens == length(group.ticket, completion.sample)
+        if group.ticket in driver.orphaned and outcome is not Outcome.EXPIRED:
+            requests = driver.requests[driver.orphaned[group.ticket] :]
+            again = [s for r in requests if r.ticket == group.ticket for s, c in r.samples if not c]
+            assert sorted(set(again)) == list(range(run["samples_per_prompt"]))
+
+
+def test_a_step_without_its_last_replica_goes_on_after_a_sync() -> None:
+    driver = ScriptedDriver(mixed_every(1), lambda *_: 3, num_replicas=1, grade_at_once=False)
+    coordinator = make_coordinator(driver, lookahead=2.0)
+    collect(coordinator, driver, 0)
+    carried = set(coordinator.groups)
+    driver.on_advance = lambda: driver.lose(0)
+    with pytest.raises(EnginesLost):
+        collect(coordinator, driver, 1)
+    assert carried <= set(coordinator.groups)
+    with pytest.raises(EnginesLost):  # nothing has changed
+        collect(coordinator, driver, 1)
+    for resumed in (False, True):  # the state can be saved, too
+        other = ScriptedDriver(mixed_every(1), num_replicas=1) if resumed else driver
+        next_coordinator = make_coordinator(other, lookahead=2.0) if resumed else coordinator
+        if resumed:
+            resume(next_coordinator, other, saved)
+        else:
+            saved = coordinator.save_point()
+            driver.lost.clear()
+            driver.on_advance = lambda: None
+        collected = collect(next_coordinator, other, 1)
+        assert trained(collected)[0] == min(carried)
+        assert collected.counts["resampled"] > 0
 
 
 @pytest.mark.parametrize("on_policy", [True, False])

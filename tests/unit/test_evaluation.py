@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import given, settings
@@ -17,9 +19,16 @@ from hypothesis import strategies as st
 
 from dapo_megatron.algo.evaluation import avg_at_k, bootstrap_interval, cons_at_k, pass_at_k
 from dapo_megatron.config import EvaluationConfig
-from dapo_megatron.engine.messages import GroupRequest, Report, Sampling, sample_seed
+from dapo_megatron.engine.messages import (
+    GroupRequest,
+    Report,
+    Returned,
+    Sampling,
+    sample_seed,
+)
 from dapo_megatron.rollout.evaluate import Evaluator, evaluation_metrics, sample_all
 from dapo_megatron.types import (
+    EnginesLost,
     Finish,
     Grade,
     Group,
@@ -180,67 +189,73 @@ class AnsweringDriver:
     """Driver of two replicas that answer newest first; grades arrive one exchange later.
 
     Sample 0 of an even row is right. Sample 1 of row 1 gets no grade.
+
+    lose_at  turn -> replica that is lost then, with all that it has
     """
 
-    num_replicas, max_sequences = 2, 3
+    num_replicas, max_sequences, grade_seconds = 2, 3, 0.0
 
-    def __init__(self, stop_at: int = -1) -> None:
+    def __init__(
+        self, stop_at: int = -1, lose_at: Mapping[int, int] = MappingProxyType({})
+    ) -> None:
         self.requests: list[tuple[int, int]] = []
         """(ticket, sample) of all requests, in the order of the answers."""
         self.phases: list[Sampling] = []
         self.num_turns = self.interrupted = 0
         self.lost: set[int] = set()
-        self._stop_at = stop_at
+        self.stop_signal = ""
+        self.last_errors: dict[str, str] = {}
+        self._stop_at, self._lose_at = stop_at, lose_at
         self._rows: dict[int, int] = {}
         self._ungraded: list[tuple[int, int, int]] = []
+        self._num_sampled = [0, 0]
 
     def name(self, replica: int) -> str:
         return f"replica {replica}"
 
-    def start(self, sampling: Sampling, dropped: Sequence[int] = ()) -> None:
+    def start(self, sampling: Sampling) -> None:
+        if len(self.lost) == 2:
+            raise EnginesLost("none is left")
         self.phases.append(sampling)
 
-    def raise_lost(self) -> None:
-        raise NotImplementedError
-
-    def advance(
-        self, requests: Sequence[Sequence[GroupRequest]], regrade: Sequence[Sequence[object]]
-    ) -> list[tuple[int, Report]]:
-        assert len(requests) == 2 and list(regrade) == [[], []]
+    def advance(self, requests: Sequence[Sequence[GroupRequest]]) -> list[tuple[int, Report]]:
+        assert len(requests) == 2
         self.num_turns += 1
-        stop = "SIGTERM" if self.num_turns == self._stop_at else ""
+        self.stop_signal = "SIGTERM" if self.num_turns == self._stop_at else ""
         ungraded, self._ungraded = self._ungraded, []
         reports = []
         for replica, groups in reversed(list(enumerate(requests))):
+            assert not (groups and replica in self.lost)
             self._rows |= {group.ticket: group.prompt.index for group in groups}
             new = [(group.ticket, sample) for group in groups for sample, _ in group.samples][::-1]
             assert len(new) <= 3
             assert all(so_far is None for g in groups for _, so_far in g.samples)
             self.requests += new
             self._ungraded += [(replica, *key) for key in new]
-            answer = completion_of(0, (Segment(0, 2),), Finish.STOP)
-            report = Report(
-                sampled=[(ticket, replace(answer, sample=sample)) for ticket, sample in new],
-                graded=[
-                    (ticket, sample, self._grade(ticket, sample), "")
-                    for holder, ticket, sample in ungraded
-                    if holder == replica
-                ],
-                stop=stop,
-            )
-            reports.append((replica, report))
-        return reports
+            self._num_sampled[replica] += len(new)
+            returned = [
+                self._graded(ticket, sample)
+                for holder, ticket, sample in ungraded
+                if holder == replica
+            ]
+            reports.append((replica, Report(returned=returned, num_sampled=self._num_sampled[replica])))
+        if (lost := self._lose_at.get(self.num_turns)) is not None:
+            self.lost.add(lost)
+        return [item for item in reports if item[0] not in self.lost]
 
     def interrupt(self) -> list[tuple[int, Report]]:
         self.interrupted += 1
-        return [(replica, Report(unfinished=[])) for replica in range(2)]
+        self._num_sampled, self._ungraded = [0, 0], []
+        return [(replica, Report(is_interrupted=True)) for replica in {0, 1} - self.lost]
 
-    def _grade(self, ticket: int, sample: int) -> Grade | None:
+    def _graded(self, ticket: int, sample: int) -> Returned:
         row = self._rows[ticket]
+        answer = replace(completion_of(0, (Segment(0, 2),), Finish.STOP), sample=sample)
         if (row, sample) == (1, 1):
-            return None
+            return ticket, answer, "timeout"
         right = sample == 0 and row % 2 == 0
-        return Grade(1.0 if right else -1.0, right, "7" if right else "8")
+        grade = Grade(1.0 if right else -1.0, right, "7" if right else "8")
+        return ticket, replace(answer, grade=grade), "graded"
 
 
 class DriverOnly:
@@ -254,6 +269,11 @@ class DriverOnly:
 
 
 SAMPLING = Sampling("use", 8, 0.5, 0.25, is_seeded=True)
+
+
+def never(version: int) -> NoReturn:
+    """Replace a sync where none is needed."""
+    raise AssertionError("a sync")
 
 
 def problems(number: int) -> list[Prompt]:
@@ -272,7 +292,7 @@ def test_groups_are_returned_in_order_with_grades_and_progress_is_reported() -> 
     assert [ticket for ticket, _ in driver.requests] == [6, 6, 6, 4, 4, 4, 8, 8, 8]
     assert progress == [0, 2, 3]
     assert driver.phases == [SAMPLING]
-    assert driver.interrupted == 0
+    assert driver.interrupted == 1  # the phase ends
 
 
 def test_a_stop_signal_interrupts_the_engines() -> None:
@@ -280,6 +300,34 @@ def test_a_stop_signal_interrupts_the_engines() -> None:
     with pytest.raises(Stopped, match=r"^stopped by SIGTERM$"):
         sample_all(driver, list(enumerate(problems(3))), SAMPLING, 3)
     assert driver.interrupted == 1 and driver.num_turns == 2
+
+
+def test_groups_of_a_lost_replica_are_sampled_again_as_a_whole() -> None:
+    intact, driver, progress = AnsweringDriver(), AnsweringDriver(lose_at={2: 0}), []
+    tickets = list(enumerate(problems(5)))
+    expected = sample_all(intact, tickets, SAMPLING, 3)
+    assert sample_all(driver, tickets, SAMPLING, 3, progress.append) == expected
+    assert progress == sorted(progress) and progress[-1] == 5
+    counts = Counter(driver.requests)
+    assert set(counts.values()) == {1, 2}
+    assert all(counts[ticket, 0] == counts[ticket, sample] for ticket, sample in counts)
+
+
+def test_a_set_is_evaluated_again_with_new_weights_if_all_engines_are_lost() -> None:
+    syncs: list[int] = []
+    driver = AnsweringDriver(lose_at={1: 0, 2: 1})
+
+    def sync(version: int) -> Any:
+        syncs.append(version)
+        driver.lost.clear()
+
+    sets = {"easy": problems(2), "hard": problems(4)}
+    config = EvaluationConfig(samples=2)
+    lossy = Evaluator(config, sets, DriverOnly(driver), sync, max_tokens=16, seed=5)  # type: ignore[arg-type]
+    other = DriverOnly(AnsweringDriver())
+    intact = Evaluator(config, sets, other, never, max_tokens=16, seed=5)  # type: ignore[arg-type]
+    assert lossy.run(7) == intact.run(7)
+    assert syncs == [7]
 
 
 @pytest.mark.parametrize(("limit", "max_tokens"), [(None, 16), (12, 12)])
@@ -291,9 +339,9 @@ def test_each_set_is_sampled_with_the_configured_settings(
     )
     driver = AnsweringDriver()
     sets = {"easy": problems(2), "hard": problems(4)}
-    evaluator = Evaluator(config, sets, DriverOnly(driver), max_tokens=16, seed=5)  # type: ignore[arg-type]
-    metrics = evaluator.run()
-    assert metrics == evaluator.run()
+    evaluator = Evaluator(config, sets, DriverOnly(driver), never, max_tokens=16, seed=5)  # type: ignore[arg-type]
+    metrics = evaluator.run(3)
+    assert metrics == evaluator.run(4)
     expected = [
         Sampling(f"5/evaluate/{name}", max_tokens, 0.75, 0.5, is_seeded=True) for name in sets
     ]
@@ -311,7 +359,7 @@ def test_each_set_is_sampled_with_the_configured_settings(
 
 @pytest.mark.parametrize(("every", "steps"), [(0, [0, 9]), (1, list(range(10))), (4, [0, 4, 8, 9])])
 def test_evaluation_is_due_first_last_and_every_n_steps(every: int, steps: list[int]) -> None:
-    evaluator = Evaluator(EvaluationConfig(every=every), {"set": problems(1)}, None, 8, 0)  # type: ignore[arg-type]
+    evaluator = Evaluator(EvaluationConfig(every=every), {"set": problems(1)}, None, never, 8, 0)  # type: ignore[arg-type]
     assert [step for step in range(10) if evaluator.due(step, 9)] == steps
-    no_sets = Evaluator(EvaluationConfig(every=every), {}, None, 8, 0)  # type: ignore[arg-type]
+    no_sets = Evaluator(EvaluationConfig(every=every), {}, None, never, 8, 0)  # type: ignore[arg-type]
     assert not any(no_sets.due(step, 9) for step in range(10))

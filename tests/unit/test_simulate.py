@@ -121,16 +121,15 @@ def test_interrupts_neither_lose_nor_add_tokens(
         started, made = driver.clock, driver.num_generated
         until = started + seconds[version % len(seconds)] + 2.0 * (prefill is not None)
         while driver.clock < until and so_far:
-            reports = driver.advance(requests, [[], []])
+            reports = driver.advance(requests)
             requests = [[], []]
             for replica, report in reports:
-                for ticket, completion in report.sampled:
-                    assert replica == ticket % 2
+                for ticket, completion, why in report.returned:
+                    assert replica == ticket % 2 and why == "graded"
                     ended[ticket] = completion
                     del so_far[ticket]
-                assert [(t, c.sample) for t, c in report.sampled] == [g[:2] for g in report.graded]
         for _, report in driver.interrupt():
-            so_far |= dict(report.unfinished or ())
+            so_far |= {ticket: completion for ticket, completion, _ in report.returned}
         assert driver.num_generated - made <= 2 * 300 * (driver.clock - started) + 1
         driver.sleep(3.0)
     assert not so_far

@@ -13,12 +13,12 @@ from functools import partial
 from statistics import fmean
 
 import numpy as np
-from dapo_megatron.rollout.messages import GroupRequest
 from rollout_workload import Workload
 from virtual_engines import EngineModel, VirtualDriver
 
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.prompts import PromptStream
+from dapo_megatron.engine.messages import GroupRequest
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.types import Outcome, Prompt
 
@@ -220,7 +220,7 @@ def _groups_in_finish_order(setting: Setting, driver: VirtualDriver, batch: rang
     while missing:
         reports = driver.advance(requests)
         requests = [[] for _ in range(setting.replicas)]
-        for ticket, _ in (item for _, report in reports for item in report.sampled):
+        for ticket, *_ in (item for _, report in reports for item in report.returned):
             missing[ticket] -= 1
             if not missing[ticket]:
                 del missing[ticket]

@@ -16,15 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from dapo_megatron.rollout.driver import QUEUED_SHARE
-from dapo_megatron.rollout.messages import (
-    Graded,
-    GroupRequest,
-    Report,
-    Sampled,
-    Sampling,
-    Ungraded,
-)
+from dapo_megatron.engine.messages import GroupRequest, Report, Returned, Sampling
+from dapo_megatron.rollout.pool import QUEUED_SHARE
 
 from dapo_megatron.types import Completion, Finish, Grade, Segment
 
@@ -147,10 +140,10 @@ class VirtualEngine:
 
 
 class VirtualDriver:
-    """Rollout driver (rollout/driver.py) with virtual engines and a virtual clock.
+    """Rollout driver (rollout/dispatch.py) with virtual engines and a virtual clock.
 
-    `outcome` returns the outcome of (ticket, sample). Grading takes no time. The leaders of
-    replicas report every `report_seconds`, all at the same time.
+    `outcome` returns the outcome of (ticket, sample). Grading takes no time. Servers report every
+    `report_seconds`, all at the same time.
     """
 
     def __init__(
@@ -162,11 +155,12 @@ class VirtualDriver:
     ) -> None:
         self.engines = [VirtualEngine(model) for _ in range(num_replicas)]
         self.num_replicas = num_replicas
-        # Some are queued, as in EngineDriver.
+        # Some are queued, as in Pool.
         self.max_sequences = model.max_sequences + model.max_sequences // QUEUED_SHARE
         self.grade_seconds = 0.0
         self.last_errors: dict[str, str] = {}
         self.lost: set[int] = set()
+        self.stop_signal = ""
         self.version = 0
         """Version of the weights of all engines."""
         self.clock = 0.0
@@ -174,6 +168,7 @@ class VirtualDriver:
         """Tokens generated for each ticket, counted as in `num_generated`."""
         self.max_tokens = math.inf
         """Limit of a response, set by `start`."""
+        self._num_sampled = [0] * num_replicas
         self._end = math.inf
         self._outcome = outcome
         self._report_seconds = report_seconds
@@ -188,20 +183,12 @@ class VirtualDriver:
         """See `Driver`."""
         return f"replica {replica}"
 
-    def raise_lost(self) -> None:
-        """See `Driver`. No replica is lost."""
-
-    def start(self, sampling: Sampling, dropped: Sequence[int] = ()) -> None:
+    def start(self, sampling: Sampling) -> None:
         """See `Driver`."""
         self.max_tokens = sampling.max_tokens
 
-    def advance(
-        self,
-        requests: Sequence[Sequence[GroupRequest]],
-        regrade: Sequence[Sequence[Ungraded]] = (),
-    ) -> list[tuple[int, Report]]:
+    def advance(self, requests: Sequence[Sequence[GroupRequest]]) -> list[tuple[int, Report]]:
         """Start `requests[replica]` and run to the next reports after a sequence has ended."""
-        assert not any(regrade), "a simulation is never resumed"
         for engine, groups in zip(self.engines, requests, strict=True):
             for group in groups:
                 self._submit(engine, group)
@@ -213,13 +200,14 @@ class VirtualDriver:
         until = min(until, self._end)
         reports = []
         for replica, engine in enumerate(self.engines):
-            sampled: list[Sampled] = [
-                (request.ticket, self._completion(request, length, self._finish(length)))
+            returned = [
+                self._graded(request.ticket, self._completion(request, length, self._finish(length)))
                 for request, length in engine.run_until(until)
             ]
-            if sampled:
-                graded = [self._graded(ticket, each.sample) for ticket, each in sampled]
-                reports.append((replica, Report(sampled=sampled, graded=graded)))
+            if returned:
+                self._num_sampled[replica] += len(returned)
+                report = Report(returned=returned, num_sampled=self._num_sampled[replica])
+                reports.append((replica, report))
         self.clock = until
         return reports
 
@@ -227,12 +215,13 @@ class VirtualDriver:
         """Stop all engines."""
         reports = []
         for replica, engine in enumerate(self.engines):
-            unfinished: list[Sampled] = [
-                (request.ticket, self._completion(request, tokens, Finish.UNFINISHED))
+            unfinished: list[Returned] = [
+                (request.ticket, self._completion(request, tokens, Finish.UNFINISHED), "")
                 for request, tokens in engine.interrupt()
                 if tokens
             ]
-            reports.append((replica, Report(unfinished=unfinished)))
+            reports.append((replica, Report(returned=unfinished, is_interrupted=True)))
+        self._num_sampled = [0] * self.num_replicas
         return reports
 
     @contextmanager
@@ -261,8 +250,9 @@ class VirtualDriver:
     def _finish(self, length: int) -> Finish:
         return Finish.LENGTH if length >= self.max_tokens else Finish.STOP
 
-    def _graded(self, ticket: int, sample: int) -> Graded:
-        return ticket, sample, RIGHT if self._outcome(ticket, sample)[1] else WRONG, "graded"
+    def _graded(self, ticket: int, completion: Completion) -> Returned:
+        is_right = self._outcome(ticket, completion.sample)[1]
+        return ticket, replace(completion, grade=RIGHT if is_right else WRONG), "graded"
 
     def _completion(self, request: VirtualRequest, length: int, finish: Finish) -> Completion:
         before, new = request.segments, length - request.so_far
