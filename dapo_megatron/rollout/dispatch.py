@@ -161,7 +161,7 @@ class Dispatcher:
         self._to_grade.clear()
         events = self._take(self._driver.interrupt(), is_interrupted=True)
         lost = self._driver.lost
-        orphans = {ticket for (ticket, sample), item in self._in_flight.items() if item.replica in lost and sample > 0}
+        orphans = {ticket for (ticket, _), item in self._in_flight.items() if item.replica in lost}
         self._in_flight.clear()
         self._sent = [0] * self._driver.num_replicas
         self._running = list(self._sent)

@@ -1,99 +1,79 @@
-"""Wrap an engine and inject faults into its syncs."""
+"""Run the program and inject faults into the syncs of an engine server:
+`python -m tests.helpers.saboteur engine ...`.
+
+If there is a file at the path in FAULT, it is removed when weights arrive, and the fault that it
+names happens in that sync. The next sync is without it.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dapo_megatron.cluster.servers import Server
+
 Stream = Iterable[tuple[str, list[tuple[Any, Tensor]]]]
 
-
-class Saboteur:
-    """A `protocols.RolloutEngine` that forwards everything to `engine`, except an injected fault.
-
-    A fault sets `stream` (changes the weights on their way to the engine), `sent_version` (changes
-    the version number), or `afterwards` (changes the engine after it has received the weights).
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        self.heal()
-
-    def heal(self) -> None:
-        self.stream: Callable[[Stream], Stream] = lambda weights: weights
-        self.sent_version: Callable[[int], int] = lambda version: version
-        self.afterwards: Callable[[Any], None] = lambda engine: None
-
-    def receive(self, weights: Stream, version: int) -> Any:
-        # A failed sync makes the engine unusable. Clear that, so that faults stay independent.
-        self.engine._unusable = ""
-        report = self.engine.receive(self.stream(weights), self.sent_version(version))
-        self.afterwards(self.engine)
-        return report
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
+FAULT = "DAPO_MEGATRON_TEST_FAULT"
+NORM = "model.layers.1.input_layernorm.weight"
+GATE = "model.layers.0.mlp.experts.{}.gate_proj.weight"
 
 
-def dropped(name: str) -> Callable[[Stream], Stream]:
-    return lambda weights: (arrival for arrival in weights if arrival[0] != name)
+class SabotagedServer(Server):
+    """A server whose process runs this file."""
+
+    def _start(self) -> None:
+        self._command[1:3] = ["-m", __name__]
+        super()._start()
 
 
-def repeated(name: str) -> Callable[[Stream], Stream]:
-    def twice(weights: Stream) -> Iterator[Any]:
-        for arrival in weights:
+# ------------------------------------------------------------------ weights on their way
+
+
+def dropped(weights: Stream) -> Stream:
+    return (arrival for arrival in weights if arrival[0] != NORM)
+
+
+def repeated(weights: Stream) -> Iterator[Any]:
+    for arrival in weights:
+        yield arrival
+        if arrival[0] == NORM:
             yield arrival
-            if arrival[0] == name:
-                yield arrival
-
-    return twice
 
 
-def swapped(first: str, second: str) -> Callable[[Stream], Stream]:
+def swapped(weights: Stream) -> Stream:
     """Swap the names of two tensors of the same shape."""
+    first, second = GATE.format(2), GATE.format(5)
     names = {first: second, second: first}
-    return lambda weights: ((names.get(name, name), regions) for name, regions in weights)
+    return ((names.get(name, name), regions) for name, regions in weights)
 
 
-def replaced(old: dict[str, list[tuple[Any, Tensor]]]) -> Callable[[Stream], Stream]:
-    """Send the weights that were saved in `old`."""
-    return lambda weights: ((name, old[name]) for name, _ in weights)
+STREAMS: dict[str, Callable[[Stream], Stream]] = {
+    "a tensor dropped from the stream": dropped,
+    "a tensor given twice": repeated,
+    "two experts swapped": swapped,
+}
+
+# ------------------------------------------------------------------ the engine afterwards
 
 
-def kept(weights: Stream) -> dict[str, list[tuple[Any, Tensor]]]:
-    return {name: [(r, value.clone()) for r, value in regions] for name, regions in weights}
+def flip_bit(engine: Any, undo: ExitStack) -> None:
+    """Flip the lowest bit of the first element of a norm, which the engine stores unchanged."""
+    (slices,) = engine._llm.collective_rpc(lambda worker: list(worker.read_slices({NORM})))
+    ((_, value),) = slices
+    value.view(-1)[:1].view({2: torch.int16, 4: torch.int32}[value.itemsize]).bitwise_xor_(1)
 
 
-def flip_bit(name: str) -> Callable[[Any], None]:
-    """Flip the lowest bit of the first element of a tensor that the engine stores unchanged, for
-    example a norm."""
-
-    def flip(engine: Any) -> None:
-        for tensor_slice, value in engine.read_back():
-            if tensor_slice.name == name:
-                bits = {2: torch.int16, 4: torch.int32}[value.itemsize]
-                value.view(-1)[:1].view(bits).bitwise_xor_(1)
-
-    return flip
-
-
-def other_epsilon(engine: Any) -> None:
-    """Change the epsilon of the norms, so that the right weights give other outputs."""
-
-    def change(model: Any) -> None:
-        for module in model.modules():
-            if hasattr(module, "variance_epsilon"):
-                module.variance_epsilon = 1e-2
-
-    engine._llm.apply_model(change)
-
-
-def stale_decoding(engine: Any) -> Any:
+def stale_decoding(engine: Any, undo: ExitStack) -> None:
     """Make steps of one token per canary sequence compute something else, as a CUDA graph does that
-    reads stale memory. Return the handle that removes the fault."""
+    reads stale memory."""
     from dapo_megatron.bridge.verify import NUM_SEQUENCES
 
     def hook(_: Any, __: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -101,4 +81,81 @@ def stale_decoding(engine: Any) -> Any:
         return (1.5 * hidden if len(hidden) == NUM_SEQUENCES else hidden), residual
 
     (handle,) = engine._llm.apply_model(lambda model: model.model.norm.register_forward_hook(hook))
-    return handle
+    undo.callback(handle.remove)
+
+
+def no_numbers(engine: Any, undo: ExitStack) -> None:
+    engine.score = lambda sequences: [[math.nan] * (len(tokens) - 1) for tokens in sequences]
+    undo.callback(delattr, engine, "score")
+
+
+def other_epsilon(engine: Any, undo: ExitStack) -> None:
+    """Change the epsilon of the norms, so that the right weights give other outputs."""
+
+    def change(model: Any) -> None:
+        for module in model.modules():
+            if hasattr(module, "variance_epsilon"):
+                undo.callback(setattr, module, "variance_epsilon", module.variance_epsilon)
+                module.variance_epsilon = 1e-2
+
+    engine._llm.apply_model(change)
+
+
+AFTERWARDS: dict[str, Callable[[Any, ExitStack], None]] = {
+    "one bit flipped in the engine": flip_bit,
+    "decoding unlike scoring": stale_decoding,
+    "log-probs that are no numbers": no_numbers,
+    "right weights, another computation": other_epsilon,
+}
+OLDER = "an engine given older weights"
+UNPACKED = "expert packing skipped"
+FAULTS = (*STREAMS, *AFTERWARDS, OLDER, UNPACKED)
+
+# ------------------------------------------------------------------ the server's process
+
+
+def sabotage(path: Path) -> None:
+    """Replace the loading of weights in this process."""
+    from dapo_megatron.engine import device
+    from dapo_megatron.engine.engine import VllmEngine
+    from dapo_megatron.engine.extension import WorkerExtension
+
+    load, load_slices = VllmEngine.load, WorkerExtension.load_slices
+    undo, fault = ExitStack(), ""
+    last: dict[str, list[tuple[Any, Tensor]]] = {}
+
+    def older(weights: Stream) -> Iterator[Any]:
+        for name, regions in weights:
+            old = last.get(name)
+            last[name] = [(region, value.clone()) for region, value in regions]
+            yield name, old if fault == OLDER else regions
+
+    def sabotaged_load(engine: VllmEngine, version: int, addresses: Any) -> None:
+        nonlocal fault
+        undo.close()
+        fault = path.read_text() if path.exists() else ""
+        path.unlink(missing_ok=True)
+        forget = device.forget_expert_kernels
+        if fault == UNPACKED:
+            device.forget_expert_kernels = lambda model: None
+        try:
+            load(engine, version, addresses)
+        finally:
+            device.forget_expert_kernels = forget
+        if fault in AFTERWARDS:
+            AFTERWARDS[fault](engine, undo)
+
+    def sabotaged_slices(worker: Any, weights: Stream) -> None:
+        load_slices(worker, STREAMS.get(fault, older)(weights))
+
+    VllmEngine.load = sabotaged_load  # type: ignore[method-assign]
+    WorkerExtension.load_slices = sabotaged_slices  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from dapo_megatron import __main__ as program
+    from dapo_megatron.engine import device as engine_device
+
+    engine_device.prepare_environment()
+    sabotage(Path(os.environ[FAULT]))
+    program.main()

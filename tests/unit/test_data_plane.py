@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def test_the_benchmark_brings_all_tokens_to_the_trainers() -> None:
     program = REPOSITORY / "tools" / "bench" / "data_plane.py"
-    words = ("--quick", "--servers", "2", "--trainers", "2")
+    words = ("--quick", "--servers", "2", "--trainers", "2", "--engines", "8")
     done = subprocess.run(
         [sys.executable, str(program), *words],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -24,6 +24,6 @@ def test_the_benchmark_brings_all_tokens_to_the_trainers() -> None:
     )
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
-    assert [figures["servers"] for figures in summary["measured"]] == [2, 4]
+    assert [figures["engines"] for figures in summary["measured"]] == [2, 8]
     assert all(figures["completions"] == 16 * 4 for figures in summary["measured"])
     assert all(figures["rank 0"] > 0 for figures in summary["measured"])

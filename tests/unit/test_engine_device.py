@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import weakref
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from dapo_megatron.engine.generators import EngineGenerators, random_state
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,33 +38,6 @@ EXPERTS |= {"moe_intermediate_size": 384}
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "has_cuda", lambda: True)
-
-
-def draw() -> tuple[float, int, float]:
-    return random.random(), int(np.random.randint(2**31)), float(torch.rand(()))
-
-
-def test_an_engine_has_random_numbers_of_its_own() -> None:
-    def numbers(generators: EngineGenerators, num_steps: int = 2) -> list[tuple[float, int, float]]:
-        drawn = []
-        for _ in range(num_steps):
-            with generators.in_use():
-                drawn.append(draw())
-            draw()
-        return drawn
-
-    with random_state(7):
-        undisturbed = [draw() for _ in range(4)]
-    with random_state(7):
-        first = numbers(EngineGenerators(5, 0, 3), 4)
-        assert draw() not in undisturbed  # four numbers were drawn outside the engine
-    with random_state(7):
-        EngineGenerators(1)
-        assert [draw() for _ in range(2)] == undisturbed[:2]
-        assert numbers(EngineGenerators(5, 0, 3)) == first[:2]
-    others = [numbers(EngineGenerators(*seed))[0] for seed in ((6, 0, 3), (5, 1, 3), (5, 0, 4))]
-    everything = [*first, *others, *undisturbed]
-    assert all(len(set(values)) == len(everything) for values in zip(*everything))
 
 
 # ------------------------------------------------------------------ memory to wake up

@@ -14,15 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from dapo_megatron.rollout.messages import (
-    GroupRequest,
-    Order,
-    OrderKind,
-    Report,
-    Sampling,
-    StepPlan,
-    Turn,
-)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +21,16 @@ from dapo_megatron.cluster.collectives import ErrorRecord, decode, encode
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.doctor.check_result import Check, Status
 from dapo_megatron.doctor.node import NodeState
+from dapo_megatron.engine.messages import (
+    CALLS,
+    GroupRequest,
+    Hello,
+    Order,
+    OrderKind,
+    Report,
+    Sampling,
+)
+from dapo_megatron.rollout.step_plan import StepPlan
 from dapo_megatron.types import (
     Completion,
     ConfigError,
@@ -65,17 +66,20 @@ completions = st.builds(
 prompts = st.builds(
     Prompt, texts, numbers, tokens, texts, texts, st.dictionaries(texts, texts, max_size=2)
 )
-sampled = st.lists(st.tuples(numbers, completions), max_size=3)
+errors = st.none() | st.builds(ErrorRecord, texts, texts)
+facts = st.dictionaries(texts, texts, max_size=3)
 reports = st.builds(
     Report,
-    sampled=sampled,
-    graded=st.lists(st.tuples(numbers, numbers, grades, texts), max_size=3),
-    unfinished=st.none() | sampled,
-    stop=texts,
+    hello=st.none() | st.builds(Hello, st.none() | numbers, texts, facts),
+    ready=st.none() | facts,
+    returned=st.lists(st.tuples(numbers, completions, texts), max_size=3),
+    num_sampled=numbers,
+    is_interrupted=st.booleans(),
+    is_news=st.booleans(),
     grade_seconds=floats,
-    errors=st.dictionaries(texts, texts, max_size=3),
-    is_continued=st.booleans(),
-    is_alive_only=st.booleans(),
+    errors=facts,
+    answer=st.none() | st.binary(),
+    error=errors,
 )
 
 
@@ -92,18 +96,14 @@ group_requests = st.lists(
 orders = st.builds(
     Order,
     kind=st.sampled_from(OrderKind),
+    text=texts,
+    config=st.dictionaries(texts, st.none() | texts | numbers | st.lists(texts), max_size=3),
+    seed=numbers,
+    report_seconds=floats,
     sampling=st.none() | samplings,
     requests=group_requests,
-    regrade=st.lists(st.tuples(numbers, numbers, prompts, texts), max_size=3),
-)
-turns = st.builds(
-    Turn,
-    sampling=st.none() | samplings,
-    groups=group_requests,
     num_steps=numbers,
-    interrupt=st.booleans(),
-    end=st.booleans(),
-    asks_stop=st.booleans(),
+    arguments=st.binary(),
 )
 plans = st.builds(
     StepPlan,
@@ -129,7 +129,6 @@ checks = st.builds(Check, texts, st.sampled_from(Status), texts, texts)
 states = st.builds(
     NodeState, st.lists(checks, max_size=3), st.dictionaries(texts, texts, max_size=3)
 )
-errors = st.none() | st.builds(ErrorRecord, texts, texts)
 paths = st.text("abc./", min_size=1).map(Path)
 
 
@@ -140,7 +139,6 @@ def typed(strategy: Any, expected_type: Any) -> Any:
 MESSAGES = st.one_of(
     typed(reports, Report),
     typed(orders, Order),
-    typed(turns, Turn),
     typed(plans, StepPlan),
     typed(st.lists(tensor_slices), list[TensorSlice]),
     typed(st.tuples(texts, st.booleans(), states), tuple[str, bool, NodeState]),

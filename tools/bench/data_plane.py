@@ -6,7 +6,7 @@
 Each server is the product's (engine/server.py) with an engine that makes completions up, and
 without graders. Pool, coordinator, plan and delivery are the product's; there is no policy. Seconds
 are of CPU time, of all threads of a process, so they hardly depend on what else the machine does.
-What more engines cost is extrapolated from two numbers of servers.
+A second measurement has 256 engines, as threads of as many processes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -48,7 +49,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SECRET = b"data plane".ljust(32)
 TARGETS = {"rank 0": 2.5, "other trainers": 0.5}
 MAX_TOKENS, PROMPT_TOKENS = 32_768, 200
-EXTRAPOLATED = 256
+MANY = 256
 FINISHED_PER_STEP = 4
 
 
@@ -124,8 +125,16 @@ class CannedGrading:
         self._graded = []
 
 
-def serve(address: str, mean_tokens: int) -> None:
-    """Serve rank 0 as an engine."""
+def serve(address: str, mean_tokens: int, engines: int) -> None:
+    """Serve rank 0 as some engines."""
+    threads = [threading.Thread(target=_serve, args=(address, mean_tokens)) for _ in range(engines)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _serve(address: str, mean_tokens: int) -> None:
     link = Link(address, SECRET)
     link.send(Report(hello=Hello(None, f"process {os.getpid()}", {})))
     engine: Any = CannedEngine(mean_tokens)
@@ -139,31 +148,32 @@ def serve(address: str, mean_tokens: int) -> None:
         pass
 
 
-def measure(size: Size, num_servers: int, steps: int) -> None:
+def measure(size: Size, num_servers: int, num_engines: int, steps: int) -> None:
     """Run this rank's part. Rank 0 prints its figures as JSON, one line per step."""
     ranks = join("gloo")
     config = load_config(REPOSITORY / "model_configs" / "tiny_cpu.yaml").model_copy()
     config = _sized(config, size)
 
     def plan(lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
-        return plan_microbatches(lengths, num_ranks, max_tokens=24_576)
+        return plan_microbatches(lengths, num_ranks, max_tokens=MAX_TOKENS + PROMPT_TOKENS)
 
     data_parallel = DataParallelRanks.join(ranks, ranks.rank, plan, 1)
     delivery = Delivery(data_parallel, ranks.subgroup([ranks.rank]))
     pool = coordinator = None
     processes = []
     if ranks.rank == 0:
-        capacity = -(-size.prompts * size.samples // num_servers)
+        capacity = -(-size.prompts * size.samples // num_engines)
         pool = Pool(
-            "tcp://127.0.0.1:0", SECRET, {}, Facts({}, {}), num_replicas=num_servers,
+            "tcp://127.0.0.1:0", SECRET, {}, Facts({}, {}), num_replicas=num_engines,
             max_sequences=capacity, deterministic=False, silence_seconds=300.0,
         )  # fmt: skip
         words = [sys.executable, __file__, "--serve", pool.address]
         words += ["--mean-tokens", str(size.mean_tokens)]
+        words += ["--engines", str(num_engines // num_servers)]
         processes = [subprocess.Popen(words) for _ in range(num_servers)]
-        while len(pool.ready) < num_servers:
+        while len(pool.ready) < num_engines:
             pool.wait(0.2)
-        pool.note_sync(range(num_servers))
+        pool.note_sync(range(num_engines))
         prompts = [
             Prompt("sums", row, tuple(range(PROMPT_TOKENS)), "4 + 3 =", "7")
             for row in range(4 * size.prompts)
@@ -190,7 +200,7 @@ def measure(size: Size, num_servers: int, steps: int) -> None:
         assert len(tokens) and ranks.world_size > 1
         if ranks.rank == 0:
             figures = {
-                "servers": num_servers,
+                "engines": num_engines,
                 "tokens": num_tokens,
                 "completions": len(plan_of_step.sequences),
                 "rank 0": by_rank[0][0],
@@ -227,35 +237,27 @@ def main(
     steps: Annotated[int, typer.Option()] = 2,
     prompts: Annotated[int, typer.Option()] = 512,
     mean_tokens: Annotated[int, typer.Option()] = 5000,
+    engines: Annotated[int, typer.Option(help="Engines of the second measurement.")] = MANY,
     serve_at: Annotated[str, typer.Option("--serve", hidden=True)] = "",
 ) -> None:
     """Measure, and print tables and one line of JSON."""
     if serve_at:
-        serve(serve_at, mean_tokens)
+        serve(serve_at, mean_tokens, engines)
         return
     size = Size(16 if quick else prompts, 4 if quick else 16, 50 if quick else mean_tokens)
     if is_launched():
-        measure(size, int(os.environ["BENCH_SERVERS"]), steps)
+        measure(size, servers, int(os.environ["BENCH_ENGINES"]), steps)
         return
     console = Console(highlight=False)
-    results: dict[int, dict[str, float]] = {}
-    for number in (servers, 2 * servers):
-        os.environ["BENCH_SERVERS"] = str(number)
-        results[number] = _run(trainers)
+    measured = []
+    for number in (servers, engines // servers * servers):
+        os.environ["BENCH_ENGINES"] = str(number)
+        measured.append(_run(trainers))
         table = Table("CPU seconds", "measured", "target")
-        for name, seconds in results[number].items():
+        for name, seconds in measured[-1].items():
             table.add_row(name, f"{seconds:,.3g}", str(TARGETS.get(name, "")))
         console.print(table)
-    few, many = results[servers], results[2 * servers]
-    slope = (many["rank 0"] - few["rank 0"]) / servers
-    extrapolated = few["rank 0"] + max(slope, 0.0) * (EXTRAPOLATED - servers)
-    console.print(f"rank 0 with {EXTRAPOLATED} engines, extrapolated: {extrapolated:.2f} CPU s")
-    body = {
-        **facts(),
-        "measured": list(results.values()),
-        f"rank 0 of {EXTRAPOLATED}": extrapolated,
-    }
-    print(json.dumps(body))
+    print(json.dumps({**facts(), "measured": measured}))
 
 
 def _run(trainers: int) -> dict[str, float]:

@@ -18,7 +18,6 @@ from typing import Any, cast
 
 from dapo_megatron.engine.messages import GroupRequest, Report, Returned, Sampling
 from dapo_megatron.rollout.pool import QUEUED_SHARE
-
 from dapo_megatron.types import Completion, Finish, Grade, Segment
 
 RIGHT, WRONG = Grade(1.0, True, ""), Grade(-1.0, False, "")
@@ -201,7 +200,9 @@ class VirtualDriver:
         reports = []
         for replica, engine in enumerate(self.engines):
             returned = [
-                self._graded(request.ticket, self._completion(request, length, self._finish(length)))
+                self._graded(
+                    request.ticket, self._completion(request, length, self._finish(length))
+                )
                 for request, length in engine.run_until(until)
             ]
             if returned:
