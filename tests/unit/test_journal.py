@@ -76,7 +76,7 @@ def start(path: Path, source: Path | None = None, first: int = 0, **keys: Any) -
     context: Any = SimpleNamespace(config=config, ranks=ALONE, folder=folder, resume_from=source)
     entries, notes = find_entries(context)
     live = Live(first)
-    parts: Any = SimpleNamespace(collector=live, data_parallel=ONE, on_policy_ranks=None)
+    parts: Any = SimpleNamespace(collector=live, data_parallel=ONE, sampling_ahead=None)
     recorder: Any = SimpleNamespace(note=notes.append, flush=lambda: None)
     add_journal(context, recorder, parts, dict(entries))
     return Attempt(parts.collector, live, entries, notes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from dapo_megatron.rollout.checkpoint_files import CompletionsSnapshot
 from dapo_megatron.rollout.partial_step import PartialStep
 from dapo_megatron.rollout.replay import NoSync
 from dapo_megatron.types import (
+    EnginesLost,
     LogProbs,
     Rollouts,
     Segment,
@@ -118,7 +119,7 @@ def train(
     parts: Any = SimpleNamespace(
         sync=journal, evaluator=journal, recorder=journal, checkpoints=journal,
         collector=journal, instruments=journal, data_parallel=ONE_INDEX, check_stop=lambda: None,
-        check_policy_stop=lambda: None, on_policy_ranks=lambda _, train: train(),
+        sampling_ahead=lambda version: nullcontext(),
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=4)
     try:
@@ -263,7 +264,7 @@ def test_the_mismatch_is_checked_before_the_first_optimizer_step(
     parts: Any = SimpleNamespace(
         policy=policy, recorder=recorder, sync=Journal(set()), instruments=Journal(set()),
         data_parallel=ONE_INDEX, check_stop=lambda: None,
-        check_policy_stop=lambda: None, on_policy_ranks=lambda _, train: train(), loss=None,
+        sampling_ahead=lambda version: nullcontext(), loss=None,
         learning_rate=lambda step: 1e-3,
     )  # fmt: skip
     if is_refused:
@@ -279,18 +280,42 @@ def test_the_mismatch_is_checked_before_the_first_optimizer_step(
 
 @pytest.mark.parametrize(("updates", "version"), [([], 4), ([object()], None)])
 def test_engines_do_not_sample_during_the_rest_of_a_step_that_began_before(
-    updates: list[Any], version: int | None
+    updates: list[Any], version: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their weights are between two versions, so their tokens would have a wrong one."""
+    monkeypatch.setattr(loop, "train_on_rollouts", lambda *_: ({}, 0))
     partial_step = PartialStep(sequences=[], updates=updates)
-    versions: list[int | None] = []
+    versions: list[int] = []
 
-    def on_policy_ranks(version: int | None, _: object) -> tuple[dict[str, float], int]:
+    def sampling_ahead(version: int) -> AbstractContextManager[None]:
         versions.append(version)
-        return {}, 0
+        return nullcontext()
 
     parts: Any = SimpleNamespace(
-        sync=Journal(set()), instruments=Journal(set()), on_policy_ranks=on_policy_ranks
+        sync=Journal(set()), instruments=Journal(set()), sampling_ahead=sampling_ahead
     )
     loop.train_step(tiny_config(), parts, 5, partial_step)
-    assert versions == [version]
+    assert versions == ([] if version is None else [version])
+
+
+def test_a_step_whose_engines_are_all_lost_goes_on_after_a_sync(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "train_on_rollouts", lambda *_: ({}, 0))
+    journal, losses = Journal(set()), [EnginesLost(), EnginesLost()]
+
+    def collect(version: int, on_progress: object) -> Rollouts:
+        journal.entries.append(f"collect {version}")
+        if losses:
+            raise losses.pop()
+        return Rollouts([], {}, {})
+
+    parts: Any = SimpleNamespace(
+        sync=journal, instruments=journal, sampling_ahead=lambda version: nullcontext(),
+        collector=SimpleNamespace(collect=collect),
+        recorder=SimpleNamespace(progress=lambda _: nullcontext()),
+    )  # fmt: skip
+    loop.train_step(tiny_config(), parts, 5, PartialStep())
+    assert journal.entries == [
+        "collect 4", "sync 4", "collect 4", "sync 4", "collect 4", "switch to policy",
+    ]  # fmt: skip

@@ -213,7 +213,7 @@ def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:
         canary_gap=0.0,
     )
     assert not NoEvaluation().due(0, 0)
-    assert NoEvaluation().run() == {}
+    assert NoEvaluation().run(3) == {}
 
 
 def test_a_folder_without_rollouts_and_the_folder_of_this_run_are_refused(tmp_path: Path) -> None:
