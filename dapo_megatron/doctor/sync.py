@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_megatron.cluster.ranks import first_generation, join
+from dapo_megatron.cluster.ranks import join
 from dapo_megatron.config import Config
 from dapo_megatron.doctor.quiet_rank import quiet_rank
 from dapo_megatron.files import write_result
@@ -99,34 +99,34 @@ def _prove(config: Config, local_rank: int) -> SyncProof:
     import torch.distributed as dist
 
     from dapo_megatron.policy.device import backend, claim
-    from dapo_megatron.run.models import build_models, build_sync
+    from dapo_megatron.run.models import build_models, start_engines
 
     claim(local_rank)
-    ranks = join(
-        backend(), num_policy=config.roles.policy, replica_size=config.engine_tensor_parallel
-    )
+    ranks = join(backend())
     verified = config.sync.model_copy(update={"fingerprint_every": 1})
-    verified_config = config.model_copy(update={"sync": verified})
-    models = build_models(verified_config, ranks)
-    ranks = first_generation(ranks, backend())
-    weight_sync = build_sync(verified_config, ranks, models)
-    reports = []
-    for version, factor in enumerate(FACTORS):
-        # As in a run, the engine sleeps while the policy's weights change.
-        weight_sync.switch_to_policy()
-        models.policy.rewrite(partial(_multiply, factor))
-        reports.append(weight_sync(version))
-    plan = weight_sync.plan
-    proof = SyncProof(
-        config=config,
-        num_ranks=ranks.world_size,
-        num_tensors=plan.num_tensors,
-        num_bytes=weight_sync.num_bytes,
-        bound=max(plan.missing),
-        num_rounds=plan.num_rounds,
-        reports=reports,
-    )
-    models.engine.close()
+    config = config.model_copy(update={"sync": verified})
+    engines = start_engines(config, ranks)
+    try:
+        models = build_models(config, ranks, engines)
+        reports = []
+        for version, factor in enumerate(FACTORS):
+            # As in a run, the engines sleep while the policy's weights change.
+            models.sync.switch_to_policy()
+            models.policy.rewrite(partial(_multiply, factor))
+            reports.append(models.sync(version))
+        route = models.sync.route
+        assert route is not None
+        proof = SyncProof(
+            config=config,
+            num_ranks=ranks.world_size,
+            num_tensors=route.plan.num_tensors,
+            num_bytes=models.sync.num_bytes,
+            bound=max(route.plan.missing),
+            num_rounds=route.plan.num_rounds,
+            reports=reports,
+        )
+    finally:
+        engines.close()
     dist.destroy_process_group()
     return proof
 

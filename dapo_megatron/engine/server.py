@@ -275,7 +275,8 @@ def command(address: str, replica: int | None) -> None:
         server = _build(link, welcome)
         server.serve()
     except Left as left:
-        print(f"engine: {left}", file=sys.stderr, flush=True)
+        if left.code:
+            print(f"engine: {left}", file=sys.stderr, flush=True)
         os._exit(left.code)  # vLLM's threads and workers end with the process
 
 

@@ -125,6 +125,8 @@ class Engines:
         end = time.monotonic() + self.start_seconds
         pool.wait(0.0)
         while len(pool.ready) < self.at_least:
+            if pool.failure is not None:  # the next start would fail as well
+                raise pool.failure.error()
             if pool.stop_signal:
                 raise Stopped(f"stopped by {pool.stop_signal} while it waited for engines")
             if time.monotonic() > end:

@@ -22,12 +22,14 @@ from dapo_megatron.cluster.curve import admit_engines, end_watch, watch_connecti
 from dapo_megatron.engine.messages import (
     CALLS,
     STEPS,
+    Facts,
     GroupRequest,
     Hello,
     Order,
     OrderKind,
     Report,
     Sampling,
+    difference,
 )
 from dapo_megatron.types import EnginesLost, Finish, RankError
 
@@ -64,18 +66,6 @@ class _Engine:
     grade_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts that must be the same for rank 0 and every engine.
-
-    versions  of the code and its libraries, by name
-    model     digests of the model's files, by file name
-    """
-
-    versions: Mapping[str, str]
-    model: Mapping[str, str]
-
-
 class Pool:
     """Engines of a run. Implements dispatch.Driver. One thread uses it at a time.
 
@@ -108,6 +98,8 @@ class Pool:
         """Called with the number of requests of a replica whenever it may have changed."""
         self.note: Callable[[str], None] = logger.warning
         """Called with a line about an engine that is lost or refused."""
+        self.failure: ErrorRecord | None = None
+        """Why the last engine that could not be built failed."""
         self.given_up: list[int] = []
         """Replicas whose processes have to be ended, because they may hang."""
         self._config, self._facts, self._seed = dict(config), facts, seed
@@ -348,8 +340,11 @@ class Pool:
         engine.heard = time.monotonic()
         engine.grade_seconds = max(engine.grade_seconds, report.grade_seconds)
         self.last_errors |= report.errors
-        if report.ready is not None:
-            if fault := _difference(self._facts.model, report.ready):
+        if report.error is not None and not engine.is_ready:
+            self.failure = report.error
+            self.lose(engine.replica, report.error.text)
+        elif report.ready is not None:
+            if fault := difference(self._facts.model, report.ready):
                 self.lose(engine.replica, f"model.path: {fault}")
             engine.is_ready = True
         elif report.is_news:
@@ -361,7 +356,7 @@ class Pool:
         """Admit a server that connects, or tell it why not."""
         free = set(range(self.num_replicas)) - self._engines.keys()
         replica = min(free, default=None) if hello.replica is None else hello.replica
-        fault = _difference(self._facts.versions, hello.facts)
+        fault = difference(self._facts.versions, hello.facts)
         if replica is None or replica >= self.num_replicas:
             fault = f"the run has its {self.num_replicas} engines (engine.replicas)"
         if fault or replica is None:
@@ -399,11 +394,3 @@ class Pool:
             for replica, engine in list(self._engines.items()):
                 if engine.identity == identity:
                     self.lose(replica, "its connection has ended")
-
-
-def _difference(here: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """Return the first fact that differs, as text; empty if none does."""
-    for name in sorted(here.keys() | there.keys()):
-        if here.get(name) != there.get(name):
-            return f"{name} is {there.get(name)} there, and {here.get(name)} on rank 0"
-    return ""

@@ -23,12 +23,13 @@ from dapo_megatron.cluster.servers import Server
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.config import Config, PolicyConfig, TrainConfig
 from dapo_megatron.data.packing import plan_microbatches
+from dapo_megatron.engine.messages import Facts
 from dapo_megatron.engine.server import engine_facts, model_digests
 from dapo_megatron.model import engine_groups, read_architecture
 from dapo_megatron.plan.rows import row_multiple, sequence_multiple
 from dapo_megatron.protocols import MicrobatchPlanner, Policy
 from dapo_megatron.rollout.engines import Engines
-from dapo_megatron.rollout.pool import Facts, Pool
+from dapo_megatron.rollout.pool import Pool
 
 
 @dataclass

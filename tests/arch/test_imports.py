@@ -57,17 +57,21 @@ ROOMS = {
     "cluster": room(f"{LOW} text", "torch msgspec psutil rich zmq"),
     "plan": room("types files literal_console config model bridge", "torch rich"),
     # cluster for ranks that fail together.
-    "bridge": room("types protocols config cluster", "torch"),
+    "bridge": room("types protocols config cluster", "torch zmq"),
     "checkpoints": room(f"{LOW} config model cluster", "torch safetensors yaml"),
     # plan for the layout only.
     "policy": room(
         "types protocols config model plan bridge checkpoints cluster",
         "torch megatron transformer_engine safetensors triton",
     ),
-    # data for the tokenizer.
-    "engine": room("types protocols config model data cluster", "torch vllm numpy"),
-    # cluster for the channel between coordinator and leaders.
-    "rollout": room(f"{LOW} config algo data rewards cluster", "torch numpy pyarrow"),
+    # data for the tokenizer, rewards for the graders of a server, bridge for its weights.
+    "engine": room(
+        f"{LOW} config model data cluster bridge rewards", "torch vllm numpy zmq"
+    ),
+    # engine for its messages, bridge for sending weights.
+    "rollout": room(
+        f"{LOW} config algo data rewards cluster engine bridge", "torch numpy pyarrow zmq"
+    ),
     "loop": room("types protocols config algo data rollout"),
     # rollout for the file format of a group, checkpoints for the names of their folders, torch for
     # the name of the GPU.
@@ -269,8 +273,8 @@ def test_megatron_vllm_and_mlflow_are_each_imported_in_one_room() -> None:
 HEAVY = "torch transformers vllm megatron mlflow datasets reasoning_gym math_verify pyarrow numpy"
 LIGHT = (
     "types protocols config config.file model plan.layout plan.compatibility "
-    "rollout.completion_files rollout.messages "
-    "run.folder cluster.collectives cluster.launch cluster.ranks rewards run.session __main__"
+    "rollout.completion_files run.folder cluster.collectives cluster.curve cluster.launch "
+    "cluster.ranks cluster.servers rewards run.session __main__"
 )
 
 
@@ -289,9 +293,32 @@ for name in {LIGHT.split()!r}:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_policy_device_is_imported_without_megatron() -> None:
-    code = "import sys, dapo_megatron.policy.device; assert 'megatron' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+@pytest.mark.parametrize(
+    ("module", "backends"),
+    [
+        ("policy.device", {"megatron"}),
+        ("run.models", {"megatron", "vllm"}),
+        ("engine.server", {"megatron", "vllm"}),
+    ],
+)
+def test_trainers_import_no_vllm_and_servers_no_megatron(module: str, backends: set[str]) -> None:
+    """They import the policy and the engine later, in functions."""
+    code = f"import sys, dapo_megatron.{module}; print(*{backends} & set(sys.modules))"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split() == []
+
+
+def test_the_rollouts_use_only_the_messages_of_the_engine() -> None:
+    used = {
+        imported.module.rpartition(".")[0]
+        for file in FILES
+        if room_of(file) == "rollout"
+        for imported in imports(file)
+        if imported.room == "engine"
+    }
+    assert used == {"dapo_megatron.engine.messages"}
 
 
 def test_files_are_short() -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.engine.messages import GroupRequest, Report, Returned, Sampling

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,7 +107,7 @@ def test_kernels_compiled_at_run_time_are_off_by_default(
     is_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = sorted(device._CUDA_ENVIRONMENT)
-    for name in (*names, *device._ENVIRONMENT, "RANK", "LOCAL_RANK"):
+    for name in (*names, *device._ENVIRONMENT, device.ENGINE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")  # the user's setting is kept

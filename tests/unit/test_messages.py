@@ -22,7 +22,6 @@ from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.doctor.check_result import Check, Status
 from dapo_megatron.doctor.node import NodeState
 from dapo_megatron.engine.messages import (
-    CALLS,
     GroupRequest,
     Hello,
     Order,

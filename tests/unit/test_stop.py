@@ -137,7 +137,7 @@ def test_a_run_that_has_finished_has_no_deadline() -> None:
 def test_writing_the_summary_lifts_the_deadline_on_every_rank(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = SimpleNamespace(rank=rank, num_ranks=2, all_gather=lambda value, of: [value, value])
+    ranks = SimpleNamespace(rank=rank, world_size=2, all_gather=lambda value, of: [value, value])
     folder, stop = SimpleNamespace(summary=tmp_path / "summary.json"), Stop(0.0)
     session: Any = SimpleNamespace(config=tiny_config(), ranks=ranks, folder=folder, stop=stop)
     _conclude(session, Progress(), 1.5)
