@@ -2,7 +2,8 @@
 # Functions of the job scripts: log folders, starting steps, chains of jobs, bad nodes.
 # A job script sources it from the checkout and calls, in this order:
 #   open_job NAME, check_tasks, use_program, choose_rendezvous, then `step ...`
-# convert.sbatch needs neither check_tasks nor choose_rendezvous. Only train.sbatch has roles.
+# convert.sbatch needs neither check_tasks nor choose_rendezvous. Only train.sbatch has engines of
+# their own.
 
 # shellcheck disable=SC2034 # the scripts use them
 readonly DONE=0 USER_ERROR=2 BAD_NODES=69 STOPPED=75 FENCED=97 HUNG=98
@@ -89,25 +90,25 @@ check_tasks() {
         "there is one task per GPU; use --ntasks-per-node=$GPUS or --gpus-per-node=$TASKS"
 }
 
-# split_roles: with DAPO_ROLES=N+M, sets POLICY_NODES to the nodes of ranks 0 to N-1, which have the
-# policy, and ENGINE_NODES to those of the M ranks with engines. Each role has a step of its own.
-split_roles() {
+# split_nodes: with DAPO_ENGINES=RxG, for R engines of G GPUs each (or G tasks without GPUs), sets
+# ENGINE_NODES to the last nodes, which have the engines, and POLICY_NODES to the others.
+split_nodes() {
     POLICY_NODES=("${NODES[@]}") ENGINE_NODES=()
-    [[ -n ${DAPO_ROLES:-} ]] || return 0
-    local policy=${DAPO_ROLES%%+*} engines=${DAPO_ROLES#*+}
-    { [[ $DAPO_ROLES == *+* ]] && is_number "$policy" && is_number "$engines"; } ||
-        refuse "DAPO_ROLES: $DAPO_ROLES; write roles.policy+roles.engine, such as 96+32"
-    ((policy > 0 && engines > 0 && policy % TASKS == 0 && engines % TASKS == 0)) ||
-        refuse "DAPO_ROLES: $DAPO_ROLES on nodes of $TASKS tasks; a node has one role, so use" \
-            "multiples of $TASKS (slurm/submit.py sets it)"
-    ((policy + engines == TASKS * ${#NODES[@]})) || refuse "DAPO_ROLES: $DAPO_ROLES, but the job" \
-        "has $((TASKS * ${#NODES[@]})) tasks on ${#NODES[@]} nodes"
-    POLICY_NODES=("${NODES[@]:0:policy / TASKS}") ENGINE_NODES=("${NODES[@]:policy / TASKS}")
+    [[ -n ${DAPO_ENGINES:-} ]] || return 0
+    local replicas=${DAPO_ENGINES%%x*} size=${DAPO_ENGINES#*x} num
+    { [[ $DAPO_ENGINES == *x* ]] && is_number "$replicas" && is_number "$size"; } ||
+        refuse "DAPO_ENGINES: $DAPO_ENGINES; write engine.replicas, x and engine.tensor_parallel," \
+            "such as 4x8 (slurm/submit.py sets it)"
+    ((replicas > 0 && size > 0 && TASKS % size == 0 && replicas * size % TASKS == 0)) ||
+        refuse "DAPO_ENGINES: $DAPO_ENGINES on nodes of $TASKS tasks; engines fill whole nodes, and" \
+            "none extends over two: change engine.replicas or engine.tensor_parallel"
+    num=$((replicas * size / TASKS))
+    ((num < ${#NODES[@]})) || refuse "DAPO_ENGINES: $DAPO_ENGINES takes $num nodes, and the job has" \
+        "only ${#NODES[@]}"
+    POLICY_NODES=("${NODES[@]:0:${#NODES[@]}-num}") ENGINE_NODES=("${NODES[@]: -num}")
+    ENGINE_TASKS=$((TASKS / size)) # of a node
     export DAPO_RUN_OVER=$ATTEMPT_LOGS/over
     rm -f "$DAPO_RUN_OVER"
-    # Empty and not missing: NFS may cache for a minute that a file does not exist.
-    export DAPO_KILL_LIST=$ATTEMPT_LOGS/kill_list
-    : >"$DAPO_KILL_LIST"
     say "policy on ${POLICY_NODES[*]}, engines on ${ENGINE_NODES[*]}"
 }
 
@@ -183,6 +184,8 @@ choose_rendezvous() {
     # get it in the environment, because every user of a node can read command lines.
     DAPO_MEGATRON_SECRET=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
     export MASTER_ADDR MASTER_PORT DAPO_MEGATRON_SECRET
+    # Rank 0 listens there for engines, when the node check is over.
+    ((${#ENGINE_NODES[@]})) && export DAPO_MEGATRON_ENGINES=$MASTER_ADDR:$((MASTER_PORT + 1))
     say "ranks meet at $MASTER_ADDR:$MASTER_PORT"
 }
 

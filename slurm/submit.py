@@ -157,6 +157,12 @@ def _step_problems(config: Config, request: Request) -> Iterator[str]:
             f"so they must be on one node, but a node has {request.tasks_per_node} ranks; use "
             f"--tasks-per-node {engine}, or engine.tensor_parallel=1"
         )
+    gpus, tasks = config.separate_gpus, request.tasks_per_node
+    if gpus and (tasks % engine or gpus % tasks):
+        yield (
+            f"engine.replicas: {gpus // engine} engines of {engine} GPUs do not fill whole nodes "
+            f"of {tasks}; a node has either trainers or engines, and an engine is on one node"
+        )
     if config.resume != "auto" and request.chain > 1:
         yield (
             f"resume: {config.resume}; every job of a chain would start there. Leave it out: then "
@@ -209,12 +215,6 @@ def lead_seconds(config: Config) -> int:
     return max(HEADER_LEAD_SECONDS, ceil(config.run.stop_seconds) + MARGIN_SECONDS)
 
 
-def _steps(config: Config, request: Request) -> int:
-    """Return the number of steps of a job: two if policy and engines have nodes of their own."""
-    of_engines = config.separate_gpus
-    return 1 + (of_engines > 0 and of_engines % request.tasks_per_node == 0)
-
-
 def sbatch_command(config: Config, request: Request) -> list[str]:
     """Return the sbatch command of one job of the chain."""
     options = {
@@ -229,7 +229,7 @@ def sbatch_command(config: Config, request: Request) -> list[str]:
     }
     if request.chain > 1:
         options["dependency"] = "singleton"
-    if _steps(config, request) == 2:  # the job goes on without a lost node of engines
+    if config.separate_gpus:  # the job goes on without a lost node of engines
         options["no-kill"] = ""
     words = [f"--{name}" if value == "" else f"--{name}={value}" for name, value in options.items()]
     return ["sbatch", "--parsable", *words, str(SCRIPT.relative_to(CHECKOUT)), *request.arguments]
@@ -258,8 +258,6 @@ def plan(config: Config, request: Request) -> Iterator[tuple[str, str]]:
         yield "engines", f"{engines} ranks, on those of the policy"
     else:
         yield "engines", f"{engines} tasks, after the {ranks} of the policy"
-        if _steps(config, request) == 1:
-            yield "", "a node has policy and engines, so the job ends if an engine is lost"
     yield "run", f"{config.folder} (metrics, checkpoints, logs of ranks)"
     yield "logs", f"{LOGS}/{request.name}/ (job log; ranks: JOB.START/NODE-RANK.log)"
 
@@ -353,8 +351,9 @@ def submit(
         gpu_memory_gib=gpu_memory,
         host_memory_gib=host_memory,
     )
-    if _steps(loaded, request) == 2:
-        environment["DAPO_ROLES"] = f"{ranks}+{loaded.separate_gpus}"
+    if loaded.separate_gpus:
+        size = loaded.engine_tensor_parallel
+        environment["DAPO_ENGINES"] = f"{loaded.separate_gpus // size}x{size}"
     elsewhere = dry_run and not Path(loaded.model.path).exists()
     _show(loaded, request, elsewhere=elsewhere)
     if errors := list(problems(loaded, request, elsewhere=elsewhere)):

@@ -19,7 +19,7 @@ QUICK_SECONDS = 600.0
 """An end within so many seconds after the start is quick."""
 CLOSE_SECONDS = 5.0
 """Time that a server has to end by itself when the run is over."""
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of a rank's launcher, by which vLLM would join a world."""
 
 
@@ -36,7 +36,7 @@ class Server:
     ) -> None:
         self._command = [sys.executable, "-m", "dapo_megatron", "engine", "--connect", address]
         self._command += ["--replica", str(replica)]
-        inherited = {k: v for k, v in os.environ.items() if k not in _OF_A_RANK}
+        inherited = {k: v for k, v in os.environ.items() if k not in OF_A_RANK}
         self._environment = inherited | {SECRET: secret.hex()}
         if devices is not None:
             self._environment["CUDA_VISIBLE_DEVICES"] = devices

@@ -7,6 +7,7 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from dapo_megatron.cluster.address import ENGINES
 from dapo_megatron.cluster.join import is_one_machine
 from dapo_megatron.cluster.secret import run_secret
 
@@ -30,7 +31,7 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     run_secret(world_size)
     store: Store
     is_local = is_one_machine(world_size)
-    if is_local:
+    if is_local and ENGINES not in os.environ:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if world_size == 1:
         store = HashStore()

@@ -23,7 +23,9 @@ from dapo_megatron.cluster.collectives import ErrorRecord, decode, encode
 from dapo_megatron.cluster.curve import trust_rank0, watch_connection
 from dapo_megatron.cluster.imports import quick_imports
 from dapo_megatron.cluster.join import node_name
+from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.cluster.secret import run_secret
+from dapo_megatron.cluster.servers import OF_A_RANK
 from dapo_megatron.cluster.stop import SIGNALS
 from dapo_megatron.config.file import parse_config
 from dapo_megatron.engine.messages import (
@@ -257,6 +259,9 @@ def model_digests(folder: str) -> dict[str, str]:
 def command(address: str, replica: int | None) -> None:
     """Serve until the run is over. Ends the process with exit code 0 then, and 1 if rank 0 refused
     or gave up this server."""
+    for name in OF_A_RANK:  # a task of Slurm has them
+        os.environ.pop(name, None)
+    prepare_scratch()
     for number in (*SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides, and saves what engines have
     from dapo_megatron.engine import device

@@ -43,6 +43,8 @@ REPORT_SECONDS, REPORT_SECONDS_PER_REPLICA = 0.02, 0.004
 QUEUED_SHARE = 8
 """A replica has up to 1 + 1/8 times as many requests as it runs at once, and at least one more. So
 no slot is free while a report and its answer are on their way. Deterministic runs have none."""
+PING_SECONDS = 0.2
+"""Time after the event that a connection has ended, after which sending to its identity fails."""
 WAIT_SECONDS = 1.0
 """Maximum time that `advance` waits for news, and interval of `Pool.on_second`."""
 
@@ -112,6 +114,7 @@ class Pool:
         self._reports: list[tuple[int, Report]] = []
         self._sent: dict[int, int] = {}
         self._answered = self._ticked = 0.0
+        self._ping_at = math.inf
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.router_mandatory = True  # sending to an identity that has ended fails
@@ -124,7 +127,7 @@ class Pool:
 
     def close(self) -> None:
         """Let all servers end, and close the socket."""
-        for engine in self._engines.values():
+        for engine in list(self._engines.values()):  # one that cannot be reached is removed
             self._send(engine.identity, Order(OrderKind.END))
         end_watch(self._router, self._monitor)
         self._router.close(linger=1000)
@@ -282,7 +285,7 @@ class Pool:
                 elif report.answer is not None:
                     results[replica] = self._result(replica, method, report.answer)
             if time.monotonic() > end:
-                for replica in waiting:
+                for replica in set(waiting) - results.keys() - errors.keys():
                     self.lose(replica, f"no answer to {method} within {seconds:g} s")
         return dict(sorted(results.items())), dict(sorted(errors.items()))
 
@@ -309,9 +312,12 @@ class Pool:
         if self._monitor in ready:
             while self._monitor.poll(0):
                 self._monitor.recv_multipart()
+            self._ping_at = min(self._ping_at, time.monotonic() + PING_SECONDS)
+        now = time.monotonic()
+        if now >= self._ping_at:
+            self._ping_at = math.inf
             for engine in list(self._engines.values()):  # the event does not name the peer
                 self._send(engine.identity, Order(OrderKind.PING))
-        now = time.monotonic()
         for replica, engine in list(self._engines.items()):
             if engine.is_busy and now - engine.heard > self._silence_seconds:
                 self.lose(replica, f"no sign of life for {self._silence_seconds:g} s")

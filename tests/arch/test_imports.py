@@ -65,9 +65,7 @@ ROOMS = {
         "torch megatron transformer_engine safetensors triton",
     ),
     # data for the tokenizer, rewards for the graders of a server, bridge for its weights.
-    "engine": room(
-        f"{LOW} config model data cluster bridge rewards", "torch vllm numpy zmq"
-    ),
+    "engine": room(f"{LOW} config model data cluster bridge rewards", "torch vllm numpy zmq"),
     # engine for its messages, bridge for sending weights.
     "rollout": room(
         f"{LOW} config algo data rewards cluster engine bridge", "torch numpy pyarrow zmq"

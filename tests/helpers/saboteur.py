@@ -122,13 +122,13 @@ def sabotage(path: Path) -> None:
 
     load, load_slices = VllmEngine.load, WorkerExtension.load_slices
     undo, fault = ExitStack(), ""
-    last: dict[str, list[tuple[Any, Tensor]]] = {}
+    first: dict[str, list[tuple[Any, Tensor]]] = {}
 
     def older(weights: Stream) -> Iterator[Any]:
         for name, regions in weights:
-            old = last.get(name)
-            last[name] = [(region, value.clone()) for region, value in regions]
-            yield name, old if fault == OLDER else regions
+            if name not in first:
+                first[name] = [(region, value.clone()) for region, value in regions]
+            yield name, first[name] if fault == OLDER else regions
 
     def sabotaged_load(engine: VllmEngine, version: int, addresses: Any) -> None:
         nonlocal fault

@@ -219,7 +219,7 @@ def _wrong_arrivals(engine: Any, folder: Path) -> Observations:
     observed["in flight"] = message(lambda: engine.load(9, []))
     observed["score in flight"] = message(lambda: engine.score([[4, 5]]))
     engine.interrupt()
-    observed["engine"] = message(lambda: receive(bad["misshapen"]))
+    observed["engine"] = message(lambda: receive(bad["missing"]))
     observed["submit after"] = message(lambda: engine.submit(requests([0])))
     observed["load after"] = message(lambda: receive(good))
     observed["submit then"] = message(lambda: engine.submit(requests([0])))
@@ -341,7 +341,7 @@ def test_an_engine_is_unusable_after_a_refusal_until_the_next_load(alone: Observ
     messages = alone["refused"]
     assert "4 requests in flight" in messages["in flight"]
     assert "4 requests in flight" in messages["score in flight"]
-    assert messages["engine"] == messages["misshapen"][0]
+    assert messages["engine"] == messages["missing"][0]
     assert "a weight sync failed" in messages["submit after"]
     assert messages["load after"] == messages["submit then"] == ""
 

@@ -1,14 +1,16 @@
 """Test that HF = Megatron = vLLM after conversion and after updates and syncs, between different
-layouts of policy and engine.
+layouts of policy and engine, and without an engine that was killed.
 
-A vLLM start on four ranks takes a minute, so each engine layout is started once per family, and
-each policy layout is built next to it in turn.
+Each engine layout is started once per model, and each policy layout is built next to it in turn.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import combinations
+import os
+import signal
+import time
+from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +20,20 @@ import torch
 from dapo_megatron.model import FAMILIES
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
-from tests.helpers.engines import gap, hf_model, requests, run
 from tests.helpers.models import KIMI_YARN, ROPE, load_hf, make_random_model
 from tests.helpers.ranks import run_ranks
 
-NUM_RANKS = 4
 GAP = 1e-5  # nats, float32
 GAPS = {"llama_odd": 5e-5, "moonlight": 1.5e-5, "kimi_k2": 1.5e-5}
 """Bounds of models in which float32 itself differs more from float64. With the seven wide layers of
 `llama_odd` HF does so by 2.6e-5, the engine by 2.5e-5. In `moonlight` it is 5.7e-6 and 6.1e-6, in
 `kimi_k2` 3.0e-6 and 4.8e-6, and policy and engine differ by up to 1.1e-5."""
 POLICIES: dict[str, dict[str, int]] = {
-    "tp1": {},  # four data-parallel copies
-    "tp2": {"tensor_parallel": 2},  # and two data-parallel copies
+    "tp1": {},
+    "tp2": {"tensor_parallel": 2},
     "tp4": {"tensor_parallel": 4},  # more ranks than key-value heads
     "tp2_pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "pp2": {"pipeline_parallel": 2},
     "pp4": {"pipeline_parallel": 4},
 }
 EXPERTS = {
@@ -41,11 +42,17 @@ EXPERTS = {
     "pp2_ep2": {"pipeline_parallel": 2, "expert_parallel": 2},
 }
 ENGINES: dict[str, dict[str, Any]] = {
-    "tp1x4": {"tensor_parallel": 1},
-    "tp2x2": {"tensor_parallel": 2},
+    "tp1x4": {"tensor_parallel": 1, "replicas": 4},
+    "tp2x2": {"tensor_parallel": 2, "replicas": 2},
     "tp4": {"tensor_parallel": 4},
-    "ep2x2": {"tensor_parallel": 2, "expert_parallel": True},  # experts are not split
+    "ep2x2": {"tensor_parallel": 2, "replicas": 2, "expert_parallel": True},
+    "tp1": {"tensor_parallel": 1},
+    "tp2": {"tensor_parallel": 2},
+    "separate tp1": {"tensor_parallel": 1, "colocated": False},
+    "separate tp2": {"tensor_parallel": 2, "colocated": False},
+    "separate ep2": {"tensor_parallel": 2, "colocated": False, "expert_parallel": True},
 }
+"""Of one replica unless it is said. `ep2` distributes whole experts."""
 CPU_LATENT = {
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
@@ -102,118 +109,111 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WITH_EXPERTS = [name for name, (family, _) in MODELS.items() if FAMILIES[family].expert]
 ODD = {"tp1": {}, "pp2_4_and_3": {"pipeline_parallel": 2, "first_stage_layers": 4}}
-DAILY = ("qwen3_moe", {"tp4": ("tp1", "tp2_pp2", "tp2_ep4"), "tp2x2": ("tp4",)})
-"""(model, policies of each engine) of the only case that is not marked `sync` (make test-sync). The
-second engine has ranks 0 and 2, or 1 and 3."""
+OF_FOUR = ("tp1x4", "tp2x2", "tp4", "ep2x2", "separate tp1", "separate tp2", "separate ep2")
+"""Engines next to policies of four ranks, in the matrix (make test-sync)."""
+DAILY = {"tp1": ("tp2", "pp2"), "separate tp1": ("pp2",), "tp2": ("tp2", "ep2")}
+"""Policies of two ranks for each engine, tested always."""
+OF_TWO = DAILY | {"separate tp2": ("tp2", "ep2"), "separate ep2": ("ep2",)}
 
 
-def policies(model: str) -> dict[str, dict[str, int]]:
+def policies(model: str) -> dict[str, dict[str, Any]]:
     if model == "llama_odd":
         return ODD
     if model not in WITH_EXPERTS:
         return POLICIES
     # Megatron trains experts with tensor parallelism only if sequence parallelism is on.
-    both = POLICIES | EXPERTS
+    both: dict[str, dict[str, Any]] = POLICIES | EXPERTS
     return {
         name: layout | {"sequence_parallel": "tensor_parallel" in layout}
         for name, layout in both.items()
     }
 
 
+def usable(layout: dict[str, Any], num_ranks: int) -> bool:
+    sizes = (layout.get(key, 1) for key in ("tensor_parallel", "pipeline_parallel"))
+    return prod(sizes) <= num_ranks
+
+
 def rank_main(
-    rank: int, folder: Path, cases: list[tuple[dict[str, Any], dict[str, dict[str, int]]]]
+    rank: int, num_ranks: int, folder: Path, cases: list[tuple[dict[str, Any], dict[str, Any]]]
 ) -> list[dict[str, Any]]:
     """Return the measurements of each engine with its policy layouts."""
-    return [measure(rank, folder, engine, layouts) for engine, layouts in cases]
+    return [measure(rank, num_ranks, folder, engine, layouts) for engine, layouts in cases]
 
 
 def measure(
-    rank: int, folder: Path, engine: dict[str, Any], layouts: dict[str, dict[str, int]]
+    rank: int,
+    num_ranks: int,
+    folder: Path,
+    engine: dict[str, Any],
+    layouts: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return measurements of each policy layout: gaps between HF, policy and engine at the start,
-    completions, the gap between policy and engine after each of two updates, bytes received, their
-    lower bound, and the one for engines of consecutive ranks, and whether `engine_slices` (used for
-    estimates) equals what vLLM's loaders take.
+    """Return measurements of each policy layout: gaps between HF, policy and engines at the start,
+    the gap between policy and engines after each of two updates, bytes received, their lower bound,
+    and the one for engines of consecutive ranks, and whether `engine_slices` (used for estimates)
+    equals what vLLM's loaders take.
 
-    The engine's ranks are chosen for the first layout."""
-    from dapo_megatron.bridge.bounds import canary_bounds
+    The engines' ranks are chosen for the first layout."""
     from dapo_megatron.bridge.plan import make_plan
-    from dapo_megatron.bridge.sync import WeightSync
-    from dapo_megatron.bridge.transfer import gather_slices
     from dapo_megatron.bridge.verify import canary_batch, canary_sequences
     from dapo_megatron.cluster.ranks import Ranks
-    from dapo_megatron.engine.engine import VllmEngine
     from dapo_megatron.model import engine_slices
-    from dapo_megatron.policy.policy import MegatronPolicy
-    from dapo_megatron.run.models import planner
+    from dapo_megatron.run import models
 
-    exchange = Ranks(rank, NUM_RANKS, rank)
-    engine_keys = {f"engine__{key}": value for key, value in engine.items()}
-    first = {f"policy__{key}": value for key, value in next(iter(layouts.values())).items()}
-    config = tiny_config(
-        model__path=folder, **engine_keys, **{"policy__tensor_parallel": 1, **first}
-    )
-    running = VllmEngine(config, rank=rank, world_size=NUM_RANKS, local_rank=rank)
+    exchange = Ranks(rank, num_ranks, rank)
+    settings = {f"engine__{key}": value for key, value in {"replicas": 1, **engine}.items()}
+
+    def config_of(layout: dict[str, Any]) -> Any:
+        keys = {f"policy__{key}": value for key, value in {"tensor_parallel": 1, **layout}.items()}
+        return tiny_config(model__path=folder, **settings, **keys)
+
+    engines = models.start_engines(config_of(next(iter(layouts.values()))), exchange)
     results: dict[str, Any] = {}
     for name, layout in layouts.items():
-        keys = {f"policy__{key}": value for key, value in {"tensor_parallel": 1, **layout}.items()}
-        config = tiny_config(model__path=folder, **engine_keys, **keys)
-        policy = MegatronPolicy(config, exchange, planner(config.policy, config.train))
-        vocab = policy.architecture.vocab_size
-        sync = WeightSync(
-            policy,
-            running,
-            exchange,
-            config.sync,
-            bounds=canary_bounds(config, has_experts=True),
-            vocab=vocab,
-            max_tokens=32,
-            ranks_per_node=4,
-            device=torch.device("cpu"),
-        )
+        config = config_of(layout)
+        policy = models.build_policy(config, exchange)
+        sync = models._sync(config, exchange, policy, engines)
+        arch = policy.architecture
         reports = [sync(0)]
-        fixed = canary_sequences(vocab, 32)
+        fixed = canary_sequences(arch.vocab_size, 32)
         hf = logprobs_of_hf(folder, fixed)
-        policy_logprobs = policy.logprobs(canary_batch(fixed), temperature=1.0).logprobs.view(
-            len(fixed), -1
-        )
-        requested = [replace(request, seed=None) for request in requests(range(2))]
-        samples = run(running, requested)
+        before = policy.logprobs(canary_batch(fixed), temperature=1.0).logprobs.view(len(fixed), -1)
+        scores = engines.call("score", fixed, of=list[list[float]])
         results[name] = {
-            "replica": running.replica,
-            "samples": samples,
-            "hf_samples": gap(hf_model(folder), requested, samples),
-            "hf_policy": float((policy_logprobs[:, 1:] - hf).abs().max()),
-            "hf_engine": float((torch.tensor(running.score(fixed)) - hf).abs().max()),
+            "hf_policy": float((before[:, 1:] - hf).abs().max()),
+            "hf_engine": max(float((torch.tensor(s) - hf).abs().max()) for s in scores.values()),
         }
         for version in (1, 2):
-            policy.update(random_batch((30, 7, 18, 9), vocab=vocab), loss(), 1e-3)
+            batch = random_batch((30, 7, 18, 9), vocab=arch.vocab_size)
+            policy.update(batch, loss(), 1e-3)
             reports.append(sync(version))
         after = policy.logprobs(canary_batch(fixed), temperature=1.0).logprobs.view(len(fixed), -1)
-        results[name] |= {
-            "gap": max(max(report.canary_gap, report.decode_gap) for report in reports),
-            "fingerprinted": all(report.fingerprinted for report in reports),
-            "unread": max(report.unread_tensors for report in reports),
-            "moved": float((after - policy_logprobs).abs().max()),
-            "bytes": sync.bytes_received,
-            "bound": sync.plan.missing,
-        }
-        size, whole_experts = engine["tensor_parallel"], engine.get("expert_parallel", False)
-        table = [
+        route, size = sync.route, engine["tensor_parallel"]
+        of_workers = [
             engine_slices(
-                policy.architecture, number, size, torch.float32, expert_parallel=whole_experts
+                arch, n, size, torch.float32, expert_parallel=engine.get("expert_parallel", False)
             )
-            for number in range(size)
+            for n in range(size)
         ]
-        position = running.groups[running.replica].index(rank)
-        held = gather_slices(exchange, [shard.tensor_slice for shard in policy.shards()])
-        consecutive = make_plan(held, [table[number % size] for number in range(NUM_RANKS)])
+        consecutive = [of_workers[n % size] for n in range(num_ranks)]
+        groups = [route.wanted.of_replica(replica) for replica in sorted(route.engines)]
         results[name] |= {
-            "table": set(table[position]) == set(sync.wanted[rank]),
-            "bound_consecutive": consecutive.missing,
+            "groups": groups,
+            "gap": max(max(report.canary_gap, report.decode_gap) for report in reports),
+            "fingerprinted": all(report.fingerprinted == 1.0 for report in reports),
+            "unread": max(report.unread_tensors for report in reports),
+            "moved": float((after - before).abs().max()),
+            "bytes": route.bytes_received,
+            "bound": route.plan.missing,
+            "table": all(
+                set(slices) == set(route.wanted.slices[worker])
+                for group in groups
+                for slices, worker in zip(of_workers, group, strict=True)
+            ),
+            "bound_consecutive": make_plan(sync._held, consecutive).missing,
         }
         policy.close()
-    running.close()
+    engines.close()
     return results
 
 
@@ -230,37 +230,28 @@ def loss() -> Any:
     return loss_with(dual_clip=None)
 
 
-def fitting(model: str) -> list[str]:
-    if model == "llama_odd":
-        return ["tp1x4"]
-    return [name for name in ENGINES if name != "ep2x2" or model in WITH_EXPERTS]
-
-
 def cases() -> list[Any]:
-    matrix = [
-        pytest.param(
-            model, {engine: tuple(policies(model))}, marks=pytest.mark.sync, id=f"{model}-{engine}"
-        )
-        for model in MODELS
-        for engine in ENGINES
-        if engine in fitting(model)
-    ]
-    spread = [
-        pytest.param(
-            model,
-            {engine: ("tp4",) for engine in ("tp2x2", "ep2x2") if engine in fitting(model)},
-            marks=pytest.mark.sync,
-            id=f"{model}-spread",
-        )
-        for model in MODELS
-        if model != "llama_odd"
-    ]
-    return [pytest.param(*DAILY, id="daily"), *matrix, *spread]
+    """Return (model, ranks of the policy, policies of each engine)."""
+    matrix = []
+    for model in MODELS:
+        has_experts = model in WITH_EXPERTS
+        names = ["tp1x4"] if model == "llama_odd" else [*OF_FOUR]
+        names = [name for name in names if has_experts or "ep2" not in name]
+        rows = {name: {name: tuple(policies(model))} for name in names}
+        if model != "llama_odd":
+            rows["spread"] = {name: ("tp4",) for name in names if name in ("tp2x2", "ep2x2")}
+        for name, row in rows.items():
+            matrix.append(pytest.param(model, 4, row, marks=pytest.mark.sync, id=f"{model}-{name}"))
+    two = [pytest.param("qwen3_moe", 2, {n: DAILY[n]}, id=f"daily-{n}") for n in DAILY]
+    for name in OF_TWO.keys() - DAILY.keys():
+        row = {name: OF_TWO[name]}
+        two.append(pytest.param("qwen3_moe", 2, row, marks=pytest.mark.sync, id=f"daily-{name}"))
+    return [*two, *matrix]
 
 
-@pytest.mark.parametrize(("model", "names"), cases())
+@pytest.mark.parametrize(("model", "num_ranks", "names"), cases())
 def test_engine_equals_policy_equals_hf(
-    model: str, names: dict[str, tuple[str, ...]], tmp_path: Path
+    model: str, num_ranks: int, names: dict[str, tuple[str, ...]], tmp_path: Path
 ) -> None:
     family, overrides = MODELS[model]
     folder = make_random_model(family, tmp_path, **{"num_hidden_layers": 4, **overrides})
@@ -268,39 +259,110 @@ def test_engine_equals_policy_equals_hf(
         (ENGINES[engine], {name: policies(model)[name] for name in names[engine]})
         for engine in names
     ]
-    ranks = run_ranks(rank_main, NUM_RANKS, folder, layouts)
+    ranks = run_ranks(rank_main, num_ranks, num_ranks, folder, layouts)
     bound = GAPS.get(model, GAP)
     for engine, measured_on_ranks in zip(names, zip(*ranks, strict=True), strict=True):
         for layout in names[engine]:
             where = f"{layout} -> {engine}"
             measured = [measured[layout] for measured in measured_on_ranks]
             check(measured, bound, where)
-            if names[engine][0] == "tp4" and engine != "tp4":
-                check_spread(measured)
+            if num_ranks == 4 and names[engine] == ("tp4",):
+                check_spread(measured[0])
 
 
 def check(measured_on_ranks: list[dict[str, Any]], bound: float, where: str) -> None:
     """Check the measurements of all ranks with one layout. `bound`: of gaps, in nats."""
     measured = measured_on_ranks[0]
-    print(where, {name: value for name, value in measured.items() if name != "samples"})
+    print(where, measured)
     for rank in measured_on_ranks:
         assert rank["hf_policy"] < bound, where
         assert rank["hf_engine"] < bound, where
-        assert rank["hf_samples"] < bound, where
         assert rank["gap"] < bound, where
-        assert rank["table"], where
+    assert measured["table"], where
     assert measured["moved"] > 1e-3, where  # the updates changed the log-probs
     assert measured["fingerprinted"] and not measured["unread"], where
     for received, least in zip(measured["bytes"], measured["bound"], strict=True):
         assert received <= 1.05 * least, where
-    samples = {rank["replica"]: rank["samples"] for rank in measured_on_ranks}
-    assert all(rank["samples"] == samples[rank["replica"]] for rank in measured_on_ranks), where
-    assert all(first != second for first, second in combinations(samples.values(), 2)), where
 
 
-def check_spread(measured_on_ranks: list[dict[str, Any]]) -> None:
+def check_spread(measured: dict[str, Any]) -> None:
     """Check that engines of every second rank receive half of what consecutive ranks would."""
-    assert [rank["replica"] for rank in measured_on_ranks] == [0, 1, 0, 1]
-    measured = measured_on_ranks[0]
+    assert measured["groups"] == [[0, 2], [1, 3]]
     # Megatron divides the rows of two key-value heads over four ranks, vLLM the heads.
     assert 2 * max(measured["bound"]) <= 1.1 * max(measured["bound_consecutive"])
+
+
+# ------------------------------------------------------------------ engines that are killed
+
+SILENCE_SECONDS = 8
+
+
+def with_kills(rank: int, folder: Path, is_colocated: bool) -> dict[str, Any]:
+    """Sync two engines. Kill the second between two syncs and then during one, and wait each time
+    until it takes part again. Return the replicas of each sync, and the largest gap."""
+    from dapo_megatron.cluster.ranks import Ranks
+    from dapo_megatron.run import models
+
+    config = tiny_config(
+        model__path=folder,
+        policy__tensor_parallel=2,
+        engine__tensor_parallel=1,
+        engine__replicas=2,
+        engine__colocated=is_colocated,
+        engine__silence_seconds=SILENCE_SECONDS,
+        rollout__deterministic=False,
+        sync__fingerprint_every=1,
+    )
+    exchange = Ranks(rank, 2, rank)
+    engines = models.start_engines(config, exchange)
+    built = models.build_models(config, exchange, engines)
+    present, gaps = [], []
+
+    def sync(version: int) -> None:
+        for shard in built.policy.shards():
+            shard.view.mul_(1.01)
+        report = built.sync(version)
+        present.append(sorted(engines.present))
+        gaps.append(max(report.canary_gap, report.decode_gap))
+
+    def wait() -> None:
+        """Wait until both engines are ready. Collective."""
+        while len(engines.present) < 2:
+            engines.await_ready()
+
+    def kill() -> None:
+        if 1 in engines.servers:
+            os.kill(engines.servers[1].process_id, signal.SIGKILL)
+            time.sleep(0.2)  # for the end of its connection
+
+    def killing(weights: Any) -> Iterator[Any]:
+        kill()
+        yield from weights
+
+    wait()
+    sync(0)
+    kill()
+    sync(1)
+    wait()
+    sync(2)
+    load = engines.load
+    engines.load = lambda weights, version: load(killing(weights), version)
+    try:
+        built.sync(3)
+    finally:
+        engines.load = load
+    present.append(sorted(engines.present))
+    wait()
+    sync(4)
+    engines.close()
+    return {"present": present, "gap": max(gaps)}
+
+
+@pytest.mark.parametrize("is_colocated", [True, False])
+def test_an_engine_that_is_killed_is_left_out_and_takes_part_again(
+    is_colocated: bool, tmp_path: Path
+) -> None:
+    folder = make_random_model("qwen3", tmp_path)
+    for observed in run_ranks(with_kills, 2, folder, is_colocated, timeout=200.0):
+        assert observed["present"] == [[0, 1], [0], [0, 1], [0], [0, 1]]
+        assert observed["gap"] < GAP

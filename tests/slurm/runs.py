@@ -104,8 +104,7 @@ class Run:
             environment = dict(word.split("=", 1) for word in words if "=" in word)
             if environment.get("SLURM_JOB_ID") != str(self.job.number):
                 continue
-            first_rank = int(environment.get("DAPO_FIRST_RANK", 0))  # of the ranks of the step
-            is_rank = first_rank + int(environment.get("SLURM_PROCID", -1)) == rank
+            is_rank = int(environment.get("SLURM_PROCID", -1)) == rank
             if is_rank and command.split(b"\0")[0].endswith(b"/python") and IS_TRAINING in command:
                 return int(entry.name)
         raise AssertionError(f"no process of rank {rank}\n{self.story()}")

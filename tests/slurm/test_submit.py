@@ -182,13 +182,12 @@ def test_engines_on_nodes_of_their_own_are_planned_as_two_steps() -> None:
              "engine.tensor_parallel=1")  # fmt: skip
     ran = run(*words, "--nodes=2", "engine.replicas=8")
     assert ran.returncode == 0, ran.stderr
-    assert "DAPO_ROLES=8+8 sbatch" in ran.stdout.replace("'", "")
+    assert "DAPO_ENGINES=8x1 sbatch" in ran.stdout.replace("'", "")
     assert "--no-kill " in ran.stdout
     assert "every policy rank" in ran.stdout and "every engine rank" in ran.stdout
     shared = run(*words, "--nodes=1", "engine.replicas=4")
-    assert shared.returncode == 0, shared.stderr
-    assert "a node has policy and engines, so the job ends if an engine is lost" in shared.stdout
-    assert "DAPO_ROLES" not in shared.stdout and "--no-kill" not in shared.stdout
+    assert shared.returncode == 2
+    assert "engine.replicas: 4 engines of 1 GPUs do not fill whole nodes of 8" in shared.stderr
 
 
 def test_an_image_in_a_registry_need_not_exist_as_a_file() -> None:

@@ -349,9 +349,9 @@ def test_a_completion_that_was_only_to_grade_comes_back_as_it_was(
             if each.finish is not Finish.UNFINISHED and not why
         )
         return change(
-            lambda item: change_item(item)
-            if (item[0], item[1].sample) in again & to_grade
-            else None
+            lambda item: (
+                change_item(item) if (item[0], item[1].sample) in again & to_grade else None
+            )
         )(reports)
 
     driver = LyingDriver(

@@ -507,16 +507,14 @@ def test_a_step_without_its_last_replica_goes_on_after_a_sync() -> None:
     assert carried <= set(coordinator.groups)
     with pytest.raises(EnginesLost):  # nothing has changed
         collect(coordinator, driver, 1)
-    for resumed in (False, True):  # the state can be saved, too
-        other = ScriptedDriver(mixed_every(1), num_replicas=1) if resumed else driver
-        next_coordinator = make_coordinator(other, lookahead=2.0) if resumed else coordinator
-        if resumed:
-            resume(next_coordinator, other, saved)
-        else:
-            saved = coordinator.save_point()
-            driver.lost.clear()
-            driver.on_advance = lambda: None
-        collected = collect(next_coordinator, other, 1)
+    saved = coordinator.save_point()
+    driver.lost.clear()
+    driver.on_advance = lambda: None
+    other = ScriptedDriver(mixed_every(1), num_replicas=1)
+    resumed = make_coordinator(other, lookahead=2.0)
+    resume(resumed, other, saved)
+    for goes_on, its_driver in ((coordinator, driver), (resumed, other)):
+        collected = collect(goes_on, its_driver, 1)
         assert trained(collected)[0] == min(carried)
         assert collected.counts["resampled"] > 0
 

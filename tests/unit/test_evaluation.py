@@ -238,7 +238,9 @@ class AnsweringDriver:
                 for holder, ticket, sample in ungraded
                 if holder == replica
             ]
-            reports.append((replica, Report(returned=returned, num_sampled=self._num_sampled[replica])))
+            reports.append(
+                (replica, Report(returned=returned, num_sampled=self._num_sampled[replica]))
+            )
         if (lost := self._lose_at.get(self.num_turns)) is not None:
             self.lost.add(lost)
         return [item for item in reports if item[0] not in self.lost]

@@ -1,4 +1,4 @@
-"""The ranks of a check, with policy and engine as in a run. Timers and memory readings.
+"""The ranks of a check, with policy and engines as in a run. Timers and memory readings.
 
 Shape letters: T tokens of a batch.
 """
@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -22,16 +23,19 @@ from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
+from dapo_megatron.engine.messages import GroupRequest, Sampling
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check
 from dapo_megatron.plan.compatibility.rule import Machine
 from dapo_megatron.policy.device import backend, claim
+from dapo_megatron.rollout.engines import Engines
+from dapo_megatron.rollout.pool import Pool
 from dapo_megatron.types import (
     Completion,
+    EnginesLost,
     LossOutput,
     MicroTokens,
     Prompt,
-    SampleRequest,
     TokenBatch,
 )
 from gpu_checks.shapes import model_folder
@@ -193,49 +197,51 @@ def wait() -> None:
 
 
 def generate(
-    engine: Any, num_sequences: int, num_tokens: int, vocab: int
-) -> tuple[float, list[tuple[SampleRequest, Completion]]]:
-    """Sample completions of requests that are all in flight at once. Return the duration in seconds
-    and the completions."""
+    engines: Engines, num_sequences: int, num_tokens: int, vocab: int
+) -> tuple[float, list[tuple[Prompt, Completion]]]:
+    """Sample completions that are all in flight at once, on the first engine. Return the duration
+    in seconds, and prompts and completions. Collective."""
     generator = torch.Generator().manual_seed(2)
-    requests = [
-        SampleRequest(
-            ticket=ticket,
-            sample=0,
-            prompt=Prompt(
-                source="",
-                index=ticket,
-                tokens=tuple(
-                    torch.randint(4, vocab, (PROMPT_TOKENS,), generator=generator).tolist()
-                ),
-                text="",
-                truth="",
-            ),
-            seed=ticket,
-            max_tokens=num_tokens,
-            temperature=1.0,
-            top_p=1.0,
+    prompts = [
+        Prompt(
+            source="chain_sum",  # of tiny_cpu.yaml
+            index=index,
+            tokens=tuple(torch.randint(4, vocab, (PROMPT_TOKENS,), generator=generator).tolist()),
+            text="",
+            truth="0",
         )
-        for ticket in range(num_sequences)
+        for index in range(num_sequences)
     ]
-    wait()
     started = time.perf_counter()
-    engine.submit(requests)
-    done: dict[int, Completion] = {}
-    while engine.requests:
-        done |= {request.ticket: completion for request, completion in engine.step()}
-    wait()
+    done = engines.run(partial(_sampled, prompts, num_tokens), dict[int, Completion])
     seconds = time.perf_counter() - started
-    return seconds, [(request, done[request.ticket]) for request in requests]
+    return seconds, [(prompt, done[prompt.index]) for prompt in prompts]
 
 
-def gaps(policy: Any, sampled: Iterable[tuple[SampleRequest, Completion]], vocab: int) -> Tensor:
+def _sampled(prompts: Sequence[Prompt], num_tokens: int, pool: Pool) -> dict[int, Completion]:
+    """Return the completion of each prompt, by its index."""
+    requests: list[list[GroupRequest]] = [[] for _ in range(pool.num_replicas)]
+    requests[0] = [GroupRequest(prompt.index, prompt, ((0, None),)) for prompt in prompts]
+    nothing: list[list[GroupRequest]] = [[] for _ in range(pool.num_replicas)]
+    pool.start(Sampling("gpu_check", num_tokens, 1.0, 1.0, is_seeded=True))
+    done: dict[int, Completion] = {}
+    while len(done) < len(prompts):
+        if not pool.present:
+            raise EnginesLost("the engine was lost while it sampled")
+        for _, report in pool.advance(requests):
+            done |= {ticket: completion for ticket, completion, _ in report.returned}
+        requests = nothing
+    pool.interrupt()
+    return done
+
+
+def gaps(policy: Any, sampled: Iterable[tuple[Prompt, Completion]], vocab: int) -> Tensor:
     """Return |engine - policy| of each sampled token's log-prob."""
     pairs = list(sampled)
-    sequences = [(*request.prompt.tokens, *completion.tokens) for request, completion in pairs]
+    sequences = [(*prompt.tokens, *completion.tokens) for prompt, completion in pairs]
     batch = random_batch([len(tokens) for tokens in sequences], vocab, prompt=PROMPT_TOKENS)
     batch = replace(batch, tokens=torch.tensor([*chain.from_iterable(sequences)]))
-    prompt = [0.0] * PROMPT_TOKENS
-    engine = [value for _, completion in pairs for value in (*prompt, *completion.logprobs)]
+    before = [0.0] * PROMPT_TOKENS
+    engine = [value for _, completion in pairs for value in (*before, *completion.logprobs)]
     policy_T = policy.logprobs(batch, temperature=1.0).logprobs
     return (policy_T - torch.tensor(engine))[batch.loss_mask].abs()

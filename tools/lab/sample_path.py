@@ -14,17 +14,12 @@ import sys
 from pathlib import Path
 
 RECORDS = {
-    "Prompt": "a problem",
-    "GroupRequest": "what an engine is asked for",
-    "SampleRequest": "one completion that an engine samples",
-    "Completion": "an answer, graded or not",
-    "Group": "the completions of a prompt",
-    "OpenGroup": "a group in progress",
-    "TrainingSequence": "a sequence's description, on all ranks",
-    "SequenceTokens": "its tokens, on the ranks that train on it",
-    "TokenBatch": "the sequences of a step or mini-batch",
-    "MicroTokens": "inputs of the loss",
+    *("Prompt", "GroupRequest", "SampleRequest", "Completion", "Group", "OpenGroup"),
+    *("TrainingSequence", "SequenceTokens", "TokenBatch", "MicroTokens"),
+    *("Order", "Report", "Returned", "Events", "StepEvents", "Collected", "StepPlan", "Rollouts"),
+    "PartialStep",
 }
+"""Types whose values hold a sample, or a part of it."""
 ROOMS = ("", "algo", "data", "engine", "policy", "rewards", "rollout", "run", "bridge", "cluster")
 
 
@@ -33,9 +28,8 @@ def names_of(path: Path) -> set[str]:
     and comments."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     used |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    return used & RECORDS.keys()
+    return used & RECORDS
 
 
 def main() -> None:

@@ -1,0 +1,215 @@
+"""Weights through shared buckets: another process gets every bit, and no side waits for one that is
+gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dapo_megatron.bridge import buckets
+from dapo_megatron.bridge.buckets import BucketSender, received
+from dapo_megatron.protocols import ReceivedTensor
+from dapo_megatron.types import Region, SyncError, TensorSlice
+from tests.helpers.warm import warm_context
+
+CPU = torch.device("cpu")
+SILENCE_SECONDS = 3.0
+BUCKET_BYTES = 1024
+QUICK_SECONDS = 20.0
+"""Time within which an error has to be returned, on a busy machine."""
+
+
+def bits(value: Tensor) -> bytes:
+    return value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def worker(pipe: Connection) -> None:
+    """Receive weights, one sync after the other, as each task says."""
+    while (task := pipe.recv()) is not None:
+        kind, address = task
+        weights: Any = received(address, SILENCE_SECONDS)
+        answer: Any = []
+        try:
+            for number, (name, parts) in enumerate(weights):
+                answer += [(name, region, str(part.dtype), bits(part)) for region, part in parts]
+                if kind == "die" and number == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if kind == "raise" and number == 3:
+                    weights.throw(SyncError("layer 3 has another shape"))
+                if kind == "leave" and number == 3:
+                    weights.close()
+                if kind == "hang" and number == 3:
+                    time.sleep(2.5 * SILENCE_SECONDS)
+        except SyncError as error:
+            answer = str(error)
+        pipe.send(answer)
+
+
+class Worker:
+    """The process that receives."""
+
+    def __init__(self) -> None:
+        context = warm_context()
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=worker, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            self.pipe.send(None)
+        self.process.join()
+
+
+@pytest.fixture(scope="module")
+def shared_worker() -> Iterator[Worker]:
+    started = Worker()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", BUCKET_BYTES)
+
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8]
+SHAPES = st.lists(st.integers(0, 5), max_size=3) | st.just([BUCKET_BYTES // 8 + 9, 3])
+PARTS = st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=3)
+
+
+def tensors_of(parts: list[list[tuple[list[int], torch.dtype]]], seed: int) -> list[ReceivedTensor]:
+    """Return tensors of these parts with random bits, also those of NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    made: list[ReceivedTensor] = []
+    for number, shapes in enumerate(parts):
+        slices = []
+        for shape, dtype in shapes:
+            region = Region((number,) * len(shape), tuple(shape))
+            raw = torch.randint(
+                0, 256, (region.numel * dtype.itemsize,), dtype=torch.uint8, generator=generator
+            )
+            slices.append((region, raw.view(dtype).view(shape)))
+        made.append((f"tensor {number}", slices))
+    return made
+
+
+def expect(sender: BucketSender, tensors: list[ReceivedTensor]) -> None:
+    sender.expect(
+        TensorSlice(name, region.shape, value.dtype, region)
+        for name, parts in tensors
+        for region, value in parts
+    )
+
+
+def await_no_file(folder: Path) -> None:
+    """Wait until libzmq has deleted its sockets, in its thread."""
+    end = time.monotonic() + QUICK_SECONDS
+    while files := list(folder.iterdir()):
+        assert time.monotonic() < end, files
+        time.sleep(0.01)
+
+
+def start(sender: BucketSender, receiver: Worker, kind: str = "load") -> None:
+    receiver.pipe.send((kind, sender.open()))
+
+
+@pytest.mark.usefixtures("small_buckets")
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.lists(PARTS, max_size=12), st.integers(0, 10**6))
+def test_every_bit_arrives(shared_worker: Worker, tmp_path: Path, parts: Any, seed: int) -> None:
+    """Of any tensors: empty, without dimensions, larger than a bucket, or none at all."""
+    tensors = tensors_of(parts, seed)
+    sender = BucketSender(tmp_path, CPU, 60.0)
+    for number in range(2):  # the buckets are used again
+        expect(sender, tensors)
+        start(sender, shared_worker)
+        # The tensors of a transfer do not outlive their turn.
+        copies = ((name, [(region, v.clone()) for region, v in each]) for name, each in tensors)
+        assert sender.send(copies) == ""
+
+        assert shared_worker.pipe.recv() == [
+            (name, region, str(value.dtype), bits(value))
+            for name, each in tensors
+            for region, value in each
+        ], number
+    await_no_file(tmp_path)
+
+
+def test_other_tensors_need_larger_buckets(shared_worker: Worker, tmp_path: Path) -> None:
+    sender = BucketSender(tmp_path, CPU, 60.0)
+    for size in (10, 5000, 20):
+        tensors = tensors_of([[([size, 7], torch.float32)]] * 5, size)
+        expect(sender, tensors)
+        start(sender, shared_worker)
+        assert sender.send(iter(tensors)) == ""
+        assert [item[3] for item in shared_worker.pipe.recv()] == [
+            bits(value) for _, [(_, value)] in tensors
+        ]
+
+
+MANY = [[([20, 10], torch.float32)]] * 40
+"""Far more than two buckets."""
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("die", "its worker ended while it loaded weights"),
+        ("raise", "layer 3 has another shape"),
+        ("leave", "the worker refused the weights"),
+        ("hang", "its worker loaded nothing for 3 s"),
+    ],
+)
+def test_a_rank_learns_soon_why_its_worker_does_not_load(
+    kind: str, error: str, tmp_path: Path
+) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    receiver, sender = Worker(), BucketSender(tmp_path, CPU, SILENCE_SECONDS)
+    tensors = tensors_of(MANY, 1)
+    expect(sender, tensors)
+    start(sender, receiver, kind)
+    started = time.monotonic()
+    assert sender.send(iter(tensors)) == error
+    assert time.monotonic() - started < QUICK_SECONDS
+    await_no_file(tmp_path)
+    if kind == "hang":
+        assert "no weights arrived for 3 s" in receiver.pipe.recv()
+    if kind == "die":
+        receiver.process.join()
+        receiver = Worker()
+    # The next sync succeeds.
+    receiver.pipe.send(("load", sender.open()))
+    assert sender.send(iter(tensors)) == ""
+    answers = receiver.pipe.recv()
+    if kind in ("raise", "leave"):
+        answers = receiver.pipe.recv()
+    assert len(answers) == len(MANY)
+    receiver.close()
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+def test_neither_side_waits_for_one_that_never_comes(tmp_path: Path) -> None:
+    sender = BucketSender(tmp_path, CPU, 1.0)
+    tensors = tensors_of([[([3], torch.float32)]], 1)
+    expect(sender, tensors)
+    address = sender.open()
+    assert sender.send(iter(tensors)) == "its worker loaded nothing for 1 s"
+    with pytest.raises(SyncError, match="no weights arrived for"):
+        list(received(address, 0.5))
