@@ -31,8 +31,6 @@ from dapo_megatron.types import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dapo_megatron.bridge.group import Meeting
-
 
 T = TypeVar("T")
 
@@ -241,10 +239,10 @@ class Engines(Protocol):
         collective."""
         ...
 
-    def connect(self, meeting: Meeting, slices: Sequence[TensorSlice]) -> Any:
-        """Get ready to send weights to the present engines, `slices` to the worker on this rank's
-        GPU. Return the process group in which engines on other GPUs take part; None without any.
-        Raises as `call` does."""
+    def connect(self, meeting: Any, slices: Sequence[TensorSlice]) -> Any:
+        """Get ready to send weights to the present engines by the plan of `meeting`
+        (bridge/group.py), `slices` to the worker on this rank's GPU. Return the process group in
+        which engines on other GPUs take part; None without any. Raises as `call` does."""
         ...
 
     def load(self, weights: Iterator[ReceivedTensor], version: int) -> None:

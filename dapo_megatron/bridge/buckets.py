@@ -96,9 +96,9 @@ class BucketSender:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._monitor = watch_connection(self._socket, self._silence_seconds)
-        path = self._folder / f"weights_{os.getpid()}_{self._num_syncs}"
-        self._socket.bind(f"ipc://{path}")
-        return f"ipc://{path}"
+        self._path = self._folder / f"weights_{os.getpid()}_{self._num_syncs}"
+        self._socket.bind(f"ipc://{self._path}")
+        return f"ipc://{self._path}"
 
     def send(self, weights: Iterable[ReceivedTensor]) -> str:
         """Send tensors, and wait until the worker has loaded them. Return why this failed; empty if
@@ -110,6 +110,7 @@ class BucketSender:
         finally:
             end_watch(self._socket, self._monitor)
             self._socket.close(0)
+            self._path.unlink(missing_ok=True)
         return ""
 
     def _send(self, weights: Iterable[ReceivedTensor]) -> None:

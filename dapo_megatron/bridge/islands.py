@@ -4,6 +4,7 @@ themselves."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -42,6 +43,23 @@ class RankSlices(Sequence[Sequence[TensorSlice]]):
         numbers: dict[int, int] = {}
         list_of_rank = [numbers.setdefault(self.list_of_rank[rank], len(numbers)) for rank in ranks]
         return RankSlices([self.lists[number] for number in numbers], list_of_rank)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Slices that the workers of the present engines take.
+
+    slices      of each rank's worker: [rank] -> slices. With engines on other GPUs, their workers
+                follow the trainer ranks
+    replicas    [rank] -> replica of the rank's worker; -1 without one
+    """
+
+    slices: RankSlices
+    replicas: Sequence[int]
+
+    def of_replica(self, replica: int) -> list[int]:
+        """Return the ranks of a replica's workers."""
+        return [rank for rank, number in enumerate(self.replicas) if number == replica]
 
 
 def make_islands(

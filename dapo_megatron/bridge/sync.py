@@ -25,11 +25,11 @@ import torch
 
 from dapo_megatron.bridge.bounds import CanaryBounds
 from dapo_megatron.bridge.group import Meeting
-from dapo_megatron.bridge.islands import RankSlices
+from dapo_megatron.bridge.islands import RankSlices, Wanted
 from dapo_megatron.bridge.plan import TransferPlan
 from dapo_megatron.bridge.schedule import FingerprintSchedule
 from dapo_megatron.bridge.transfer import Transfer, gather_slices
-from dapo_megatron.bridge.verify import SyncVerifier, Wanted, canary_sequences
+from dapo_megatron.bridge.verify import SyncVerifier, canary_sequences
 from dapo_megatron.config import SyncConfig
 from dapo_megatron.protocols import Engines, Exchange, Policy
 from dapo_megatron.types import EnginesLost, SyncError, SyncReport, TensorSlice, TooFewEnginesError
@@ -95,7 +95,7 @@ class WeightSync:
             sequences=canary_sequences(vocab, num_tokens),
         )
         self.route: Route | None = None
-        """That of the last sync."""
+        """Route of the last sync."""
 
     def __call__(self, version: int) -> SyncReport:
         """See protocols.Sync.

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.bridge.bounds import CanaryBounds, canary_gap
-from dapo_megatron.bridge.islands import RankSlices
+from dapo_megatron.bridge.islands import RankSlices, Wanted
 from dapo_megatron.cluster.collectives import NAMED, gather_distinct, on_all_ranks
 from dapo_megatron.protocols import Engines, Exchange, Policy
 from dapo_megatron.types import Region, Shard, SyncError, TensorSlice, TokenBatch
@@ -56,23 +55,6 @@ class Mismatch(NamedTuple):
     """A line that names tensor and ranks."""
     replicas: list[int]
     """Engines at fault; none if copies within the policy differ."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Slices that the workers of the present engines take.
-
-    slices      of each rank's worker: [rank] -> slices. With engines on other GPUs, their workers
-                follow the trainer ranks
-    replicas    [rank] -> replica of the rank's worker; -1 without one
-    """
-
-    slices: RankSlices
-    replicas: Sequence[int]
-
-    def of_replica(self, replica: int) -> list[int]:
-        """Return the ranks of a replica's workers."""
-        return [rank for rank, number in enumerate(self.replicas) if number == replica]
 
 
 class SyncVerifier:

@@ -27,6 +27,7 @@ from rich.text import Text
 
 from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.ranks import Ranks, join
+from dapo_megatron.cluster.versions import versions
 from dapo_megatron.config import Config, PreflightConfig
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.doctor.bandwidth import BUDGETS, Bandwidth, Wire, judge, measure
@@ -35,7 +36,7 @@ from dapo_megatron.doctor.node import NodeState, check_node, check_with_timeout,
 from dapo_megatron.files import read_json, write_result, write_text
 from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.policy import device
-from dapo_megatron.tracking.provenance import commit, versions
+from dapo_megatron.tracking.provenance import commit
 from dapo_megatron.types import CheckpointError, RankError
 
 PINGS = 5

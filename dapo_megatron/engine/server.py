@@ -27,6 +27,7 @@ from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.cluster.servers import OF_A_RANK
 from dapo_megatron.cluster.stop import SIGNALS
+from dapo_megatron.cluster.versions import source_digest, versions
 from dapo_megatron.config.file import parse_config
 from dapo_megatron.engine.messages import (
     CALLS,
@@ -40,7 +41,6 @@ from dapo_megatron.engine.messages import (
 )
 from dapo_megatron.files import sha256
 from dapo_megatron.rewards.pool import GradingPool
-from dapo_megatron.tracking.provenance import source_digest, versions
 from dapo_megatron.types import Completion, DapoError, Finish, Prompt
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class EngineServer:
         self._engine, self._grading, self._link = engine, grading, link
         self._report_seconds = report_seconds
         self._sampling: Sampling | None = None
-        """That of the phase; None between phases."""
+        """Parameters of the phase; None between phases."""
         self._is_free = False  # keeps running, instead of a number of steps per order
         self._ungraded: dict[int, tuple[int, Completion]] = {}
         """(ticket, completion) of what is being graded, in the order of finishing, by number."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from importlib import import_module
 
-import torch
-
 from dapo_megatron.cluster.imports import disable_compiler, quick_imports
 
 
@@ -14,6 +12,8 @@ def import_libraries() -> None:
 
     Otherwise each library is imported at its first use, sometimes on rank 0 while other ranks wait.
     """
+    import torch
+
     if not torch.cuda.is_available():
         disable_compiler()
     with quick_imports():

@@ -25,7 +25,7 @@ from dapo_megatron.config import Config, PolicyConfig, TrainConfig
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.engine.messages import Facts
 from dapo_megatron.engine.server import engine_facts, model_digests
-from dapo_megatron.model import engine_groups, read_architecture
+from dapo_megatron.model import Groups, engine_groups, read_architecture
 from dapo_megatron.plan.rows import row_multiple, sequence_multiple
 from dapo_megatron.protocols import MicrobatchPlanner, Policy
 from dapo_megatron.rollout.engines import Engines
@@ -91,20 +91,23 @@ def start_engines(
         arch = read_architecture(config)
         workers = engine_groups(config, arch, ranks.world_size, ranks_per_node)
 
-    def log_of(replica: int) -> Path | None:
-        return None if logs is None else logs / f"engine_{replica}.log"
-
     size = config.engine_tensor_parallel
-    servers: dict[int, Server] = {}
-    for replica in range(num_replicas):
-        if workers is not None:
-            first, gpus = workers[replica][0], [rank % ranks_per_node for rank in workers[replica]]
-        else:  # on the GPUs after those of the trainers, unless others start the engines
-            first = -1 if ENGINES in os.environ else 0
-            start_gpu = ranks.world_size + replica * size
-            gpus = list(range(start_gpu, start_gpu + size))
-        if first == ranks.rank:
-            servers[replica] = Server(replica, address, secret, _devices(gpus), log_of(replica))
+    gpus_of = {
+        replica: [rank % ranks_per_node for rank in workers[replica]]
+        if workers is not None
+        else _gpus_after(ranks.world_size, replica, size)
+        for replica in _own_replicas(ranks, num_replicas, workers)
+    }
+    servers = {
+        replica: Server(
+            replica,
+            address,
+            secret,
+            _devices(gpus),
+            None if logs is None else logs / f"engine_{replica}.log",
+        )
+        for replica, gpus in gpus_of.items()
+    }
     device = torch.device("cuda", ranks.local_rank) if _has_cuda() else torch.device("cpu")
     sender = None
     if any(ranks.rank in group for group in workers or ()):
@@ -169,6 +172,20 @@ def _sync(config: Config, ranks: Ranks, policy: Policy, engines: Engines) -> Wei
         ranks_per_node=_ranks_per_node(ranks),
         device=device(),
     )
+
+
+def _own_replicas(ranks: Ranks, num_replicas: int, workers: Groups | None) -> list[int]:
+    """Return the engines that this rank starts: those whose first worker shares its GPU, or on rank
+    0 all on other GPUs, unless others start them."""
+    if workers is not None:
+        return [replica for replica, group in enumerate(workers) if group[0] == ranks.rank]
+    return list(range(num_replicas)) if ranks.rank == 0 and ENGINES not in os.environ else []
+
+
+def _gpus_after(num_ranks: int, replica: int, size: int) -> list[int]:
+    """Return the GPUs of an engine of `size` workers, after those of the trainers."""
+    start = num_ranks + replica * size
+    return list(range(start, start + size))
 
 
 def _seed(seed: int, replica: int, start: str, number: int) -> int:

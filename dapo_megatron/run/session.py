@@ -307,7 +307,8 @@ def _summary(context: RunContext, progress: Any, highest_gib: float) -> dict[str
     """Return the contents of summary.json. `highest_gib` is the largest resident memory of this
     rank, without its child processes: a forked child would count the memory that it shares with its
     parent. (A grading process needs 0.1 GiB.)"""
-    from dapo_megatron.tracking.provenance import commit, versions
+    from dapo_megatron.cluster.versions import versions
+    from dapo_megatron.tracking.provenance import commit
 
     peaks = context.ranks.all_gather(highest_gib, float)
     return {

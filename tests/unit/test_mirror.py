@@ -26,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.cluster.attempt import start_attempt
+from dapo_megatron.cluster.versions import versions
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.tracking import mirror_state, mlflow_tracker
@@ -44,7 +45,7 @@ from dapo_megatron.tracking.mlflow_tracker import (
     deliver_rest,
     why_waiting,
 )
-from dapo_megatron.tracking.provenance import commit, flatten, run_tags, versions
+from dapo_megatron.tracking.provenance import commit, flatten, run_tags
 from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import REPOSITORY, tiny_config

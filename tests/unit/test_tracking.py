@@ -20,11 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dapo_megatron
+from dapo_megatron.cluster.versions import versions
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.run.record import changed_keys, missing_steps
 from dapo_megatron.tracking import console
 from dapo_megatron.tracking.console import RunConsole
-from dapo_megatron.tracking.provenance import commit, versions
+from dapo_megatron.tracking.provenance import commit
 from dapo_megatron.tracking.recorder import RunRecorder, Speedometer
 from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker, Lines
 from dapo_megatron.types import CheckpointError, DapoError

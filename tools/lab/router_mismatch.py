@@ -10,9 +10,11 @@ of experts, and with the engine's. Prints a table and one line of JSON.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,12 +99,13 @@ def run_config(folder: Path, precision: str) -> Config:
     )
 
 
-def sample(config: Config, num_sequences: int) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Return an engine and `num_sequences` (request, completion) of random prompts."""
+def sample(config: Config, num_sequences: int) -> list[tuple[Any, Any]]:
+    """Return `num_sequences` (request, completion) of random prompts, from an engine in this
+    process."""
     from dapo_megatron.engine.engine import VllmEngine
     from dapo_megatron.types import Prompt, SampleRequest
 
-    engine = VllmEngine(config, rank=0, world_size=1, local_rank=0)
+    engine = VllmEngine(config)
     generator = np.random.default_rng(0)
     prompts = generator.integers(4, 60, (num_sequences, PROMPT_TOKENS)).tolist()
     engine.submit(
@@ -122,7 +125,8 @@ def sample(config: Config, num_sequences: int) -> tuple[Any, list[tuple[Any, Any
     results: list[tuple[Any, Any]] = []
     while engine.requests:
         results += engine.step()
-    return engine, sorted(results, key=lambda pair: pair[0].ticket)
+    engine.close()
+    return sorted(results, key=lambda pair: pair[0].ticket)
 
 
 def score(config: Config, results: list[tuple[Any, Any]]) -> dict[str, Any]:
@@ -195,8 +199,8 @@ def main(
         with tempfile.TemporaryDirectory() as folder:
             write_model(family, Path(folder))
             config = run_config(Path(folder), precision)
-            engine, results = sample(config, sequences)
-            engine.close()
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+                results = executor.submit(sample, config, sequences).result()
             figures = score(config, results)
         result[family] = figures
         for name, label in (("own", "the policy's"), ("replayed", "the engine's")):

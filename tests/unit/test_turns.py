@@ -1,0 +1,415 @@
+"""Policy and engine take turns in the accelerator's memory: the order of calls, and who is loaded.
+
+The sync and the loop are the real ones. A fake stands for both policy and engines. It refuses calls
+that sleeping engines or an offloaded policy could not serve.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dapo_megatron import loop
+from dapo_megatron.bridge.bounds import CanaryBounds
+from dapo_megatron.bridge.sync import WeightSync
+from dapo_megatron.bridge.verify import fingerprints
+from dapo_megatron.cluster.instruments import MemoryMeter, StepInstruments, TimelineRecorder
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.config import SyncConfig
+from dapo_megatron.rollout.partial_step import PartialStep
+from dapo_megatron.types import (
+    ConfigError,
+    EnginesLost,
+    LogProbs,
+    Rollouts,
+    Shard,
+    StarvedError,
+    StepStats,
+    Stopped,
+    SyncError,
+    TensorSlice,
+    TokenBatch,
+    TooFewEnginesError,
+    whole,
+)
+from tests.helpers.batches import ONE_INDEX, described, tokens_of
+from tests.helpers.configs import tiny_config
+from tests.unit.test_batch import RIGHT, WRONG, completion, group, overlong
+
+NAME = "model.norm.weight"
+VOCAB, NUM_TOKENS = 64, 8
+BOUNDS = CanaryBounds(max=1e-3, mean=1e-3, quantile=1e-3, basis="", derived=frozenset())
+SYNC = ["onload", "wake weights", "load", "fingerprints", "logprobs", "offload", "wake kv_cache"]
+SYNC += ["score", "decode_gap"]
+
+
+class Accelerator:
+    """`protocols.Policy` and `protocols.Engines` of a model with one tensor of 6 elements.
+
+    connected  replicas that could take part in the next sync
+    """
+
+    def __init__(self, *connected: int) -> None:
+        self.connected = list(connected or (0,))
+        self.present: dict[int, int] = {}
+        self.lost: list[tuple[list[int], str]] = []
+        self.failures: dict[str, list[Exception]] = {}
+        """Errors of the next calls, by name."""
+        self.calls: list[str] = []
+        self.loaded = {"policy", "engine weights", "engine cache"}
+        self.weight = torch.arange(6.0)
+        self.kept = self.weight.clone()
+        self.engine_weight = torch.zeros(6)
+        self.damage: Callable[[Tensor], Tensor] = lambda weight: weight
+
+    def record(self, call: str, *needed: str) -> None:
+        assert set(needed) <= self.loaded, f"{call} while only {self.loaded} are loaded"
+        self.calls.append(call)
+        if self.failures.get(call):
+            raise self.failures[call].pop(0)
+
+    # ---------------------------------------------------------------- the policy
+
+    @property
+    def tensor_slice(self) -> TensorSlice:
+        return TensorSlice(NAME, (6,), torch.float32, whole((6,)))
+
+    def shards(self) -> list[Shard]:
+        return [Shard(self.tensor_slice, self.weight)]
+
+    def onload(self) -> None:
+        assert "engine cache" not in self.loaded or "policy" in self.loaded or self.is_failing
+        self.record("onload")
+        if "policy" not in self.loaded:
+            self.weight.untyped_storage().resize_(24)
+            self.weight.copy_(self.kept)
+        self.loaded.add("policy")
+
+    def offload(self) -> None:
+        self.record("offload", "policy")
+        self.kept = self.weight.clone()
+        self.weight.untyped_storage().resize_(0)
+        self.loaded.remove("policy")
+
+    def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
+        self.record("logprobs", "policy")
+        value = -self.weight.sum().expand(len(batch.tokens)).clone()
+        return LogProbs(value, torch.zeros_like(value))
+
+    def update(self, mini: TokenBatch, loss: Any, lr: float, *, check: Any) -> StepStats:
+        assert check is None
+        self.record("update", "policy")
+        assert "engine cache" not in self.loaded
+        self.weight += 1
+        return StepStats(0.0, 0.0, lr, 1, {})
+
+    # ---------------------------------------------------------------- the engines
+
+    def await_ready(self) -> None:
+        if not self.connected:
+            raise TooFewEnginesError("0 of at least 1 engines")
+        self.present = dict.fromkeys(self.connected, 1)
+
+    def places(self) -> dict[int, list[int]]:
+        return {replica: [place] for place, replica in enumerate(self.present)}
+
+    def connect(self, meeting: Any, slices: Any) -> None:
+        """Do nothing: no engine is on another GPU."""
+
+    def lose(self, replicas: Sequence[int], why: str) -> None:
+        self.lost.append((list(replicas), why))
+        self.connected = [number for number in self.connected if number not in replicas]
+
+    def note_sync(self) -> None:
+        self.synced = dict(self.present)
+
+    def call(self, method: str, *arguments: Any, of: object) -> dict[int, Any]:
+        result = getattr(self, method)(*arguments)
+        return {
+            replica: result[replica] if isinstance(result, dict) else result
+            for replica in self.present
+        }
+
+    def trace(self, offered: Any) -> list[list[TensorSlice]]:
+        return [[self.tensor_slice]]
+
+    def sleep(self) -> None:
+        self.record("sleep")
+        self.loaded -= {"engine weights", "engine cache"}
+        self.engine_weight = torch.full((6,), torch.nan)
+
+    def wake(self, part: str) -> None:
+        if part == "weights":
+            self.record("wake weights", "policy")
+            self.loaded.add("engine weights")
+            return
+        assert "policy" not in self.loaded
+        self.record("wake kv_cache", "engine weights")
+        self.loaded.add("engine cache")
+
+    def load(self, weights: Iterable[Any], version: int) -> None:
+        if len(self.present) > 1:  # a transfer to engines of other ranks needs these ranks
+            self.engine_weight = self.damage(self.weight.clone())
+        else:
+            for _, [(_, value)] in weights:
+                self.engine_weight = self.damage(value.clone())
+        self.record("load", "policy", "engine weights")
+
+    def fingerprints(self, names: Any) -> list[list[tuple[int, int]]]:
+        self.record("fingerprints", "policy", "engine weights")
+        return [[(0, number) for number in fingerprints([(self.engine_weight, whole((6,)))])]]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> Any:
+        self.record("score", "engine weights", "engine cache")
+        score = [[-float(self.engine_weight.sum())] * (len(tokens) - 1) for tokens in sequences]
+        return {
+            replica: [[value + self.wrong.get(replica, 0.0) for value in row] for row in score]
+            for replica in self.present
+        }
+
+    def decode_gap(self, sequences: Sequence[Sequence[int]]) -> tuple[float, float]:
+        self.record("decode_gap", "engine weights", "engine cache")
+        return self.decoding_error, self.decoding_error
+
+    is_failing = False
+    decoding_error = 0.0
+    wrong: Mapping[int, float] = MappingProxyType({})
+    """Error of the scores of replicas."""
+
+
+def make_sync(both: Any, **keys: Any) -> WeightSync:
+    return WeightSync(
+        both, both, Ranks(0, 1, 0), SyncConfig(max_gap=1e-3, **keys),
+        bounds=BOUNDS, vocab=VOCAB, max_tokens=NUM_TOKENS, ranks_per_node=1,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+def test_a_sync_moves_weights_while_both_models_are_loaded_then_offloads_the_policy() -> None:
+    both = Accelerator()
+    sync = make_sync(both)
+    for version in range(3):
+        both.calls.clear()
+        both.sleep()
+        report = sync(version)
+        assert both.calls == ["sleep", *SYNC]
+        assert both.loaded == {"engine weights", "engine cache"}
+        assert report.canary_gap == 0 and report.turn_seconds >= 0
+        both.sleep()
+        both.onload()
+        both.weight += 1
+
+
+def test_damage_seen_only_by_the_canary_is_located_by_reloading_the_policy() -> None:
+    both = Accelerator()
+    sync = make_sync(both, fingerprint_every=10)
+    both.sleep()
+    sync(0)
+    both.sleep()
+    both.calls.clear()
+    both.damage, both.is_failing = lambda weight: weight + 1, True
+    with pytest.raises(SyncError, match=NAME):
+        sync(1)
+    until_score = SYNC[: SYNC.index("score") + 1]
+    without_fingerprints = [call for call in until_score if call != "fingerprints"]
+    assert both.calls == [*without_fingerprints, "onload", "fingerprints"]
+
+
+def test_a_canary_gap_is_reported_even_if_the_policy_no_longer_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def onload() -> None:
+        if "engine cache" in both.loaded:
+            raise torch.OutOfMemoryError("out of memory")
+        Accelerator.onload(both)
+
+    both = Accelerator()
+    sync = make_sync(both, fingerprint_every=10)
+    both.sleep()
+    sync(0)
+    both.sleep()
+    both.damage = lambda weight: weight + 1
+    monkeypatch.setattr(both, "onload", onload)
+    with pytest.raises(SyncError, match=r"canary .* disagree .* do not fit on the GPU together"):
+        sync(1)
+
+
+@pytest.mark.parametrize("error", [2e-3, math.inf])
+def test_decoding_with_other_log_probs_than_scoring_ends_the_run(error: float) -> None:
+    both = Accelerator()
+    sync = make_sync(both)
+    both.sleep()
+    both.decoding_error = 5e-4
+    assert sync(0).decode_gap == pytest.approx(5e-4, rel=1e-3)
+    both.sleep()
+    both.decoding_error = error
+    with pytest.raises(SyncError, match=r"weights 1: decoded tokens .* engine 0"):
+        sync(1)
+
+
+def test_an_engine_without_memory_to_wake_up_ends_the_run_with_the_config_key() -> None:
+    both = Accelerator()
+    sync = make_sync(both)
+    both.sleep()
+    both.failures["wake kv_cache"] = [ConfigError("engine.memory_fraction: too much")]
+    with pytest.raises(ConfigError, match=r"engine\.memory_fraction: too much"):
+        sync(0)
+    assert both.calls[-1] == "wake kv_cache"
+
+
+# ------------------------------------------------------------------ lost engines
+
+
+@pytest.mark.parametrize("place", ["load", "fingerprints", "wake kv_cache", "score"])
+def test_a_sync_whose_engines_are_lost_begins_again_with_others(place: str) -> None:
+    both = Accelerator(0, 1)
+    sync = make_sync(both)
+    both.sleep()
+    both.calls.clear()
+    both.failures[place] = [EnginesLost("no engine is left")]
+    sync(3)
+    until = SYNC[: SYNC.index(place) + 1]
+    # A transfer ends on the policy's side, which may have been offloaded since.
+    assert both.calls == [*until, "sleep", "onload", *SYNC]
+    assert both.synced == {0: 1, 1: 1} and both.lost == []
+    assert both.loaded == {"engine weights", "engine cache"}
+
+
+def test_only_engines_at_fault_are_left_out() -> None:
+    both = Accelerator(0, 1, 2)
+    sync = make_sync(both)
+    both.sleep()
+    both.wrong = {1: 0.5}
+    report = sync(3)
+    [(replicas, why)] = both.lost
+    assert replicas == [1] and "policy and engine disagree by 0.5" in why
+    assert both.synced == {0: 1, 2: 1} and report.canary_gap == 0
+
+
+def test_a_fault_of_all_engines_ends_the_run() -> None:
+    both = Accelerator(0, 1)
+    sync = make_sync(both)
+    both.sleep()
+    both.wrong = {0: 0.5, 1: 0.5}
+    with pytest.raises(SyncError, match=r"policy and engine disagree by 0\.5"):
+        sync(3)
+    assert both.lost == []
+
+
+def test_syncs_that_fail_again_and_again_end_the_run() -> None:
+    both = Accelerator(0)
+    sync = make_sync(both)
+    both.sleep()
+    both.failures["load"] = [EnginesLost(f"loss {number}") for number in range(99)]
+    with pytest.raises(TooFewEnginesError, match=r"10 syncs in a row failed, .* loss 9"):
+        sync(3)
+
+
+# ------------------------------------------------------------------ the loop
+
+
+class World:
+    """The other parts of a run."""
+
+    def __init__(self, both: Accelerator, error: Exception | None = None) -> None:
+        self.both, self.error = both, error
+
+    def collect(self, version: int, on_progress: Any) -> Rollouts:
+        self.both.record(f"collect {version}", "engine weights", "engine cache")
+        if self.error is not None and version == 1:
+            raise self.error
+        completions = (completion(0, 1, RIGHT), completion(1, 1, WRONG))
+        groups = [group(1, *completions)]
+        return Rollouts(described(groups, overlong()), tokens_of(groups, overlong()), {})
+
+    def run(self, version: int) -> dict[str, float]:
+        self.both.record("evaluate", "engine weights", "engine cache")
+        return {}
+
+    def stage(self) -> None:
+        self.both.record("copy", "policy")
+
+    def commit(
+        self, step: int, state: Any, rollouts: Any, *, is_open: bool = False
+    ) -> Callable[[], None]:
+        self.both.record(f"save {step}")
+        return lambda: None
+
+    def wait(self) -> None:
+        pass
+
+    def due(self, step: int, last: int = 0) -> bool:
+        return True
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.logged = metrics
+
+    def snapshot(self) -> None:
+        pass
+
+    def sequence_diagnostics(self, *_: Any) -> None:
+        pass
+
+    @contextmanager
+    def phase(self, name: str, step: int = 0) -> Iterator[None]:
+        yield
+
+    def trained(self, lengths: Sequence[int], num_scored: int) -> None:
+        pass
+
+    @contextmanager
+    def progress(self, num_groups: int) -> Iterator[Any]:
+        yield None
+
+
+def train(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> tuple[Any, World]:
+    """Run two steps of the real loop, each on two mini-batches of one sequence."""
+    both, ranks = Accelerator(), Ranks(0, 1, 0)
+    world = World(both, error)
+    sync = make_sync(both)
+    both.sleep()
+    both.calls.clear()
+    monkeypatch.setattr(loop, "check_gap", lambda *_, **__: None)
+    parts: Any = SimpleNamespace(
+        policy=both, sync=sync, collector=world, evaluator=world, recorder=world,
+        checkpoints=world, data_parallel=ONE_INDEX, loss=None,
+        learning_rate=lambda step: 1e-4, check_stop=lambda: None,
+        sampling_ahead=lambda version: nullcontext(),
+        instruments=StepInstruments(world, MemoryMeter(ranks), TimelineRecorder(ranks, every=0)),
+    )  # fmt: skip
+    config = tiny_config(train__rollout_steps=2)
+    with suppress(StarvedError, Stopped):
+        loop.train(config, parts, loop.Progress(), PartialStep(), started=time.time())
+    return both, world
+
+
+def test_the_loop_loads_only_one_model_outside_of_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, world = train(monkeypatch)
+    step = ["sleep", "onload", "logprobs", "update", "update", "copy", *SYNC, "evaluate"]
+    assert both.calls == [
+        *SYNC, "evaluate",
+        "collect 0", *step, "save 1",
+        "collect 1", *step, "save 2",
+    ]  # fmt: skip
+    phases = ("generate", "logprobs", "update", "checkpoint", "sync", "evaluate")
+    memory = {name for name in world.logged if name.startswith("memory/")}
+    assert memory == {f"memory/{phase}_gib" for phase in phases}
+
+
+@pytest.mark.parametrize("error", [StarvedError("none"), Stopped("by SIGUSR1")])
+def test_a_run_that_ends_early_saves_the_reloaded_policy(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    both, _ = train(monkeypatch, error)
+    assert both.calls[-5:] == ["collect 1", "sleep", "onload", "copy", "save 1"]
