@@ -69,23 +69,9 @@ def start_engines(
     start  name of what the run starts from, which decides the random numbers of requests without a
            seed
     """
-    num_replicas = config.num_replicas(ranks.world_size)
     secret = run_secret(ranks.world_size) or secrets.token_bytes(32)
-    pool: Pool | None = None
-    if ranks.rank == 0:
-        pool = Pool(
-            pool_endpoint(ranks.world_size),
-            secret,
-            config.model_dump(mode="json"),
-            Facts(engine_facts(), model_digests(config.model.path)),
-            num_replicas=num_replicas,
-            max_sequences=config.engine.max_sequences,
-            deterministic=config.rollout.deterministic,
-            silence_seconds=config.engine.silence_seconds,
-            seed=lambda replica, number: _seed(config.seed, replica, start, number),
-        )
-    address = ranks.broadcast(pool.address if pool else "", str)
-    ranks_per_node = _ranks_per_node(ranks)
+    pool = _pool(config, ranks, secret, start) if ranks.rank == 0 else None
+    address, ranks_per_node = ranks.broadcast(pool.address if pool else "", str), _per_node(ranks)
     workers = None
     if config.engine.colocated:
         arch = read_architecture(config)
@@ -96,7 +82,7 @@ def start_engines(
         replica: [rank % ranks_per_node for rank in workers[replica]]
         if workers is not None
         else _gpus_after(ranks.world_size, replica, size)
-        for replica in _own_replicas(ranks, num_replicas, workers)
+        for replica in _own_replicas(config, ranks, workers)
     }
     servers = {
         replica: Server(
@@ -122,7 +108,7 @@ def start_engines(
         host=address.removeprefix("tcp://").rpartition(":")[0],
         secret=secret,
         folder=socket_folder(),
-        at_least=num_replicas if config.rollout.deterministic else config.engine.min_replicas,
+        at_least=_least(config, ranks),
         start_seconds=config.watchdog.start,
         call_seconds=config.watchdog.sync,
         silence_seconds=config.engine.silence_seconds,
@@ -169,17 +155,40 @@ def _sync(config: Config, ranks: Ranks, policy: Policy, engines: Engines) -> Wei
         bounds=canary_bounds(config, has_experts=bool(architecture.num_experts)),
         vocab=architecture.vocab_size,
         max_tokens=config.rollout.max_prompt_tokens,
-        ranks_per_node=_ranks_per_node(ranks),
+        ranks_per_node=_per_node(ranks),
         device=device(),
     )
 
 
-def _own_replicas(ranks: Ranks, num_replicas: int, workers: Groups | None) -> list[int]:
+def _least(config: Config, ranks: Ranks) -> int:
+    """Return the number of engines that a sync needs. The numbers of a deterministic run depend on
+    all."""
+    if config.rollout.deterministic:
+        return config.num_replicas(ranks.world_size)
+    return config.engine.min_replicas
+
+
+def _pool(config: Config, ranks: Ranks, secret: bytes, start: str) -> Pool:
+    return Pool(
+        pool_endpoint(ranks.world_size),
+        secret,
+        config.model_dump(mode="json"),
+        Facts(engine_facts(), model_digests(config.model.path)),
+        num_replicas=config.num_replicas(ranks.world_size),
+        max_sequences=config.engine.max_sequences,
+        deterministic=config.rollout.deterministic,
+        silence_seconds=config.engine.silence_seconds,
+        seed=lambda replica, number: _seed(config.seed, replica, start, number),
+    )
+
+
+def _own_replicas(config: Config, ranks: Ranks, workers: Groups | None) -> list[int]:
     """Return the engines that this rank starts: those whose first worker shares its GPU, or on rank
     0 all on other GPUs, unless others start them."""
     if workers is not None:
         return [replica for replica, group in enumerate(workers) if group[0] == ranks.rank]
-    return list(range(num_replicas)) if ranks.rank == 0 and ENGINES not in os.environ else []
+    is_here = ranks.rank == 0 and ENGINES not in os.environ
+    return list(range(config.num_replicas(ranks.world_size))) if is_here else []
 
 
 def _gpus_after(num_ranks: int, replica: int, size: int) -> list[int]:
@@ -207,5 +216,5 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _ranks_per_node(ranks: Ranks) -> int:
+def _per_node(ranks: Ranks) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))

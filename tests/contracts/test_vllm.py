@@ -1,7 +1,7 @@
 """Test the undocumented names and behavior of vLLM that this project uses.
 
 Names that only a GPU uses are checked as well. Behavior is that of the engine on this machine,
-observed in one rank (vllm_probe.py). tests/parity/test_engine*.py test weight loading by slices,
+observed in one process (vllm_probe.py). tests/parity/test_engine*.py test weight loading by slices,
 sampling and log-probs.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from tests.contracts.names import check_arguments, check_name, find, imports_of
-from tests.contracts.vllm_probe import observe
+from tests.contracts.vllm_probe import names_of_the_extension, observe
 from tests.helpers.configs import tiny_config
+from tests.helpers.engines import run_alone
 from tests.helpers.models import make_random_model
-from tests.helpers.ranks import run_ranks
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -35,14 +35,9 @@ V2 = "vllm.v1.worker.gpu."
 
 NAMES = {
     # Replaced.
-    "vllm.v1.engine.core:cleanup_dist_env_and_memory": "engine/device.py",
-    "vllm.distributed.parallel_state:_TP": "engine/device.py",
-    "vllm.distributed.parallel_state:init_model_parallel_group": "engine/groups.py",
-    **{
-        f"vllm.distributed.parallel_state:{name}": "engine/shutdown.py"
-        for name in ("_WORLD", "_INNER_DP_WORLD", "_NODE_COUNT", "destroy_model_parallel")
-    },
-    "vllm.renderers.base:BaseRenderer.shutdown": "engine/shutdown.py",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache": "engine/routes.py",
+    f"{V2}model_runner:GPUModelRunner.initialize_kv_cache": "engine/routes.py",
+    "vllm.v1.core.sched.scheduler:Scheduler._free_request_blocks": "engine/routes.py",
     SHARED_MEMORY + ".make_group_name": "engine/device.py",
     f"{LAYERS}rotary_embedding.base:RotaryEmbedding.forward_cpu": "engine/device.py",
     f"{LAYERS}rotary_embedding.base:RotaryEmbedding.forward_native": "engine/device.py",
@@ -63,15 +58,12 @@ NAMES = {
     ),
     f"{LAYERS}vocab_parallel_embedding:ParallelLMHead": "engine/device.py",
     f"{LAYERS}vocab_parallel_embedding:UnquantizedEmbeddingMethod": "engine/readback.py",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids": "engine/routes.py",
+    f"{LAYERS}fused_moe.router.base_router:BaseRouter.set_capture_fn": "engine/routes.py",
     # Methods.
     **{
         LLM + name: "engine/engine.py"
-        for name in (
-            "collective_rpc",
-            "reset_prefix_cache",
-            "sleep",
-            "wake_up",
-        )
+        for name in ("collective_rpc", "reset_prefix_cache", "sleep", "wake_up")
     },
     **{
         ENGINE + name: "engine/engine.py"
@@ -150,14 +142,12 @@ def test_log_probs_mode_has_processed_logprobs() -> None:
     assert "processed_logprobs" in str(find("vllm.config.model:LogprobsMode"))
 
 
-@pytest.mark.parametrize("worker", ["gpu_worker:Worker", "cpu_worker:CPUWorker"])
-def test_the_extension_hides_nothing_of_a_worker(worker: str) -> None:
+def test_the_extension_hides_nothing_of_a_worker() -> None:
     """vLLM refuses an extension (engine/extension.py) with a name that its worker has."""
-    from dapo_megatron.engine.extension import WorkerExtension
-
-    names = {name for name in dir(WorkerExtension) if not name.startswith("__")}
+    names = run_alone(names_of_the_extension)
     assert {"trace_slices", "load_slices", "read_slices", "clear_cache"} <= names
-    assert not names & {*dir(find(f"vllm.v1.worker.{worker}"))}
+    for worker in ("gpu_worker:Worker", "cpu_worker:CPUWorker"):
+        assert not names & {*dir(find(f"vllm.v1.worker.{worker}"))}
 
 
 def test_experts_have_no_kernel_until_they_are_packed() -> None:
@@ -204,8 +194,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if os.environ.get("CUDA_VISIBLE_DEVICES") is None and find("torch:cuda.is_available")():
         pytest.skip("tests an engine on a CPU; tools/gpu_check.py tests one on a GPU")
     folder = make_random_model("qwen3", tmp_path_factory.mktemp("contracts") / "qwen3")
-    (result,) = run_ranks(observe, 1, str(folder))
-    return dict(result)
+    return dict(run_alone(observe, folder))
 
 
 def test_running_requests_keep_the_ids_we_gave(observed: dict[str, Any]) -> None:
@@ -227,7 +216,7 @@ def test_aborted_requests_are_removed_at_once(observed: dict[str, Any]) -> None:
 
 
 def test_reset_prefix_cache_returns_whether_it_was_reset(observed: dict[str, Any]) -> None:
-    """engine/receiver.py: False would mean that requests are in flight."""
+    """engine/engine.py: False would mean that requests are in flight."""
     assert observed["reset"] is True
 
 
@@ -246,19 +235,3 @@ def test_the_embedding_has_the_number_of_rows_without_padding(observed: dict[str
     """engine/loads.py: shard_indices.num_org_elements; the rest is padding."""
     real, padded = observed["rows"]
     assert real == observed["vocab"] <= padded
-
-
-def test_group_of_tensor_parallel_ranks_has_a_cpu_group(observed: dict[str, Any]) -> None:
-    """engine/receiver.py: get_tp_group().cpu_group."""
-    assert observed["cpu_group_size"] == 1
-
-
-def test_shutting_down_an_engine_keeps_the_process_groups(observed: dict[str, Any]) -> None:
-    """engine/device.py replaces core.cleanup_dist_env_and_memory, which vLLM calls."""
-    assert observed["initialized_after_shutdown"]
-
-
-def test_an_engine_keeps_threads_and_seeds_of_the_process(observed: dict[str, Any]) -> None:
-    """engine/device.py (construction): threads and seeds."""
-    assert observed["threads_are_kept"]
-    assert observed["seed_is_kept"]

@@ -1,31 +1,22 @@
-"""Observe a vLLM engine on a CPU in one rank, for test_vllm.py."""
+"""Observe a vLLM engine on a CPU, for test_vllm.py."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
-
-import torch
 
 from tests.helpers import engines
 
 STEPS = 3
 
 
-def observe(rank: int, folder: str) -> dict[str, Any]:
+def observe(folder: Path) -> dict[str, Any]:
     """Return all observations by name."""
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    set_num_threads = torch.set_num_threads
-    engine = engines.start(folder, rank, 1, 1)
-    observed: dict[str, Any] = {
-        "threads_are_kept": torch.set_num_threads is set_num_threads,
-        "seed_is_kept": bool(torch.equal(torch.rand(1), expected)),
-        "steps": STEPS,
-    }
-    llm = engine._llm
-    (inside,) = llm.apply_model(look_inside)
-    return {**observed, **inside, **requests(engine), **ending(llm)}
+    engine = engines.start(folder)
+    (inside,) = engine._llm.apply_model(look_inside)
+    observed = {"steps": STEPS, **inside, **requests(engine)}
+    engine.close()
+    return observed
 
 
 def requests(engine: Any) -> dict[str, Any]:
@@ -59,15 +50,10 @@ def look_inside(model: Any) -> dict[str, Any]:
     }
 
 
-def ending(llm: Any) -> dict[str, Any]:
-    import gc
+def names_of_the_extension() -> set[str]:
+    from dapo_megatron.engine import device
 
-    from vllm.distributed.parallel_state import get_tp_group
+    device.prepare_environment()
+    from dapo_megatron.engine.extension import WorkerExtension
 
-    size = get_tp_group().cpu_group.size()
-    llm.llm_engine.engine_core.shutdown()
-    gc.collect()
-    return {
-        "cpu_group_size": size,
-        "initialized_after_shutdown": torch.distributed.is_initialized(),
-    }
+    return {name for name in dir(WorkerExtension) if not name.startswith("__")}

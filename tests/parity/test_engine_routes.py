@@ -197,7 +197,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
 
 @pytest.fixture(scope="module")
 def results(folders: Any) -> dict[int, dict[str, tuple[Results, str]]]:
-    """What `sampled` returns for one worker, and for two with one model."""
+    """Results of `sampled` for one worker, and for two with one model."""
     of_two = {"qwen3_moe": folders["qwen3_moe"]}
     return {1: run_alone(sampled, 1, folders), 2: run_alone(sampled, 2, of_two)}
 

@@ -52,7 +52,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "separate tp2": {"tensor_parallel": 2, "colocated": False},
     "separate ep2": {"tensor_parallel": 2, "colocated": False, "expert_parallel": True},
 }
-"""Of one replica unless it is said. `ep2` distributes whole experts."""
+"""One replica unless it is said. `ep2` distributes whole experts."""
 CPU_LATENT = {
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,

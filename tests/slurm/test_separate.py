@@ -10,7 +10,7 @@ from collections import Counter
 import psutil
 import pytest
 
-from tests.learning.test_elastic import check_ledger
+from tests.learning.test_engines import check_ledger
 from tests.slurm.cluster import NEEDS_ROOT, Cluster, wait_until
 from tests.slurm.jobs import ON_CPU, Job, Project
 from tests.slurm.runs import NUM_STEPS, START_SECONDS, Run

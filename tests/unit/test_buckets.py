@@ -125,7 +125,7 @@ def start(sender: BucketSender, receiver: Worker, kind: str = "load") -> None:
 )
 @given(st.lists(PARTS, max_size=12), st.integers(0, 10**6))
 def test_every_bit_arrives(shared_worker: Worker, tmp_path: Path, parts: Any, seed: int) -> None:
-    """Of any tensors: empty, without dimensions, larger than a bucket, or none at all."""
+    """Any tensors: empty, without dimensions, larger than a bucket, or none at all."""
     tensors = tensors_of(parts, seed)
     sender = BucketSender(tmp_path, CPU, 60.0)
     for number in range(2):  # the buckets are used again
