@@ -66,8 +66,7 @@ def start_engines(
     their models meanwhile; see `build_models`. Collective.
 
     logs   folder of the servers' logs; None: they write to this process's output
-    start  name of what the run starts from, which decides the random numbers of requests without a
-           seed
+    start  name of what the run starts from, for the random numbers of requests without a seed
     """
     secret = run_secret(ranks.world_size) or secrets.token_bytes(32)
     pool = _pool(config, ranks, secret, start) if ranks.rank == 0 else None

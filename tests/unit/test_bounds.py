@@ -56,7 +56,7 @@ def test_a_gap_within_its_bounds_has_no_excess() -> None:
 def test_an_excess_names_figure_bound_worst_token_and_ranks() -> None:
     healthy = gap_of()
     assert BOUNDS.excess({0: healthy, 5: gap_of((1, 15, 11.0))}) == (
-        "11 (sequence 1, token 15), engine ranks 5; sync.max_gap is 10"
+        "11 (sequence 1, token 15), engine 5; sync.max_gap is 10"
     )
     spread = gap_of(*((sequence, 7, 3.0) for sequence in range(4)))
     assert BOUNDS.excess({0: spread, 1: healthy, 2: spread}) == (
