@@ -60,12 +60,12 @@ def test_an_excess_names_figure_bound_worst_token_and_ranks() -> None:
     )
     spread = gap_of(*((sequence, 7, 3.0) for sequence in range(4)))
     assert BOUNDS.excess({0: spread, 1: healthy, 2: spread}) == (
-        "0.12 (on the mean of 100 tokens; by 3 at sequence 0, token 7), engine ranks 0, 2; "
+        "0.12 (on the mean of 100 tokens; by 3 at sequence 0, token 7), engine 0, 2; "
         "sync.canary_mean_gap is 0.1, derived from bfloat16"
     )
     skewed = gap_of((1, 15, 4.0), (3, 2, 2.0))
     assert BOUNDS.excess({0: healthy, 1: skewed}) == (
-        "2 (on more than 1% of 100 tokens; by 4 at sequence 1, token 15), engine ranks 1; "
+        "2 (on more than 1% of 100 tokens; by 4 at sequence 1, token 15), engine 1; "
         "sync.canary_quantile_gap is 1, derived from bfloat16"
     )
     exceeding = gap_of((1, 15, 11.0)), spread, skewed, gap_of((0, 3, math.nan))
