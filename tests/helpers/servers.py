@@ -63,11 +63,15 @@ def opened_pool(num_replicas: int, **keys: Any) -> Iterator[Pool]:
 class PlayedServer:
     """Socket of a server, which the test plays."""
 
-    def __init__(self, address: str, secret: bytes | None = SECRET) -> None:
+    def __init__(
+        self, address: str, secret: bytes | None = SECRET, keys: tuple[bytes, bytes] | None = None
+    ) -> None:
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 0
         if secret is not None:
             trust_rank0(self._socket, secret)
+        if keys is not None:
+            self._socket.curve_publickey, self._socket.curve_secretkey = keys
         self._socket.connect(address)
 
     def hello(self, replica: int | None, facts: Mapping[str, str] = VERSIONS) -> None:

@@ -216,7 +216,8 @@ def test_a_killed_run_resumes_to_the_same_weights_and_leaves_nothing(
         assert len(servers(ids)) == 1
         os.killpg(running.pid, signal.SIGKILL)
         wait_for_the_end(ids)
-    assert set(os.listdir("/dev/shm")) <= before
+    left = set(os.listdir("/dev/shm")) - before
+    assert not {name for name in left if "loky" not in name}  # of other tests
     folder = finish(directory, name, *words)
     tensors, others = policy_file(folder), policy_file(colocated)
     assert not [name for name in others if not torch.equal(tensors[name], others[name])]

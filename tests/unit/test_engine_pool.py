@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import zmq
 
 from dapo_megatron.cluster.collectives import ErrorRecord, encode
 from dapo_megatron.engine.messages import GroupRequest, OrderKind
@@ -44,6 +45,8 @@ def request(ticket: int, *samples: int) -> GroupRequest:
 def test_only_servers_with_the_secret_get_in() -> None:
     with opened_pool(2) as pool:
         strangers = [PlayedServer(pool.address, secret) for secret in (bytes(32), None)]
+        # One that knows rank 0's public key.
+        strangers.append(PlayedServer(pool.address, keys=zmq.curve_keypair()))
         for stranger in strangers:
             stranger.hello(0)
         host, _, port = pool.address.removeprefix("tcp://").rpartition(":")

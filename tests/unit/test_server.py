@@ -91,11 +91,15 @@ def sample_order(ticket: int, *samples: Any, num_steps: int = 0, is_seeded: bool
 
 
 def serve(
-    engine: CannedEngine, grading: GradingPool, script: Sequence[Item], link: Any = None
+    engine: CannedEngine,
+    grading: GradingPool,
+    script: Sequence[Item],
+    link: Any = None,
+    report_seconds: float = 0.0,
 ) -> ScriptedLink:
     link = link or ScriptedLink(script)
     with pytest.raises(Left):
-        EngineServer(engine, grading, link, report_seconds=0.0).serve()  # type: ignore[arg-type]
+        EngineServer(engine, grading, link, report_seconds).serve()  # type: ignore[arg-type]
     return link  # type: ignore[no-any-return]
 
 
@@ -170,6 +174,24 @@ def test_an_interrupt_returns_everything_once_and_the_next_phase_starts_anew(
     assert link.sent[-1].num_sampled == 1  # since the interrupt, and only what was sampled
 
 
+def test_an_interrupt_returns_grades_that_were_not_due_to_be_reported(
+    grading: GradingPool,
+) -> None:
+    engine = CannedEngine(TEXTS, holds=lambda request: request.sample == 3)
+    script: list[Item] = [
+        sample_order(3, 0, 1, 2, 3),
+        lambda: engine.num_steps >= 2 and not grading.pending,
+        Order(OrderKind.INTERRUPT),
+    ]
+    link = ScriptedLink(script)
+    serve(engine, grading, [], link, report_seconds=1e9)
+    first, last = [report for report in link.sent if report.is_news]
+    assert not first.is_interrupted and last.is_interrupted
+    assert sorted(each.sample for _, each, _ in link.returned) == [0, 1, 2, 3]
+    whys = {each.sample: why for _, each, why in link.returned}
+    assert whys == {0: "graded", 1: "graded", 2: "error", 3: ""}
+
+
 def test_a_deterministic_order_runs_its_steps_and_waits_for_all_grades(
     grading: GradingPool,
 ) -> None:
@@ -213,7 +235,7 @@ class SlowGrading:
     def collect(self, wait: bool) -> list[Any]:
         self._results += self._pool.collect(wait)
         self._waits = self._waits + 1 if self._results and not self._pool.pending else 0
-        if self._waits < 5:
+        if self._waits < 10:
             return []
         results, self._results, self._waits = self._results[::-1], [], 0
         return results
@@ -233,10 +255,11 @@ def test_grades_of_an_interrupted_phase_do_not_reach_the_next(grading: GradingPo
     link = ScriptedLink(
         [
             sample_order(3, 0),
-            lambda: engine.num_steps == 1,
+            lambda: slow._results,
             Order(OrderKind.INTERRUPT),
             sample_order(3, 0),
             lambda: len(link.returned) == 2,
+            Order(OrderKind.INTERRUPT),
         ]
     )
     serve(engine, slow, [], link)  # type: ignore[arg-type]
@@ -244,6 +267,8 @@ def test_grades_of_an_interrupted_phase_do_not_reach_the_next(grading: GradingPo
     assert (first.text, first_why, first.grade) == ("wrong", "", None)
     assert (second.text, second_why) == ("7", "graded")
     assert second.grade is not None and second.grade.correct
+    last = link.sent[-1]
+    assert last.is_interrupted and (last.returned, last.num_sampled) == ([], 1)
 
 
 def test_calls_return_results_and_errors_of_the_engine(grading: GradingPool) -> None:
