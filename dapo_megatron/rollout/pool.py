@@ -370,6 +370,7 @@ class Pool:
             self._send(identity, Order(OrderKind.LEAVE, text=fault))
             return
         self.lose(replica, "another process has taken its place")
+        self.given_up = [other for other in self.given_up if other != replica]  # not the new one
         self._num_connections += 1
         self._engines[replica] = _Engine(
             identity, self._num_connections, replica, hello.process, time.monotonic()

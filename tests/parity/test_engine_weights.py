@@ -34,6 +34,7 @@ from tests.helpers.engines import (
 from tests.helpers.models import make_random_model, randomize
 
 NUM_SYNCS = 3
+"""Syncs of an engine of one worker. With two workers there is one, because they are slow."""
 Observations = dict[str, Any]
 Cases = Mapping[str, tuple[str, Observations, Observations]]
 
@@ -88,7 +89,7 @@ def _synced(engine: Any, folder: Path, overrides: Observations) -> Observations:
     observed["slices"] = wanted
     observed["undisturbed"] = run(engine, requests(range(6))) == before
     observed["gaps"].append(gap(model, requests(range(6)), before))
-    for version in range(1, NUM_SYNCS + 1):
+    for version in range(1, (NUM_SYNCS if len(wanted) == 1 else 1) + 1):
         randomize(model, seed=100 + version)
         sent = _cast(weights(model), dtype)
         engine._llm.collective_rpc(_reallocate)
@@ -250,11 +251,12 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Observations:
 
 def _check(observed: Observations, *, exact: bool = True) -> None:
     limit = GAP if exact else 10.0  # in bfloat16 a token may go to another expert
-    assert len(observed["gaps"]) == NUM_SYNCS + 1 and len(observed["scores"]) == NUM_SYNCS
+    num_syncs = NUM_SYNCS if len(observed["slices"]) == 1 else 1
+    assert len(observed["gaps"]) == num_syncs + 1 and len(observed["scores"]) == num_syncs
     assert all(value < limit for value in (*observed["gaps"], *observed["scores"]))  # False for NaN
     assert observed["differ"] == []
     assert observed["undisturbed"]
-    assert observed["version"] == {NUM_SYNCS}
+    assert observed["version"] == {num_syncs}
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -467,6 +467,7 @@ def test_any_changed_field_is_refused_or_has_no_effect(
         return
     if error:
         check_refused(error, r"ticket -?\d+, sample -?\d+: ")
-        assert driver.turns_since_lie == 0
+        # Another request of this replica: refused when the true one comes.
+        assert driver.turns_since_lie == 0 or field[0] in ("ticket", "sample")
     else:
         assert original == changed_to, f"{original} was silently taken for {changed_to}"

@@ -25,6 +25,7 @@ from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -213,6 +214,7 @@ def measure(size: Size, num_servers: int, num_engines: int, steps: int) -> None:
         pool.close()
     for process in processes:
         process.wait(30)
+    torch.distributed.destroy_process_group()
 
 
 def _sized(config: Config, size: Size) -> Config:
