@@ -283,15 +283,12 @@ class Pool:
                 if report.error is not None:
                     errors[replica] = report.error
                 elif report.answer is not None:
-                    results[replica] = self._result(replica, method, report.answer)
+                    of = CALLS[method][1]
+                    results[replica] = decode(report.answer, of, self.name(replica))
             if time.monotonic() > end:
                 for replica in set(waiting) - results.keys() - errors.keys():
                     self.lose(replica, f"no answer to {method} within {seconds:g} s")
         return dict(sorted(results.items())), dict(sorted(errors.items()))
-
-    def _result(self, replica: int, method: str, answer: bytes) -> Any:
-        _, of = CALLS[method]
-        return decode(answer, of, self.name(replica))
 
     def note_sync(self, replicas: Collection[int]) -> None:
         """Note which replicas have the new weights."""
