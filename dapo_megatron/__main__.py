@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from dapo_megatron.cluster import interrupt  # first, because it handles Ctrl-C from now on
+from dapo_megatron.cluster.address import engines_endpoint
 from dapo_megatron.cluster.join import adopt_step
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.safe_output import protect_streams
@@ -119,7 +120,9 @@ def evaluate(
 
 @app.command()
 def engine(
-    connect: Annotated[str, typer.Option(metavar="ADDRESS", help="Of rank 0's engines.")],
+    connect: Annotated[
+        str | None, typer.Option(help="tcp://HOST:PORT of rank 0. Default: $DAPO_MEGATRON_ENGINES.")
+    ] = None,
     replica: Annotated[
         int | None, typer.Option(min=0, help="Number of the engine. Default: any that is free.")
     ] = None,
@@ -127,7 +130,7 @@ def engine(
     """Serve a run as one of its engines, until it ends. Needs the run's secret."""
     from dapo_megatron.engine import server
 
-    server.command(connect, replica)
+    server.command(connect or engines_endpoint(), replica)
 
 
 @app.command()
@@ -342,7 +345,7 @@ def nodes(
     ] = Path("preflight"),
 ) -> None:
     """Check all nodes of a run and the network between them. Run one srun task per GPU."""
-    checked = _load(config, overrides, overlay)
+    checked = _load(config, overrides, overlay, is_on_all_nodes=True)
     _on_ranks(checked.run.processes)
     from dapo_megatron.doctor import nodes
 
@@ -371,10 +374,14 @@ def _load(
     overlays: list[Path] | None,
     *,
     has_engine: bool = True,
+    is_on_all_nodes: bool = False,
 ) -> Config:
     config = load_config(path, overrides or [], overlays or [])
     arch = read_architecture(config)
-    check_layout(config, arch, num_processes(config), has_engine=has_engine)
+    num_ranks = num_processes(config)
+    if is_on_all_nodes and is_launched():  # those of separate engines are included
+        num_ranks = policy_ranks(config, num_ranks)
+    check_layout(config, arch, num_ranks, has_engine=has_engine)
     check_compatibility(config, arch, has_engine=has_engine)
     lists = {"data.train": config.data.train, "evaluation.sets": config.evaluation.sets}
     for key, sources in lists.items():

@@ -3,9 +3,10 @@
 #
 #   engine.sh COMMAND...
 #
-# The run goes on meanwhile. It gives up after DAPO_ENGINE_STARTS (5) starts in a row that did not
-# last DAPO_QUICK_SECONDS (600), with a pause of DAPO_ENGINE_PAUSE (10) seconds between two of them.
-# DAPO_RUN_OVER names a file that exists once the policy has ended.
+# Task N is engine N. The run goes on without it meanwhile. The script gives up after
+# DAPO_ENGINE_STARTS (5) starts in a row that did not last DAPO_QUICK_SECONDS (600), with a pause of
+# DAPO_ENGINE_PAUSE (10) seconds between two. DAPO_RUN_OVER names a file that exists once the policy
+# has ended.
 
 set -u
 
@@ -13,7 +14,7 @@ trap '' USR1 TERM # rank 0 stops the run, and saves what engines have
 count=0
 while :; do
     SECONDS=0
-    "$@"
+    "$@" ${SLURM_PROCID:+--replica "$SLURM_PROCID"}
     code=$?
     ((code == 0)) && exit 0 # the run is over
     [[ -e ${DAPO_RUN_OVER:-} ]] && exit $code

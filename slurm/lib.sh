@@ -75,7 +75,8 @@ open_job() {
     GPUS=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}
     GPUS=${GPUS##*:} # 8 of h100:8
     is_number "$GPUS" || refuse "--gpus-per-node: $GPUS; name one kind of GPU, such as h100:8"
-    unset DAPO_MEGATRON_SECRET DAPO_MEGATRON_SECRET_FILE # each start makes a new one
+    # Each start makes its own.
+    unset DAPO_MEGATRON_SECRET DAPO_MEGATRON_SECRET_FILE DAPO_MEGATRON_ENGINES
     export DAPO_CPUS_PER_TASK=$((SLURM_CPUS_ON_NODE / TASKS > 0 ? SLURM_CPUS_ON_NODE / TASKS : 1))
     # shellcheck source=slurm/env.sh
     source "$DAPO_HOME/slurm/env.sh"
@@ -100,8 +101,8 @@ split_nodes() {
         refuse "DAPO_ENGINES: $DAPO_ENGINES; write engine.replicas, x and engine.tensor_parallel," \
             "such as 4x8 (slurm/submit.py sets it)"
     ((replicas > 0 && size > 0 && TASKS % size == 0 && replicas * size % TASKS == 0)) ||
-        refuse "DAPO_ENGINES: $DAPO_ENGINES on nodes of $TASKS tasks; engines fill whole nodes, and" \
-            "none extends over two: change engine.replicas or engine.tensor_parallel"
+        refuse "DAPO_ENGINES: $DAPO_ENGINES on nodes of $TASKS tasks; a node has trainers or engines," \
+            "and an engine is on one node: change engine.replicas or engine.tensor_parallel"
     num=$((replicas * size / TASKS))
     ((num < ${#NODES[@]})) || refuse "DAPO_ENGINES: $DAPO_ENGINES takes $num nodes, and the job has" \
         "only ${#NODES[@]}"
@@ -177,15 +178,14 @@ choose_rendezvous() {
             "$DAPO_INTERFACE; 'ip -4 addr' on a compute node shows its interfaces"
     fi
     # A port below the range that the kernel uses for outgoing connections. Each start takes another
-    # one, because processes of the last start may still hold theirs. The node check uses the next.
+    # one, because processes of the last start may still hold theirs. The node check uses the next,
+    # and after it rank 0, for engines on other nodes.
     local start=$((SLURM_JOB_ID + 1009 * ${SLURM_RESTART_COUNT:-0}))
     MASTER_PORT=$((${DAPO_PORT_BASE:-20000} + 2 * (start % 5000)))
     # Ranks prove to each other that they know the secret, so that no other process can join. Tasks
     # get it in the environment, because every user of a node can read command lines.
     DAPO_MEGATRON_SECRET=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
     export MASTER_ADDR MASTER_PORT DAPO_MEGATRON_SECRET
-    # Rank 0 listens there for engines, when the node check is over.
-    ((${#ENGINE_NODES[@]})) && export DAPO_MEGATRON_ENGINES=$MASTER_ADDR:$((MASTER_PORT + 1))
     say "ranks meet at $MASTER_ADDR:$MASTER_PORT"
 }
 

@@ -150,18 +150,23 @@ def _time_problems(config: Config, request: Request) -> Iterator[str]:
 
 
 def _step_problems(config: Config, request: Request) -> Iterator[str]:
-    engine = config.engine_tensor_parallel
-    if not request.gpus_per_node and request.tasks_per_node % engine:
+    engine, tasks = config.engine_tensor_parallel, request.tasks_per_node
+    if not request.gpus_per_node and tasks % engine:
         yield (
             f"engine.tensor_parallel: the {engine} ranks of an engine without GPUs share memory, "
-            f"so they must be on one node, but a node has {request.tasks_per_node} ranks; use "
+            f"so they must be on one node, but a node has {tasks} ranks; use "
             f"--tasks-per-node {engine}, or engine.tensor_parallel=1"
         )
-    gpus, tasks = config.separate_gpus, request.tasks_per_node
-    if gpus and (tasks % engine or gpus % tasks):
+    elif config.separate_gpus and tasks % engine:
         yield (
-            f"engine.replicas: {gpus // engine} engines of {engine} GPUs do not fill whole nodes "
-            f"of {tasks}; a node has either trainers or engines, and an engine is on one node"
+            f"engine.tensor_parallel: {engine} does not divide the {tasks} GPUs of a node, and an "
+            "engine on other GPUs is on one node"
+        )
+    elif config.separate_gpus % tasks:
+        yield (
+            f"engine.replicas: {config.engine.replicas} engines of {engine} "
+            f"(engine.tensor_parallel) do not fill whole nodes of {tasks}, and a node has trainers "
+            f"or engines; use a multiple of {tasks // engine}"
         )
     if config.resume != "auto" and request.chain > 1:
         yield (
@@ -257,7 +262,8 @@ def plan(config: Config, request: Request) -> Iterator[tuple[str, str]]:
     if config.engine.colocated:
         yield "engines", f"{engines} ranks, on those of the policy"
     else:
-        yield "engines", f"{engines} tasks, after the {ranks} of the policy"
+        num_nodes = ceil(config.separate_gpus / request.tasks_per_node)
+        yield "engines", f"{engines}, on the last {num_nodes} nodes; the policy has {ranks} ranks"
     yield "run", f"{config.folder} (metrics, checkpoints, logs of ranks)"
     yield "logs", f"{LOGS}/{request.name}/ (job log; ranks: JOB.START/NODE-RANK.log)"
 

@@ -16,7 +16,6 @@ LOOPBACK = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"
 _HOW = f"set {INTERFACE} to the network interface of the cluster (such as ib0 or eth0)"
 
-
 ENGINES = "DAPO_MEGATRON_ENGINES"
 """Environment variable with the address of rank 0 for engines on other machines, as HOST:PORT."""
 
@@ -30,6 +29,13 @@ def pool_endpoint(world_size: int, environ: Mapping[str, str] = os.environ) -> s
     if not port.isdigit():
         raise ConfigError(f"{ENGINES}: {environ[ENGINES]!r} is not HOST:PORT")
     return f"tcp://{_local_address(host, ENGINES)}:{port}"
+
+
+def engines_endpoint(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the endpoint to which engines connect, from ENGINES. Raises ConfigError without it."""
+    if ENGINES not in environ:
+        raise ConfigError(f"--connect: missing, and {ENGINES} (HOST:PORT of rank 0) is not set")
+    return f"tcp://{environ[ENGINES]}"
 
 
 def cluster_address(world_size: int, environ: Mapping[str, str] = os.environ) -> str:

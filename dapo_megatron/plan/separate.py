@@ -43,8 +43,7 @@ def side_warnings(estimate: MemoryEstimate, speed: Speed | None) -> Iterator[str
     if gpus and estimate.num_gpus > gpus and ranks % gpus:
         yield (
             f"engine.replicas: the policy's {ranks} ranks are no multiple of the {gpus} GPUs of a "
-            "node, so a node has both policy and engines. An engine may extend over two nodes, and "
-            "the job cannot go on without a lost engine"
+            "node, so a node has both policy and engines, which slurm/submit.py refuses"
         )
     yield from _cache_warning(estimate)
     if speed is None:

@@ -37,7 +37,7 @@ TRAINING = (
 evaluated."""
 START_SECONDS = 300.0
 """Time allowed until the first step of a run, on a busy machine."""
-IS_TRAINING = b"\0train\0"
+IS_TRAINING, IS_ENGINE = b"\0train\0", b"\0engine\0"
 FAULTS: list[tuple[str, ...]] = []
 """Rows of a table for docs/results.md, printed at the end of the tests."""
 
@@ -95,6 +95,14 @@ class Run:
 
     def pid_of_rank(self, rank: int) -> int:
         """Return the process id of a rank, as seen outside of the node's namespace."""
+        return self._pid(rank, IS_TRAINING)
+
+    def pid_of_engine(self, engine: int) -> int:
+        """Return the process id of the server of an engine that has a node of its own."""
+        return self._pid(engine, IS_ENGINE)
+
+    def _pid(self, task: int, name: bytes) -> int:
+        """Return the process id of a task whose command contains `name`."""
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 command = (entry / "cmdline").read_bytes()
@@ -104,10 +112,10 @@ class Run:
             environment = dict(word.split("=", 1) for word in words if "=" in word)
             if environment.get("SLURM_JOB_ID") != str(self.job.number):
                 continue
-            is_rank = int(environment.get("SLURM_PROCID", -1)) == rank
-            if is_rank and command.split(b"\0")[0].endswith(b"/python") and IS_TRAINING in command:
+            is_task = int(environment.get("SLURM_PROCID", -1)) == task
+            if is_task and command.split(b"\0")[0].endswith(b"/python") and name in command:
                 return int(entry.name)
-        raise AssertionError(f"no process of rank {rank}\n{self.story()}")
+        raise AssertionError(f"no process of task {task}\n{self.story()}")
 
     def wait_for_end(self, seconds: float = 2 * START_SECONDS) -> None:
         """Wait until the run completes. Raise AssertionError if it ends otherwise."""

@@ -365,6 +365,7 @@ def test_evaluate_and_convert_sbatch_run_the_program(project: Project) -> None:
     conversion = project.sbatch("megatron-to-hf", "a", "b", script="convert.sbatch")
     for job in (evaluation, conversion):
         assert job.wait_for()["JobState"] == "COMPLETED", job.story()
+        assert "unbound" not in job.log
         assert "output of rank 0" in job.log
     tasks = [project.record(f"{evaluation.number}.0", f"evaluate-{rank}") for rank in range(2)]
     assert len({task["DAPO_MEGATRON_SECRET"][0] for task in tasks}) == 1

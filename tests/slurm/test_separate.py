@@ -7,10 +7,9 @@ import os
 import signal
 from collections import Counter
 
-import psutil
 import pytest
 
-from tests.learning.test_engines import check_ledger
+from tests.learning.test_engines import FREE, check_both_sampled, check_ledger
 from tests.slurm.cluster import NEEDS_ROOT, Cluster, wait_until
 from tests.slurm.jobs import ON_CPU, Job, Project
 from tests.slurm.runs import NUM_STEPS, START_SECONDS, Run
@@ -40,24 +39,31 @@ def starts(project: Project, attempt: str, engine: int) -> int:
 
 
 def test_policy_and_engines_have_a_step_with_their_tasks(project: Project) -> None:
-    """An engine of two GPUs is one task."""
-    per_node = ("--ntasks-per-node=2", "--gpus-per-node=2")
-    job = submit(project, 2, "1x2", *per_node, FAKE="busy", FAKE_STARTS="1")
+    """An engine of two GPUs is one task, which sees only these."""
+    per_node = ("--ntasks-per-node=4", "--gpus-per-node=4")
+    job = submit(project, 2, "2x2", *per_node, FAKE="busy", FAKE_STARTS="2")
     assert job.wait_for(seconds=SECONDS)["JobState"] == "COMPLETED", job.story()
     attempt = f"{job.number}.0"
-    ranks = [project.record(attempt, f"train-{rank}") for rank in range(2)]
-    engine = project.record(attempt, "engine-0")
-    assert [task["SLURM_NTASKS"][0] for task in (*ranks, engine)] == ["2", "2", "1"]
+    ranks = [project.record(attempt, f"train-{rank}") for rank in range(4)]
+    engines = [project.record(attempt, f"engine-{number}") for number in range(2)]
+    assert {task["SLURM_NTASKS"][0] for task in ranks} == {"4"}
+    assert {task["SLURM_NTASKS"][0] for task in engines} == {"2"}
+    assert {task["CUDA_VISIBLE_DEVICES"][0] for task in ranks} == {"0,1,2,3"}
+    assert [task["CUDA_VISIBLE_DEVICES"][0] for task in engines] == ["0,1", "2,3"]
     for name in ("DAPO_MEGATRON_ENGINES", "DAPO_MEGATRON_SECRET", "DAPO_MEGATRON_ATTEMPT"):
-        assert len({task[name][0] for task in (*ranks, engine)}) == 1, name
+        assert len({task[name][0] for task in (*ranks, *engines)}) == 1, name
+    [port] = {task["MASTER_PORT"][0] for task in ranks}
+    [address] = {task["MASTER_ADDR"][0] for task in ranks}
+    assert ranks[0]["DAPO_MEGATRON_ENGINES"] == [f"{address}:{int(port) + 1}"]
     assert {task["arguments"][0] for task in ranks} == {"-m dapo_megatron train c.yaml resume=auto"}
-    address = engine["DAPO_MEGATRON_ENGINES"][0]
-    assert engine["arguments"] == [f"-m dapo_megatron engine --connect tcp://{address}"]
+    assert [task["arguments"][0] for task in engines] == [
+        f"-m dapo_megatron engine --replica {number}" for number in range(2)
+    ]
     logs = project.folder / "slurm_logs/dapo" / attempt
-    assert len([*logs.glob("*-engine0.log")]) == 1
+    assert len([*logs.glob("*-engine[01].log")]) == 2
     if project.cluster.has_networks:
-        hosts = Counter(task["host"][0] for task in (*ranks, engine))
-        assert hosts == {"node1": 2, "node2": 1}
+        hosts = Counter(task["host"][0] for task in (*ranks, *engines))
+        assert hosts == {"node1": 4, "node2": 2}
 
 
 def test_a_dead_engine_is_started_again_and_the_policy_goes_on(project: Project) -> None:
@@ -113,7 +119,8 @@ def test_the_job_is_requeued_without_a_lost_node_of_the_policy(
     project.cluster.kill_node("node2")
     assert job.wait_for(seconds=SECONDS)["JobState"] == "COMPLETED", job.story()
     assert int(job.facts()["Restarts"]) == 1
-    hosts = [project.record(f"{job.number}.1", f"train-{rank}")["host"][0] for rank in range(3)]
+    tasks = ("train-0", "train-1", "engine-0")
+    hosts = [project.record(f"{job.number}.1", task)["host"][0] for task in tasks]
     assert len({*hosts}) == 3 and "node2" not in hosts
 
 
@@ -151,7 +158,7 @@ def test_a_job_that_may_not_be_requeued_is_cancelled_after_two_lost_nodes(
     [
         ("1", "write engine.replicas, x and engine.tensor_parallel"),
         ("2x1", "takes 2 nodes, and the job has only 2"),
-        ("1x2", "engines fill whole nodes"),
+        ("1x2", "change engine.replicas or engine.tensor_parallel"),
     ],
 )
 def test_wrong_numbers_of_engines_are_refused(project: Project, engines: str, reason: str) -> None:
@@ -163,43 +170,48 @@ def test_wrong_numbers_of_engines_are_refused(project: Project, engines: str, re
 # ---------------------------------------------------------------------------- real runs
 
 
-def start(training: Project, name: str, num_engines: int, *more: str) -> Run:
-    """Start a run with a rank of the policy, and each engine on a node of its own."""
+SEPARATE = ("engine.colocated=false", "engine.tensor_parallel=1")
+STEPS = 80
+"""Enough for an engine to return, which takes half a minute, in the middle of the run."""
+
+
+def start(training: Project, name: str, *more: str) -> Run:
+    """Start a run with a rank of the policy and two engines, each on a node of its own. It goes on
+    without an engine, because it is not deterministic."""
     return Run.start(
-        training, name, "policy.tensor_parallel=1", "engine.colocated=false",
-        f"engine.replicas={num_engines}", "engine.tensor_parallel=1", *more,
-        num_nodes=1 + num_engines, options=("--no-kill",), DAPO_ENGINES=f"{num_engines}x1", **QUICK,
+        training, name, "policy.tensor_parallel=1", *SEPARATE, "engine.replicas=2", *FREE, *more,
+        num_nodes=3, options=("--no-kill",), DAPO_ENGINES="2x1", **QUICK,
     )  # fmt: skip
 
 
 def test_a_run_with_engines_on_another_node_completes(training: Project) -> None:
-    run = start(training, "separate", 1)
+    """The node check covers all three nodes, a number that does not fit the policy's layout."""
+    run = Run.start(
+        training, "separate", "policy.tensor_parallel=2", *SEPARATE, "engine.replicas=1",
+        num_nodes=3, options=("--no-kill",), DAPO_ENGINES="1x1", DAPO_PREFLIGHT="1", **QUICK,
+    )  # fmt: skip
     run.wait_for_end()
     assert run.num_steps() == NUM_STEPS
     assert int(run.job.facts()["Restarts"]) == 0
 
 
 def test_a_run_goes_on_without_a_killed_engine_which_returns(training: Project) -> None:
-    run = start(training, "separate_killed", 2, "train.rollout_steps=40")
+    run = start(training, "separate_killed", f"train.rollout_steps={STEPS}")
     run.wait_for_step(2, 2 * START_SECONDS)
-    servers = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if "engine" in process.info["cmdline"] and "--connect" in process.info["cmdline"]
-    ]
-    os.kill(servers[-1].pid, signal.SIGKILL)
+    os.kill(run.pid_of_engine(1), signal.SIGKILL)
     run.wait_for_end()
     assert int(run.job.facts()["Restarts"]) == 0
-    check_ledger(run.folder, 40, samples_per_prompt=8)
+    check_ledger(run.folder, STEPS, samples_per_prompt=8)
+    check_both_sampled(run.folder)
     logs = run.project.folder / f"slurm_logs/separate_killed/{run.job.number}.0"
-    texts = [path.read_text() for path in logs.glob("*-engine*.log")]
-    assert sum("engine ended with exit code 137; starting it again" in text for text in texts) == 1
+    log = next(logs.glob("*-engine1.log")).read_text()
+    assert "engine ended with exit code 137; starting it again" in log
 
 
 def test_a_run_goes_on_without_a_lost_node_of_engines(
     training: Project, needs_networks: None
 ) -> None:
-    run = start(training, "separate_lost", 2, "engine.silence_seconds=10")
+    run = start(training, "separate_lost")
     run.wait_for_step(2, 2 * START_SECONDS)
     training.cluster.kill_node("node3", is_silent=True)
     run.wait_for_step(run.num_steps() + 1, START_SECONDS)

@@ -185,9 +185,11 @@ def test_engines_on_nodes_of_their_own_are_planned_as_two_steps() -> None:
     assert "DAPO_ENGINES=8x1 sbatch" in ran.stdout.replace("'", "")
     assert "--no-kill " in ran.stdout
     assert "every policy rank" in ran.stdout and "every engine rank" in ran.stdout
+    assert "8 of 1, on the last 1 nodes; the policy has 8 ranks" in ran.stdout
     shared = run(*words, "--nodes=1", "engine.replicas=4")
     assert shared.returncode == 2
-    assert "engine.replicas: 4 engines of 1 GPUs do not fill whole nodes of 8" in shared.stderr
+    assert "engine.replicas: 4 engines of 1 (engine.tensor_parallel) do not fill" in shared.stderr
+    assert "use a multiple of 8" in shared.stderr
 
 
 def test_an_image_in_a_registry_need_not_exist_as_a_file() -> None:

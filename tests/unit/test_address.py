@@ -8,7 +8,7 @@ import pytest
 from psutil._ntuples import snicaddr
 
 from dapo_megatron.cluster import address
-from dapo_megatron.cluster.address import cluster_address
+from dapo_megatron.cluster.address import cluster_address, engines_endpoint
 from dapo_megatron.types import ConfigError
 
 TWO_MACHINES = {"LOCAL_WORLD_SIZE": "2"}
@@ -72,3 +72,9 @@ def test_without_an_address_for_other_machines_the_error_names_the_variable(
     monkeypatch.setattr(address.psutil, "net_if_addrs", lambda: {"ib0": only_link_local})
     with pytest.raises(ConfigError, match=f"^{error}.*GLOO_SOCKET_IFNAME"):
         cluster_address(4, TWO_MACHINES | environ)
+
+
+def test_an_engine_connects_to_the_address_in_the_environment() -> None:
+    assert engines_endpoint({"DAPO_MEGATRON_ENGINES": "node1:20003"}) == "tcp://node1:20003"
+    with pytest.raises(ConfigError, match="--connect: missing, and DAPO_MEGATRON_ENGINES"):
+        engines_endpoint({})

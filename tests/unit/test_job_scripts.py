@@ -250,10 +250,10 @@ def test_submit_rejects_invalid_node_names(tmp_path: Path) -> None:
 def test_an_engine_that_ends_is_started_again_until_the_run_is_over(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     # The third start is told that the run is over.
-    engine = f"echo start >>{starts}; (($(wc -l <{starts}) == 3))"
+    engine = f"echo $0 $1 >>{starts}; (($(wc -l <{starts}) == 3))"
     script = subprocess.run(
         ["bash", str(REPOSITORY / "slurm" / "engine.sh"), "bash", "-c", engine],
-        env={**os.environ, "DAPO_ENGINE_PAUSE": "0"},
+        env={**os.environ, "DAPO_ENGINE_PAUSE": "0", "SLURM_PROCID": "7"},
         capture_output=True,
         text=True,
         check=False,
@@ -261,3 +261,4 @@ def test_an_engine_that_ends_is_started_again_until_the_run_is_over(tmp_path: Pa
     )
     assert script.returncode == 0, script.stdout
     assert script.stdout.count("engine ended with exit code 1; starting it again") == 2
+    assert starts.read_text().splitlines() == ["--replica 7"] * 3
