@@ -95,7 +95,7 @@ def join(meeting: Meeting, own: int, store: Store, secret: bytes, device: torch.
         ranks.check_members(secret)
         if device.type == "cpu":
             return group
-        return make_device_group(store, PURPOSE, members, own, device.index or 0)
+        return make_device_group(store, PURPOSE, members, own, device.index or 0, timeout)
     except RuntimeError as error:  # of gloo, NCCL or the store
         raise SyncError(f"the group of trainers and engines was not made: {error}") from error
 

@@ -58,9 +58,9 @@ class ErrorRecord:
         kinds = (kind.__name__ for kind in type(error).__mro__)
         return ErrorRecord(next(kind for kind in kinds if kind in _ERRORS), str(error))
 
-    def error(self, ranks: Iterable[int] = ()) -> DapoError:
-        """Return the error, caused by `ranks`; a plain DapoError if `kind` is unknown."""
-        return _ERRORS.get(self.kind, DapoError)(self.text, ranks)
+    def error(self) -> DapoError:
+        """Return the error; a plain DapoError if `kind` is unknown."""
+        return _ERRORS.get(self.kind, DapoError)(self.text)
 
 
 NAMED = 5
@@ -101,10 +101,10 @@ def on_all_ranks(exchange: Exchange, action: Callable[[], T], *, drain: Iterable
     records = exchange.all_gather(ErrorRecord.of(error), ErrorRecord | None)
     if any(records):
         named = zip(exchange.names, records, strict=True)
-        errors = {rank: record for rank, record in named if record is not None}
-        lines = [f"rank {rank}: {record.text}" for rank, record in errors.items()]
-        first = next(iter(errors.values()))
-        raise ErrorRecord(first.kind, "\n".join(lines[:NAMED])).error(errors)
+        errors = [(rank, record) for rank, record in named if record is not None]
+        lines = [f"rank {rank}: {record.text}" for rank, record in errors]
+        first = errors[0][1]
+        raise ErrorRecord(first.kind, "\n".join(lines[:NAMED])).error()
     return cast(T, result)
 
 

@@ -58,7 +58,12 @@ def make_group(
 
 
 def make_device_group(
-    store: Store, purpose: str, members: Sequence[int], own: int, device: int
+    store: Store,
+    purpose: str,
+    members: Sequence[int],
+    own: int,
+    device: int,
+    timeout: timedelta = TIMEOUT,
 ) -> ProcessGroup:
     """Return a new NCCL group for tensors on the GPU with this index; see `make_group`."""
     import torch
@@ -66,7 +71,7 @@ def make_device_group(
 
     store, name = _place(store, purpose, members, own)
     options = ProcessGroupNCCL.Options()
-    options._timeout = TIMEOUT
+    options._timeout = timeout
     backend = ProcessGroupNCCL(store, own, len(members), options)
     place = torch.device("cuda", device)
     return _wrapped(store, name, backend, place, ProcessGroup.BackendType.NCCL)

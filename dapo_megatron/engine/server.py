@@ -122,8 +122,12 @@ class EngineServer:
         while True:
             is_sampling = self._is_free and bool(self._engine.requests)
             wait = GRADING_SECONDS if self._grading.pending else IDLE_SECONDS
+            is_waiting = self._is_free and not is_sampling and bool(self._ungraded)
+            started = time.perf_counter()
             for order in self._link.orders(0.0 if is_sampling else wait):
                 self._obey(order)
+            if is_waiting:
+                self._grade_seconds += time.perf_counter() - started
             if self._is_free:
                 self._step()
                 self._collect()

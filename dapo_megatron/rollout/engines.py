@@ -115,23 +115,23 @@ class Engines:
                 self.pool.stop_signal = next(filter(None, signals), "")
         return is_over
 
-    def await_ready(self) -> None:
-        """Wait until at least `at_least` engines can take part in a sync, and choose them: all that
-        are ready. Collective. Raises TooFewEnginesError, and Stopped if a rank was asked to stop.
-        """
-        self.present = self.run(self._await_ready, dict[int, int])
+    def await_ready(self, at_least: int | None = None) -> None:
+        """Wait until `at_least` engines can take part in a sync, and choose them: all that are
+        ready. Collective. Raises TooFewEnginesError, and Stopped if a rank was asked to stop."""
+        task = partial(self._await_ready, at_least or self.at_least)
+        self.present = self.run(task, dict[int, int])
 
-    def _await_ready(self, pool: Pool) -> dict[int, int]:
+    def _await_ready(self, at_least: int, pool: Pool) -> dict[int, int]:
         end = time.monotonic() + self.start_seconds
         pool.wait(0.0)
-        while len(pool.ready) < self.at_least:
+        while len(pool.ready) < at_least:
             if pool.failure is not None:  # the next start would fail as well
                 raise pool.failure.error()
             if pool.stop_signal:
                 raise Stopped(f"stopped by {pool.stop_signal} while it waited for engines")
             if time.monotonic() > end:
                 raise TooFewEnginesError(
-                    f"{len(pool.ready)} of at least {self.at_least} engines (engine.min_replicas) "
+                    f"{len(pool.ready)} of at least {at_least} engines (engine.min_replicas) "
                     f"are there after {self.start_seconds:g} s; see logs/engine_*.log"
                 )
             pool.wait()
@@ -176,33 +176,29 @@ class Engines:
             # A worker that failed has answered, unless it is gone or hangs.
             self._settle(None, ANSWER_SECONDS if errors else None)
             return
-        alive: list[int] = []
-        if self.pool is not None:
-            # A lost engine breaks the group for all others.
-            results, failures = self.pool.finish(ANSWER_SECONDS)
-            alive = [*results, *failures]
-        alive = self.exchange.broadcast(alive, list[int])
-        self.present = {replica: self.present[replica] for replica in alive}
+        # A lost engine breaks the group for all others.
+        results, failures = self._finish(None, ANSWER_SECONDS)
+        self.present = {replica: self.present[replica] for replica in (*results, *failures)}
         raise EnginesLost(errors[0])
 
     def _settle(self, of: object, seconds: float | None = None) -> dict[int, Any]:
         """Return the results of the last call. Engines that did not answer, or failed while others
         did not, are out. Raises the error if all that are left failed, else EnginesLost if none is
         left."""
-        results: dict[int, Any] = {}
-        errors: dict[int, ErrorRecord] = {}
-        if self.pool is not None:
-            results, errors = self.pool.finish(seconds or self.call_seconds)
-            for replica, error in errors.items() if results else ():
-                self.pool.lose(replica, error.text)
-        results = self.exchange.broadcast(results, dict[int, of])  # type: ignore[valid-type]
+        results, errors = self._finish(of, seconds or self.call_seconds)
         self.present = {replica: self.present[replica] for replica in results}
         if not results:
-            errors = self.exchange.broadcast(errors, dict[int, ErrorRecord])
             for replica, error in errors.items():
                 raise ErrorRecord(error.kind, f"engine {replica}: {error.text}").error()
             raise EnginesLost("no engine is left that could take part in the sync")
+        for replica, error in errors.items():
+            self.lose([replica], error.text)
         return results
+
+    def _finish(self, of: object, seconds: float) -> tuple[dict[int, Any], dict[int, ErrorRecord]]:
+        """Return what Pool.finish does, on every rank. Collective."""
+        kind = tuple[dict[int, of], dict[int, ErrorRecord]]  # type: ignore[valid-type]
+        return self.run(lambda pool: pool.finish(seconds), kind)
 
     def lose(self, replicas: Sequence[int], why: str) -> None:
         """Go on without engines at fault. Not collective."""

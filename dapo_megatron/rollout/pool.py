@@ -283,8 +283,11 @@ class Pool:
                 if report.error is not None:
                     errors[replica] = report.error
                 elif report.answer is not None:
-                    of = CALLS[method][1]
-                    results[replica] = decode(report.answer, of, self.name(replica))
+                    try:
+                        of = CALLS[method][1]
+                        results[replica] = decode(report.answer, of, self.name(replica))
+                    except RankError as error:
+                        self.lose(replica, str(error))
             if time.monotonic() > end:
                 for replica in set(waiting) - results.keys() - errors.keys():
                     self.lose(replica, f"no answer to {method} within {seconds:g} s")
@@ -368,6 +371,7 @@ class Pool:
             return
         self.lose(replica, "another process has taken its place")
         self.given_up = [other for other in self.given_up if other != replica]  # not the new one
+        self.failure = None
         self._num_connections += 1
         self._engines[replica] = _Engine(
             identity, self._num_connections, replica, hello.process, time.monotonic()

@@ -30,6 +30,7 @@ from dapo_megatron.plan.rows import row_multiple, sequence_multiple
 from dapo_megatron.protocols import MicrobatchPlanner, Policy
 from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.pool import Pool
+from dapo_megatron.types import ConfigError
 
 
 @dataclass
@@ -75,6 +76,11 @@ def start_engines(
     if config.engine.colocated:
         arch = read_architecture(config)
         workers = engine_groups(config, arch, ranks.world_size, ranks_per_node)
+        if any(len({rank // ranks_per_node for rank in group}) > 1 for group in workers):
+            raise ConfigError(
+                f"engine.tensor_parallel: {config.engine.tensor_parallel}: an engine's GPUs have "
+                f"to be in one node, and a node has {ranks_per_node} ranks"
+            )
 
     size = config.engine_tensor_parallel
     gpus_of = {
@@ -119,9 +125,9 @@ def start_engines(
 def build_models(config: Config, ranks: Ranks, engines: Engines) -> Models:
     """Build the policy, and its sync with the engines. Collective.
 
-    On a GPU the engines are built before, because they need their share of it free. They see the
-    memory of communicators, which are created first. Afterwards they sleep, and the policy has the
-    accelerator until the first sync.
+    On a GPU all colocated engines are built before, because they need their share of it free. They
+    see the memory of communicators, which are created first. Afterwards they sleep, and the policy
+    has the accelerator until the first sync.
     """
     from dapo_megatron.policy.communicators import connect, connect_bridge
 
@@ -129,8 +135,8 @@ def build_models(config: Config, ranks: Ranks, engines: Engines) -> Models:
     connect_bridge(ranks.world_size)
     if engines.pool is not None:
         engines.pool.wait(0.0)  # greets servers, which build their engines from now on
-    if _has_cuda():
-        engines.await_ready()
+    if _has_cuda() and config.engine.colocated:
+        engines.await_ready(config.num_replicas(ranks.world_size))
     policy = build_policy(config, ranks)
     return Models(policy, engines, _sync(config, ranks, policy, engines))
 
