@@ -14,7 +14,7 @@ import zmq
 from dapo_megatron.cluster.collectives import ErrorRecord, encode
 from dapo_megatron.engine.messages import GroupRequest, OrderKind
 from dapo_megatron.rollout.evaluate import sample_all
-from dapo_megatron.types import EnginesLost, Finish, RankError, Segment, SyncError
+from dapo_megatron.types import EnginesLost, Finish, Segment, SyncError
 from tests.helpers.rollouts import completion_of, make_coordinator
 from tests.helpers.servers import (
     MODEL,
