@@ -27,7 +27,7 @@ from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout, policy_ranks
 from dapo_megatron.rewards.registry import check_grader, grader_names, user_function
-from dapo_megatron.rollout.recorded import check_recorded
+from dapo_megatron.rollout.record import require_steps
 from dapo_megatron.types import ConfigError, DapoError, Outcome
 
 app = typer.Typer(
@@ -81,7 +81,7 @@ def train(
     """Train. Starts its own ranks, unless a launcher (torchrun, srun) has started them."""
     checked = _load(config, overrides, overlay, has_engine=replay is None)
     if replay is not None:
-        check_recorded(replay, checked.folder)
+        require_steps(replay, checked.folder)
     if not is_launched():
         from dapo_megatron.run.folder import RunFolder
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dapo_megatron.types import (
-    Group,
     LogProbs,
     LossOutput,
     MicroTokens,
@@ -294,8 +293,8 @@ class Recorder(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def trained(self, lengths: Sequence[int], num_scored: int) -> None: ...
-    def ended(self, step: int, groups: Sequence[tuple[Group, str]]) -> None: ...
-    def completions(self, step: int, rows: Sequence[Any]) -> None: ...
+    def record(self, step: int, record: Any) -> None: ...
+    def note(self, text: str) -> None: ...
     def sequence_diagnostics(
         self,
         step: int,
@@ -358,16 +357,10 @@ class Checkpoints(Protocol):
         ...
 
     def commit(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        parts: Sequence[Snapshot] = (),
-        *,
-        is_open: bool = False,
+        self, step: int, state: Mapping[str, Any], parts: Sequence[Snapshot] = ()
     ) -> Callable[[], None]:
         """Return a function that writes and publishes the snapshot of the policy, `state` and this
-        rank's other `parts` in the background. `is_open` means that the next step has started; the
-        checkpoint then gets another name than that of `step`."""
+        rank's other `parts` in the background."""
         ...
 
     def wait(self) -> None:

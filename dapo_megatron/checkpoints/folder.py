@@ -1,10 +1,6 @@
 """The folder of a run's checkpoints, `checkpoints/step_000012/`. Published checkpoints stay
 complete even if the run is killed at any time.
 
-`step_000012_open/` is from a run that was stopped in the middle of step 13. It contains the groups
-of that step, and possibly weights after some of its updates. The run resumes from it until there
-is a newer checkpoint.
-
 Next to published checkpoints there may be:
 - `.partial/`: checkpoints that are being written or deleted
 - `.step_000012.replaced`: the old version, until the new one is renamed to `step_000012`
@@ -47,22 +43,19 @@ Entry = tuple[int, str]
 """(bytes, SHA-256 in hexadecimal) of a file."""
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
-_OPEN = "_open"
-_NAME = re.compile(rf"step_(\d{{6,}})({_OPEN})?")
+_NAME = re.compile(r"step_(\d{6,})")
 
 
-def name_of(step: int, *, is_open: bool = False) -> str:
-    """Return the name of the checkpoint after `step`, or with `is_open`, within the next step."""
-    return f"step_{step:06d}{_OPEN if is_open else ''}"
+def name_of(step: int) -> str:
+    """Return the name of the checkpoint after `step`."""
+    return f"step_{step:06d}"
 
 
-def place_of(name: str) -> tuple[int, bool]:
-    """Return (step, is within the next step) for a checkpoint's name, which is their sort key.
-
-    Suffixes such as `.1` and `.damaged` are ignored. Other names give (0, False).
-    """
+def step_of(name: str) -> int:
+    """Return the step of a checkpoint's name. Suffixes such as `.1` and `.damaged` are ignored.
+    Other names give 0."""
     match = _NAME.match(name)
-    return (int(match[1]), match[2] is not None) if match else (0, False)
+    return int(match[1]) if match else 0
 
 
 def published(checkpoints: Path) -> list[tuple[int, Path]]:
@@ -70,8 +63,7 @@ def published(checkpoints: Path) -> list[tuple[int, Path]]:
     if not checkpoints.exists():
         return []
     paths = [path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name)]
-    paths.sort(key=lambda path: place_of(path.name), reverse=True)
-    return [(place_of(path.name)[0], path) for path in paths]
+    return sorted(((step_of(path.name), path) for path in paths), reverse=True)
 
 
 def newest(checkpoints: Path) -> Path | None:
@@ -94,28 +86,11 @@ def recover_checkpoints(checkpoints: Path) -> None:
 
 
 def prune(checkpoints: Path, graveyard: Path, *, keep: int, keep_every: int | None) -> None:
-    """Delete all checkpoints except the newest `keep` and multiples of `keep_every` steps.
-
-    A checkpoint within a step does not count towards `keep`. It is deleted unless it is the newest
-    of all.
-    """
-    all_checkpoints = published(checkpoints)
-    between_steps = [(step, path) for step, path in all_checkpoints if not _is_open(path)]
-    old = [path for step, path in between_steps[keep:] if keep_every is None or step % keep_every]
-    for path in (*old, *(path for _, path in all_checkpoints[1:] if _is_open(path))):
-        # Rename first, because a partially deleted folder must not look like a checkpoint.
-        shutil.rmtree(path.rename(graveyard / f"{path.name}.old"))
-
-
-def oldest_recent(checkpoints: Path, keep: int) -> int:
-    """Return the step of the oldest of the newest `keep` checkpoints after a step; 0 without any.
-    Those that are kept for longer do not count."""
-    steps = [step for step, path in published(checkpoints) if not _is_open(path)]
-    return min(steps[:keep], default=0)
-
-
-def _is_open(path: Path) -> bool:
-    return place_of(path.name)[1]
+    """Delete all checkpoints except the newest `keep` and multiples of `keep_every` steps."""
+    for step, path in published(checkpoints)[keep:]:
+        if keep_every is None or step % keep_every:
+            # Rename first, because a partially deleted folder must not look like a checkpoint.
+            shutil.rmtree(path.rename(graveyard / f"{path.name}.old"))
 
 
 def free_name(path: Path) -> Path:
@@ -211,6 +186,16 @@ def fault_of(checkpoint: Path, exchange: Exchange) -> str | None:
     faults = (_file_fault(checkpoint / name, files[name]) for name in names)
     first_faults = exchange.all_gather(next(filter(None, faults), None), str | None)
     return next(filter(None, first_faults), None)
+
+
+def damaged_file(folder: Path) -> str | None:
+    """Return what `fault_of` does, for a folder with a state and a manifest. Not collective."""
+    try:
+        files = _checked_entries(folder)
+    except CheckpointError as error:
+        return str(error)
+    faults = (_file_fault(folder / name, entry) for name, entry in files.items())
+    return next(filter(None, faults), None)
 
 
 def _checked_entries(checkpoint: Path) -> dict[str, Entry]:

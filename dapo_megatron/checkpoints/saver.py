@@ -54,7 +54,6 @@ class _Job:
     """A checkpoint to write."""
 
     step: int
-    name: str
     parts: Sequence[Snapshot]
     """Files that this rank writes: of the policy, and of the rollouts."""
     state: Mapping[str, Any]
@@ -119,27 +118,19 @@ class CheckpointSaver:
         self._part = self.snapshot()
 
     def commit(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        parts: Sequence[Snapshot] = (),
-        *,
-        is_open: bool = False,
+        self, step: int, state: Mapping[str, Any], parts: Sequence[Snapshot] = ()
     ) -> Callable[[], None]:
         """Return a function that starts writing and publishing the copy, `state` and this rank's
         other `parts`. Collective. `state` is encoded in the background and must not change.
 
-        The copy is made now if `stage` was not called. `is_open` marks a checkpoint within the next
-        step: it does not replace the checkpoint of `step`, and is kept until there is a newer one.
-        First waits for the previous write.
+        The copy is made now if `stage` was not called. First waits for the previous write.
         """
         self._join()
         part, self._part = self._part or self.snapshot(), None
         self._last_save = time.monotonic()
         if self.exchange.rank == 0:
             state = {**state, **self.extra, "manifest": True}
-        name = folders.name_of(step, is_open=is_open)
-        job = _Job(step, name, (part, *parts), state)
+        job = _Job(step, (part, *parts), state)
 
         def start() -> None:
             # A daemon thread, so that a failing run does not wait for the disk.
@@ -187,7 +178,7 @@ class CheckpointSaver:
         num_bytes = sum(part.num_bytes for part in job.parts)
         needed = sum(self.background.all_gather(num_bytes, int))
         needed += sum(export.num_bytes for export in self.exports.values())
-        partial = self.folder / folders.PARTIAL / self.attempt / job.name
+        partial = self.folder / folders.PARTIAL / self.attempt / folders.name_of(job.step)
         partial = self.background.broadcast(partial, Path)
         try:
             self._rank0(lambda: self._make_room(partial, needed))

@@ -29,10 +29,17 @@ class Server:
     address  of rank 0's pool
     devices  visible GPUs of the server; None without GPUs
     log      gets its output; None: that of this process
+    threads  of each of its workers without GPUs: more than there are cores wait for one another
     """
 
     def __init__(
-        self, replica: int, address: str, secret: bytes, devices: str | None, log: Path | None
+        self,
+        replica: int,
+        address: str,
+        secret: bytes,
+        devices: str | None,
+        log: Path | None,
+        threads: int = 1,
     ) -> None:
         self._command = [sys.executable, "-m", "dapo_megatron", "engine", "--connect", address]
         self._command += ["--replica", str(replica)]
@@ -41,7 +48,7 @@ class Server:
         if devices is not None:
             self._environment["CUDA_VISIBLE_DEVICES"] = devices
         else:
-            self._environment["OMP_NUM_THREADS"] = "1"  # more threads wait for one another
+            self._environment["OMP_NUM_THREADS"] = str(threads)
         self._log = log
         self._num_quick = 0
         self._start()

@@ -60,7 +60,7 @@ class Stop:
         self.signal: str | None = None
         """Name of the first signal, or None."""
         self._check_owner = check_owner
-        self._made = self._owner_checked = time.monotonic()
+        self._owner_checked = time.monotonic()
         self._seconds = seconds
         self._at = 0.0
         self._has_state = False
@@ -88,23 +88,15 @@ class Stop:
         """
         self._is_saved.set()
 
-    def check(self, exchange: Exchange) -> float:
-        """Return the seconds since this object was made on the earliest rank. Collective: all ranks
-        return the same clock.
-
-        Raises Stopped on all ranks if any rank got a signal, or Fenced if another attempt owns the
-        run's folder.
-        """
+    def check(self, exchange: Exchange) -> None:
+        """Raise Stopped on all ranks if any of them got a signal, or Fenced if another attempt owns
+        the run's folder. Collective."""
         fence = ErrorRecord.of(self._fence_error()) if exchange.rank == 0 else None
-        seconds = time.monotonic() - self._made
-        by_rank = exchange.all_gather(
-            (self.signal, fence, seconds), tuple[str | None, ErrorRecord | None, float]
-        )
+        by_rank = exchange.all_gather((self.signal, fence), tuple[str | None, ErrorRecord | None])
         if record := by_rank[0][1]:
             raise record.error()
-        if name := next((name for name, _, _ in by_rank if name), None):
+        if name := next((name for name, _ in by_rank if name), None):
             raise Stopped(f"stopped by {name}")
-        return max(seconds for _, _, seconds in by_rank)
 
     def _fence_error(self) -> Fenced | None:
         if time.monotonic() - self._owner_checked > OWNER_SECONDS:

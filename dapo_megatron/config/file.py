@@ -165,6 +165,8 @@ _MESSAGES = {
 _REMOVED = {
     "roles": "gone; set run.processes to the number of the policy's ranks, engine.colocated to "
     "false and engine.replicas to the number of engines",
+    "checkpoint.rollouts": "gone; leave it out. A run always repeats what it recorded "
+    "(tracking.samples)",
 }
 
 

@@ -26,7 +26,8 @@ class RunConfig(Section):
     processes: Processes = 1
     """Number of ranks of the policy. `train` starts them on this machine if no launcher has."""
     stop_seconds: Seconds = 240.0
-    """Time to save a checkpoint after SIGUSR1 or SIGTERM. After it the run exits, saved or not."""
+    """Time to finish training on the current step and to save a checkpoint after SIGUSR1 or
+    SIGTERM. After it the run exits, saved or not."""
 
 
 class SyncConfig(Section):
@@ -63,10 +64,6 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep."""
     keep_every: Count | None = None
     """Also keep every checkpoint whose step is a multiple of this. null: keep only the newest."""
-    rollouts: bool = False
-    """Also save the rollouts of every step when they are collected, in <run>/journal. A run that is
-    killed then trains again on the same rollouts after its last checkpoint, instead of sampling
-    them again, and gets the same weights. For runs without rollout.deterministic."""
     export_hf: bool = False
     """Also write each checkpoint as an HF folder."""
     export_megatron: bool = False
@@ -124,7 +121,8 @@ class TrackingConfig(Section):
     of the run needs them. They may be larger than everything else that is recorded."""
     experiment: str = "dapo_megatron"
     samples: bool = True
-    """Write every rollout to samples/ and log it as an MLflow artifact."""
+    """Record every rollout in samples/ and log it as an MLflow artifact. A run that is killed then
+    trains again on what it recorded after its last checkpoint, instead of sampling it again."""
     inspected_groups: WholeNumber = 4
     """Number of groups per step for which the policy's log-prob and entropy of every token are
     written next to the samples, for the report."""

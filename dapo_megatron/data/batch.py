@@ -142,26 +142,6 @@ def assemble(
     )
 
 
-def tokens_in(
-    sequences: Sequence[TrainingSequence], batch: TokenBatch
-) -> dict[int, SequenceTokens]:
-    """Return the tokens of the held sequences, by index, as views of `batch`. What it was assembled
-    from can then be freed."""
-    tokens, logprobs = batch.tokens.numpy(), batch.engine_logprobs.numpy()
-    routes = None if batch.routes is None else batch.routes.numpy()
-    result, end = {}, 0
-    for index in _held(batch):
-        start = end + sequences[index].prompt_tokens
-        first, end = end, end + sequences[index].num_tokens
-        result[index] = SequenceTokens(
-            prompt=tokens[first:start],
-            response=tokens[start:end],
-            logprobs=logprobs[start:end],
-            routes=None if routes is None else routes[first : end - 1].reshape(-1),
-        )
-    return result
-
-
 def fresh_mask(
     sequences: Sequence[TrainingSequence],
     batch: TokenBatch,

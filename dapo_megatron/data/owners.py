@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, Self, TypeVar, cast
 
 from dapo_megatron.data.packing import minibatch_ranges
-from dapo_megatron.protocols import DataParallel, Exchange, MicrobatchPlanner
+from dapo_megatron.protocols import Exchange, MicrobatchPlanner
 from dapo_megatron.types import TrainingSequence
 
 T = TypeVar("T")
@@ -43,18 +43,6 @@ def _owners(
                 for index in micro:
                     result[minibatch.start + index] = rank
     return result
-
-
-def own_sequences(
-    sequences: Sequence[TrainingSequence], data_parallel: DataParallel
-) -> dict[tuple[int, int], int]:
-    """Return (ticket, sample) -> index in `sequences`, of those that this rank trains on."""
-    owner = data_parallel.owners(sequences)
-    return {
-        (sequence.ticket, sequence.sample): index
-        for index, sequence in enumerate(sequences)
-        if owner[index] == data_parallel.index
-    }
 
 
 @dataclass(frozen=True, slots=True)

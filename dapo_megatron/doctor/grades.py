@@ -16,12 +16,14 @@ from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.files import write_result
 from dapo_megatron.rewards.pool import GradingPool
-from dapo_megatron.rollout.completion_rows import CompletionRow
-from dapo_megatron.rollout.recorded import require_steps, step_completions
+from dapo_megatron.rollout.record import COMPLETIONS, read_groups, require_steps
+from dapo_megatron.types import Completion, Group
 
 MAX_SHOWN = 3
 """Changed verdicts that are shown, per data set and direction."""
 MAX_PENDING = 1000
+Answer = tuple[int, Group, Completion]
+"""Step, and a completion of it with its group."""
 CHANGES = {(False, True): "wrong before, right now", (True, False): "right before, wrong now"}
 
 
@@ -34,9 +36,14 @@ def command(run_folder: Path, json_file: Path | None) -> bool:
     steps = require_steps(run_folder)
     counts: Counter[tuple[str, str]] = Counter()
     examples: list[dict[str, Any]] = []
-    rows = ((step, row) for step, folder in steps.items() for row in step_completions(folder))
-    for step, row, correct in _graded_again(config, rows):
-        source, grade = row.prompt.source, row.completion.grade
+    answers = (
+        (step, recorded.group, completion)
+        for step, folder in steps.items()
+        for recorded in read_groups(folder / COMPLETIONS)
+        for completion in recorded.group.completions
+    )
+    for (step, group, completion), correct in _graded_again(config, answers):
+        source, grade = group.prompt.source, completion.grade
         assert grade is not None
         change = "no grade now" if correct is None else CHANGES.get((grade.correct, correct), "")
         counts[source, "graded"] += 1
@@ -47,10 +54,10 @@ def command(run_folder: Path, json_file: Path | None) -> bool:
                     "source": source,
                     "change": change,
                     "step": step,
-                    "ticket": row.ticket,
-                    "sample": row.completion.sample,
-                    "truth": row.prompt.truth,
-                    "answer": row.completion.text[-100:],
+                    "ticket": group.ticket,
+                    "sample": completion.sample,
+                    "truth": group.prompt.truth,
+                    "answer": completion.text[-100:],
                 }
             )
     _print(run_folder, counts, examples)
@@ -63,9 +70,9 @@ def command(run_folder: Path, json_file: Path | None) -> bool:
 
 
 def _graded_again(
-    config: Config, rows: Iterator[tuple[int, CompletionRow]]
-) -> Iterator[tuple[int, CompletionRow, bool | None]]:
-    """Yield the rows that have a grade of a data set of the config, with today's verdict; None if
+    config: Config, answers: Iterator[Answer]
+) -> Iterator[tuple[Answer, bool | None]]:
+    """Yield the answers with a grade of a data set of the config, and today's verdict; None if
     there is no grade now."""
     rewards = config.rewards
     with GradingPool(
@@ -76,17 +83,16 @@ def _graded_again(
         rewards.environment,
     ) as pool:
 
-        def collect(limit: int) -> Iterator[tuple[int, CompletionRow, bool | None]]:
+        def collect(limit: int) -> Iterator[tuple[Answer, bool | None]]:
             while pool.pending > limit:
-                for (step, row), grade, _ in pool.collect(wait=True):
-                    yield step, row, None if grade is None else grade.correct
+                for answer, grade, _ in pool.collect(wait=True):
+                    yield answer, None if grade is None else grade.correct
 
-        for step, row in rows:
-            if row.completion.grade is not None and row.prompt.source in config.graders:
-                prompt = row.prompt
-                pool.submit(
-                    (step, row), prompt.source, row.completion.text, prompt.truth, prompt.extra
-                )
+        for answer in answers:
+            _, group, completion = answer
+            prompt = group.prompt
+            if completion.grade is not None and prompt.source in config.graders:
+                pool.submit(answer, prompt.source, completion.text, prompt.truth, prompt.extra)
             yield from collect(MAX_PENDING)
         yield from collect(0)
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
-from dapo_megatron.report.models import StepIndex
-
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
@@ -46,65 +44,33 @@ class Pick:
         return ", ".join(reasons) or "sibling of sample " + " and ".join(map(str, siblings))
 
 
-def frames(
-    indexes: Mapping[int, StepIndex], inspected: int, policy_steps: Collection[int]
-) -> tuple[DataFrame, DataFrame]:
-    """Return tables of the groups and the completions of all steps.
-
-    The column `inspected` marks groups with per-token policy values: the first `inspected` trained
-    groups of each step in `policy_steps`.
-    """
-    import pandas as pd
-
-    groups = pd.DataFrame(
-        {
-            name: list(chain.from_iterable(index["groups"][name] for index in indexes.values()))
-            for name in ("ticket", "source", "outcome")
-        }
-    )
-    sizes = [len(index["groups"]["ticket"]) for index in indexes.values()]
-    groups["step"] = pd.Series([*indexes], dtype=int).repeat(sizes).to_numpy()
-    trained = groups["outcome"] == "trained"
-    is_among_first = trained.groupby(groups["step"]).cumsum() <= inspected
-    groups["inspected"] = trained & is_among_first & groups["step"].isin(policy_steps)
-    columns = [index["completions"] for index in indexes.values()]
-    numbers = ("score", "correct", "parsed", "age", "logprob_mean", "logprob_min")
-    completions = pd.DataFrame(
-        {
-            name: list(chain.from_iterable(step_columns[name] for step_columns in columns))  # type: ignore[literal-required]
-            for name in ("sample", "num_tokens", "finish", *numbers)
-        }
-    ).astype(dict.fromkeys(numbers, float))
-    completions["ticket"] = [
-        index["groups"]["ticket"][position]
-        for index in indexes.values()
-        for position in index["completions"]["group"]
-    ]
-    return groups, completions
-
-
 def choose(
-    groups: DataFrame,
     completions: DataFrame,
     num: int,
     tickets: Collection[int] = (),
     gaps: Mapping[int, int] | None = None,
+    inspected: Mapping[int, int] | None = None,
 ) -> list[Pick]:
     """Select groups with at most `num` completions in total, most important first.
 
     `tickets` come first and are always kept. Then unusual groups and groups of the even spread
     alternate. The first group is kept even if it has more than `num` completions.
 
-    gaps   ticket -> sample with the group's largest gap, in descending order of gap
+    completions  columns of `record.summaries`, and their `step`
+    gaps         ticket -> sample with the group's largest gap, in descending order of gap
+    inspected    step -> number of its first trained groups that have per-token policy values
     """
-    groups = groups.drop_duplicates("ticket").set_index("ticket")
+    groups = completions.drop_duplicates("ticket").set_index("ticket")
+    trained = groups["outcome"] == "trained"
+    num_inspected = groups["step"].map(inspected or {}).fillna(0)
+    groups["inspected"] = trained & (trained.groupby(groups["step"]).cumsum() <= num_inspected)
     sizes = completions["ticket"].value_counts().to_dict()
     steps = groups["step"].to_dict()
     picks: dict[int, Pick] = {}
     num_left = num
     asked = ((ASKED, ticket, None) for ticket in sorted(tickets))
     spread = ((RANDOM, ticket, None) for ticket in _spread(groups))
-    alternating = zip_longest(_unusual(groups, completions, gaps or {}), spread)
+    alternating = zip_longest(_unusual(completions, gaps or {}), spread)
     for reason, ticket, sample in filter(None, chain(asked, chain.from_iterable(alternating))):
         if reason != ASKED and num_left <= 0:
             break
@@ -121,14 +87,14 @@ def choose(
 
 
 def _unusual(
-    groups: DataFrame, completions: DataFrame, gaps: Mapping[int, int]
+    completions: DataFrame, gaps: Mapping[int, int]
 ) -> Iterator[tuple[str, int, int | None]]:
     """Yield (reason, ticket, sample): the most unusual by each measure, then the second of each,
     and so on."""
     by_measure: list[list[tuple[str, int, int | None]]] = [
         [(GAP, ticket, sample) for ticket, sample in gaps.items()]
     ]
-    for reason, values in _measures(groups, completions).items():
+    for reason, values in _measures(completions).items():
         is_of_group = reason.startswith(("set ", "fate "))
         by_measure.append(
             [
@@ -140,14 +106,15 @@ def _unusual(
         yield from filter(None, rank)
 
 
-def _measures(groups: DataFrame, completions: DataFrame) -> dict[str, Series]:
+def _measures(completions: DataFrame) -> dict[str, Series]:
     """Return measure -> how unusual each completion is. Completions that do not qualify are
     missing. Measures without an order use random values."""
     import numpy as np
     import pandas as pd
 
     chance = pd.Series(np.random.default_rng(0).random(len(completions)), completions.index)
-    correct, age = completions["correct"], completions["age"]
+    correct, parsed = (completions[name].astype(float) for name in ("correct", "parsed"))
+    age = completions["step"] - 1 - completions["oldest_version"]
     share = correct.groupby(completions["ticket"]).transform("mean")
     measures = {
         LONGEST: completions["num_tokens"],
@@ -156,12 +123,12 @@ def _measures(groups: DataFrame, completions: DataFrame) -> dict[str, Series]:
         OLDEST: age[age > 0],
         TRUNCATED: chance[completions["finish"] == "length"],
         UNGRADED: chance[completions["score"].isna()],
-        UNPARSED: chance[completions["parsed"] == 0],
+        UNPARSED: chance[parsed == 0],
         LONE_WRONG: share[(share > 0.5) & (correct == 0)],
         LONE_RIGHT: -share[(share < 0.5) & (correct == 1)],
     }
     for name, column in (("set", "source"), ("fate", "outcome")):
-        values = completions["ticket"].map(groups[column])
+        values = completions[column]
         kinds = values.unique()
         if name == "fate" or len(kinds) > 1:
             measures |= {f"{name} {kind}": chance[values == kind] for kind in kinds}

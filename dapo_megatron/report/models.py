@@ -60,37 +60,6 @@ class PlanFile(TypedDict, total=False):
     note: str | None
 
 
-class IndexGroups(TypedDict):
-    """Columns of the groups in a step's index.json."""
-
-    ticket: list[Whole]
-    source: list[str]
-    outcome: list[str]
-    verdict: list[str | None]
-
-
-class IndexCompletions(TypedDict):
-    """Columns of the completions in a step's index.json."""
-
-    group: list[Natural]
-    sample: list[Whole]
-    score: list[Number | None]
-    correct: list[bool | None]
-    parsed: list[bool | None]
-    num_tokens: list[Natural]
-    finish: list[str]
-    age: list[Whole | None]
-    logprob_mean: list[Number | None]
-    logprob_min: list[Number | None]
-
-
-class StepIndex(TypedDict):
-    """A step's index.json: its completions (rollout/sample_index.py)."""
-
-    groups: IndexGroups
-    completions: IndexCompletions
-
-
 def decode(text: str | bytes, schema: type[T]) -> T:
     """Parse JSON and validate it against a schema. Raises ValueError if it does not match."""
     return msgspec.convert(parse_json(text), schema)

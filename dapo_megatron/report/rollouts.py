@@ -6,22 +6,28 @@ A blob is a complete group as JSON (viewer_data.py). The page unpacks blobs on d
 from __future__ import annotations
 
 import json
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import Any
 
-from dapo_megatron.report import sample_files
-from dapo_megatron.report.choosing import Pick, choose, frames
+from dapo_megatron.report.choosing import Pick, choose
 from dapo_megatron.report.run_data import RunData
 from dapo_megatron.report.token_text import TokenPieces, find_tokenizer
 from dapo_megatron.report.viewer_data import group_data
-from dapo_megatron.report.wording import first_few
-from dapo_megatron.rollout.completion_rows import CompletionRow
-from dapo_megatron.rollout.recorded import old_samples, policy_files, recorded_steps
-from dapo_megatron.rollout.sample_index import display_values, rounded, significant
-from dapo_megatron.tracking.policy_files import PolicyRow
-from dapo_megatron.types import Grade, Outcome
+from dapo_megatron.report.wording import first_few, rounded, significant
+from dapo_megatron.rollout.record import (
+    COMPLETIONS,
+    RecordedGroup,
+    read_groups,
+    recorded_steps,
+    summaries,
+)
+from dapo_megatron.tracking.policy_files import PolicyRow, policy_files, read_gaps, read_policy
+from dapo_megatron.types import Completion, DataError, Grade
 
 MAX_BLOB_BYTES = 18_000_000
 """Maximum size of all blobs together, compressed; base64 makes them a third larger. Runs that share
@@ -63,8 +69,7 @@ def rollouts(
     """
     reading = _Reading(run, steps)
     if not reading.samples:
-        message = old_samples(run.path / "samples")
-        return None if message is None else Rollouts([], {}, 0, message, [message])
+        return None
     picks, total = reading.select(completions, frozenset(tickets))
     max_bytes = MAX_BLOB_BYTES * min(completions, FULL_PAGE) // FULL_PAGE
     rows, blobs = reading.load(picks, max_bytes)
@@ -93,21 +98,20 @@ class _Reading:
         self.warnings: list[str] = []
         self.notes: list[str] = []
         self.samples = recorded_steps(run.path / "samples")
-        self.policy = [step for step, folder in self.samples.items() if policy_files(folder)]
+        self.policy = policy_files(run.path)
 
     def select(self, num: int, tickets: frozenset[int]) -> tuple[list[Pick], int]:
         """Return the selected groups, and the number of completions to select from. Outside the
         wanted steps, only `tickets` are selected."""
-        inspected = self.run.count("tracking.inspected_groups") or _INSPECTED
-        indexes, damaged = {}, []
+        import pandas as pd
+
+        tables, damaged = [], []
         for step, folder in self.samples.items():
-            if not tickets and not self._is_wanted(step):
-                continue
-            index = sample_files.read_index(folder, step)
-            if index is None:
-                damaged.append(step)
-            else:
-                indexes[step] = index
+            if tickets or self._is_wanted(step):
+                try:
+                    tables.append(summaries(folder).assign(step=step))
+                except DataError:
+                    damaged.append(step)
         self._warn(damaged, "steps", "step")
         if not any(map(self._is_wanted, self.samples)):
             recorded_steps = _steps(min(self.samples), max(self.samples))
@@ -115,10 +119,14 @@ class _Reading:
                 f"None was recorded of {_steps(self.first, self.last)}: this run's completions "
                 f"are of {recorded_steps}"
             )
-        groups, completions = frames(indexes, inspected, self.policy)
-        groups = groups[groups["step"].map(self._is_wanted) | groups["ticket"].isin(tickets)]
-        completions = completions[completions["ticket"].isin(groups["ticket"])]
-        return choose(groups, completions, num, tickets, self._gaps()), len(completions)
+        if not tables:
+            return [], 0
+        completions = pd.concat(tables, ignore_index=True).drop_duplicates(["ticket", "sample"])
+        wanted = completions["step"].map(self._is_wanted) | completions["ticket"].isin(tickets)
+        completions = completions[wanted]
+        num_inspected = self.run.count("tracking.inspected_groups") or _INSPECTED
+        inspected = dict.fromkeys(self.policy, num_inspected)
+        return choose(completions, num, tickets, self._gaps(), inspected), len(completions)
 
     def load(self, picks: Sequence[Pick], max_bytes: int) -> tuple[list[Row], dict[int, bytes]]:
         """Return the rows and blobs of the groups, in order, until `max_bytes` is reached. Groups
@@ -148,15 +156,19 @@ class _Reading:
 
     def _load_group(self, pick: Pick, pieces: TokenPieces | None) -> tuple[list[Row], bytes] | None:
         """Return the rows and the blob of a group; None if it cannot be read."""
-        folder = self.samples[pick.step]
-        rows = sample_files.read_group(folder, pick.ticket)
-        if rows is None:
+        recorded = None
+        with suppress(DataError):
+            path = self.samples[pick.step] / COMPLETIONS
+            recorded = next(read_groups(path, [pick.ticket]), None)
+        if recorded is None:
             return None
-        is_trained = rows[0].outcome == Outcome.TRAINED
-        policy = sample_files.policy_of(folder, pick.ticket) if is_trained else {}
-        data = json.dumps(group_data(rows, policy, pieces), separators=(",", ":"), allow_nan=False)
-        table_rows = [_row(pick, row, policy.get(row.completion.sample)) for row in rows]
-        return table_rows, data.encode()
+        policy: dict[int, PolicyRow] = {}
+        for path in self.policy.get(pick.step, ()):
+            with suppress(DataError):
+                policy |= {row.sample: row for row in read_policy(path, [pick.ticket])}
+        data = group_data(recorded.group, policy, pieces)
+        blob = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+        return _rows(pick, recorded, policy), blob
 
     def _is_wanted(self, step: int) -> bool:
         """Return True if `step` is within the range to select from."""
@@ -169,36 +181,57 @@ class _Reading:
         largest = dict(zip(metrics.steps, metrics.column("mismatch/gap_max")))
         steps = filter(self._is_wanted, self.policy)
         order = sorted(steps, key=lambda step: -(largest.get(step) or 0.0))
-        folders = (self.samples[step] for step in order)
-        gaps = sample_files.largest_gaps(folders, MAX_POLICY_FILES, MAX_GAPS)
-        return {ticket: sample for _, ticket, sample in gaps}
+        best: dict[int, tuple[float, int]] = {}
+        for path in [path for step in order for path in self.policy[step]][:MAX_POLICY_FILES]:
+            with suppress(DataError):
+                for gap, ticket, sample in read_gaps(path):
+                    if math.isfinite(gap):
+                        best[ticket] = max(best.get(ticket, (gap, sample)), (gap, sample))
+        return {ticket: best[ticket][1] for ticket in nlargest(MAX_GAPS, best, best.__getitem__)}
 
     def _warn(self, numbers: Sequence[int], plural: str, singular: str) -> None:
         """Add a warning for steps or groups that cannot be read, if there are any."""
         if numbers:
-            which = f"({singular} {first_few(numbers)})"
+            which = f"({singular} {first_few(sorted(numbers))})"
             self.warnings.append(f"samples: {len(numbers)} {plural} cannot be read {which}")
 
 
-def _row(pick: Pick, row: CompletionRow, policy: PolicyRow | None) -> Row:
-    """Return the row of a completion in the table."""
-    completion = row.completion
-    brief = display_values(pick.step, completion)
-    return {
+def _rows(pick: Pick, recorded: RecordedGroup, policy: Mapping[int, PolicyRow]) -> list[Row]:
+    """Return the rows of a group in the table."""
+    group = recorded.group
+    of_group = {
         "step": pick.step,
-        "ticket": row.ticket,
-        "source": row.prompt.source,
-        "fate": row.outcome,
-        "verdict": row.verdict,
-        "sample": completion.sample,
-        "finish": completion.finish.value,
-        **{name: brief[name] for name in ("num_tokens", "age", "logprob_mean", "logprob_min")},
-        "graded": graded_as(completion.grade),
-        "reward": rounded(row.reward),
-        "advantage": rounded(policy.advantage) if policy else None,
-        "gap_max": significant(policy.gap_max) if policy else None,
-        "why": pick.why(completion.sample),
+        "ticket": group.ticket,
+        "source": group.prompt.source,
+        "fate": recorded.outcome,
+        "verdict": recorded.verdict,
     }
+    rows = []
+    for completion, reward in zip(group.completions, recorded.rewards, strict=True):
+        values = policy.get(completion.sample)
+        rows.append(
+            {
+                **of_group,
+                "sample": completion.sample,
+                "finish": completion.finish.value,
+                "num_tokens": completion.num_tokens,
+                "age": age_of(completion, pick.step),
+                "logprob_mean": rounded(completion.logprob_mean),
+                "logprob_min": rounded(completion.logprob_min),
+                "graded": graded_as(completion.grade),
+                "reward": rounded(reward),
+                "advantage": rounded(values.advantage) if values else None,
+                "gap_max": significant(values.gap_max) if values else None,
+                "why": pick.why(completion.sample),
+            }
+        )
+    return rows
+
+
+def age_of(completion: Completion, step: int) -> int | None:
+    """Return the number of versions between the first token and the weights at the start of the
+    step; None without tokens."""
+    return step - 1 - completion.oldest_version if completion.segments else None
 
 
 def graded_as(grade: Grade | None) -> str:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import islice
 from pathlib import Path
 
 from rich.text import Text
 
 from dapo_megatron.literal_console import LiteralConsole
-from dapo_megatron.report.rollouts import graded_as
+from dapo_megatron.report.rollouts import age_of, graded_as
 from dapo_megatron.report.rollouts_table import SIGNS
 from dapo_megatron.report.token_text import TokenPieces, find_tokenizer
-from dapo_megatron.rollout.completion_rows import CompletionRow
-from dapo_megatron.rollout.recorded import require_steps, step_completions, step_summaries
-from dapo_megatron.rollout.sample_index import IndexedGroup, display_values, groups_of
+from dapo_megatron.report.wording import rounded
+from dapo_megatron.rollout.record import COMPLETIONS, RecordedGroup, read_groups, require_steps
 from dapo_megatron.text import visible
-from dapo_megatron.types import ConfigError
+from dapo_megatron.types import Completion, ConfigError
 
 STYLES = {"right": "green", "wrong": "red", "no answer": "yellow", "no grade": "yellow"}
 
@@ -45,40 +44,27 @@ def samples(run_folder: Path, selection: Selection, *, with_tokens: bool = False
     Raises ConfigError if the run has no such groups, and DataError for a damaged file.
     """
     steps = require_steps(run_folder)
-    chosen = list(_select(steps, selection))
+    num = len({*selection.tickets}) or selection.num
+    chosen = list(islice(_select(steps, selection), num))
     if not chosen:
         raise ConfigError(_nothing(steps, selection))
     checkpoints = sorted((run_folder / "checkpoints").glob("step_*"), reverse=True)
     pieces = find_tokenizer(run_folder, None, checkpoints) if with_tokens else None
     console = LiteralConsole(highlight=False, soft_wrap=True)
-    for step, groups in groupby(chosen, key=lambda pair: pair[0]):
-        tickets = [group.ticket for _, group in groups]
-        rows = sorted(
-            step_completions(steps[step], tickets),
-            key=lambda row: (row.ticket, row.completion.sample),
-        )
-        for _, members in groupby(rows, key=lambda row: row.ticket):
-            _print_group(console, step, list(members), pieces, with_tokens=with_tokens)
+    for step, recorded in chosen:
+        _print_group(console, step, recorded, pieces, with_tokens=with_tokens)
 
 
-def _select(steps: dict[int, Path], selection: Selection) -> Iterator[tuple[int, IndexedGroup]]:
+def _select(steps: dict[int, Path], selection: Selection) -> Iterator[tuple[int, RecordedGroup]]:
     """Yield the selected groups with their steps, by ticket within a step."""
-    num_left = len({*selection.tickets}) or selection.num
     wanted = [selection.step] if selection.step is not None else list(steps)
     if selection.step is None and not selection.tickets:
         wanted = wanted[-1:]
     for step in wanted:
-        if step not in steps:
-            continue
-        for group in groups_of(step_summaries(steps[step])):
-            if not num_left:
-                return
-            if selection.tickets and group.ticket not in selection.tickets:
-                continue
-            if selection.outcome is not None and group.outcome != selection.outcome:
-                continue
-            num_left -= 1
-            yield step, group
+        if step in steps:
+            for recorded in read_groups(steps[step] / COMPLETIONS, selection.tickets or None):
+                if selection.outcome in (None, recorded.outcome):
+                    yield step, recorded
 
 
 def _nothing(steps: dict[int, Path], selection: Selection) -> str:
@@ -95,38 +81,35 @@ def _nothing(steps: dict[int, Path], selection: Selection) -> str:
 def _print_group(
     console: LiteralConsole,
     step: int,
-    rows: Sequence[CompletionRow],
+    recorded: RecordedGroup,
     pieces: TokenPieces | None,
     *,
     with_tokens: bool,
 ) -> None:
-    first = rows[0]
-    console.rule(
-        Text(f"step {step}, ticket {first.ticket}: {first.outcome}, {first.prompt.source}"),
-        align="left",
-    )
-    console.print(Text(visible(first.prompt.text), style="bold"))
-    console.print(Text(f"truth: {visible(first.prompt.truth) or 'none'}"))
-    for row in rows:
+    group, prompt = recorded.group, recorded.group.prompt
+    title = f"step {step}, ticket {group.ticket}: {recorded.outcome}, {prompt.source}"
+    console.rule(Text(title), align="left")
+    console.print(Text(visible(prompt.text), style="bold"))
+    console.print(Text(f"truth: {visible(prompt.truth) or 'none'}"))
+    for completion, reward in zip(group.completions, recorded.rewards, strict=True):
         console.print()
-        console.print(_headline(step, row))
+        console.print(_headline(step, completion, reward))
         if with_tokens:
-            _print_tokens(console, row, pieces)
+            _print_tokens(console, completion, pieces)
         else:
-            console.print(Text(visible(row.completion.text)))
+            console.print(Text(visible(completion.text)))
     console.print()
 
 
-def _headline(step: int, row: CompletionRow) -> Text:
-    completion = row.completion
-    values = display_values(step, completion)
+def _headline(step: int, completion: Completion, reward: float | None) -> Text:
+    age, logprob = age_of(completion, step), rounded(completion.logprob_mean)
     graded = graded_as(completion.grade)
     facts = [
         f"{completion.num_tokens:,} tokens",
         completion.finish.value,
-        f"age {values['age']}" if values["age"] is not None else "",
-        f"log-prob {values['logprob_mean']}" if values["logprob_mean"] is not None else "",
-        f"reward {row.reward:.3g}" if row.reward is not None else "",
+        f"age {age}" if age is not None else "",
+        f"log-prob {logprob}" if logprob is not None else "",
+        f"reward {reward:.3g}" if reward is not None else "",
         f"answer {visible(completion.grade.pred)!r}" if completion.grade is not None else "",
     ]
     return Text.assemble(
@@ -137,9 +120,10 @@ def _headline(step: int, row: CompletionRow) -> Text:
     )
 
 
-def _print_tokens(console: LiteralConsole, row: CompletionRow, pieces: TokenPieces | None) -> None:
-    completion = row.completion
-    tokens = completion.tokens.tolist()
+def _print_tokens(
+    console: LiteralConsole, completion: Completion, pieces: TokenPieces | None
+) -> None:
+    tokens = completion.tokens
     texts = pieces.split(tokens) if pieces is not None else [""] * len(tokens)
     versions = [
         part.version

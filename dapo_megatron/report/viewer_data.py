@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dapo_megatron.report.token_text import TokenPieces
-from dapo_megatron.rollout.completion_rows import CompletionRow
+from dapo_megatron.report.wording import rounded, significant
 from dapo_megatron.text import visible
 from dapo_megatron.tracking.policy_files import PolicyRow
-from dapo_megatron.types import Completion
+from dapo_megatron.types import Completion, Group
 
 MAX_TOKENS = 32_768
 """Maximum number of tokens to show of a completion. The middle of a longer one is cut."""
@@ -22,17 +21,16 @@ _CHARACTERS_PER_TOKEN = 4
 
 
 def group_data(
-    rows: Sequence[CompletionRow], policy: Mapping[int, PolicyRow], pieces: TokenPieces | None
+    group: Group, policy: Mapping[int, PolicyRow], pieces: TokenPieces | None
 ) -> dict[str, Any]:
-    """Return the data of a group, from the rows of its completions. `policy` has the policy's
-    values by sample. Tokens are indices into `ids` and `pieces`. Without a tokenizer, completions
-    have a `text` instead."""
+    """Return the data of a group. `policy` has the policy's values by sample. Tokens are indices
+    into `ids` and `pieces`. Without a tokenizer, completions have a `text` instead."""
     indices: dict[tuple[int, str], int] = {}
     completions = [
-        _completion(row.completion, policy.get(row.completion.sample), pieces, indices)
-        for row in rows
+        _completion(completion, policy.get(completion.sample), pieces, indices)
+        for completion in group.completions
     ]
-    prompt = rows[0].prompt
+    prompt = group.prompt
     gaps = [abs(gap) for data in completions for gap in data["gap"] or [] if gap is not None]
     return {
         "prompt": _shown(prompt.text, _MAX_PROMPT),
@@ -73,22 +71,22 @@ def _completion(
         "answer": "" if grade is None else _shown(grade.pred),
         "num_tokens": num,
         "cut": [first, num_cut] if num_cut else None,
-        "logprob": [_rounded(value) for value in kept(logprobs)],
+        "logprob": [rounded(value, 3) for value in kept(logprobs)],
         "entropy": None,
         "gap": None,
         "version": kept(versions),
     }
     if policy_logprobs is not None and len(policy_logprobs) == num:
         data["gap"] = [
-            _significant(by_engine - by_policy)
-            for by_engine, by_policy in zip(kept(logprobs), kept(policy_logprobs.tolist()))
+            significant(by_engine - by_policy, 3)
+            for by_engine, by_policy in zip(kept(logprobs), kept(policy_logprobs))
         ]
     if entropy is not None and len(entropy) == num:
-        data["entropy"] = [_rounded(value) for value in kept(entropy.tolist())]
+        data["entropy"] = [rounded(value, 3) for value in kept(entropy)]
     if pieces is None:
         data["text"] = _shown(completion.text, MAX_TOKENS * _CHARACTERS_PER_TOKEN)
     else:
-        tokens = kept(completion.tokens.tolist())
+        tokens = kept(completion.tokens)
         pairs = zip(tokens, pieces.split(tokens))
         data["tokens"] = [indices.setdefault(pair, len(indices)) for pair in pairs]
     return data
@@ -99,12 +97,3 @@ def _shown(text: str, max_length: int = MAX_SHOWN) -> str:
     if len(text) > max_length:
         text = f"{text[:max_length]} … ({len(text) - max_length:,} more characters are not shown)"
     return visible(text)
-
-
-def _rounded(value: float) -> float | None:
-    return round(value, 3) if math.isfinite(value) else None
-
-
-def _significant(value: float) -> float | None:
-    """Round to three significant digits, so that a gap of 1e-6 is not shown as 0."""
-    return float(f"{value:.3g}") if math.isfinite(value) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,3 +45,14 @@ def span(seconds: float) -> str:
     if seconds < 5400:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 129600 else f"{seconds / 86400:.1f} d"
+
+
+def rounded(value: float | None, decimals: int = 4) -> float | None:
+    """Round a value for display. Return None if it is not finite, which JSON cannot represent."""
+    return round(value, decimals) if value is not None and math.isfinite(value) else None
+
+
+def significant(value: float, digits: int = 4) -> float | None:
+    """Round to significant digits, so that a gap of 1e-6 is not displayed as 0. Return None if the
+    value is not finite."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None

@@ -1,14 +1,15 @@
 """Collects the training sequences of each step: decisions on rank 0, tokens where they are needed.
 
 The coordinator on rank 0 chooses the groups and has their tokens. Every rank learns which sequences
-the step trains on, and gets the tokens of those that it trains on (delivery.py).
+the step trains on, and gets the tokens of those that it trains on (delivery.py). What a step
+collected is recorded (record.py). After a kill, a step that was recorded is not sampled again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,21 @@ from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import reward
 from dapo_megatron.protocols import Recorder
-from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
-from dapo_megatron.rollout.completion_files import read_completions
-from dapo_megatron.rollout.completion_rows import CompletionRow
+from dapo_megatron.rollout import record
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.delivery import Delivery
 from dapo_megatron.rollout.engines import Engines
-from dapo_megatron.rollout.parquet import parts_among
 from dapo_megatron.rollout.pool import Pool
-from dapo_megatron.rollout.sample_index import verdict_of
-from dapo_megatron.rollout.step_plan import StepPlan, step_plan
-from dapo_megatron.types import CheckpointError, Collected, Completion, Group, Outcome, Rollouts
+from dapo_megatron.rollout.record import OpenGroups, RecordedGroup, StepRecord
+from dapo_megatron.rollout.step_plan import StepPlan, step_plan, training_sequences
+from dapo_megatron.types import (
+    CheckpointError,
+    Completion,
+    DataError,
+    Group,
+    Outcome,
+    Rollouts,
+)
 
 
 @dataclass
@@ -35,6 +40,8 @@ class EngineCollector:
     """Source of rollouts from the engines. Implements protocols.Collector.
 
     coordinator  on rank 0
+    facts        what a run must share to repeat a step that this one recorded
+    repeated     on rank 0, folders of the next steps, which are not sampled again
     """
 
     config: Config
@@ -42,96 +49,111 @@ class EngineCollector:
     engines: Engines
     delivery: Delivery
     recorder: Recorder
-    _collected: Collected | None = None
-    """Groups that rank 0 has collected for the step."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    repeated: dict[int, Path] = field(default_factory=dict)
+    _train: list[Group] = field(default_factory=list)
+    """Groups that the step trains on, on rank 0."""
 
     def collect(self, version: int, on_progress: Callable[[int], None]) -> Rollouts:
         """See protocols.Collector. Raises as Coordinator.collect does, on every rank."""
         plan = self.engines.run(partial(self._plan, version, on_progress), StepPlan)
-        collected, self._collected = self._collected, None
+        train, self._train = self._train, []
         started = time.perf_counter()
-        train = [] if collected is None else collected.train
         tokens = self.delivery(plan.sequences, train)
         seconds = time.perf_counter() - started
-        if collected is not None:
-            ended = [(self._recorded(group), outcome) for group, outcome in collected.ended]
-            self.recorder.ended(version + 1, ended)
-            self.recorder.completions(version + 1, self._rows(ended))
         return Rollouts(plan.sequences, tokens, plan.metrics | {"time/exchange": seconds})
 
     def state(self) -> dict[str, Any]:
         """See protocols.Collector. Empty except on rank 0."""
         return {} if self.coordinator is None else self.coordinator.state()
 
-    def snapshot(self) -> CompletionsSnapshot:
+    def snapshot(self) -> OpenGroups:
         """See protocols.Collector. Empty except on rank 0."""
-        groups = [] if self.coordinator is None else self.coordinator.known_groups()
-        return CompletionsSnapshot(
-            CARRIED,
-            0,
-            [
-                CompletionRow(group.ticket, group.prompt, completion)
-                for group in groups
-                for completion in group.completions.values()
-            ],
-        )
+        return OpenGroups([] if self.coordinator is None else self._open(self.coordinator))
 
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
         """See protocols.Collector. Raises CheckpointError naming a completion of the state that the
-        files in `folder` lack."""
+        file in `folder` lacks."""
         on_rank0(self.engines.exchange, lambda: self._restore(state, folder))
 
     def _plan(self, version: int, on_progress: Callable[[int], None], _pool: Pool) -> StepPlan:
-        """Collect a step, on rank 0."""
+        """Collect a step, on rank 0, or repeat it."""
         assert self.coordinator is not None
-        self._collected = self.coordinator.collect(version, on_progress)
-        return step_plan(self.config, self._collected)
+        if (folder := self.repeated.pop(version + 1, None)) is not None:
+            try:
+                return self._repeat(folder)
+            except DataError as error:
+                self.recorder.note(f"  step {version + 1} is sampled again: {error}")
+                record.forget_after(folder.parent, version)
+                self.repeated.clear()
+        collected = self.coordinator.collect(version, on_progress)
+        self._train = collected.train
+        plan = step_plan(self.config, collected)
+        ended = [self._recorded(group, outcome) for group, outcome in collected.ended]
+        state = {
+            "facts": self.facts,
+            "metrics": plan.metrics,
+            "coordinator": self.coordinator.state(),
+        }
+        self.recorder.record(
+            version + 1, StepRecord(ended, self._open(self.coordinator, is_recorded=True), state)
+        )
+        return plan
 
-    def _recorded(self, group: Group) -> Group:
-        """Return a group as it is recorded."""
-        if self.config.tracking.record_routes:
-            return group
-        completions = (replace(completion, routes=None) for completion in group.completions)
-        return replace(group, completions=tuple(completions))
+    def _repeat(self, folder: Path) -> StepPlan:
+        """Return the plan of a recorded step, and continue as it did. Raises DataError before
+        anything is changed."""
+        assert self.coordinator is not None
+        record.check(folder)
+        ended = list(record.read_groups(folder / record.COMPLETIONS))
+        state, completions = record.read_state(folder), record.read_open(folder)
+        train = [item.group for item in ended if item.outcome == Outcome.TRAINED]
+        try:
+            self._train = [
+                replace(group, completions=tuple(map(self._usable, group.completions)))
+                for group in train
+            ]
+            completions = {key: self._usable(value) for key, value in completions.items()}
+        except CheckpointError as error:
+            raise DataError(f"{folder}: {error}") from error
+        self.coordinator.restore(state["coordinator"], completions)
+        return StepPlan(training_sequences(self.config, self._train), state["metrics"])
 
-    def _rows(self, ended: Sequence[tuple[Group, Outcome]]) -> list[CompletionRow]:
-        """Return the completions of ended groups, as recorded."""
-        rows = []
-        for group, outcome in ended:
-            verdict = verdict_of(completion.grade for completion in group.completions)
-            for completion in group.completions:
-                parts = reward(completion, self.config.overlong)
-                rows.append(
-                    CompletionRow(
-                        group.ticket,
-                        group.prompt,
-                        completion,
-                        outcome=outcome.value,
-                        verdict=verdict,
-                        reward=None if parts is None else parts.total,
-                    )
-                )
-        return rows
+    def _open(self, coordinator: Coordinator, *, is_recorded: bool = False) -> list[RecordedGroup]:
+        """Return the groups that the coordinator's state refers to."""
+        groups = [group.group() for group in coordinator.known_groups()]
+        if is_recorded and not self.config.tracking.record_routes:
+            groups = list(map(_without_routes, groups))
+        return [RecordedGroup(group) for group in groups if group.completions]
+
+    def _recorded(self, group: Group, outcome: Outcome) -> RecordedGroup:
+        """Return a group that ended, as it is recorded."""
+        parts = [reward(completion, self.config.overlong) for completion in group.completions]
+        rewards = [None if part is None else part.total for part in parts]
+        if not self.config.tracking.record_routes:
+            group = _without_routes(group)
+        return RecordedGroup(group, outcome.value, rewards)
 
     def _restore(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Read the completions of a checkpoint, and continue from its state."""
+        """Read the open groups of a checkpoint, and continue from its state."""
         assert self.coordinator is not None
-        completions = {
-            (row.ticket, row.completion.sample): self._with_routes(row, path)
-            for path in parts_among(folder.iterdir(), CARRIED).values()
-            for row in read_completions(path)
-        }
-        self.coordinator.restore(state, completions)
+        completions = record.read_open(folder).items()
+        self.coordinator.restore(state, {key: self._usable(value) for key, value in completions})
 
-    def _with_routes(self, row: CompletionRow, path: Path) -> Completion:
-        """Return the completion of a row with routes, if policy.router_replay needs them, or
-        without. Raises CheckpointError if they are missing."""
+    def _usable(self, completion: Completion) -> Completion:
+        """Return a completion with routes, if policy.router_replay needs them, or without. Raises
+        CheckpointError if they are missing."""
         if self.config.policy.router_replay != "engine":
-            return replace(row.completion, routes=None)
-        if row.completion.routes is None:
+            return replace(completion, routes=None)
+        if completion.routes is None:
             raise CheckpointError(
-                f"{path}: ticket {row.ticket}, sample {row.completion.sample} was sampled without "
-                "policy.router_replay engine, so its routes are not known. Resume without it, or "
-                "start a new run with model.path set to the checkpoint"
+                "its routes are not known, because it was sampled without policy.router_replay "
+                "engine, or recorded without tracking.record_routes. Resume without it, or start a "
+                "new run with model.path set to the checkpoint"
             )
-        return row.completion
+        return completion
+
+
+def _without_routes(group: Group) -> Group:
+    completions = (replace(completion, routes=None) for completion in group.completions)
+    return replace(group, completions=tuple(completions))

@@ -258,11 +258,13 @@ class SamplingAhead:
 
     coordinator  on rank 0
     serving      measures this on rank 0
+    is_idle      whether the engines are to wait instead; asked on rank 0
     """
 
     engines: Engines
     coordinator: Coordinator | None
     serving: Callable[[], Any]
+    is_idle: Callable[[], bool] = lambda: False
 
     @contextmanager
     def __call__(self, version: int) -> Iterator[None]:
@@ -281,7 +283,7 @@ class SamplingAhead:
                 failures.append(error)
 
         thread = None
-        if self.coordinator is not None:
+        if self.coordinator is not None and not self.is_idle():
             thread = threading.Thread(target=sample, args=(self.coordinator,), daemon=True)
             thread.start()
         try:

@@ -11,24 +11,17 @@ accuracies and lengths over the groups that were closed in the step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.config import Config
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.rollout.checkpoint_files import CARRIED, CompletionsSnapshot
-from dapo_megatron.rollout.completion_rows import CompletionRow
+from dapo_megatron.rollout import record
 from dapo_megatron.rollout.delivery import Delivery
-from dapo_megatron.rollout.recorded import (
-    check_complete,
-    recorded_steps,
-    step_completions,
-    step_folder,
-)
+from dapo_megatron.rollout.record import OpenGroups, RecordedGroup
 from dapo_megatron.rollout.step_plan import StepPlan, step_plan
 from dapo_megatron.types import (
     Collected,
@@ -68,9 +61,9 @@ class Replay:
         """Return the folder of the recorded run. The step is saved in `Progress`."""
         return {"replay": str(self.run_folder)}
 
-    def snapshot(self) -> CompletionsSnapshot:
-        """Return no completions: none are carried."""
-        return CompletionsSnapshot(CARRIED, 0, [])
+    def snapshot(self) -> OpenGroups:
+        """Return no groups: none are carried."""
+        return OpenGroups([])
 
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
         """Do nothing. Only the step number selects the files to read, so a state of the recorded
@@ -81,11 +74,8 @@ class Replay:
     ) -> StepPlan:
         """Return the plan of a step, and add the groups to train on to `train`."""
         folder = self._folder(version + 1)
-        rows = sorted(step_completions(folder), key=lambda row: (row.ticket, row.completion.sample))
-        ended = [
-            _ended(folder, list(members))
-            for _, members in groupby(rows, key=lambda row: row.ticket)
-        ]
+        recorded = record.read_groups(folder / record.COMPLETIONS)
+        ended = [(item.group, _outcome(folder, item)) for item in recorded]
         train += [group for group, outcome in ended if outcome is Outcome.TRAINED]
         decided = [group for group, outcome in ended if outcome is not Outcome.EXPIRED]
         if not train:
@@ -115,16 +105,16 @@ class Replay:
     def _folder(self, step: int) -> Path:
         """Return the folder of a step. Raises DataError if it was not recorded completely."""
         samples = self.run_folder / "samples"
-        folder = step_folder(samples, step)
+        folder = record.step_folder(samples, step)
         if not folder.exists():
-            recorded = list(recorded_steps(samples).values())
+            recorded = list(record.recorded_steps(samples).values())
             raise DataError(
                 f"{folder}: not recorded, so step {step} cannot be replayed. Recorded steps: "
                 + (f"{recorded[0].name} to {recorded[-1].name}" if recorded else "none")
                 + ". Set train.rollout_steps to the last recorded step, or resume=PATH to a "
                 "checkpoint before a recorded step"
             )
-        check_complete(folder)
+        record.check(folder)
         return folder
 
 
@@ -161,11 +151,8 @@ class NoSync:
         """Do nothing: the policy always has the accelerator."""
 
 
-def _ended(folder: Path, rows: Sequence[CompletionRow]) -> tuple[Group, Outcome]:
-    """Return the group of these rows and its outcome."""
-    first = rows[0]
+def _outcome(folder: Path, recorded: RecordedGroup) -> Outcome:
     try:
-        outcome = Outcome(first.outcome)
+        return Outcome(recorded.outcome)
     except ValueError as error:
-        raise DataError(f"{folder}: ticket {first.ticket}: {error}") from error
-    return Group(first.ticket, first.prompt, tuple(row.completion for row in rows)), outcome
+        raise DataError(f"{folder}: ticket {recorded.group.ticket}: {error}") from error

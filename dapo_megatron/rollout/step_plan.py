@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import describe
 from dapo_megatron.rollout.metrics import rollout_metrics
-from dapo_megatron.types import Collected, TrainingSequence
+from dapo_megatron.types import Collected, Group, TrainingSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +22,15 @@ class StepPlan:
 
 def step_plan(config: Config, collected: Collected) -> StepPlan:
     """Return the plan of a step that trains on `collected.train`."""
-    return StepPlan(
-        sequences=describe(
-            collected.train,
-            overlong=config.overlong,
-            eps=config.loss.advantage_eps,
-            divide_by_std=config.loss.advantage_std,
-        ),
-        metrics=rollout_metrics(collected, config.overlong),
+    metrics = rollout_metrics(collected, config.overlong)
+    return StepPlan(training_sequences(config, collected.train), metrics)
+
+
+def training_sequences(config: Config, groups: Sequence[Group]) -> list[TrainingSequence]:
+    """Return the sequences of a step that trains on `groups`."""
+    return describe(
+        groups,
+        overlong=config.overlong,
+        eps=config.loss.advantage_eps,
+        divide_by_std=config.loss.advantage_std,
     )

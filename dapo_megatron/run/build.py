@@ -37,9 +37,10 @@ from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
 from dapo_megatron.run.exports import exports_of
 from dapo_megatron.run.folder import RunFolder
-from dapo_megatron.run.loss import loss_function, stoppable
+from dapo_megatron.run.loss import loss_function
 from dapo_megatron.run.models import Models, build_policy, planner
 from dapo_megatron.run.other_weights import keep_reference
+from dapo_megatron.run.record import facts_of
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
 from dapo_megatron.types import Prompt, torch_dtype
 
@@ -130,13 +131,14 @@ def build_parts(
     folder: RunFolder,
     models: Models,
     prompts: Prompts,
+    repeated: dict[int, Path],
     *,
     recorder: RunRecorder | RankRecorder,
     instruments: StepInstruments,
-    check_stop: Callable[[Ranks], float],
+    check_stop: Callable[[Ranks], None],
 ) -> Parts:
     """Build the loop's parts. Collective. `check_stop` raises Stopped on the given ranks if any of
-    them got a signal."""
+    them got a signal. The recorded steps `repeated`, given on rank 0, are trained on again."""
     if ranks.rank == 0 and torch.cuda.is_available():
         _, gpu_bytes = torch.cuda.mem_get_info()
         save_estimate(config, folder.plan, recorder.note, ranks.world_size, gpu_bytes)
@@ -153,7 +155,7 @@ def build_parts(
     parts = Parts(
         policy=policy,
         sync=models.sync,
-        loss=stoppable(loss_function(config.loss), config.policy, check),
+        loss=loss_function(config.loss),
         learning_rate=learning_rate(config.optimizer),
         data_parallel=data_parallel,
         collector=EngineCollector(
@@ -162,6 +164,8 @@ def build_parts(
             engines=engines,
             delivery=_delivery(config, ranks, data_parallel),
             recorder=recorder,
+            facts=facts_of(config, ranks.world_size),
+            repeated=repeated,
         ),
         evaluator=build_evaluator(config, prompts, models),
         recorder=recorder,
@@ -170,7 +174,9 @@ def build_parts(
         check_stop=check,
     )
     if not config.engine.colocated and config.rollout.samples_ahead:
-        parts.sampling_ahead = SamplingAhead(engines, coordinator, instruments.serving)
+        # Nothing that engines sample while a step is repeated would be kept.
+        ahead = SamplingAhead(engines, coordinator, instruments.serving, lambda: bool(repeated))
+        parts.sampling_ahead = ahead
     return parts
 
 
@@ -203,12 +209,12 @@ def build_replay(
     *,
     recorder: RunRecorder | RankRecorder,
     instruments: StepInstruments,
-    check_stop: Callable[[Ranks], float],
+    check_stop: Callable[[Ranks], None],
 ) -> Parts:
     """Build the loop's parts for training on the rollouts recorded in the run folder `recorded`.
     This needs a policy but no engine and no graders. Collective."""
     check = partial(check_stop, ranks)
-    loss = stoppable(loss_function(config.loss), config.policy, check)
+    loss = loss_function(config.loss)
     policy = build_policy(config, ranks)
     keep_reference(config, ranks, policy)
     data_parallel = _data_parallel(config, ranks, policy)

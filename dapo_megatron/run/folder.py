@@ -19,9 +19,9 @@ from dapo_megatron.checkpoints.folder import (
     fault_of,
     free_name,
     has_manifest,
-    place_of,
     published,
     recover_checkpoints,
+    step_of,
 )
 from dapo_megatron.cluster.attempt import OWNER, attempt, check_owner
 from dapo_megatron.cluster.heartbeat import HEARTBEATS
@@ -57,7 +57,6 @@ class RunFolder:
         self.tokenizer = path / "tokenizer.json"
         self.data = path / "data"
         self.checkpoints = path / "checkpoints"
-        self.journal = path / "journal"
         self.logs = path / "logs"
         self.attempts = path / "attempts.jsonl"
         self.owner = path / OWNER
@@ -107,7 +106,6 @@ class RunFolder:
             write_json(self.owner, {"attempt": self.attempt})
             self._inode = self.path.stat().st_ino
             recover_checkpoints(self.checkpoints)
-            recover_checkpoints(self.journal)
 
     def find_checkpoint(self, resume: str, exchange: Exchange) -> Path | None:
         """Return the checkpoint to resume from, or None to start from step 0. Collective: all ranks
@@ -220,7 +218,7 @@ class RunFolder:
     def _set_aside_after(self, source: Path | None) -> None:
         """Rename checkpoints newer than `source`, because their steps will be repeated. Otherwise a
         later `auto` would resume from them, and `checkpoint.keep` would keep them."""
-        resume_place = place_of(source.resolve().name if source else "")
-        for _, path in published(self.checkpoints):
-            if place_of(path.name) > resume_place:
+        resumed = step_of(source.resolve().name if source else "")
+        for step, path in published(self.checkpoints):
+            if step > resumed:
                 path.rename(free_name(path))

@@ -12,7 +12,7 @@ from torch import Tensor
 from dapo_megatron.algo.kl import KL
 from dapo_megatron.algo.loss import regularized_loss
 from dapo_megatron.algo.objectives import OBJECTIVES
-from dapo_megatron.config import LossConfig, PolicyConfig
+from dapo_megatron.config import LossConfig
 from dapo_megatron.protocols import LossFn
 from dapo_megatron.rewards.registry import user_function
 from dapo_megatron.rollout.metrics import METRICS_OF_AN_UPDATE
@@ -89,39 +89,3 @@ def _try_loss(function: Callable[..., Any], *, has_reference: bool) -> None:
             raise ConfigError(
                 f"its {name}: total must require a gradient, and sums must not (use detach())"
             )
-
-
-STOP_CHECK_SECONDS = 10.0
-"""Approximate time between two stop checks within a mini-batch."""
-
-
-class StoppableLoss:
-    """A loss that also checks, about every STOP_CHECK_SECONDS, whether the run must stop.
-
-    A stop abandons the mini-batch. `check` is collective; at every micro-batch it would make all
-    ranks wait for the slowest. It is therefore called at every n-th micro-batch, where n is
-    computed from the seconds since this loss's previous check. `check` returns a clock in seconds,
-    the same on all ranks, and all ranks have the same number of micro-batches, so they call it
-    together.
-    """
-
-    def __init__(self, loss: LossFn, check: Callable[[], float]) -> None:
-        self._loss, self._check = loss, check
-        self._interval = self._left = 1
-        self._checked_at = 0.0
-
-    def __call__(self, logprobs: Tensor, tokens: MicroTokens) -> LossOutput:
-        """Compute the loss. Raises Stopped."""
-        self._left -= 1
-        if self._left == 0:
-            now = self._check()
-            per_call, self._checked_at = (now - self._checked_at) / self._interval, now
-            fitting = int(STOP_CHECK_SECONDS / max(per_call, 1e-6))
-            self._left = self._interval = min(max(fitting, 1), 2 * self._interval)
-        return self._loss(logprobs, tokens)
-
-
-def stoppable(loss: LossFn, policy: PolicyConfig, check: Callable[[], float]) -> LossFn:
-    """Return `loss` with stop checks. With pipeline parallelism `loss` is returned unchanged,
-    because only the last stage computes it."""
-    return loss if policy.pipeline_parallel > 1 else StoppableLoss(loss, check)

@@ -72,33 +72,22 @@ def start_engines(
     secret = run_secret(ranks.world_size) or secrets.token_bytes(32)
     pool = _pool(config, ranks, secret, start) if ranks.rank == 0 else None
     address, ranks_per_node = ranks.broadcast(pool.address if pool else "", str), _per_node(ranks)
-    workers = None
-    if config.engine.colocated:
-        arch = read_architecture(config)
-        workers = engine_groups(config, arch, ranks.world_size, ranks_per_node)
-        if any(len({rank // ranks_per_node for rank in group}) > 1 for group in workers):
-            raise ConfigError(
-                f"engine.tensor_parallel: {config.engine.tensor_parallel}: an engine's GPUs have "
-                f"to be in one node, and a node has {ranks_per_node} ranks"
-            )
-
+    workers = _workers(config, ranks, ranks_per_node) if config.engine.colocated else None
     size = config.engine_tensor_parallel
-    gpus_of = {
-        replica: [rank % ranks_per_node for rank in workers[replica]]
-        if workers is not None
-        else _gpus_after(ranks.world_size, replica, size)
-        for replica in _own_replicas(config, ranks, workers)
-    }
-    servers = {
-        replica: Server(
+    num_workers = config.num_replicas(ranks.world_size) * size
+    servers = {}
+    for replica in _own_replicas(config, ranks, workers):
+        gpus = _gpus_after(ranks.world_size, replica, size)
+        if workers is not None:
+            gpus = [rank % ranks_per_node for rank in workers[replica]]
+        servers[replica] = Server(
             replica,
             address,
             secret,
             _devices(gpus),
             None if logs is None else logs / f"engine_{replica}.log",
+            threads=max(1, len(os.sched_getaffinity(0)) // num_workers),
         )
-        for replica, gpus in gpus_of.items()
-    }
     device = torch.device("cuda", ranks.local_rank) if _has_cuda() else torch.device("cpu")
     sender = None
     if any(ranks.rank in group for group in workers or ()):
@@ -185,6 +174,18 @@ def _pool(config: Config, ranks: Ranks, secret: bytes, start: str) -> Pool:
         silence_seconds=config.engine.silence_seconds,
         seed=lambda replica, number: _seed(config.seed, replica, start, number),
     )
+
+
+def _workers(config: Config, ranks: Ranks, ranks_per_node: int) -> Groups:
+    """Return the ranks with which each colocated engine shares GPUs. Raises ConfigError for an
+    engine on several nodes."""
+    groups = engine_groups(config, read_architecture(config), ranks.world_size, ranks_per_node)
+    if any(len({rank // ranks_per_node for rank in group}) > 1 for group in groups):
+        raise ConfigError(
+            f"engine.tensor_parallel: {config.engine.tensor_parallel}: an engine's GPUs have to be "
+            f"in one node, and a node has {ranks_per_node} ranks"
+        )
+    return groups
 
 
 def _own_replicas(config: Config, ranks: Ranks, workers: Groups | None) -> list[int]:

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
-from dapo_megatron.checkpoints import newest, read_state
+from dapo_megatron.checkpoints import newest
+from dapo_megatron.checkpoints import read_state as read_checkpoint
+from dapo_megatron.checkpoints.folder import step_of
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config, FileSource, source_file_name
@@ -23,17 +25,26 @@ from dapo_megatron.model import read_architecture
 from dapo_megatron.model.flops import model_flops, peak_flops
 from dapo_megatron.plan.layout import describe
 from dapo_megatron.protocols import Tracker
-from dapo_megatron.rollout.recorded import forget_after
+from dapo_megatron.rollout.record import forget_after, read_state, recorded_steps
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_tracker import MlflowTracker
+from dapo_megatron.tracking.policy_files import FOLDER as POLICY_FOLDER
 from dapo_megatron.tracking.provenance import cpu_name, flatten, run_tags
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder, Speedometer
 from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.tracking.run_report import WAIT_SECONDS, RunReport
 from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker
-from dapo_megatron.types import ConfigError, DapoError
+from dapo_megatron.types import ConfigError, DapoError, DataError
 
+FORMAT = 1
+"""Format of the coordinator's state in a record."""
+_MAY_CHANGE: dict[str, Any] = {
+    "resume": True,
+    **dict.fromkeys(("run", "evaluation", "checkpoint", "watchdog", "preflight", "tracking"), True),
+    "train": {"rollout_steps"},
+}
+"""Keys that influence neither the rollouts nor the updates of a step."""
 RISKS = {
     "seed": ". The prompts are shuffled anew, so some repeat in this epoch and others are left out",
     "data.": ". The run continues at its old place in the new prompts",
@@ -62,10 +73,11 @@ def open_recorder(
     """
 
     def make() -> RunRecorder:
-        forget_after(folder.samples, last_recorded)
+        for path in (folder.samples, folder.path / POLICY_FOLDER):
+            forget_after(path, last_recorded)
         changes = changed_keys(config, folder.config) if folder.is_continued else []
         write_text(folder.config, dump_config(config))
-        console = RunConsole(num_steps=config.train.rollout_steps, file=terminal)
+        console = _console(config, terminal)
         chosen = _chosen(config)
         facts = _facts(config, folder, ranks.world_size, chosen)
         if resumed_from is not None:
@@ -101,6 +113,43 @@ def open_recorder(
     if recorder is not None:
         return recorder
     return rank_recorder(config, folder)
+
+
+def _console(config: Config, terminal: TextIO) -> RunConsole:
+    return RunConsole(
+        num_steps=config.train.rollout_steps, file=terminal, stop_seconds=config.run.stop_seconds
+    )
+
+
+def facts_of(config: Config, num_ranks: int) -> dict[str, Any]:
+    """Return what must not change between the attempt that recorded a step and one that trains on
+    it again."""
+    kept = config.model_dump(mode="json", exclude=_MAY_CHANGE)
+    return {"format": FORMAT, "ranks": num_ranks, "config": kept}
+
+
+def repeated_steps(
+    config: Config, folder: RunFolder, num_ranks: int, resumed_from: Path | None
+) -> tuple[dict[int, Path], list[str]]:
+    """Return the recorded steps after the checkpoint to resume from that the run trains on again,
+    and notes for the user. They end at the first that is missing or of another config. Without
+    steps if the user chose the checkpoint."""
+    first = step_of(resumed_from.name) + 1 if resumed_from else 1
+    steps, notes = recorded_steps(folder.samples), []
+    repeated: dict[int, Path] = {}
+    while config.resume == "auto" and (path := steps.get(first + len(repeated))):
+        try:
+            is_same = read_state(path).get("facts") == facts_of(config, num_ranks)
+            fault = "" if is_same else f"{path}: of another config or number of ranks"
+        except DataError as error:
+            fault = str(error)
+        if fault:
+            notes.append(f"step {first + len(repeated)} is sampled again: {fault}")
+            break
+        repeated[first + len(repeated)] = path
+    if repeated:
+        notes.append(f"trains again on what steps {first} to {max(repeated)} recorded")
+    return repeated, notes
 
 
 def changed_keys(config: Config, last: Path) -> list[str]:
@@ -146,7 +195,7 @@ def rank_recorder(config: Config, folder: RunFolder) -> RankRecorder:
 
 
 def _writer(config: Config, folder: RunFolder, warn: Callable[[str], None]) -> RolloutWriter | None:
-    return RolloutWriter(folder.samples, warn) if config.tracking.samples else None
+    return RolloutWriter(folder.path, warn) if config.tracking.samples else None
 
 
 def keep_reports(config: Config, folder: RunFolder) -> None:
@@ -255,4 +304,4 @@ def _mlflow_run(folder: RunFolder) -> str | None:
     """Return the MLflow run to continue, as recorded in the newest checkpoint. A run that the run
     folder itself records takes precedence (in MlflowTracker)."""
     checkpoint = newest(folder.checkpoints) if folder.is_continued else None
-    return read_state(checkpoint).get("mlflow_run") if checkpoint else None
+    return read_checkpoint(checkpoint).get("mlflow_run") if checkpoint else None

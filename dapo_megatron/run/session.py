@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from dapo_megatron.checkpoints import read_state, restoring
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import end_attempt, start_attempt
-from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
+from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_json
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check
 from dapo_megatron.plan.compatibility.rule import Machine
+from dapo_megatron.rollout.record import LAST_READER
 from dapo_megatron.run.context import RunContext, open_context, report_error
 from dapo_megatron.run.libraries import import_libraries
 from dapo_megatron.types import CheckpointError, DapoError, Fenced, Phase, Stopped
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from dapo_megatron.cluster.instruments import StepInstruments
     from dapo_megatron.protocols import Parts
     from dapo_megatron.rollout.engines import Engines
-    from dapo_megatron.rollout.partial_step import PartialStep
     from dapo_megatron.run.build import Prompts
     from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
 
@@ -62,18 +62,19 @@ def train(config: Config, replay: Path | None = None) -> None:
 def _train(context: RunContext, engines: Engines | None, replay: Path | None) -> None:
     from dapo_megatron import loop
     from dapo_megatron.run import build
-    from dapo_megatron.run.journal import find_entries
 
     config, ranks, folder = context.config, context.ranks, context.folder
     notes = check(config, read_architecture(config), Machine.here(), has_engine=replay is None)
     source = context.resume_from
     state = read_state(source) if source else None
-    progress, partial_step = _starting_point(context, state, replay)
+    progress = _starting_point(context, state, replay)
     repeated: dict[int, Path] = {}
-    if engines is not None:
-        repeated, about_journal = find_entries(context)
-        notes += about_journal
-    last_recorded = max(progress.step + (partial_step.sequences is not None), *repeated, 0)
+    if engines is not None and ranks.rank == 0:
+        from dapo_megatron.run.record import repeated_steps
+
+        repeated, about_records = repeated_steps(config, folder, ranks.world_size, source)
+        notes += about_records
+    last_recorded = max(progress.step, *repeated, 0)
     recorder, about_layers = _open_recorder(context, progress.step, last_recorded)
     for note in (*notes, *about_layers):
         recorder.note(f"  {note}")
@@ -95,10 +96,10 @@ def _train(context: RunContext, engines: Engines | None, replay: Path | None) ->
             else:
                 assert replay is not None
                 config, parts = _replay_parts(context, recorder, instruments, replay)
-            _resume(context, state, partial_step, parts)
+            _resume(context, state, parts)
             context.stop.hold()
             with context.watchdog.phase(Phase.OTHER):
-                loop.train(config, parts, progress, partial_step, started=started)
+                loop.train(config, parts, progress, started=started)
             at_end.callback(wait_for_all)
             on_rank0(ranks, folder.check_owner)
             summary |= _conclude(context, progress, instruments.memory.highest_gib())
@@ -115,10 +116,9 @@ def _parts(
     engines: Engines,
     repeated: dict[int, Path],
 ) -> Parts:
-    """Build the loop's parts for training with engines. The journaled steps `repeated` are trained
+    """Build the loop's parts for training with engines. The recorded steps `repeated` are trained
     on again. Collective."""
     from dapo_megatron.run import build
-    from dapo_megatron.run.journal import add_journal
     from dapo_megatron.run.loss import loss_function
     from dapo_megatron.run.models import build_models
     from dapo_megatron.run.other_weights import keep_reference
@@ -131,44 +131,45 @@ def _parts(
     if engines.pool is not None:
         context.watchdog.engines = engines.pool.describe
         engines.pool.note = recorder.note
-    parts = build.build_parts(
+    return build.build_parts(
         config,
         ranks,
         context.folder,
         models,
         prompts,
+        repeated,
         recorder=recorder,
         instruments=instruments,
         check_stop=context.stop.check,
     )
-    if config.checkpoint.rollouts:
-        add_journal(context, recorder, parts, repeated)
-    return parts
 
 
 def _starting_point(
     context: RunContext, state: dict[str, Any] | None, replay: Path | None
-) -> tuple[loop.Progress, PartialStep]:
-    """Return what `state`, that of the checkpoint to resume from, says about completed steps and
-    the step in progress. Raises CheckpointError if it cannot be continued."""
+) -> loop.Progress:
+    """Return what `state`, that of the checkpoint to resume from, says about completed steps.
+    Raises CheckpointError if it cannot be continued."""
     from dapo_megatron import loop
-    from dapo_megatron.rollout.partial_step import PartialStep
 
     source = context.resume_from
+    if state is None:
+        return loop.Progress()
     with restoring(source):
-        progress = loop.Progress(**state["progress"]) if state is not None else loop.Progress()
-        if state is not None and replay is None and "replay" in state["coordinator"]:
+        if "open_step" in state:
+            raise CheckpointError(
+                f"resume: {source} was saved by an earlier version. Continue with commit "
+                f"{LAST_READER}, or use the checkpoint as model.path"
+            )
+        if replay is None and "replay" in state["coordinator"]:
             raise CheckpointError(
                 f"resume: {source} was saved by a replay, which has no prompt position and no "
                 f"ledger. Continue with --replay {state['coordinator']['replay']}, or use the "
                 "checkpoint as model.path"
             )
-        return progress, PartialStep.from_state(state and state.get("open_step"), context.config)
+        return loop.Progress(**state["progress"])
 
 
-def _resume(
-    context: RunContext, state: dict[str, Any] | None, partial_step: PartialStep, parts: Parts
-) -> None:
+def _resume(context: RunContext, state: dict[str, Any] | None, parts: Parts) -> None:
     """Load the checkpoint to resume from, which has `state`. Collective."""
     source = context.resume_from
     if source is None or state is None:
@@ -176,8 +177,6 @@ def _resume(
     parts.policy.load(source)
     with restoring(source):
         parts.collector.restore(state["coordinator"], source)
-        load = partial(partial_step.load, source, parts.data_parallel)
-        on_all_ranks(context.ranks, load)
 
 
 def _open_recorder(

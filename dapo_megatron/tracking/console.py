@@ -6,6 +6,7 @@ is plain lines without control characters.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -32,9 +33,14 @@ class RolloutProgress(Protocol):
 
 
 class RunConsole:
-    """Console on `file` (standard output by default). As a tracker it prints a line per step."""
+    """Console on `file` (standard output by default). As a tracker it prints a line per step.
 
-    def __init__(self, *, num_steps: int, file: TextIO | None = None) -> None:
+    stop_seconds  time that a signal to stop leaves; a step that trains for longer is warned of
+    """
+
+    def __init__(
+        self, *, num_steps: int, file: TextIO | None = None, stop_seconds: float = math.inf
+    ) -> None:
         out = sys.stdout if file is None else file
         terminal = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         # soft_wrap: a line is never split, so grep works and narrow windows can wrap it.
@@ -46,6 +52,7 @@ class RunConsole:
             soft_wrap=True,
         )
         self._num_steps = num_steps
+        self._stop_seconds = stop_seconds
         self._step_seconds: list[float] = []
         self._view = LiveView(num_steps)
         self._is_live = False
@@ -70,8 +77,20 @@ class RunConsole:
             self._step_seconds.append(metrics["time/step"])
             self._view.log(step, metrics, self._eta(step))
             self._print(_step_line(step, self._num_steps, metrics, self._eta(step)))
+            self._warn_of_long_training(metrics)
         for line in _evaluation_lines(metrics):
             self._print(line, style="cyan")
+
+    def _warn_of_long_training(self, metrics: Mapping[str, float]) -> None:
+        """Warn once if a signal to stop could end the run before the end of a step."""
+        seconds = metrics.get("time/logprobs", 0.0) + metrics.get("time/update", 0.0)
+        if seconds > self._stop_seconds:
+            self.warn(
+                f"training took {seconds:.0f} s in this step, and run.stop_seconds is "
+                f"{self._stop_seconds:g}: after a signal the run may end without a new checkpoint; "
+                "raise run.stop_seconds, and with it the time between Slurm's signal and its limit"
+            )
+            self._stop_seconds = math.inf
 
     def finish(self, status: str) -> None:
         """Print how the run ended, unless it is FINISHED."""

@@ -41,9 +41,8 @@ RUN_FILE = "mlflow_run.json"
 LOG = "logs/mlflow.log"
 CHECKPOINTS = f"{FOLDER}/checkpoints.json"
 ARTIFACTS = {
-    "samples/step_*/completions_*.parquet": True,
-    "samples/step_*/policy_*.parquet": True,
-    "samples/step_*/index.json": True,
+    "samples/step_*/completions.parquet": True,
+    "policy/*.parquet": True,
     "timeline/*.json": True,
     "data/*.report.json": False,
     CHECKPOINTS: False,
@@ -224,8 +223,6 @@ class MirrorState:
             time = stamp_of(checkpoint / "manifest.json")[1] // 1_000_000
             is_known = name in old and old[name]["time"] == time
             present[name] = old[name] if is_known else _entry(name, step, time, checkpoint)
-        # Keyed by name: step 2 may have two checkpoints, step_000002 and step_000002_open (saved in
-        # the middle of the next step).
         listed = {name: old[name] for name in old if name < max(present, default="~")} | present
         if listed != old:
             entries = [listed[name] for name in sorted(listed)]

@@ -1,48 +1,52 @@
-"""Parquet files of the policy's values of training sequences, before the step's first update.
+"""The policy's values of training sequences before the step's first update, for the report:
+policy/step_000012_00001.parquet has those that data-parallel rank 1 trained on in step 12.
 
 One row per sequence. Log-probs and entropy of each token are recorded for a few groups only.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dapo_megatron.rollout.parquet import (
-    ParquetReader,
-    Schema,
-    Table,
-    lists,
-    numbers,
-    views_of,
-    write_parquet,
-)
-from dapo_megatron.types import SequenceDiagnostics
+from dapo_megatron.files import atomic_write
+from dapo_megatron.rollout.tables import data_errors, read_tables, rows_of, table_of
+from dapo_megatron.types import SequenceDiagnostics, packed
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+FOLDER = "policy"
 
-KIND = "policy"
-_ROWS = 4096
-"""Rows of a row group."""
-_NUMBERS = ("ticket", "sample", "advantage", "gap_mean", "gap_max")
+
+def policy_path(run: Path, step: int, index: int) -> Path:
+    """Return the file of the sequences that data-parallel rank `index` trained on in a step."""
+    return run / FOLDER / f"step_{step:06d}_{index:05d}.parquet"
+
+
+def policy_files(run: Path) -> dict[int, list[Path]]:
+    """Return step -> files of a run."""
+    by_step: dict[int, list[Path]] = {}
+    for path in sorted((run / FOLDER).glob("step_*_*.parquet")):
+        step = path.name.split("_")[1]
+        if step.isdecimal():
+            by_step.setdefault(int(step), []).append(path)
+    return by_step
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRow:
-    """The policy's values of a sequence. `logprobs` and `entropy` are float32 [response tokens], or
-    None if they are not recorded."""
+    """The policy's values of a sequence. `logprobs` and `entropy` are float32, one per response
+    token; None if they are not recorded."""
 
     ticket: int
     sample: int
     advantage: float
     gap_mean: float
     gap_max: float
-    logprobs: NDArray[Any] | None = None
-    entropy: NDArray[Any] | None = None
+    logprobs: array[float] | None = None
+    entropy: array[float] | None = None
 
 
 def policy_row(sequence: SequenceDiagnostics, *, has_tokens: bool) -> PolicyRow:
@@ -53,44 +57,43 @@ def policy_row(sequence: SequenceDiagnostics, *, has_tokens: bool) -> PolicyRow:
         advantage=sequence.advantage,
         gap_mean=sequence.gap_mean,
         gap_max=sequence.gap_max,
-        logprobs=sequence.logprobs.float().cpu().numpy().copy() if has_tokens else None,
-        entropy=sequence.entropy.float().cpu().numpy().copy() if has_tokens else None,
+        logprobs=packed(sequence.logprobs.float().cpu().numpy()) if has_tokens else None,
+        entropy=packed(sequence.entropy.float().cpu().numpy()) if has_tokens else None,
     )
 
 
 def write_policy(path: Path, rows: Iterable[PolicyRow]) -> None:
     """Write rows atomically, sorted by ticket and sample. Raises OSError."""
+    from pyarrow import parquet
+
     ordered = sorted(rows, key=lambda row: (row.ticket, row.sample))
-    batches = (ordered[at : at + _ROWS] for at in range(0, len(ordered), _ROWS))
-    write_parquet(path, KIND, _schema(), map(_table, batches))
+    table = table_of(list(map(asdict, ordered)), _schema())
+    path.parent.mkdir(exist_ok=True)
+    with atomic_write(path) as file:
+        parquet.write_table(table, file, compression="zstd", write_page_checksum=True)
 
 
 def read_policy(path: Path, tickets: Collection[int] | None = None) -> Iterator[PolicyRow]:
     """Yield the rows of a file in order, or those of `tickets`. Raises DataError naming the file if
     it is damaged or cannot be read."""
-    with ParquetReader(path, KIND, [_schema()]) as reader:
-        for table in reader.tables(_schema().names, tickets):
-            numbers = zip(*(table.column(name).to_pylist() for name in _NUMBERS), strict=True)
-            logprobs, entropy = (views_of(table.column(name)) for name in ("logprobs", "entropy"))
-            for values, *of_tokens in zip(numbers, logprobs, entropy, strict=True):
-                if tickets is None or values[0] in tickets:
-                    copies = (None if array is None else array.copy() for array in of_tokens)
-                    yield PolicyRow(*values, *copies)
+    for table in read_tables(path, _schema(), tickets=tickets):
+        with data_errors(path):
+            rows = [PolicyRow(**row) for row in rows_of(table)]
+        yield from rows
 
 
 def read_gaps(path: Path) -> list[tuple[float, int, int]]:
     """Return (gap_max, ticket, sample) of every row. Raises DataError as `read_policy` does."""
     names = ("gap_max", "ticket", "sample")
-    with ParquetReader(path, KIND, [_schema()]) as reader:
-        return [
-            row
-            for table in reader.tables(names)
-            for row in zip(*(table.column(name).to_pylist() for name in names), strict=True)
-        ]
+    gaps = []
+    for table in read_tables(path, _schema(), names):
+        with data_errors(path):
+            gaps += [tuple(map(row.__getitem__, names)) for row in rows_of(table)]
+    return gaps
 
 
 @cache
-def _schema() -> Schema:
+def _schema() -> Any:
     import pyarrow as pa
 
     def required(name: str, kind: Any) -> Any:
@@ -108,14 +111,3 @@ def _schema() -> Schema:
             pa.field("entropy", values),
         ]
     )
-
-
-def _table(rows: list[PolicyRow]) -> Table:
-    import pyarrow as pa
-
-    arrays = []
-    for field in _schema():
-        values = [getattr(row, field.name) for row in rows]
-        is_list = pa.types.is_list(field.type)
-        arrays.append(lists(values, field.type) if is_list else numbers(values, field.type))
-    return pa.Table.from_arrays(arrays, schema=_schema())

@@ -11,13 +11,12 @@ from typing import Any, ClassVar
 
 from dapo_megatron.files import write_json
 from dapo_megatron.protocols import DataParallel, Tracker
-from dapo_megatron.rollout.completion_rows import CompletionRow
-from dapo_megatron.rollout.sample_index import IndexedGroup, verdict_of
+from dapo_megatron.rollout.record import StepRecord
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_tracker import MlflowTracker
 from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.tracking.run_report import RunReport
-from dapo_megatron.types import Group, SequenceDiagnostics, TrainingSequence
+from dapo_megatron.types import SequenceDiagnostics, TrainingSequence
 
 TERA = 1e12
 
@@ -65,15 +64,10 @@ class RolloutRecorder:
     writer: RolloutWriter | None = None
     inspected_groups: int = 0
 
-    def completions(self, step: int, rows: Sequence[CompletionRow]) -> None:
-        """Write the completions of groups that ended in `step`."""
+    def record(self, step: int, record: StepRecord) -> None:
+        """Write what a step collected."""
         if self.writer is not None:
-            self.writer.completions(step, rows)
-
-    def ended(self, step: int, groups: Sequence[tuple[Group, str]]) -> None:
-        """Write the index of the groups that ended in `step`, each with its outcome."""
-        if self.writer is not None:
-            self.writer.index(step, map(_indexed, groups))
+            self.writer.record(step, record)
 
     def sequence_diagnostics(
         self,
@@ -129,6 +123,7 @@ class RunRecorder(RolloutRecorder):
         if speed is not None:
             per_device = {"throughput/tokens_per_second_per_device": speed / self.num_devices}
             metrics = {**metrics, **per_device}
+        self.flush()  # steps with metrics are recorded, whenever the run is killed
         self.tracker.log(step, metrics)
 
     def trained(self, lengths: Sequence[int], num_scored: int) -> None:
@@ -189,12 +184,6 @@ class RunRecorder(RolloutRecorder):
         )
 
 
-def _indexed(item: tuple[Group, str]) -> IndexedGroup:
-    group, outcome = item
-    verdict = verdict_of(completion.grade for completion in group.completions)
-    return IndexedGroup(group.ticket, group.prompt.source, str(outcome), verdict, group.completions)
-
-
 class RankRecorder(RolloutRecorder):
     """Recorder of every rank except 0. It records this rank's rollouts; the other methods have no
     effect."""
@@ -204,7 +193,7 @@ class RankRecorder(RolloutRecorder):
     def _nothing(self, *_: object, **__: object) -> None:
         """Do nothing."""
 
-    log = trained = timeline = ask_requests = note = summary = _nothing
+    log = record = trained = timeline = ask_requests = note = summary = _nothing
 
     def finish(self, status: str) -> None:
         """Wait until this rank's rollouts are on disk."""

@@ -66,9 +66,11 @@ ROOMS = {
     ),
     # data for the tokenizer, rewards for the graders of a server, bridge for its weights.
     "engine": room(f"{LOW} config model data cluster bridge rewards", "torch vllm numpy zmq"),
-    # engine for its messages, bridge for sending weights.
+    # engine for its messages, bridge for sending weights, checkpoints for the manifest of a folder,
+    # pandas for annotations only.
     "rollout": room(
-        f"{LOW} config algo data rewards cluster engine bridge", "torch numpy pyarrow zmq"
+        f"{LOW} config algo data rewards cluster engine bridge checkpoints",
+        "torch numpy pandas pyarrow zmq",
     ),
     "loop": room("types protocols config algo data rollout"),
     # rollout for the file format of a group, checkpoints for the names of their folders, torch for
@@ -271,7 +273,7 @@ def test_megatron_vllm_and_mlflow_are_each_imported_in_one_room() -> None:
 HEAVY = "torch transformers vllm megatron mlflow datasets reasoning_gym math_verify pyarrow numpy"
 LIGHT = (
     "types protocols config config.file model plan.layout plan.compatibility "
-    "rollout.completion_files run.folder cluster.collectives cluster.curve cluster.launch "
+    "rollout.record run.folder cluster.collectives cluster.curve cluster.launch "
     "cluster.ranks cluster.servers rewards run.session __main__"
 )
 

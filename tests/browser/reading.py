@@ -34,13 +34,9 @@ def metrics(run: Path) -> dict[int, Json]:
 def completions(run: Path) -> list[Json]:
     """Return every completion in samples/, with its step and the columns of its file."""
     rows = []
-    for path in sorted((run / "samples").glob("step_*/completions_*.parquet")):
+    for path in sorted((run / "samples").glob("step_*/completions.parquet")):
         step = int(path.parent.name.removeprefix("step_"))
-        for row in pq.read_table(path).to_pylist():
-            for name in ("text", "prompt", "truth", "source", "pred"):
-                if row[name] and row[name].startswith("\0"):  # a text that UTF-8 cannot encode
-                    row[name] = json.loads(row[name][1:])
-            rows.append({"step": step, **row})
+        rows += [{"step": step, **row} for row in pq.read_table(path).to_pylist()]
     return rows
 
 

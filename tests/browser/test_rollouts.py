@@ -228,7 +228,7 @@ def test_gaps_below_1e_4_still_have_visible_colors(
     page = open_page(recorded)
     every = {(row["ticket"], row["sample"]): row for row in completions(recorded_run)}
     gaps = {}
-    for path in (recorded_run / "samples").glob("step_*/policy_*.parquet"):
+    for path in (recorded_run / "policy").glob("step_*.parquet"):
         for policy_row in pq.read_table(path).to_pylist():
             name = policy_row["ticket"], policy_row["sample"]
             engine_logprobs = every[name]["logprobs"] if name in every else []
@@ -343,8 +343,8 @@ def test_hostile_completions_are_shown_only_as_text(
         shown_texts.add(hostile_text)
         viewer = open_completion(page, completion["ticket"], completion["sample"])
         tokens = viewer.locator(".v-tokens")
-        # The tokenizer cannot hold a lone surrogate.
-        text = completion["text"].replace("\ud800", "\ufffd")
+        # Neither UTF-8 nor the tokenizer can hold a lone surrogate.
+        text = completion["text"].replace("\\ud800", "\ufffd")
         end = "<eos>" if completion["finish"] == "stop" else ""
         assert shown_text(tokens) == code_units(visible(text) + end)
         prompt, truth, _ = viewer.locator(".v-text pre").all()

@@ -38,7 +38,9 @@ def processes_with(mark: str) -> list[str]:
 
 
 def broken(response: str, truth: str, extra: object) -> bool:
-    """Raise on every call."""
+    """Raise on every call but the trial at the start, whose response is the truth."""
+    if response == truth:
+        return True
     raise LookupError("no such table")
 
 

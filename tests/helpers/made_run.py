@@ -35,7 +35,7 @@ from dapo_megatron.types import (
     SequenceDiagnostics,
 )
 from tests.helpers.configs import REPOSITORY, tiny_config
-from tests.helpers.groups import record_groups
+from tests.helpers.groups import step_record
 
 TOKENIZER = REPOSITORY / "model_configs" / "tiny_qwen3" / "tokenizer.json"
 ATTEMPT = "20260101-000000"
@@ -121,12 +121,12 @@ class _Writer:
         self._config()
         self._tokenizer()
         self._answers()
-        writer = RolloutWriter(self.folder / "samples", _fail)
+        writer = RolloutWriter(self.folder, _fail)
         tracker = JsonlTracker(self.folder / "metrics.jsonl")
         tracker.log(0, self._evaluation(0))
         for step in range(1, self.run.num_steps + 1):
             groups = list(self._groups(step))
-            record_groups(writer, step, groups, _reward)
+            writer.record(step, step_record(groups, _reward))
             trained = [group.ticket for group, outcome in groups if outcome == "trained"]
             inspected = trained[: self.run.inspected_groups]
             writer.policy(step, 0, self._inspected(groups), inspected)

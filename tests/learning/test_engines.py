@@ -131,7 +131,7 @@ def check_ledger(folder: Path, num_steps: int, samples_per_prompt: int = 4) -> d
     issued = sum(row["groups/issued"] for row in steps)
     assert issued == closed + steps[-1]["groups/carried"]
     trained: Counter[tuple[int, int]] = Counter()
-    for path in (folder / "samples").glob("step_*/policy_*.parquet"):
+    for path in (folder / "policy").glob("step_*.parquet"):
         table = pq.read_table(path, columns=["ticket", "sample"])
         trained.update(zip(*(column.to_pylist() for column in table.columns), strict=True))
     assert set(trained.values()) == {1}
@@ -229,8 +229,8 @@ def test_a_killed_run_resumes_to_the_same_weights_and_leaves_nothing(
 
 @pytest.mark.long
 def test_engines_sample_while_the_policy_trains(tmp_path: Path) -> None:
-    """With a high rollout.lookahead the engine always has work. The run is stopped in the training
-    of step 2, and resumed."""
+    """With a high rollout.lookahead the engine always has work. The run is stopped after the
+    training of step 2, and resumed."""
     words = (
         *(*SEPARATE, *FREE, "engine.max_sequences=8", "rollout.prompts_per_step=16"),
         *("rollout.samples_per_prompt=8", "rollout.lookahead=12"),
@@ -242,8 +242,8 @@ def test_engines_sample_while_the_policy_trains(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     world = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    with ExitStack() as stack:  # each step has four checks
-        stopper = ("-m", "tests.helpers.stopper", "7", *program)
+    with ExitStack() as stack:
+        stopper = ("-m", "tests.helpers.stopper", "stop:3", *program)
         rank = stack.enter_context(started(*stopper, environment={**os.environ, **world, **where}))
         assert rank.wait(300) == STOPPED, rank.stdout
     folder = finish(tmp_path, "ahead", *words)
@@ -255,12 +255,12 @@ def test_engines_sample_while_the_policy_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_asynchronous_run_repeats_its_journaled_steps(tmp_path: Path) -> None:
+def test_a_killed_asynchronous_run_repeats_its_recorded_steps(tmp_path: Path) -> None:
     """Killed after step 3. The checkpoints of steps 2 and 3 are taken away, so that the run repeats
     these steps from that of step 1."""
     words = (
         *(*SEPARATE, *FREE, "rollout.max_staleness=2", "train.rollout_steps=5"),
-        *("checkpoint.rollouts=true", "checkpoint.every=1", "checkpoint.keep=9"),
+        *("checkpoint.every=1", "checkpoint.keep=9"),
     )
     folder, aside = tmp_path / "killed", tmp_path / "aside"
     with started(*command(tmp_path, "killed", *words), new_session=True) as running:
@@ -273,7 +273,7 @@ def test_a_killed_asynchronous_run_repeats_its_journaled_steps(tmp_path: Path) -
         path.rename(aside / path.name)
     done = run(*command(tmp_path, "killed", *words))
     assert done.returncode == 0, done.stdout + done.stderr
-    [last] = re.findall(r"repeats steps 2 to (\d) with their journaled rollouts", done.stdout)
+    [last] = re.findall(r"trains again on what steps 2 to (\d) recorded", done.stdout)
     rows = metrics_of(folder)
     assert [row["step"] for row in rows] == [*range(6)]
     assert max(row["groups/age_max"] for row in rows[1:]) <= 2  # rollout.max_staleness

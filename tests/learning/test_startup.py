@@ -25,7 +25,6 @@ NOT_ON_A_RANK = {
     "mlflow",
     "math_verify",
     "networkx",
-    "pandas",
     "ray",
 }
 LAUNCHER = """

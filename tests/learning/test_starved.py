@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_megatron.rollout.recorded import recorded_steps, step_summaries
-from dapo_megatron.rollout.sample_index import groups_of
+from dapo_megatron.rollout.record import COMPLETIONS, read_groups, recorded_steps
 from tests.helpers.commands import run
 from tests.helpers.configs import TINY
 
@@ -43,7 +42,7 @@ def rows(tmp_path: Path) -> Path:
             "prompt": [{"role": "user", "content": f"State the final answer to the following "
                         f"arithmetic problem: {a} + {b} ="}],
             "ability": "MATH",
-            "reward_model": {"ground_truth": str(a + b), "style": "rule"},
+            "reward_model": {"ground_truth": f"sum {a + b}", "style": "rule"},
             "extra_info": {"index": a},
         }
         for a, b in ((10 + n, 73 - n) for n in range(60))
@@ -70,9 +69,9 @@ def test_a_grader_that_always_raises_is_named_and_the_run_resumes_with_another(
     done = train(tmp_path, rows, "tests.helpers.graders:near", "resume=auto")
     assert done.returncode == 0, done.stdout + done.stderr
     tickets = [
-        group.ticket
+        item.group.ticket
         for step in recorded_steps(folder / "samples").values()
-        for group in groups_of(step_summaries(step))
+        for item in read_groups(step / COMPLETIONS)
     ]
     assert len(tickets) == len(set(tickets))
     assert min(tickets) == 0  # groups that abstained before the restart are written as well

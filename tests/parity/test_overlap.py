@@ -55,7 +55,7 @@ class Abandoned(Exception):
 
 
 def abandoning(when: int) -> Any:
-    """Return a loss that raises after `when` calls, like `stoppable` in run/build.py."""
+    """Return a loss that raises after `when` calls."""
     calls = []
 
     def loss(*args: Any) -> Any:

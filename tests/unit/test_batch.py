@@ -18,7 +18,6 @@ from dapo_megatron.data.batch import (
     diagnose,
     fresh_mask,
     split,
-    tokens_in,
     valid_completions,
 )
 from dapo_megatron.types import (
@@ -106,23 +105,6 @@ def test_sequences_are_concatenated_into_flat_tensors() -> None:
     assert batch.loss_mask.dtype is torch.bool
     floats = (batch.advantages, batch.weights, batch.engine_logprobs)
     assert {tensor.dtype for tensor in floats} == {torch.float32}
-
-
-def test_tokens_of_held_sequences_are_views_of_the_batch() -> None:
-    groups = [
-        group(12, completion(0, 2, RIGHT), completion(3, 1, WRONG)),
-        group(40, completion(1, 1, RIGHT), completion(2, 3, WRONG), num_prompt_tokens=1),
-    ]
-    sequences, tokens = described(*groups), tokens_of(groups, overlong())
-    held = {index: tokens[index] for index in (1, 3)}
-    batch = assemble(sequences, held, owners=[0, 1, 0, 1])
-    views = tokens_in(sequences, batch)
-    assert list(views) == [1, 3]
-    for index, view in views.items():
-        for part in ("prompt", "response", "logprobs"):
-            assert list(getattr(view, part)) == list(getattr(held[index], part))
-    batch.tokens[0] = 7
-    assert views[1].prompt[0] == 7
 
 
 def test_a_batch_does_not_depend_on_the_default_dtype_of_torch() -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from dapo_megatron.checkpoints import folder, newest, read_state, restoring
 from dapo_megatron.checkpoints.folder import MANIFEST, _sum_of, read_manifest
 from dapo_megatron.files import publish_folder, write_json
 from dapo_megatron.loop import Progress
+from dapo_megatron.run.session import _starting_point
 from dapo_megatron.types import CheckpointError
 from tests.helpers.saving import (
     ALONE,
@@ -161,33 +163,32 @@ def test_a_checkpoint_is_due_after_so_many_minutes(
     assert not run.checkpoints.due(3)
 
 
-STEPS = st.tuples(st.integers(0, 1_000_001) | st.integers(0, 9), st.booleans())
-
-
 @given(
-    saved_steps=st.lists(STEPS, min_size=1, max_size=12, unique=True),
+    steps=st.lists(st.integers(0, 1_000_001) | st.integers(0, 9), min_size=1, unique=True),
     keep=st.integers(1, 5),
     keep_every=st.none() | st.integers(1, 7),
 )
 def test_pruning_keeps_the_newest_and_every_nth_checkpoint(
     tmp_path_factory: pytest.TempPathFactory,
-    saved_steps: list[tuple[int, bool]],
+    steps: list[int],
     keep: int,
     keep_every: int | None,
 ) -> None:
     path = tmp_path_factory.mktemp("prune")
-    for step, is_open in saved_steps:
-        (path / folder.name_of(step, is_open=is_open)).mkdir()
-    published = [folder.place_of(path.name) for _, path in folder.published(path)]
-    assert published == sorted(saved_steps, reverse=True)
+    for step in steps:
+        (path / folder.name_of(step)).mkdir()
+    assert [step for step, _ in folder.published(path)] == sorted(steps, reverse=True)
     graveyard = path / ".partial"
     graveyard.mkdir()
     folder.prune(path, graveyard, keep=keep, keep_every=keep_every)
-    steps = [step for step, is_open in saved_steps if not is_open]
     kept = set(sorted(steps)[-keep:]) | {s for s in steps if keep_every and s % keep_every == 0}
-    expected = {(step, False) for step in kept} | {max(saved_steps)}
-    assert {folder.place_of(path.name) for _, path in folder.published(path)} == expected
+    assert {folder.step_of(path.name) for _, path in folder.published(path)} == kept
     assert not list(graveyard.iterdir())
+
+
+def test_the_step_is_read_from_a_name_with_a_suffix() -> None:
+    names = ("step_000012", "step_1000000.1", "step_000003.damaged", "", "hf", "step_12")
+    assert [folder.step_of(name) for name in names] == [12, 1_000_000, 3, 0, 0, 0]
 
 
 def test_old_checkpoints_are_deleted_after_a_new_one_is_published(tmp_path: Path) -> None:
@@ -205,36 +206,12 @@ def test_a_repeated_step_replaces_its_checkpoint(tmp_path: Path) -> None:
     assert names(run.folder.checkpoints) == ["step_000003"]
 
 
-def test_a_mid_step_checkpoint_is_kept_until_there_is_a_newer_one(tmp_path: Path) -> None:
-    run = Run(tmp_path / "x", keep=1)
-    original = run.save(2, of="step 2")
-    for number in range(2):
-        run.checkpoints.commit(2, {"number": number}, is_open=True)()
-        run.checkpoints.wait()
-        path = newest(run.folder.checkpoints)
-        assert path == run.folder.checkpoints / "step_000002_open"
-        assert read_state(path)["number"] == number
-        assert names(run.folder.checkpoints) == ["step_000002", "step_000002_open"]
-        assert read_state(original)["of"] == "step 2"
-    run.unlock()
-    run = Run(tmp_path / "x", keep=1)
-    assert run.source == path
-    run.checkpoints.commit(3, {}, is_open=True)()
-    run.checkpoints.wait()
-    assert names(run.folder.checkpoints) == ["step_000002", "step_000003_open"]
-    run.save(4)
-    assert names(run.folder.checkpoints) == ["step_000004"]
-
-
-def test_a_damaged_mid_step_checkpoint_loses_only_that_step(tmp_path: Path) -> None:
-    run = Run(tmp_path / "x")
-    original = run.save(2)
-    run.checkpoints.commit(2, {}, is_open=True)()
-    run.checkpoints.wait()
-    run.unlock()
-    flip_bit(run.folder.checkpoints / "step_000002_open" / RANK_FILE, 1000)
-    assert Run(tmp_path / "x").source == original
-    assert names(run.folder.checkpoints) == ["step_000002", "step_000002_open.damaged"]
+def test_a_checkpoint_of_an_earlier_version_is_refused_with_the_commit_that_reads_it() -> None:
+    context: Any = SimpleNamespace(resume_from=Path("runs/x/checkpoints/step_000002"))
+    state = {"progress": {"step": 2, "not_logged": None}, "coordinator": {}}
+    assert _starting_point(context, state, None).step == 2
+    with pytest.raises(CheckpointError, match=r"step_000002 was .* with commit [0-9a-f]{7},"):
+        _starting_point(context, {**state, "open_step": None}, None)
 
 
 class Killed(BaseException):

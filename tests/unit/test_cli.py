@@ -125,9 +125,9 @@ def test_a_replay_of_an_empty_run_or_of_itself_is_rejected(tmp_path: Path) -> No
         return completed.stderr
 
     other = tmp_path / "other"
-    assert refusal(other).startswith(f"error: --replay: {other}/samples has no recorded steps; ")
+    assert refusal(other).startswith(f"error: {other}/samples has no recorded steps; ")
     itself = tmp_path / "other" / ".." / "mine"
-    assert refusal(itself).startswith(f"error: run.name: {tmp_path}/mine is the run to replay")
+    assert refusal(itself).startswith(f"error: run.name: {itself} is the run to replay")
 
 
 @pytest.mark.parametrize(

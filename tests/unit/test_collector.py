@@ -1,136 +1,300 @@
-"""Collecting on rank 0: what a checkpoint keeps of open groups."""
+"""Collecting on rank 0: what a checkpoint keeps of open groups, and recorded steps repeated."""
 
 from __future__ import annotations
 
 import json
 import random
+from array import array
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.rollout.collector import EngineCollector
-from dapo_megatron.rollout.completion_files import read_completions, write_completions
-from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.rollout.coordinator import Coordinator
-from dapo_megatron.types import CheckpointError, Completion, DataError, Finish, Outcome
-from tests.helpers.configs import tiny_config
-from tests.helpers.rollouts import (
-    MAX_TOKENS,
-    ScriptedDriver,
-    collect,
-    make_coordinator,
-    with_random_tokens,
+from dapo_megatron.rollout.delivery import Delivery
+from dapo_megatron.rollout.engines import SamplingAhead
+from dapo_megatron.rollout.record import (
+    COMPLETIONS,
+    OPEN,
+    RecordedGroup,
+    StepRecord,
+    check,
+    read_groups,
+    recorded_steps,
+    write_groups,
 )
+from dapo_megatron.types import CheckpointError, Completion, DataError, Finish, Outcome, Rollouts
+from tests.helpers import rollouts
+from tests.helpers.batches import ONE_INDEX
+from tests.helpers.configs import tiny_config
+from tests.helpers.rollouts import MAX_TOKENS, ScriptedDriver, make_coordinator, with_random_tokens
 
-Completions = dict[tuple[int, int], Completion]
-
-
-def make_collector() -> tuple[EngineCollector, Coordinator, ScriptedDriver]:
-    driver = ScriptedDriver(
-        lambda ticket, sample: sample == 0,
-        lambda ticket, sample: 1 + (3 * ticket + 5 * sample) % MAX_TOKENS,
-        rng=random.Random(4),
-        grade_at_once=False,
-    )
-    coordinator = make_coordinator(driver, lookahead=4.0)
-    collector = EngineCollector(
-        config=tiny_config(),
-        coordinator=coordinator,
-        engines=SimpleNamespace(exchange=Ranks(0, 1, 0)),  # type: ignore[arg-type]
-        delivery=None,
-        recorder=None,  # type: ignore[arg-type]
-    )
-    return collector, coordinator, driver
+RANKS = Ranks(0, 1, 0)
 
 
-def save(folder: Path) -> tuple[str, Completions]:
-    """Write a checkpoint of a run with open and ended groups. Return its state and completions."""
-    collector, coordinator, driver = make_collector()
-    for version in range(3):
-        collect(coordinator, driver, version)
+@pytest.fixture(autouse=True)
+def random_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make replicas sample random tokens, texts and routes."""
     rng = random.Random(7)
-    for group in coordinator.groups.values():
-        for sample, completion in group.completions.items():
-            text = "".join(rng.choices("abc \n\0\ud800", k=5))
-            group.completions[sample] = replace(with_random_tokens(completion, rng), text=text)
+    made = rollouts.completion_of
+
+    def completion_of(*arguments: Any) -> Completion:
+        completion = with_random_tokens(made(*arguments), rng)
+        routes = array("B", rng.choices(range(256), k=completion.num_tokens + 2))
+        return replace(completion, text="".join(rng.choices("abc é", k=5)), routes=routes)
+
+    monkeypatch.setattr(rollouts, "completion_of", completion_of)
+
+
+@dataclass
+class Attempt:
+    """An attempt of a run with a collector on rank 0. It records its steps in `samples`."""
+
+    samples: Path
+    seed: int = 4
+    keys: dict[str, Any] = field(default_factory=dict)
+    repeated: dict[int, Path] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.driver = ScriptedDriver(
+            lambda ticket, sample: sample == 0 and ticket % 4 > 0,
+            lambda ticket, sample: 1 + (3 * ticket + 5 * sample) % MAX_TOKENS,
+            rng=random.Random(self.seed),
+            grade_at_once=False,
+        )
+        self.coordinator = make_coordinator(self.driver, lookahead=4.0)
+        engines: Any = SimpleNamespace(exchange=RANKS, run=lambda task, of: task(None))
+        self.collector = EngineCollector(
+            config=tiny_config(**self.keys),
+            coordinator=self.coordinator,
+            engines=engines,
+            delivery=Delivery(ONE_INDEX, RANKS),
+            recorder=self,  # type: ignore[arg-type]
+            facts={"ranks": 1},
+            repeated=self.repeated,
+        )
+
+    def record(self, step: int, record: StepRecord) -> None:
+        record.write(self.samples, step)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def collect(self, step: int) -> Rollouts:
+        self.driver.version = step - 1
+        self.driver.reported = {
+            key: completion.segments for key, completion in self.coordinator.completions().items()
+        }
+        return self.collector.collect(step - 1, lambda done: None)
+
+    def state(self) -> tuple[str, dict[tuple[int, int], Completion]]:
+        return json.dumps(self.collector.state()), self.coordinator.completions()
+
+    def again(self, state: str, folder: Path, **changes: Any) -> Attempt:
+        """Return a later attempt that starts at a checkpoint."""
+        other = Attempt(self.samples, self.seed + 1, **changes)
+        other.collector.restore(json.loads(state), folder)
+        return other
+
+
+def check_equal(rollouts: Rollouts, expected: Rollouts) -> None:
+    assert rollouts.sequences == expected.sequences
+    without = {"time/exchange": 0.0}
+    assert rollouts.metrics | without == expected.metrics | without
+    assert rollouts.tokens.keys() == expected.tokens.keys() != set()
+    for index, tokens in expected.tokens.items():
+        for name in ("prompt", "response", "logprobs"):
+            values, others = getattr(rollouts.tokens[index], name), getattr(tokens, name)
+            np.testing.assert_array_equal(values, others, strict=True)
+
+
+def without_routes(
+    state: tuple[str, dict[tuple[int, int], Completion]],
+) -> tuple[str, dict[tuple[int, int], Completion]]:
+    return state[0], {key: replace(value, routes=None) for key, value in state[1].items()}
+
+
+# ---------------------------------------------------------------------------- recorded steps
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**20), num_steps=st.integers(1, 5), data=st.data())
+def test_a_run_repeats_what_it_recorded_and_goes_on(
+    seed: int, num_steps: int, data: st.DataObject
+) -> None:
+    saved_step = data.draw(st.integers(0, num_steps - 1))
+    with TemporaryDirectory() as name:
+        folder, samples = Path(name), Path(name) / "samples"
+        first, expected, states = Attempt(samples, seed), {}, {}
+        for step in range(1, num_steps + 1):
+            if step == saved_step + 1:
+                first.collector.snapshot().write(folder)
+                state, _ = first.state()
+            expected[step] = first.collect(step)
+            states[step] = without_routes(first.state())
+        assert list(recorded_steps(samples)) == list(expected)
+        before = {path: path.stat().st_mtime_ns for path in samples.rglob("*")}
+        steps = {step: path for step, path in recorded_steps(samples).items() if step > saved_step}
+        again = first.again(state, folder, repeated=dict(steps))
+        for step in steps:
+            check_equal(again.collect(step), expected[step])
+            assert again.state() == states[step]
+        assert again.driver.requests == [] and again.notes == [] and again.repeated == {}
+        assert before == {path: path.stat().st_mtime_ns for path in samples.rglob("*")}
+        assert again.collect(num_steps + 1).sequences
+        assert max(recorded_steps(samples)) == num_steps + 1
+
+
+@pytest.mark.parametrize("name", [COMPLETIONS, OPEN, "state.json", "manifest.json"])
+def test_a_damaged_step_and_those_after_it_are_sampled_again(tmp_path: Path, name: str) -> None:
+    first = Attempt(tmp_path)
+    state, _ = first.state()
+    expected = [first.collect(step) for step in range(1, 5)]
+    damaged = recorded_steps(tmp_path)[2] / name
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    again = first.again(state, tmp_path, repeated=recorded_steps(tmp_path))
+    check_equal(again.collect(1), expected[0])
+    assert list(recorded_steps(tmp_path)) == [1, 2, 3, 4]
+    again.collect(2)
+    assert again.driver.requests and list(recorded_steps(tmp_path)) == [1, 2]
+    check(recorded_steps(tmp_path)[2])
+    assert again.collect(3).sequences != expected[2].sequences
+    [note] = again.notes
+    assert note.startswith(f"  step 2 is sampled again: {damaged}: ")
+
+
+def test_engines_do_not_sample_ahead_of_a_repeated_step() -> None:
+    """The record would replace what they sampled."""
+    versions, repeated = list[int](), {2: Path()}
+    coordinator: Any = SimpleNamespace(sample_ahead=lambda version, _: versions.append(version))
+    engines: Any = SimpleNamespace(exchange=RANKS)
+    ahead = SamplingAhead(engines, coordinator, nullcontext, lambda: bool(repeated))
+    for version in (1, 2):
+        with ahead(version):
+            repeated.clear()
+    assert versions == [2]
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_routes_are_recorded_on_demand_and_needed_to_repeat_a_step(
+    tmp_path: Path, is_recorded: bool
+) -> None:
+    """They are always in a checkpoint."""
+    samples, replays = tmp_path / "samples", {"policy__router_replay": "engine"}
+    recording = replays | {"tracking__record_routes": str(is_recorded).lower()}
+    first = Attempt(samples, keys=recording)
+    start, _ = first.state()
+    first.collect(1)
+    folder = recorded_steps(samples)[1]
+    for name in (COMPLETIONS, OPEN):
+        for item in read_groups(folder / name):
+            assert all((c.routes is not None) == is_recorded for c in item.group.completions)
+    first.collector.snapshot().write(tmp_path)
+    state, completions = first.state()
+    assert first.again(state, tmp_path, keys=replays).coordinator.completions() == completions
+    assert all(c.routes is None for c in first.again(state, tmp_path).state()[1].values())
+    again = first.again(start, samples, keys=replays, repeated=recorded_steps(samples))
+    again.collect(1)
+    assert bool(again.driver.requests) == (not is_recorded)
+    assert is_recorded == (again.coordinator.completions() == completions)
+    assert not again.notes or "its routes are not known" in again.notes[0]
+
+
+def test_a_record_has_all_groups_that_ended_and_their_rewards(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path, keys={"overlong__penalty": "true"})
+    outcomes = set()
+    for step in range(1, 6):
+        collected = attempt.collect(step)
+        groups = list(read_groups(recorded_steps(tmp_path)[step] / COMPLETIONS))
+        outcomes |= {item.outcome for item in groups}
+        rewards = {
+            (item.group.ticket, completion.sample): reward
+            for item in groups
+            if item.outcome == Outcome.TRAINED
+            for completion, reward in zip(item.group.completions, item.rewards, strict=True)
+        }
+        assert rewards == {(s.ticket, s.sample): s.reward for s in collected.sequences}
+    assert outcomes == {Outcome.TRAINED, Outcome.ALL_WRONG}
+
+
+# ---------------------------------------------------------------------------- checkpoints
+
+
+def save(folder: Path) -> tuple[Attempt, str, dict[tuple[int, int], Completion]]:
+    """Write a checkpoint of a run with open and ended groups. Return its state and completions."""
+    attempt = Attempt(folder / "samples")
+    for step in range(1, 4):
+        attempt.collect(step)
+    coordinator = attempt.coordinator
     # Groups that ended while the policy trained are recorded with the next step.
     coordinator._end(next(group for group in coordinator.groups.values() if group.completions),
                      Outcome.EXPIRED)  # fmt: skip
-    collector.snapshot().write(folder)
-    completions = coordinator.completions()
+    attempt.collector.snapshot().write(folder)
+    state, completions = without_routes(attempt.state())
     finishes = {completion.finish for completion in completions.values()}
     assert Finish.UNFINISHED in finishes and len(finishes) > 1
     assert any(completion.grade for completion in completions.values())
-    return json.dumps(collector.state()), completions
+    return attempt, state, completions
 
 
-def restore(state: str, folder: Path) -> Coordinator:
-    collector, coordinator, _ = make_collector()
-    collector.restore(json.loads(state), folder)
-    return coordinator
-
-
-@pytest.mark.parametrize("num_files", [1, 3])
-def test_completions_are_restored_exactly(num_files: int, tmp_path: Path) -> None:
-    """Earlier versions wrote a file per engine."""
-    state, completions = save(tmp_path)
-    path = tmp_path / "carried_00000.parquet"
-    rows = list(read_completions(path))
-    for number in range(num_files):
-        write_completions(tmp_path / f"carried_{number:05}.parquet", rows[number::num_files])
-    coordinator = restore(state, tmp_path)
+def test_completions_are_restored_exactly(tmp_path: Path) -> None:
+    attempt, state, completions = save(tmp_path)
+    coordinator: Coordinator = attempt.again(state, tmp_path).coordinator
     assert coordinator.completions() == completions
     assert len(coordinator._ended) == 1
     assert json.loads(json.dumps(coordinator.state())) == json.loads(state)
 
 
 def test_only_rank_0_writes_completions(tmp_path: Path) -> None:
-    collector, _, _ = make_collector()
-    collector.coordinator = None
-    collector.snapshot().write(tmp_path)
-    assert not list(tmp_path.iterdir()) and collector.state() == {}
+    attempt = Attempt(tmp_path)
+    attempt.collector.coordinator = None
+    attempt.collector.snapshot().write(tmp_path)
+    assert not list(tmp_path.iterdir()) and attempt.collector.state() == {}
 
 
-def drop_row(path: Path, rows: list[CompletionRow]) -> None:
-    write_completions(path, rows[1:])
+def drop_row(path: Path, groups: list[RecordedGroup]) -> None:
+    write_groups(path, groups[1:])
 
 
-def drop_token(path: Path, rows: list[CompletionRow]) -> None:
-    first = rows[0].completion
+def drop_token(path: Path, groups: list[RecordedGroup]) -> None:
+    first, *rest = groups[0].group.completions
     shorter = replace(first, tokens=first.tokens[1:], logprobs=first.logprobs[1:])
-    write_completions(path, [replace(rows[0], completion=shorter), *rows[1:]])
+    group = replace(groups[0].group, completions=(shorter, *rest))
+    write_groups(path, [RecordedGroup(group), *groups[1:]])
 
 
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (lambda path, rows: path.unlink(), CheckpointError, "and 0 in carried_"),
-        (drop_row, CheckpointError, "and 0 in carried_"),
-        (drop_token, CheckpointError, r"has \d+ tokens in state.json, and \d+ in carried_"),
-        (
-            lambda path, rows: path.write_bytes(path.read_bytes()[:-9]),
-            DataError,
-            r"carried_00000\.parquet",
-        ),
-        (lambda path, rows: path.write_bytes(b"PAR1"), DataError, r"carried_00000\.parquet"),
+        (lambda path, groups: path.unlink(), CheckpointError, "and 0 in"),
+        (drop_row, CheckpointError, "and 0 in"),
+        (drop_token, CheckpointError, r"has \d+ tokens in state.json, and \d+ in"),
+        (lambda path, groups: path.write_bytes(path.read_bytes()[:-9]), DataError, "open.parquet"),
+        (lambda path, groups: path.write_bytes(b"PAR1"), DataError, "open.parquet"),
     ],
     ids=["no file", "a row is missing", "a token is missing", "truncated", "not Parquet"],
 )
-def test_carried_files_that_do_not_match_the_state_are_refused(
-    damage: Callable[[Path, list[CompletionRow]], None],
+def test_files_that_do_not_match_the_state_are_refused(
+    damage: Callable[[Path, list[RecordedGroup]], None],
     error: type[Exception],
     message: str,
     tmp_path: Path,
 ) -> None:
-    state, _ = save(tmp_path)
-    path = tmp_path / "carried_00000.parquet"
-    damage(path, list(read_completions(path)))
+    attempt, state, _ = save(tmp_path)
+    damage(tmp_path / OPEN, list(read_groups(tmp_path / OPEN)))
     with pytest.raises(error, match=message) as raised:
-        restore(state, tmp_path)
+        attempt.again(state, tmp_path)
     if error is CheckpointError:
         assert "ticket " in str(raised.value) and "resume from another" in str(raised.value)
     else:

@@ -282,6 +282,11 @@ def test_a_missing_overlay_is_rejected_with_its_path(tmp_path: Path) -> None:
             "roles: gone; set run.processes to the number of the policy's ranks, engine.colocated "
             "to false and engine.replicas to the number of engines",
         ),
+        (
+            "checkpoint.rollouts=true",
+            "checkpoint.rollouts: gone; leave it out. A run always repeats what it recorded "
+            "(tracking.samples)",
+        ),
         # Keys of other kinds of sources are not suggested.
         (
             "data.train.0={kind: jsonl, name: a, path: b, grader: c, datasett: d}",

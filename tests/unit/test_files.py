@@ -32,7 +32,7 @@ from dapo_megatron.files import (
     try_lock,
     write_text,
 )
-from dapo_megatron.rollout.parquet import ParquetReader
+from dapo_megatron.rollout.record import read_groups
 from dapo_megatron.types import CheckpointError, ConfigError, DapoError
 
 
@@ -149,7 +149,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "attempts": read_attempts,
     "header of weights": TensorFile,
     "checksum": sha256,
-    "recorded rollouts": lambda path: ParquetReader(path, "completions", ()),
+    "recorded rollouts": lambda path: next(read_groups(path)),
 }
 
 

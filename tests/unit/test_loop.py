@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,12 @@ import torch
 
 from dapo_megatron import loop
 from dapo_megatron.algo.mismatch import GapStatistics, TokenGap, check_gap
-from dapo_megatron.rollout.checkpoint_files import CompletionsSnapshot
-from dapo_megatron.rollout.partial_step import PartialStep
 from dapo_megatron.rollout.replay import NoSync
 from dapo_megatron.types import (
+    DapoError,
     EnginesLost,
     LogProbs,
+    RankError,
     Rollouts,
     Segment,
     SequenceTokens,
@@ -30,6 +31,7 @@ from dapo_megatron.types import (
     SyncError,
     SyncReport,
     TokenBatch,
+    TooFewEnginesError,
     TrainingSequence,
 )
 from tests.helpers.batches import ONE_INDEX
@@ -37,15 +39,27 @@ from tests.helpers.configs import tiny_config
 
 
 class Journal:
-    """Recorder, checkpoints, evaluator, sync and collector in one. Records the calls."""
+    """Recorder, checkpoints, evaluator, sync and collector in one. Records the calls.
 
-    def __init__(self, due: set[int]) -> None:
+    errors  of the next call with this entry
+    """
+
+    def __init__(self, due: set[int], errors: Mapping[str, Exception] = MappingProxyType({})):
         self.entries: list[str] = []
-        self.states: list[Mapping[str, Any]] = []
-        self._due = due
+        self.states: list[dict[str, Any]] = []
+        self.logged: dict[int, Mapping[str, float]] = {}
+        self._due, self._errors = due, dict(errors)
+
+    def enter(self, entry: str) -> None:
+        self.entries.append(entry)
+        if error := self._errors.pop(entry, None):
+            raise error
 
     def wait(self) -> None:
-        self.entries.append("wait")
+        self.enter("wait")
+
+    def settle(self) -> None:
+        self.enter("settle")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -55,116 +69,122 @@ class Journal:
         """Start a step of the instruments."""
 
     def metrics(self, num_tokens: int) -> dict[str, float]:
-        assert num_tokens == 7
-        return {}
+        return {"num_tokens": num_tokens}
 
     def stage(self) -> None:
-        self.entries.append("copy")
+        self.enter("copy")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.entries.append(f"log {step}")
-
-    def ended(self, step: int, groups: Any) -> None:
-        self.entries.append(f"samples {step}")
+        self.enter(f"log {step}")
+        self.logged[step] = metrics
 
     def snapshot(self) -> str:
-        return "carried"
+        return "open groups"
 
-    def commit(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        rollouts: Sequence[Any],
-        *,
-        is_open: bool = False,
-    ) -> Callable[[], None]:
-        assert rollouts[0] == "carried" and isinstance(rollouts[1], CompletionsSnapshot)
-        self.entries.append(f"save {step}" + (" open" if is_open else ""))
-        self.states.append({**state, "progress": dict(state["progress"])})
-        return lambda: self.entries.append(f"publish {step}")
+    def commit(self, step: int, state: Mapping[str, Any], parts: Any) -> Callable[[], None]:
+        assert parts == ["open groups"]
+        self.enter(f"save {step}")
+        self.states.append(json.loads(json.dumps(state)))
+        return lambda: self.enter(f"publish {step}")
 
     def due(self, step: int, last: int = 0) -> bool:
         return step in self._due and not last
 
     def state(self) -> dict[str, Any]:
-        return {}
+        return {"position": 5}
+
+    def check_stop(self) -> None:
+        self.enter("check")
 
     def __call__(self, version: int) -> SyncReport:
-        self.entries.append(f"sync {version}")
+        self.enter(f"sync {version}")
         return NoSync()(version)
 
     def switch_to_policy(self) -> None:
-        self.entries.append("switch to policy")
+        self.enter("switch to policy")
 
 
-def train(
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    done: int,
-    due: set[int],
-    error: Exception | None = None,
-    error_at: int = 0,
-) -> Journal:
-    journal = Journal(due)
+def train(monkeypatch: pytest.MonkeyPatch, journal: Journal, progress: loop.Progress) -> None:
+    """Run the loop until step 4. Its last entry is the message of an error."""
 
-    def step(config: Any, parts: Any, number: int, partial_step: PartialStep) -> Any:
-        journal.entries.append(f"step {number}")
-        partial_step.begin(Rollouts([], {}, {"accuracy/raw": 0.5}))
-        if error is not None and number == error_at:
-            raise error
-        journal.ended(number, [])
-        return {"mismatch/gap_max": number * 1e-6}, 7
+    def step(config: Any, parts: Any, number: int) -> Any:
+        journal.enter(f"step {number}")
+        return {"accuracy": 0.5, "mismatch/gap_max": number * 1e-6}, 7
 
     monkeypatch.setattr(loop, "train_step", step)
     parts: Any = SimpleNamespace(
         sync=journal, evaluator=journal, recorder=journal, checkpoints=journal,
-        collector=journal, instruments=journal, data_parallel=ONE_INDEX, check_stop=lambda: None,
-        sampling_ahead=lambda version: nullcontext(),
+        collector=journal, instruments=journal, check_stop=journal.check_stop,
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=4)
     try:
-        loop.train(config, parts, loop.Progress(step=done), PartialStep(), started=time.time())
-    except (StarvedError, Stopped) as raised:
-        journal.entries.append(str(raised))
-        assert type(raised) is type(error)
-    return journal
+        loop.train(config, parts, progress, started=time.time())
+    except DapoError as raised:
+        journal.entries.append(f"{type(raised).__name__}: {raised}")
 
 
-def test_a_checkpoint_is_published_after_its_metrics_and_samples(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    journal = train(monkeypatch, done=2, due={3})
+def test_a_checkpoint_is_published_after_its_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal({3})
+    train(monkeypatch, journal, loop.Progress(step=2))
     assert journal.entries == [
         "sync 2",  # the engine has the resumed weights before it samples
-        "step 3", "samples 3", "copy", "sync 3", "save 3", "log 3", "publish 3",
-        "step 4", "samples 4", "sync 4", "log 4", "wait",
+        "check", "step 3", "copy", "sync 3", "save 3", "log 3", "publish 3",
+        "check", "step 4", "sync 4", "log 4", "wait",
     ]  # fmt: skip
     [state] = journal.states
-    assert state["progress"]["step"] == 3
+    assert state["progress"]["step"] == 3 and state["coordinator"] == {"position": 5}
     assert state["progress"]["max_gap"] == pytest.approx(3e-6)
     assert state["progress"]["seconds"] >= 0
-    assert state["open_step"] is None
+    assert state["progress"]["not_logged"] is None
+    assert journal.logged[4].items() >= {"accuracy": 0.5, "num_tokens": 7}.items()
 
 
 def test_a_finished_run_only_syncs_and_waits_for_the_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert train(monkeypatch, done=4, due=set()).entries == ["sync 4", "wait"]
+    journal = Journal({4})
+    train(monkeypatch, journal, loop.Progress(step=4))
+    assert journal.entries == ["sync 4", "wait"]
 
 
 @pytest.mark.parametrize(
-    "error", [StarvedError("0 of 4 mixed groups"), Stopped("stopped by SIGUSR1")]
+    "error", [StarvedError("0 of 4 mixed groups"), Stopped("by SIGUSR1"), TooFewEnginesError("0")]
 )
-def test_a_step_that_cannot_finish_is_saved_before_the_run_ends(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
+@pytest.mark.parametrize("place", ["check", "step 4", "sync 4"])
+def test_a_run_that_ends_early_is_saved_and_logs_each_step_once(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, place: str
 ) -> None:
-    journal = train(monkeypatch, done=2, due=set(), error=error, error_at=4)
-    assert journal.entries[-6:] == [
-        "switch to policy", "copy",  # the policy has the accelerator again
-        "save 3 open", "publish 3", "wait",
-        f"{error}. Saved after step 3; to continue, start with resume=auto",
+    """The step that the engines do not have yet is logged after the next start."""
+    journal = Journal(set(), {place: error})
+    progress = loop.Progress(step=3)
+    train(monkeypatch, journal, progress)
+    step = 4 if place == "sync 4" else 3
+    assert journal.entries[-7:] == [
+        place, "switch to policy", "copy",  # the policy has the accelerator again
+        f"save {step}", f"publish {step}", "wait",
+        f"{type(error).__name__}: {error}. Saved after step {step}; to continue, start with "
+        "resume=auto",
     ]  # fmt: skip
-    assert journal.states[-1]["open_step"]["metrics"] == {"accuracy/raw": 0.5}
+    [state] = journal.states
+    again = Journal({4})
+    train(monkeypatch, again, loop.Progress(**state["progress"]))
+    entries = ["copy", "sync 4", "save 4", "log 4", "publish 4", "wait"]
+    assert again.entries == (entries if step == 4 else ["sync 3", "check", "step 4", *entries])
+    assert not journal.logged and set(again.logged) == {4}
+    assert again.logged[4].items() >= {"accuracy": 0.5, "num_tokens": 7}.items()
+    assert again.states[0]["progress"]["max_gap"] == pytest.approx(4e-6)
+    assert again.states[0]["progress"]["not_logged"] is None
+
+
+@pytest.mark.parametrize(
+    ("error", "last"), [(SyncError("canary"), "settle"), (RankError("rank 1"), "step 4")]
+)
+def test_other_errors_save_nothing(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, last: str
+) -> None:
+    journal = Journal(set(), {"step 4": error})
+    train(monkeypatch, journal, loop.Progress(step=3))
+    assert journal.states == [] and journal.entries[-2] == last
 
 
 @pytest.mark.parametrize(
@@ -257,45 +277,27 @@ def test_the_mismatch_is_checked_before_the_first_optimizer_step(
         )
         for index, sequence in enumerate(sequences)
     }
-    partial_step = PartialStep()
-    partial_step.begin(Rollouts(sequences, tokens, {}))
     policy = CheckingPolicy(logprob)
-    recorder = SimpleNamespace(sequence_diagnostics=lambda *_: None, trained=lambda *_: None)
+    collected = Rollouts(sequences, tokens, {})
+    recorder = SimpleNamespace(
+        sequence_diagnostics=lambda *_: None, trained=lambda *_: None,
+        progress=lambda _: nullcontext(),
+    )  # fmt: skip
     parts: Any = SimpleNamespace(
         policy=policy, recorder=recorder, sync=Journal(set()), instruments=Journal(set()),
-        data_parallel=ONE_INDEX, check_stop=lambda: None,
+        data_parallel=ONE_INDEX, collector=SimpleNamespace(collect=lambda **_: collected),
         sampling_ahead=lambda version: nullcontext(), loss=None,
         learning_rate=lambda step: 1e-3,
     )  # fmt: skip
     if is_refused:
         with pytest.raises(SyncError, match=r"weights 4: .* disagree by 0.75 on ticket"):
-            loop.train_step(config, parts, 5, partial_step)
+            loop.train_step(config, parts, 5)
         assert "step" not in policy.calls
         return
-    metrics, num_tokens = loop.train_step(config, parts, 5, partial_step)
+    metrics, num_tokens = loop.train_step(config, parts, 5)
     assert policy.calls == calls
     assert num_tokens == 18
     assert metrics["mismatch/gap_max"] == metrics["mismatch/gap_mean"] == 0.25
-
-
-@pytest.mark.parametrize(("updates", "version"), [([], 4), ([object()], None)])
-def test_engines_do_not_sample_during_the_rest_of_a_step_that_began_before(
-    updates: list[Any], version: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their weights are between two versions, so their tokens would have a wrong one."""
-    monkeypatch.setattr(loop, "train_on_rollouts", lambda *_: ({}, 0))
-    partial_step = PartialStep(sequences=[], updates=updates)
-    versions: list[int] = []
-
-    def sampling_ahead(version: int) -> AbstractContextManager[None]:
-        versions.append(version)
-        return nullcontext()
-
-    parts: Any = SimpleNamespace(
-        sync=Journal(set()), instruments=Journal(set()), sampling_ahead=sampling_ahead
-    )
-    loop.train_step(tiny_config(), parts, 5, partial_step)
-    assert versions == ([] if version is None else [version])
 
 
 def test_a_step_whose_engines_are_all_lost_goes_on_after_a_sync(
@@ -315,7 +317,7 @@ def test_a_step_whose_engines_are_all_lost_goes_on_after_a_sync(
         collector=SimpleNamespace(collect=collect),
         recorder=SimpleNamespace(progress=lambda _: nullcontext()),
     )  # fmt: skip
-    loop.train_step(tiny_config(), parts, 5, PartialStep())
+    loop.train_step(tiny_config(), parts, 5)
     assert journal.entries == [
         "collect 4", "sync 4", "collect 4", "sync 4", "collect 4", "switch to policy",
     ]  # fmt: skip

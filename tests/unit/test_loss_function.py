@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import textwrap
@@ -13,8 +12,8 @@ import pytest
 import torch
 
 from dapo_megatron.config import LossConfig
-from dapo_megatron.run.loss import loss_function, stoppable
-from dapo_megatron.types import ConfigError, MicroTokens, Stopped
+from dapo_megatron.run.loss import loss_function
+from dapo_megatron.types import ConfigError, MicroTokens
 from tests.helpers.configs import tiny_config
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "loss.md"
@@ -131,39 +130,3 @@ def test_an_invalid_loss_function_is_rejected_with_its_key(
 def test_a_malformed_loss_name_is_rejected_with_the_expected_form(name: str) -> None:
     with pytest.raises(ConfigError, match=r"loss\.function: must be module:function"):
         tiny_config(loss__function=name)
-
-
-@pytest.mark.parametrize("pipeline_parallel", [1, 2])
-def test_a_stop_abandons_the_mini_batch_except_with_pipeline_parallelism(
-    pipeline_parallel: int,
-) -> None:
-    def raise_stopped() -> float:
-        raise Stopped("stopped by SIGUSR1")
-
-    policy = tiny_config(policy__pipeline_parallel=pipeline_parallel).policy
-    loss = stoppable(loss_function(loss_config(None)), policy, raise_stopped)
-    if pipeline_parallel == 1:
-        with pytest.raises(Stopped):
-            loss(torch.zeros(3), TOKENS)
-    else:
-        assert loss(torch.zeros(3), TOKENS).total.isfinite()
-
-
-def test_a_stop_is_checked_about_every_ten_seconds() -> None:
-    """With micro-batches of 0.5 s, the check comes at each one first, later at every 20th. With
-    micro-batches of 30 s, it comes at each one."""
-    clock, checked_at = [0.0], [0.0]
-
-    def check() -> float:
-        checked_at.append(clock[0])
-        return clock[0]
-
-    loss = stoppable(lambda *_: None, tiny_config(policy__tensor_parallel=1).policy, check)
-    for seconds, num_calls, longest in ((0.5, 400, 10.0), (30.0, 60, 600.0), (30.0, 20, 30.0)):
-        first = len(checked_at)
-        for _ in range(num_calls):
-            clock[0] += seconds
-            loss(torch.zeros(3), TOKENS)
-        waits = [b - a for a, b in itertools.pairwise(checked_at[first:])]
-        assert max(waits) <= longest
-    assert len(checked_at) < 150

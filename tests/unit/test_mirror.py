@@ -239,9 +239,9 @@ def test_mlflow_gets_metrics_parameters_tags_and_files(
     for name, value in {"JOB_ID": "4711", "RESTART_COUNT": "2", "JOB_NODELIST": "n[1-4]"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     tracker = Run(run_config)
-    names = ("completions_00000.parquet", "policy_00000.parquet", "index.json", ".x.partial")
-    for name in names:
-        write(run_config.folder, f"samples/step_000001/{name}")
+    sample, policy = "samples/step_000001/completions.parquet", "policy/step_000001_00000.parquet"
+    for name in (sample, policy, "samples/step_000001/open.parquet", "samples/.x.partial/y"):
+        write(run_config.folder, name)
     write(run_config.folder, "checkpoints/step_000002/manifest.json")
     for step in (1, 2, 3):
         tracker.log(step, {"eval/a/avg@4": step / 8, "time/step": float(step), "nan": math.nan})
@@ -264,9 +264,10 @@ def test_mlflow_gets_metrics_parameters_tags_and_files(
     if commit() is not None:  # its value may change while the test runs
         assert len(tags["git.commit"]) == 40
         assert tags["git.dirty"] in ("true", "false")
-    folder = "samples/step_000001"
-    files = {item.path for item in client().list_artifacts(mlflow_run.info.run_id, folder)}
-    assert files == {f"{folder}/{name}" for name in names[:3]}
+    for folder, name in (("samples/step_000001", sample), ("policy", policy)):
+        files = [item.path for item in client().list_artifacts(mlflow_run.info.run_id, folder)]
+        assert files == [name]
+    assert len(client().list_artifacts(mlflow_run.info.run_id, "samples")) == 1
     downloaded = client().download_artifacts(
         mlflow_run.info.run_id, "checkpoints.json", str(tmp_path)
     )
@@ -371,7 +372,7 @@ def test_a_new_server_gets_all_metrics_and_files(
 ) -> None:
     run_config, other = config(tmp_path), f"sqlite:///{tmp_path}/other.db"
     tracker = Run(run_config)
-    write(run_config.folder, "samples/step_000001/index.json")
+    write(run_config.folder, "samples/step_000001/completions.parquet")
     tracker.log(1, {"reward/mean": 1.0})
     tracker.finish("FINISHED")
     (first,) = all_runs(run_config)

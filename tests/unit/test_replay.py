@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.data.batch import assemble
-from dapo_megatron.rollout.completion_files import write_completions
-from dapo_megatron.rollout.completion_rows import CompletionRow
 from dapo_megatron.rollout.delivery import Delivery
-from dapo_megatron.rollout.recorded import check_recorded, step_folder
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
-from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.types import (
     Completion,
-    ConfigError,
     DataError,
     Finish,
     Grade,
@@ -29,9 +23,9 @@ from dapo_megatron.types import (
     Segment,
     SyncReport,
 )
-from tests.helpers.batches import ONE_INDEX, assemble_groups, described, tokens_of
+from tests.helpers.batches import ONE_INDEX, assemble_groups, described
 from tests.helpers.configs import tiny_config
-from tests.helpers.groups import record_groups
+from tests.helpers.groups import step_record
 
 
 def group(ticket: int, *, step: int = 1, logprob: float = -0.1) -> Group:
@@ -53,12 +47,10 @@ def replay_of(folder: Path) -> Replay:
     return Replay(CONFIG, folder, ONE_INDEX.exchange, delivery)
 
 
-def record(folder: Path, *steps: list[tuple[Group, Outcome]]) -> Replay:
+def record(folder: Path, *steps: list[tuple[Group, str]]) -> Replay:
     """Write a run folder in which the groups of `steps` ended in steps 1, 2, ..."""
-    writer = RolloutWriter(folder / "samples", pytest.fail)
     for step, ended in enumerate(steps, start=1):
-        record_groups(writer, step, ended)
-    writer.close()
+        step_record(ended).write(folder / "samples", step)
     return replay_of(folder)
 
 
@@ -121,69 +113,27 @@ def test_a_step_without_trained_groups_is_reported(tmp_path: Path) -> None:
         replay.collect(0, lambda _: None)
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda file: file.write_bytes(file.read_bytes()[:-100]), "completions_00000.parquet: "),
-        (
-            lambda file: file.unlink(),
-            "0 completions in completions_00000.parquet, but index.json lists",
-        ),
-        (
-            lambda file: file.with_name("index.json").unlink(),
-            "step_000001: no index.json, because the run was killed while it recorded this step",
-        ),
-        (
-            lambda file: file.with_name("index.json").write_text(
-                '{"completions": {"sample": [1, 2, 3]}}'
-            ),
-            "4 completions in completions_00000.parquet, but index.json lists 3",
-        ),
-        (
-            lambda file: file.with_name("index.json").write_text('{"completions": {"x": 3}}'),
-            "index.json: `completions` is damaged",
-        ),
-        (
-            lambda file: write_completions(file, ROWS),
-            "step_000001: ticket 0: 'lost' is not a valid",
-        ),
-    ],
-    ids=["truncated", "missing", "no index", "other rows", "bad index", "unknown outcome"],
-)
-def test_a_damaged_or_incomplete_step_is_reported(
-    tmp_path: Path, damage: Callable[[Path], object], message: str
-) -> None:
-    replay = record(tmp_path, [(group(0), Outcome.TRAINED), (group(1), Outcome.TRAINED)])
-    damage(tmp_path / "samples" / "step_000001" / "completions_00000.parquet")
-    with pytest.raises(DataError, match=message):
+@pytest.mark.parametrize("name", ["completions.parquet", "state.json", "manifest.json"])
+def test_a_damaged_step_is_reported(tmp_path: Path, name: str) -> None:
+    replay = record(tmp_path, [(group(0), Outcome.TRAINED)], [(group(1), Outcome.TRAINED)])
+    file = tmp_path / "samples" / "step_000002" / name
+    file.write_bytes(file.read_bytes()[:-1])
+    replay.collect(0, lambda _: None)
+    with pytest.raises(DataError, match=f"^{file}: "):
+        replay.collect(1, lambda _: None)
+
+
+def test_an_unknown_outcome_is_reported(tmp_path: Path) -> None:
+    replay = record(tmp_path, [(group(0), "lost")])
+    with pytest.raises(DataError, match="step_000001: ticket 0: 'lost' is not a valid"):
         replay.collect(0, lambda _: None)
 
 
-ROWS = [
-    CompletionRow(recorded.ticket, recorded.prompt, completion, "lost")
-    for recorded in (group(0), group(1))
-    for completion in recorded.completions
-]
-
-
-def test_groups_of_several_files_are_joined(tmp_path: Path) -> None:
-    """Earlier versions wrote a file per engine."""
-    folder = step_folder(tmp_path / "samples", 1)
-    groups = [group(ticket) for ticket in range(3)]
-    for number in (0, 1):
-        rows = [
-            CompletionRow(made.ticket, made.prompt, made.completions[1 - number], "trained")
-            for made in groups
-        ]
-        write_completions(folder / f"completions_0000{number}.parquet", rows)
-    (folder / "index.json").write_text('{"completions": {"sample": [0, 1, 0, 1, 0, 1]}}')
-    replayed = replay_of(tmp_path).collect(0, lambda _: None)
-    assert [(sequence.ticket, sequence.sample) for sequence in replayed.sequences] == [
-        (ticket, sample) for ticket in range(3) for sample in (0, 1)
-    ]
-    expected = tokens_of(groups, CONFIG.overlong)
-    for index, tokens in replayed.tokens.items():
-        assert tokens.response.tolist() == list(expected[index].response)
+def test_a_record_without_routes_is_reported_if_they_are_needed(tmp_path: Path) -> None:
+    config = tiny_config(policy__router_replay="engine")
+    replay = replace(record(tmp_path, [(group(0), Outcome.TRAINED)]), config=config)
+    with pytest.raises(DataError, match="step_000001: recorded without routes, which policy"):
+        replay.collect(0, lambda _: None)
 
 
 def test_unfinished_and_ungraded_completions_are_read(tmp_path: Path) -> None:
@@ -214,22 +164,6 @@ def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:
     )
     assert not NoEvaluation().due(0, 0)
     assert NoEvaluation().run(3) == {}
-
-
-def test_a_folder_without_rollouts_and_the_folder_of_this_run_are_refused(tmp_path: Path) -> None:
-    recorded, own = tmp_path / "recorded", tmp_path / "own"
-    record(recorded, [(group(0), Outcome.TRAINED)])
-    check_recorded(recorded, own)
-    with pytest.raises(ConfigError, match=f"^run.name: {recorded} is the run to replay"):
-        check_recorded(tmp_path / "own" / ".." / "recorded", recorded)
-    (own / "samples").mkdir(parents=True)
-    (own / "samples" / "step_000001.json").touch()
-    with pytest.raises(ConfigError, match=f"^--replay: {own}/samples has no recorded steps; "):
-        check_recorded(own, recorded)
-    (own / "samples" / "step_000001.jsonl").touch()
-    message = f"^--replay: {own}/samples/step_000001.jsonl: rollouts as JSON lines, which this "
-    with pytest.raises(ConfigError, match=message):
-        check_recorded(own, recorded)
 
 
 def test_the_state_of_a_replay_names_the_recorded_run(tmp_path: Path) -> None:

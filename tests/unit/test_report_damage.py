@@ -12,13 +12,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import yaml
+from pyarrow import parquet
 
 from dapo_megatron.report.command import report
 from dapo_megatron.report.page import Options, Payload, make_payload, packed
 from dapo_megatron.report.rollouts import Rollouts
 from dapo_megatron.report.run_data import read_run
+from dapo_megatron.rollout.record import COMPLETIONS
+from dapo_megatron.tracking.policy_files import policy_path
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import REPOSITORY
 
@@ -107,22 +111,19 @@ def cut(data: bytes) -> bytes:
 
 def overwrite(data: bytes) -> bytes:
     """Overwrite bytes of the first columns."""
-    at = len(data) // 8
-    return data[:at] + bytes(byte ^ 1 for byte in data[at : at + 64]) + data[at + 64 :]
+    return data[:64] + bytes(byte ^ 1 for byte in data[64:128]) + data[128:]
 
 
 @pytest.mark.parametrize("damage", [cut, overwrite, lambda _: b""], ids=["cut", "bytes", "empty"])
 def test_unreadable_completions_are_reported_and_the_other_steps_are_shown(
     folder: Path, damage: Callable[[bytes], bytes], undamaged: Payload
 ) -> None:
-    path = folder / "samples" / "step_000001" / "completions_00000.parquet"
+    path = folder / "samples" / "step_000001" / COMPLETIONS
     path.write_bytes(damage(path.read_bytes()))
     payload = report_of(folder)
     shown, before = rollouts_of(payload), rollouts_of(undamaged)
     rows = [row for row in before.rows if row["step"] != 1]
-    tickets = {row["ticket"] for row in before.rows if row["step"] == 1}
-    [warning] = [text for text in payload.views[0].warnings if text.startswith("samples")]
-    assert warning.startswith(f"samples: {len(tickets)} groups cannot be read (ticket ")
+    assert payload.views[0].warnings == ["samples: 1 steps cannot be read (step 1)"]
     key = ("ticket", "sample")
     assert [[row[column] for column in key] for row in shown.rows] == [
         [row[column] for column in key] for row in rows
@@ -134,7 +135,7 @@ def test_unreadable_completions_are_reported_and_the_other_steps_are_shown(
 def test_damaged_policy_values_of_a_step_are_left_out(
     folder: Path, damage: Callable[[bytes], bytes]
 ) -> None:
-    path = folder / "samples" / "step_000001" / "policy_00000.parquet"
+    path = policy_path(folder, 1, 0)
     path.write_bytes(damage(path.read_bytes()))
     payload = report_of(folder)
     assert payload.views[0].warnings == []
@@ -143,25 +144,33 @@ def test_damaged_policy_values_of_a_step_are_left_out(
     assert {row["advantage"] is None for row in rows if row["step"] != 1} == {False}
 
 
-# Each wrong value in one column, and one wrong value in each column.
-WRONG_COLUMNS = [
-    *(("num_tokens", value) for value in ([], "x", float("nan"), 2**64, -1, None)),
-    *((column, []) for column in ("sample", "score", "source", "verdict")),
-]
+WRONG_TABLES: dict[str, Callable[[Any], Any]] = {
+    "of another program": lambda _: pa.table({"x": [1]}),
+    "column missing": lambda table: table.drop_columns(["logprobs"]),
+    "numbers as text": lambda table: cast(table, "sample", pa.string()),
+    "nullable": lambda table: cast(table, "ticket", pa.int64()),
+}
 
 
-@pytest.mark.parametrize(("column", "value"), WRONG_COLUMNS)
-def test_an_index_with_a_wrong_value_is_left_out_and_reported(
-    folder: Path, column: str, value: Any
+def cast(table: Any, column: str, kind: Any) -> Any:
+    at = table.column_names.index(column)
+    return table.set_column(at, column, table[column].cast(kind))
+
+
+@pytest.mark.parametrize("wrong", WRONG_TABLES)
+@pytest.mark.parametrize("name", ["completions", "policy"])
+def test_tables_of_other_columns_are_left_out_and_reported(
+    folder: Path, name: str, wrong: str
 ) -> None:
-    path = folder / "samples" / "step_000001" / "index.json"
-
-    def damage(index: dict[str, Any]) -> None:
-        part = "groups" if column in index["groups"] else "completions"
-        index[part][column][0] = value
-
-    change_object(path, damage)
-    assert "samples: 1 steps cannot be read (step 1)" in report_of(folder).views[0].warnings
+    path = folder / "samples" / "step_000001" / COMPLETIONS
+    if name == "policy":
+        path = policy_path(folder, 1, 0)
+    parquet.write_table(WRONG_TABLES[wrong](parquet.read_table(path)), path)
+    payload = report_of(folder)
+    warning = "samples: 1 steps cannot be read (step 1)"
+    assert payload.views[0].warnings == [warning] * (name == "completions")
+    of_first = [row for row in rollouts_of(payload).rows if row["step"] == 1]
+    assert {row["gap_max"] for row in of_first} <= {None}
 
 
 def test_deeply_nested_files_are_left_out_and_reported(folder: Path) -> None:
@@ -218,9 +227,9 @@ FILES = (
         "provenance.json",
         "tokenizer.json",
         ".pulse/rank_00000.json",
-        "samples/step_000001/index.json",
+        "samples/step_000001/completions.parquet",
     ),
-    *("samples/step_000001/completions_00000.parquet", "timeline/step_000001.json"),
+    *("policy/step_000001_00000.parquet", "timeline/step_000001.json"),
 )
 
 
@@ -373,9 +382,6 @@ def damage_file(path: Path, rng: random.Random) -> None:
 )
 def test_no_damage_stops_a_report(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
-    if rng.random() < 0.5:  # then the index is made from the completions
-        for path in (folder / "samples").glob("step_*/index.json"):
-            path.unlink()
     by_kind: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():

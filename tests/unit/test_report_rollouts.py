@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-import html
 import json
 import random
 import shutil
 import time
 import zlib
-from collections.abc import Collection
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dapo_megatron.report import sample_files, viewer_data
-from dapo_megatron.report.choosing import ASKED, RANDOM, Pick, choose, frames
-from dapo_megatron.report.models import StepIndex
-from dapo_megatron.report.page import Options, make_payload, render
+from dapo_megatron.report import viewer_data
+from dapo_megatron.report.choosing import ASKED, RANDOM, Pick, choose
 from dapo_megatron.report.rollouts import Rollouts, Row, rollouts
 from dapo_megatron.report.run_data import read_run
 from dapo_megatron.report.token_text import TokenPieces
-from dapo_megatron.rollout.completion_files import read_completions, write_completions
-from dapo_megatron.rollout.completion_rows import CompletionRow
-from dapo_megatron.rollout.recorded import (
-    policy_files,
-    recorded_steps,
-    step_completions,
-    step_folder,
-)
-from dapo_megatron.rollout.sample_index import COMPLETION_COLUMNS, GROUP_COLUMNS
-from dapo_megatron.tracking.policy_files import read_policy, write_policy
+from dapo_megatron.rollout.record import COMPLETIONS, read_groups, step_folder
+from dapo_megatron.tracking.policy_files import policy_files, policy_path, read_policy, write_policy
+from dapo_megatron.types import Completion
 from tests.helpers.configs import REPOSITORY
 from tests.helpers.made_run import MadeRun
 
@@ -48,141 +40,121 @@ OUTCOMES = ("trained", "all_correct", "abstained")
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> list[StepIndex]:
-    """Indexes of a small run with every kind of completion."""
+def runs(draw: st.DrawFn) -> pd.DataFrame:
+    """Completions of a small run, of every kind."""
     rng = random.Random(draw(st.integers(0, 2**32)))
     size = draw(st.integers(1, 5))
-    ticket = 0
-    made = []
-    for _ in range(draw(st.integers(1, 12))):
-        groups, completions = [], []
-        for place in range(rng.randint(0, 6)):
-            groups.append((ticket, rng.choice("ab"), rng.choice(OUTCOMES), None))
-            ticket += 1
-            completions += [completion(rng, place, sample) for sample in range(size)]
-        made.append(index_of(groups, completions))
-    return made
-
-
-def completion(rng: random.Random, place: int, sample: int) -> tuple[Any, ...]:
-    score = rng.choice((None, 1.0, -1.0))
-    parsed = None if score is None else rng.random() < 0.8
-    num_tokens = rng.randint(0, 50)
-    logprob = -rng.random() if num_tokens else None
-    return (
-        *(
-            place,
-            sample,
-            score,
-            None if score is None else score > 0,
-            parsed,
-            num_tokens,
-        ),
-        *(rng.choice(("stop", "length")), rng.choice((None, 0, 3)), logprob, logprob),
+    steps = [step for step in range(1, draw(st.integers(2, 13))) for _ in range(rng.randint(0, 6))]
+    return table(
+        {**of_group, "sample": sample, **values(rng, of_group["step"])}
+        for ticket, step in enumerate(steps)
+        for of_group in [
+            {
+                "step": step,
+                "ticket": ticket,
+                "source": rng.choice("ab"),
+                "outcome": rng.choice(OUTCOMES),
+            }
+        ]
+        for sample in range(size)
     )
 
 
-def index_of(groups: list[tuple[Any, ...]], completions: list[tuple[Any, ...]]) -> StepIndex:
-    value = {
-        name: {column: [row[place] for row in rows] for place, column in enumerate(columns)}
-        for name, columns, rows in (
-            ("groups", GROUP_COLUMNS, groups),
-            ("completions", COMPLETION_COLUMNS, completions),
-        )
+def values(rng: random.Random, step: int) -> dict[str, Any]:
+    correct = rng.choice((None, True, False))
+    num_tokens = rng.randint(0, 50)
+    logprob = -rng.random() if num_tokens else None
+    return {
+        "score": None if correct is None else float(correct),
+        "correct": correct,
+        "parsed": None if correct is None else rng.random() < 0.8,
+        "num_tokens": num_tokens,
+        "finish": rng.choice(("stop", "length")),
+        "oldest_version": rng.choice((None, step - 1, step - 4)),
+        "logprob_mean": logprob,
+        "logprob_min": logprob,
     }
-    return msgspec.convert(value, StepIndex)
 
 
-def chosen(indexes: list[StepIndex], num: int, tickets: Collection[int] = ()) -> list[Pick]:
-    by_step = dict(enumerate(indexes, 1))
-    groups, completions = frames(by_step, inspected=2, policy_steps=by_step)
-    return choose(groups, completions, num, tickets)
+def table(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
+    """Return completions as `summaries` does. Missing values are those of a usual completion."""
+    usual = {"sample": 0, "source": "a", "outcome": "trained", "score": 1.0, "correct": True,
+             "parsed": True, "num_tokens": 9, "finish": "stop", "oldest_version": 0,
+             "logprob_mean": -0.1, "logprob_min": -0.2}  # fmt: skip
+    return pd.DataFrame([{**usual, **row} for row in rows], columns=["step", "ticket", *usual])
+
+
+def chosen(run: pd.DataFrame, num: int, tickets: Collection[int] = ()) -> list[Pick]:
+    return choose(run, num, tickets, inspected=dict.fromkeys(run["step"], 2))
 
 
 @settings(max_examples=15)
-@given(indexes=runs(), most=st.integers(0, 80), asked=st.sets(st.integers(0, 80), max_size=3))
+@given(run=runs(), most=st.integers(0, 80), asked=st.sets(st.integers(0, 80), max_size=3))
 def test_whole_groups_are_chosen_within_the_budget_plus_requested_ones(
-    indexes: list[StepIndex], most: int, asked: set[int]
+    run: pd.DataFrame, most: int, asked: set[int]
 ) -> None:
-    picks = chosen(indexes, most, asked)
-    sizes = {
-        ticket: index["completions"]["group"].count(place)
-        for index in indexes
-        for place, ticket in enumerate(index["groups"]["ticket"])
-    }
+    picks = chosen(run, most, asked)
+    sizes = Counter(run["ticket"].tolist())
     tickets = [pick.ticket for pick in picks]
     assert len(set(tickets)) == len(tickets)
     assert {pick.ticket for pick in picks if pick.is_asked} == asked & sizes.keys()
-    room = most - sum(sizes.get(ticket, 0) for ticket in asked)
+    assert {(pick.step, pick.ticket) for pick in picks} <= {*zip(run["step"], run["ticket"])}
+    room = most - sum(sizes[ticket] for ticket in asked)
     taken = sum(sizes[pick.ticket] for pick in picks if not pick.is_asked)
     assert taken <= max(room, 0) or len(picks) == 1
     assert all(pick.why(sample) for pick in picks for sample in range(sizes[pick.ticket]))
-    assert chosen(indexes, most, asked) == picks, "the choice is deterministic"
+    assert chosen(run, most, asked) == picks, "the choice is deterministic"
 
 
 @settings(max_examples=15)
-@given(indexes=runs())
-def test_extreme_completions_are_chosen_with_their_reason(indexes: list[StepIndex]) -> None:
-    picks = {pick.ticket: pick for pick in chosen(indexes, 10**6)}
-    rows = [
-        (index["groups"]["ticket"][place], *(index["completions"][name][row] for name in names))
-        for index in indexes
-        for row, place in enumerate(index["completions"]["group"])
-        for names in [("sample", "num_tokens", "logprob_min", "score", "finish")]
-    ]
-    if not rows:
-        return
-    assert len(picks) == len({row[0] for row in rows}), "all groups are chosen"
-    reasons = {(row[0], row[1]): picks[row[0]].why(row[1]) for row in rows}
-    longest = max(row[2] for row in rows)
-    assert any("longest" in reasons[row[0], row[1]] for row in rows if row[2] == longest)
-    known = [row[3] for row in rows if row[3] is not None]
-    assert not known or any(
-        "lowest log-prob" in reasons[row[0], row[1]] for row in rows if row[3] == min(known)
-    )
-    for reason, place, value in (("no grade", 4, None), ("truncated", 5, "length")):
-        kind = [row for row in rows if row[place] == value]
-        assert not kind or any(reason in reasons[row[0], row[1]] for row in kind)
+@given(run=runs())
+def test_extreme_completions_are_chosen_with_their_reason(run: pd.DataFrame) -> None:
+    picks = {pick.ticket: pick for pick in chosen(run, 10**6)}
+    assert picks.keys() == {*run["ticket"]}, "all groups are chosen"
+    run["why"] = [picks[ticket].why(sample) for ticket, sample in zip(run["ticket"], run["sample"])]
+    run["age"] = run["step"] - 1 - run["oldest_version"]
+    for reason, kind in {
+        "longest": run["num_tokens"] == run["num_tokens"].max(),
+        "lowest log-prob": run["logprob_min"] == run["logprob_min"].min(),
+        "oldest weights": (run["age"] > 0) & (run["age"] == run["age"].max()),
+        "no grade": run["score"].isna(),
+        "no answer found": run["parsed"] == False,  # noqa: E712 - None is neither
+        "truncated": run["finish"] == "length",
+    }.items():
+        assert not kind.any() or run["why"][kind].str.contains(reason).any(), reason
 
 
 def test_the_only_wrong_completion_of_a_correct_group_is_chosen_among_many_groups() -> None:
-    groups = [(ticket, "a", "trained", "mixed") for ticket in range(200)]
-    rows = [
-        (
-            place,
-            sample,
-            *((-1.0, False) if lone else (1.0, True)),
-            True,
-            9,
-            "stop",
-            0,
-            -0.1,
-            -0.2,
-        )
-        for place in range(200)
+    run = table(
+        {"step": 1, "ticket": ticket, "sample": sample, "correct": not is_wrong}
+        for ticket in range(200)
         for sample in range(8)
-        for lone in [sample == 5 if place == 137 else sample < 4]
-    ]
-    [pick] = [pick for pick in chosen([index_of(groups, rows)], 80) if pick.ticket == 137]
+        for is_wrong in [sample == 5 if ticket == 137 else sample < 4]
+    )
+    [pick] = [pick for pick in chosen(run, 80) if pick.ticket == 137]
     assert "wrong among right" in pick.why(5)
     assert pick.why(4).startswith("sibling of sample 5")
 
 
 def test_random_groups_are_spread_evenly_over_the_steps() -> None:
-    rows = [(0, 0, 1.0, True, True, 9, "stop", 0, -0.1, -0.2)]
-    indexes = [index_of([(step, "a", "trained", None)], rows) for step in range(1, 301)]
-    steps = sorted(pick.step for pick in chosen(indexes, 50) if RANDOM in pick.why(0))
+    run = table({"step": step, "ticket": step} for step in range(1, 301))
+    steps = sorted(pick.step for pick in chosen(run, 50) if RANDOM in pick.why(0))
     assert len(steps) > 20
     assert max(after - before for before, after in zip([0, *steps], [*steps, 300])) < 30
 
 
 def test_groups_with_policy_values_are_among_the_random_ones() -> None:
-    groups = [(ticket, "a", "trained", None) for ticket in range(500)]
-    rows = [
-        (place, 0, 1.0, True, True, min(place, 9), "stop", 0, -0.1 * place, -0.2 * place)
-        for place in range(500)
-    ]
-    picks = {pick.ticket: pick for pick in chosen([index_of(groups, rows)], 60)}
+    run = table(
+        {
+            "step": 1,
+            "ticket": ticket,
+            "num_tokens": min(ticket, 9),
+            "logprob_mean": -0.1 * ticket,
+            "logprob_min": -0.2 * ticket,
+        }
+        for ticket in range(500)
+    )
+    picks = {pick.ticket: pick for pick in chosen(run, 60)}
     assert RANDOM in picks[0].why(0) and RANDOM in picks[1].why(0)
 
 
@@ -291,15 +263,12 @@ def opened(result: Rollouts, row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     return blob, next(item for item in blob["completions"] if item["sample"] == row["sample"])
 
 
-def recorded_row(folder: Path, row: Row) -> CompletionRow:
-    step = step_folder(folder / "samples", row["step"])
-    rows = step_completions(step, [row["ticket"]])
-    return next(each for each in rows if each.completion.sample == row["sample"])
-
-
-def step_files(folder: Path, name: str) -> list[Path]:
-    """Return the files of this name of all steps."""
-    return sorted((folder / "samples").glob(f"step_*/{name}"))
+def completion_of(folder: Path, row: Row) -> tuple[Completion, float | None]:
+    """Return the recorded completion of a row of the table, and its reward."""
+    path = step_folder(folder / "samples", row["step"]) / COMPLETIONS
+    [recorded] = read_groups(path, [row["ticket"]])
+    pairs = zip(recorded.group.completions, recorded.rewards, strict=True)
+    return next(pair for pair in pairs if pair[0].sample == row["sample"])
 
 
 def test_the_viewer_data_equal_the_recorded_samples(folder: Path) -> None:
@@ -308,8 +277,7 @@ def test_the_viewer_data_equal_the_recorded_samples(folder: Path) -> None:
     assert result.warnings == []
     for row in result.rows:
         blob, shown = opened(result, row)
-        recorded = recorded_row(folder, row)
-        truth = recorded.completion
+        truth, reward = completion_of(folder, row)
         assert [blob["ids"][place] for place in shown["tokens"]] == list(truth.tokens)
         text = "".join(
             blob["pieces"][place] for place in shown["tokens"] if place not in blob["special"]
@@ -319,29 +287,29 @@ def test_the_viewer_data_equal_the_recorded_samples(folder: Path) -> None:
         versions = [part.version for part in truth.segments for _ in range(part.num_tokens)]
         assert shown["version"] == versions
         assert row["num_tokens"] == truth.num_tokens == len(shown["version"])
-        assert row["reward"] == recorded.reward
+        assert row["reward"] == reward
         assert (shown["gap"] is None) == (row["fate"] != "trained")
 
 
 def test_policy_values_and_advantages_equal_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
     run = copied(folder, tmp_path / "run")
-    for path in step_files(run, "policy_*.parquet"):
-        rows = [
-            replace(row, logprobs=None if row.logprobs is None else row.logprobs - 0.25)
+    for path in (run / "policy").iterdir():
+        lowered = [
+            replace(row, logprobs=row.logprobs and array("f", np.array(row.logprobs) - 0.25))
             for row in read_policy(path)
         ]
-        write_policy(path, rows)
+        write_policy(path, lowered)
     result = reported(run)
     row = next(row for row in result.rows if row["fate"] == "trained")
     blob, shown = opened(result, row)
-    step = step_folder(run / "samples", row["step"])
-    policy = sample_files.policy_of(step, row["ticket"])[shown["sample"]]
+    rows = read_policy(policy_path(run, row["step"], 0), [row["ticket"]])
+    policy = next(values for values in rows if values.sample == shown["sample"])
     assert row["advantage"] == pytest.approx(policy.advantage, abs=1e-4)
     assert row["gap_max"] == pytest.approx(policy.gap_max, rel=1e-3)
     assert policy.entropy is not None and policy.logprobs is not None
     assert shown["entropy"] == [round(value, 3) for value in policy.entropy.tolist()]
-    engine_logprobs = recorded_row(run, row).completion.logprobs
-    gaps = [engine - other for engine, other in zip(engine_logprobs, policy.logprobs.tolist())]
+    engine_logprobs = completion_of(run, row)[0].logprobs
+    gaps = [engine - other for engine, other in zip(engine_logprobs, policy.logprobs)]
     assert shown["gap"] == pytest.approx(gaps, rel=5e-3)
     assert min(shown["gap"]) > 0.2, "engine minus policy"
     assert blob["largest_gap"] == max(gap for item in blob["completions"] for gap in item["gap"])
@@ -349,14 +317,13 @@ def test_policy_values_and_advantages_equal_the_recorded_ones(folder: Path, tmp_
 
 def test_small_gaps_keep_their_precision(folder: Path, tmp_path: Path) -> None:
     run = copied(folder, tmp_path / "run")
-    step = step_folder(run / "samples", 1)
-    [path] = policy_files(step)
+    path = policy_path(run, 1, 0)
     policy, *_ = read_policy(path)
     key = (policy.ticket, policy.sample)
-    rows = step_completions(step, [policy.ticket])
-    recorded = next(row for row in rows if row.completion.sample == policy.sample)
-    engine_logprobs = np.array(recorded.completion.logprobs, np.float32)
-    write_policy(path, [replace(policy, logprobs=engine_logprobs - np.float32(2e-6))])
+    completion, _ = completion_of(run, {"step": 1, "ticket": key[0], "sample": key[1]})
+    engine_logprobs = np.array(completion.logprobs, np.float32)
+    lowered = array("f", engine_logprobs - np.float32(2e-6))
+    write_policy(path, [replace(policy, logprobs=lowered)])
     result = reported(run, steps=(1, 1))
     row = next(row for row in result.rows if (row["ticket"], row["sample"]) == key)
     assert opened(result, row)[1]["gap"] == pytest.approx([2e-6] * len(engine_logprobs), rel=0.1)
@@ -393,26 +360,20 @@ def test_a_range_without_recorded_steps_is_reported(folder: Path) -> None:
 
 @pytest.mark.parametrize("steps", [(500, None), (6, 6)])
 def test_a_requested_ticket_is_shown_for_any_range_of_steps(
-    folder: Path, tmp_path: Path, steps: tuple[int, int | None]
+    folder: Path, steps: tuple[int, int | None]
 ) -> None:
-    bare = copied(folder, tmp_path / "bare")
-    for path in step_files(bare, "index.json"):
-        path.unlink()
-    for run in (folder, bare):
-        result = reported(run, steps=steps, tickets=(0, 4711))
-        outside = {(row["ticket"], row["step"]) for row in result.rows if row["step"] != 6}
-        assert outside == {(0, 1)}
-        assert len(result.rows) == result.total
-        assert "ticket 4711" in result.note
+    result = reported(folder, steps=steps, tickets=(0, 4711))
+    outside = {(row["ticket"], row["step"]) for row in result.rows if row["step"] != 6}
+    assert outside == {(0, 1)}
+    assert len(result.rows) == result.total
+    assert "ticket 4711" in result.note
 
 
-def test_a_run_without_an_index_or_policy_values_shows_the_same_completions(
+def test_a_run_without_policy_values_shows_the_same_completions(
     folder: Path, tmp_path: Path
 ) -> None:
     old = copied(folder, tmp_path / "old")
-    for name in ("index.json", "policy_*.parquet"):
-        for path in step_files(old, name):
-            path.unlink()
+    shutil.rmtree(old / "policy")
     (old / "tokenizer.json").unlink()
     key = ("step", "ticket", "sample", "graded", "num_tokens", "logprob_min", "age")
     result = reported(old)
@@ -426,31 +387,6 @@ def test_a_run_without_an_index_or_policy_values_shows_the_same_completions(
     assert "tokens" in shown, "the tokenizer of model.path is used"
 
 
-def test_an_index_made_from_the_completions_equals_the_recorded_one(
-    folder: Path, tmp_path: Path
-) -> None:
-    bare = copied(folder, tmp_path / "bare")
-    for path in step_files(bare, "index.json"):
-        path.unlink()
-    for step, recorded in recorded_steps(folder / "samples").items():
-        index = sample_files.read_index(recorded, step)
-        made = sample_files.read_index(step_folder(bare / "samples", step), step)
-        assert index is not None and index == made
-
-
-def test_a_group_in_several_files_is_shown_whole(folder: Path, tmp_path: Path) -> None:
-    run = copied(folder, tmp_path / "run")
-    for path in step_files(run, "completions_00000.parquet"):
-        rows = list(read_completions(path))
-        write_completions(path, [row for row in rows if row.completion.sample % 2])
-        others = [row for row in rows if row.completion.sample % 2 == 0]
-        write_completions(path.with_name("completions_00007.parquet"), others)
-        path.with_name("index.json").unlink()
-    result, expected = reported(run), reported(folder)
-    assert result.rows == expected.rows
-    assert result.blobs == expected.blobs
-
-
 def test_without_a_tokenizer_texts_are_shown_unsplit(folder: Path, tmp_path: Path) -> None:
     bare = copied(folder, tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
@@ -460,23 +396,23 @@ def test_without_a_tokenizer_texts_are_shown_unsplit(folder: Path, tmp_path: Pat
     _, shown = opened(result, result.rows[0])
     assert "tokens" not in shown
     assert "No tokenizer was found" in result.note
-    assert shown["text"] == recorded_row(bare, result.rows[0]).completion.text
+    assert shown["text"] == completion_of(bare, result.rows[0])[0].text
 
 
 def test_damaged_files_are_reported_and_the_rest_is_shown(folder: Path, tmp_path: Path) -> None:
     damaged = copied(folder, tmp_path / "hurt")
-    files = {
-        step: {path.name.partition("_")[0]: path for path in folder.iterdir()}
-        for step, folder in recorded_steps(damaged / "samples").items()
-    }
-    files[2]["index.json"].write_text('{"step": 2, "groups"', encoding="utf-8")
-    files[3]["completions"].write_text("{\n", encoding="utf-8")
-    files[4]["policy"].write_text("{\n", encoding="utf-8")
-    files[5]["completions"].write_bytes(files[6]["completions"].read_bytes())
+    files = {step: step_folder(damaged / "samples", step) / COMPLETIONS for step in range(1, 7)}
+    files[2].unlink()
+    files[3].write_text("{\n", encoding="utf-8")
+    policy_path(damaged, 4, 0).write_text("{\n", encoding="utf-8")
+    data = files[5].read_bytes()  # of which the texts are damaged, which only `read_groups` reads
+    at = data.index(b"What is ")
+    files[5].write_bytes(data[:at] + b"X" + data[at + 1 :])
     result = reported(damaged)
     assert steps_of(result) == {1, 4, 6}
-    assert any("step 2" in warning for warning in result.warnings)
-    assert any("groups cannot be read" in warning for warning in result.warnings)
+    steps, groups = result.warnings
+    assert steps == "samples: 2 steps cannot be read (step 2, 3)"
+    assert groups == "samples: 3 groups cannot be read (ticket 14, 15, 16)"
 
 
 def test_a_run_without_samples_has_no_rollouts(folder: Path, tmp_path: Path) -> None:
@@ -485,26 +421,13 @@ def test_a_run_without_samples_has_no_rollouts(folder: Path, tmp_path: Path) -> 
     assert rollouts(read_run(bare)) is None
 
 
-def test_a_run_with_samples_of_earlier_versions_is_shown_with_a_message(
-    folder: Path, tmp_path: Path
-) -> None:
-    old = copied(folder, tmp_path / "old")
-    shutil.rmtree(old / "samples")
-    (old / "samples").mkdir()
-    (old / "samples" / "step_000001.jsonl").write_text("{}\n", encoding="utf-8")
-    payload = make_payload([read_run(old)], Options())
-    [warning] = payload.views[0].warnings
-    assert warning.startswith(f"{old}/samples/step_000001.jsonl: rollouts as JSON lines, which")
-    assert warning in html.unescape(render(payload))
-
-
 def test_the_middle_of_a_very_long_completion_is_cut_and_marked(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(viewer_data, "MAX_TOKENS", 20)
     result = reported(folder)
     blob, shown = opened(result, result.rows[0])
-    tokens = list(recorded_row(folder, result.rows[0]).completion.tokens)
+    tokens = list(completion_of(folder, result.rows[0])[0].tokens)
     assert shown["cut"] == [10, len(tokens) - 20]
     assert [blob["ids"][place] for place in shown["tokens"]] == tokens[:10] + tokens[-10:]
     assert len(shown["logprob"]) == len(shown["gap"]) == len(shown["version"]) == 20
@@ -523,14 +446,12 @@ def test_rollouts_beyond_the_size_limit_are_left_out_and_reported(
 
 @settings(max_examples=20)
 @given(junk=st.binary(max_size=200))
-def test_any_bytes_as_an_index_are_ignored(
-    junk: bytes, tmp_path_factory: pytest.TempPathFactory
+def test_any_bytes_in_the_files_of_a_step_are_reported(
+    folder: Path, junk: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = tmp_path_factory.mktemp("junk")
-    for name in ("index.json", "completions_00000.parquet", "policy_00000.parquet"):
-        (folder / name).write_bytes(junk)
-    assert sample_files.read_index(folder, 1) is None
-    assert sample_files.policy_of(folder, 1) == {}
-    assert sample_files.read_group(folder, 1) is None
-    (folder / "index.json").unlink()
-    assert sample_files.read_index(folder, 1) is None
+    run = copied(folder, tmp_path_factory.mktemp("junk"))
+    for path in [*step_folder(run / "samples", 2).iterdir(), *policy_files(run)[3]]:
+        path.write_bytes(junk)
+    result = reported(run)
+    assert result.warnings == ["samples: 1 steps cannot be read (step 2)"]
+    assert steps_of(result) == {1, 3, 4, 5, 6}

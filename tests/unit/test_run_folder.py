@@ -136,30 +136,6 @@ def test_resuming_from_an_own_checkpoint_sets_later_ones_aside(
     assert newest(folder.checkpoints) == steps[4]
 
 
-@pytest.mark.parametrize(
-    ("source", "remaining"),
-    [
-        ("step_000002", ["step_000002", "step_000002_open.1", "step_000004.1"]),
-        ("step_000002_open", ["step_000002", "step_000002_open", "step_000004.1"]),
-        ("step_000001_open.1", ["step_000002.1", "step_000002_open.1", "step_000004.1"]),
-    ],
-)
-def test_checkpoints_within_a_step_are_ordered_when_set_aside(
-    tmp_path: Path, source: str, remaining: list[str]
-) -> None:
-    path = tmp_path / "x"
-    old_run(path)
-    for name in {source, "step_000002", "step_000002_open", "step_000004"}:
-        add_checkpoint(path, 2).rename(path / "checkpoints" / f"{name}.tmp")
-    for temporary in (path / "checkpoints").iterdir():
-        temporary.rename(temporary.with_suffix(""))
-    folder = RunFolder(path)
-    enter(folder, str(path / "checkpoints" / source))
-    assert [name for name in names(folder.checkpoints) if name != source] == [
-        name for name in remaining if name != source
-    ]
-
-
 def test_a_checkpoint_that_was_set_aside_can_be_resumed_from(tmp_path: Path) -> None:
     path = tmp_path / "x"
     old_run(path)
@@ -253,10 +229,11 @@ OTHER = 65534
 WRITTEN = (
     *(".", ".lock", ".owner", ".pulse", ".pulse/alarm", ".pulse/rank_00000.json"),
     *("attempts.jsonl", "checkpoints", "checkpoints/.partial", "checkpoints/step_000001"),
-    *("checkpoints/step_000001/state.json", "config.yaml", "data", "journal", "logs"),
+    *("checkpoints/step_000001/state.json", "config.yaml", "data", "logs"),
     *("logs/mlflow.log", "logs/rank_0.log", "logs/report.log", "metrics.jsonl", "mlflow"),
-    *("mlflow/lock", "mlflow/mirror.json", "mlflow_run.json", "plan.json", "provenance.json"),
-    *("report.html", "samples", "samples/step_000001", "samples/step_000001/index.json"),
+    *("mlflow/lock", "mlflow/mirror.json", "mlflow_run.json", "plan.json", "policy"),
+    *("policy/step_000001_00000.parquet", "provenance.json"),
+    *("report.html", "samples", "samples/step_000001", "samples/step_000001/state.json"),
     *("summary.json", "timeline", "timeline/step_000001.json", "tokenizer.json"),
 )
 """Paths in a run's folder, and the folder itself."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dapo_megatron.doctor import grades
 from dapo_megatron.report.samples_command import Selection, samples
-from dapo_megatron.rollout.recorded import step_completions
+from dapo_megatron.rollout.record import COMPLETIONS, read_groups
 from dapo_megatron.types import ConfigError, DataError
 from tests.helpers.configs import REPOSITORY
 from tests.helpers.made_run import MadeRun
@@ -41,11 +40,12 @@ def test_a_group_is_printed_with_its_completions_and_grades(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = printed(capsys, Selection(step=20, tickets=(626,)))
-    rows = list(step_completions(RECORDED / "samples" / "step_000020", [626]))
+    [recorded] = read_groups(RECORDED / "samples" / "step_000020" / COMPLETIONS, [626])
+    group, prompt = recorded.group, recorded.group.prompt
     assert text.startswith("step 20, ticket 626: trained, chain_sum ")
-    assert rows[0].prompt.text in text and f"truth: {rows[0].prompt.truth}\n" in text
-    for row in rows:
-        completion, grade = row.completion, row.completion.grade
+    assert prompt.text in text and f"truth: {prompt.truth}\n" in text
+    for completion in group.completions:
+        grade = completion.grade
         assert grade is not None
         mark = "✓ right" if grade.correct else "✗ wrong"
         head = f"sample {completion.sample}  {mark}  {completion.num_tokens} tokens, stop, age 1, "
@@ -69,9 +69,10 @@ def test_tokens_are_printed_with_their_pieces_and_log_probs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = printed(capsys, Selection(step=20, tickets=(626,)), with_tokens=True)
-    row = next(step_completions(RECORDED / "samples" / "step_000020", [626]))
-    version = row.completion.segments[0].version
-    token, logprob = row.completion.tokens[-1], row.completion.logprobs[-1]
+    [recorded] = read_groups(RECORDED / "samples" / "step_000020" / COMPLETIONS, [626])
+    completion = recorded.group.completions[0]
+    version = completion.segments[0].version
+    token, logprob = completion.tokens[-1], completion.logprobs[-1]
     assert f"{token:>8} {logprob:>10.4f}  v{version}  '<eos>'\n" in text
 
 
@@ -91,12 +92,11 @@ def test_a_selection_without_groups_is_an_error(selection: Selection, message: s
 def test_runs_without_rollouts_and_damaged_files_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="samples has no recorded steps; name the folder"):
         samples(tmp_path, Selection())
-    (tmp_path / "samples").mkdir()
-    (tmp_path / "samples" / "step_000001.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"step_000001\.jsonl: rollouts as JSON lines"):
+    folder = tmp_path / "samples" / "step_000002"
+    folder.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"^{folder}: recorded by an earlier version; use commit"):
         samples(tmp_path, Selection())
-    file = tmp_path / "samples" / "step_000002" / "completions_00000.parquet"
-    file.parent.mkdir()
+    file = folder / COMPLETIONS
     file.write_text("{}")
     with pytest.raises(DataError, match=f"^{file}: cannot be read"):
         samples(tmp_path, Selection())
@@ -115,22 +115,23 @@ def test_datasets_loads_recorded_rollouts(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     import datasets
 
-    files = str(RECORDED / "samples" / "step_*" / "completions_*.parquet")
+    files = str(RECORDED / "samples" / "step_*" / COMPLETIONS)
     loaded = datasets.load_dataset(
         "parquet", data_files=files, split="train", cache_dir=str(tmp_path)
     )
     rows = [
-        row
+        (recorded.group, completion)
         for folder in sorted((RECORDED / "samples").iterdir())
-        for row in step_completions(folder)
+        for recorded in read_groups(folder / COMPLETIONS)
+        for completion in recorded.group.completions
     ]
     assert len(loaded) == len(rows) > 100
-    for values, row in zip(loaded.select(range(20)), rows, strict=False):
-        assert (values["ticket"], values["sample"]) == (row.ticket, row.completion.sample)
-        assert values["tokens"] == list(row.completion.tokens)
-        assert values["logprobs"] == pytest.approx(list(row.completion.logprobs), abs=0.0)
-        assert values["text"] == row.completion.text
-        assert replace(row.prompt, text=values["prompt"]) == row.prompt
+    for values, (group, completion) in zip(loaded.select(range(20)), rows, strict=False):
+        assert (values["ticket"], values["sample"]) == (group.ticket, completion.sample)
+        assert values["tokens"] == list(completion.tokens)
+        assert values["logprobs"] == pytest.approx(list(completion.logprobs), abs=0.0)
+        assert values["text"] == completion.text
+        assert values["prompt"] == group.prompt.text
 
 
 def test_grades_are_counted_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

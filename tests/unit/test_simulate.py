@@ -31,7 +31,6 @@ from simulate_rollouts import MAX_AGE_MEAN, MIN_BUSY, MIN_P, PRESETS, Preset, ma
 from virtual_engines import EngineModel, VirtualDriver, VirtualEngine, VirtualRequest
 
 from dapo_megatron.engine.messages import GroupRequest, Sampling
-from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.types import (
     Completion,
     Finish,
@@ -40,7 +39,7 @@ from dapo_megatron.types import (
     Prompt,
     Segment,
 )
-from tests.helpers.groups import record_groups
+from tests.helpers.groups import step_record
 
 LIMIT = 500
 PROMPT = Prompt("simulated", 0, (1, 2, 3), "", "")
@@ -187,9 +186,7 @@ def recorded_group(correct: list[bool | None]) -> Group:
 
 def test_groups_of_a_recorded_run_are_drawn(tmp_path: Path) -> None:
     groups = [recorded_group([True, False]), replace(recorded_group([True, None]), ticket=1)]
-    writer = RolloutWriter(tmp_path, pytest.fail)
-    record_groups(writer, 1, [(group, "trained") for group in groups])
-    writer.close()
+    step_record([(group, "trained") for group in groups]).write(tmp_path, 1)
     drawn = Recorded(read_recorded(tmp_path))
     assert drawn.groups == [
         Answers((1, 2), (True, False))

@@ -24,7 +24,6 @@ from dapo_megatron.bridge.verify import fingerprints
 from dapo_megatron.cluster.instruments import MemoryMeter, StepInstruments, TimelineRecorder
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import SyncConfig
-from dapo_megatron.rollout.partial_step import PartialStep
 from dapo_megatron.types import (
     ConfigError,
     EnginesLost,
@@ -337,9 +336,7 @@ class World:
     def stage(self) -> None:
         self.both.record("copy", "policy")
 
-    def commit(
-        self, step: int, state: Any, rollouts: Any, *, is_open: bool = False
-    ) -> Callable[[], None]:
+    def commit(self, step: int, state: Any, parts: Any) -> Callable[[], None]:
         self.both.record(f"save {step}")
         return lambda: None
 
@@ -390,7 +387,7 @@ def train(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> tu
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=2)
     with suppress(StarvedError, Stopped):
-        loop.train(config, parts, loop.Progress(), PartialStep(), started=time.time())
+        loop.train(config, parts, loop.Progress(), started=time.time())
     return both, world
 
 

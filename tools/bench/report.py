@@ -26,6 +26,7 @@ from rich.table import Table
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))  # tests/ is not installed
 
+from dapo_megatron.rollout.record import recorded_steps, summaries  # noqa: E402
 from dapo_megatron.tracking.provenance import facts  # noqa: E402
 from tests.browser.chromium import Watched, find_chromium, launch  # noqa: E402
 from tests.helpers.made_run import MadeRun  # noqa: E402
@@ -84,8 +85,7 @@ def measure(made: MadeRun, folder: Path, kept: int, rounds: int) -> Measurement:
 
 
 def _num_completions(run: Path) -> int:
-    indices = (run / "samples").glob("step_*/index.json")
-    return sum(len(json.loads(path.read_bytes())["completions"]["group"]) for path in indices)
+    return sum(map(len, map(summaries, recorded_steps(run / "samples").values())))
 
 
 def _measure_page(report: Path, rounds: int) -> tuple[float | None, float | None, int | None]:

@@ -34,8 +34,8 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
-from dapo_megatron.rollout.completion_rows import CompletionRow
-from dapo_megatron.rollout.recorded import check_complete, recorded_steps, step_completions
+from dapo_megatron.rollout import record
+from dapo_megatron.rollout.record import RecordedGroup
 from dapo_megatron.tracking.provenance import commit, versions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -279,9 +279,9 @@ def _tensor_differences(path: Path, reference_path: Path) -> Iterator[str]:
 
 def _ledger_differences(run: Path, reference: Path) -> Iterator[str]:
     """Check that each ticket ended once, that none is lost, and that all groups are equal."""
-    rows = [_ended(folder) for folder in (run, reference)]
-    for folder, ended in zip((run, reference), rows, strict=True):
-        tickets = Counter(ticket for _, ticket in {(step, row.ticket) for step, row in ended})
+    groups = [_ended(folder) for folder in (run, reference)]
+    for folder, ended in zip((run, reference), groups, strict=True):
+        tickets = Counter(recorded.group.ticket for recorded in ended)
         if repeated := [ticket for ticket, count in tickets.items() if count > 1]:
             yield f"{folder}: ticket {repeated[0]} ended twice"
         state = json.loads((newest(folder) / "state.json").read_text())["coordinator"]
@@ -289,21 +289,21 @@ def _ledger_differences(run: Path, reference: Path) -> Iterator[str]:
         open_tickets = {int(ticket) for ticket in state["ledger"]["open"]}
         if lost := issued - set(tickets) - open_tickets:
             yield f"{folder}: ticket {min(lost)} is lost"
-    if len(rows[0]) != len(rows[1]):
-        yield f"{run}: {len(rows[0])} recorded completions, {len(rows[1])} in the undisturbed run"
-    for (step, row), expected in zip(*rows, strict=False):
-        if (step, row) != expected:
-            yield f"{run}: ticket {row.ticket} is not as in the undisturbed run"
+    if len(groups[0]) != len(groups[1]):
+        yield f"{run}: {len(groups[0])} recorded groups, {len(groups[1])} in the undisturbed run"
+    for recorded, expected in zip(*groups, strict=False):
+        if recorded != expected:
+            ticket = recorded.group.ticket
+            yield f"{run}: ticket {ticket} is not as in the undisturbed run"
 
 
-def _ended(folder: Path) -> list[tuple[int, CompletionRow]]:
-    """Return the step and the row of every recorded completion. Raises DataError for a step that is
-    not recorded completely."""
-    rows = []
-    for step, step_folder in recorded_steps(folder / "samples").items():
-        check_complete(step_folder)
-        rows += [(step, row) for row in step_completions(step_folder)]
-    return rows
+def _ended(folder: Path) -> list[RecordedGroup]:
+    """Return every recorded group. Raises DataError for a step that is damaged."""
+    groups = []
+    for step_folder in record.recorded_steps(folder / "samples").values():
+        record.check(step_folder)
+        groups += record.read_groups(step_folder / record.COMPLETIONS)
+    return groups
 
 
 def newest(folder: Path) -> Path:

@@ -17,8 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dapo_megatron.rollout.recorded import recorded_steps, step_summaries
-from dapo_megatron.rollout.sample_index import groups_of
+from dapo_megatron.rollout.record import recorded_steps, summaries
 
 BLOCK = 256
 """Number of tickets that are drawn together."""
@@ -117,7 +116,7 @@ class Recorded:
 
 
 def read_recorded(folder: Path) -> list[Answers]:
-    """Read the groups of a run's samples/ (rollout/recorded.py), without their tokens.
+    """Read the groups of a run's samples/ (rollout/record.py), without their tokens.
 
     Groups with an ungraded completion are left out. Do not use an on-policy run: it drops groups
     that are still running, so long answers are too rare.
@@ -126,11 +125,9 @@ def read_recorded(folder: Path) -> list[Answers]:
     """
     groups = []
     for step in recorded_steps(folder).values():
-        for group in groups_of(step_summaries(step)):
-            grades = [summary.grade for summary in group.completions if summary.grade is not None]
-            if len(grades) == len(group.completions):
-                lengths = tuple(summary.num_tokens for summary in group.completions)
-                groups.append(Answers(lengths, tuple(grade.correct for grade in grades)))
+        for _, group in summaries(step).groupby("ticket"):
+            if group["correct"].notna().all():
+                groups.append(Answers(tuple(group["num_tokens"]), tuple(group["correct"])))
     if not groups:
         raise ValueError(f"{folder}: no step_* with a graded group; name a run's samples/")
     if len({len(group.lengths) for group in groups}) > 1:
