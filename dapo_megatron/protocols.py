@@ -140,6 +140,10 @@ class Snapshot(Protocol):
         """Write the snapshot to `folder` and fsync it. Raises OSError or CheckpointError."""
         ...
 
+    def finish(self, folder: Path, exchange: Exchange) -> None:
+        """Complete the files after all ranks have written theirs. Collective."""
+        ...
+
 
 class Policy(Protocol):
     """The model being trained, sharded over all ranks."""

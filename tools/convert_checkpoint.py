@@ -1,10 +1,8 @@
-"""Convert, inspect, compare and reshard checkpoints.
+"""Convert, inspect and compare checkpoints.
 
-It runs on the CPU, block by block, and needs neither Megatron nor vLLM:
+It runs on the CPU, tensor by tensor, and needs neither Megatron nor vLLM:
 
-    python tools/convert_checkpoint.py hf-to-megatron models/qwen megatron/qwen --tensor-parallel 4
-    python tools/convert_checkpoint.py megatron-to-hf megatron/qwen models/qwen_again
-    python tools/convert_checkpoint.py hf-to-megatron models/qwen pretrain/qwen --format torch_dist
+    python tools/convert_checkpoint.py hf-to-megatron models/qwen pretrain/qwen
     python tools/convert_checkpoint.py megatron-to-hf pretrain/run models/x --hf-config models/qwen
     python tools/convert_checkpoint.py megatron-to-hf runs/x/checkpoints/step_000040 models/trained
     python tools/convert_checkpoint.py verify models/qwen models/qwen_again
@@ -28,7 +26,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from converting.layouts import make_layout
 from converting.options import print_options
 from rich import progress as bars
 from rich.table import Table
@@ -40,36 +37,33 @@ from dapo_megatron.checkpoints.formats.compare import (
     replica_bytes,
 )
 from dapo_megatron.checkpoints.formats.hf import HfWriter
-from dapo_megatron.checkpoints.formats.megatron import MegatronWriter
 from dapo_megatron.checkpoints.formats.open import open_store
-from dapo_megatron.checkpoints.formats.store import Store, StoreWriter, describe, fill
+from dapo_megatron.checkpoints.formats.store import Store, describe, fill
 from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
-from dapo_megatron.checkpoints.formats.torch_dist.store import TorchDistWriter
-from dapo_megatron.checkpoints.formats.weights_folder import declare_without_mtp, publish
+from dapo_megatron.checkpoints.formats.torch_dist.store import FORMAT, write_torch_dist
+from dapo_megatron.checkpoints.formats.weights_folder import (
+    copy_companions,
+    declare_without_mtp,
+    publish,
+)
 from dapo_megatron.cluster.processes import resident_bytes
 from dapo_megatron.cluster.safe_output import protect_streams
 from dapo_megatron.literal_console import LiteralConsole
-from dapo_megatron.types import CheckpointError, ConfigError, DapoError, torch_dtype
+from dapo_megatron.types import CheckpointError, DapoError, torch_dtype
 
 GIB = 2**30
 NUM_SHOWN = 10
 """How many differences are printed. The JSON file has all of them."""
-MakeWriter = Callable[[Path, Mapping[str, TensorInfo]], StoreWriter]
 Advance = Callable[[int], object]
+Write = Callable[[Store, Path, Mapping[str, TensorInfo], Advance], int]
+"""Writes a store to a folder, with these dtypes. Returns the number of bytes."""
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Convert, inspect, compare and reshard checkpoints.",
+    help="Convert, inspect and compare checkpoints.",
 )
-
-
-class Format(StrEnum):
-    """Formats that `hf-to-megatron` and `reshard` write."""
-
-    MEGATRON = "megatron"
-    TORCH_DIST = "torch_dist"
 
 
 class Dtype(StrEnum):
@@ -81,27 +75,12 @@ class Dtype(StrEnum):
 
 Source = Annotated[Path, typer.Argument(help="Folder to read.", show_default=False)]
 Target = Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)]
-AsFormat = Annotated[
-    Format,
-    typer.Option(
-        "--format",
-        help="megatron: a Megatron folder of this project. torch_dist: a checkpoint that "
-        "Megatron-LM and Megatron-Bridge load, in any layout.",
-    ),
-]
 HfConfig = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER",
         help="config.json and tokenizer of a checkpoint of Megatron (torch_dist) without them.",
     ),
-]
-TensorSize = Annotated[int, typer.Option(min=1, help="Ranks that share each layer.")]
-PipelineSize = Annotated[int, typer.Option(min=1, help="Stages that share the layers.")]
-ExpertSize = Annotated[int, typer.Option(min=1, help="Ranks that share a layer's experts.")]
-EndLayers = Annotated[
-    int | None,
-    typer.Option(min=1, help="Layers of that stage. The other stages share the rest equally."),
 ]
 AsDtype = Annotated[
     Dtype | None, typer.Option(help="Convert weights to this type. By default they keep theirs.")
@@ -127,17 +106,10 @@ JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the re
 # ------------------------------------------------------------------------------- commands
 
 
-@app.command("hf-to-megatron", help="Convert any folder with a model to a folder of Megatron.")
-@app.command("reshard", help="The same command, named for folders that already have a layout.")
-def to_megatron(
+@app.command()
+def hf_to_megatron(
     source: Source,
     target: Target,
-    format: AsFormat = Format.MEGATRON,
-    tensor_parallel: TensorSize = 1,
-    pipeline_parallel: PipelineSize = 1,
-    expert_parallel: ExpertSize = 1,
-    first_stage_layers: EndLayers = None,
-    last_stage_layers: EndLayers = None,
     dtype: AsDtype = None,
     overwrite: Overwrite = False,
     check: Check = True,
@@ -146,26 +118,11 @@ def to_megatron(
     drop_mtp: DropMtp = False,
     json_file: JsonPath = None,
 ) -> None:
-    """Write a folder of Megatron. The format of SOURCE is read from its files."""
+    """Convert any folder with a model to a checkpoint that Megatron loads in any layout."""
     with report_errors(json_file) as results:
         store = open_store(source, ignore or (), hf_config, drop_mtp=drop_mtp)
-        sizes = (tensor_parallel, pipeline_parallel, expert_parallel)
-        ends = (first_stage_layers, last_stage_layers)
-        if format is Format.TORCH_DIST and (sizes, ends) != ((1, 1, 1), (None, None)):
-            raise ConfigError(
-                "--format torch_dist: Megatron reads one checkpoint in any layout; leave the "
-                "options of the layout out"
-            )
-        layout = make_layout(store.arch, sizes, ends)
-
-        def writer(folder: Path, tensors: Mapping[str, TensorInfo]) -> StoreWriter:
-            if format is Format.TORCH_DIST:
-                return TorchDistWriter(folder, store.arch, tensors)
-            return MegatronWriter(folder, store.arch, layout, tensors)
-
-        results |= convert(store, target, writer, dtype, overwrite, check, ignore or ())
-        if format is Format.TORCH_DIST:
-            results |= print_options(store.arch)
+        results |= convert(store, target, write_torch_dist, dtype, overwrite, check, ignore or ())
+        results |= print_options(store.arch)
 
 
 @app.command()
@@ -183,12 +140,18 @@ def megatron_to_hf(
 ) -> None:
     """Convert any folder with a model to an HF folder: of Megatron, of a run, or HF."""
 
-    def writer(folder: Path, tensors: Mapping[str, TensorInfo]) -> HfWriter:
-        return HfWriter(folder, tensors, int(max_file_gib * GIB))
+    def write(
+        store: Store, folder: Path, tensors: Mapping[str, TensorInfo], progress: Advance
+    ) -> int:
+        writer = HfWriter(folder, tensors, int(max_file_gib * GIB))
+        writer.create()
+        fill(writer, store, progress)
+        writer.finish()
+        return writer.nbytes
 
     with report_errors(json_file) as results:
         store = open_store(source, ignore or (), hf_config, drop_mtp=drop_mtp)
-        results |= convert(store, target, writer, dtype, overwrite, check, ignore or ())
+        results |= convert(store, target, write, dtype, overwrite, check, ignore or ())
 
 
 @app.command()
@@ -215,7 +178,7 @@ def inspect(
             f"{len(content['tensors']):,} tensors in {content['files']} files, "
             f"{content['parameters']:,} parameters, {content['bytes']:,} bytes"
         )
-        if store.format == Format.TORCH_DIST:
+        if store.format == FORMAT:
             results |= print_options(store.arch)
 
 
@@ -262,13 +225,13 @@ def verify(
 def convert(
     store: Store,
     target: Path,
-    make_writer: MakeWriter,
+    write: Write,
     dtype: Dtype | None,
     overwrite: bool,
     check: bool,
     ignore: list[str] | tuple[str, ...],
 ) -> dict[str, Any]:
-    """Write `store` in another format or layout, read it back and publish it.
+    """Write `store` in another format, read it back and publish it.
 
     Returns the results for --json.
     """
@@ -284,13 +247,9 @@ def convert(
     with publish(target, overwrite=overwrite) as folder:
         if check:
             check_copies(store)
-        writer = make_writer(folder, infos)
-        with bar(
-            "writing", sum(store.slice_bytes(file_slice) for file_slice in writer.file_slices)
-        ) as advance:
-            writer.create()
-            fill(writer, store, advance)
-            writer.finish(store.model_folder, new_dtype)
+        with bar("writing", num_bytes(store)) as advance:
+            nbytes = write(store, folder, infos, advance)
+            copy_companions(store.model_folder, folder, new_dtype)
             if store.dropped:
                 declare_without_mtp(folder)
         written = time.monotonic()
@@ -299,9 +258,9 @@ def convert(
     done = time.monotonic()
     if store.dropped:
         print(f"left out: {store.dropped[0]} and {len(store.dropped) - 1:,} more tensors")
-    speed = writer.nbytes / (written - started) / 1e6
+    speed = nbytes / (written - started) / 1e6
     print(
-        f"{target}: {len(infos):,} tensors, {writer.nbytes:,} bytes in {written - started:.1f} s "
+        f"{target}: {len(infos):,} tensors, {nbytes:,} bytes in {written - started:.1f} s "
         f"({speed:,.0f} MB/s)"
         + (f", read back and compared in {done - written:.1f} s" if check else ", not read back")
         + f"; peak memory {resident_bytes() / 2**20:,.0f} MiB"
@@ -311,7 +270,7 @@ def convert(
         "target": str(target),
         "tensors": len(infos),
         "dropped_tensors": len(store.dropped),
-        "bytes": writer.nbytes,
+        "bytes": nbytes,
         "largest_tensor_bytes": max(info.nbytes for info in store.tensors.values()),
         "seconds": written - started,
         "check_seconds": done - written,

@@ -37,6 +37,8 @@ from dapo_megatron.files import (
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import CheckpointError
 
+LAST_READER = "447d080"
+"""Commit that reads the runs, checkpoints and folders of earlier versions."""
 STATE = "state.json"
 MANIFEST = "manifest.json"
 Entry = tuple[int, str]

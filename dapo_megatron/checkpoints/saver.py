@@ -216,6 +216,8 @@ class CheckpointSaver:
             }
 
         entries = self._all_ranks(write)
+        for part in job.parts:
+            part.finish(partial, self.background)
         if self.exports:
             self._rank0(lambda: self.describe(partial))
         for name in self.exports:

@@ -167,6 +167,7 @@ _REMOVED = {
     "false and engine.replicas to the number of engines",
     "checkpoint.rollouts": "gone; leave it out. A run always repeats what it recorded "
     "(tracking.samples)",
+    "checkpoint.export_megatron": "gone; leave it out. Megatron reads the checkpoints themselves",
 }
 
 

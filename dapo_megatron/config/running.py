@@ -66,9 +66,6 @@ class CheckpointConfig(Section):
     """Also keep every checkpoint whose step is a multiple of this. null: keep only the newest."""
     export_hf: bool = False
     """Also write each checkpoint as an HF folder."""
-    export_megatron: bool = False
-    """Also write the weights of each checkpoint as Megatron-core does (torch_dist), for Megatron-LM
-    and Megatron-Bridge."""
 
 
 class WatchdogConfig(Section):

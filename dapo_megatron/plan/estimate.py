@@ -273,7 +273,7 @@ def _host_parts(config: Config, stages: Sequence[Stage], node: NodeRanks) -> tup
         MemoryItem(
             "a checkpoint's copy",
             node.policy * snapshot,
-            f"{ranks}: weights and optimizer, until written",
+            f"{ranks}, pinned: weights and optimizer of what each updates",
         ),
         MemoryItem(
             "grading processes",
@@ -323,8 +323,8 @@ def _disk_parts(stages: Sequence[Stage], num_processes: int) -> tuple[MemoryItem
     files = [policy.snapshot_bytes(stage) for stage in stages]
     total = num_processes // len(stages) * sum(files)
     return (
-        MemoryItem("checkpoint, a rank's part", max(files), "its weights and optimizer"),
-        MemoryItem("checkpoint", total, f"{num_processes} ranks, each what it holds"),
+        MemoryItem("checkpoint, a rank's part", max(files), "what its optimizer updates"),
+        MemoryItem("checkpoint", total, f"{num_processes} ranks: each value once"),
     )
 
 

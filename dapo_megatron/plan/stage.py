@@ -191,9 +191,9 @@ def reference_bytes(stage: Stage) -> int:
 
 
 def snapshot_bytes(stage: Stage) -> int:
-    """Return the bytes of a rank's part of a checkpoint: weights and its shard of the optimizer
-    state."""
-    return weights(stage).num_bytes + _optimizer_bytes(stage)[0]
+    """Return the bytes of a rank's part of a checkpoint: weights and optimizer state of the
+    parameters that its optimizer updates."""
+    return ceil(_optimized_parameters(stage) * stage.micro.width) + _optimizer_bytes(stage)[0]
 
 
 def _optimizer_bytes(stage: Stage) -> tuple[int, str]:

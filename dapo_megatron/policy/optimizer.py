@@ -8,7 +8,7 @@ half of this file gives access to the state of AdamW and of the distributed opti
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,12 +22,15 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dapo_megatron.checkpoints.formats.moments import MAIN, MOMENTS, STEP
 from dapo_megatron.config import Config, OptimizerConfig
 from dapo_megatron.policy import fp8
 from dapo_megatron.policy.device import has_cuda
 from dapo_megatron.types import ConfigError, torch_dtype
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's moments, with the shape of the parameter."""
+MAIN = "param"
+"""Main weights, if the model has lower precision."""
 FUSED = {
     "transformer_engine": "transformer_engine.pytorch.optimizers",
     "apex": "apex.optimizers",
@@ -168,7 +171,7 @@ class _HostCopies(TorchFunctionMode):
 
 
 @dataclass(frozen=True, slots=True)
-class _Owned:
+class Owned:
     """Part of a parameter that this rank's optimizer updates: flat elements start ... stop - 1."""
 
     param: Tensor
@@ -182,13 +185,19 @@ class _Owned:
     """The float32 copy of the weight, or None if the model's weight is used directly."""
 
     @property
+    def state(self) -> dict[str, Any]:
+        """State that `adam` keeps for this part."""
+        state: dict[str, Any] = self.adam.state[self.key]
+        return state
+
+    @property
     def counts_in_group(self) -> bool:
         """Whether `adam` counts updates per group (Transformer Engine, Apex) instead of per
         parameter (torch)."""
         return not isinstance(self.adam, torch.optim.AdamW)
 
 
-def _owned(optimizer: Any) -> Iterator[_Owned]:
+def owned_parts(optimizer: Any) -> Iterator[Owned]:
     """Yield the parts of all parameters that this rank's optimizer updates."""
     for part in optimizer.chained_optimizers:
         adams, inner_of = [part.optimizer], {}
@@ -210,67 +219,52 @@ def _owned(optimizer: Any) -> Iterator[_Owned]:
                 if key is not main:
                     copy = key
                 copy = adam.state[key].get("master_param", copy)
-                yield _Owned(param, span.start, span.end, adam, group, key, copy)
-
-
-def state_tensors(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return moments, step and float32 copy of each part that this rank's optimizer updates, under
-    the keys of a checkpoint file."""
-    tensors: dict[str, Tensor] = {}
-    names = {id(param): name for name, param in params.items()}
-    for owned in _owned(optimizer):
-        key = _key(owned, names)
-        state = owned.adam.state[owned.key]
-        if owned.copy is not None:
-            tensors[f"{key}/{MAIN}"] = owned.copy.data
-        tensors.update({f"{key}/{field}": state[field] for field in MOMENTS})
-        group_step = torch.tensor(float(owned.group.get("step", 0)))
-        tensors[f"{key}/{STEP}"] = group_step if owned.counts_in_group else state["step"]
-    return tensors
+                yield Owned(param, span.start, span.end, adam, group, key, copy)
 
 
 def init_state(optimizer: Any) -> None:
     """Create the state that AdamW would create in its first step, unless it exists."""
-    for owned in _owned(optimizer):
-        state = owned.adam.state[owned.key]
-        if any(field not in state for field in MOMENTS):
+    for owned in owned_parts(optimizer):
+        if any(field not in owned.state for field in MOMENTS):
             _init_state_of(owned)
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             part.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
-def _init_state_of(owned: _Owned) -> None:
+def _init_state_of(owned: Owned) -> None:
     if hasattr(owned.adam, "initialize_state"):  # Transformer Engine; moments may be in bfloat16
         owned.adam.initialize_state(owned.key, store_param_remainders=False)
         return
     for field in MOMENTS:
-        owned.adam.state[owned.key][field] = torch.zeros_like(owned.key)
+        owned.state[field] = torch.zeros_like(owned.key)
     if not owned.counts_in_group:
         # torch's fused AdamW needs its step counter on the device of the parameter.
         device = owned.key.device if owned.group.get("fused") else None
-        owned.adam.state[owned.key]["step"] = torch.tensor(0.0, device=device)
+        owned.state["step"] = torch.tensor(0.0, device=device)
 
 
-def set_group_steps(
-    optimizer: Any, params: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> None:
-    """Set the number of updates of optimizers that count it per group. `tensors` are those of
-    `state_tensors`, read from a checkpoint."""
-    names = {id(param): name for name, param in params.items()}
-    for owned in _owned(optimizer):
+def num_updates(optimizer: Any) -> float:
+    """Return the number of updates so far; 0 if this rank's optimizer updates nothing."""
+    owned = next(owned_parts(optimizer), None)
+    if owned is None:
+        return 0.0
+    return float(owned.group.get("step", 0) if owned.counts_in_group else owned.state["step"])
+
+
+def set_num_updates(optimizer: Any, number: float) -> None:
+    """Set the number of updates so far."""
+    for owned in owned_parts(optimizer):
         if owned.counts_in_group:
-            owned.group["step"] = int(tensors[f"{_key(owned, names)}/{STEP}"])
-
-
-def _key(owned: _Owned, names: Mapping[int, str]) -> str:
-    return f"optimizer/{names[id(owned.param)]}[{owned.start}:{owned.stop}]"
+            owned.group["step"] = int(number)
+        else:
+            owned.state["step"].fill_(number)
 
 
 @torch.no_grad()
 def copy_to_main(optimizer: Any, values: Callable[[Tensor], Tensor]) -> None:
     """Set the optimizer's float32 copies of weights, if any, from `values(parameter)`."""
-    for owned in _owned(optimizer):
+    for owned in owned_parts(optimizer):
         if owned.copy is not None:
             owned.copy.copy_(values(owned.param).reshape(-1)[owned.start : owned.stop])
 

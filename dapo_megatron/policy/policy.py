@@ -21,6 +21,7 @@ from dapo_megatron.config import Config
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.rows import preferred_multiple, row_multiple, sequence_multiple
 from dapo_megatron.policy import checkpoint, fp8
+from dapo_megatron.policy.boxes import HostCopies
 from dapo_megatron.policy.checkpoint import PolicySnapshot
 from dapo_megatron.policy.data_parallel import (
     distribute,
@@ -83,6 +84,7 @@ class MegatronPolicy:
             route_shape=self._route_shape,
         )
         self._reference: Reference | None = None
+        self._copies = HostCopies()
         self._rows = RowShape(
             packed=config.train.packing,
             sequence_multiple=sequence_multiple(config.policy),
@@ -195,9 +197,8 @@ class MegatronPolicy:
     def snapshot(self) -> PolicySnapshot:
         """See protocols.Policy."""
         self._finish_update()
-        places = [place(model) for model in self._models()]
         return checkpoint.snapshot(
-            self._exchange, self._named_parameters(), places, self._optimizer
+            self._exchange, self._models(), self._optimizer, self.architecture, self._copies
         )
 
     def load(self, folder: Path) -> None:
@@ -206,8 +207,7 @@ class MegatronPolicy:
         checkpoint.load(
             folder,
             self._exchange,
-            self._named_parameters(),
-            [place(model) for model in self._models()],
+            self._models(),
             self._optimizer,
             self.architecture,
             self._config.model.ignore_fields,
@@ -348,9 +348,6 @@ class MegatronPolicy:
         micro = self._microbatches(mini, self._share(mini), with_loss=True)
         balance = self._config.policy.moe_aux_loss / max(mini.num_sequences, 1)
         start_minibatch(self._chunks, balance, max(rows.num_sequences for rows in micro))
-        # A loss may abandon the mini-batch by raising (run/build.py). This is safe because the
-        # reduction of gradients starts in the backward pass of the last micro-batch, after its
-        # loss, so no collective is in flight when a loss raises.
         results = self._runner.gradients(micro, loss, num_tokens)
         return [sums for sums, _ in results], [values for _, values in results]
 

@@ -8,7 +8,7 @@ collected is recorded (record.py). After a kill, a step that was recorded is not
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,23 +16,50 @@ from typing import Any
 
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.config import Config
-from dapo_megatron.data.batch import reward
+from dapo_megatron.data.batch import describe, reward
 from dapo_megatron.protocols import Recorder
 from dapo_megatron.rollout import record
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.delivery import Delivery
 from dapo_megatron.rollout.engines import Engines
+from dapo_megatron.rollout.metrics import rollout_metrics
 from dapo_megatron.rollout.pool import Pool
 from dapo_megatron.rollout.record import OpenGroups, RecordedGroup, StepRecord
-from dapo_megatron.rollout.step_plan import StepPlan, step_plan, training_sequences
 from dapo_megatron.types import (
     CheckpointError,
+    Collected,
     Completion,
     DataError,
     Group,
     Outcome,
     Rollouts,
+    TrainingSequence,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Result of a collection, which rank 0 sends to all ranks."""
+
+    sequences: list[TrainingSequence]
+    """The sequences that the step trains on."""
+    metrics: dict[str, float]
+
+
+def step_plan(config: Config, collected: Collected) -> StepPlan:
+    """Return the plan of a step that trains on `collected.train`."""
+    metrics = rollout_metrics(collected, config.overlong)
+    return StepPlan(training_sequences(config, collected.train), metrics)
+
+
+def training_sequences(config: Config, groups: Sequence[Group]) -> list[TrainingSequence]:
+    """Return the sequences of a step that trains on `groups`."""
+    return describe(
+        groups,
+        overlong=config.overlong,
+        eps=config.loss.advantage_eps,
+        divide_by_std=config.loss.advantage_std,
+    )
 
 
 @dataclass

@@ -27,9 +27,8 @@ from dapo_megatron.rollout.forecast import KeepRate
 from dapo_megatron.rollout.grader_health import GraderHealth
 from dapo_megatron.rollout.judge import check_lengths, judge
 from dapo_megatron.rollout.ledger import Ledger, TicketState
-from dapo_megatron.rollout.open_group import Completions, OpenGroup
+from dapo_megatron.rollout.open_group import Completions, OpenGroup, StepEvents
 from dapo_megatron.rollout.staleness import StalenessBound
-from dapo_megatron.rollout.step_events import StepEvents
 from dapo_megatron.types import (
     Collected,
     Completion,
@@ -183,7 +182,7 @@ class Coordinator:
             for group, outcome in state["ended"]
         ]
         self._outcomes = {source: Counter(counts) for source, counts in state["fates"].items()}
-        self._step = StepEvents.from_json(state.get("ahead"), self.known_groups())
+        self._step = StepEvents.from_json(state["ahead"], self.known_groups())
 
     # ------------------------------------------------------------------ issuing
 

@@ -1,10 +1,12 @@
-"""Open groups: which completions of a prompt are missing, unfinished, finished or graded."""
+"""Open groups: which completions of a prompt are missing, unfinished, finished or graded; and what
+happened to groups since the last step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from dapo_megatron.types import CheckpointError, Completion, Finish, Grade, Group, Prompt
 
@@ -116,13 +118,7 @@ class OpenGroup:
     def from_json(cls, value: Mapping[str, Any], known: Completions) -> OpenGroup:
         """Return the group that `to_json` serialized, with its completions among the `known` ones.
         Raises CheckpointError naming one that is not, or has another number of tokens."""
-        completions = [
-            _completion(known, value["ticket"], item)
-            for item in value["completions"]
-            if len(item) == 2 or item[1] != _LOST
-        ]
-        # Older checkpoints lack the version of the issue.
-        oldest = min((completion.oldest_version for completion in completions), default=0)
+        completions = [_completion(known, value["ticket"], *item) for item in value["completions"]]
         return cls(
             ticket=value["ticket"],
             prompt=Prompt(
@@ -134,7 +130,7 @@ class OpenGroup:
                 extra=value["extra"],
             ),
             num_samples=value["num_samples"],
-            issued_version=value.get("issued_version", oldest),
+            issued_version=value["issued_version"],
             completions={completion.sample: completion for completion in completions},
             ungradable=set(value["ungradable"]),
             overtaken=value["overtaken"],
@@ -142,21 +138,42 @@ class OpenGroup:
         )
 
 
-_LOST = -1
-"""Number of the engine of a completion whose tokens were lost, in earlier versions."""
-
-
-def _completion(known: Completions, ticket: int, item: Sequence[Any]) -> Completion:
-    """Return the completion that an item of `to_json` names. In earlier versions it is (sample,
-    engine, number of tokens, ..., grade)."""
-    sample, num_tokens = (item[0], item[1]) if len(item) == 2 else (item[0], item[2])
+def _completion(known: Completions, ticket: int, sample: int, num_tokens: int) -> Completion:
+    """Return the completion that an item of `to_json` names."""
     completion = known.get((ticket, sample))
     num_known = 0 if completion is None else completion.num_tokens
     if completion is None or num_known != num_tokens:
         raise CheckpointError(
             f"ticket {ticket}, sample {sample} has {num_tokens} tokens in state.json, and "
-            f"{num_known} in carried_*.parquet; resume from another checkpoint"
+            f"{num_known} in open.parquet; resume from another checkpoint"
         )
-    if len(item) > 2:  # its engine may have had a grade that the coordinator did not know yet
-        completion = replace(completion, grade=Grade(*item[-1]) if item[-1] else None)
     return completion
+
+
+@dataclass
+class StepEvents:
+    """Events since the end of the last step."""
+
+    version: int = 0
+    """Version of the weights that the step started from."""
+    issued: int = 0
+    decided: list[Group] = field(default_factory=list)
+    gradings: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON-compatible state, without the version. Groups are named by their tickets."""
+        return {
+            "issued": self.issued,
+            "decided": [group.ticket for group in self.decided],
+            "gradings": [[*key, count] for key, count in self.gradings.items()],
+        }
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any], groups: Iterable[OpenGroup]) -> Self:
+        """Return the events of `to_json`."""
+        by_ticket = {group.ticket: group for group in groups}
+        return cls(
+            issued=state["issued"],
+            decided=[by_ticket[ticket].group() for ticket in state["decided"]],
+            gradings=Counter({(source, what): num for source, what, num in state["gradings"]}),
+        )

@@ -36,8 +36,7 @@ from dapo_megatron.types import EnginesLost, Finish, RankError
 logger = logging.getLogger(__name__)
 
 COALESCE_SECONDS, COALESCE_SECONDS_PER_REPLICA = 0.01, 0.0005
-"""Minimum time between two answers of `advance`, so that many small reports cost little: 0.13 s for
-256 replicas."""
+"""Minimum time between two answers of `advance`, so that many small reports cost little."""
 REPORT_SECONDS, REPORT_SECONDS_PER_REPLICA = 0.02, 0.004
 """Minimum time between two reports of a replica, so that rank 0 gets at most 250 per second."""
 QUEUED_SHARE = 8
@@ -113,8 +112,7 @@ class Pool:
         self._num_connections = 0
         self._reports: list[tuple[int, Report]] = []
         self._sent: dict[int, int] = {}
-        self._answered = self._ticked = 0.0
-        self._ping_at = math.inf
+        self._answered, self._ticked, self._ping_at = 0.0, 0.0, math.inf
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.router_mandatory = True  # sending to an identity that has ended fails
@@ -267,8 +265,7 @@ class Pool:
     def finish(self, seconds: float) -> tuple[dict[int, Any], dict[int, ErrorRecord]]:
         """Return the results of the replicas that answered, and the errors of the others. One that
         does not answer within `seconds`, or is lost, is in neither."""
-        method, called = self._called
-        end = time.monotonic() + seconds
+        (method, called), end = self._called, time.monotonic() + seconds
         for replica in called:
             if replica in self._engines:  # busy with the call, it shows no sign of life
                 self._engines[replica].is_busy = False
@@ -313,8 +310,7 @@ class Pool:
             while self._monitor.poll(0):
                 self._monitor.recv_multipart()
             self._ping_at = min(self._ping_at, time.monotonic() + PING_SECONDS)
-        now = time.monotonic()
-        if now >= self._ping_at:
+        if (now := time.monotonic()) >= self._ping_at:
             self._ping_at = math.inf
             for engine in list(self._engines.values()):  # the event does not name the peer
                 self._send(engine.identity, Order(OrderKind.PING))
@@ -373,9 +369,8 @@ class Pool:
         self.given_up = [other for other in self.given_up if other != replica]  # not the new one
         self.failure = None
         self._num_connections += 1
-        self._engines[replica] = _Engine(
-            identity, self._num_connections, replica, hello.process, time.monotonic()
-        )
+        number, now = self._num_connections, time.monotonic()
+        self._engines[replica] = _Engine(identity, number, replica, hello.process, now)
         self._send(
             identity,
             Order(

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.algo.sampling import verdict
-from dapo_megatron.checkpoints.folder import STATE, damaged_file, write_manifest
+from dapo_megatron.checkpoints.folder import LAST_READER, STATE, damaged_file, write_manifest
 from dapo_megatron.files import (
     partial_folder,
     publish_folder,
@@ -33,6 +33,7 @@ from dapo_megatron.files import (
     sha256,
     write_text,
 )
+from dapo_megatron.protocols import Exchange
 from dapo_megatron.rollout.tables import data_errors, read_tables, rows_of, table_of
 from dapo_megatron.types import (
     Completion,
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 COMPLETIONS, OPEN = "completions.parquet", "open.parquet"
-LAST_READER = "447d080"
-"""Commit that reads the rollouts and checkpoints of earlier versions."""
 ROWS = 512
 """Maximum rows of a row group, unless a group has more: 512 of 5,000 tokens take 20 MB."""
 SUMMARY = (
@@ -135,6 +134,9 @@ class OpenGroups:
         if self.groups:
             write_groups(folder / OPEN, self.groups)
             self.checksums[OPEN] = sha256(folder / OPEN)
+
+    def finish(self, folder: Path, exchange: Exchange) -> None:
+        """Do nothing: rank 0 has all groups."""
 
 
 def read_open(folder: Path) -> dict[tuple[int, int], Completion]:

@@ -20,9 +20,9 @@ from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.config import Config
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.rollout import record
+from dapo_megatron.rollout.collector import StepPlan, step_plan
 from dapo_megatron.rollout.delivery import Delivery
 from dapo_megatron.rollout.record import OpenGroups, RecordedGroup
-from dapo_megatron.rollout.step_plan import StepPlan, step_plan
 from dapo_megatron.types import (
     Collected,
     DataError,

@@ -1,4 +1,4 @@
-"""Exports of a run's checkpoints to the formats of other programs."""
+"""Exports of a run's checkpoints to HF folders. Megatron reads the checkpoints themselves."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dapo_megatron.checkpoints.formats.hf import HfWriter
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import StoreWriter, blocks
 from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
-from dapo_megatron.checkpoints.formats.torch_dist.store import TorchDistWriter
-from dapo_megatron.checkpoints.formats.weights_folder import declare_without_mtp
+from dapo_megatron.checkpoints.formats.weights_folder import copy_companions, declare_without_mtp
 from dapo_megatron.config import Config
 from dapo_megatron.model import hf_tensors, read_architecture
 from dapo_megatron.types import torch_dtype, whole
@@ -23,14 +22,9 @@ def exports_of(config: Config) -> dict[str, WeightsExport]:
     """
     arch, dtype = read_architecture(config), torch_dtype(config.policy.precision)
     infos = {name: TensorInfo(shape, dtype) for name, shape in hf_tensors(arch).items()}
-    exports = {}
-    if config.checkpoint.export_hf:
-        exports["hf"] = WeightsExport(config, lambda folder: HfWriter(folder, infos))
-    if config.checkpoint.export_megatron:
-        exports["megatron"] = WeightsExport(
-            config, lambda folder: TorchDistWriter(folder, arch, infos)
-        )
-    return exports
+    if not config.checkpoint.export_hf:
+        return {}
+    return {"hf": WeightsExport(config, lambda folder: HfWriter(folder, infos))}
 
 
 class WeightsExport:
@@ -58,6 +52,7 @@ class WeightsExport:
 
     def finish(self, target: Path) -> None:
         """See checkpoints.Export."""
-        self._writer(target).finish(self._model, self._dtype)
+        self._writer(target).finish()
+        copy_companions(self._model, target, self._dtype)
         if self._drop_mtp:
             declare_without_mtp(target)

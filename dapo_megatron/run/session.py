@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.checkpoints import read_state, restoring
+from dapo_megatron.checkpoints.folder import LAST_READER
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import end_attempt, start_attempt
 from dapo_megatron.cluster.collectives import on_rank0
@@ -22,7 +23,6 @@ from dapo_megatron.files import write_json
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check
 from dapo_megatron.plan.compatibility.rule import Machine
-from dapo_megatron.rollout.record import LAST_READER
 from dapo_megatron.run.context import RunContext, open_context, report_error
 from dapo_megatron.run.libraries import import_libraries
 from dapo_megatron.types import CheckpointError, DapoError, Fenced, Phase, Stopped

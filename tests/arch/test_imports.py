@@ -61,7 +61,7 @@ ROOMS = {
     "checkpoints": room(f"{LOW} config model cluster", "torch safetensors yaml"),
     # plan for the layout only.
     "policy": room(
-        "types protocols config model plan bridge checkpoints cluster",
+        "types files protocols config model plan bridge checkpoints cluster",
         "torch megatron transformer_engine safetensors triton",
     ),
     # data for the tokenizer, rewards for the graders of a server, bridge for its weights.

@@ -7,26 +7,30 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from dapo_megatron.checkpoints.formats.compare import compare
 from dapo_megatron.checkpoints.formats.hf import HfWriter
-from dapo_megatron.checkpoints.formats.megatron import MegatronLayout, MegatronWriter
 from dapo_megatron.checkpoints.formats.open import open_store
-from dapo_megatron.checkpoints.formats.store import Store, StoreWriter, blocks, fill, read_into
+from dapo_megatron.checkpoints.formats.store import Store, blocks, fill, read_parameter
 from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
+from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box, write_boxes, write_metadata
+from dapo_megatron.checkpoints.formats.torch_dist.model_config import COMMON, MARK
+from dapo_megatron.checkpoints.formats.torch_dist.names import (
+    KeyEntry,
+    Name,
+    key_entry,
+    parameters_of,
+)
+from dapo_megatron.checkpoints.formats.torch_dist.store import write_about
 from dapo_megatron.checkpoints.formats.weights_folder import copy_companions, publish
-from dapo_megatron.model import ChunkPlace, architecture, hf_tensors, layout_of
-from dapo_megatron.policy.shards import shards_of
+from dapo_megatron.model import architecture, hf_tensors
 from dapo_megatron.types import whole
 from tests.helpers.torch_dist import to_torch_dist
 from tools import convert_checkpoint
@@ -47,16 +51,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "use_sliding_window": False,
     },
-    "llama_750m": {  # 1.5 GB in bfloat16; its largest tensor has 16 MiB
+    "large_tensors": {  # embedding and head have 64 MiB each in bfloat16
         **SHARED,
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 1024,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 26,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
-        "vocab_size": 8192,
+        "vocab_size": 32768,
         "rope_theta": 10_000.0,
         "tie_word_embeddings": False,
     },
@@ -84,14 +88,12 @@ def write_random(
         for box in blocks(whole(info.shape), info.dtype.itemsize):
             value = torch.empty(box.shape, dtype=dtype).normal_(0.0, 0.02, generator=generator)
             writer.write(name, value, box)
-    with tempfile.TemporaryDirectory() as companions:
-        source = Path(companions)
-        named = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
-        (source / "config.json").write_text(json.dumps(named, indent=2), encoding="utf-8")
-        settings = {"do_sample": True, "temperature": 0.6}
-        (source / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
-        (source / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
-        writer.finish(source)
+    writer.finish()
+    named = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(named, indent=2), encoding="utf-8")
+    settings = {"do_sample": True, "temperature": 0.6}
+    (folder / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
     return folder
 
 
@@ -161,21 +163,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def write(writer: StoreWriter, source: Store) -> None:
-    writer.create()
-    fill(writer, source, lambda _: None)
-    writer.finish(source.model_folder)
-
-
-def to_megatron(source: Store, folder: Path, layout: MegatronLayout) -> Store:
-    with publish(folder, overwrite=True) as partial:
-        write(MegatronWriter(partial, source.arch, layout, source.tensors), source)
-    return open_store(folder)
-
-
 def to_hf(source: Store, folder: Path, max_file_bytes: int = 2**30) -> Store:
     with publish(folder, overwrite=True) as partial:
-        write(HfWriter(partial, source.tensors, max_file_bytes), source)
+        writer = HfWriter(partial, source.tensors, max_file_bytes)
+        writer.create()
+        fill(writer, source, lambda _: None)
+        writer.finish()
+        copy_companions(source.model_folder, partial)
     return open_store(folder)
 
 
@@ -198,26 +192,32 @@ def make_checkpoint(folder: Path) -> Path:
     return to_torch_dist(open_store(write_random(folder / "hf", config)), folder / "saved")
 
 
-def training_checkpoint(
-    source: Store, folder: Path, places: Mapping[int, list[ChunkPlace]], *, fused: bool = False
-) -> Path:
-    """Write a training checkpoint like policy/checkpoint.py. `places`: rank -> its chunks."""
+def training_checkpoint(source: Store, folder: Path, num_ranks: int = 2) -> Path:
+    """Write a training checkpoint like policy/checkpoint.py. Each rank has a part of the rows of
+    every parameter and of its moments. Three rows pad the vocabulary."""
     folder.mkdir(parents=True)
-    copy_companions(source.folder, folder)
-    for rank, chunks in places.items():
-        tensors: dict[str, torch.Tensor] = {"optimizer/x[0:3]/exp_avg": torch.ones(3)}
-        tensors["rng/cpu"] = torch.get_rng_state()
-        for number, place in enumerate(chunks):
-            local_parameters = layout_of(source.arch, place, fused=fused)
-            params = {
-                name: torch.zeros(local_parameter.shape)
-                for name, local_parameter in local_parameters.items()
-            }
-            read_into(source, shards_of(params, source.arch, place))
-            prefix = f"model/chunk_{number}." if len(chunks) > 1 else "model/"
-            tensors.update({prefix + name: value for name, value in params.items()})
-        metadata = {"places": json.dumps([asdict(place) for place in chunks]), "layout": "{}"}
-        save_file(tensors, folder / f"rank_{rank:05d}.safetensors", metadata=metadata)
+    copy_companions(source.model_folder, folder)
+    boxes: list[list[Box]] = [[] for _ in range(num_ranks)]
+    for local, parameter in parameters_of(source.arch).items():
+        values = read_parameter(source, parameter)
+        if "decoder." not in local:
+            values = torch.nn.functional.pad(values, (0, 0, 0, 3))
+        stacks = source.arch.num_experts  # experts of a layer, in one tensor
+        entry = key_entry(local, source.arch) if stacks else KeyEntry(Name(local), (), ())
+        shape, first = (*entry.sizes, *values.shape), 0
+        for of_rank, part in zip(boxes, values.tensor_split(num_ranks), strict=True):
+            box = part.reshape(*(1 for _ in entry.index), *part.shape)
+            offset = (*entry.index, first, *(0 for _ in part.shape[1:]))
+            for key in (entry.name.key, f"optimizer.state.exp_avg.{entry.name.key}"):
+                of_rank += [Box(key, offset, shape, box)] if len(part) else []
+            first += len(part)
+    stored = []
+    for rank, of_rank in enumerate(boxes):
+        of_rank.append(Box("rng.cpu", (rank, 0), (num_ranks, 4), torch.zeros(1, 4)))
+        stored += write_boxes(folder, rank, of_rank, {})[0]
+    write_metadata(folder, stored)
+    torch.save({"iteration": 40, MARK: {}}, folder / COMMON)
+    write_about(folder)
     (folder / "state.json").write_text("{}")
     return folder
 
@@ -230,13 +230,12 @@ def invoke(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def flip_bit(path: Path, key: str) -> None:
-    """Flip the lowest bit of a tensor's last element, in place."""
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(path)
-    tensors[key].view(torch.uint8).view(-1)[-2] ^= 1
-    save_file(tensors, path, metadata=metadata)
+def flip_bit(path: Path, values: torch.Tensor) -> None:
+    """Flip the lowest bit of the last element where the file holds these values, in place."""
+    content, searched = path.read_bytes(), bytes(values.contiguous().view(torch.uint8).flatten())
+    assert content.count(searched) == 1
+    at = content.index(searched) + len(searched) - values.itemsize
+    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -21,10 +21,15 @@ import torch
 
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import read_into
-from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
-from dapo_megatron.checkpoints.formats.torch_dist.metadata import Chunk, Record, write_metadata
+from dapo_megatron.checkpoints.formats.torch_dist.boxes import (
+    Box,
+    StoredBox,
+    write_boxes,
+    write_metadata,
+)
+from dapo_megatron.checkpoints.formats.torch_dist.store import write_about
 from dapo_megatron.config import PolicyConfig
-from dapo_megatron.types import Region, Shard
+from dapo_megatron.types import Shard
 
 STYLES: dict[str, dict[str, bool]] = {
     "stacked": {},
@@ -112,8 +117,7 @@ class _Saved:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
         self._folder = folder
-        self._tensors: dict[str, TensorInfo] = {}
-        self._chunks: list[Chunk] = []
+        self._stored: list[StoredBox] = []
 
     def add(self, rank: int, state: Any) -> None:
         """Write the boxes of tensors that the rank saves."""
@@ -122,26 +126,19 @@ class _Saved:
         from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 
         apply_factories(state)
-        path = self._folder / f"__{rank}_0.distcp"
-        with path.open("wb") as file:
-            for saved in nested_values(extract_sharded_tensors(state)[0]):
-                if not is_main_replica(saved.replica_id):
-                    continue
+        boxes = []
+        for saved in nested_values(extract_sharded_tensors(state)[0]):
+            if is_main_replica(saved.replica_id):
                 shape = (*(1,) * saved.prepend_axis_num, *saved.local_shape)
-                value = saved.data.detach().reshape(shape).clone()
-                offset = file.tell()
-                torch.save(value, file)
-                record = Record(path.name, offset, file.tell() - offset)
-                region = Region(tuple(saved.global_offset), shape)
-                self._chunks.append(Chunk(saved.key, region, value.dtype, record))
-                self._tensors[saved.key] = TensorInfo(tuple(saved.global_shape), value.dtype)
+                values = saved.data.detach().reshape(shape)
+                boxes.append(Box(saved.key, saved.global_offset, saved.global_shape, values))
+        self._stored += write_boxes(self._folder, rank, boxes, {})[0]
 
     def finish(self) -> None:
         """Write the other files."""
-        write_metadata(self._folder, self._tensors, self._chunks, {})
+        write_metadata(self._folder, self._stored)
         torch.save({}, self._folder / "common.pt")
-        about = '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
-        (self._folder / "metadata.json").write_text(about)
+        write_about(self._folder)
 
 
 @torch.no_grad()

@@ -10,20 +10,25 @@ from typing import Any
 import torch
 
 from dapo_megatron.checkpoints import CheckpointSaver
+from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.policy.checkpoint import PolicySnapshot
+from dapo_megatron.protocols import Exchange
 from dapo_megatron.run.folder import RunFolder
 from tests.helpers.configs import tiny_config
 
 ALONE = Ranks(0, 1, 0)
-RANK_FILE = "rank_00000.safetensors"
+RANK_FILE = "__0_0.distcp"
 KIB, MIB = 2**10, 2**20
 
 
-def part(num_bytes: int = 8 * KIB, name: str = RANK_FILE) -> PolicySnapshot:
-    """Return a policy snapshot of `num_bytes`."""
-    tensors = {f"model/{number}": torch.rand(num_bytes // 16) for number in range(4)}
-    return PolicySnapshot(name, tensors, {})
+def part(num_bytes: int = 8 * KIB, rank: int = 0, num_ranks: int = 1) -> PolicySnapshot:
+    """Return a rank's snapshot of a policy, of `num_bytes`."""
+    numel = num_bytes // 16
+    boxes = [
+        Box(f"{number}", (rank, 0), (num_ranks, numel), torch.rand(1, numel)) for number in range(4)
+    ]
+    return PolicySnapshot(rank, boxes, {}, [[{"lr": 0.1}]], 3.0, {})
 
 
 @dataclass
@@ -42,6 +47,9 @@ class OnTheWay:
         self.action()
         self.inner.write(folder)
 
+    def finish(self, folder: Path, exchange: Exchange) -> None:
+        self.inner.finish(folder, exchange)
+
 
 class TextExport:
     """An export that writes the size of each rank file as text."""
@@ -52,7 +60,7 @@ class TextExport:
         (target / "index.txt").write_text("begun", encoding="utf-8")
 
     def write(self, source: Path, target: Path, rank: int, num_ranks: int) -> None:
-        size = (source / f"rank_{rank:05d}.safetensors").stat().st_size
+        size = (source / f"__{rank}_0.distcp").stat().st_size
         (target / f"{rank}.txt").write_text(str(size), encoding="utf-8")
 
     def finish(self, target: Path) -> None:

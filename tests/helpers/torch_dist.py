@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
-import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,18 +11,19 @@ from typing import Any
 
 import torch
 import yaml
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dapo_megatron.checkpoints.formats.store import Store, fill
-from dapo_megatron.checkpoints.formats.torch_dist.store import MAX_FILE_BYTES, TorchDistWriter
+from dapo_megatron.checkpoints.formats.store import Store
+from dapo_megatron.checkpoints.formats.torch_dist.store import write_torch_dist
+from dapo_megatron.checkpoints.formats.weights_folder import copy_companions
 
 
-def to_torch_dist(source: Store, folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> Path:
+def to_torch_dist(source: Store, folder: Path) -> Path:
     """Write a checkpoint as the program does. Return `folder`."""
-    folder.mkdir()
-    writer = TorchDistWriter(folder, source.arch, source.tensors, max_file_bytes)
-    writer.create()
-    fill(writer, source, lambda _: None)
-    writer.finish(source.model_folder)
+    folder.mkdir(parents=True)
+    write_torch_dist(source, folder, source.tensors, lambda _: None)
+    copy_companions(source.model_folder, folder)
     return folder
 
 
@@ -33,8 +32,6 @@ def to_torch_dist(source: Store, folder: Path, *, max_file_bytes: int = MAX_FILE
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 NORM = "decoder.final_layernorm.weight"
 HEAD = "output_layer.weight"
-_STORAGE_NAME = b"X\x01\x00\x00\x000"
-"""The name of a tensor's storage, `0`, in a pickle."""
 
 
 def set_rows(content: Any, rows: int) -> None:
@@ -85,19 +82,16 @@ def edit_arguments(folder: Path, **fields: Any) -> None:
 
 
 def replace_record(folder: Path, key: str, data: bytes) -> None:
-    """Append `data` to the file, and let the record of the tensor `key` name it."""
+    """Append `data` to the file, and let the record of the tensor or object `key` name it."""
     path = folder / "release" / "__0_0.distcp"
     offset = path.stat().st_size
     with path.open("ab") as file:
         file.write(data)
-    _move_record(folder, key, offset, len(data))
 
-
-def _move_record(folder: Path, key: str, offset: int, length: int) -> None:
     def change(content: Any) -> None:
-        for index, info in content.storage_data.items():
-            if index.fqn == key:
-                info.offset, info.length = offset, length
+        place = _StorageInfo(path.name, offset, len(data))
+        indices = [index for index in content.storage_data if index.fqn == key]
+        content.storage_data |= dict.fromkeys(indices or [MetadataIndex(key)], place)
 
     edit_metadata(folder, change)
 
@@ -113,22 +107,3 @@ def archive(
             data = (replaced or {}).get(name.partition("/")[2], source.read(name))
             target.writestr(name, data)
     return changed.getvalue()
-
-
-def with_name(tensor: torch.Tensor, pickled: bytes) -> bytes:
-    """Return the record of a tensor whose pickle has `pickled` in place of the storage's name."""
-    with zipfile.ZipFile(io.BytesIO(archive(tensor))) as file:
-        content = file.read("archive/data.pkl")
-    assert content.count(_STORAGE_NAME) == 1
-    return archive(tensor, replaced={"data.pkl": content.replace(_STORAGE_NAME, pickled)})
-
-
-def long_directory(folder: Path) -> None:
-    """Let the last norm be an archive whose list of files has 256 MiB, all zeros."""
-    path, nbytes = folder / "release" / "__0_0.distcp", 2**28
-    start = path.stat().st_size
-    os.truncate(path, start + nbytes)
-    with path.open("ab") as file:
-        file.write(struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, nbytes, 0, 0))
-
-    _move_record(folder, NORM, start, nbytes + 22)

@@ -25,6 +25,8 @@ def save(policy: Any, exchange: Ranks, model: Path, folder: Path) -> Path:
         folder.mkdir(parents=True)
         copy_companions(model, folder)
     exchange.barrier()
-    policy.snapshot().write(folder)
+    snapshot = policy.snapshot()
+    snapshot.write(folder)
+    snapshot.finish(folder, exchange)
     exchange.barrier()
     return folder

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from dapo_megatron.cluster.attempt import HUNG, STOPPED
 from tests.helpers.commands import Running, run, started
 from tests.helpers.configs import TINY
+from tests.helpers.training_state import stored_tensors
 from tests.helpers.warm import SERVERS
 
 STEPS = 3
@@ -63,8 +64,8 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def policy_file(folder: Path) -> dict[str, torch.Tensor]:
-    """Return weights, optimizer state and random states of rank 0's policy."""
-    return load_file(folder / "checkpoints" / f"step_{STEPS:06d}" / "rank_00000.safetensors")
+    """Return weights, optimizer state and random states of the policy."""
+    return stored_tensors(folder / "checkpoints" / f"step_{STEPS:06d}")
 
 
 def check_same(folder: Path, expected: Path) -> None:
@@ -284,8 +285,7 @@ def test_a_killed_asynchronous_run_repeats_its_recorded_steps(tmp_path: Path) ->
         }
     for path in aside.iterdir():
         tensors, others = (
-            load_file(where / path.name / "rank_00000.safetensors")
-            for where in (aside, folder / "checkpoints")
+            stored_tensors(where / path.name) for where in (aside, folder / "checkpoints")
         )
         assert not [name for name in others if not torch.equal(tensors[name], others[name])]
     check_ledger(folder, 5)

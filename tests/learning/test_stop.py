@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dapo_megatron.cluster.attempt import STOPPED
 from tests.helpers.commands import Running, run, started
 from tests.helpers.configs import TINY
+from tests.helpers.training_state import stored_tensors
 
 STEPS = 3
 OVERRIDES = (
@@ -81,7 +81,7 @@ def end_of(folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]
     clocks = ("time/", "memory/", "throughput/", "sync/fingerprinted", "sync/canary_gap")
     metrics = [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
     last = folder / "checkpoints" / f"step_{STEPS:06d}"
-    return metrics, load_file(last / "rank_00000.safetensors")
+    return metrics, stored_tensors(last)
 
 
 def check_same(folder: Path, undisturbed: Path) -> None:

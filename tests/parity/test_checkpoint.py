@@ -3,6 +3,9 @@ name, and the HF export loads in transformers."""
 
 from __future__ import annotations
 
+import os
+import pickle
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from dapo_megatron.checkpoints import CheckpointSaver, fault_of
 from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.checkpoints.formats.torch_dist.boxes import METADATA, read_metadata
 from dapo_megatron.checkpoints.formats.weights_folder import copy_companions
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config
@@ -44,7 +48,6 @@ def config_of(models: Path, layout: str) -> Config:
         "policy__tensor_parallel": 1,
         "train__max_tokens_per_microbatch": 128,
         "checkpoint__export_hf": "true",
-        "checkpoint__export_megatron": "true",
     }
     return tiny_config(model__path=model_of(models, layout), **{**keys, **LAYOUTS[layout]})
 
@@ -127,19 +130,16 @@ def save_and_load(exchange: Ranks, models: Path, root: Path, layout: str) -> Any
 
 
 def refusals(exchange: Ranks, models: Path, root: Path) -> dict[str, str]:
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
     policy = build(models, "dp2", exchange)
-    name = f"rank_{exchange.rank:05d}.safetensors"
-    intact = checkpoint(root, "dp2") / name
-    for folder in (CUT_SHORT, KEY_GONE):
-        (root / folder).mkdir(exist_ok=True)
-    (root / CUT_SHORT / name).write_bytes(intact.read_bytes()[:-100])
-    with safe_open(intact, "pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        del tensors["model/decoder.final_layernorm.weight"]
-        save_file(tensors, root / KEY_GONE / name, metadata=file.metadata())
+    intact = checkpoint(root, "dp2")
+    if exchange.rank == 0:
+        for folder in (CUT_SHORT, KEY_GONE):
+            shutil.copytree(intact, root / folder)
+        os.truncate(root / CUT_SHORT / "__1_0.distcp", 1000)
+        metadata = read_metadata(intact)
+        del metadata.state_dict_metadata["decoder.final_layernorm.weight"]
+        (root / KEY_GONE / METADATA).write_bytes(pickle.dumps(metadata))
+    exchange.barrier()
     before = weights(policy)
     messages = {folder: refusal(policy, root / folder) for folder in (CUT_SHORT, KEY_GONE)}
     assert equal(weights(policy), before)  # a refused checkpoint changes nothing
@@ -204,19 +204,18 @@ def test_transformers_loads_the_export_with_the_same_weights(
     assert AutoTokenizer.from_pretrained(export)("12").input_ids
 
 
-@pytest.mark.parametrize("part", ["", "megatron"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_full_tensors_are_read_from_a_checkpoint_of_any_layout(
-    layout: str, part: str, ranks: Any, root: Path
+    layout: str, ranks: Any, root: Path
 ) -> None:
-    store = open_store(checkpoint(root, layout) / part)
+    store = open_store(checkpoint(root, layout))
     read = {name: store.read(name) for name in store.tensors}
     assert equal(read, ranks[0][layout][0])
 
 
 def test_damaged_files_and_missing_tensors_are_refused_by_name(ranks: Any, root: Path) -> None:
-    for number, rank in enumerate(ranks):
-        messages, file = rank["refused"], f"rank_{number:05d}.safetensors"
-        assert f"{root / CUT_SHORT}/rank_00000.safetensors: cut off: " in messages[CUT_SHORT]
-        gone = f"{root / KEY_GONE / file}: model/decoder.final_layernorm.weight is missing"
+    for rank in ranks:
+        messages = rank["refused"]
+        assert f"{root / CUT_SHORT}/__1_0.distcp: missing or cut off" in messages[CUT_SHORT]
+        gone = f"{root / KEY_GONE}: decoder.final_layernorm.weight is missing"
         assert gone in messages[KEY_GONE]

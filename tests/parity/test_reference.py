@@ -60,8 +60,9 @@ def build(exchange: Ranks, models: Path, layout: str, name: str = "start") -> tu
 
 
 def everything(policy: Any) -> dict[str, Tensor]:
-    """Return copies of this rank's weights and optimizer state."""
-    return dict(policy.snapshot()._tensors)
+    """Return copies of this rank's weights, optimizer state and random states."""
+    boxes = policy.snapshot()._boxes
+    return {f"{box.key}{box.offset}": box.values.clone() for box in boxes}
 
 
 def train(policy: Any, *, compares: bool) -> list[Any]:

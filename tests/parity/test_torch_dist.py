@@ -12,13 +12,12 @@ import torch
 
 from dapo_megatron.checkpoints.formats.compare import compare, compare_replicas
 from dapo_megatron.checkpoints.formats.open import open_store
-from dapo_megatron.checkpoints.formats.store import fill
-from dapo_megatron.checkpoints.formats.torch_dist.store import TorchDistWriter
 from dapo_megatron.cluster.ranks import Ranks
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import make_random_model
 from tests.helpers.ranks import run_ranks
+from tests.helpers.torch_dist import to_torch_dist
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel": 2, "sequence_parallel": "true"},
@@ -111,12 +110,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models in HF folders, and written as checkpoints of Megatron."""
     folder = tmp_path_factory.mktemp("torch_dist")
     for name, (family, overrides) in MODELS.items():
-        (folder / name / "written").mkdir(parents=True)
         store = open_store(make_random_model(family, folder / name / "hf", **overrides))
-        writer = TorchDistWriter(folder / name / "written", store.arch, store.tensors)
-        writer.create()
-        fill(writer, store, lambda _: None)
-        writer.finish(store.model_folder)
+        to_torch_dist(store, folder / name / "written")
     return folder
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+import torch
 
 from dapo_megatron.checkpoints.folder import newest
+from tests.helpers.training_state import stored_tensors
 from tests.slurm.cluster import wait_until
 from tests.slurm.jobs import ON_CPU, Job, Project
 
@@ -156,11 +157,9 @@ class Run:
 
     @staticmethod
     def _checksums(folder: Path) -> Iterator[tuple[str, str]]:
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118 (file is no dict)
-                    data = file.get_tensor(name).tobytes()
-                    yield f"{path.name}/{name}", hashlib.sha256(data).hexdigest()
+        for key, tensor in stored_tensors(folder).items():
+            data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            yield key, hashlib.sha256(data).hexdigest()
 
 
 def assert_same(run: Run, undisturbed: Run) -> None:

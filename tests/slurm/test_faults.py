@@ -156,7 +156,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_an_older_one_resumed(
     def damage() -> None:
         training.cluster.run("scontrol", "requeue", str(run.job.number))
         run.job.wait_for("PENDING")
-        file = next(run.newest_checkpoint().glob("*.safetensors"))
+        file = run.newest_checkpoint() / "__0_0.distcp"
         with file.open("r+b") as weights:  # one bit, in the middle
             weights.seek(file.stat().st_size // 2)
             [byte] = weights.read(1)

@@ -89,7 +89,7 @@ def test_a_kill_at_any_moment_of_a_write_leaves_a_valid_checkpoint(tmp_path: Pat
             else:  # the machine is busy, and the random kills missed the write
                 wait_for_partial_file(path)
             kill(pid)
-            was_half_written = any((path / "checkpoints").glob(".partial/*/*/rank_*"))
+            was_half_written = any((path / "checkpoints").glob(".partial/*/*/__*"))
             run = Run(path)  # verifies
             assert run.source is not None
             assert run.folder.notes == []
@@ -102,7 +102,7 @@ def wait_for_partial_file(path: Path) -> None:
     """Wait until a rank's file of an unpublished step 2 exists, or step 2 is published."""
     checkpoints = path / "checkpoints"
     deadline = time.monotonic() + 60.0
-    while not any(checkpoints.glob(".partial/*/step_000002/rank_*")):
+    while not any(checkpoints.glob(".partial/*/step_000002/__*")):
         if (checkpoints / "step_000002").exists():
             return
         assert time.monotonic() < deadline, f"{path}: nothing was written in 60 s"
@@ -172,7 +172,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_fails_the_save_and_keeps_the_older_checkpoint(small_disk: Path) -> None:
     run = Run(small_disk / "x", keep=1)
     kept = run.save(1, part(200 * KIB))
-    with pytest.raises(CheckpointError, match=r"no room; it needs 2,09\d,\d{3} bytes"):
+    with pytest.raises(CheckpointError, match=r"no room; it needs 2,10\d,\d{3} bytes"):
         run.save(2, part(2 * MIB))
     # The check for free space passes, but then another file takes the space.
     filler = small_disk / "filler"
@@ -321,18 +321,18 @@ def test_an_attempt_that_lost_the_run_publishes_nothing(
 
 
 def save_three_steps(rank: int, world_size: int, root: Path) -> dict[str, Any]:
-    """Save steps 1 to 3. Rank 1 cannot write its part of step 2. Return the outcomes."""
+    """Save steps 1 to 4. Rank 1 cannot write its part of step 2, and nobody writes a third row in
+    step 3. Return the outcomes."""
     ranks = Ranks(rank, world_size, rank)
-    name = f"rank_{rank:05d}.safetensors"
     outcomes: dict[str, Any] = {}
     parts: list[Any] = []
     checkpoints = CheckpointSaver(
         tiny_config(checkpoint__keep=3), root, ranks, ranks.second(), snapshot=lambda: parts[-1]
     )
-    for step in (1, 2, 3):
-        parts.append(part(name=name))
+    for step in (1, 2, 3, 4):
+        parts.append(part(rank=rank, num_ranks=3 if step == 3 else 2))
         if step == 2 and rank == 1:
-            parts.append(OnTheWay(fail, part(name=name)))
+            parts.append(OnTheWay(fail, parts[-1]))
         checkpoints.commit(step, {"step": step})()
         ranks.all_gather(step, int)  # meanwhile the run uses its own exchange
         try:
@@ -341,13 +341,13 @@ def save_three_steps(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         except CheckpointError as error:
             outcomes[f"error {step}"] = str(error)
     outcomes["due"] = checkpoints.due(7)
-    outcomes["whole"] = fault_of(root / "step_000003", ranks)
+    outcomes["whole"] = fault_of(root / "step_000004", ranks)
     ranks.barrier()
     if rank == 0:
-        path = root / "step_000003" / "rank_00001.safetensors"
-        path.write_bytes(path.read_bytes().replace(b"F32", b"F16", 1))
+        path = root / "step_000004" / "__1_0.distcp"
+        path.write_bytes(path.read_bytes()[:-1] + b"\1")
     ranks.barrier()
-    outcomes["damaged"] = fault_of(root / "step_000003", ranks)
+    outcomes["damaged"] = fault_of(root / "step_000004", ranks)
     return outcomes
 
 
@@ -362,8 +362,10 @@ def test_a_checkpoint_is_published_by_all_ranks_or_not_at_all(tmp_path: Path) ->
     assert outcomes["published 1"]
     reason = f"rank 1: {tmp_path}: Input/output error"
     assert outcomes["error 2"].startswith(f"step_000002 was NOT saved: {reason}; it needs")
-    assert outcomes["published 3"]
-    assert names(tmp_path) == ["step_000001", "step_000003"]
-    assert read_state(tmp_path / "step_000003")["step"] == 3
+    reason = f"{tmp_path}/.partial/0/step_000003: 1,024 of 1,536 elements of 0 were written"
+    assert outcomes["error 3"].startswith(f"step_000003 was NOT saved: {reason}; it needs")
+    assert outcomes["published 4"]
+    assert names(tmp_path) == ["step_000001", "step_000004"]
+    assert read_state(tmp_path / "step_000004")["step"] == 4
     assert outcomes["whole"] is None
-    assert "rank_00001.safetensors: its SHA-256 differs" in outcomes["damaged"]
+    assert "__1_0.distcp: its SHA-256 differs" in outcomes["damaged"]

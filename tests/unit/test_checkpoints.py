@@ -21,8 +21,11 @@ from hypothesis import strategies as st
 
 from dapo_megatron.checkpoints import folder, newest, read_state, restoring
 from dapo_megatron.checkpoints.folder import MANIFEST, _sum_of, read_manifest
+from dapo_megatron.checkpoints.formats.torch_dist.boxes import METADATA, Box
 from dapo_megatron.files import publish_folder, write_json
 from dapo_megatron.loop import Progress
+from dapo_megatron.policy.boxes import HostCopies
+from dapo_megatron.policy.checkpoint import PolicySnapshot
 from dapo_megatron.run.session import _starting_point
 from dapo_megatron.types import CheckpointError
 from tests.helpers.saving import (
@@ -35,6 +38,7 @@ from tests.helpers.saving import (
     half_written,
     names,
 )
+from tests.helpers.training_state import stored_tensors
 
 # ---------------------------------------------------------------------------- saving
 
@@ -55,7 +59,8 @@ def test_a_checkpoint_appears_only_when_it_is_completely_written(tmp_path: Path)
     run.checkpoints.wait()
     path = newest(run.folder.checkpoints)
     assert path == run.folder.checkpoints / "step_000003"
-    assert names(path) == ["config.json", "manifest.json", RANK_FILE, "state.json"]
+    others = ["common.pt", "config.json", "manifest.json", "metadata.json", "state.json"]
+    assert names(path) == [RANK_FILE, *others]
     assert read_state(path) == {
         "coordinator": {"position": 3}, "seconds": 0.1, "manifest": True,
     }  # fmt: skip
@@ -63,30 +68,28 @@ def test_a_checkpoint_appears_only_when_it_is_completely_written(tmp_path: Path)
 
 
 def test_a_snapshot_is_a_copy_and_the_file_contains_it(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    from dapo_megatron.policy.checkpoint import PolicySnapshot
-
     tensors = {
         "a": torch.rand(3, 5),
         "turned": torch.rand(4, 2).T,
         "half": torch.rand(7).bfloat16(),
         "bytes": torch.arange(9, dtype=torch.uint8),
-        "one": torch.tensor(2.0),
-        "none": torch.empty(0),
+        "scalar": torch.tensor(2.0),
         "wide": torch.rand(2, dtype=torch.float64),
     }
-    original = {name: value.clone() for name, value in tensors.items()}
-    snapshot = PolicySnapshot("x.safetensors", tensors, {"layout": "{}"})
+    original = {key: value.clone() for key, value in tensors.items()}
+    boxes = [Box(key, (0,) * v.dim(), tuple(v.shape), v) for key, v in tensors.items()]
+    copies = HostCopies().copy(boxes)
+    snapshot = PolicySnapshot(0, copies, {"extra": b"x" * 5000}, [[{"lr": 0.1}]], 3.0, {})
     for value in tensors.values():
         value.zero_()
     snapshot.write(tmp_path)
-    path = tmp_path / "x.safetensors"
-    loaded = load_file(path)
+    snapshot.finish(tmp_path, ALONE)
+    loaded = stored_tensors(tmp_path)
     assert loaded.keys() == original.keys()
-    assert all(torch.equal(loaded[name], original[name]) for name in original)
-    assert snapshot.num_bytes == path.stat().st_size
-    assert snapshot.checksums == {"x.safetensors": hashlib.sha256(path.read_bytes()).hexdigest()}
+    assert all(torch.equal(loaded[key], original[key]) for key in original)
+    content = (tmp_path / RANK_FILE).read_bytes()
+    assert snapshot.num_bytes >= len(content)
+    assert snapshot.checksums == {RANK_FILE: hashlib.sha256(content).hexdigest()}
 
 
 @pytest.mark.parametrize("name", ["../key", "/etc/passwd", "hf/../../key", "a\0b", ""])
@@ -113,7 +116,7 @@ def test_the_manifest_has_the_checksum_of_every_file(tmp_path: Path) -> None:
         for file in path.rglob("*")
         if file.is_file() and file.name != MANIFEST
     }  # fmt: skip
-    assert sorted(files)[:2] == ["config.json", "hf/0.txt"]
+    assert {".metadata", RANK_FILE, "common.pt", "config.json", "hf/0.txt"} <= files.keys()
 
 
 def test_a_save_waits_for_the_previous_write(
@@ -263,7 +266,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "missing": Path.unlink,
     "folder": lambda path: path.rename(path.parent / "moved").with_name(path.name).mkdir(),
 }
-FILES = [RANK_FILE, "state.json", MANIFEST, "config.json", "hf/0.txt"]
+FILES = [RANK_FILE, METADATA, "common.pt", "state.json", MANIFEST, "config.json", "hf/0.txt"]
 
 
 @pytest.fixture(scope="module")

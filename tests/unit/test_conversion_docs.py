@@ -63,7 +63,7 @@ def test_the_commands_of_the_program_run(folder: Path) -> None:
         code, output = invoke(*(names.get(word, word) for word in words))
         assert code == 0, (words, output)
         ran.append(words[0])
-    assert set(ran) == {"hf-to-megatron", "megatron-to-hf", "reshard", "inspect", "verify"}
+    assert ran == ["hf-to-megatron", "megatron-to-hf", "inspect", "verify"]
 
 
 def test_the_way_from_megatron_lm_and_back(folder: Path) -> None:
@@ -86,9 +86,9 @@ def test_the_way_from_megatron_lm_and_back(folder: Path) -> None:
 
 
 def test_the_output_of_verify_is_that_of_the_page(folder: Path) -> None:
-    assert invoke("hf-to-megatron", "models/qwen", "megatron/qwen", "--tensor-parallel", 2)[0] == 0
-    key = "model/decoder.layers.1.self_attention.linear_proj.weight"
-    flip_bit(folder / "megatron" / "qwen" / "stage_00_tensor_01.safetensors", key)
+    assert invoke("hf-to-megatron", "models/qwen", "megatron/qwen")[0] == 0
+    values = open_store(Path("models/qwen")).read("model.layers.1.self_attn.o_proj.weight")
+    flip_bit(folder / "megatron" / "qwen" / "release" / "__0_0.distcp", values)
     block = block_with("$ " + CONVERT + "verify")
     [words] = commands(block)
     code, output = invoke(*words)
@@ -98,8 +98,7 @@ def test_the_output_of_verify_is_that_of_the_page(folder: Path) -> None:
 
 
 def test_the_options_of_megatron_lm_are_those_of_the_page(folder: Path) -> None:
-    code, _ = invoke("hf-to-megatron", "models/qwen", "megatron/qwen", "--format", "torch_dist")
-    assert code == 0
+    assert invoke("hf-to-megatron", "models/qwen", "megatron/qwen")[0] == 0
     block = block_with("options of Megatron-LM")
     [words] = commands(block)
     code, output = invoke(*words)

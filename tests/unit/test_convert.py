@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo_megatron.checkpoints.formats.open import open_store
-from dapo_megatron.model import ChunkPlace
+from dapo_megatron.checkpoints.formats.torch_dist.boxes import read_metadata
 from tests.helpers.checkpoints import (
     CONFIGS,
     config_of,
@@ -59,30 +59,16 @@ def hf(tmp_path: Path) -> Path:
 
 # ------------------------------------------------------------------------------- converting
 
-LAYOUTS = (
-    "",
-    "--tensor-parallel 2",
-    "--tensor-parallel 4 --pipeline-parallel 2 --first-stage-layers 4",
-    "--pipeline-parallel 4 --first-stage-layers 1",
-    "--pipeline-parallel 2 --last-stage-layers 3",
-    "--tensor-parallel 2 --expert-parallel 2",
-)
 
-
-@pytest.mark.parametrize("name", RANDOM_MODELS)
-def test_every_family_survives_a_round_trip_through_every_layout(tmp_path: Path, name: str) -> None:
-    """Convert through every layout in turn. transformers then loads and tokenizes the same."""
+# Megatron does not have the factors of this llama3.
+@pytest.mark.parametrize("name", sorted(RANDOM_MODELS.keys() - {"llama3"}))
+def test_every_family_survives_a_round_trip(tmp_path: Path, name: str) -> None:
+    """transformers then loads and tokenizes the same."""
     family, overrides = RANDOM_MODELS[name]
-    wide = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 7}
-    source = make_random_model(family, tmp_path / "source", **{**wide, **overrides})
-    before, command = source, "hf-to-megatron"
-    for number, options in enumerate(LAYOUTS):
-        if "--expert-parallel" in options and family != "qwen3_moe":
-            continue
-        code, output = invoke(command, before, tmp_path / str(number), *options.split())
-        assert code == 0, output
-        before, command = tmp_path / str(number), "reshard"
-    code, output = invoke("megatron-to-hf", before, tmp_path / "again", "--max-file-gib", 0.0001)
+    source, written = make_random_model(family, tmp_path / "source", **overrides), tmp_path / "m"
+    code, output = invoke("hf-to-megatron", source, written)
+    assert code == 0, output
+    code, output = invoke("megatron-to-hf", written, tmp_path / "again", "--max-file-gib", 0.0001)
     assert code == 0 and "read back and compared" in output
     code, output = invoke("verify", source, tmp_path / "again")
     assert code == 0 and output.startswith("the same:"), output
@@ -118,82 +104,52 @@ def link_out(folder: Path, name: str, target: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        ("vocab.txt", "id_rsa"),
         ("additional_chat_templates", "secrets"),
-        ("additional_chat_templates/all", "secrets"),
         ("additional_chat_templates/key.jinja", "id_rsa"),
         ("config.json", "id_rsa"),
         ("vocab.txt", "no_such_file"),
         ("additional_chat_templates/loop", "hf/additional_chat_templates"),
     ],
 )
-@pytest.mark.parametrize("command", ["hf-to-megatron", "megatron-to-hf"])
 def test_a_link_out_of_the_model_folder_is_rejected(
-    hf: Path, tmp_path: Path, command: str, name: str, target: str
+    hf: Path, tmp_path: Path, name: str, target: str
 ) -> None:
     (tmp_path / "id_rsa").write_text("private key")
     (tmp_path / "secrets").mkdir()
     (tmp_path / "secrets" / "key").write_text("private key")
     (hf / name).unlink(missing_ok=True)
     link_out(hf, name, tmp_path / target)
-    code, output = invoke(command, hf, tmp_path / "out")
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "out")
     assert code == 2
     assert f"{hf / name}: a link to {tmp_path / target}, which is " in output.replace("\n", "")
     assert not (tmp_path / "out").exists()
 
 
-INDEX = "model.safetensors.index.json"
-FORMS = {  # files of the folder -> its tensors are read from the single file, the shards, or not
-    "single": ("single",),
-    "shards": ("shards", "index"),
-    "single, and an index of it": ("single", "index of single"),
-    "a stale single file beside shards": ("single", "shards", "index"),
-    "a stale index beside a single file": ("single", "index"),
-    "stale shards without their index": ("single", "shards"),
-    "shards of two exports": ("shards", "index", "old shards"),
-    "pickled weights beside shards": ("shards", "index", "pickled"),
-    "consolidated weights beside shards": ("shards", "index", "consolidated"),
-    "an adapter beside a single file": ("single", "adapter"),
-}
-REFUSED = {"a stale single file beside shards", "a stale index beside a single file"}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_two_forms_of_weights_are_refused(name: str, hf: Path, tmp_path: Path) -> None:
+def test_two_forms_of_weights_are_refused(hf: Path, tmp_path: Path) -> None:
     """transformers would read a single file, and vLLM the shards that an index names."""
     tensors = load_file(hf / "model.safetensors")
-    folder, forms = tmp_path / "model", FORMS[name]
-    shutil.copytree(hf, folder, ignore=shutil.ignore_patterns("model*"))
-    stale = {key: value + 1 for key, value in tensors.items()}
-    is_sharded = "shards" in forms and "index" in forms
-    if "single" in forms:
-        save_file(stale if is_sharded else tensors, folder / "model.safetensors")
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     half = dict(list(tensors.items())[::2])
-    if "shards" in forms:
-        save_file(half, folder / first)
-        save_file({key: tensors[key] for key in tensors.keys() - half.keys()}, folder / second)
+    rest = {key: tensors[key] for key in tensors.keys() - half.keys()}
     weight_map = {key: first if key in half else second for key in tensors}
-    if "index of single" in forms:
-        weight_map = dict.fromkeys(tensors, "model.safetensors")
-    if any(form.startswith("index") for form in forms):
-        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    others = {
-        "old shards": "model-00001-of-00003.safetensors",
-        "consolidated": "consolidated.safetensors",
-        "adapter": "adapter_model.safetensors",
-    }
-    for form in forms:
-        if form in others:
-            save_file(stale, folder / others[form])
-    if "pickled" in forms:
-        (folder / "pytorch_model.bin").write_bytes(b"x")
-    code, output = invoke("hf-to-megatron", folder, tmp_path / "m")
-    if name in REFUSED:
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    stale = shutil.copytree(hf, tmp_path / "a stale index")
+    (stale / INDEX).write_text(index)
+    both = shutil.copytree(stale, tmp_path / "both")
+    save_file(half, both / first)
+    save_file(rest, both / second)
+    for folder in (stale, both):
+        code, output = invoke("hf-to-megatron", folder, tmp_path / "m")
         assert code and "two forms of weights, model.safetensors and the files of" in output
-        return
-    assert code == 0, output
-    assert invoke("verify", hf, tmp_path / "m")[0] == 0
+    (both / "model.safetensors").unlink()
+    (both / "pytorch_model.bin").touch()
+    save_file(rest, both / "model-00001-of-00003.safetensors")  # of another export
+    (stale / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, SINGLE)}))
+    for folder in (stale, both):
+        assert not differences(open_store(hf), open_store(folder))
 
 
 def test_a_snapshot_of_the_hugging_face_cache_is_copied(hf: Path, tmp_path: Path) -> None:
@@ -220,121 +176,100 @@ def test_a_snapshot_of_the_hugging_face_cache_is_copied(hf: Path, tmp_path: Path
     assert invoke("hf-to-megatron", tmp_path / "model", tmp_path / "out2")[0] == 2
 
 
-def test_a_training_checkpoint_is_converted_to_hf(tmp_path: Path) -> None:
+def test_a_training_checkpoint_is_converted(tmp_path: Path) -> None:
     source = open_store(write_random(tmp_path / "hf", config_of("qwen2"), torch.float32))
-    places = {
-        rank: [ChunkPlace(rank % 3, 3, rank // 3, 1, rank < 3, rank >= 3)] for rank in range(6)
-    }
-    step = training_checkpoint(source, tmp_path / "run" / "step_000040", places)
+    step = training_checkpoint(source, tmp_path / "run" / "step_000040", 3)
     assert invoke("megatron-to-hf", step, tmp_path / "out")[0] == 0
     assert invoke("verify", tmp_path / "hf", tmp_path / "out")[0] == 0
     assert invoke("verify", step, tmp_path / "out")[0] == 0
     assert not (tmp_path / "out" / "state.json").exists()
     code, output = invoke("megatron-to-hf", step, step, "--overwrite")
     assert code == 2 and "never replaces one" in output
-    flip_bit(step / "rank_00001.safetensors", "model/decoder.layers.0.input_layernorm.weight")
-    code, output = invoke("verify", step, tmp_path / "hf")
-    assert code == 1 and "input_layernorm.weight: replica: rank_00000" in output
-    code, output = invoke("verify", step, tmp_path / "hf", "--no-replicas")
-    assert code == 0
+    # Without its optimizer, and for any layout.
+    assert invoke("hf-to-megatron", step, tmp_path / "m")[0] == 0
+    assert not differences(source, open_store(tmp_path / "m"))
+    assert not any(
+        "optimizer" in key for key in read_metadata(tmp_path / "m" / "release").state_dict_metadata
+    )
 
 
-def test_a_checkpoint_whose_replicas_differ_is_rejected(tmp_path: Path) -> None:
-    """If replicas drifted apart in training, it is unknown which one is right."""
-    source = open_store(write_random(tmp_path / "hf", config_of("qwen2"), torch.float32))
-    places = {rank: [ChunkPlace(rank % 3, 3, 0, 2, True, True)] for rank in range(6)}
-    step = training_checkpoint(source, tmp_path / "step_000040", places)
-    flip_bit(step / "rank_00004.safetensors", "model/decoder.layers.0.mlp.linear_fc1.weight")
-    code, output = invoke("megatron-to-hf", step, tmp_path / "out")
+def test_copies_that_differ_are_rejected(hf: Path, tmp_path: Path) -> None:
+    """Norms are stored under two names. If these differ, it is unknown which one is right."""
+    assert invoke("hf-to-megatron", hf, tmp_path / "m")[0] == 0
+    path, raw = tmp_path / "m" / "release" / "__0_0.distcp", last_norm(hf)
+    at = path.read_bytes().rindex(raw)
+    change_byte(path, at)
+    code, output = invoke("megatron-to-hf", tmp_path / "m", tmp_path / "out")
     assert code == 2 and "holds copies of a tensor that differ" in output
-    assert "layers.0.mlp.up_proj.weight: replica: rank_00001" in output
+    assert "layers.1.post_attention_layernorm.weight: replica: " in output
     assert not (tmp_path / "out").exists()
-    assert invoke("megatron-to-hf", step, tmp_path / "out", "--no-check")[0] == 0
-    assert not differences(source, open_store(tmp_path / "out"))
+    code, output = invoke("verify", hf, tmp_path / "m")
+    assert code == 1 and "post_attention_layernorm.weight: replica: " in output
+    assert invoke("verify", hf, tmp_path / "m", "--no-replicas")[0] == 0
+    assert invoke("megatron-to-hf", tmp_path / "m", tmp_path / "out", "--no-check")[0] == 0
+    assert not differences(open_store(hf), open_store(tmp_path / "out"))
+
+
+def last_norm(hf: Path) -> bytes:
+    norm = open_store(hf).read("model.layers.1.post_attention_layernorm.weight")
+    return bytes(norm.view(torch.uint8))
+
+
+def change_byte(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
 
 
 def test_verify_reports_the_tensor_and_the_element(hf: Path, tmp_path: Path) -> None:
-    invoke("hf-to-megatron", hf, tmp_path / "m", "--tensor-parallel", 3)
-    key = "model/decoder.layers.1.self_attention.linear_proj.weight"
-    flip_bit(tmp_path / "m" / "stage_00_tensor_01.safetensors", key)
+    assert invoke("hf-to-megatron", hf, tmp_path / "m")[0] == 0
+    source = open_store(hf)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    flip_bit(tmp_path / "m" / "release" / "__0_0.distcp", source.read(name))
     report = tmp_path / "figures.json"
     code, output = invoke("verify", hf, tmp_path / "m", "--json", report)
-    # The last column of the second of three ranks, in the last row.
-    name = "model.layers.1.self_attn.o_proj.weight"
-    assert code == 1 and f"{name}: value: 1 elements, first at [35, 23]: " in output
+    assert code == 1 and f"{name}: value: 1 elements, first at [35, 35]: " in output
     [difference] = json.loads(report.read_text())["differences"]
     assert difference["kind"] == "value" and difference["name"] == name
 
 
-def test_inspect_prints_format_layout_and_tensors(hf: Path, tmp_path: Path) -> None:
-    invoke("hf-to-megatron", hf, tmp_path / "m", "--tensor-parallel", 3)
+def test_inspect_prints_format_and_tensors(hf: Path, tmp_path: Path) -> None:
+    invoke("hf-to-megatron", hf, tmp_path / "m")
     code, output = invoke("inspect", tmp_path / "m", "--json", tmp_path / "j")
     assert code == 0
-    assert "megatron (version 1, tensor_parallel 3" in output and ", llama" in output
+    assert "torch_dist (files 1, checkpoint release), llama" in output
     assert "model.layers.*.self_attn.q_proj.weight" in output and "[36, 36]" in output
     report = json.loads((tmp_path / "j").read_text())
-    assert report["format"] == "megatron" and report["layout"]["layers_per_stage"] == [2]
-    assert report["tensors"][Q]["shape"] == [36, 36] and len(report["tensors"][Q]["files"]) == 3
+    assert report["format"] == "torch_dist" and report["layout"]["checkpoint"] == "release"
+    assert report["tensors"][Q]["shape"] == [36, 36]
     assert report["bytes"] == 2 * report["parameters"]
 
 
 # ------------------------------------------------------------------------------- rejections
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (
-            ["--tensor-parallel", 2],
-            "--tensor-parallel: 2 does not divide the model's 9 attention heads\n"
-            "  that fit: --tensor-parallel 1, --tensor-parallel 3",
-        ),
-        (
-            ["--pipeline-parallel", 2],
-            "--pipeline-parallel: 2 does not divide the model's 7 layers (use --first-stage-layers "
-            "or --last-stage-layers for stages of different size)\n  that fit: "
-            "--pipeline-parallel 2 --first-stage-layers 4 (4 layers, then 3 each), "
-            "--pipeline-parallel 1, --pipeline-parallel 7",
-        ),
-        (
-            ["--pipeline-parallel", 4, "--first-stage-layers", 3],
-            "--first-stage-layers = 3 of the model's 7 layers leaves 4 to 3 equal stages",
-        ),
-        (
-            ["--first-stage-layers", 3],
-            "--first-stage-layers: 3 needs --pipeline-parallel above 1; leave it out",
-        ),
-        (
-            ["--expert-parallel", 2],
-            "--expert-parallel: 2, but the model has no experts; use 1",
-        ),
-    ],
-)
-def test_a_layout_that_does_not_fit_is_rejected_with_those_that_do(
-    tmp_path: Path, options: list[object], expected: str
-) -> None:
-    hf = write_random(tmp_path / "hf", config_of("llama", num_hidden_layers=7))
-    code, output = invoke("hf-to-megatron", hf, tmp_path / "m", *options)
-    assert code == 2 and expected in output
-    assert not (tmp_path / "m").exists()
-
-
 def test_an_existing_target_is_replaced_only_with_overwrite(hf: Path, tmp_path: Path) -> None:
     assert invoke("hf-to-megatron", hf, tmp_path / "m")[0] == 0
     code, output = invoke("hf-to-megatron", hf, tmp_path / "m")
     assert code == 2 and "m: exists; choose another name, or use --overwrite" in output
-    options = ["--tensor-parallel", 3, "--overwrite"]
-    assert invoke("reshard", tmp_path / "m", tmp_path / "m", *options)[0] == 0
-    assert open_store(tmp_path / "m").layout["tensor_parallel"] == 3
+    options = ["--dtype", "float32", "--overwrite"]
+    assert invoke("hf-to-megatron", hf, tmp_path / "m", *options)[0] == 0
+    assert dtype_of(tmp_path / "m") == torch.float32
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter").touch()
     code, output = invoke("hf-to-megatron", hf, tmp_path / "home", "--overwrite")
     assert code == 2 and "holds no model" in output
     (tmp_path / "home" / "config.json").touch()
     (tmp_path / "m").rename(tmp_path / "home" / "m")
-    code, output = invoke("reshard", tmp_path / "home" / "m", tmp_path / "home", "--overwrite")
+    code, output = invoke(
+        "hf-to-megatron", tmp_path / "home" / "m", tmp_path / "home", "--overwrite"
+    )
     assert code == 2 and "SOURCE is inside it" in output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "home"]
+
+
+def dtype_of(folder: Path) -> torch.dtype:
+    return open_store(folder).tensors[Q].dtype
 
 
 def test_unknown_config_fields_and_models_are_rejected(hf: Path, tmp_path: Path) -> None:
@@ -402,12 +337,12 @@ def test_an_interrupt_during_replacement_restores_the_old_model(
             raise KeyboardInterrupt
         return to
 
-    options = ["--tensor-parallel", 3, "--overwrite"]
+    options = ["--dtype", "float32", "--overwrite"]
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", interrupted)
         assert invoke("hf-to-megatron", hf, tmp_path / "m", *options)[0] == 130
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m"]
-    assert open_store(tmp_path / "m").layout["tensor_parallel"] == 1
+    assert dtype_of(tmp_path / "m") == torch.bfloat16
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -419,24 +354,13 @@ def test_the_next_command_recovers_from_a_kill_during_replacement(
     (tmp_path / "m").rename(tmp_path / ".m.replaced")
     (tmp_path / "m.partial").mkdir()
     (tmp_path / ".m.lock").touch()
-    code, output = invoke("reshard", tmp_path / "m", tmp_path / "n")
+    code, output = invoke("megatron-to-hf", tmp_path / "m", tmp_path / "n")
     assert code == 2 and f"killed while replacing it: rename {tmp_path}/.m.replaced" in output
-    options = ["--tensor-parallel", 3, *(["--overwrite"] if overwrite else [])]
+    options = ["--dtype", "float32", *(["--overwrite"] if overwrite else [])]
     code, output = invoke("hf-to-megatron", hf, tmp_path / "m", *options)
     assert code == (0 if overwrite else 2) and overwrite != ("m: exists; choose" in output)
-    assert open_store(tmp_path / "m").layout["tensor_parallel"] == (3 if overwrite else 1)
+    assert dtype_of(tmp_path / "m") == (torch.float32 if overwrite else torch.bfloat16)
     assert not (tmp_path / ".m.replaced").exists()
-
-
-def test_a_failing_command_restores_the_old_model(hf: Path, tmp_path: Path) -> None:
-    assert invoke("hf-to-megatron", hf, tmp_path / "m")[0] == 0
-    (tmp_path / "m").rename(tmp_path / ".m.replaced")
-    with (
-        pytest.raises(KeyboardInterrupt),
-        convert_checkpoint.publish(tmp_path / "m", overwrite=True),
-    ):
-        raise KeyboardInterrupt
-    assert open_store(tmp_path / "m").layout["tensor_parallel"] == 1
 
 
 def test_two_commands_cannot_write_the_same_folder(hf: Path, tmp_path: Path) -> None:
@@ -454,33 +378,28 @@ def test_a_full_disk_is_reported_and_leaves_nothing(hf: Path, tmp_path: Path) ->
     process = start("hf-to-megatron", hf, tmp_path / "m", preexec_fn=limit)
     _, errors = process.communicate()
     assert process.returncode == 2
-    assert "stage_00_tensor_00.safetensors: no room (File too large): the file needs" in errors
+    assert "m.partial/release: no room (File too large)" in errors
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-@pytest.mark.parametrize(
-    ("file", "key", "expected"),
-    [
-        ("stage_00_tensor_00", "embedding.word_embeddings", "embed_tokens.weight: value: 1 elem"),
-        ("stage_00_tensor_01", "decoder.layers.0.input_layernorm", "layernorm.weight: replica: "),
-        ("stage_01_tensor_01", "output_layer", "embed_tokens.weight: replica: "),
-    ],
-)
+@pytest.mark.parametrize("fault", ["value", "replica"])
 def test_a_difference_after_reading_back_fails_the_conversion(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, key: str, expected: str
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """Every replica is compared: norms of each rank, and the tied embedding of the last stage."""
+    """Every copy is compared."""
 
     def damaged(folder: Path, *arguments: Any, **options: Any) -> Any:
         if folder.name.endswith(".partial"):
-            flip_bit(folder / f"{file}.safetensors", f"model/{key}.weight")
+            path = folder / "release" / "__0_0.distcp"
+            if fault == "value":
+                flip_bit(path, open_store(hf).read(Q)[0])
+            else:
+                change_byte(path, path.read_bytes().rindex(last_norm(hf)))
         return open_store(folder, *arguments, **options)
 
     monkeypatch.setattr(convert_checkpoint, "open_store", damaged)
-    hf = write_random(tmp_path / "hf", config_of("llama_tied", vocab_size=36))
-    options = ["--tensor-parallel", 3, "--pipeline-parallel", 2]
-    code, output = invoke("hf-to-megatron", hf, tmp_path / "m", *options)
-    assert code == 2 and "not what was read" in output and expected in output
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "m")
+    assert code == 2 and "not what was read" in output and f".weight: {fault}: " in output
     assert not (tmp_path / "m").exists()
 
 
@@ -495,38 +414,25 @@ def test_the_tool_imports_neither_megatron_nor_vllm_nor_transformers() -> None:
 # ------------------------------------------------------------------------------- large models
 
 
-@pytest.mark.long
-def test_memory_use_and_signals_with_a_large_model(tmp_path: Path) -> None:
-    """Memory does not grow with a model of 1.5 GB. Interrupt and kill publish no partial folder."""
-    source = write_random(tmp_path / "hf", CONFIGS["llama_750m"], max_file_bytes=2**29)
-    megatron, report = tmp_path / "megatron", tmp_path / "figures.json"
-    saved, to_json = tmp_path / "torch_dist", ("--json", report)
-    options = ["--tensor-parallel", 4, "--pipeline-parallel", 2, "--json", report]
-    for number, (code, is_left) in {
-        signal.SIGINT: (130, False),
-        signal.SIGTERM: (130, False),
-        signal.SIGKILL: (-signal.SIGKILL, True),
-    }.items():
-        interrupted = start("hf-to-megatron", source, megatron, *options)
-        while not list(tmp_path.glob("megatron.partial/*")):
-            time.sleep(0.05)
-        interrupted.send_signal(number)
-        interrupted.communicate()
-        assert interrupted.returncode == code
-        assert not megatron.exists() and megatron.with_suffix(".partial").exists() == is_left
-    for arguments in (
-        ("hf-to-megatron", source, megatron, *options),
-        ("hf-to-megatron", megatron, saved, "--format", "torch_dist", *to_json),
-        ("megatron-to-hf", saved, tmp_path / "again", *to_json),
+def test_memory_use_and_signals_with_large_tensors(tmp_path: Path) -> None:
+    """Memory follows the largest tensor. SIGTERM leaves no file."""
+    source = write_random(tmp_path / "hf", CONFIGS["large_tensors"])
+    target, report = tmp_path / "m", tmp_path / "figures.json"
+    interrupted = start("hf-to-megatron", source, target)
+    while not list(tmp_path.glob("m.partial/*")):
+        time.sleep(0.01)
+    interrupted.send_signal(signal.SIGTERM)
+    interrupted.communicate()
+    assert interrupted.returncode == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    for command, first, second in (
+        ("hf-to-megatron", source, target),
+        ("megatron-to-hf", target, tmp_path / "again"),
     ):
-        process = start(*arguments)
+        process = start(command, first, second, "--json", report)
         assert process.wait() == 0
-        check_memory(json.loads(report.read_text()))
-        shutil.rmtree(megatron.with_suffix(".partial"), ignore_errors=True)
-    assert start("verify", source, tmp_path / "again").wait() == 0
-
-
-def check_memory(report: Mapping[str, int]) -> None:
-    bound = report["largest_tensor_bytes"] + 512 * MIB
-    assert report["peak_bytes"] - report["baseline_bytes"] <= bound
-    assert report["bytes"] > 2 * bound
+        figures = json.loads(report.read_text())
+        assert figures["largest_tensor_bytes"] == 64 * MIB < figures["bytes"] / 3
+        bound = 2.5 * figures["largest_tensor_bytes"] + 64 * MIB
+        assert figures["peak_bytes"] - figures["baseline_bytes"] <= bound
+    assert not differences(open_store(source), open_store(tmp_path / "again"))

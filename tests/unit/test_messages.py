@@ -29,7 +29,7 @@ from dapo_megatron.engine.messages import (
     Report,
     Sampling,
 )
-from dapo_megatron.rollout.step_plan import StepPlan
+from dapo_megatron.rollout.collector import StepPlan
 from dapo_megatron.types import (
     Completion,
     ConfigError,

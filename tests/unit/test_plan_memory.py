@@ -70,7 +70,7 @@ def test_data_parallel_ranks_shard_only_the_optimizer(tmp_path: Path) -> None:
     estimate = estimate_memory(config_of(tmp_path, policy__context_parallel=2), 8)
     assert part(estimate, "update", "policy weights").num_bytes == 2 * DENSE
     assert part(estimate, "update", "optimizer").num_bytes == 12 * DENSE // 8
-    assert estimate.disk[1].num_bytes == (8 * 2 + 12) * DENSE
+    assert estimate.disk[1].num_bytes == (2 + 12) * DENSE
 
 
 def test_experts_are_sharded_over_expert_parallel_ranks(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_offloaded_memory_is_counted_on_the_host(tmp_path: Path) -> None:
     estimate = estimate_memory(config_of(tmp_path, policy__offload=ALL_PARTS), 8)
     sizes = {item.name: item.num_bytes for item in estimate.host}
     assert sizes["offloaded while generating"] == (8 * 2 + 12) * DENSE
-    assert sizes["a checkpoint's copy"] == (8 * 2 + 12) * DENSE
+    assert sizes["a checkpoint's copy"] == (2 + 12) * DENSE
 
 
 def test_the_reference_model_takes_host_memory_and_a_second_pass(tmp_path: Path) -> None:

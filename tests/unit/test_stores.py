@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import multiprocessing
 import shutil
-from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from dapo_megatron.checkpoints.formats.compare import compare, compare_replicas
 from dapo_megatron.checkpoints.formats.hf import HfWriter
-from dapo_megatron.checkpoints.formats.megatron import MegatronLayout
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import blocks, read_into
 from dapo_megatron.checkpoints.formats.tensor_file import TensorFile, TensorFileWriter, TensorInfo
+from dapo_megatron.checkpoints.formats.weights_folder import copy_companions
 from dapo_megatron.model import ChunkPlace, layout_of
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.types import CheckpointError, Region, whole
@@ -33,17 +30,12 @@ from tests.helpers.checkpoints import (
     edit_tensors,
     flip_bit,
     to_hf,
-    to_megatron,
     training_checkpoint,
     write_random,
 )
+from tests.helpers.torch_dist import to_torch_dist
 
 Q, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
-
-
-def split(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return layers per stage: 1 each, and the rest in the first."""
-    return (num_layers - num_stages + 1, *[1] * (num_stages - 1))
 
 
 # ------------------------------------------------------------------------------- one file
@@ -108,44 +100,15 @@ def test_blocks_cover_a_box_once(max_bytes: int) -> None:
 # ------------------------------------------------------------------------------- round trips
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    folder = tmp_path_factory.mktemp("sources")
-    return {
-        name: write_random(folder / name, config, max_file_bytes=2**22)
-        for name, config in MODELS.items()
-    }
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (1, 2), (3, 2), (3, 3), (1, 3)])
-def test_round_trip_of_odd_sizes(
-    sources: Mapping[str, Path], tmp_path: Path, name: str, tensor: int, stages: int
-) -> None:
-    source = open_store(sources[name])
-    expert = 2 if source.arch.num_experts else 1
-    layout = MegatronLayout(tensor, split(source.arch.num_layers, stages), expert)
-    megatron = to_megatron(source, tmp_path / "megatron", layout)
-    assert not differences(source, megatron)
-    restored = to_hf(megatron, tmp_path / "hf", 2**22)
-    assert not differences(source, restored)
-    assert not list(compare_replicas(megatron, lambda _: None))
-    for file in ("config.json", "generation_config.json", "chat_template.jinja"):
-        assert (restored.folder / file).read_bytes() == (source.folder / file).read_bytes()
-    for file in sorted(path.name for path in source.folder.glob("model*")):
-        assert (restored.folder / file).read_bytes() == (source.folder / file).read_bytes()
-
-
 @settings(max_examples=15)
 @given(data=st.data())
 def test_round_trip_of_any_sizes(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Any family, sizes and layout, with one resharding in between."""
+    """Any family and sizes, through checkpoints of Megatron and of a training."""
     number = st.integers(1, 4)
     # Latent attention has other sizes, and is covered by the round trips above.
     name = data.draw(st.sampled_from(sorted(MODELS.keys() - {"deepseek_v3", "glm4_moe_lite"})))
-    sizes = st.sampled_from([1, 2, 4])
     groups, layers = data.draw(number) * 4, data.draw(st.integers(2, 5))
     config = {
         **MODELS[name],
@@ -169,72 +132,37 @@ def test_round_trip_of_any_sizes(
     folder = tmp_path_factory.mktemp("any")
     source = open_store(write_random(folder / "hf", config, dtype))
 
-    def layout() -> MegatronLayout:
-        cuts = data.draw(st.sets(st.integers(1, layers - 1), max_size=3))
-        ends = [0, *sorted(cuts), layers]
-        stages = tuple(b - a for a, b in pairwise(ends))
-        expert = data.draw(sizes) if has_experts else 1
-        return MegatronLayout(data.draw(sizes), stages, expert)
-
-    first = to_megatron(source, folder / "first", layout())
-    second = to_megatron(first, folder / "second", layout())
-    restored = to_hf(second, folder / "again", data.draw(st.integers(1, 20_000)))
+    written = open_store(to_torch_dist(source, folder / "written"))
+    step = training_checkpoint(written, folder / "step", data.draw(st.integers(1, 4)))
+    trained = open_store(step)
+    assert not differences(source, trained)
+    restored = to_hf(trained, folder / "again", data.draw(st.integers(1, 20_000)))
     assert not differences(source, restored)
     shutil.rmtree(folder)
 
 
-def test_any_slice_can_be_read(sources: Mapping[str, Path], tmp_path: Path) -> None:
-    source = open_store(sources["qwen2"])
-    megatron = to_megatron(source, tmp_path / "megatron", MegatronLayout(3, (4, 3)))
+def test_any_slice_can_be_read(tmp_path: Path) -> None:
+    source = open_store(write_random(tmp_path / "hf", MODELS["qwen2"]))
+    others = (
+        open_store(to_torch_dist(source, tmp_path / "written")),
+        open_store(training_checkpoint(source, tmp_path / "step", 3)),
+    )
     name = "model.layers.5.self_attn.q_proj.weight"
     value = source.read(name)
     for box in (Region((5, 3), (17, 20)), Region((35, 0), (1, 36)), whole((36, 36))):
-        assert torch.equal(megatron.read(name, box), value[box.slices])
-        assert torch.equal(source.read(name, box), value[box.slices])
-
-
-def test_padding_of_the_vocabulary_is_zero(sources: Mapping[str, Path], tmp_path: Path) -> None:
-    to_megatron(open_store(sources["llama"]), tmp_path / "megatron", MegatronLayout(3, (7,)))
-    last = load_file(tmp_path / "megatron" / "stage_00_tensor_02.safetensors")
-    for key in ("model/embedding.word_embeddings.weight", "model/output_layer.weight"):
-        assert last[key].shape[0] * 3 == 49_155
-        assert not last[key][-2:].any() and last[key][-3].any()
-
-
-def test_a_megatron_file_records_its_layout_and_its_experts(
-    sources: Mapping[str, Path], tmp_path: Path
-) -> None:
-    layout = MegatronLayout(3, (2, 1), 2)
-    to_megatron(open_store(sources["qwen3_moe"]), tmp_path / "megatron", layout)
-    path = tmp_path / "megatron" / "stage_01_tensor_02.safetensors"
-    with safe_open(path, "pt") as file:
-        [place] = json.loads(file.metadata()["places"])
-        keys = set(file.keys())
-    assert place["tp_rank"] == 2 and place["first_layer"] == 2 and place["has_head"]
-    assert "model/decoder.layers.0.mlp.router.weight" in keys
-    assert not any(".experts." in key for key in keys)
-    experts = load_file(tmp_path / "megatron" / "stage_01_experts_01.safetensors")
-    assert len(experts) == 3 * 2 and all(".experts.local_experts." in key for key in experts)
-    about = json.loads((tmp_path / "megatron" / "megatron.json").read_text())
-    assert about["layers_per_stage"] == [2, 1] and about["dtype"] == "bfloat16"
+        for store in (source, *others):
+            assert torch.equal(store.read(name, box), value[box.slices])
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
-def test_all_shards_of_a_place_are_read_from_either_format(
-    sources: Mapping[str, Path], tmp_path: Path, name: str
-) -> None:
-    source = open_store(sources[name])
-    megatron = to_megatron(
-        source, tmp_path / "m", MegatronLayout(1, (1, source.arch.num_layers - 1))
-    )
+def test_all_shards_of_a_place_are_read_from_any_format(tmp_path: Path, name: str) -> None:
+    source = open_store(write_random(tmp_path / "hf", MODELS[name]))
+    step = open_store(training_checkpoint(source, tmp_path / "step"))
     place = ChunkPlace(2, 3, 1, 2, False, source.arch.num_layers == 3)
     filled = []
-    for store in (source, megatron):
+    for store in (source, step):
         local_parameters = layout_of(store.arch, place)
-        params = {
-            key: torch.zeros(local_parameter.shape)
-            for key, local_parameter in local_parameters.items()
-        }
+        params = {key: torch.zeros(value.shape) for key, value in local_parameters.items()}
         read_into(store, shards_of(params, store.arch, place))
         assert all(value.any() for value in params.values())
         filled.append(params)
@@ -261,7 +189,8 @@ def test_several_processes_write_one_folder(tmp_path: Path) -> None:
         rank.join()
     with pytest.raises(CheckpointError, match="half written"):
         TensorFile(next((tmp_path / "out").glob("model-00001*")))  # incomplete until `finish`
-    writer.finish(source.folder)
+    writer.finish()
+    copy_companions(source.folder, tmp_path / "out")
     assert not differences(source, open_store(tmp_path / "out"))
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
 
@@ -269,77 +198,34 @@ def test_several_processes_write_one_folder(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- training
 
 
-def replicated() -> dict[int, list[ChunkPlace]]:
-    """TP 3 x PP 2 x DP 2, with experts sharded two ways over the six ranks of a stage."""
-    return {
-        rank: [
-            ChunkPlace(
-                rank % 3, 3, 2 * (rank // 6), 2 - rank // 6, rank < 6, rank >= 6, rank % 2, 2
-            )
-        ]
-        for rank in range(12)
-    }
-
-
-def test_a_training_checkpoint_holds_the_same_weights(
-    sources: Mapping[str, Path], tmp_path: Path
-) -> None:
-    source = open_store(write_random(tmp_path / "hf", MODELS["qwen3_moe"], torch.float32))
-    for fused in (False, True):
-        folder = training_checkpoint(source, tmp_path / f"{fused}", replicated(), fused=fused)
-        store = open_store(folder)
-        assert store.format == "training"
-        assert not differences(source, store)
-        assert not list(compare_replicas(store, lambda _: None))
-        assert not differences(source, to_hf(store, tmp_path / "again"))
-
-
-def test_an_interleaved_training_checkpoint_holds_the_same_weights(tmp_path: Path) -> None:
-    config = config_of("qwen2_tied", num_hidden_layers=4)
-    source = open_store(write_random(tmp_path / "hf", config, torch.float32))
-    places = {
-        stage: [
-            ChunkPlace(0, 1, 2 * chunk + stage, 1, stage + chunk == 0, stage + chunk == 2)
-            for chunk in range(2)
-        ]
-        for stage in range(2)
-    }
-    assert not differences(
-        source, open_store(training_checkpoint(source, tmp_path / "step", places))
-    )
-
-
-def test_differing_replicas_are_reported(tmp_path: Path) -> None:
-    source = open_store(write_random(tmp_path / "hf", config_of("llama"), torch.float32))
-    places = {rank: [ChunkPlace(0, 1, 0, 2, True, True)] for rank in range(2)}
-    folder = training_checkpoint(source, tmp_path / "step", places)
-    key = "model/decoder.layers.1.mlp.linear_fc2.weight"
-    flip_bit(folder / "rank_00001.safetensors", key)
-    [difference] = compare_replicas(open_store(folder), lambda _: None)
-    assert difference.name == "model.layers.1.mlp.down_proj.weight"
-    assert (
-        "rank_00000" in difference.text
-        and "rank_00001" in difference.text
-        and "1 elements" in difference.text
-    )
-
-
-def test_ranks_of_two_layouts_are_refused(tmp_path: Path) -> None:
-    source = open_store(write_random(tmp_path / "hf", config_of("llama"), torch.float32))
-    places = {0: [ChunkPlace(0, 1, 0, 2, True, True)], 1: [ChunkPlace(1, 3, 0, 2, True, True)]}
-    folder = training_checkpoint(source, tmp_path / "step", places)
-    with pytest.raises(CheckpointError, match=r"rank_00000.* and rank_00001.* contain overlapping"):
-        open_store(folder)
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_tied", "deepseek_v3"])
+def test_a_training_checkpoint_holds_the_same_weights(tmp_path: Path, name: str) -> None:
+    source = open_store(write_random(tmp_path / "hf", config_of(name), torch.float32))
+    store = open_store(training_checkpoint(source, tmp_path / "step", 3))
+    assert not differences(source, store) and not store.replicas
+    assert not differences(source, to_hf(store, tmp_path / "again"))
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
-    source = open_store(write_random(tmp_path / "hf", config_of("llama"), torch.float32))
-    places = {rank: [ChunkPlace(rank, 3, 0, 2, True, True)] for rank in range(2)}
-    folder = training_checkpoint(source, tmp_path / "step", places)
-    with pytest.raises(
-        CheckpointError, match=r"only [\d,]+ of [\d,]+ elements of .* exist; a file of"
-    ):
+    source = open_store(write_random(tmp_path / "hf", config_of("llama")))
+    folder = training_checkpoint(source, tmp_path / "step", 3)
+    (folder / "__1_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: missing or cut off"):
         open_store(folder)
+
+
+def test_differing_copies_are_reported(tmp_path: Path) -> None:
+    """Norms are stored by the names of Megatron's own layers and of Transformer Engine's."""
+    source = open_store(write_random(tmp_path / "hf", config_of("llama")))
+    store = open_store(to_torch_dist(source, tmp_path / "m"))
+    path, norm = store.folder / "__0_0.distcp", source.read("model.layers.1.input_layernorm.weight")
+    content, raw = path.read_bytes(), bytes(norm.view(torch.uint8))
+    at = content.rindex(raw)
+    assert content.index(raw) < at
+    path.write_bytes(content[:at] + bytes([raw[0] ^ 1]) + content[at + 1 :])
+    [difference] = compare_replicas(store, lambda _: None)
+    assert difference.name == "model.layers.1.input_layernorm.weight"
+    assert "layer_norm_weight" in difference.text and "1 elements" in difference.text
 
 
 # ------------------------------------------------------------------------------- comparing
@@ -349,7 +235,7 @@ def test_every_kind_of_difference_is_reported(tmp_path: Path) -> None:
     config = config_of("llama")
     left = open_store(write_random(tmp_path / "a", config))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    flip_bit(tmp_path / "b" / "model.safetensors", Q)
+    flip_bit(tmp_path / "b" / "model.safetensors", left.read(Q))
     edit_tensors(tmp_path / "b" / "model.safetensors", lambda t: t.update({NORM: t[NORM].float()}))
     edit_json(tmp_path / "b" / "config.json", lambda config: config.update(rms_norm_eps=1e-5))
     texts = differences(left, open_store(tmp_path / "b"))
@@ -367,7 +253,7 @@ def test_comparison_is_by_bits_so_nan_equals_itself_and_zeros_have_a_sign(tmp_pa
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     left, right = open_store(tmp_path / "a"), open_store(tmp_path / "b")
     assert not differences(left, right)
-    megatron = to_megatron(left, tmp_path / "m", MegatronLayout(3, (2,)))
+    megatron = open_store(to_torch_dist(left, tmp_path / "m"))
     assert not differences(left, megatron)
     edit_tensors(tmp_path / "b" / "model.safetensors", lambda t: t[NORM].copy_(-odd_numbers()))
     [text] = differences(left, open_store(tmp_path / "b"))

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 
-from dapo_megatron.checkpoints.formats.megatron import MegatronLayout
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import read_into
 from dapo_megatron.checkpoints.formats.tensor_file import TensorFile, TensorFileWriter, TensorInfo
@@ -26,9 +24,9 @@ from tests.helpers.checkpoints import (
     edit_json,
     edit_tensors,
     to_hf,
-    to_megatron,
     write_random,
 )
+from tests.helpers.torch_dist import to_torch_dist
 
 SHARD = "model-00002-of-00004.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -240,91 +238,6 @@ def test_folders_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
         open_store(tmp_path / "run")
 
 
-MEGATRON_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "file missing": (
-        lambda folder: (folder / "stage_01_tensor_01.safetensors").unlink(),
-        "stage_01_tensor_01.safetensors: missing",
-    ),
-    "file cut off": (
-        lambda folder: os.truncate(folder / "stage_01_tensor_01.safetensors", 5_000),
-        "stage_01_tensor_01.safetensors: cut off",
-    ),
-    "description missing": (
-        lambda folder: (folder / "megatron.json").unlink(),
-        "megatron.json is missing",
-    ),
-    "no list of files": (
-        lambda folder: edit_json(folder / "megatron.json", lambda about: about.update(files=3)),
-        "megatron.json: has no list of files",
-    ),
-    "file elsewhere": (
-        lambda folder: edit_json(
-            folder / "megatron.json", lambda about: about.update(files=["/etc/passwd"])
-        ),
-        "megatron.json: names the file '/etc/passwd'",
-    ),
-    "newer version": (
-        lambda folder: edit_json(folder / "megatron.json", lambda about: about.update(version=2)),
-        "version 2; this program reads version 1",
-    ),
-    "another layout's file": (
-        lambda folder: shutil.copy(
-            folder / "stage_00_tensor_01.safetensors", folder / "stage_01_tensor_01.safetensors"
-        ),
-        "only .* of model.layers.1.* exist",
-    ),
-    "another model's config": (
-        lambda folder: edit_json(folder / "config.json", lambda c: c.update(intermediate_size=30)),
-        r"linear_fc1.weight has shape \(40, 36\), but llama needs \(20, 36\)",
-    ),
-    "no places": (
-        lambda folder: edit_tensors(folder / "stage_00_tensor_00.safetensors", lambda _: None),
-        "no `places` in its metadata",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", MEGATRON_DAMAGE)
-def test_a_damaged_megatron_folder_is_refused(tmp_path: Path, fault: str) -> None:
-    source = open_store(write_random(tmp_path / "hf", config_of("llama")))
-    to_megatron(source, tmp_path / "megatron", MegatronLayout(3, (1, 1)))
-    damage, message = MEGATRON_DAMAGE[fault]
-    damage(tmp_path / "megatron")
-    with pytest.raises(CheckpointError, match=message):
-        open_store(tmp_path / "megatron")
-
-
-@pytest.mark.parametrize(
-    ("places", "message"),
-    [
-        ("5", "not iterable"),
-        ("{", "Expecting property name"),
-        ("[[]]", "mapping"),
-        ({"num_layers": "2"}, "num_layers is '2'"),
-        ({"tp_rank": 0.0}, "tp_rank is 0.0"),
-        ({"has_head": 1}, "has_head is 1"),
-        ({"ep_size": None}, "ep_size is None"),
-        ({"first_layer": -1}, "first_layer is -1"),
-        ({"first_layer": 1}, "the model has 2 layers"),
-        ({"tp_size": 0}, "a parallel rank is not below its world size"),
-        ({"ep_rank": 1}, "a parallel rank is not below its world size"),
-        ({"size": 1}, "unexpected keyword"),
-    ],
-)
-def test_wrong_places_are_refused(
-    tmp_path: Path, places: str | dict[str, Any], message: str
-) -> None:
-    source = open_store(write_random(tmp_path / "hf", config_of("llama")))
-    to_megatron(source, tmp_path / "megatron", MegatronLayout(1, (2,)))
-    path = tmp_path / "megatron" / "stage_00_tensor_00.safetensors"
-    if isinstance(places, dict):
-        [place] = json.loads(TensorFile(path).metadata["places"])
-        places = json.dumps([{**place, **places}])
-    save_file(load_file(path), path, metadata={"places": places})
-    with pytest.raises(CheckpointError, match=f"{path.name}: cannot read its `places`.*{message}"):
-        open_store(tmp_path / "megatron")
-
-
 def test_read_into_names_a_missing_or_misshapen_tensor(tmp_path: Path) -> None:
     store = open_store(write_random(tmp_path / "hf", config_of("llama")))
     for name, shape, message in (
@@ -341,13 +254,22 @@ def test_mixed_dtypes_are_kept_and_refused_where_tensors_are_merged(tmp_path: Pa
     path = folder / "model.safetensors"
     edit_tensors(path, lambda tensors: tensors.update({NORM: tensors[NORM].float()}))
     store = open_store(folder)
-    megatron = to_megatron(store, tmp_path / "megatron", MegatronLayout(1, (1, 1)))
-    assert not differences(store, megatron) and megatron.tensors[NORM].dtype == torch.float32
+    written = open_store(to_torch_dist(store, tmp_path / "m"))
+    assert not differences(store, written) and written.tensors[NORM].dtype == torch.float32
     edit_tensors(path, lambda tensors: tensors.update({Q: tensors[Q].float()}))
     with pytest.raises(
         CheckpointError, match=r"linear_qkv.weight holds tensors of different dtypes"
     ):
-        to_megatron(open_store(folder), tmp_path / "megatron", MegatronLayout(1, (1, 1)))
+        to_torch_dist(open_store(folder), tmp_path / "n")
+
+
+def test_formats_of_earlier_versions_are_refused_with_the_command(tmp_path: Path) -> None:
+    folder = write_random(tmp_path / "hf", config_of("llama"))
+    for name in ("megatron.json", "rank_00000.safetensors"):
+        (folder / name).touch()
+        with pytest.raises(CheckpointError, match=r"earlier version. Export it with commit \w+"):
+            open_store(folder)
+        (folder / name).unlink()
 
 
 # ------------------------------------------------------------------------------- a full disk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -11,14 +12,13 @@ from typing import Any
 import pytest
 
 import dapo_megatron.checkpoints.formats.torch_dist.store as torch_dist_store
-from dapo_megatron.checkpoints.formats.megatron import MegatronLayout
+from dapo_megatron.checkpoints.formats.compare import compare_replicas
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.torch_dist.model_config import megatron_fields
 from dapo_megatron.checkpoints.formats.torch_dist.options import (
     fields_without_option,
     megatron_lm_options,
 )
-from dapo_megatron.checkpoints.formats.torch_dist.store import TorchDistWriter
 from dapo_megatron.model import architecture
 from dapo_megatron.model.published import find_published
 from dapo_megatron.types import CheckpointError, ConfigError
@@ -30,7 +30,7 @@ from tests.helpers.checkpoints import (
     edit_tensors,
     invoke,
     make_checkpoint,
-    to_megatron,
+    to_hf,
     write_random,
 )
 from tests.helpers.torch_dist import (
@@ -48,16 +48,16 @@ from tests.helpers.torch_dist import (
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_survives_the_round_trip(name: str, tmp_path: Path) -> None:
-    source = open_store(write_random(tmp_path / "hf", {**MODELS[name], "vocab_size": 101}))
+    """HF files are the same, byte for byte."""
+    config = {**MODELS[name], "vocab_size": 101}
+    source = open_store(write_random(tmp_path / "hf", config, max_file_bytes=50_000))
     written = open_store(to_torch_dist(source, tmp_path / "torch_dist"))
     assert not differences(source, written)
-    assert not written.replicas  # two keys of one norm are one tensor
-    stages = (1, source.arch.num_layers - 1)
-    layout = MegatronLayout(3, stages, 3 if source.arch.num_experts else 1)
-    resharded = to_megatron(written, tmp_path / "megatron", layout)
-    again = to_torch_dist(resharded, tmp_path / "again", max_file_bytes=10_000)
-    assert not differences(source, open_store(again))
-    assert len(list(again.glob("release/*.distcp"))) > 5
+    assert not list(compare_replicas(written, lambda _: None))  # norms have two keys
+    restored = to_hf(written, tmp_path / "again", 50_000)
+    assert not differences(source, restored)
+    for path in source.folder.iterdir():
+        assert (restored.folder / path.name).read_bytes() == path.read_bytes()
 
 
 def test_optimizer_states_are_ignored_and_the_tracker_names_the_iteration(
@@ -96,31 +96,14 @@ def test_a_folder_without_config_json_needs_the_hf_model(source: Path, tmp_path:
 
 def test_the_tool_writes_a_checkpoint_of_megatron(source: Path, tmp_path: Path) -> None:
     hf, target = source.parent / "hf", tmp_path / "m"
-    code, output = invoke("hf-to-megatron", hf, target, "--format", "torch_dist")
+    code, output = invoke("hf-to-megatron", hf, target)
     assert code == 0 and "read back and compared" in output
     assert "options of Megatron-LM for this model:\n    --num-layers 2 " in output
-    assert "    --num-layers 2 " in invoke("inspect", target)[1]
     assert invoke("verify", hf, target)[0] == 0
-    assert "torch_dist (files 1, checkpoint release), qwen2" in invoke("inspect", target)[1]
-    options = ("--format", "torch_dist", "--tensor-parallel", 3)
-    code, output = invoke("reshard", hf, tmp_path / "n", *options)
-    assert code == 2 and "leave the options of the layout out" in output
-
-
-@pytest.mark.parametrize(
-    "name", [".metadata", "mp_rank_00", "iter_0000007", "latest_checkpointed_iteration.txt"]
-)
-def test_a_checkpoint_of_megatron_itself_is_never_overwritten(
-    source: Path, tmp_path: Path, name: str
-) -> None:
-    target = copied(source, tmp_path)
-    hf = source.parent / "hf"
-    code, _ = invoke("hf-to-megatron", hf, target, "--overwrite", "--format", "torch_dist")
-    assert code == 0  # ours
-    (target / name).write_text("7")
-    code, output = invoke("hf-to-megatron", hf, target, "--overwrite")
-    assert code == 2 and f"{name}: a checkpoint of Megatron, which --overwrite never" in output
-    assert (target / "release" / ".metadata").exists()
+    output = invoke("inspect", target)[1]
+    assert "torch_dist (files 1, checkpoint release), qwen2" in output
+    assert "    --num-layers 2 " in output
+    assert invoke("hf-to-megatron", hf, target, "--overwrite")[0] == 0  # ours
 
 
 def remove_mark(release: Path) -> None:
@@ -140,38 +123,31 @@ def add_legacy(release: Path) -> None:
     (release / "mp_rank_00").mkdir()
 
 
-def only_legacy(release: Path) -> None:
+def only_tracker(release: Path) -> None:
     shutil.rmtree(release)
-    (release / "mp_rank_00").mkdir(parents=True)
+
+
+def other_iteration(release: Path) -> None:
+    (release.parent / "iter_0000007").mkdir()
 
 
 @pytest.mark.parametrize("has_tracker", [True, False])
 @pytest.mark.parametrize(
-    "change", [remove_mark, change_metadata, change_mark, add_legacy, only_legacy]
+    "change", [remove_mark, change_metadata, change_mark, add_legacy, only_tracker, other_iteration]
 )
-def test_a_release_that_was_not_written_here_is_never_overwritten(
+def test_what_was_not_written_here_is_never_overwritten(
     source: Path, tmp_path: Path, change: Callable[[Path], None], has_tracker: bool
 ) -> None:
     """Converters of Megatron-LM write `release` and its tracker file, too."""
     target = copied(source, tmp_path)
     change(target / "release")
-    if not has_tracker:
+    if not has_tracker and change is not only_tracker:
         (target / "latest_checkpointed_iteration.txt").unlink()
     before = sorted(target.rglob("*"))
-    for command in (["hf-to-megatron", "--format", "torch_dist"], ["megatron-to-hf"]):
-        code, output = invoke(*command, source.parent / "hf", target, "--overwrite")
-        assert code == 2 and f"{target / 'release'}: a checkpoint of Megatron, which" in output
-        assert "dapo_megatron.json" in output
+    for command in ("hf-to-megatron", "megatron-to-hf"):
+        code, output = invoke(command, source.parent / "hf", target, "--overwrite")
+        assert code == 2 and ": a checkpoint of Megatron, which --overwrite never" in output
     assert sorted(target.rglob("*")) == before
-
-
-def test_a_tracker_without_its_checkpoint_is_never_overwritten(
-    source: Path, tmp_path: Path
-) -> None:
-    target = copied(source, tmp_path)
-    shutil.rmtree(target / "release")
-    code, output = invoke("hf-to-megatron", source.parent / "hf", target, "--overwrite")
-    assert code == 2 and "latest_checkpointed_iteration.txt: a checkpoint of Megatron" in output
 
 
 def test_only_files_of_the_model_are_copied_from_a_folder_of_training(
@@ -202,13 +178,12 @@ def test_layers_of_different_dtypes_are_not_stacked(source: Path, tmp_path: Path
     edit_tensors(
         hf / "model.safetensors", lambda values: values.update({name: values[name].float()})
     )
-    options = ("--format", "torch_dist", "--no-check")
-    code, output = invoke("hf-to-megatron", hf, tmp_path / "m", *options)
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "m")
     assert code == 2 and "decoder.layers.mlp.linear_fc2.weight: Megatron has one tensor" in output
     assert "decoder.layers.0.mlp.linear_fc2.weight (bfloat16)" in output
     assert "decoder.layers.1.mlp.linear_fc2.weight (float32)" in output and "--dtype" in output
     assert not (tmp_path / "m").exists()
-    code, output = invoke("hf-to-megatron", hf, tmp_path / "m", *options, "--dtype", "float32")
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "m", "--dtype", "float32")
     assert code == 0, output
 
 
@@ -283,21 +258,15 @@ def test_fields_of_every_family_are_consistent_with_themselves(tmp_path: Path) -
     ("fields", "expected"),
     [
         ({"rotary_base": 1_000_000}, r"rotary_base is 1000000 there, 10000.0 by config.json"),
-        ({"num_attention_heads": 18}, r"num_attention_heads is 18 there, 9 by config.json"),
         ({"num_query_groups": 9}, r"num_query_groups is 9 there, 3 by config.json"),
         ({"add_qkv_bias": False}, r"add_qkv_bias is False there, True by config.json"),
         ({"vocab_size": 38}, r"vocab_size is 38 there, 37 by config.json"),
         ({"window_size": [8, 0]}, r"window_size is \[8, 0\] there, None by config.json"),
-        ({"softmax_scale": 0.0}, r"softmax_scale is 0.0 there, None by config.json"),
-        ({"no_rope_freq": [0, 1]}, r"no_rope_freq is \[0, 1\] there, None by config.json"),
-        ({"attention_output_gate": True}, r"attention_output_gate is True there, False by"),
         ({"activation_func_clamp_value": 7.0}, r"activation_func_clamp_value is 7.0 there, None"),
-        ({"quick_geglu": True}, r"quick_geglu is True there, False by config.json"),
         (
             {"activation_func": {"_target_": "torch.nn.functional.gelu", "_call_": False}},
             r"activation_func is 'gelu' there, 'silu' by config.json",
         ),
-        ({"rotary_interleaved": True}, r"rotary_interleaved is True there, False by"),
         ({"num_layers": 3, "hidden_size": 8}, r"num_layers is 3[^\n]+\n  hidden_size is 8 there"),
     ],
 )
@@ -375,9 +344,12 @@ def test_one_group_of_experts_is_the_same_as_none(tmp_path: Path) -> None:
     folder = to_torch_dist(source, tmp_path / "saved")
     edit_yaml(folder, moe_router_num_groups=1, moe_router_group_topk=1)
     open_store(folder)
-    edit_yaml(folder, moe_router_num_groups=2)
-    with pytest.raises(CheckpointError, match="moe_router_num_groups is 2 there, None by"):
-        open_store(folder)
+    for number in (2, None):
+        config = source.config if number else config_of("deepseek_v3")
+        (folder / "config.json").write_text(json.dumps(config))
+        edit_yaml(folder, moe_router_num_groups=number)
+        with pytest.raises(CheckpointError, match=f"moe_router_num_groups is {number} there"):
+            open_store(folder)
 
 
 def test_the_pieces_of_parameters_are_limited(
@@ -386,15 +358,6 @@ def test_the_pieces_of_parameters_are_limited(
     monkeypatch.setattr(torch_dist_store, "_MAX_ENTRIES", 5)
     with pytest.raises(CheckpointError, match=r"\.metadata: .* lists more than 5 pieces"):
         open_store(source)
-
-
-def test_null_means_off_for_groups_of_experts_and_their_scale(tmp_path: Path) -> None:
-    source = open_store(write_random(tmp_path / "hf", config_of("deepseek_v3")))
-    for name in ("moe_router_num_groups", "moe_router_topk_scaling_factor"):
-        folder = to_torch_dist(source, tmp_path / name)
-        edit_yaml(folder, **{name: None})
-        with pytest.raises(CheckpointError, match=f"{name} is "):
-            open_store(folder)
 
 
 def test_the_number_of_query_groups_counts_only_with_grouped_attention(tmp_path: Path) -> None:
@@ -440,7 +403,7 @@ def test_a_rope_that_megatron_does_not_have_is_not_written(tmp_path: Path) -> No
     config["rope_parameters"] = published | {"high_freq_factor": 6.0}
     source = open_store(write_random(tmp_path / "hf", config))
     with pytest.raises(ConfigError, match="low_freq_factor 1, high_freq_factor 4"):
-        TorchDistWriter(tmp_path, source.arch, source.tensors)
+        to_torch_dist(source, tmp_path / "m")
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,15 @@
     python tools/bench/checkpoints.py                      # 10 MB, 100 MB and 1 GB of state
     python tools/bench/checkpoints.py --sizes-mb 100 --folder /the/file/system --num-processes 4
 
-The code of a run saves a checkpoint of the given size, shared equally by the processes. It
-measures, in seconds:
+The code of a run saves a checkpoint of the given size, shared equally by the processes, and reads
+it back. It measures, in seconds:
 
     blocking     what a step waits for: the copy in memory and the JSON of the state
     background   from then until the checkpoint is published: write, checksums, fsync
     pause        the longest time that the background kept Python code of its process from running
-    verify       reading and checksums at a resume
+    verify       checksums at a resume
+    load         reading the own part of each process
+    reshard      reading in another layout: each process reads a part of each process's part
 
 Values are medians of the slowest process. Pause is the maximum.
 """
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,22 +37,30 @@ from rich.console import Console
 from rich.table import Table
 
 from dapo_megatron.checkpoints import CheckpointSaver, fault_of
+from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box, read_boxes
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config.file import load_config
+from dapo_megatron.policy.boxes import HostCopies
 from dapo_megatron.policy.checkpoint import PolicySnapshot
 from dapo_megatron.tracking.provenance import facts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_TENSORS = 100
 MB = 10**6
-METRICS = ("blocking", "background", "pause", "verify")
+METRICS = ("blocking", "background", "pause", "verify", "load", "reshard")
 
 
-def make_state(num_bytes: int) -> dict[str, torch.Tensor]:
-    """Return tensors that take `num_bytes` bytes in all, rounded down."""
-    numel = num_bytes // 4 // NUM_TENSORS
-    return {f"optimizer/{number}": torch.randn(numel) for number in range(NUM_TENSORS)}
+def make_boxes(num_bytes: int, ranks: Ranks, *, by_row: bool) -> list[Box]:
+    """Return this process's boxes of a state of `num_bytes` bytes, rounded down: one row of each
+    tensor, or a column of blocks."""
+    size = ranks.world_size
+    width = num_bytes // 4 // NUM_TENSORS // size**2
+    shape = (size, size * width)
+    offset, sizes = (ranks.rank, 0), (1, size * width)
+    if not by_row:
+        offset, sizes = (0, ranks.rank * width), (size, width)
+    return [Box(f"{n}", offset, shape, torch.randn(sizes)) for n in range(NUM_TENSORS)]
 
 
 @dataclass
@@ -77,8 +88,11 @@ class PauseMeter:
             self.pause = max(self.pause, time.perf_counter() - before)
 
 
-def measure_once(checkpoints: CheckpointSaver, ranks: Ranks, step: int) -> dict[str, float]:
-    """Return the seconds of one save and its verification, of the slowest process."""
+def measure_once(
+    checkpoints: CheckpointSaver, ranks: Ranks, step: int, layouts: Sequence[Sequence[Box]]
+) -> dict[str, float]:
+    """Return the seconds of one save, its verification, and reading it in these layouts, of the
+    slowest process."""
     ranks.barrier()
     started = time.perf_counter()
     publish = checkpoints.commit(step, {"coordinator": {}})
@@ -88,31 +102,40 @@ def measure_once(checkpoints: CheckpointSaver, ranks: Ranks, step: int) -> dict[
         publish()
         checkpoints.wait()
         background = time.perf_counter() - started
+    folder = checkpoints.folder / f"step_{step:06d}"
     started = time.perf_counter()
-    fault = fault_of(checkpoints.folder / f"step_{step:06d}", ranks)
+    fault = fault_of(folder, ranks)
     if fault:
         raise AssertionError(fault)
-    seconds = (blocking, background, meter.pause, time.perf_counter() - started)
-    return dict(zip(METRICS, map(max, zip(*ranks.all_gather(seconds, tuple[float, ...])))))
+    seconds = [blocking, background, meter.pause, time.perf_counter() - started]
+    for boxes in layouts:
+        ranks.barrier()
+        started = time.perf_counter()
+        read_boxes(folder, boxes)
+        seconds.append(time.perf_counter() - started)
+    return dict(zip(METRICS, map(max, zip(*ranks.all_gather(seconds, list[float])))))
 
 
 def measure(num_bytes: int, ranks: Ranks, folder: Path, repeats: int) -> dict[str, Any]:
     """Measure `repeats` saves, after one that is not counted."""
-    state = make_state(num_bytes // ranks.world_size)
-    name = f"rank_{ranks.rank:05d}.safetensors"
+    boxes = make_boxes(num_bytes, ranks, by_row=True)
+    layouts = [make_boxes(num_bytes, ranks, by_row=by_row) for by_row in (True, False)]
+    copies = HostCopies()
     config = load_config(REPOSITORY / "model_configs" / "tiny_cpu.yaml", ["checkpoint.keep=1"])
     checkpoints = CheckpointSaver(
         config,
         folder,
         ranks,
         background=ranks.second(),
-        snapshot=lambda: PolicySnapshot(name, state, {}),
+        snapshot=lambda: PolicySnapshot(ranks.rank, copies.copy(boxes), {}, [[{}]], 1.0, {}),
     )
-    runs = [measure_once(checkpoints, ranks, step) for step in range(repeats + 1)][1:]
+    runs = [measure_once(checkpoints, ranks, step, layouts) for step in range(repeats + 1)][1:]
     metrics = {f"{key}_seconds": statistics.median(run[key] for run in runs) for key in METRICS}
     metrics["pause_seconds"] = max(run["pause"] for run in runs)
     rate = num_bytes / metrics["background_seconds"]
-    return {"bytes": num_bytes, **metrics, "background_bytes_per_second": rate}
+    on_disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    about = {"bytes": num_bytes, "bytes_on_disk": on_disk}
+    return {**about, **metrics, "background_bytes_per_second": rate}
 
 
 def show(results: list[dict[str, Any]], num_processes: int) -> Table:

@@ -39,10 +39,10 @@ from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.engine.messages import Facts, Hello, OrderKind, Report
 from dapo_megatron.engine.server import EngineServer, Left, Link
+from dapo_megatron.rollout.collector import StepPlan, step_plan
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.delivery import Delivery
 from dapo_megatron.rollout.pool import Pool
-from dapo_megatron.rollout.step_plan import StepPlan, step_plan
 from dapo_megatron.tracking.provenance import facts
 from dapo_megatron.types import Completion, Finish, Grade, Prompt, SampleRequest, Segment
 

@@ -115,7 +115,7 @@ def _round_trip(setting: Setting, ranks: Ranks, what: str, *overrides: str) -> I
         else:
             for _ in range(2):
                 policy.update(batch, likelihood, LR)
-        checksums.append(_save(policy, folder))
+        checksums.append(_save(policy, ranks, folder))
         nexts.append(_next(policy, batch))
         policy.close()
     ranks.barrier()
@@ -135,11 +135,12 @@ def _round_trip(setting: Setting, ranks: Ranks, what: str, *overrides: str) -> I
     yield at_most(f"{what}: log-probs after the next update, mean", float(gap.mean()), 0.005)
 
 
-def _save(policy: Any, folder: Path) -> dict[str, str]:
-    """Write this rank's file of a checkpoint. Return its checksums."""
+def _save(policy: Any, ranks: Ranks, folder: Path) -> dict[str, str]:
+    """Write a checkpoint. Return the checksums of this rank's file."""
     folder.mkdir(exist_ok=True)
     snapshot = policy.snapshot()
     snapshot.write(folder)
+    snapshot.finish(folder, ranks)
     checksums: dict[str, str] = snapshot.checksums
     return checksums
 

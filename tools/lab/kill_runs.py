@@ -32,13 +32,15 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from safetensors import safe_open
 
 from dapo_megatron.rollout import record
 from dapo_megatron.rollout.record import RecordedGroup
 from dapo_megatron.tracking.provenance import commit, versions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+from tests.helpers.training_state import stored_tensors  # noqa: E402
+
 PHASES = ("start", "generate", "logprobs", "update", "sync", "checkpoint", "write", "evaluate")
 """`checkpoint` is the copy into memory; `write` is the background write and publication."""
 RANKS = 2
@@ -253,9 +255,8 @@ class Runs:
                     where = f"{name}: step {row['step']}: {key}"
                     yield f"{where} {row.get(key)}, not {expected.get(key)}"
         last = f"step_{_newest_step(reference):06d}"
-        for rank in range(RANKS):
-            file = f"checkpoints/{last}/rank_{rank:05d}.safetensors"
-            yield from _tensor_differences(folder / file, reference / file)
+        checkpoints = (path / "checkpoints" / last for path in (folder, reference))
+        yield from _tensor_differences(*checkpoints)
         yield from _ledger_differences(folder, reference)
 
 
@@ -267,14 +268,12 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def _tensor_differences(path: Path, reference_path: Path) -> Iterator[str]:
-    with safe_open(path, "pt") as tensors, safe_open(reference_path, "pt") as references:
-        names = set(tensors.keys()) ^ set(references.keys())
-        if names:
-            yield f"{path}: {sorted(names)[0]} is in only one of the two runs"
-            return
-        for name in tensors.keys():  # noqa: SIM118
-            if not torch.equal(tensors.get_tensor(name), references.get_tensor(name)):
-                yield f"{path}: {name} differs"
+    tensors, references = stored_tensors(path), stored_tensors(reference_path)
+    for name in sorted(tensors.keys() ^ references.keys()):
+        yield f"{path}: {name} is in only one of the two runs"
+    for name in sorted(tensors.keys() & references.keys()):
+        if not torch.equal(tensors[name], references[name]):
+            yield f"{path}: {name} differs"
 
 
 def _ledger_differences(run: Path, reference: Path) -> Iterator[str]:

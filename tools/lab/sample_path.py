@@ -17,7 +17,6 @@ RECORDS = {
     *("Prompt", "GroupRequest", "SampleRequest", "Completion", "Group", "OpenGroup"),
     *("TrainingSequence", "SequenceTokens", "TokenBatch", "MicroTokens"),
     *("Order", "Report", "Returned", "Events", "StepEvents", "Collected", "StepPlan", "Rollouts"),
-    "PartialStep",
 }
 """Types whose values hold a sample, or a part of it."""
 ROOMS = ("", "algo", "data", "engine", "policy", "rewards", "rollout", "run", "bridge", "cluster")

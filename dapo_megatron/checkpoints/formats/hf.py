@@ -88,8 +88,8 @@ class HfWriter(StoreWriter):
         self._file_of = {name: plan.name for plan in plans for name in plan.tensors}
         self._tensors = tensors
 
-    def finish(self, source: Path, dtype: torch.dtype | None = None) -> None:
-        super().finish(source, dtype)
+    def finish(self) -> None:
+        super().finish()
         if SINGLE in self._file_of.values():
             return
         index = {

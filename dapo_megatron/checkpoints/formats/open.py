@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from dapo_megatron.checkpoints.folder import LAST_READER
 from dapo_megatron.checkpoints.formats.hf import open_hf
-from dapo_megatron.checkpoints.formats.megatron import open_megatron, open_training
 from dapo_megatron.checkpoints.formats.store import Store
 from dapo_megatron.checkpoints.formats.torch_dist.store import find_iteration, open_torch_dist
 from dapo_megatron.checkpoints.formats.weights_folder import MEGATRON_JSON, check_links
@@ -27,8 +27,7 @@ def open_store(
     *,
     drop_mtp: bool = False,
 ) -> Store:
-    """Open an HF folder, a Megatron folder, a checkpoint of Megatron or a run's training
-    checkpoint.
+    """Open an HF folder, a checkpoint of Megatron or a run's training checkpoint.
 
     `ignore` lists fields of config.json to ignore (model.ignore_fields). `hf` is the folder of the
     config.json and the tokenizer of a checkpoint of Megatron without them. `drop_mtp` leaves out
@@ -40,12 +39,11 @@ def open_store(
         hint = f"; a command was killed while replacing it: rename {replaced}"
         raise CheckpointError(f"{folder}: no such folder{hint if replaced.exists() else ''}")
     check_links(folder)
-    if (folder / MEGATRON_JSON).exists():
-        return open_megatron(folder, ignore)
-    if any(folder.glob("rank_*.safetensors")):
-        return open_training(folder, ignore)
-    if any(folder.glob("stage_*.safetensors")):
-        raise CheckpointError(f"{folder}: {MEGATRON_JSON} is missing next to the stage files")
+    if any(folder.glob("rank_*.safetensors")) or (folder / MEGATRON_JSON).exists():
+        raise CheckpointError(
+            f"{folder}: has the format of an earlier version. Export it with commit {LAST_READER}: "
+            "python tools/convert_checkpoint.py megatron-to-hf"
+        )
     if iteration := find_iteration(folder):
         return open_torch_dist(folder, iteration, ignore, hf, drop_mtp=drop_mtp)
     if not (folder / "config.json").exists():

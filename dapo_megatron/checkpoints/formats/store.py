@@ -19,8 +19,7 @@ from dapo_megatron.checkpoints.formats.tensor_file import (
     TensorInfo,
     check_room,
 )
-from dapo_megatron.checkpoints.formats.weights_folder import copy_companions
-from dapo_megatron.model import Architecture, ParameterPart, hf_tensors
+from dapo_megatron.model import Architecture, LocalParameter, ParameterPart, hf_tensors
 from dapo_megatron.types import CheckpointError, Region, Shard, dtype_name, overlap, whole
 
 BLOCK_BYTES = 64 * 2**20
@@ -169,6 +168,16 @@ def checked_tensors(
     return {name: stored[name] for name in wanted}
 
 
+def read_parameter(store: Store, parameter: LocalParameter) -> Tensor:
+    """Return a parameter of Megatron in the store's dtype. Rows that pad the vocabulary are 0."""
+    dtype = store.info(parameter.parts[0].name).dtype
+    values = torch.zeros(parameter.shape, dtype=dtype)
+    for part in parameter.parts:
+        rows = slice(part.rows.start, part.rows.stop)
+        values[rows] = store.read(part.name, part.region)
+    return values
+
+
 def disjoint(
     folder: Path, file_slices: Iterable[FileSlice], tensors: Mapping[str, TensorInfo]
 ) -> tuple[dict[str, list[FileSlice]], list[tuple[FileSlice, FileSlice]]]:
@@ -277,13 +286,10 @@ class StoreWriter:
         dtype = file.tensors[file_slice.key].dtype
         file.write(file_slice.key, value.detach().to(dtype), file_slice.stored(box))
 
-    def finish(self, source: Path, dtype: torch.dtype | None = None) -> None:
-        """Make the files readable, and copy the companion files of the folder `source`:
-        config.json (with its dtype set to `dtype`, if given), tokenizer, chat template, generation
-        config."""
+    def finish(self) -> None:
+        """Make the files readable."""
         for file in self._files.values():
             file.finish()
-        copy_companions(source, self.folder, dtype)
 
 
 def check_mtp(folder: Path, names: Sequence[str], *, drop_mtp: bool) -> None:

@@ -14,22 +14,22 @@ from typing import Any
 import torch
 import yaml
 
-from dapo_megatron.checkpoints.formats.torch_dist.metadata import Contents
-from dapo_megatron.checkpoints.formats.torch_dist.pickles import (
-    MAX_INTEGER,
-    Inert,
-    kind_of,
-    shorten,
+from dapo_megatron.checkpoints.formats.torch_dist.reading import (
+    Contents,
+    Placeholder,
+    read_object,
 )
-from dapo_megatron.checkpoints.formats.torch_dist.records import read_object
 from dapo_megatron.files import read_file
 from dapo_megatron.model import Architecture, Rope
 from dapo_megatron.types import CheckpointError, ConfigError
 
 RUN_CONFIG = "run_config.yaml"
 COMMON = "common.pt"
+MARK = "dapo_megatron"
+"""Key of common.pt in training checkpoints of this project: the layout of the run."""
 _COMMON_OBJECT = "common_state/shard_0_1"
 _MAX_YAML_BYTES = 4 * 2**20
+_MAX_INTEGER = 2**63
 _NAMESPACES = ("Namespace", "SimpleNamespace")
 
 _ARGUMENTS = {
@@ -249,9 +249,9 @@ class SavedConfig:
             size = self.fields.get(name)
             if type(size) is not int or size < 1:
                 return None
-            if size > MAX_INTEGER:
+            if size > _MAX_INTEGER:
                 raise CheckpointError(
-                    f"{self.path}: {name} is {shorten(size)}; the file is damaged, copy it again"
+                    f"{self.path}: {name} is {_shown(size)}; the file is damaged, copy it again"
                 )
             multiple *= size
         return -(-vocab_size // multiple) * multiple
@@ -284,7 +284,7 @@ def check_config(folder: Path, saved: SavedConfig, arch: Architecture) -> None:
         wanted = {**wanted, "vocab_size": arch.vocab_size}  # rows of tokens would be cut off
     wanted = {**wanted, **_FIXED}
     problems = [
-        f"  {name} is {shorten(stored[name])} there, {value!r} by config.json"
+        f"  {name} is {_shown(stored[name])} there, {value!r} by config.json"
         for name, value in wanted.items()
         if name in stored and name != "rope_type" and not _is_same(name, stored[name], value)
     ]
@@ -296,6 +296,13 @@ def check_config(folder: Path, saved: SavedConfig, arch: Architecture) -> None:
         )
 
 
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except (ValueError, RecursionError):
+        return "a value of thousands of digits or brackets"
+
+
 def _function_name(stored: Any) -> Any:
     """Return the name of a function, without its module, or `stored` if it is none."""
     target = stored.get("_target_") if isinstance(stored, dict) else stored
@@ -305,7 +312,7 @@ def _function_name(stored: Any) -> Any:
 def _is_same(name: str, stored: Any, wanted: Any) -> bool:
     if stored is None and name not in _NULL_IS_A_VALUE:
         return True
-    if name in _ZERO_IS_A_VALUE or (isinstance(stored, int) and abs(stored) > MAX_INTEGER):
+    if name in _ZERO_IS_A_VALUE or (isinstance(stored, int) and abs(stored) > _MAX_INTEGER):
         return False
     if isinstance(stored, int | float) and isinstance(wanted, int | float):
         return isclose(stored, wanted, rel_tol=1e-9)
@@ -313,8 +320,9 @@ def _is_same(name: str, stored: Any, wanted: Any) -> bool:
     return bool((not stored and not wanted) or stored == wanted)
 
 
-def read_config(folder: Path, contents: Contents) -> SavedConfig:
-    """Return the configuration in a checkpoint. Raises CheckpointError for a damaged file."""
+def read_config(folder: Path, contents: Contents) -> SavedConfig | None:
+    """Return the configuration in a checkpoint; None if a run of this project saved it, which
+    computes the model of config.json. Raises CheckpointError for a damaged file."""
     path = folder / RUN_CONFIG
     if path.exists():
         model = _read_yaml(path).get("model")
@@ -323,19 +331,21 @@ def read_config(folder: Path, contents: Contents) -> SavedConfig:
         return SavedConfig(path, model, False)
     path, common = folder / COMMON, None
     if path.exists():
-        common = read_object(path, "the arguments")
+        common = read_object(path)
     elif _COMMON_OBJECT in contents.objects:
         record = contents.objects[_COMMON_OBJECT]
         path = folder / record.file
-        listed = read_object(path, _COMMON_OBJECT, record)
+        listed = read_object(path, record)
         common = listed[0] if isinstance(listed, list) and listed else None
+    if isinstance(common, dict) and MARK in common:
+        return None
     if not isinstance(common, dict):
         raise CheckpointError(
             f"{path}: missing, or not the common state of a checkpoint of Megatron; copy the whole "
             "checkpoint again"
         )
     arguments = common.get("args")
-    if not isinstance(arguments, Inert) or kind_of(arguments) not in _NAMESPACES:
+    if not isinstance(arguments, Placeholder) or type(arguments).__name__ not in _NAMESPACES:
         return SavedConfig(path, {}, True)  # not written by Megatron-LM
     fields = arguments.state if isinstance(arguments.state, dict) else {}
     return SavedConfig(path, fields, True)

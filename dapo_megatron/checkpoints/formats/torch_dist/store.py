@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dapo_megatron.checkpoints.formats.store import (
-    FilePlan,
     FileSlice,
     Store,
-    StoreWriter,
     check_mtp,
     checked_tensors,
     disjoint,
     dtype_of,
+    read_parameter,
 )
-from dapo_megatron.checkpoints.formats.tensor_file import TensorFileWriter, TensorInfo
-from dapo_megatron.checkpoints.formats.torch_dist.metadata import (
+from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo, cannot_write, check_room
+from dapo_megatron.checkpoints.formats.torch_dist.boxes import (
     METADATA,
-    Chunk,
-    Contents,
-    Record,
-    read_metadata,
+    write_boxes,
     write_metadata,
 )
 from dapo_megatron.checkpoints.formats.torch_dist.model_config import (
@@ -48,10 +47,12 @@ from dapo_megatron.checkpoints.formats.torch_dist.names import (
     stacks_layers,
     state_keys,
 )
-from dapo_megatron.checkpoints.formats.torch_dist.records import (
+from dapo_megatron.checkpoints.formats.torch_dist.reading import (
+    Chunk,
     ChunkEntry,
+    Contents,
     RecordFile,
-    RecordFileWriter,
+    read_contents,
 )
 from dapo_megatron.checkpoints.formats.weights_folder import (
     RELEASE,
@@ -64,7 +65,6 @@ from dapo_megatron.model import Architecture, LocalParameter, architecture, with
 from dapo_megatron.types import CheckpointError, Region, dtype_name
 
 FORMAT = "torch_dist"
-MAX_FILE_BYTES = 4 * 2**30
 _ABOUT = "metadata.json"
 _MAX_PADDING = 128 * 128
 """Maximum padding of the vocabulary: Megatron-LM pads to 128 rows for each tensor-parallel rank."""
@@ -155,9 +155,9 @@ def open_torch_dist(
         )
     config = read_json(home / "config.json")
     arch = architecture(config, ignore)
-    contents = read_metadata(iteration)
-    saved = read_config(iteration, contents)
-    check_config(iteration, saved, arch)
+    contents = read_contents(iteration)
+    if saved := read_config(iteration, contents):
+        check_config(iteration, saved, arch)
     _check_vocabulary(iteration, contents, saved, arch)
     contents, dropped = _without_mtp(iteration, contents, drop_mtp)
     if dropped:
@@ -273,11 +273,11 @@ def _check_shape(
 
 
 def _check_vocabulary(
-    folder: Path, contents: Contents, saved: SavedConfig, arch: Architecture
+    folder: Path, contents: Contents, saved: SavedConfig | None, arch: Architecture
 ) -> None:
     """Raise CheckpointError unless embedding and head have the rows of the vocabulary, padded or
     not."""
-    padded = saved.padded_vocabulary(arch.vocab_size)
+    padded = None if saved is None else saved.padded_vocabulary(arch.vocab_size)
     for key in filter(contents.tensors.__contains__, _VOCABULARY):
         rows = next(iter(contents.tensors[key].shape), 0)
         if padded is None:
@@ -287,7 +287,7 @@ def _check_vocabulary(
             is_right = rows in (arch.vocab_size, padded)
             limit = (
                 f"padded to {padded:,} by make_vocab_size_divisible_by x "
-                f"tensor_model_parallel_size in {saved.path.name}"
+                f"tensor_model_parallel_size in {saved.path.name if saved else folder}"
             )
         if not is_right:
             raise CheckpointError(
@@ -327,95 +327,96 @@ def _slices(
 # ------------------------------------------------------------------------------- writing
 
 
-class TorchDistWriter(StoreWriter):
-    """Writes a checkpoint that Megatron loads in any layout, as `release` in a folder with
-    config.json and tokenizer.
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter of a store as a box of Megatron's tensor `key`. Implements boxes.BoxToSave."""
+
+    key: str
+    entry: KeyEntry
+    parameter: LocalParameter
+    source: Store
+    dtype: torch.dtype
+    progress: Callable[[int], object]
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        """See boxes.Box."""
+        return (*self.entry.index, *(0 for _ in self.parameter.shape))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """See boxes.Box."""
+        return (*(1 for _ in self.entry.index), *self.parameter.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See boxes.Box."""
+        return (*self.entry.sizes, *self.parameter.shape)
+
+    @property
+    def values(self) -> Tensor:
+        """Read the values; only one parameter is in memory at a time."""
+        values = read_parameter(self.source, self.parameter)
+        self.progress(values.nbytes)
+        return values.to(self.dtype).view(self.sizes)
+
+
+def write_torch_dist(
+    source: Store,
+    folder: Path,
+    tensors: Mapping[str, TensorInfo],
+    progress: Callable[[int], object],
+) -> int:
+    """Write a checkpoint that Megatron loads in any layout, as `release` in a folder with
+    config.json and tokenizer. Return the number of bytes.
+
+    tensors   dtypes to write, by HF name
+    progress  called with the number of bytes read for each parameter
 
     Raises ConfigError for a model that Megatron does not have, or CheckpointError if HF tensors
     that are merged or stacked into one tensor have different dtypes.
     """
+    arch = source.arch
+    megatron_fields(arch)  # raises
+    boxes: list[_Parameter] = []
+    first_of: dict[str, tuple[str, torch.dtype]] = {}
+    for local, parameter in parameters_of(arch).items():
+        dtype = dtype_of(local, parameter.parts, tensors)
+        entry = key_entry(local, arch)
+        first, first_dtype = first_of.setdefault(entry.name.key, (local, dtype))
+        if dtype != first_dtype:
+            raise CheckpointError(
+                f"{entry.name.key}: Megatron has one tensor for {first} ({dtype_name(first_dtype)})"
+                f" and {local} ({dtype_name(dtype)}), so their dtypes must be equal; use --dtype"
+            )
+        for key in keys_of(entry.name, arch):
+            boxes.append(_Parameter(key, entry, parameter, source, dtype, progress))
+    nbytes = sum(prod(box.sizes) * box.dtype.itemsize for box in boxes)
+    check_room(folder, nbytes)
+    release = folder / RELEASE
+    release.mkdir()
+    buffer = io.BytesIO()
+    torch.save([None], buffer)
+    objects = dict.fromkeys(state_keys(arch), buffer.getvalue())
+    try:
+        stored, _ = write_boxes(release, 0, boxes, objects)
+    except OSError as error:
+        raise cannot_write(release, nbytes, error) from error
+    write_metadata(release, stored)
+    [(dtype, _)] = Counter(info.dtype for info in tensors.values()).most_common(1)
+    write_config(release, arch, dtype, stacks_layers(arch))
+    write_about(release)
+    declare_written_here(release)
+    (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
+    return sum(box.num_bytes for box in stored)
 
-    def __init__(
-        self,
-        folder: Path,
-        arch: Architecture,
-        tensors: Mapping[str, TensorInfo],
-        max_file_bytes: int = MAX_FILE_BYTES,
-    ) -> None:
-        megatron_fields(arch)  # raises
-        self._arch = arch
-        self._entries: dict[str, KeyEntry] = {}
-        [(self._dtype, _)] = Counter(info.dtype for info in tensors.values()).most_common(1)
-        super().__init__(folder, list(self._plan(tensors, max_file_bytes)))
 
-    def _plan(self, tensors: Mapping[str, TensorInfo], max_file_bytes: int) -> Iterator[FilePlan]:
-        plan, nbytes, number = FilePlan("__0_0.distcp"), 0, 0
-        first_of: dict[str, tuple[str, torch.dtype]] = {}
-        for local, parameter in parameters_of(self._arch).items():
-            info = TensorInfo(parameter.shape, dtype_of(local, parameter.parts, tensors))
-            if plan.tensors and nbytes + info.nbytes > max_file_bytes:
-                yield plan
-                nbytes, number = 0, number + 1
-                plan = FilePlan(f"__0_{number}.distcp")
-            nbytes += info.nbytes
-            entry = self._entries[local] = key_entry(local, self._arch)
-            first, dtype = first_of.setdefault(entry.name.key, (local, info.dtype))
-            if dtype != info.dtype:
-                raise CheckpointError(
-                    f"{entry.name.key}: Megatron has one tensor for {first} ({dtype_name(dtype)}) "
-                    f"and {local} ({dtype_name(info.dtype)}), so their dtypes must be equal; use "
-                    "--dtype"
-                )
-            plan.tensors[local] = info
-            plan.file_slices += [
-                FileSlice(
-                    part.name,
-                    part.region,
-                    plan.name,
-                    local,
-                    (part.first_row, *(0 for _ in part.region.shape[1:])),
-                )
-                for part in parameter.parts
-            ]
-        yield plan
-
-    def _make_file(self, plan: FilePlan) -> TensorFileWriter:
-        num_leading = {local: len(self._entries[local].index) for local in plan.tensors}
-        return RecordFileWriter(self.folder / RELEASE / plan.name, plan.tensors, num_leading)
-
-    def create(self) -> None:
-        (self.folder / RELEASE).mkdir()
-        super().create()
-
-    def finish(self, source: Path, dtype: torch.dtype | None = None) -> None:
-        super().finish(source, dtype)
-        folder = self.folder / RELEASE
-        write_config(folder, self._arch, self._dtype, stacks_layers(self._arch))
-        tensors: dict[str, TensorInfo] = {}
-        chunks: list[Chunk] = []
-        for file in self._files.values():
-            assert isinstance(file, RecordFileWriter)
-            none = file.none
-            for local, info in file.tensors.items():
-                for key, chunk in self._chunks(local, info, file.records[local]):
-                    sizes = self._entries[local].sizes
-                    tensors[key] = TensorInfo((*sizes, *info.shape), info.dtype)
-                    chunks.append(chunk)
-        write_metadata(folder, tensors, chunks, dict.fromkeys(state_keys(self._arch), none))
-        about = {
-            "sharded_backend": FORMAT,
-            "sharded_backend_version": 1,
-            "common_backend": "torch",
-            "common_backend_version": 1,
-        }
-        (folder / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
-        declare_written_here(folder)
-        (self.folder / TRACKER).write_text(RELEASE, encoding="utf-8")
-
-    def _chunks(self, local: str, info: TensorInfo, record: Record) -> Iterator[tuple[str, Chunk]]:
-        """Yield the chunk of a parameter under each of its keys."""
-        entry = self._entries[local]
-        start = (*entry.index, *(0 for _ in info.shape))
-        region = Region(start, (*(1 for _ in entry.index), *info.shape))
-        for key in keys_of(entry.name, self._arch):
-            yield key, Chunk(key, region, info.dtype, record)
+def write_about(folder: Path) -> None:
+    """Write the file by which Megatron knows the format."""
+    about = {
+        "sharded_backend": FORMAT,
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    (folder / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
