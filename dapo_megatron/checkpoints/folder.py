@@ -29,7 +29,6 @@ from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.files import (
     read_json,
     recover,
-    replaced_by,
     sha256,
     sync_to_disk,
     write_json,
@@ -77,14 +76,10 @@ def newest(checkpoints: Path) -> Path | None:
 def recover_checkpoints(checkpoints: Path) -> None:
     """Clean up after a kill: delete partially written or deleted checkpoints, and rename a
     checkpoint back whose replacement was not completed."""
-    for replaced in checkpoints.glob("step_*.replaced"):  # the name that older versions used
-        replaced.rename(replaced_by(replaced.with_suffix("")))
     for replaced in checkpoints.glob(".step_*.replaced"):
         recover(checkpoints / replaced.stem.removeprefix("."))
-    # Older versions used the names step_*.partial.
-    for partial in (checkpoints / PARTIAL, *checkpoints.glob("step_*.partial")):
-        if partial.exists():
-            shutil.rmtree(partial)
+    if (checkpoints / PARTIAL).exists():
+        shutil.rmtree(checkpoints / PARTIAL)
 
 
 def prune(checkpoints: Path, graveyard: Path, *, keep: int, keep_every: int | None) -> None:
@@ -148,14 +143,6 @@ def write_manifest(folder: Path, known: Mapping[str, Entry]) -> None:
     write_json(folder / MANIFEST, {"files": files, "sha256": _sum_of(files)})
 
 
-def has_manifest(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has a manifest or its state requires one.
-
-    Checkpoints of old versions have none.
-    """
-    return (checkpoint / MANIFEST).exists() or bool(read_state(checkpoint).get("manifest"))
-
-
 def read_manifest(checkpoint: Path) -> dict[str, Entry]:
     """Return entries by file name. Raises CheckpointError for a manifest that has changed."""
     path = checkpoint / MANIFEST
@@ -202,12 +189,8 @@ def damaged_file(folder: Path) -> str | None:
 
 def _checked_entries(checkpoint: Path) -> dict[str, Entry]:
     """Return the manifest's entries, after checking that all files exist with the right size.
-
-    Returns no entries for a checkpoint without a manifest. Raises CheckpointError.
-    """
+    Raises CheckpointError."""
     read_state(checkpoint)
-    if not has_manifest(checkpoint):
-        return {}
     files = read_manifest(checkpoint)
     if STATE not in files:
         raise CheckpointError(f"{checkpoint / MANIFEST}: does not list {STATE}")

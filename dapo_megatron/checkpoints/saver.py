@@ -129,7 +129,7 @@ class CheckpointSaver:
         part, self._part = self._part or self.snapshot(), None
         self._last_save = time.monotonic()
         if self.exchange.rank == 0:
-            state = {**state, **self.extra, "manifest": True}
+            state = {**state, **self.extra}
         job = _Job(step, (part, *parts), state)
 
         def start() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,16 @@ from dapo_megatron.checkpoints.formats.torch_dist.store import write_about
 from dapo_megatron.cluster.collectives import decode, encode, on_all_ranks, on_rank0
 from dapo_megatron.files import read_json
 from dapo_megatron.model import Architecture, architecture
-from dapo_megatron.policy.boxes import CONTENT, HostCopies, TrainingState, extra_objects
+from dapo_megatron.policy.boxes import CONTENT, STATE, HostCopies, TrainingState, extra_objects
 from dapo_megatron.policy.device import has_cuda
-from dapo_megatron.policy.optimizer import init_state, num_updates, owned_parts, set_num_updates
+from dapo_megatron.policy.optimizer import (
+    MAIN,
+    MOMENTS,
+    init_state,
+    num_updates,
+    owned_parts,
+    set_num_updates,
+)
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import CheckpointError
 
@@ -109,7 +116,8 @@ class PolicySnapshot:
         def write() -> None:
             ranks = enumerate(messages)
             stored = [decode(message, list[StoredBox], f"rank {rank}") for rank, message in ranks]
-            write_metadata(folder, [box for of_rank in stored for box in of_rank])
+            boxes = [box for of_rank in stored for box in of_rank]
+            write_metadata(folder, [*boxes, *_main_weights(boxes)])
             buffer = io.BytesIO()
             torch.save(self._common(step), buffer)
             (folder / COMMON).write_bytes(buffer.getvalue())
@@ -134,6 +142,19 @@ class PolicySnapshot:
             "content_metadata": CONTENT,
             MARK: self._layout,
         }
+
+
+def _main_weights(boxes: Sequence[StoredBox]) -> list[StoredBox]:
+    """Return the boxes of trained weights under the keys of main weights, if these are not stored
+    on their own: weights in full precision are both. Megatron reads both keys."""
+    keys = {box.key for box in boxes}
+    trained = {key for key in keys if f"{STATE}.{MOMENTS[0]}.{key}" in keys}
+    names = {key: f"{STATE}.{MAIN}.{key}" for key in trained}
+    return [
+        replace(box, key=names[box.key])
+        for box in boxes
+        if box.key in names and names[box.key] not in keys
+    ]
 
 
 def _as_checkpoint_error(folder: Path, write: Callable[[], None]) -> None:

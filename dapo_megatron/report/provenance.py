@@ -159,9 +159,8 @@ def _checkpoints(folder: Path) -> Rows:
         if not path.is_dir():
             continue
         size = sum(size_of(file) for file in _listed(path, "*") if file.is_file())
-        checksums = "" if (path / "manifest.json").exists() else ", without checksums"
         kind = "" if _CHECKPOINT.fullmatch(path.name) else ", set aside"
-        rows.append((path.name, f"{size / 2**20:,.1f} MiB{checksums}{kind}"))
+        rows.append((path.name, f"{size / 2**20:,.1f} MiB{kind}"))
     return rows
 
 

@@ -103,7 +103,7 @@ class StepRecord:
         with partial_folder(folder.with_name(f".{folder.name}.partial")) as partial:
             write_groups(partial / COMPLETIONS, self.ended)
             write_groups(partial / OPEN, self.open)
-            write_text(partial / STATE, json.dumps({**self.state, "manifest": True}))
+            write_text(partial / STATE, json.dumps(self.state))
             write_manifest(partial, {})
             publish_folder(partial, folder)
 

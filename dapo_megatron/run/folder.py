@@ -18,7 +18,6 @@ from dapo_megatron.checkpoints.folder import (
     STATE,
     fault_of,
     free_name,
-    has_manifest,
     published,
     recover_checkpoints,
     step_of,
@@ -124,13 +123,11 @@ class RunFolder:
                 raise CheckpointError(f"resume: {source} is not a checkpoint (no {STATE})")
             if fault := fault_of(source, exchange):
                 raise CheckpointError(f"resume: {source} is damaged: {fault}")
-            self._note_age(source, exchange)
             return source
         candidates = [path for _, path in published(self.checkpoints)]
         for source in exchange.broadcast(candidates, list[Path]):
             fault = fault_of(source, exchange)
             if fault is None:
-                self._note_age(source, exchange)
                 return source
             aside = exchange.broadcast(free_name(source.with_name(source.name + DAMAGED)), Path)
             if exchange.rank == 0:
@@ -201,10 +198,6 @@ class RunFolder:
                 "administrator to shut it down"
             )
         self.notes.append(f"taken over from attempt {owner}, which still holds the lock")
-
-    def _note_age(self, source: Path, exchange: Exchange) -> None:
-        if not exchange.broadcast(exchange.rank == 0 and has_manifest(source), bool):
-            self.notes.append(f"{source}: not verified, because it was written without checksums")
 
     def _is_own(self, checkpoint: Path | None) -> bool:
         return checkpoint is not None and checkpoint.resolve().parent == self.checkpoints.resolve()

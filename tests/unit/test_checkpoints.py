@@ -62,7 +62,7 @@ def test_a_checkpoint_appears_only_when_it_is_completely_written(tmp_path: Path)
     others = ["common.pt", "config.json", "manifest.json", "metadata.json", "state.json"]
     assert names(path) == [RANK_FILE, *others]
     assert read_state(path) == {
-        "coordinator": {"position": 3}, "seconds": 0.1, "manifest": True,
+        "coordinator": {"position": 3}, "seconds": 0.1,
     }  # fmt: skip
     assert not half_written(run)
 
@@ -331,13 +331,12 @@ def test_a_run_does_not_start_over_if_all_checkpoints_are_damaged(
     assert Run(path, resume="never").source is None
 
 
-def test_a_checkpoint_without_checksums_is_used_with_a_note(tmp_path: Path) -> None:
+def test_a_checkpoint_without_checksums_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "x" / "checkpoints" / "step_000007"
     path.mkdir(parents=True)
     write_json(path / "state.json", {"step": 7})
-    run = Run(tmp_path / "x")
-    assert run.source == path
-    assert run.folder.notes == [f"{path}: not verified, because it was written without checksums"]
+    with pytest.raises(CheckpointError, match="all checkpoints in .* are damaged"):
+        Run(tmp_path / "x")
 
 
 @pytest.mark.parametrize("entry", [3, [1], ["1", "2"], {"0": 1, "1": "x"}, [True, "x"]])

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from dapo_megatron.checkpoints import newest, read_state
+from dapo_megatron.checkpoints.folder import write_manifest
 from dapo_megatron.cluster.collectives import ErrorRecord
 from dapo_megatron.cluster.ownership import check_tree
 from dapo_megatron.cluster.ranks import Ranks
@@ -34,6 +35,7 @@ def add_checkpoint(folder: Path, step: int) -> Path:
     path = folder / "checkpoints" / f"step_{step:06d}"
     path.mkdir(parents=True)
     write_json(path / "state.json", {"step": step})
+    write_manifest(path, {})
     return path
 
 
