@@ -30,6 +30,7 @@ from converting.options import print_options
 from rich import progress as bars
 from rich.table import Table
 
+from dapo_megatron.checkpoints.folder import MANIFEST, damaged_file
 from dapo_megatron.checkpoints.formats.compare import (
     Difference,
     compare,
@@ -243,6 +244,8 @@ def convert(
         name: TensorInfo(info.shape, new_dtype or info.dtype)
         for name, info in store.tensors.items()
     }
+    if (store.folder / MANIFEST).exists() and (fault := damaged_file(store.folder)):
+        raise CheckpointError(f"{store.folder} is damaged: {fault}")
     started, baseline = time.monotonic(), resident_bytes("VmRSS")
     with publish(target, overwrite=overwrite) as folder:
         if check:

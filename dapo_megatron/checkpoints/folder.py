@@ -9,7 +9,7 @@ Next to published checkpoints there may be:
 
 The manifest.json of a checkpoint lists all its files with size and SHA-256:
 
-    {"files": {"rank_00000.safetensors": [3216, "9f86d0..."], ...}, "sha256": "..."}
+    {"files": {"__0_0.distcp": [3216, "9f86d0..."], ...}, "sha256": "..."}
 
 The last entry is the SHA-256 of `files` itself, as compact JSON with sorted keys.
 """
@@ -175,6 +175,14 @@ def fault_of(checkpoint: Path, exchange: Exchange) -> str | None:
     faults = (_file_fault(checkpoint / name, files[name]) for name in names)
     first_faults = exchange.all_gather(next(filter(None, faults), None), str | None)
     return next(filter(None, first_faults), None)
+
+
+def check_folder(folder: Path, exchange: Exchange) -> None:
+    """Raise CheckpointError on all ranks naming a damaged file of a folder with weights, if it has
+    a manifest. Collective."""
+    has_manifest = exchange.broadcast((folder / MANIFEST).exists(), bool)
+    if has_manifest and (fault := fault_of(folder, exchange)):
+        raise CheckpointError(f"{folder} is damaged: {fault}")
 
 
 def damaged_file(folder: Path) -> str | None:

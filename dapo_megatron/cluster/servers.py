@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.processes import die_with_parent
 from dapo_megatron.cluster.secret import SECRET
 
@@ -21,6 +22,11 @@ CLOSE_SECONDS = 5.0
 """Time that a server has to end by itself when the run is over."""
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of a rank's launcher, by which vLLM would join a world."""
+
+
+def process_name(process_id: int) -> str:
+    """Return the name of a process of this node, for messages and to find it again."""
+    return f"node {node_name()}, process {process_id}"
 
 
 class Server:
@@ -78,11 +84,9 @@ class Server:
 
     def watch(self, *, is_given_up: bool = False) -> None:
         """Start the server again if it has ended, or hangs (`is_given_up`)."""
-        if is_given_up and self._process.poll() is None:
-            self._kill()
-        if self._process.poll() is None:
+        if not is_given_up and not self._has_ended():
             return
-        self._kill()  # workers that are left
+        self._kill()
         if time.monotonic() - self._started_at > QUICK_SECONDS:
             self._num_quick = 0
         if self._num_quick < MAX_QUICK_ENDS:
@@ -91,11 +95,24 @@ class Server:
 
     def close(self) -> None:
         """Wait for the end of the server, which rank 0 has told to end, but not for long."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(CLOSE_SECONDS)
+        end = time.monotonic() + CLOSE_SECONDS
+        while not self._has_ended() and time.monotonic() < end:
+            time.sleep(0.02)
         self._kill()
 
+    def _has_ended(self) -> bool:
+        """Return whether the process has ended, without giving its number free."""
+        if self._process.returncode is not None:
+            return True
+        try:
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self._process.pid, options) is not None
+        except ChildProcessError:  # another process waits for it (tests/helpers/warm.py)
+            return self._process.poll() is not None
+
     def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        """End the process and its workers. Once it is waited for, its number may be another's."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()

@@ -66,7 +66,7 @@ class VllmEngine:
 
     With `is_empty` it starts with random weights, and `load` must be called before the first
     request. The checkpoint, in any format, is then read only once, by the policy. `seed` is that of
-    requests without one. A worker waits `silence_seconds` for the next weights of a sync.
+    requests without one. A worker waits three times `silence_seconds` for the next weights.
 
     Asleep (engine.sleep), weights and KV cache have no memory on a GPU. On CPU vLLM cannot free
     memory. Otherwise sleep is the same there: weights count as lost, and nothing is sampled.
@@ -179,7 +179,8 @@ class VllmEngine:
             raise SyncError('weights offered to an engine asleep. Call wake("weights") first')
         self._require_slices()
         self._unusable = _SYNC_FAILED
-        arguments = (list(addresses), self._silence_seconds)
+        # Longer than a rank waits for a frozen worker, which delays the weights of all others.
+        arguments = (list(addresses), 3 * self._silence_seconds)
         for error in self._llm.collective_rpc("receive_slices", args=arguments):
             if error:
                 raise SyncError(error)

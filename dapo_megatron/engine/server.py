@@ -22,10 +22,9 @@ import zmq
 from dapo_megatron.cluster.collectives import ErrorRecord, decode, encode
 from dapo_megatron.cluster.curve import trust_rank0, watch_connection
 from dapo_megatron.cluster.imports import quick_imports
-from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.cluster.secret import run_secret
-from dapo_megatron.cluster.servers import OF_A_RANK
+from dapo_megatron.cluster.servers import OF_A_RANK, process_name
 from dapo_megatron.cluster.stop import SIGNALS
 from dapo_megatron.cluster.versions import source_digest, versions
 from dapo_megatron.config.file import parse_config
@@ -273,7 +272,7 @@ def command(address: str, replica: int | None) -> None:
     secret = run_secret(2)
     assert secret is not None
     link = Link(address, secret)
-    process = f"node {node_name()}, process {os.getpid()}"
+    process = process_name(os.getpid())
     link.send(Report(hello=Hello(replica, process, engine_facts())))
     device.prepare_environment()
     with quick_imports():

@@ -15,6 +15,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from dapo_megatron.bridge.transfer import gather_whole
+from dapo_megatron.checkpoints.folder import check_folder
 from dapo_megatron.checkpoints.formats.open import open_model
 from dapo_megatron.checkpoints.formats.store import read_into
 from dapo_megatron.config import Config
@@ -60,6 +61,7 @@ class MegatronPolicy:
         self._plan = plan
         self._device = device()
         self.architecture = read_architecture(config)
+        check_folder(Path(config.model.path), exchange)
         with megatron_device():
             initialize_parallel(config.policy, config.seed)
             chunks = build_model(self.architecture, config.policy)

@@ -143,7 +143,12 @@ class EngineCollector:
             completions = {key: self._usable(value) for key, value in completions.items()}
         except CheckpointError as error:
             raise DataError(f"{folder}: {error}") from error
-        self.coordinator.restore(state["coordinator"], completions)
+        before = self.coordinator.save_point()
+        try:
+            self.coordinator.restore(state["coordinator"], completions)
+        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+            self.coordinator.restore(*before)
+            raise DataError(f"{folder}: its state cannot be restored ({error!r})") from error
         return StepPlan(training_sequences(self.config, self._train), state["metrics"])
 
     def _open(self, coordinator: Coordinator, *, is_recorded: bool = False) -> list[RecordedGroup]:

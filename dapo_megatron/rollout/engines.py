@@ -21,7 +21,7 @@ import torch
 from dapo_megatron.bridge.buckets import BucketSender
 from dapo_megatron.bridge.group import Meeting, join, new_store, open_store
 from dapo_megatron.cluster.collectives import ErrorRecord, on_rank0
-from dapo_megatron.cluster.servers import Server
+from dapo_megatron.cluster.servers import Server, process_name
 from dapo_megatron.protocols import Exchange, ReceivedTensor
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.pool import Pool
@@ -103,12 +103,12 @@ class Engines:
 
     def _meet(self, *, is_over: bool) -> bool:
         """Meet the other ranks. Return whether the work of rank 0 is over. Collective."""
-        given_up: list[int] = []
+        given_up: list[str] = []
         if self.pool is not None:
             given_up, self.pool.given_up = self.pool.given_up, []
-        is_over, given_up = self.exchange.broadcast((is_over, given_up), tuple[bool, list[int]])
-        for replica, server in self.servers.items():
-            server.watch(is_given_up=replica in given_up)
+        is_over, given_up = self.exchange.broadcast((is_over, given_up), tuple[bool, list[str]])
+        for server in self.servers.values():
+            server.watch(is_given_up=process_name(server.process_id) in given_up)
         if not is_over:
             signals = self.exchange.all_gather(self.stop(), str)
             if self.pool is not None:
@@ -271,7 +271,7 @@ class SamplingAhead:
         """Sample with weights `version` during this block. Collective. An error of the coordinator
         is raised on all ranks at the end."""
         is_over = threading.Event()
-        failures: list[DapoError] = []
+        failures: list[Exception] = []
 
         def sample(coordinator: Coordinator) -> None:
             try:
@@ -279,7 +279,7 @@ class SamplingAhead:
                     coordinator.sample_ahead(version, is_over.is_set)
             except EnginesLost:
                 pass  # the next sync waits for engines
-            except DapoError as error:
+            except Exception as error:  # noqa: BLE001 - raised in the thread of the loop
                 failures.append(error)
 
         thread = None

@@ -101,8 +101,8 @@ class Pool:
         """Called with a line about an engine that is lost or refused."""
         self.failure: ErrorRecord | None = None
         """Why the last engine that could not be built failed."""
-        self.given_up: list[int] = []
-        """Replicas whose processes have to be ended, because they may hang."""
+        self.given_up: list[str] = []
+        """Processes that have to be ended, because they may hang."""
         self._config, self._facts, self._seed = dict(config), facts, seed
         self._num_steps = STEPS if deterministic else 0
         self._silence_seconds = silence_seconds
@@ -179,7 +179,7 @@ class Pool:
         self.note(
             f"  engine {replica} ({engine.process}): {why}; what it was working on is sampled again"
         )
-        self.given_up.append(replica)
+        self.given_up.append(engine.process)
         self.on_change(replica, 0)
         self._reports = [item for item in self._reports if item[0] != replica]
         self._send(engine.identity, Order(OrderKind.LEAVE, text=f"rank 0 gave it up: {why}"))
@@ -366,7 +366,6 @@ class Pool:
             self._send(identity, Order(OrderKind.LEAVE, text=fault))
             return
         self.lose(replica, "another process has taken its place")
-        self.given_up = [other for other in self.given_up if other != replica]  # not the new one
         self.failure = None
         self._num_connections += 1
         number, now = self._num_connections, time.monotonic()

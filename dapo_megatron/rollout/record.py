@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 COMPLETIONS, OPEN = "completions.parquet", "open.parquet"
-ROWS = 512
-"""Maximum rows of a row group, unless a group has more: 512 of 5,000 tokens take 20 MB."""
+BATCH_BYTES = 32 * 2**20
+"""Rough maximum size of a row group, unless a group of prompts has more."""
 SUMMARY = (
     *("ticket", "sample", "source", "index", "outcome", "verdict", "finish", "num_tokens"),
     *("num_prompt_tokens", "oldest_version", "logprob_mean", "logprob_min"),
@@ -119,15 +119,7 @@ class OpenGroups:
     @property
     def num_bytes(self) -> int:
         """Size on disk in bytes, at most."""
-        return sum(
-            _ROW_BYTES
-            + 16 * completion.num_tokens
-            + 4 * (len(recorded.group.prompt.tokens) + len(recorded.group.prompt.text))
-            + 4 * len(completion.text)
-            + memoryview(completion.routes or b"").nbytes
-            for recorded in self.groups
-            for completion in recorded.group.completions
-        )
+        return _num_bytes(self.groups)
 
     def write(self, folder: Path) -> None:
         """See protocols.Snapshot."""
@@ -231,17 +223,31 @@ def write_groups(path: Path, groups: Iterable[RecordedGroup]) -> None:
 
 
 def _batches(groups: Iterable[RecordedGroup]) -> Iterator[list[RecordedGroup]]:
-    """Split groups into batches of at most ROWS completions, or one group."""
+    """Split groups into batches of about BATCH_BYTES, or one group."""
     batch: list[RecordedGroup] = []
-    num_rows = 0
+    num_bytes = 0
     for recorded in groups:
-        num_rows += len(recorded.group.completions)
-        if batch and num_rows > ROWS:
+        size = _num_bytes([recorded])
+        if batch and num_bytes + size > BATCH_BYTES:
             yield batch
-            batch, num_rows = [], len(recorded.group.completions)
+            batch, num_bytes = [], 0
         batch.append(recorded)
+        num_bytes += size
     if batch:
         yield batch
+
+
+def _num_bytes(groups: Iterable[RecordedGroup]) -> int:
+    """Return the size of groups in a file, at most."""
+    return sum(
+        _ROW_BYTES
+        + 16 * completion.num_tokens
+        + 4 * (len(recorded.group.prompt.tokens) + len(recorded.group.prompt.text))
+        + 4 * len(completion.text)
+        + memoryview(completion.routes or b"").nbytes
+        for recorded in groups
+        for completion in recorded.group.completions
+    )
 
 
 def _schema(route_type: str) -> Any:

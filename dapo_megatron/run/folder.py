@@ -27,6 +27,7 @@ from dapo_megatron.cluster.heartbeat import HEARTBEATS
 from dapo_megatron.cluster.ownership import check_entries, check_tree
 from dapo_megatron.files import open_lock, read_json, try_lock, write_json
 from dapo_megatron.protocols import Exchange
+from dapo_megatron.rollout.record import forget_after
 from dapo_megatron.types import CheckpointError, ConfigError
 
 _NOT_WRITABLE = (
@@ -151,6 +152,8 @@ class RunFolder:
         self.is_continued = resume == "auto" or self._is_own(source)
         if self.is_continued:
             self._set_aside_after(source)
+            if resume != "auto":  # a later `auto` must not repeat what this run leaves behind
+                forget_after(self.samples, step_of(source.name) if source else 0)
         elif any(self.path.glob("[!.]*")):
             self._move_aside()
         for folder in (self.samples, self.checkpoints, self.logs):

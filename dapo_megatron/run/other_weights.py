@@ -6,6 +6,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from dapo_megatron.checkpoints.folder import check_folder
 from dapo_megatron.checkpoints.formats.open import open_model, open_store
 from dapo_megatron.checkpoints.formats.store import Store, read_into
 from dapo_megatron.cluster.collectives import on_all_ranks
@@ -57,6 +58,8 @@ def keep_reference(config: Config, ranks: Exchange, policy: Policy) -> None:
     """Let `policy`, which still has the weights of model.path, keep those of loss.kl's reference.
     Without a KL penalty nothing is kept. Collective."""
     if config.loss.kl.is_on:
+        if config.loss.kl.reference is not None:
+            check_folder(Path(config.loss.kl.reference), ranks)
         store = open_reference(config)
         write = None if store is None else partial(read_into, store)
         on_all_ranks(ranks, partial(policy.keep_reference, write))

@@ -16,7 +16,7 @@ from dapo_megatron.checkpoints import read_state as read_checkpoint
 from dapo_megatron.checkpoints.folder import step_of
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.config import Config, FileSource, source_file_name
+from dapo_megatron.config import Config, EvaluationConfig, FileSource, source_file_name
 from dapo_megatron.config.file import dump_config, load_config
 from dapo_megatron.data.prompts import report_of
 from dapo_megatron.data.tokenizer import load_tokenizer
@@ -41,7 +41,8 @@ FORMAT = 1
 """Format of the coordinator's state in a record."""
 _MAY_CHANGE: dict[str, Any] = {
     "resume": True,
-    **dict.fromkeys(("run", "evaluation", "checkpoint", "watchdog", "preflight", "tracking"), True),
+    **dict.fromkeys(("run", "checkpoint", "watchdog", "preflight", "tracking"), True),
+    "evaluation": set(EvaluationConfig.model_fields) - {"sets"},  # not trained on
     "train": {"rollout_steps"},
 }
 """Keys that influence neither the rollouts nor the updates of a step."""
@@ -66,10 +67,10 @@ def open_recorder(
 ) -> RunRecorder | RankRecorder:
     """Return the recorder of rank 0; other ranks get a RankRecorder. Collective.
 
-    Rank 0 also prints the run's header, and writes its config and provenance. A run resumed after
-    `step` continues its own files and MLflow run. Rollouts of steps after `last_recorded` are
-    deleted, because the run samples them again. `is_stopping` is called while the report is
-    written at the end.
+    Rank 0 also prints the run's header, and writes its config and provenance. A run that has
+    logged `step` (-1: nothing) continues its own files and MLflow run. Rollouts of steps after
+    `last_recorded` are deleted, because the run samples them again. `is_stopping` is called while
+    the report is written at the end.
     """
 
     def make() -> RunRecorder:
@@ -86,8 +87,8 @@ def open_recorder(
         tags = run_tags(config, folder.attempt)
         tags |= {f"chosen.{key}": value for key, value in chosen.items()}
         keep_provenance(folder.provenance, console, facts, tags, ranks.world_size)
-        # A run from step 0 logs step 0 again, hence -1. Local files come before servers.
-        metrics = JsonlTracker(folder.metrics, step or -1, console.warn)
+        # Local files come before servers.
+        metrics = JsonlTracker(folder.metrics, step, console.warn)
         trackers: list[Tracker] = [metrics, console]
         if folder.is_continued:
             changes += missing_steps(folder.metrics, metrics.steps, step)

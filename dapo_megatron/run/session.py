@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.checkpoints import read_state, restoring
-from dapo_megatron.checkpoints.folder import LAST_READER
+from dapo_megatron.checkpoints.folder import LAST_READER, check_folder
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import end_attempt, start_attempt
 from dapo_megatron.cluster.collectives import on_rank0
@@ -75,7 +75,10 @@ def _train(context: RunContext, engines: Engines | None, replay: Path | None) ->
         repeated, about_records = repeated_steps(config, folder, ranks.world_size, source)
         notes += about_records
     last_recorded = max(progress.step, *repeated, 0)
-    recorder, about_layers = _open_recorder(context, progress.step, last_recorded)
+    logged = progress.step - (progress.not_logged is not None)
+    if not logged and not progress.first_evaluation:
+        logged = -1  # step 0 is logged again
+    recorder, about_layers = _open_recorder(context, logged, last_recorded)
     for note in (*notes, *about_layers):
         recorder.note(f"  {note}")
 
@@ -158,7 +161,8 @@ def _starting_point(
         if "open_step" in state:
             raise CheckpointError(
                 f"resume: {source} was saved by an earlier version. Continue with commit "
-                f"{LAST_READER}, or use the checkpoint as model.path"
+                f"{LAST_READER}, or export it there (tools/convert_checkpoint.py megatron-to-hf) "
+                "and set model.path to the result"
             )
         if replay is None and "replay" in state["coordinator"]:
             raise CheckpointError(
@@ -166,7 +170,10 @@ def _starting_point(
                 f"ledger. Continue with --replay {state['coordinator']['replay']}, or use the "
                 "checkpoint as model.path"
             )
-        return loop.Progress(**state["progress"])
+        progress = loop.Progress(**state["progress"])
+        if progress.not_logged is not None:  # its times are those of another start
+            progress.not_logged = progress.not_logged[0], 0
+        return progress
 
 
 def _resume(context: RunContext, state: dict[str, Any] | None, parts: Parts) -> None:
@@ -188,7 +195,7 @@ def _open_recorder(
     from dapo_megatron.run.record import open_recorder
 
     config, ranks, folder = context.config, context.ranks, context.folder
-    on_rank0(ranks, lambda: start_attempt(folder.attempts, step))
+    on_rank0(ranks, lambda: start_attempt(folder.attempts, max(step, 0)))
     recorder = open_recorder(
         config,
         ranks,
@@ -279,6 +286,8 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
         engines = start_engines(config, ranks, start=str(checkpoint))
         try:
             import_libraries()
+            if checkpoint:
+                check_folder(Path(checkpoint), ranks)
             store = open_checkpoint(config, Path(checkpoint)) if checkpoint else None
             prompts = build.load_prompts(config)
             on_rank0(ranks, lambda: build.check_graders(config, prompts))

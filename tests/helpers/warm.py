@@ -71,6 +71,7 @@ class _WarmServer:
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -79,7 +80,8 @@ class _WarmServer:
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("engine", timeout or 0.0)
-        return self._process.exitcode
+        self.returncode = self._process.exitcode
+        return self.returncode
 
 
 def _serve(

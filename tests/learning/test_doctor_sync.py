@@ -19,9 +19,8 @@ BASE = REPOSITORY / "model_configs" / "tiny_qwen3"
 
 
 def convert(source: Path, target: Path) -> Path:
-    """Convert an HF model to a Megatron checkpoint with four shards."""
-    layout = ("--tensor-parallel", "2", "--pipeline-parallel", "2")
-    done = run("tools/convert_checkpoint.py", "hf-to-megatron", source, target, *layout)
+    """Convert an HF model to a checkpoint of Megatron."""
+    done = run("tools/convert_checkpoint.py", "hf-to-megatron", source, target)
     assert done.returncode == 0, done.stdout + done.stderr
     return target
 

@@ -137,7 +137,7 @@ def refusals(exchange: Ranks, models: Path, root: Path) -> dict[str, str]:
             shutil.copytree(intact, root / folder)
         os.truncate(root / CUT_SHORT / "__1_0.distcp", 1000)
         metadata = read_metadata(intact)
-        del metadata.state_dict_metadata["decoder.final_layernorm.weight"]
+        del metadata.state_dict_metadata["optimizer.state.exp_avg.decoder.final_layernorm.weight"]
         (root / KEY_GONE / METADATA).write_bytes(pickle.dumps(metadata))
     exchange.barrier()
     before = weights(policy)
@@ -217,5 +217,7 @@ def test_damaged_files_and_missing_tensors_are_refused_by_name(ranks: Any, root:
     for rank in ranks:
         messages = rank["refused"]
         assert f"{root / CUT_SHORT}/__1_0.distcp: missing or cut off" in messages[CUT_SHORT]
-        gone = f"{root / KEY_GONE}: decoder.final_layernorm.weight is missing"
+        gone = (
+            f"{root / KEY_GONE}: optimizer.state.exp_avg.decoder.final_layernorm.weight is missing"
+        )
         assert gone in messages[KEY_GONE]

@@ -335,7 +335,7 @@ def test_a_checkpoint_without_checksums_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "x" / "checkpoints" / "step_000007"
     path.mkdir(parents=True)
     write_json(path / "state.json", {"step": 7})
-    with pytest.raises(CheckpointError, match="all checkpoints in .* are damaged"):
+    with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged"):
         Run(tmp_path / "x")
 
 

@@ -101,7 +101,7 @@ def test_a_server_with_another_model_is_lost() -> None:
         order = order_of(pool, server)
         assert order.kind is OrderKind.LEAVE
         assert "model.path: config.json is decaf there, and c0ffee on rank 0" in order.text
-        assert pool.ready == {} and pool.given_up == [0]
+        assert pool.ready == {} and len(pool.given_up) == 1
         server.close()
 
 
@@ -160,7 +160,7 @@ def test_a_replica_whose_connection_has_ended_is_lost() -> None:
         wait_for(pool, lambda: pool.lost == {0})
         assert time.monotonic() - started < QUICK_SECONDS
         assert pool.advance([[], []]) == []  # what a lost replica reported is not used
-        assert pool.given_up == [0] and pool.present == [1]
+        assert pool.given_up == ["process of 0"] and pool.present == [1]
         second.send(is_interrupted=True)
         assert [replica for replica, _ in pool.interrupt()] == [1]
         second.close()

@@ -120,7 +120,7 @@ def test_groups_are_restored_exactly(
     tickets = [content[0] for content in expected]
     wanted = data.draw(st.sets(st.sampled_from([*tickets, 3])))
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record, "ROWS", rows)
+        patch.setattr(record, "BATCH_BYTES", 2000 * rows)
         folder = Path(name)
         write_groups(folder / COMPLETIONS, groups)
         assert [*map(exact, read_groups(folder / COMPLETIONS))] == expected
@@ -163,7 +163,8 @@ def test_the_size_of_open_groups_is_not_underestimated(tmp_path: Path) -> None:
 def test_only_row_groups_with_wanted_tickets_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record, "ROWS", 4)
+    pair = [RecordedGroup(group(ticket)) for ticket in range(2)]
+    monkeypatch.setattr(record, "BATCH_BYTES", record._num_bytes(pair))
     path = tmp_path / COMPLETIONS
     write_groups(path, [RecordedGroup(group(ticket)) for ticket in range(8)])
     calls: list[tuple[int, Any]] = []
