@@ -46,9 +46,9 @@ class Ranks:
         return self.members or range(self.world_size)
 
     def second(self) -> Ranks:
-        """Return these ranks with a separate process group, for another thread. Collective. Raises
-        RankError as `join` does."""
-        return self._with_group("second", self.names, lambda _: None)
+        """Return these ranks with a separate process group, for the thread that writes checkpoints;
+        the stacks of a hang name it. Collective. Raises RankError as `join` does."""
+        return self._with_group("checkpoint", self.names, lambda _: None)
 
     def subgroup(self, ranks: Sequence[int]) -> Ranks:
         """Return these ranks, in ascending order, as a separate world with its own process
