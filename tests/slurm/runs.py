@@ -191,7 +191,7 @@ def recovered(run: Run, fault: str, inject: Callable[[], object]) -> float:
 
     Add lost steps and seconds to FAULTS. Return the seconds.
     """
-    before = run.num_steps()
+    before, starts = run.num_steps(), len(run.resumed_from())
     restarts = int(run.job.facts()["Restarts"])
     fault_time = time.monotonic()
     inject()
@@ -200,7 +200,9 @@ def recovered(run: Run, fault: str, inject: Callable[[], object]) -> float:
     started = time.time()
     wait_until(
         lambda: (
-            run.num_steps() > before and (run.folder / "metrics.jsonl").stat().st_mtime > started
+            len(run.resumed_from()) > starts  # the stopped start finishes its step first
+            and run.num_steps() > before
+            and (run.folder / "metrics.jsonl").stat().st_mtime > started
         ),
         2 * START_SECONDS,
         run.story,
