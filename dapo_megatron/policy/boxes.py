@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from math import prod
 from typing import Any
@@ -58,7 +59,7 @@ class TrainingState:
 
     def to_save(self) -> Iterator[Box]:
         """Yield the boxes that this rank writes."""
-        parts = _by_param(self.models)
+        parts = self._parts
         trained = {id(p) for model in self.models for p in model.parameters() if p.requires_grad}
         for owned in self.owned:
             # Ranks of the data-parallel group own disjoint ranges. Of other copies one is saved.
@@ -67,16 +68,15 @@ class TrainingState:
             flat = _flat(owned.param)[owned.start : owned.stop]
             for part in own:
                 yield from self._boxes(part, flat, owned.start, part.entry.key)
-        for part in (part for of_param in parts.values() for part in of_param):
+        for part in chain.from_iterable(parts.values()):
             if id(part.param) not in trained and not any(part.entry.replica_id):
                 yield from self._boxes(part, _flat(part.param), 0, part.entry.key)
 
     def to_load(self) -> Iterator[Box]:
         """Yield the boxes that this rank reads: its whole parameters, and its optimizer's state."""
-        parts = _by_param(self.models)
         for owned in self.owned:
-            yield from self._optimizer_boxes(owned, parts[id(owned.param)])
-        for part in (part for of_param in parts.values() for part in of_param):
+            yield from self._optimizer_boxes(owned, self._parts[id(owned.param)])
+        for part in chain.from_iterable(self._parts.values()):
             if is_quantized(part.param):  # is then set from the main weights
                 continue
             flat = _flat(part.param)
@@ -91,7 +91,7 @@ class TrainingState:
         """Set rows that pad the vocabulary to 0, and their state. They are not saved, and never get
         a gradient."""
         first: dict[int, int] = {}
-        for part in (part for of_param in _by_param(self.models).values() for part in of_param):
+        for part in chain.from_iterable(self._parts.values()):
             if part.entry.allow_shape_mismatch:
                 num_rows = max(0, self.vocabulary - part.entry.global_offset[0])
                 first[id(part.param)] = num_rows * part.param[0].numel()
@@ -102,6 +102,28 @@ class TrainingState:
                 for values in (*map(owned.state.get, MOMENTS), owned.copy):
                     if values is not None:
                         values.view(-1)[start:].zero_()
+
+    def objects(self) -> dict[str, Any]:
+        """Return the extra state of modules that this rank writes for Megatron, by key."""
+        objects = {}
+        for entry in filter(_is_object, self._entries):
+            replica = entry.replica_id
+            if not any(replica if isinstance(replica, tuple) else (replica,)):
+                objects[entry.unique_key] = entry.data
+        return objects
+
+    @cached_property
+    def _entries(self) -> list[Any]:
+        """Megatron's descriptions of the tensors and objects of all chunks."""
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+        described = [model.sharded_state_dict(metadata=dict(CONTENT)) for model in self.models]
+        return list(chain.from_iterable(map(nested_values, described)))
+
+    @cached_property
+    def _parts(self) -> dict[int, list[_Part]]:
+        """Parts of each parameter, by its id."""
+        return _by_param(entry for entry in self._entries if not _is_object(entry))
 
     def _optimizer_boxes(self, owned: Owned, parts: Iterable[_Part]) -> Iterator[Box]:
         fields = {field: owned.state[field] for field in MOMENTS}
@@ -137,17 +159,6 @@ class TrainingState:
                 box = box[: max(0, self.vocabulary - origin[0])]
             if box.numel():
                 yield Box(key, (*leading, *origin), shape, box, may_be_padded=is_vocabulary)
-
-
-def extra_objects(models: Sequence[Any]) -> dict[str, Any]:
-    """Return the extra state of modules that this rank writes for Megatron, by key."""
-    objects = {}
-    for entry in _entries(models):
-        if _is_object(entry):
-            replica = entry.replica_id
-            if not any(replica if isinstance(replica, tuple) else (replica,)):
-                objects[entry.unique_key] = entry.data
-    return objects
 
 
 def split(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, int]]:
@@ -245,15 +256,13 @@ def _flat(param: Any) -> Tensor:
     return values.view(-1)
 
 
-def _by_param(models: Sequence[Any]) -> dict[int, list[_Part]]:
+def _by_param(entries: Iterable[Any]) -> dict[int, list[_Part]]:
     """Return the parts of each parameter, by its id."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
     parts: dict[int, list[_Part]] = {}
-    for entry in _entries(models):
-        if _is_object(entry):
-            continue
+    for entry in entries:
         own = [entry]
         if isinstance(entry, ShardedTensorFactory):  # gate and up
             # Parts of a tensor without memory say where they are in it.
@@ -262,14 +271,6 @@ def _by_param(models: Sequence[Any]) -> dict[int, list[_Part]]:
             own = list(nested_values(meta.build()))
         parts.setdefault(id(entry.data), []).extend(_Part(entry.data, part) for part in own)
     return parts
-
-
-def _entries(models: Sequence[Any]) -> Iterator[Any]:
-    """Yield Megatron's descriptions of the tensors and objects of all chunks."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-
-    for model in models:
-        yield from nested_values(model.sharded_state_dict(metadata=dict(CONTENT)))
 
 
 def _is_object(entry: Any) -> bool:

@@ -31,7 +31,7 @@ from dapo_megatron.checkpoints.formats.torch_dist.store import write_about
 from dapo_megatron.cluster.collectives import decode, encode, on_all_ranks, on_rank0
 from dapo_megatron.files import read_json
 from dapo_megatron.model import Architecture, architecture
-from dapo_megatron.policy.boxes import CONTENT, STATE, HostCopies, TrainingState, extra_objects
+from dapo_megatron.policy.boxes import CONTENT, STATE, HostCopies, TrainingState
 from dapo_megatron.policy.device import has_cuda
 from dapo_megatron.policy.optimizer import (
     MAIN,
@@ -64,7 +64,7 @@ def snapshot(
     state = TrainingState(models, list(owned_parts(optimizer)), arch.vocab_size)
     boxes = [*state.to_save(), *_rng_boxes(exchange, rng_tensors())]
     objects = {}
-    for key, value in extra_objects(models).items():
+    for key, value in state.objects().items():
         buffer = io.BytesIO()
         torch.save([value], buffer)  # as Megatron does
         objects[key] = buffer.getvalue()

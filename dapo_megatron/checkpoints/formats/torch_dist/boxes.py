@@ -24,7 +24,7 @@ from itertools import groupby
 from math import prod
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, BinaryIO, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -45,7 +45,6 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from dapo_megatron.checkpoints.formats.weights_folder import check_file_name
 from dapo_megatron.files import open_regular
@@ -285,7 +284,7 @@ class Reading:
                     at = place.relative_path, place.offset, place.length
                     target = _part(box.values, item.dest_offsets, item.lengths)
                     self._reads.setdefault(at, []).append((target, item))
-            _check_lengths(folder, self._reads)
+            check_lengths(folder, self._reads)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -294,10 +293,41 @@ class Reading:
             path = self._folder / name
             with _naming(path, "is damaged"), open_regular(path) as file:
                 for place in places:
-                    view: Any = _create_file_view(cast(io.IOBase, file), *place[1:])
+                    view: Any = FilePart(file, *place[1:])
                     stored = torch.load(view, map_location="cpu", weights_only=True)
                     for target, item in self._reads[place]:
                         target.copy_(_part(stored, item.storage_offsets, item.lengths))
+
+
+class FilePart(io.RawIOBase):
+    """A part of a file, as a file of its own. (torch's `_create_file_view` has another end than
+    zipfile expects.)"""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if start + offset < 0:
+            raise ValueError("seek before the start")
+        self._at = start + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(0, min(len(buffer), self._length - self._at))
+        self._file.seek(self._offset + self._at)
+        num_read: int = self._file.readinto(memoryview(buffer)[:size])  # type: ignore[attr-defined]
+        self._at += num_read
+        return num_read
 
 
 def _part(tensor: Tensor, offset: Iterable[int], sizes: Iterable[int]) -> Tensor:
@@ -318,7 +348,7 @@ def _naming(path: Path, fault: str) -> Iterator[None]:
         raise CheckpointError(f"{path}: {fault} ({error}); copy the checkpoint again") from error
 
 
-def _check_lengths(folder: Path, places: Iterable[tuple[str, int, int]]) -> None:
+def check_lengths(folder: Path, places: Iterable[tuple[str, int, int]]) -> None:
     """Raise CheckpointError naming a file that is missing or cut off."""
     needed: dict[str, int] = {}
     for name, start, num_bytes in places:

@@ -6,14 +6,12 @@ wanted. Other pickles (arguments of Megatron-LM) are read with placeholders for 
 
 from __future__ import annotations
 
-import io
-import os
 import pickle
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +21,8 @@ from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo, read_box
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import (
     METADATA,
     UNREADABLE,
+    FilePart,
+    check_lengths,
     read_metadata,
 )
 from dapo_megatron.checkpoints.formats.weights_folder import check_file_name
@@ -131,12 +131,7 @@ class RecordFile:
         self._items = items
         self._starts: dict[Record, int] = {}
         records = [item.chunk.record for item in items.values()]
-        needed = max(record.offset + record.length for record in records)
-        if not path.exists() or path.stat().st_size < needed:
-            raise CheckpointError(
-                f"{path}: missing or cut off, by {METADATA} it has {needed:,} bytes; copy the "
-                "checkpoint again"
-            )
+        check_lengths(path.parent, [(path.name, each.offset, each.length) for each in records])
 
     def read(self, key: str, box: Region | None = None) -> Tensor:
         """Return an item, or a box of it. Raises CheckpointError naming the file."""
@@ -157,10 +152,11 @@ def _start_of_elements(path: Path, chunk: Chunk) -> int:
     record = chunk.record
     try:
         with open_regular(path) as file:
-            view = _view(file, record)
+            view: Any = FilePart(file, record.offset, record.length)
             # Without memory, so that the elements are not read.
             tensor = torch.load(view, map_location="meta", weights_only=True)
-            [data] = _entries(view, "/data/0")
+            with zipfile.ZipFile(view) as archive:
+                data = _entry(archive, "/data/0")
             file.seek(record.offset + data.header_offset + _ZIP_HEADER - 4)
             lengths = file.read(4)
     except OSError as error:
@@ -180,44 +176,9 @@ def _start_of_elements(path: Path, chunk: Chunk) -> int:
     return record.offset + data.header_offset + _ZIP_HEADER + name + extra
 
 
-class _View(io.RawIOBase):
-    """A record of a file, as a file of its own."""
-
-    def __init__(self, file: IO[bytes], record: Record) -> None:
-        self._file, self._record, self._at = file, record, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._record.length}[whence]
-        if start + offset < 0:
-            raise ValueError("seek before the start")
-        self._at = start + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        size = max(0, min(len(buffer), self._record.length - self._at))
-        self._file.seek(self._record.offset + self._at)
-        data = self._file.read(size)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
-def _view(file: IO[bytes], record: Record) -> IO[bytes]:
-    return io.BufferedReader(_View(file, record))
-
-
-def _entries(view: IO[bytes], ending: str) -> list[zipfile.ZipInfo]:
-    with zipfile.ZipFile(view) as archive:
-        return [entry for entry in archive.infolist() if entry.filename.endswith(ending)]
+def _entry(archive: zipfile.ZipFile, ending: str) -> zipfile.ZipInfo:
+    [entry] = [entry for entry in archive.infolist() if entry.filename.endswith(ending)]
+    return entry
 
 
 # ---------------------------------------------------------------------------- other objects
@@ -247,9 +208,9 @@ def read_object(path: Path, record: Record | None = None) -> Any:
     Placeholder for each object of a class. Raises CheckpointError."""
     try:
         with open_regular(path) as file:
-            view: Any = file if record is None else _view(file, record)
+            view: Any = file if record is None else FilePart(file, record.offset, record.length)
             with zipfile.ZipFile(view) as archive:
-                [entry] = [e for e in archive.infolist() if e.filename.endswith("/data.pkl")]
+                entry = _entry(archive, "/data.pkl")
                 if entry.compress_type != zipfile.ZIP_STORED:
                     raise ValueError("compressed")
                 with archive.open(entry) as data:
