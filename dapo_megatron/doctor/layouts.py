@@ -53,8 +53,8 @@ from dapo_megatron.doctor.shrink import shrink, write_random_model
 from dapo_megatron.doctor.table import TOLERANCES, CaseResult, CaseTable
 from dapo_megatron.files import check_result, write_result
 from dapo_megatron.model import read_architecture, to_hf_config
+from dapo_megatron.plan.compatibility import Machine
 from dapo_megatron.plan.compatibility import check as check_compatibility
-from dapo_megatron.plan.compatibility.rule import Machine
 from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.policy.device import claim, has_cuda
 from dapo_megatron.run.loss import loss_function

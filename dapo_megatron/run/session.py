@@ -21,8 +21,7 @@ from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_json
 from dapo_megatron.model import read_architecture
-from dapo_megatron.plan.compatibility import check
-from dapo_megatron.plan.compatibility.rule import Machine
+from dapo_megatron.plan.compatibility import Machine, check
 from dapo_megatron.run.context import RunContext, open_context, report_error
 from dapo_megatron.run.libraries import import_libraries
 from dapo_megatron.types import CheckpointError, DapoError, Fenced, Phase, Stopped

@@ -9,7 +9,7 @@ import pytest
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.config.file import load_config
 from dapo_megatron.model import Architecture, architecture
-from dapo_megatron.plan.compatibility.rule import Machine, RunFacts
+from dapo_megatron.plan.compatibility import Machine, RunFacts
 from dapo_megatron.plan.estimate import kernels_of
 from dapo_megatron.policy import kernels as module
 from dapo_megatron.policy.kernels import kernels, kernels_chosen

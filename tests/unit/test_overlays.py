@@ -12,8 +12,7 @@ from dapo_megatron.config import Config, LossConfig
 from dapo_megatron.config.file import load_config
 from dapo_megatron.files import read_json
 from dapo_megatron.model import architecture
-from dapo_megatron.plan.compatibility import check
-from dapo_megatron.plan.compatibility.rule import Machine
+from dapo_megatron.plan.compatibility import Machine, check
 from dapo_megatron.run.loss import loss_function
 from tests.helpers.configs import REPOSITORY, TINY
 

@@ -10,8 +10,7 @@ from dapo_megatron.cluster.instruments import MemoryMeter
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config
 from dapo_megatron.model import read_architecture
-from dapo_megatron.plan.compatibility import check
-from dapo_megatron.plan.compatibility.rule import Machine
+from dapo_megatron.plan.compatibility import Machine, check
 from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.run.models import build_models, start_engines
 from gpu_checks.figures import Figure, at_most, holds, reported

@@ -25,8 +25,7 @@ from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.engine.messages import GroupRequest, Sampling
 from dapo_megatron.model import read_architecture
-from dapo_megatron.plan.compatibility import check
-from dapo_megatron.plan.compatibility.rule import Machine
+from dapo_megatron.plan.compatibility import Machine, check
 from dapo_megatron.policy.device import backend, claim
 from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.rollout.pool import Pool
