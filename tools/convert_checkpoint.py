@@ -26,20 +26,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from converting.compare import Difference, compare
 from converting.options import print_options
 from rich import progress as bars
 from rich.table import Table
 
 from dapo_megatron.checkpoints.folder import MANIFEST, damaged_file
-from dapo_megatron.checkpoints.formats.compare import (
-    Difference,
-    compare,
-    compare_replicas,
-    replica_bytes,
-)
 from dapo_megatron.checkpoints.formats.hf import HfWriter
 from dapo_megatron.checkpoints.formats.open import open_store
-from dapo_megatron.checkpoints.formats.store import Store, describe, fill
+from dapo_megatron.checkpoints.formats.store import Store, describe
 from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
 from dapo_megatron.checkpoints.formats.torch_dist.store import FORMAT, write_torch_dist
 from dapo_megatron.checkpoints.formats.weights_folder import (
@@ -90,10 +85,7 @@ Overwrite = Annotated[
     bool,
     typer.Option("--overwrite", help="Replace the whole folder TARGET, if it holds a model."),
 ]
-Check = Annotated[
-    bool,
-    typer.Option(help="Compare copies of a tensor in SOURCE; read TARGET back and compare it."),
-]
+Check = Annotated[bool, typer.Option(help="Read TARGET back and compare it with SOURCE.")]
 Ignore = Annotated[
     list[str] | None,
     typer.Option(metavar="FIELD", help="Unknown field of config.json to ignore."),
@@ -146,7 +138,7 @@ def megatron_to_hf(
     ) -> int:
         writer = HfWriter(folder, tensors, int(max_file_gib * GIB))
         writer.create()
-        fill(writer, store, progress)
+        writer.copy(store, tensors, progress)
         writer.finish()
         return writer.nbytes
 
@@ -187,9 +179,6 @@ def inspect(
 def verify(
     left: Annotated[Path, typer.Argument(metavar="A", help="A folder.", show_default=False)],
     right: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
-    replicas: Annotated[
-        bool, typer.Option(help="Also compare the copies of a tensor within each folder.")
-    ] = True,
     hf_config: HfConfig = None,
     ignore: Ignore = None,
     drop_mtp: DropMtp = False,
@@ -205,12 +194,9 @@ def verify(
             open_store(folder, ignore or (), hf_config, drop_mtp=drop_mtp)
             for folder in (left, right)
         )
-        with_replicas = [store for store in (a, b) if replicas]
-        total = num_bytes(a) + sum(map(replica_bytes, with_replicas))
+        total = num_bytes(a)
         with bar("comparing", total) as advance:
             differences = list(compare(a, b, advance))
-            for store in with_replicas:
-                differences += compare_replicas(store, advance)
         results |= {"same": not differences, "tensors": len(a.tensors), "bytes": total}
         results["differences"] = [asdict(difference) for difference in differences]
         if not differences:
@@ -248,8 +234,6 @@ def convert(
         raise CheckpointError(f"{store.folder} is damaged: {fault}")
     started, baseline = time.monotonic(), resident_bytes("VmRSS")
     with publish(target, overwrite=overwrite) as folder:
-        if check:
-            check_copies(store)
         with bar("writing", num_bytes(store)) as advance:
             nbytes = write(store, folder, infos, advance)
             copy_companions(store.model_folder, folder, new_dtype)
@@ -282,23 +266,10 @@ def convert(
     }
 
 
-def check_copies(source: Store) -> None:
-    """Raise CheckpointError if the source holds copies of a tensor that differ."""
-    with bar("comparing copies", replica_bytes(source)) as advance:
-        differences = list(compare_replicas(source, advance))
-    if differences:
-        raise CheckpointError(
-            f"{source.folder}: holds copies of a tensor that differ, and this program cannot know "
-            "which is right. Take another checkpoint, or use --no-check, which takes the first "
-            f"copy of each:\n{difference_lines(differences)}"
-        )
-
-
 def read_back(source: Store, written: Store, *, same_dtype: bool) -> None:
-    """Raise CheckpointError unless every copy of every written tensor equals its source."""
-    with bar("reading back", num_bytes(source) + replica_bytes(written)) as advance:
+    """Raise CheckpointError unless every written tensor equals its source."""
+    with bar("reading back", num_bytes(source)) as advance:
         differences = list(compare(source, written, advance, same_dtype=same_dtype))
-        differences += compare_replicas(written, advance)
     if differences:
         raise CheckpointError(
             f"{written.folder}: not what was read from {source.folder}. Check the disk and try "

@@ -17,36 +17,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dapo_megatron.checkpoints import folder as folders
 from dapo_megatron.checkpoints.folder import Entry, entry_of, write_manifest
+from dapo_megatron.checkpoints.formats.export import HfExport
+from dapo_megatron.checkpoints.formats.weights_folder import Companions
 from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.config import Config
 from dapo_megatron.files import publish_folder, write_text
-from dapo_megatron.protocols import Exchange, Snapshot
+from dapo_megatron.protocols import Exchange, Policy, Recorder, Snapshot
 from dapo_megatron.types import CheckpointError, DapoError
 
 Result = TypeVar("Result")
-
-
-class Export(Protocol):
-    """Export of a checkpoint to another format. Methods raise OSError or DapoError."""
-
-    num_bytes: int
-    """Total size of the exported files."""
-
-    def create(self, target: Path) -> None:
-        """Create the files in an empty folder. Called on one rank."""
-        ...
-
-    def write(self, source: Path, target: Path, rank: int, num_ranks: int) -> None:
-        """Write this rank's share of the checkpoint `source`. Called on all ranks concurrently."""
-        ...
-
-    def finish(self, target: Path) -> None:
-        """Make the files valid after all ranks have written. Called on one rank."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -70,24 +53,20 @@ class CheckpointSaver:
     exchange: Exchange
     background: Exchange
     """Exchange for the writing threads."""
-    snapshot: Callable[[], Snapshot]
-    """Copies this rank's part of the state to host memory."""
+    policy: Policy
+    recorder: Recorder
+    """Shows lines to the user. Its records of the steps are flushed before a checkpoint is
+    published, because a resumed run does not sample the steps of a checkpoint again."""
+    companions: Companions
+    """config.json and tokenizer, with which a checkpoint is read without the original model."""
+    export: HfExport | None = None
+    """Export to write with each checkpoint."""
     attempt: str = "0"
     """Name of this attempt; used on rank 0. Checkpoints are written to `.partial/<attempt>/`."""
     check_owner: Callable[[], None] = lambda: None
     """Raises Fenced if another attempt owns the run's folder. Called on rank 0."""
-    note: Callable[[str], None] = lambda _: None
-    """Shows a line to the user."""
-    exports: Mapping[str, Export] = field(default_factory=dict)
-    """Exports to write with each checkpoint, by the name of their folder in it."""
-    describe: Callable[[Path], None] = lambda _: None
-    """Copies config.json and tokenizer into a folder, so that a checkpoint can be read without the
-    original model."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Values to save with every checkpoint (the MLflow run id)."""
-    flush: Callable[[], None] = lambda: None
-    """Waits until this rank's recorded rollouts are on disk. A checkpoint is published only after
-    the rollouts of all its steps, because a resumed run does not sample them again."""
 
     def __post_init__(self) -> None:
         self._last_save = time.monotonic()
@@ -115,7 +94,7 @@ class CheckpointSaver:
         First waits for the previous write, whose copy still occupies host memory.
         """
         self._join()
-        self._part = self.snapshot()
+        self._part = self.policy.snapshot()
 
     def commit(
         self, step: int, state: Mapping[str, Any], parts: Sequence[Snapshot] = ()
@@ -126,7 +105,7 @@ class CheckpointSaver:
         The copy is made now if `stage` was not called. First waits for the previous write.
         """
         self._join()
-        part, self._part = self._part or self.snapshot(), None
+        part, self._part = self._part or self.policy.snapshot(), None
         self._last_save = time.monotonic()
         if self.exchange.rank == 0:
             state = {**state, **self.extra}
@@ -177,7 +156,7 @@ class CheckpointSaver:
         None."""
         num_bytes = sum(part.num_bytes for part in job.parts)
         needed = sum(self.background.all_gather(num_bytes, int))
-        needed += sum(export.num_bytes for export in self.exports.values())
+        needed += self.export.num_bytes if self.export else 0
         partial = self.folder / folders.PARTIAL / self.attempt / folders.name_of(job.step)
         partial = self.background.broadcast(partial, Path)
         try:
@@ -202,11 +181,11 @@ class CheckpointSaver:
             raise CheckpointError("no room")
 
     def _write_parts(self, job: _Job, partial: Path) -> dict[str, Entry]:
-        """Write this rank's parts, and its share of the exports. Return the entries of all ranks'
+        """Write this rank's parts, and its share of the export. Return the entries of all ranks'
         files."""
 
         def write() -> dict[str, Entry]:
-            self.flush()
+            self.recorder.flush()
             for part in job.parts:
                 part.write(partial)
             return {
@@ -218,16 +197,15 @@ class CheckpointSaver:
         entries = self._all_ranks(write)
         for part in job.parts:
             part.finish(partial, self.background)
-        if self.exports:
-            self._rank0(lambda: self.describe(partial))
-        for name in self.exports:
-            entries |= self._export(name, partial)
+        self._rank0(lambda: self.companions.copy(partial))
+        if self.export is not None:
+            entries |= self._export(self.export, partial)
         by_rank = self.background.all_gather(entries, dict[str, Entry])
         return {name: entry for rank_entries in by_rank for name, entry in rank_entries.items()}
 
-    def _export(self, name: str, partial: Path) -> dict[str, Entry]:
-        """Write an export. Return the manifest entries of this rank's share of its files."""
-        export, target = self.exports[name], partial / name
+    def _export(self, export: HfExport, partial: Path) -> dict[str, Entry]:
+        """Write the export. Return the manifest entries of this rank's share of its files."""
+        target = partial / export.FOLDER
         rank, num_ranks = self.background.rank, self.background.world_size
 
         def create() -> None:
@@ -247,8 +225,6 @@ class CheckpointSaver:
         return self._all_ranks(lambda: {file: entry_of(partial / file) for file in share})
 
     def _finish(self, job: _Job, partial: Path, known: Mapping[str, Entry]) -> None:
-        if not self.exports:
-            self.describe(partial)
         write_text(partial / folders.STATE, json.dumps(job.state))
         write_manifest(partial, known)
 
@@ -267,7 +243,7 @@ class CheckpointSaver:
         with suppress(OSError):
             os.write(2, f"{text}\n".encode())
         with suppress(OSError):
-            self.note(text)
+            self.recorder.note(text)
 
     def _disk_status(self) -> str:
         try:

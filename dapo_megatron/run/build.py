@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from dapo_megatron.algo.schedule import warmup_lr
-from dapo_megatron.checkpoints import CheckpointSaver
-from dapo_megatron.checkpoints.formats.weights_folder import copy_companions, declare_without_mtp
+from dapo_megatron.checkpoints.formats.export import HfExport
+from dapo_megatron.checkpoints.formats.weights_folder import Companions
+from dapo_megatron.checkpoints.saver import CheckpointSaver
 from dapo_megatron.cluster.instruments import MemoryMeter, StepInstruments, TimelineRecorder
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.watchdog import Watchdog
@@ -35,14 +36,13 @@ from dapo_megatron.rollout.delivery import Delivery, RouteSize
 from dapo_megatron.rollout.engines import Engines, SamplingAhead
 from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
-from dapo_megatron.run.exports import exports_of
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.run.loss import loss_function
 from dapo_megatron.run.models import Models, build_policy, planner
 from dapo_megatron.run.other_weights import keep_reference
 from dapo_megatron.run.record import facts_of
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
-from dapo_megatron.types import Prompt, torch_dtype
+from dapo_megatron.types import Prompt
 
 
 @dataclass
@@ -265,19 +265,11 @@ def _checkpoints(
         folder.checkpoints,
         ranks,
         background=ranks.second(),
-        snapshot=policy.snapshot,
+        policy=policy,
+        recorder=recorder,
+        companions=Companions.of(config),
+        export=HfExport(config) if config.checkpoint.export_hf else None,
         attempt=folder.attempt,
         check_owner=folder.check_owner,
-        note=recorder.note,
-        exports=exports_of(config),
-        describe=partial(_describe, config),
         extra={"mlflow_run": recorder.run_id},
-        flush=recorder.flush,
     )
-
-
-def _describe(config: Config, folder: Path) -> None:
-    """Copy config.json, tokenizer and other files of the model into a training checkpoint."""
-    copy_companions(Path(config.model.path), folder, torch_dtype(config.policy.precision))
-    if config.model.drop_mtp:
-        declare_without_mtp(folder)

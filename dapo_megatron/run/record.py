@@ -11,9 +11,8 @@ from typing import Any, TextIO
 
 import torch
 
-from dapo_megatron.checkpoints import newest
-from dapo_megatron.checkpoints import read_state as read_checkpoint
-from dapo_megatron.checkpoints.folder import step_of
+from dapo_megatron.checkpoints.folder import newest, step_of
+from dapo_megatron.checkpoints.folder import read_state as read_checkpoint
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config, EvaluationConfig, FileSource, source_file_name

@@ -12,8 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from dapo_megatron.checkpoints import read_state, restoring
-from dapo_megatron.checkpoints.folder import LAST_READER, check_folder
+from dapo_megatron.checkpoints.folder import LAST_READER, check_folder, read_state, restoring
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import end_attempt, start_attempt
 from dapo_megatron.cluster.collectives import on_rank0

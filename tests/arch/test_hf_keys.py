@@ -17,10 +17,6 @@ LOOKUPS = {"get", "pop", "setdefault", "__getitem__", "getattr", "hasattr"}
 EXCEPTIONS = {
     ("config/file.py", "model_type"): "pydantic's name of an error",
     **{
-        ("checkpoints/formats/torch_dist/options.py", key): "an argument of Megatron-LM"
-        for key in ("num_attention_heads", "max_position_embeddings", "attention_dropout")
-    },
-    **{
         ("policy/model.py", key): "a field of Megatron's MLATransformerConfig"
         for key in ("moe_layer_freq", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim")
     },

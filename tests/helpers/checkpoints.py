@@ -15,10 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from dapo_megatron.checkpoints.formats.compare import compare
 from dapo_megatron.checkpoints.formats.hf import HfWriter
 from dapo_megatron.checkpoints.formats.open import open_store
-from dapo_megatron.checkpoints.formats.store import Store, blocks, fill, read_parameter
+from dapo_megatron.checkpoints.formats.store import Store, blocks, read_parameter
 from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box, write_boxes, write_metadata
 from dapo_megatron.checkpoints.formats.torch_dist.model_config import COMMON, MARK
@@ -34,6 +33,7 @@ from dapo_megatron.model import architecture, hf_tensors
 from dapo_megatron.types import whole
 from tests.helpers.torch_dist import to_torch_dist
 from tools import convert_checkpoint
+from tools.converting.compare import compare
 
 SHARED = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -167,7 +167,7 @@ def to_hf(source: Store, folder: Path, max_file_bytes: int = 2**30) -> Store:
     with publish(folder, overwrite=True) as partial:
         writer = HfWriter(partial, source.tensors, max_file_bytes)
         writer.create()
-        fill(writer, source, lambda _: None)
+        writer.copy(source, source.tensors, lambda _: None)
         writer.finish()
         copy_companions(source.model_folder, partial)
     return open_store(folder)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from dapo_megatron.checkpoints import CheckpointSaver
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box
+from dapo_megatron.checkpoints.formats.weights_folder import Companions
+from dapo_megatron.checkpoints.saver import CheckpointSaver
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.policy.checkpoint import PolicySnapshot
 from dapo_megatron.protocols import Exchange
@@ -54,6 +55,7 @@ class OnTheWay:
 class TextExport:
     """An export that writes the size of each rank file as text."""
 
+    FOLDER = "hf"
     num_bytes = 10
 
     def create(self, target: Path) -> None:
@@ -67,27 +69,51 @@ class TextExport:
         (target / "index.txt").write_text("done", encoding="utf-8")
 
 
-class Run:
+class Source:
+    """A policy with the snapshot `part`, and a recorder that keeps its notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.part: Any = None
+
+    def snapshot(self) -> Any:
+        return self.part or part()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def flush(self) -> None:
+        """Nothing is recorded."""
+
+
+def companions(beside: Path) -> Companions:
+    """Return the files of a model in a folder beside `beside`."""
+    model = beside.with_name("model")
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text("{}", encoding="utf-8")
+    return Companions(model, None)
+
+
+class Run(Source):
     """A run folder and its checkpoints, made like the package `run` makes them."""
 
     def __init__(self, path: Path, *, resume: str = "auto", **settings: Any) -> None:
+        super().__init__()
         self.folder = RunFolder(path)
         self.folder.acquire(lock_seconds=0.0)
         self.source = self.folder.find_checkpoint(resume, ALONE)
         self.folder.prepare(resume, self.source)
-        self.notes: list[str] = []
-        self.part: Any = None
         keys = {f"checkpoint__{key}": value for key, value in settings.items()}
         self.checkpoints = CheckpointSaver(
             tiny_config(train__rollout_steps=60, **keys),
             self.folder.checkpoints,
             ALONE,
             background=ALONE,
-            snapshot=lambda: self.part or part(),
+            policy=self,
+            recorder=self,
+            companions=companions(path),
             attempt=self.folder.attempt,
             check_owner=self.folder.check_owner,
-            note=self.notes.append,
-            describe=lambda path: (path / "config.json").write_text("{}") and None,
         )
 
     def save(self, step: int, part: Any = None, **state: Any) -> Path:

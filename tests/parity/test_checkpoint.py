@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_megatron.checkpoints import CheckpointSaver, fault_of
+from dapo_megatron.checkpoints.folder import fault_of
+from dapo_megatron.checkpoints.formats.export import HfExport
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import METADATA, read_metadata
-from dapo_megatron.checkpoints.formats.weights_folder import copy_companions
+from dapo_megatron.checkpoints.formats.weights_folder import Companions
+from dapo_megatron.checkpoints.saver import CheckpointSaver
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config
 from dapo_megatron.types import CheckpointError, StepStats
@@ -26,6 +27,7 @@ from tests.helpers.configs import tiny_config
 from tests.helpers.losses import loss_with
 from tests.helpers.models import make_random_model, per_expert
 from tests.helpers.ranks import run_ranks
+from tests.helpers.saving import Source
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"policy__tensor_parallel": 2},
@@ -97,16 +99,15 @@ def run(rank: int, world_size: int, models: Path, root: Path) -> dict[str, Any]:
 
 
 def saver(exchange: Ranks, config: Config, policy: Any, folder: Path) -> CheckpointSaver:
-    from dapo_megatron.run.exports import exports_of
-
     return CheckpointSaver(
         config,
         folder,
         exchange,
         background=exchange.second(),
-        snapshot=policy.snapshot,
-        exports=exports_of(config),
-        describe=partial(copy_companions, Path(config.model.path)),
+        policy=policy,
+        recorder=Source(),
+        companions=Companions.of(config),
+        export=HfExport(config),
     )
 
 

@@ -18,12 +18,23 @@ from typing import Any
 import psutil
 import pytest
 
-from dapo_megatron.checkpoints import CheckpointSaver, fault_of, read_state
+from dapo_megatron.checkpoints.folder import fault_of, read_state
+from dapo_megatron.checkpoints.saver import CheckpointSaver
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import CheckpointError, Fenced
 from tests.helpers.configs import tiny_config
 from tests.helpers.ranks import run_ranks
-from tests.helpers.saving import KIB, MIB, OnTheWay, Run, half_written, names, part
+from tests.helpers.saving import (
+    KIB,
+    MIB,
+    OnTheWay,
+    Run,
+    Source,
+    companions,
+    half_written,
+    names,
+    part,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IN_THREAD = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -325,14 +336,20 @@ def save_three_steps(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     step 3. Return the outcomes."""
     ranks = Ranks(rank, world_size, rank)
     outcomes: dict[str, Any] = {}
-    parts: list[Any] = []
+    source = Source()
     checkpoints = CheckpointSaver(
-        tiny_config(checkpoint__keep=3), root, ranks, ranks.second(), snapshot=lambda: parts[-1]
+        tiny_config(checkpoint__keep=3),
+        root,
+        ranks,
+        ranks.second(),
+        policy=source,
+        recorder=source,
+        companions=companions(root),
     )
     for step in (1, 2, 3, 4):
-        parts.append(part(rank=rank, num_ranks=3 if step == 3 else 2))
+        source.part = part(rank=rank, num_ranks=3 if step == 3 else 2)
         if step == 2 and rank == 1:
-            parts.append(OnTheWay(fail, parts[-1]))
+            source.part = OnTheWay(fail, source.part)
         checkpoints.commit(step, {"step": step})()
         ranks.all_gather(step, int)  # meanwhile the run uses its own exchange
         try:

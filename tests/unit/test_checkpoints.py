@@ -19,8 +19,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.checkpoints import folder, newest, read_state, restoring
-from dapo_megatron.checkpoints.folder import MANIFEST, _sum_of, read_manifest
+from dapo_megatron.checkpoints import folder
+from dapo_megatron.checkpoints.folder import (
+    MANIFEST,
+    _sum_of,
+    newest,
+    read_manifest,
+    read_state,
+    restoring,
+)
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import METADATA, Box
 from dapo_megatron.files import publish_folder, write_json
 from dapo_megatron.loop import Progress
@@ -104,7 +111,7 @@ def test_a_manifest_with_files_outside_its_checkpoint_is_rejected(
 
 def test_the_manifest_has_the_checksum_of_every_file(tmp_path: Path) -> None:
     run = Run(tmp_path / "x")
-    run.checkpoints.exports = {"hf": TextExport()}
+    run.checkpoints.export = TextExport()
     path = run.save(3)
     assert (path / "hf" / "index.txt").read_text(encoding="utf-8") == "done"
     assert int((path / "hf" / "0.txt").read_text(encoding="utf-8")) > 8 * KIB
@@ -274,7 +281,7 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with checkpoints 10 and 20."""
     path = tmp_path_factory.mktemp("runs") / "x"
     run = Run(path)
-    run.checkpoints.exports = {"hf": TextExport()}
+    run.checkpoints.export = TextExport()
     run.save(10)
     run.save(20)
     run.unlock()
@@ -304,7 +311,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(
 def test_every_flipped_bit_is_detected(
     saved_run: Path, tmp_path_factory: pytest.TempPathFactory, bit: int, name: str
 ) -> None:
-    from dapo_megatron.checkpoints import fault_of
+    from dapo_megatron.checkpoints.folder import fault_of
 
     source = saved_run / "checkpoints" / "step_000010"
     path = shutil.copytree(source, tmp_path_factory.mktemp("flip") / source.name)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from dapo_megatron.checkpoints.formats.open import open_model, open_store
-from dapo_megatron.checkpoints.formats.torch_dist.options import megatron_lm_options
 from dapo_megatron.config.file import load_config
 from dapo_megatron.model import FAMILIES, architecture
 from dapo_megatron.model.families import ALIASES
@@ -20,6 +19,7 @@ from dapo_megatron.run.build import load_prompts
 from tests.helpers.checkpoints import MODELS, flip_bit, invoke
 from tests.helpers.configs import REPOSITORY
 from tests.helpers.torch_dist import to_torch_dist
+from tools.converting.options import megatron_lm_options
 
 PAGE = (REPOSITORY / "docs" / "conversion.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(?:\w*)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dapo_megatron.checkpoints.formats.export import HfExport
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import Store
 from dapo_megatron.files import read_json
 from dapo_megatron.model import hf_tensors
-from dapo_megatron.run.exports import exports_of
 from dapo_megatron.run.other_weights import dropped_layers
 from dapo_megatron.types import CheckpointError, ConfigError
 from tests.helpers.checkpoints import config_of, edit_json, invoke, to_hf, write_random
@@ -106,7 +106,7 @@ def test_a_run_reports_them_and_exports_without_them(hf: Path, tmp_path: Path) -
     assert "model.drop_mtp: " in note and "(model.layers.3." in note
     trained = to_hf(open_store(hf, drop_mtp=True), tmp_path / "trained")
     assert dropped_layers(tiny_config(model__path=trained.folder, model__drop_mtp=True)) == []
-    export = exports_of(run)["hf"]
+    export = HfExport(run)
     target = tmp_path / "export"
     target.mkdir()
     export.create(target)

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_megatron.checkpoints import newest, read_state
-from dapo_megatron.checkpoints.folder import write_manifest
+from dapo_megatron.checkpoints.folder import newest, read_state, write_manifest
 from dapo_megatron.cluster.collectives import ErrorRecord
 from dapo_megatron.cluster.ownership import check_tree
 from dapo_megatron.cluster.ranks import Ranks

@@ -12,13 +12,8 @@ from typing import Any
 import pytest
 
 import dapo_megatron.checkpoints.formats.torch_dist.store as torch_dist_store
-from dapo_megatron.checkpoints.formats.compare import compare_replicas
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.torch_dist.model_config import megatron_fields
-from dapo_megatron.checkpoints.formats.torch_dist.options import (
-    fields_without_option,
-    megatron_lm_options,
-)
 from dapo_megatron.model import architecture
 from dapo_megatron.model.published import find_published
 from dapo_megatron.types import CheckpointError, ConfigError
@@ -42,6 +37,10 @@ from tests.helpers.torch_dist import (
     set_rows,
     to_torch_dist,
 )
+from tools.converting.options import (
+    fields_without_option,
+    megatron_lm_options,
+)
 
 # ------------------------------------------------------------------------------- conversion
 
@@ -53,7 +52,6 @@ def test_a_model_survives_the_round_trip(name: str, tmp_path: Path) -> None:
     source = open_store(write_random(tmp_path / "hf", config, max_file_bytes=50_000))
     written = open_store(to_torch_dist(source, tmp_path / "torch_dist"))
     assert not differences(source, written)
-    assert not list(compare_replicas(written, lambda _: None))  # norms have two keys
     restored = to_hf(written, tmp_path / "again", 50_000)
     assert not differences(source, restored)
     for path in source.folder.iterdir():

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_megatron.checkpoints.formats.compare import compare_replicas
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.model import FAMILIES
 from tests.helpers.checkpoints import MODELS, differences, to_hf, write_random
@@ -69,7 +68,6 @@ def check(name: str, layouts: list[Layout], folder: Path) -> None:
     for case, style in product(cases, STYLES):
         saved = open_store(case.saved / style, hf=hf)
         assert not differences(source, saved), (case, style)
-        assert not list(compare_replicas(saved, lambda _: None)), (case, style)
         again = to_hf(saved, folder / "again")
         files = [store.folder / "model.safetensors" for store in (source, again)]
         assert len({path.read_bytes() for path in files}) == 1, (case, style)

@@ -36,8 +36,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dapo_megatron.checkpoints import CheckpointSaver, fault_of
+from dapo_megatron.checkpoints.folder import fault_of
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box, read_boxes
+from dapo_megatron.checkpoints.formats.weights_folder import Companions
+from dapo_megatron.checkpoints.saver import CheckpointSaver
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config.file import load_config
@@ -116,18 +118,38 @@ def measure_once(
     return dict(zip(METRICS, map(max, zip(*ranks.all_gather(seconds, list[float])))))
 
 
+class Source:
+    """A policy with the parameters `boxes`, and a recorder of nothing."""
+
+    def __init__(self, boxes: list[Box], rank: int) -> None:
+        self.boxes, self.rank, self.copies = boxes, rank, HostCopies()
+
+    def snapshot(self) -> PolicySnapshot:
+        """Copy the boxes."""
+        return PolicySnapshot(self.rank, self.copies.copy(self.boxes), {}, [[{}]], 1.0, {})
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        print(text)
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+
 def measure(num_bytes: int, ranks: Ranks, folder: Path, repeats: int) -> dict[str, Any]:
     """Measure `repeats` saves, after one that is not counted."""
     boxes = make_boxes(num_bytes, ranks, by_row=True)
     layouts = [make_boxes(num_bytes, ranks, by_row=by_row) for by_row in (True, False)]
-    copies = HostCopies()
     config = load_config(REPOSITORY / "model_configs" / "tiny_cpu.yaml", ["checkpoint.keep=1"])
+    source = Source(boxes, ranks.rank)
     checkpoints = CheckpointSaver(
         config,
         folder,
         ranks,
         background=ranks.second(),
-        snapshot=lambda: PolicySnapshot(ranks.rank, copies.copy(boxes), {}, [[{}]], 1.0, {}),
+        policy=source,
+        recorder=source,
+        companions=Companions.of(config),
     )
     runs = [measure_once(checkpoints, ranks, step, layouts) for step in range(repeats + 1)][1:]
     metrics = {f"{key}_seconds": statistics.median(run[key] for run in runs) for key in METRICS}

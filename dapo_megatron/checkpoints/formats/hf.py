@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dapo_megatron.checkpoints.formats.store import (
-    FilePlan,
     FileSlice,
     Store,
-    StoreWriter,
     blocks,
     check_mtp,
     checked_tensors,
 )
-from dapo_megatron.checkpoints.formats.tensor_file import TensorFile, TensorInfo
+from dapo_megatron.checkpoints.formats.tensor_file import (
+    TensorFile,
+    TensorFileWriter,
+    TensorInfo,
+    check_room,
+)
 from dapo_megatron.checkpoints.formats.weights_folder import HF_INDEX, check_file_name
-from dapo_megatron.files import read_json
+from dapo_megatron.files import read_json, write_text
 from dapo_megatron.model import architecture, mtp_layers, without_mtp
-from dapo_megatron.types import CheckpointError, whole
+from dapo_megatron.types import CheckpointError, Region, whole
 
+Progress = Callable[[int], object]
 SINGLE = "model.safetensors"
 MAX_FILE_BYTES = 4 * 2**30
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -71,10 +75,12 @@ def open_hf(folder: Path, ignore: Collection[str] = (), *, drop_mtp: bool = Fals
     )
 
 
-class HfWriter(StoreWriter):
+class HfWriter:
     """Writes an HF folder: `model.safetensors`, or several files and their index.
 
-    A file has at most `max_file_bytes` of tensors, or a single larger tensor.
+    One process calls `create`. Then many processes may write concurrently. At last one process
+    calls `finish`, which makes the files readable. A file has at most `max_file_bytes` of tensors,
+    or a single larger tensor. Methods raise CheckpointError, as on a full disk.
     """
 
     def __init__(
@@ -83,43 +89,70 @@ class HfWriter(StoreWriter):
         tensors: Mapping[str, TensorInfo],
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
-        plans = _plan_files(tensors, max_file_bytes)
-        super().__init__(folder, plans)
-        self._file_of = {name: plan.name for plan in plans for name in plan.tensors}
+        self.folder = folder
         self._tensors = tensors
+        self._files = {
+            name: TensorFileWriter(folder / name, infos, {"format": "pt"})
+            for name, infos in _by_file(tensors, max_file_bytes).items()
+        }
+        self._file_of = {
+            name: file for file, writer in self._files.items() for name in writer.tensors
+        }
+        self.nbytes = sum(file.nbytes for file in self._files.values())
+        """Total size of the files in bytes."""
+
+    def create(self) -> None:
+        """Create the files in their final size, if the disk has room for them."""
+        check_room(self.folder, self.nbytes)
+        for file in self._files.values():
+            file.create()
+
+    def write(self, name: str, value: Tensor, box: Region) -> None:
+        """Write a box of a tensor, converted to the dtype of its file."""
+        file = self._files[self._file_of[name]]
+        file.write(name, value.to(self._tensors[name].dtype), box)
+
+    def copy(self, source: Store, names: Iterable[str], progress: Progress) -> None:
+        """Write these tensors of a store, block by block. `progress` is called with the number
+        of bytes read for each block."""
+        for name in names:
+            info = source.info(name)
+            for box in blocks(whole(info.shape), info.dtype.itemsize):
+                value = source.read(name, box)
+                self.write(name, value, box)
+                progress(value.nbytes)
 
     def finish(self) -> None:
-        super().finish()
-        if SINGLE in self._file_of.values():
+        """Make the files readable, and write the index of several files."""
+        for file in self._files.values():
+            file.finish()
+        if SINGLE in self._files:
             return
         index = {
             "metadata": {"total_size": sum(info.nbytes for info in self._tensors.values())},
             "weight_map": self._file_of,
         }
         text = json.dumps(index, indent=2, sort_keys=True)
-        with (self.folder / HF_INDEX).open("w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_text(self.folder / HF_INDEX, text + "\n")
 
 
-def _plan_files(tensors: Mapping[str, TensorInfo], max_file_bytes: int) -> list[FilePlan]:
-    plans, room = [FilePlan("")], max_file_bytes
+def _by_file(
+    tensors: Mapping[str, TensorInfo], max_file_bytes: int
+) -> dict[str, dict[str, TensorInfo]]:
+    """Return the tensors of each file."""
+    files, room = [dict[str, TensorInfo]()], max_file_bytes
     for name, info in tensors.items():
-        if info.nbytes > room and plans[-1].tensors:
-            plans.append(FilePlan(""))
+        if info.nbytes > room and files[-1]:
+            files.append({})
             room = max_file_bytes
-        plans[-1].tensors[name] = info
+        files[-1][name] = info
         room -= info.nbytes
-    for number, plan in enumerate(plans, start=1):
-        plan.name = f"model-{number:05d}-of-{len(plans):05d}.safetensors"
-        if len(plans) == 1:
-            plan.name = SINGLE
-        plan.metadata = {"format": "pt"}
-        plan.file_slices = [
-            _file_slice(name, info, plan.name) for name, info in plan.tensors.items()
-        ]
-    return plans
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    return {
+        f"model-{number:05d}-of-{len(files):05d}.safetensors": infos
+        for number, infos in enumerate(files, start=1)
+    }
 
 
 def _file_slice(name: str, info: TensorInfo, file: str) -> FileSlice:

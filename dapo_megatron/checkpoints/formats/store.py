@@ -6,7 +6,7 @@ writing, converting, resharding and comparing use only this table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,11 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dapo_megatron.checkpoints.formats.tensor_file import (
-    TensorFileWriter,
-    TensorInfo,
-    check_room,
-)
+from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
 from dapo_megatron.model import Architecture, LocalParameter, ParameterPart, hf_tensors
 from dapo_megatron.types import CheckpointError, Region, Shard, dtype_name, overlap, whole
 
@@ -29,8 +25,6 @@ BLOCK_BYTES = 64 * 2**20
 class TensorSource(Protocol):
     """A `TensorFile`, or an object with the same interface."""
 
-    path: Path
-    metadata: dict[str, str]
     tensors: dict[str, TensorInfo]
 
     def read(self, key: str, box: Region | None = None) -> Tensor:
@@ -74,8 +68,6 @@ class Store:
     file_slices: Mapping[str, Sequence[FileSlice]]
     """Slices by HF name. They are disjoint and cover the tensor."""
     files: Mapping[str, TensorSource]
-    replicas: Sequence[tuple[FileSlice, FileSlice]] = field(default=(), repr=False)
-    """Boxes that are stored more than once: (slice in `file_slices`, other copy)."""
     dropped: Sequence[str] = field(default=(), repr=False)
     """Names of the stored tensors of layers for multi-token prediction, which were left out."""
     companions: Path | None = None
@@ -105,11 +97,6 @@ class Store:
     def read_slice(self, file_slice: FileSlice, box: Region) -> Tensor:
         """Return `box` of an HF tensor from one slice that holds it."""
         return self.files[file_slice.file].read(file_slice.key, file_slice.stored(box))
-
-    def slice_bytes(self, file_slice: FileSlice) -> int:
-        """Return the size of a slice's box in this store's dtype, in bytes. The slice may be of
-        another store."""
-        return file_slice.region.numel * self.info(file_slice.name).dtype.itemsize
 
     def info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor. Raises CheckpointError if it is missing."""
@@ -187,11 +174,11 @@ def disjoint(
     without being the same region.
     """
     by_name: dict[str, dict[Region, FileSlice]] = {}
-    replicas = []
+    copies = []
     for file_slice in file_slices:
         first = by_name.setdefault(file_slice.name, {}).setdefault(file_slice.region, file_slice)
         if first is not file_slice:
-            replicas.append((first, file_slice))
+            copies.append((first, file_slice))
     for name, boxes in by_name.items():
         if pair := overlap(list(boxes)):
             files = " and ".join(list(boxes.values())[index].file for index in sorted(pair))
@@ -205,7 +192,7 @@ def disjoint(
                 f"{folder}: only {num_stored:,} of {size:,} elements of {name} exist; a file of "
                 "another rank is missing"
             )
-    return {name: list(boxes.values()) for name, boxes in by_name.items()}, replicas
+    return {name: list(boxes.values()) for name, boxes in by_name.items()}, copies
 
 
 def describe(store: Store) -> dict[str, Any]:
@@ -230,68 +217,6 @@ def describe(store: Store) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------ writing
-
-
-@dataclass
-class FilePlan:
-    """Plan of a file to write: its tensors, the slices that fill them, and its metadata."""
-
-    name: str
-    tensors: dict[str, TensorInfo] = field(default_factory=dict)
-    file_slices: list[FileSlice] = field(default_factory=list)
-    metadata: dict[str, str] = field(default_factory=dict)
-
-
-class StoreWriter:
-    """Writes planned files into a folder.
-
-    One process calls `create`. Then many processes may write concurrently. At last one process
-    calls `finish`, which makes the files readable.
-    """
-
-    def __init__(self, folder: Path, plans: Sequence[FilePlan]) -> None:
-        self.folder = folder
-        self.file_slices = [file_slice for plan in plans for file_slice in plan.file_slices]
-        self._files = {plan.name: self._make_file(plan) for plan in plans}
-        self._by_name: dict[str, list[FileSlice]] = {}
-        for file_slice in self.file_slices:
-            self._by_name.setdefault(file_slice.name, []).append(file_slice)
-        self.nbytes = sum(file.nbytes for file in self._files.values())
-        """Total size of the files in bytes."""
-
-    def _make_file(self, plan: FilePlan) -> TensorFileWriter:
-        return TensorFileWriter(self.folder / plan.name, plan.tensors, plan.metadata)
-
-    def create(self) -> None:
-        """Create the files in their final size. Raises CheckpointError if the disk is too full."""
-        check_room(self.folder, self.nbytes)
-        for file in self._files.values():
-            file.create()
-
-    def write(self, name: str, value: Tensor, box: Region | None = None) -> None:
-        """Write an HF tensor, or a box of it, into every file that contains a part of it.
-
-        Raises CheckpointError on a full disk. The caller then removes the folder, as `publish`
-        does.
-        """
-        box = whole(value.shape) if box is None else box
-        for file_slice in self._by_name[name]:
-            if part := file_slice.region.intersect(box):
-                self.write_slice(file_slice, part, value[part.within(box).slices])
-
-    def write_slice(self, file_slice: FileSlice, box: Region, value: Tensor) -> None:
-        """Write `box` of an HF tensor into one slice, converted to the dtype of the file."""
-        file = self._files[file_slice.file]
-        dtype = file.tensors[file_slice.key].dtype
-        file.write(file_slice.key, value.detach().to(dtype), file_slice.stored(box))
-
-    def finish(self) -> None:
-        """Make the files readable."""
-        for file in self._files.values():
-            file.finish()
-
-
 def check_mtp(folder: Path, names: Sequence[str], *, drop_mtp: bool) -> None:
     """Raise CheckpointError if a folder has tensors of layers for multi-token prediction, `names`,
     and they are not to be left out."""
@@ -313,22 +238,6 @@ def dtype_of(
         names = ", ".join(f"{part.name} {tensors[part.name].dtype}" for part in parts)
         raise CheckpointError(f"{key} holds tensors of different dtypes ({names}); use --dtype")
     return dtypes.pop()
-
-
-def fill(target: StoreWriter, source: Store, progress: Callable[[int], object]) -> None:
-    """Write all of `source` into `target`, block by block. `progress` is called with the number of
-    bytes read for each block."""
-    # In the order of the source, so that a tensor that several files need is read while the page
-    # cache still has it.
-    order = {name: number for number, name in enumerate(source.tensors)}
-    for file_slice in sorted(
-        target.file_slices, key=lambda part: (order[part.name], part.region.start)
-    ):
-        info = source.info(file_slice.name)
-        for box in blocks(file_slice.region, info.dtype.itemsize):
-            value = source.read(file_slice.name, box)
-            target.write_slice(file_slice, box, value)
-            progress(value.nbytes)
 
 
 def blocks(region: Region, itemsize: int, max_bytes: int = BLOCK_BYTES) -> Iterator[Region]:

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dapo_megatron.config import Config
 from dapo_megatron.files import (
     open_lock,
     partial_folder,
@@ -27,7 +29,7 @@ from dapo_megatron.files import (
     try_lock,
 )
 from dapo_megatron.model import without_mtp
-from dapo_megatron.types import CheckpointError, dtype_name
+from dapo_megatron.types import CheckpointError, dtype_name, torch_dtype
 
 MEGATRON_JSON = "megatron.json"
 _RUN_JSON = "state.json"  # part of a training checkpoint (checkpoints/folder.py)
@@ -122,6 +124,29 @@ def declare_without_mtp(folder: Path) -> None:
     config = read_json(folder / "config.json")
     if (fields := without_mtp(config)) != config:
         _write_config(folder, fields)
+
+
+@dataclass(frozen=True)
+class Companions:
+    """The files of a trained model besides its weights, which come from the original's folder."""
+
+    source: Path
+    dtype: torch.dtype | None
+    """The dtype that config.json names; None to leave it."""
+    drop_mtp: bool = False
+    """Whether the model has no layers for multi-token prediction, although the original does."""
+
+    @classmethod
+    def of(cls, config: Config) -> Companions:
+        """Return the files of the model that a config trains."""
+        model = config.model
+        return cls(Path(model.path), torch_dtype(config.policy.precision), model.drop_mtp)
+
+    def copy(self, target: Path) -> None:
+        """Copy the files. Raises CheckpointError for a link out of the folder, and OSError."""
+        copy_companions(self.source, target, self.dtype)
+        if self.drop_mtp:
+            declare_without_mtp(target)
 
 
 def _write_config(folder: Path, fields: Mapping[str, Any]) -> None:

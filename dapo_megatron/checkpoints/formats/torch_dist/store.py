@@ -18,6 +18,7 @@ from torch import Tensor
 from dapo_megatron.checkpoints.formats.store import (
     FileSlice,
     Store,
+    blocks,
     check_mtp,
     checked_tensors,
     disjoint,
@@ -164,8 +165,8 @@ def open_torch_dist(
         config = without_mtp(config)
     items, file_slices, tensors = _tensors(iteration, contents, arch)
     tensors = checked_tensors(iteration, tensors, arch)
-    by_name, replicas = disjoint(iteration, file_slices, tensors)
-    return Store(
+    by_name, copies = disjoint(iteration, file_slices, tensors)
+    store = Store(
         folder=iteration,
         format=FORMAT,
         layout={"files": len(items), "checkpoint": iteration.name},
@@ -174,10 +175,24 @@ def open_torch_dist(
         tensors=tensors,
         file_slices=by_name,
         files={name: RecordFile(iteration / name, of_file) for name, of_file in items.items()},
-        replicas=replicas,
         companions=home,
         dropped=dropped,
     )
+    for first, second in copies:
+        _check_copies(store, first, second)
+    return store
+
+
+def _check_copies(store: Store, first: FileSlice, second: FileSlice) -> None:
+    """Raise CheckpointError unless two copies of a box, such as a norm under the names of
+    Megatron's own layers and of Transformer Engine's, have the same bits."""
+    for box in blocks(first.region, store.tensors[first.name].dtype.itemsize):
+        values, copy = (store.read_slice(each, box).view(torch.uint8) for each in (first, second))
+        if not torch.equal(values, copy):
+            raise CheckpointError(
+                f"{store.folder}: {first.key} and {second.key} are copies of {first.name} and "
+                "differ, so one of them is wrong; take another checkpoint"
+            )
 
 
 def _without_mtp(folder: Path, contents: Contents, drop_mtp: bool) -> tuple[Contents, list[str]]:

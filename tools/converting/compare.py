@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_megatron.checkpoints.formats.store import FileSlice, Store, blocks
+from dapo_megatron.checkpoints.formats.store import Store, blocks
 from dapo_megatron.types import Region, dtype_name, whole
 
 Progress = Callable[[int], object]
@@ -22,7 +22,7 @@ _BLOCK_BYTES = 8 * 2**20
 @dataclass(frozen=True, slots=True)
 class Difference:
     """A difference between two stores. `name` is a tensor or `config.<field>`. `kind` is config,
-    name, shape, dtype, value or replica. `text` describes the difference."""
+    name, shape, dtype or value. `text` describes the difference."""
 
     kind: str
     name: str
@@ -63,24 +63,6 @@ def compare(
                 yield Difference("value", name, text)
 
 
-def compare_replicas(store: Store, progress: Progress) -> Iterator[Difference]:
-    """Yield a difference for each box that a store holds more than once with different values."""
-    for first, second in store.replicas:
-        dtype = store.tensors[first.name].dtype
-        boxes = _blocks_with_progress(first.region, dtype, progress)
-        pairs = (
-            (box, store.read_slice(first, box), store.read_slice(second, box)) for box in boxes
-        )
-        if text := _value_difference(pairs):
-            where = f"{_where(store, first)} and {_where(store, second)}"
-            yield Difference("replica", first.name, f"{where} differ: {text}")
-
-
-def replica_bytes(store: Store) -> int:
-    """Return the number of bytes that `compare_replicas` reads of the first copies."""
-    return sum(store.slice_bytes(first) for first, _ in store.replicas)
-
-
 def _config_differences(left: Any, right: Any, ignored: tuple[str, ...]) -> Iterator[Difference]:
     for field in sorted(left.keys() | right.keys()):
         values = left.get(field, _ABSENT), right.get(field, _ABSENT)
@@ -118,7 +100,3 @@ def _value_difference(pairs: Iterator[tuple[Region, Tensor, Tensor]]) -> str | N
 def _bits(tensor: Tensor) -> Tensor:
     """Return the bits as integers, so that a NaN equals itself and 0.0 differs from -0.0."""
     return tensor.view(_BITS[tensor.dtype.itemsize])
-
-
-def _where(store: Store, file_slice: FileSlice) -> str:
-    return f"{file_slice.file}:{file_slice.key}"
