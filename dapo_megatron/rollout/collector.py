@@ -8,7 +8,7 @@ collected is recorded (record.py). After a kill, a step that was recorded is not
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -133,22 +133,15 @@ class EngineCollector:
         assert self.coordinator is not None
         record.check(folder)
         ended = list(record.read_groups(folder / record.COMPLETIONS))
-        state, completions = record.read_state(folder), record.read_open(folder)
-        train = [item.group for item in ended if item.outcome == Outcome.TRAINED]
-        try:
-            self._train = [
-                replace(group, completions=tuple(map(self._usable, group.completions)))
-                for group in train
-            ]
-            completions = {key: self._usable(value) for key, value in completions.items()}
-        except CheckpointError as error:
-            raise DataError(f"{folder}: {error}") from error
+        state, completions = record.read_state(folder), open_completions(self.config, folder)
+        train = trained_groups(self.config, ended, folder)
         before = self.coordinator.save_point()
         try:
             self.coordinator.restore(state["coordinator"], completions)
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
             self.coordinator.restore(*before)
             raise DataError(f"{folder}: its state cannot be restored ({error!r})") from error
+        self._train = train
         return StepPlan(training_sequences(self.config, self._train), state["metrics"])
 
     def _open(self, coordinator: Coordinator, *, is_recorded: bool = False) -> list[RecordedGroup]:
@@ -169,21 +162,40 @@ class EngineCollector:
     def _restore(self, state: Mapping[str, Any], folder: Path) -> None:
         """Read the open groups of a checkpoint, and continue from its state."""
         assert self.coordinator is not None
-        completions = record.read_open(folder).items()
-        self.coordinator.restore(state, {key: self._usable(value) for key, value in completions})
+        self.coordinator.restore(state, open_completions(self.config, folder))
 
-    def _usable(self, completion: Completion) -> Completion:
-        """Return a completion with routes, if policy.router_replay needs them, or without. Raises
-        CheckpointError if they are missing."""
-        if self.config.policy.router_replay != "engine":
-            return replace(completion, routes=None)
-        if completion.routes is None:
-            raise CheckpointError(
-                "its routes are not known, because it was sampled without policy.router_replay "
-                "engine, or recorded without tracking.record_routes. Resume without it, or start a "
-                "new run with model.path set to the checkpoint"
-            )
-        return completion
+
+def trained_groups(config: Config, ended: Sequence[RecordedGroup], folder: Path) -> list[Group]:
+    """Return the groups that a recorded step trained on. Raises DataError naming its `folder` if
+    there are none, or if their routes are needed and missing."""
+    groups = [item.group for item in ended if item.outcome == Outcome.TRAINED]
+    if not groups:
+        raise DataError(f"{folder}: no group was trained on in this step")
+    return [
+        replace(group, completions=tuple(_usable(config, group.completions, folder)))
+        for group in groups
+    ]
+
+
+def open_completions(config: Config, folder: Path) -> dict[tuple[int, int], Completion]:
+    """Return the completions of a folder's open groups by ticket and sample. Raises DataError if it
+    is damaged, or if their routes are needed and missing."""
+    completions = record.read_open(folder)
+    usable = _usable(config, completions.values(), folder)
+    return dict(zip(completions, usable, strict=True))
+
+
+def _usable(config: Config, completions: Collection[Completion], folder: Path) -> list[Completion]:
+    """Return completions with routes, if policy.router_replay needs them, or without. Raises
+    DataError if they are missing."""
+    if config.policy.router_replay != "engine":
+        return [replace(completion, routes=None) for completion in completions]
+    if any(completion.routes is None for completion in completions):
+        raise DataError(
+            f"{folder}: recorded without routes, which policy.router_replay engine needs. Set it "
+            "to policy or off, or start where tracking.record_routes recorded them"
+        )
+    return list(completions)
 
 
 def _without_routes(group: Group) -> Group:

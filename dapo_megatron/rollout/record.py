@@ -34,7 +34,14 @@ from dapo_megatron.files import (
     write_text,
 )
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.rollout.tables import data_errors, read_tables, rows_of, table_of
+from dapo_megatron.rollout.tables import (
+    data_errors,
+    list_of,
+    read_tables,
+    required,
+    rows_of,
+    table_of,
+)
 from dapo_megatron.types import (
     Completion,
     ConfigError,
@@ -219,7 +226,12 @@ def write_groups(path: Path, groups: Iterable[RecordedGroup]) -> None:
         column_encoding={"logprobs.list.element": "BYTE_STREAM_SPLIT"},  # compresses better
     ) as writer:
         for batch in _batches(ordered):
-            writer.write_table(_table(batch, schema))
+            rows = (
+                _row(recorded, number)
+                for recorded in batch
+                for number in range(len(recorded.group.completions))
+            )
+            writer.write_table(table_of(list(rows), schema))
 
 
 def _batches(groups: Iterable[RecordedGroup]) -> Iterator[list[RecordedGroup]]:
@@ -254,12 +266,6 @@ def _schema(route_type: str) -> Any:
     """Return the columns. `route_type` is the typecode of the packed routes; empty without any."""
     import pyarrow as pa
 
-    def required(name: str, kind: Any) -> Any:
-        return pa.field(name, kind, nullable=False)
-
-    def listed(kind: Any) -> Any:
-        return pa.list_(required("element", kind))
-
     segment = pa.struct([required("version", pa.int64()), required("num_tokens", pa.int64())])
     routes = {"B": pa.uint8(), "h": pa.int16()}.get(route_type)
     return pa.schema(
@@ -285,24 +291,12 @@ def _schema(route_type: str) -> Any:
             pa.field("oldest_version", pa.int64()),
             pa.field("logprob_mean", pa.float64()),
             pa.field("logprob_min", pa.float64()),
-            required("segments", listed(segment)),
-            required("prompt_tokens", listed(pa.int32())),
-            required("tokens", listed(pa.int32())),
-            required("logprobs", listed(pa.float32())),
-            *([] if routes is None else [pa.field("routes", listed(routes))]),
+            required("segments", list_of(segment)),
+            required("prompt_tokens", list_of(pa.int32())),
+            required("tokens", list_of(pa.int32())),
+            required("logprobs", list_of(pa.float32())),
+            *([] if routes is None else [pa.field("routes", list_of(routes))]),
         ]
-    )
-
-
-def _table(batch: Sequence[RecordedGroup], schema: Any) -> Any:
-    """Return a batch as a table."""
-    return table_of(
-        [
-            _row(recorded, number)
-            for recorded in batch
-            for number in range(len(recorded.group.completions))
-        ],
-        schema,
     )
 
 

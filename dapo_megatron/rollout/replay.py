@@ -20,7 +20,7 @@ from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.config import Config
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.rollout import record
-from dapo_megatron.rollout.collector import StepPlan, step_plan
+from dapo_megatron.rollout.collector import StepPlan, step_plan, trained_groups
 from dapo_megatron.rollout.delivery import Delivery
 from dapo_megatron.rollout.record import OpenGroups, RecordedGroup
 from dapo_megatron.types import (
@@ -74,19 +74,10 @@ class Replay:
     ) -> StepPlan:
         """Return the plan of a step, and add the groups to train on to `train`."""
         folder = self._folder(version + 1)
-        recorded = record.read_groups(folder / record.COMPLETIONS)
+        recorded = list(record.read_groups(folder / record.COMPLETIONS))
         ended = [(item.group, _outcome(folder, item)) for item in recorded]
-        train += [group for group, outcome in ended if outcome is Outcome.TRAINED]
         decided = [group for group, outcome in ended if outcome is not Outcome.EXPIRED]
-        if not train:
-            raise DataError(f"{folder}: no group was trained on in this step")
-        if self.config.policy.router_replay == "engine" and any(
-            completion.routes is None for group in train for completion in group.completions
-        ):
-            raise DataError(
-                f"{folder}: recorded without routes, which policy.router_replay engine needs; set "
-                "it to policy or off, or record with tracking.record_routes"
-            )
+        train += trained_groups(self.config, recorded, folder)
         on_progress(len(train))
         counts = Counter(outcome.value for _, outcome in ended)
         collected = Collected(

@@ -31,6 +31,20 @@ def table_of(rows: Sequence[Mapping[str, Any]], schema: Any) -> Any:
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
+def required(name: str, kind: Any) -> Any:
+    """Return a column without nulls."""
+    import pyarrow as pa
+
+    return pa.field(name, kind, nullable=False)
+
+
+def list_of(kind: Any) -> Any:
+    """Return the type of lists without nulls."""
+    import pyarrow as pa
+
+    return pa.list_(required("element", kind))
+
+
 def _is_packed(column: Any) -> bool:
     """Return whether a column has lists of numbers."""
     import pyarrow as pa

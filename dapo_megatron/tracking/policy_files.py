@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.files import atomic_write
-from dapo_megatron.rollout.tables import data_errors, read_tables, rows_of, table_of
+from dapo_megatron.rollout.tables import (
+    data_errors,
+    list_of,
+    read_tables,
+    required,
+    rows_of,
+    table_of,
+)
 from dapo_megatron.types import SequenceDiagnostics, packed
 
 FOLDER = "policy"
@@ -96,10 +103,7 @@ def read_gaps(path: Path) -> list[tuple[float, int, int]]:
 def _schema() -> Any:
     import pyarrow as pa
 
-    def required(name: str, kind: Any) -> Any:
-        return pa.field(name, kind, nullable=False)
-
-    values = pa.list_(required("element", pa.float32()))
+    values = list_of(pa.float32())
     return pa.schema(
         [
             required("ticket", pa.int64()),

@@ -208,7 +208,7 @@ def test_routes_are_recorded_on_demand_and_needed_to_repeat_a_step(
     again.collect(1)
     assert bool(again.driver.requests) == (not is_recorded)
     assert is_recorded == (again.coordinator.completions() == completions)
-    assert not again.notes or "its routes are not known" in again.notes[0]
+    assert not again.notes or "recorded without routes" in again.notes[0]
 
 
 def test_a_record_has_all_groups_that_ended_and_their_rewards(tmp_path: Path) -> None:
