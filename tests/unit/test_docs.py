@@ -27,7 +27,6 @@ PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
 HISTORY_PAGES = {"CHANGELOG.md", "decisions.md", "results.md"}
 """Pages about the past. They may name things that no longer exist."""
 CURRENT_PAGES = [page for page in PAGES if page.name not in HISTORY_PAGES]
-GENERATED_PART = "<!-- tools/lab/ladder.py writes what follows -->"
 README = REPOSITORY / "README.md"
 EXTENDING = REPOSITORY / "docs" / "extending.md"
 USER_PATHS = ("model_configs/x.yaml", "tools/preparing/", "slurm_logs/")
@@ -49,10 +48,9 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def prose(page: Path) -> Iterator[tuple[int, str]]:
-    """Yield the numbered lines outside code blocks and before any generated part."""
+    """Yield the numbered lines outside code blocks."""
     is_code = False
-    written_by_hand, _, _ = read(page).partition(GENERATED_PART)
-    for number, line in enumerate(written_by_hand.splitlines(), 1):
+    for number, line in enumerate(read(page).splitlines(), 1):
         if line.lstrip().startswith("```"):
             is_code = not is_code
         elif not is_code:

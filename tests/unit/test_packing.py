@@ -4,7 +4,9 @@ equally many micro-batches and about the same work."""
 from __future__ import annotations
 
 import itertools
-import json
+import math
+import random
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -19,8 +21,6 @@ from dapo_megatron.data.packing import (
     plan_microbatches,
     work,
 )
-from tools.bench.packing import Setting, draw_lengths, greedy_tokens, main, measure, naive
-from tools.bench.packing import balanced as trainer_plan
 
 LENGTHS = st.lists(st.integers(1, 500), max_size=60)
 RANKS = st.integers(1, 9)
@@ -109,24 +109,47 @@ def test_partition_uses_the_differencing_method() -> None:
     assert sums == [14, 16]
 
 
+class Measured:
+    """Share of padding, work of the slowest rank over the mean rank, and size of a plan."""
+
+    def __init__(
+        self, lengths: list[int], num_ranks: int = 16, max_tokens: int = 24_576, packed: bool = True
+    ) -> None:
+        rows: dict[str, Any] = {"packed": packed, "sequence_multiple": 4, "row_multiple": 4}
+        plan = plan_microbatches(lengths, num_ranks, max_tokens=max_tokens, **rows)
+        micros = [[[lengths[index] for index in micro] for micro in rank] for rank in plan]
+        tokens = [padded_tokens(micro, **rows) for rank in micros for micro in rank]
+        loads = [sum(microbatch_work(micro, packed=packed) for micro in rank) for rank in micros]
+        self.padding = 1 - sum(lengths) / sum(tokens)
+        self.slowest_rank = max(loads) / fmean(loads)
+        self.lower_bound = max(work(max(lengths)) / fmean(loads), 1.0)
+        self.largest_tokens, self.num_microbatches = max(tokens), len(plan[0])
+
+
+def realistic_lengths(num: int, seed: int) -> list[int]:
+    """Return log-normal lengths (median 1,500), cut at 20,480 tokens."""
+    rng = random.Random(seed)
+    drawn = (rng.lognormvariate(math.log(1_500), 1.0) for _ in range(num))
+    return [min(max(round(length), 1), 20_480) for length in drawn]
+
+
 @pytest.mark.parametrize("num", [8192, 512])
 @pytest.mark.parametrize("seed", range(3))
 def test_realistic_lengths_meet_the_padding_and_balance_targets(num: int, seed: int) -> None:
-    lengths, setting = draw_lengths(num, seed), Setting()
-    figures = measure(trainer_plan(lengths, setting, True), lengths, setting, packed=True)
-    assert figures.padding <= 0.01
-    assert figures.slowest_rank <= 1.001
-    assert figures.largest_tokens <= setting.max_tokens
-    fewest = sum(lengths) / setting.max_tokens / setting.ranks
-    assert figures.microbatches <= max(1.15 * fewest, fewest + 2)
+    lengths = realistic_lengths(num, seed)
+    measured = Measured(lengths)
+    assert measured.padding <= 0.01
+    assert measured.slowest_rank <= 1.001
+    assert measured.largest_tokens <= 24_576
+    fewest = sum(lengths) / 24_576 / 16
+    assert measured.num_microbatches <= max(1.15 * fewest, fewest + 2)
 
 
 def test_without_packing_realistic_lengths_need_little_padding() -> None:
-    lengths, setting = draw_lengths(512, 0), Setting()
-    figures = measure(trainer_plan(lengths, setting, False), lengths, setting, packed=False)
-    assert figures.padding <= 0.05
-    assert figures.slowest_rank <= 1.1
-    assert figures.largest_tokens <= setting.max_tokens
+    measured = Measured(realistic_lengths(512, 0), packed=False)
+    assert measured.padding <= 0.05
+    assert measured.slowest_rank <= 1.1
+    assert measured.largest_tokens <= 24_576
 
 
 @pytest.mark.parametrize(
@@ -145,11 +168,10 @@ def test_without_packing_realistic_lengths_need_little_padding() -> None:
 def test_skewed_lengths_stay_balanced(
     lengths: list[int], num_ranks: int, packed: bool, bound: float
 ) -> None:
-    setting = Setting(ranks=num_ranks, max_tokens=20_480)
-    figures = measure(trainer_plan(lengths, setting, packed), lengths, setting, packed=packed)
-    assert figures.slowest_rank <= bound * figures.lower_bound
-    assert figures.padding <= 0.01
-    assert figures.largest_tokens <= 20_480
+    measured = Measured(lengths, num_ranks, 20_480, packed)
+    assert measured.slowest_rank <= bound * measured.lower_bound
+    assert measured.padding <= 0.01
+    assert measured.largest_tokens <= 20_480
 
 
 def test_micro_batches_of_a_rank_cost_about_the_same() -> None:
@@ -245,45 +267,3 @@ def test_work_grows_faster_than_the_number_of_tokens() -> None:
     assert sorted(sorted(itertools.chain(*micros)) for micros in plan) == [[0], [1, 2, 3]]
     assert microbatch_work([5, 3]) == work(5) + work(3)
     assert microbatch_work([5, 3], packed=False) == 2 * work(5)
-
-
-def test_the_benchmark_measures_padding_and_waiting() -> None:
-    setting = Setting(ranks=2, sequence_multiple=1, row_multiple=1)
-    lengths = [300, 100, 100, 100]
-    figures = measure([[[0, 1]], [[2, 3]]], lengths, setting, packed=False)
-    assert figures.padding == pytest.approx(200 / 800)
-    slow, fast = 2 * work(300), 2 * work(100)
-    assert figures.slowest_rank == pytest.approx(2 * slow / (slow + fast))
-    uneven = measure([[[0], [1]], [[2], [3]]], lengths, setting, packed=True)
-    assert uneven.worst_position == pytest.approx(2 * work(300) / (work(300) + work(100)))
-    total = work(300) + 3 * work(100)
-    assert uneven.all_positions == pytest.approx(2 * (work(300) + work(100)) / total)
-
-
-@given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=60), ranks=RANKS)
-def test_plans_of_the_benchmark_place_every_sequence_once(lengths: list[int], ranks: int) -> None:
-    setting = Setting(ranks=ranks, max_tokens=1_000)
-    for make in (greedy_tokens, naive):
-        plan = make(lengths, setting, True)
-        assert len(plan) == ranks
-        assert len({len(micros) for micros in plan}) == 1
-        placed = sorted(index for micros in plan for micro in micros for index in micro)
-        assert placed == list(range(len(lengths)))
-
-
-def test_the_benchmark_prints_json_on_its_last_line(capsys: pytest.CaptureFixture[str]) -> None:
-    main(sequences=[64], ranks=2, seeds=1)
-    printed = capsys.readouterr().out
-    assert printed.count("target met") == 4
-    figures = json.loads(printed.splitlines()[-1])
-    assert {"commit", "machine", "results"} <= set(figures)
-    assert [result["row_multiple"] for result in figures["results"]] == [4, 1]
-
-
-def test_the_benchmark_marks_targets_that_no_plan_can_meet(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    main(sequences=[4], ranks=4, seeds=1)
-    missed = [line for line in capsys.readouterr().out.splitlines() if "missed" in line]
-    assert missed
-    assert all("no plan is below" in line for line in missed)
