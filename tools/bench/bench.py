@@ -1,4 +1,4 @@
-"""What the benchmarks share: seconds and peak memory of a block, a table, and one line of JSON.
+"""Tools of all benchmarks: seconds and peak memory of a block, a table, and one line of JSON.
 
 Every benchmark prints a table for people. Its last line is a JSON object with the same figures and
 the conditions of the measurement: commit, machine, versions.
