@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate
 
 from dapo_megatron.algo import correction, kl
-from dapo_megatron.algo.mismatch import GapStatistics, check_gap, gap_statistics, merge
+from dapo_megatron.algo.mismatch import GapStatistics, check_gaps, gap_statistics, merge
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import (
     assemble,
@@ -202,22 +202,27 @@ def check_mismatch(
     outputs: LogProbs,
 ) -> None:
     """Compare policy and engine on the tokens of `batch` that the current weights sampled, and add
-    mismatch/* to the step's metrics. Collective. Raises SyncError if they differ by more than
-    sync.* allows."""
+    mismatch/* to the step's metrics. Collective. Raises SyncError naming an engine that differs by
+    more than sync.* allows."""
     # A completion that continued replays the experts of older weights in front of its new tokens.
     replays = config.policy.router_replay == "engine"
-    mask = fresh_mask(sequences, batch, version=step - 1, only_whole=replays)
-    if config.loss.old_logprobs == "engine":  # only loss tokens have log-probs
-        mask = mask & batch.loss_mask
-    own_gap = gap_statistics(dataclasses.replace(batch, old_logprobs=outputs.logprobs), mask)
-    gap = merge(parts.data_parallel.all_gather(own_gap, GapStatistics))
-    check_gap(
-        gap,
+    compared = dataclasses.replace(batch, old_logprobs=outputs.logprobs)
+    engines = sorted({part.engine for sequence in sequences for part in sequence.segments})
+    own_gaps = []
+    for engine in engines:
+        mask = fresh_mask(sequences, batch, version=step - 1, engine=engine, only_whole=replays)
+        if config.loss.old_logprobs == "engine":  # only loss tokens have log-probs
+            mask = mask & batch.loss_mask
+        own_gaps.append(gap_statistics(compared, mask))
+    of_ranks = parts.data_parallel.all_gather(own_gaps, list[GapStatistics])
+    gaps = dict(zip(engines, map(merge, zip(*of_ranks, strict=True)), strict=True))
+    check_gaps(
+        gaps,
         version=step - 1,
         max_gap=config.sync.max_gap,
         max_mean_gap=config.sync.max_mean_gap,
     )
-    metrics |= step_metrics.mismatch_metrics(gap)
+    metrics |= step_metrics.mismatch_metrics(merge([*gaps.values()]))
 
 
 def correct(

@@ -116,10 +116,12 @@ class Grade:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`num_tokens` consecutive tokens of a completion that weights of one version sampled."""
+    """`num_tokens` consecutive tokens of a completion that weights of one version sampled. `engine`
+    is the replica, as rank 0 knows it."""
 
     version: int
     num_tokens: int
+    engine: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -567,13 +569,10 @@ class SyncReport:
     verify_seconds: float
     turn_seconds: float
     """Seconds to hand over the accelerator: reload and offload the policy, wake the engine."""
-    fingerprinted: float
-    """Share of the tensors whose fingerprints were compared."""
+    fingerprinted: bool
+    """Whether the fingerprints of all tensors were compared."""
     unread_tensors: int
     """Tensors that cannot be read back from the first engine (quantized or reordered)."""
-    canary_gap: float
-    decode_gap: float = 0.0
-    """Largest gap between log-probs of decoded tokens and of the same tokens scored in one pass."""
 
 
 class DapoError(Exception):

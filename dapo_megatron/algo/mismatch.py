@@ -7,7 +7,7 @@ algo/kl.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,12 @@ from torch import Tensor
 from dapo_megatron.algo.kl import k3
 from dapo_megatron.types import SyncError, TokenBatch
 
+MEAN_TOKENS = 1000
+"""Smallest number of tokens of an engine whose mean gap is checked by itself."""
+_CAUSES = (
+    "The engine samples with other weights than the policy trains, computes something else with "
+    "them (try engine.enforce_eager=true), or with too low a precision"
+)
 CHUNK = 2**17
 """Number of tokens whose gaps are computed at a time. Each takes about 50 bytes meanwhile."""
 
@@ -132,23 +138,32 @@ def merge(parts: Sequence[GapStatistics]) -> GapStatistics:
     )
 
 
-def check_gap(
-    gap: GapStatistics, *, version: int, max_gap: float, max_mean_gap: float | None
+def check_gaps(
+    gaps: Mapping[int, GapStatistics],
+    *,
+    version: int,
+    max_gap: float,
+    max_mean_gap: float | None,
 ) -> None:
-    """Check the gap on the tokens that the policy's current weights sampled.
+    """Check the gap on the tokens that each engine sampled with the policy's current weights.
 
-    `version` is the version of these weights. Raises SyncError if the mean gap exceeds
-    `max_mean_gap`, or if the largest gap exceeds `max_gap`; the error then names the worst token.
+    `version` is the version of these weights. Raises SyncError naming the engine if its mean gap
+    exceeds `max_mean_gap`, or if its largest gap exceeds `max_gap`; the error then names the token.
     """
-    if max_mean_gap is not None and gap.mean > max_mean_gap:
-        raise SyncError(
-            f"weights {version}: engine and policy disagree by {gap.mean:.3g} on the mean of "
-            f"{gap.num_tokens} tokens; sync.max_mean_gap is {max_mean_gap:g}. The engine samples "
-            "with other weights than the policy trains, or computes with too low a precision"
-        )
-    if gap.max > max_gap and gap.worst is not None:
-        raise SyncError(
-            f"weights {version}: engine and policy disagree by {gap.max:.3g} on {gap.worst}; "
-            f"sync.max_gap is {max_gap:g}. The engine samples with other weights than the policy "
-            "trains"
-        )
+    bound, total = math.inf if max_mean_gap is None else max_mean_gap, merge([*gaps.values()])
+    for engine, gap in gaps.items():
+        # The mean of few tokens may consist of one that is far off in a healthy run.
+        counts = gap.num_tokens >= MEAN_TOKENS or total.mean > bound
+        if counts and gap.mean > bound:
+            raise SyncError(
+                f"weights {version}: engine {engine} and policy disagree by {gap.mean:.3g} on the "
+                f"mean of {gap.num_tokens} tokens; sync.max_mean_gap is {bound:g}. "
+                f"{_CAUSES}",
+                [engine],
+            )
+        if gap.max > max_gap and gap.worst is not None:
+            raise SyncError(
+                f"weights {version}: engine {engine} and policy disagree by {gap.max:.3g} on "
+                f"{gap.worst}; sync.max_gap is {max_gap:g}. {_CAUSES}",
+                [engine],
+            )

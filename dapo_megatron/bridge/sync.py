@@ -1,10 +1,11 @@
 """One sync: move the policy's weights into the engines, and verify that they arrived.
 
 A transfer plan is made when the set of engines changed, and reused until then. Every sync checks
-that each wanted slice arrives exactly once, that policy and engines give the same log-probs for
-canary sequences, and that decoding gives the same log-probs as scoring. It also compares
-fingerprints (verify.py) of all weights or of a tenth of them (schedule.py). A failure names tensor
-and ranks. If some engines pass, the run goes on with these; else the failure ends it.
+that each wanted slice arrives exactly once. The first one with a set of engines, and every
+`sync.fingerprint_every`-th after it, also compares fingerprints of all weights (verify.py). A
+failure names tensor and ranks. If some engines pass, the run goes on with these; else the failure
+ends it. What engines compute with their weights is compared on the tokens of every step
+(algo/mismatch.py).
 
 The sync also hands over the accelerator. Before it, the engines sleep. After it, the parts of the
 policy that policy.offload names are in host memory. Both models are on the accelerator while
@@ -23,13 +24,11 @@ from math import prod
 
 import torch
 
-from dapo_megatron.bridge.bounds import CanaryBounds
 from dapo_megatron.bridge.group import Meeting
 from dapo_megatron.bridge.islands import RankSlices, Wanted
 from dapo_megatron.bridge.plan import TransferPlan
-from dapo_megatron.bridge.schedule import FingerprintSchedule
 from dapo_megatron.bridge.transfer import Transfer, gather_slices
-from dapo_megatron.bridge.verify import SyncVerifier, canary_sequences
+from dapo_megatron.bridge.verify import check_fingerprints
 from dapo_megatron.config import SyncConfig
 from dapo_megatron.protocols import Engines, Exchange, Policy
 from dapo_megatron.types import EnginesLost, SyncError, SyncReport, TensorSlice, TooFewEnginesError
@@ -63,9 +62,6 @@ class WeightSync:
         exchange: Exchange,
         config: SyncConfig,
         *,
-        bounds: CanaryBounds,
-        vocab: int,
-        max_tokens: int,
         ranks_per_node: int,
         device: torch.device,
     ) -> None:
@@ -80,20 +76,9 @@ class WeightSync:
         }
         self.num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in self._shapes.values())
         """Bytes of the whole model."""
-        num_elements = sum(prod(shape) for shape, _ in self._shapes.values())
-        self._schedule = FingerprintSchedule(
-            self._shapes, num_elements, config.fingerprint_every, exchange
-        )
-        num_tokens = max(2, min(config.canary_tokens, max_tokens))
-        self._verifier = SyncVerifier(
-            policy,
-            engines,
-            exchange,
-            self._shards,
-            self._held,
-            bounds=bounds,
-            sequences=canary_sequences(vocab, num_tokens),
-        )
+        self._fingerprint_every = config.fingerprint_every
+        self._num_syncs = 0  # of this route
+        self._num_unread = 0
         self.route: Route | None = None
         """Route of the last sync."""
 
@@ -140,38 +125,31 @@ class WeightSync:
         awake = time.perf_counter()
         self._engines.load(iter(route.transfer), version)
         moved = time.perf_counter()
-        names = self._schedule.next()
-        if names:
-            self._verifier.check_fingerprints(version, route.wanted, names)
-        fingerprinted = time.perf_counter()
-        policy_logprobs = self._verifier.canary_logprobs()
+        is_compared = self._num_syncs % self._fingerprint_every == 0
+        if is_compared:
+            self._num_unread = check_fingerprints(
+                version, self._shards, self._held, route.wanted, self._engines, self._exchange
+            )
         compared = time.perf_counter()
         self._policy.offload()
         self._engines.call("wake", "kv_cache", of=None)
-        switched = time.perf_counter()
-        share = self._schedule.share(names)
-        gap = self._verifier.check_canary(
-            version, route.wanted, policy_logprobs, fingerprinted=share == 1.0
-        )
-        self._schedule.record(names, moved - awake, fingerprinted - moved)
-        decode_gap = self._verifier.check_decoding(version)
+        self._num_syncs += 1
         return SyncReport(
             version=version,
             num_tensors=len(self._shapes),
             num_bytes=max(route.bytes_received),
             seconds=moved - awake,
-            verify_seconds=compared - moved + time.perf_counter() - switched,
-            turn_seconds=awake - started + switched - compared,
-            fingerprinted=share,
-            unread_tensors=self._verifier.num_unread,
-            canary_gap=gap,
-            decode_gap=decode_gap,
+            verify_seconds=compared - moved,
+            turn_seconds=awake - started + time.perf_counter() - compared,
+            fingerprinted=is_compared,
+            unread_tensors=self._num_unread,
         )
 
     def _route(self) -> Route:
         """Return the route to the present engines, made anew if others took part before."""
         if self.route is None or self.route.engines != self._engines.present:
             self.route = None  # closes the last group
+            self._num_syncs = 0
             traced = self._engines.call("trace", self._shapes, of=list[list[TensorSlice]])
             places = self._engines.places()
             num_ranks = max(self._exchange.world_size, 1 + max(chain(*places.values())))

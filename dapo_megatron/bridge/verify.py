@@ -1,8 +1,5 @@
-"""Verification of a sync: engines hold the policy's weights and compute the same log-probs.
-
-Fingerprints compare the weights of both sides in place, independently of the plan that moved them.
-Canary sequences compare log-probs. This also catches an engine that holds the right weights and
-computes something else with them, in one pass or token by token.
+"""Fingerprints of weights: whether engines hold the policy's, independently of the plan that moved
+them. (An engine that computes something else with the right weights is found by algo/mismatch.py.)
 
 A fingerprint has 64 bits and does not depend on the layout of the tensor over ranks. The bits of
 each element, as an integer, are multiplied by a coefficient that depends on the element's position
@@ -16,7 +13,7 @@ the sum, too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -24,14 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dapo_megatron.bridge.bounds import CanaryBounds, canary_gap
 from dapo_megatron.bridge.islands import RankSlices, Wanted
-from dapo_megatron.cluster.collectives import NAMED, gather_distinct, on_all_ranks
-from dapo_megatron.protocols import Engines, Exchange, Policy
-from dapo_megatron.types import Region, Shard, SyncError, TensorSlice, TokenBatch
-
-NUM_SEQUENCES = 4
-SEED = 20250318  # any fixed number, so that every run has the same sequences
+from dapo_megatron.cluster.collectives import NAMED, gather_distinct
+from dapo_megatron.protocols import Engines, Exchange
+from dapo_megatron.types import Region, Shard, SyncError, TensorSlice
 
 _CHUNK = 2**22
 """Elements converted to int64 at a time (32 MiB)."""
@@ -57,201 +50,57 @@ class Mismatch(NamedTuple):
     """Engines at fault; none if copies within the policy differ."""
 
 
-class SyncVerifier:
-    """Compares the policy, sharded over all ranks, with every engine. Methods are collective."""
+def check_fingerprints(
+    version: int,
+    shards: Sequence[Shard],
+    held: RankSlices,
+    wanted: Wanted,
+    engines: Engines,
+    exchange: Exchange,
+) -> int:
+    """Compare the policy, sharded over all ranks, with every present engine. Collective.
 
-    def __init__(
-        self,
-        policy: Policy,
-        engines: Engines,
-        exchange: Exchange,
-        shards: Sequence[Shard],
-        held: RankSlices,
-        *,
-        bounds: CanaryBounds,
-        sequences: list[list[int]],
-    ) -> None:
-        """Take this rank's policy `shards`, the slices that each rank's policy holds, and the
-        canary sequences."""
-        self._policy = policy
-        self._engines = engines
-        self._exchange = exchange
-        self._shards = shards
-        self._held = held
-        self._bounds = bounds
-        self._names = frozenset(
-            tensor_slice.name for tensor_slices in held.lists for tensor_slice in tensor_slices
-        )
-        self._sequences = sequences
-        self.num_unread = 0
-        """Tensors of the first engine that could not be read back at the last full check."""
+    Take this rank's policy `shards`, and the slices that each rank's policy holds and each worker
+    wants. Return the number of tensors of the first engine that cannot be read back. Raises
+    SyncError naming tensors, ranks and the engines at fault; none if copies within the policy
+    differ.
+    """
+    # Ranks at the same place of both layouts send equal lists. Each distinct list travels once.
+    own_prints = fingerprints((shard.read(), shard.tensor_slice.region) for shard in shards)
+    values, value_of_rank = gather_distinct(exchange, own_prints, list[int])
+    by_replica = engines.call("fingerprints", of=list[list[_Print]])
+    # Each rank compares some of the tensors.
+    names = sorted({part.name for parts in held.lists for part in parts})
+    compared = set(names[exchange.rank :: exchange.world_size])
 
-    def check_fingerprints(
-        self, version: int, wanted: Wanted, names: Collection[str] | None = None
-    ) -> None:
-        """Raise SyncError naming tensors and ranks if policy and engines hold different weights.
+    @cache  # ranks that share a list and its fingerprints are handled once
+    def policy_prints(list_number: int, value_number: int) -> list[tuple[TensorSlice, int]]:
+        pairs = zip(held.lists[list_number], values[value_number], strict=True)
+        return [(part, number) for part, number in pairs if part.name in compared]
 
-        It names the engines at fault, unless copies within the policy differ. Compares the tensors
-        in `names`, which are the same on all ranks. None: all tensors.
-        """
-        names = self._names if names is None else names
-        is_full = len(names) == len(self._names)
-        # Ranks at the same place of both layouts send equal lists. Each distinct list travels once.
-        values, value_of_rank = gather_distinct(
-            self._exchange, self._policy_prints(names), list[int]
-        )
-        by_replica = self._engines.call("fingerprints", sorted(names), of=list[list[_Print]])
-        # Each rank compares some of the tensors.
-        rank, num_ranks = self._exchange.rank, self._exchange.world_size
-        start, end = (len(names) * number // num_ranks for number in (rank, rank + 1))
-        compared = set(sorted(names)[start:end])
-
-        @cache  # ranks that share a list and its fingerprints are handled once
-        def policy_prints(list_number: int, value_number: int) -> list[tuple[TensorSlice, int]]:
-            tensor_slices = _only(self._held.lists[list_number], names)
-            return [
-                (tensor_slice, number)
-                for tensor_slice, number in zip(tensor_slices, values[value_number], strict=True)
-                if tensor_slice.name in compared
+    of_engines: list[list[tuple[TensorSlice, int]]] = [[] for _ in wanted.replicas]
+    for replica, by_worker in by_replica.items():
+        for worker_rank, prints in zip(wanted.of_replica(replica), by_worker, strict=True):
+            slices = wanted.slices[worker_rank]
+            of_engines[worker_rank] = [
+                (slices[index], number)
+                for index, number in prints
+                if slices[index].name in compared
             ]
-
-        engines: list[list[tuple[TensorSlice, int]]] = [[] for _ in wanted.replicas]
-        for replica, by_worker in by_replica.items():
-            for worker_rank, prints in zip(wanted.of_replica(replica), by_worker, strict=True):
-                slices = wanted.slices[worker_rank]
-                engines[worker_rank] = [
-                    (slices[index], number)
-                    for index, number in prints
-                    if slices[index].name in compared
-                ]
-        policy = list(map(policy_prints, self._held.list_of_rank, value_of_rank))
-        own = describe_mismatches(policy, engines, wanted.replicas)
-        if mismatches := list(chain(*self._exchange.all_gather(own, list[Mismatch]))):
-            lines = [mismatch.text for mismatch in mismatches]
-            more = f"\n... and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
-            raise SyncError(
-                f"weights {version}: fingerprints differ after the sync\n"
-                + "\n".join(lines[:NAMED])
-                + more,
-                chain(*(mismatch.replicas for mismatch in mismatches)),
-            )
-        if is_full:
-            replica, by_worker = next(iter(by_replica.items()))
-            slices = wanted.slices[wanted.of_replica(replica)[0]]
-            readable = {slices[index].name for index, _ in by_worker[0]}
-            self.num_unread = len({tensor_slice.name for tensor_slice in slices} - readable)
-
-    def _policy_prints(self, names: Collection[str]) -> list[int]:
-        """Return the fingerprints of this rank's shards of the tensors in `names`."""
-        return fingerprints(
-            (shard.read(), shard.tensor_slice.region)
-            for shard in self._shards
-            if shard.tensor_slice.name in names
-        )
-
-    def canary_logprobs(self) -> Tensor:
-        """Return the policy's log-probs of the canary sequences at temperature 1, end to end."""
-        scored = self._policy.logprobs(canary_batch(self._sequences), temperature=1.0)
-        logprobs = self._exchange.broadcast(scored.logprobs.tolist(), list[float])
-        return torch.tensor(logprobs, dtype=torch.float64)
-
-    def check_canary(
-        self, version: int, wanted: Wanted, policy_logprobs: Tensor, *, fingerprinted: bool
-    ) -> float:
-        """Return the largest gap, in nats, between any engine and the policy.
-
-        Raises SyncError naming the engines whose gap exceeds a bound. Unless this sync was
-        `fingerprinted` in full, all fingerprints are checked first, because their error names the
-        tensor.
-        """
-        scores = self._engines.call("score", self._sequences, of=list[list[float]])
-        gaps = {replica: canary_gap(policy_logprobs, score) for replica, score in scores.items()}
-        excess = self._bounds.excess(gaps)
-        if excess is None:
-            return max(gap.max for gap in gaps.values())
-        at_fault = [replica for replica, gap in gaps.items() if not self._bounds.allow(gap)]
-        disagreement = (
-            f"weights {version}: on canary sequences policy and engine disagree by {excess}"
-        )
-        if not fingerprinted:
-            try:
-                on_all_ranks(self._exchange, self._reload_policy)
-            except SyncError as error:
-                raise SyncError(f"{disagreement}. {error}", at_fault) from error
-            self.check_fingerprints(version, wanted)
-        unread = f" ({self.num_unread} tensors cannot be read back)" if self.num_unread else ""
+    policy = list(map(policy_prints, held.list_of_rank, value_of_rank))
+    own = describe_mismatches(policy, of_engines, wanted.replicas)
+    if mismatches := list(chain(*exchange.all_gather(own, list[Mismatch]))):
+        lines = [mismatch.text for mismatch in mismatches]
+        more = f"\n... and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
         raise SyncError(
-            f"{disagreement}. The weights' fingerprints agree{unread}, so the engine packs or "
-            "quantizes the weights wrongly, or its kernels compute something else. If this gap is "
-            "normal for the model and its precisions, raise that key",
-            at_fault,
+            f"weights {version}: fingerprints differ after the sync\n"
+            + "\n".join(lines[:NAMED])
+            + more,
+            chain(*(mismatch.replicas for mismatch in mismatches)),
         )
-
-    def check_decoding(self, version: int) -> float:
-        """Return the largest gap, in nats, between the log-probs of tokens that engines decode and
-        of the same tokens scored in one pass. Raises SyncError naming the engines on which the
-        largest gap or the mean exceeds the canary's bound.
-
-        Canary sequences are scored in one pass over each sequence. Rollouts are decoded token by
-        token, on a GPU in CUDA graphs. A graph keeps the addresses that it was captured with. If it
-        read a stale one after a sync, it would pass all other checks, and only the gap of the next
-        step's rollouts would show it.
-        """
-        gaps = self._engines.call("decode_gap", self._sequences, of=tuple[float, float])
-        for key, bound, index in (
-            ("sync.max_gap", self._bounds.max, 0),
-            ("sync.canary_mean_gap", self._bounds.mean, 1),
-        ):
-            highest = max(gap[index] for gap in gaps.values())
-            if highest > bound:
-                at_fault = [replica for replica, gap in gaps.items() if gap[index] > bound]
-                raise SyncError(
-                    f"weights {version}: decoded tokens have other log-probs than the same tokens "
-                    f"scored in one pass, by {highest:.3g}, engine {_list(at_fault)}; {key} is "
-                    f"{bound:g}. Scoring agrees with the policy, so CUDA graphs read stale memory, "
-                    "or the kernels of decoding compute something else. Try "
-                    "engine.enforce_eager=true",
-                    at_fault,
-                )
-        return float(max(largest for largest, _ in gaps.values()))
-
-    def _reload_policy(self) -> None:
-        """Bring the policy back next to the KV cache. Raises SyncError if both do not fit."""
-        try:
-            self._policy.onload()
-        except torch.OutOfMemoryError as error:
-            raise SyncError(
-                "The fingerprints were not compared, because policy and KV cache do not fit on the "
-                "GPU together. sync.fingerprint_every=1 compares them before the cache is there"
-            ) from error
-
-
-# ------------------------------------------------------------------ canary sequences
-
-
-def canary_sequences(vocab: int, num_tokens: int) -> list[list[int]]:
-    """Return NUM_SEQUENCES fixed sequences of `num_tokens` random tokens below `vocab`."""
-    generator = torch.Generator().manual_seed(SEED)
-    tokens = torch.randint(vocab, (NUM_SEQUENCES, num_tokens), generator=generator)
-    return [list(map(int, row)) for row in tokens]
-
-
-def canary_batch(sequences: list[list[int]]) -> TokenBatch:
-    """Return the sequences as a batch for Policy.logprobs, without loss tokens."""
-    num_tokens = sum(map(len, sequences))
-    zeros = torch.zeros(num_tokens)
-    return TokenBatch(
-        lengths=torch.tensor([len(sequence) for sequence in sequences]),
-        loss_tokens=torch.zeros(len(sequences), dtype=torch.int64),
-        group_ids=torch.arange(len(sequences)),
-        tokens=torch.tensor(
-            [token for sequence in sequences for token in sequence], dtype=torch.int32
-        ),
-        loss_mask=torch.zeros(num_tokens, dtype=torch.bool),
-        advantages=zeros,
-        weights=zeros,
-        engine_logprobs=zeros,
-    )
+    replica, (prints, *_) = next(iter(by_replica.items()))
+    slices = wanted.slices[wanted.of_replica(replica)[0]]
+    return len({part.name for part in slices} - {slices[index].name for index, _ in prints})
 
 
 # ------------------------------------------------------------------ fingerprints
@@ -425,10 +274,6 @@ def _components(trained: _Boxes, sampled: _Boxes) -> Iterator[tuple[list[Region]
             grew = bool(more_engine or more_policy)
         if engine_boxes:  # an engine with expert parallelism has only some of the boxes
             yield policy_boxes, sorted(engine_boxes, key=lambda region: region.start)
-
-
-def _only(tensor_slices: Iterable[TensorSlice], names: Collection[str]) -> Iterator[TensorSlice]:
-    return (tensor_slice for tensor_slice in tensor_slices if tensor_slice.name in names)
 
 
 def _list(ranks: Iterable[int]) -> str:

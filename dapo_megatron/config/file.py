@@ -165,6 +165,11 @@ _MESSAGES = {
 _REMOVED = {
     "roles": "gone; set run.processes to the number of the policy's ranks, engine.colocated to "
     "false and engine.replicas to the number of engines",
+    **dict.fromkeys(
+        ("sync.canary_tokens", "sync.canary_mean_gap", "sync.canary_quantile_gap"),
+        "gone; leave it out. sync.max_gap and sync.max_mean_gap check every trained token, for "
+        "each engine",
+    ),
     "checkpoint.rollouts": "gone; leave it out. A run always repeats what it recorded "
     "(tracking.samples)",
     "checkpoint.export_megatron": "gone; leave it out. Megatron reads the checkpoints themselves",

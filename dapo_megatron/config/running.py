@@ -32,26 +32,16 @@ class RunConfig(Section):
 
 class SyncConfig(Section):
     max_gap: Positive
-    """Largest allowed |log-prob by engine - log-prob by policy|. It is checked on the tokens that a
-    step sampled with its newest weights, and on the canary sequences after each sync. A larger gap
-    stops the run. About 1e-5 in float32; bfloat16 needs more."""
+    """Largest allowed |log-prob by engine - log-prob by policy|. It is checked on all tokens that a
+    step sampled with its newest weights, before the first update. A larger gap stops the run and
+    names the engine. About 1e-5 in float32; bfloat16 needs more."""
     max_mean_gap: Positive | None = None
-    """Largest allowed mean gap over the tokens that a step sampled with its newest weights. null:
-    no limit. In a healthy run in bfloat16 or FP8 a few of millions of tokens differ by nats; then
-    set this limit, and leave max_gap high enough to catch only gross errors."""
-    fingerprint_every: Count | None = None
-    """Syncs from one comparison of all weights of policy and engines to the next. Syncs between
-    compare a rotating tenth. null: 1 for models of up to 200 million parameters; else as often as
-    comparisons take at most 5% of the time of syncs, or 0.5% of the run's time if that is more. The
-    first sync after a start or resume compares all weights."""
-    canary_tokens: Annotated[int, Field(ge=2, le=65_536)] = 32
-    """Length of each canary sequence in tokens."""
-    canary_mean_gap: Positive | None = None
-    """Largest allowed mean gap over the tokens of the canary sequences. null: derived from the
-    precisions of policy and engine (docs/architecture.md)."""
-    canary_quantile_gap: Positive | None = None
-    """Gap that at most 1% of the tokens of the canary sequences may exceed. null: derived likewise
-    from the precisions."""
+    """Largest allowed mean gap over these tokens, of each engine. null: no limit. In a healthy run
+    in bfloat16 or FP8 a few of millions of tokens differ by nats; then set this limit, and leave
+    max_gap high enough to catch only gross errors."""
+    fingerprint_every: Count = 10
+    """Syncs from one comparison of all weights of policy and engines to the next. The first sync
+    after a start, and after an engine joined or left, always compares them."""
 
 
 class CheckpointConfig(Section):

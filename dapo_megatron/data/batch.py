@@ -147,11 +147,12 @@ def fresh_mask(
     batch: TokenBatch,
     *,
     version: int,
+    engine: int | None = None,
     only_whole: bool = False,
 ) -> Tensor:
     """Return a bool mask [T] over the batch that `assemble` makes of the same sequences: True for
-    response tokens sampled by weights `version`, and with `only_whole` only in responses without
-    other tokens.
+    response tokens sampled by weights `version`, with `engine` only by this one, and with
+    `only_whole` only in responses without tokens of other weights.
 
     The gap between engine and policy is measured on these tokens only, because log-probs of older
     weights differ anyway.
@@ -164,6 +165,9 @@ def fresh_mask(
         fresh = [part.version == version for part in sequence.segments]
         if only_whole:
             fresh = [all(fresh)] * len(fresh)
+        if engine is not None:
+            pairs = zip(fresh, sequence.segments, strict=True)
+            fresh = [is_new and part.engine == engine for is_new, part in pairs]
         is_fresh += [False, *fresh]
     return _repeat(np.array(is_fresh, dtype=np.bool_), spans)
 

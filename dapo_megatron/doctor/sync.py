@@ -1,29 +1,43 @@
 """`doctor sync`: check that engines compute with the policy's weights after a sync, and report the
 bytes that a sync moves.
 
-Policy and engine are built as in a run. Nothing is sampled or trained.
+Policy and engine are built as in a run. Nothing is sampled or trained. Both score the same random
+tokens.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from dapo_megatron.cluster.ranks import join
 from dapo_megatron.config import Config
+from dapo_megatron.data.batch import assemble
 from dapo_megatron.doctor.quiet_rank import quiet_rank
 from dapo_megatron.files import write_result
+from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.layout import describe
 from dapo_megatron.tracking.provenance import facts
-from dapo_megatron.types import SyncReport
+from dapo_megatron.types import (
+    Segment,
+    SequenceTokens,
+    Shard,
+    SyncError,
+    SyncReport,
+    TokenBatch,
+    TrainingSequence,
+)
 
-if TYPE_CHECKING:
-    from dapo_megatron.types import Shard
-
+NUM_SEQUENCES, NUM_TOKENS = 4, 32
 FACTORS = (1.0, 1.125, 1 / 1.125)
 """Factors by which all weights are multiplied before each sync. They change even FP8 weights with 3
 mantissa bits and unchanged power-of-two scales. Their product is 1."""
@@ -55,6 +69,8 @@ class SyncProof:
     """Lower bound of the bytes that the busiest rank must receive."""
     num_rounds: int
     reports: list[SyncReport]
+    gaps: list[float]
+    """Largest gap of any engine's log-probs to the policy's after each sync, in nats."""
 
     def text(self) -> str:
         """Return the results as lines of text."""
@@ -68,11 +84,10 @@ class SyncProof:
             f"plan    {self.num_rounds} rounds; received by a rank: at most {_mib(moved)}, "
             f"least possible {_mib(self.bound)}, whole model {_mib(self.num_bytes)}",
         ]
-        for report in self.reports:
+        for report, gap in zip(self.reports, self.gaps, strict=True):
             lines.append(
                 f"sync {report.version}  moved {report.seconds:.3f} s, verified "
-                f"{report.verify_seconds:.3f} s: fingerprints equal; gap on canary sequences "
-                f"{report.canary_gap:.2g}, of decoded tokens {report.decode_gap:.2g} "
+                f"{report.verify_seconds:.3f} s: fingerprints equal; gap of log-probs {gap:.2g} "
                 f"(allowed {config.sync.max_gap:g})"
             )
         unread = self.reports[-1].unread_tensors
@@ -91,7 +106,10 @@ class SyncProof:
             "num_bytes": self.num_bytes,
             "lower_bound_bytes": self.bound,
             "num_rounds": self.num_rounds,
-            "syncs": [asdict(report) for report in self.reports],
+            "syncs": [
+                {**asdict(report), "gap": gap}
+                for report, gap in zip(self.reports, self.gaps, strict=True)
+            ],
         }
 
 
@@ -108,12 +126,21 @@ def _prove(config: Config, local_rank: int) -> SyncProof:
     engines = start_engines(config, ranks)
     try:
         models = build_models(config, ranks, engines)
-        reports = []
+        reports, gaps = [], []
+        sequences = _sequences(read_architecture(config).vocab_size, config)
         for version, factor in enumerate(FACTORS):
             # As in a run, the engines sleep while the policy's weights change.
             models.sync.switch_to_policy()
             models.policy.rewrite(partial(_multiply, factor))
+            expected = models.policy.logprobs(_batch(sequences), temperature=1.0).logprobs
             reports.append(models.sync(version))
+            scores = engines.call("score", sequences.tolist(), of=list[list[float]])
+            gaps.append(ranks.broadcast(_gap(expected, scores), float))
+            if not gaps[-1] <= config.sync.max_gap:
+                raise SyncError(
+                    f"sync {version}: fingerprints agree, but log-probs of policy and engine "
+                    f"differ by {gaps[-1]:.3g}; sync.max_gap is {config.sync.max_gap:g}"
+                )
         route = models.sync.route
         assert route is not None
         proof = SyncProof(
@@ -124,11 +151,39 @@ def _prove(config: Config, local_rank: int) -> SyncProof:
             bound=max(route.plan.missing),
             num_rounds=route.plan.num_rounds,
             reports=reports,
+            gaps=gaps,
         )
     finally:
         engines.close()
     dist.destroy_process_group()
     return proof
+
+
+def _sequences(vocab: int, config: Config) -> Tensor:
+    """Return random tokens, [sequences, tokens of each]."""
+    num_tokens = max(2, min(NUM_TOKENS, config.rollout.max_prompt_tokens))
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocab, (NUM_SEQUENCES, num_tokens), generator=generator)
+
+
+def _batch(sequences: Tensor) -> TokenBatch:
+    """Return the sequences as a batch, their first token as the prompt."""
+    num_tokens = sequences.shape[1] - 1
+    described = [
+        TrainingSequence(number, 0, 1, num_tokens, (Segment(0, num_tokens),), 0.0, False, 0.0)
+        for number in range(len(sequences))
+    ]
+    zeros = np.zeros(num_tokens, np.float32)
+    rows = enumerate(sequences.int().numpy())
+    tokens = {number: SequenceTokens(row[:1], row[1:], zeros) for number, row in rows}
+    return assemble(described, tokens)
+
+
+def _gap(expected: Tensor, scores: Mapping[int, list[list[float]]]) -> float:
+    """Return the largest gap of the scores, by replica, in nats. NaN counts as infinity."""
+    actual = torch.tensor([*scores.values()], dtype=torch.float64)
+    by_sequence = expected.double().view(actual.shape[1], -1)[:, 1:]
+    return float((actual - by_sequence).abs().nan_to_num(nan=math.inf).max())
 
 
 def _multiply(factor: float, shards: Sequence[Shard]) -> None:

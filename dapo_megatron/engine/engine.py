@@ -16,8 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.config import Config
 from dapo_megatron.data.tokenizer import load_tokenizer
@@ -28,7 +26,6 @@ from dapo_megatron.engine.continuation import (
     sampled_so_far,
     tokens_left,
 )
-from dapo_megatron.engine.fixed_requests import greedy, prompt_logprobs, scoring
 from dapo_megatron.engine.routes import RouteReader
 from dapo_megatron.model import read_architecture
 from dapo_megatron.types import (
@@ -55,9 +52,6 @@ _NO_WEIGHTS = "it has no weights. Call load() first"
 _WEIGHTS_DROPPED = "sleep() dropped its weights. Call load() first"
 _CLOSED = "it is closed"
 _NO_CACHE = "its KV cache is asleep. Call wake() first"
-NUM_DECODED = 4
-"""Tokens decoded after each sequence of `decode_gap`. The first comes from the pass over the
-prompt."""
 
 
 class VllmEngine:
@@ -189,13 +183,12 @@ class VllmEngine:
         self._unusable = ""
         self.version = version
 
-    def fingerprints(self, names: Sequence[str]) -> list[list[tuple[int, int]]]:
-        """Return the fingerprints (bridge/verify.py) of each worker's slices of these tensors, as
-        (index in `trace`, fingerprint). Slices that cannot be read back (readback.py) are left out.
-        """
+    def fingerprints(self) -> list[list[tuple[int, int]]]:
+        """Return the fingerprints (bridge/verify.py) of each worker's slices, as (index in `trace`,
+        fingerprint). Slices that cannot be read back (readback.py) are left out."""
         self._require_usable()
         self._require_slices()
-        return self._llm.collective_rpc("fingerprint_slices", args=(frozenset(names),))
+        return self._llm.collective_rpc("fingerprint_slices")
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-prob, in nats, of each token except the first of each sequence.
@@ -204,54 +197,18 @@ class VllmEngine:
         sequence must have at least two tokens, and fewer than the maximum of prompt and response
         together. Raises DapoError with requests in flight.
         """
-        return [prompt_logprobs(output) for output in self._run_alone(sequences, scoring())]
-
-    def decode(
-        self, prompts: Sequence[Sequence[int]], num_tokens: int
-    ) -> list[tuple[list[int], list[float]]]:
-        """Return the `num_tokens` most likely tokens after each prompt, decoded one at a time, and
-        their log-probs, in nats, at temperature 1. End-of-sequence tokens do not end a sequence.
-        Raises DapoError with requests in flight."""
-        outputs = self._run_alone(prompts, greedy(num_tokens))
-        sampled = [output.outputs[0] for output in outputs]
-        return [(list(each.token_ids), list(each.logprobs.logprobs)) for each in sampled]
-
-    def _run_alone(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
-    ) -> list[RequestOutput]:
-        """Run one request per prompt, with no others, and return their outputs in order."""
         self._require_awake()
         if self._requests:
             raise DapoError(f"cannot score sequences with {len(self._requests)} requests in flight")
-        engine = self._llm.llm_engine
-        for index, tokens in enumerate(prompts):
-            engine.add_request(str(index), {"prompt_token_ids": list(tokens)}, sampling)
+        engine, scoring = self._llm.llm_engine, _scoring()
+        for index, tokens in enumerate(sequences):
+            engine.add_request(str(index), {"prompt_token_ids": list(tokens)}, scoring)
         finished: dict[str, RequestOutput] = {}
         while engine.has_unfinished_requests():
             finished |= {output.request_id: output for output in engine.step()}
         if self._routes is not None:  # nobody reads the routes of these requests
             self._routes.forget()
-        return [finished[str(index)] for index in range(len(prompts))]
-
-    def decode_gap(self, sequences: Sequence[Sequence[int]]) -> tuple[float, float]:
-        """Return the largest and the mean gap, in nats, between the log-probs of decoded tokens and
-        of the same tokens scored in one pass. NaN counts as infinity.
-
-        Decodes the most likely tokens after the beginnings of `sequences`, which have the same
-        length. The tokens are scored by the engine, not by the policy, which has left the
-        accelerator when the engine can decode.
-        """
-        num_tokens = min(NUM_DECODED, len(sequences[0]) - 1)
-        prompts = [list(tokens[:-num_tokens]) for tokens in sequences]
-        decoded = self.decode(prompts, num_tokens)
-        scores = self.score(
-            [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, decoded, strict=True)]
-        )
-        expected = torch.tensor(scores, dtype=torch.float64)[:, -num_tokens:]
-        logprobs = torch.tensor([logprobs for _, logprobs in decoded], dtype=torch.float64)
-        gaps = (logprobs - expected).abs()
-        gaps = torch.where(gaps.isnan(), torch.inf, gaps)
-        return float(gaps.max()), float(gaps.mean())
+        return [_prompt_logprobs(finished[str(index)]) for index in range(len(sequences))]
 
     def sleep(self) -> None:
         """Free the accelerator's memory for the policy. Weights and cached prefixes are lost. Does
@@ -387,3 +344,24 @@ def _stop_ids(llm: LLM, eos_token_id: int | None) -> list[int]:
     for source in sources:
         ids |= {source} if isinstance(source, int) else set(source or ())
     return sorted(ids)
+
+
+def _scoring() -> SamplingParams:
+    """Return the parameters of a request that scores its prompt."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    # With prompt_logprobs vLLM does not use cached prefixes.
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _prompt_logprobs(output: RequestOutput) -> list[float]:
+    """Return the log-prob of each token of a scored prompt except the first."""
+    tokens, logprobs = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
+    return [by_token[token].logprob for token, by_token in zip(tokens, logprobs, strict=True)]

@@ -146,14 +146,13 @@ class WorkerExtension:
                 device.pack_tied_head(model)
         check_requantized(model)
 
-    def fingerprint_slices(self, names: Container[str]) -> list[tuple[int, int]]:
-        """Return (index in `trace_slices`, fingerprint) of the slices of these tensors that can be
-        read back."""
+    def fingerprint_slices(self) -> list[tuple[int, int]]:
+        """Return (index in `trace_slices`, fingerprint) of the slices that can be read back."""
         index = {part: number for number, part in enumerate(self.wanted_slices)}
         indices: list[int] = []
 
         def values() -> Iterator[tuple[Tensor, Region]]:
-            for tensor_slice, value in self.read_slices(names):
+            for tensor_slice, value in self.read_slices():
                 if value is not None:
                     indices.append(index[tensor_slice])
                     yield value, tensor_slice.region

@@ -122,9 +122,8 @@ CALLS: dict[str, tuple[Any, Any]] = {
     "trace": (tuple[Offer], list[list[TensorSlice]]),
     "connect": (tuple[Meeting], None),
     "load": (tuple[int, list[str]], None),
-    "fingerprints": (tuple[list[str]], list[list[tuple[int, int]]]),
+    "fingerprints": (tuple[()], list[list[tuple[int, int]]]),
     "score": (tuple[list[list[int]]], list[list[float]]),
-    "decode_gap": (tuple[list[list[int]]], tuple[float, float]),
     "sleep": (tuple[()], None),
     "wake": (tuple[str], None),
 }

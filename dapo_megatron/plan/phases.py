@@ -9,16 +9,14 @@ phase is that of its fullest moment.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dapo_megatron.bridge.plan import BUCKET_BYTES
-from dapo_megatron.bridge.verify import NUM_SEQUENCES
 from dapo_megatron.config import Config
 from dapo_megatron.plan import GIB, MemoryItem, size
 from dapo_megatron.plan import stage as policy
 from dapo_megatron.plan.engine_memory import EngineMemory
 from dapo_megatron.plan.layout import data_parallel
-from dapo_megatron.plan.rows import preferred_multiple, round_up
 from dapo_megatron.plan.stage import Stage
 from dapo_megatron.types import Phase
 
@@ -94,7 +92,7 @@ def phases_of(stage: Stage, engine: EngineMemory | None, *, has_gpu: bool) -> Ph
     return {
         Phase.START: tuple(start),
         Phase.GENERATE: (generating,),
-        Phase.SYNC: (*_turning(stage, whole, awake or pool), generating),
+        Phase.SYNC: (Moment("weights move", (*whole, *(awake or pool), BUCKETS)), generating),
         Phase.LOGPROBS: tuple(
             Moment(_moment_name(part), (*whole, *awake, part))
             for part in policy.passing(stage, backward=False)
@@ -116,24 +114,6 @@ def _left(
     names = ("weights", "gradients", "optimizer")
     return tuple(
         part for name, part in zip(names, made, strict=True) if name not in stage.policy.offload
-    )
-
-
-def _turning(
-    stage: Stage, whole: tuple[MemoryItem, ...], engine: tuple[MemoryItem, ...]
-) -> tuple[Moment, Moment]:
-    """Return the moments of a sync in which both models are on the device (bridge/sync.py): weights
-    are transferred, then the policy scores the canary sequences."""
-    config, micro = stage.config, stage.micro
-    length = max(2, min(config.sync.canary_tokens, config.rollout.max_prompt_tokens))
-    multiple = preferred_multiple(stage.policy, on_gpu=micro.on_gpu)
-    tokens = round_up(NUM_SEQUENCES * length, multiple)
-    canary_tokens = min(tokens // stage.policy.context_parallel, micro.num_tokens)
-    scoring = replace(stage, micro=replace(micro, num_tokens=max(canary_tokens, 1)))
-    passing = max(policy.passing(scoring, backward=False), key=lambda part: part.num_bytes)
-    return (
-        Moment("weights move", (*whole, *engine, BUCKETS)),
-        Moment("check", (*whole, *engine, passing)),
     )
 
 

@@ -14,8 +14,7 @@ they change after each micro-batch with gradients, do not change after one witho
 the start (Transformer Engine 2.20, FP8GlobalStateManager.autocast_exit). So the old log-probs and
 the first micro-batch of an update have the same scales, and later micro-batches have others. The
 first pass of log-probs, also after a resume, is preceded by two passes that find scales
-(policy/step.py). In a run these are passes over the canary sequences of the first sync, which are
-random tokens (bridge/verify.py).
+(policy/step.py).
 """
 
 from __future__ import annotations

@@ -237,12 +237,17 @@ class Dispatcher:
         for replica, report in reports:
             self._running[replica] = self._sent[replica] - report.num_sampled
         stop = self._driver.stop_signal
-        items = [item for _, report in reports for item in report.returned]
+        items = [(replica, item) for replica, report in reports for item in report.returned]
         sampled, unfinished = [], []
-        for ticket, completion, _ in items:
+        for replica, (ticket, completion, _) in items:
+            in_flight = self._in_flight[ticket, completion.sample]
+            if completion.segments != in_flight.segments:  # it sampled new tokens
+                *before, last = completion.segments
+                segments = (*before, replace(last, engine=replica))
+                completion = replace(completion, segments=segments)
             if completion.finish is Finish.UNFINISHED:
                 unfinished.append((ticket, completion))
-            elif not self._in_flight[ticket, completion.sample].is_finished:
+            elif not in_flight.is_finished:
                 sampled.append((ticket, replace(completion, grade=None)))
         graded = [
             (ticket, completion.sample, completion.grade, why)

@@ -175,9 +175,8 @@ def sync_metrics(report: SyncReport) -> dict[str, float]:
     return {
         "sync/bytes": float(report.num_bytes),
         "sync/tensors": float(report.num_tensors),
-        "sync/fingerprinted": report.fingerprinted,
+        "sync/fingerprinted": float(report.fingerprinted),
         "sync/unread_tensors": float(report.unread_tensors),
-        "sync/canary_gap": report.canary_gap,
         "time/sync_verify": report.verify_seconds,
         "time/sync_turns": report.turn_seconds,
     }

@@ -19,7 +19,7 @@ import json
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -266,7 +266,13 @@ def _schema(route_type: str) -> Any:
     """Return the columns. `route_type` is the typecode of the packed routes; empty without any."""
     import pyarrow as pa
 
-    segment = pa.struct([required("version", pa.int64()), required("num_tokens", pa.int64())])
+    segment = pa.struct(
+        [
+            required("version", pa.int64()),
+            required("num_tokens", pa.int64()),
+            required("engine", pa.int32()),
+        ]
+    )
     routes = {"B": pa.uint8(), "h": pa.int16()}.get(route_type)
     return pa.schema(
         [
@@ -329,10 +335,7 @@ def _row(recorded: RecordedGroup, number: int) -> dict[str, Any]:
         "oldest_version": completion.oldest_version if completion.segments else None,
         "logprob_mean": completion.logprob_mean,
         "logprob_min": completion.logprob_min,
-        "segments": [
-            {"version": segment.version, "num_tokens": segment.num_tokens}
-            for segment in completion.segments
-        ],
+        "segments": [asdict(segment) for segment in completion.segments],
         "prompt_tokens": np.array(prompt.tokens, np.int32),
         "tokens": completion.tokens,
         "logprobs": completion.logprobs,

@@ -133,9 +133,8 @@ class NoSync:
             seconds=0.0,
             verify_seconds=0.0,
             turn_seconds=0.0,
-            fingerprinted=0.0,
+            fingerprinted=False,
             unread_tensors=0,
-            canary_gap=0.0,
         )
 
     def switch_to_policy(self) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from dapo_megatron.bridge.bounds import canary_bounds
 from dapo_megatron.bridge.buckets import BucketSender
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.cluster.address import ENGINES, pool_endpoint
@@ -140,17 +139,8 @@ def build_policy(config: Config, ranks: Ranks) -> Policy:
 def _sync(config: Config, ranks: Ranks, policy: Policy, engines: Engines) -> WeightSync:
     from dapo_megatron.policy.device import device
 
-    architecture = read_architecture(config)
     return WeightSync(
-        policy,
-        engines,
-        ranks,
-        config.sync,
-        bounds=canary_bounds(config, has_experts=bool(architecture.num_experts)),
-        vocab=architecture.vocab_size,
-        max_tokens=config.rollout.max_prompt_tokens,
-        ranks_per_node=_per_node(ranks),
-        device=device(),
+        policy, engines, ranks, config.sync, ranks_per_node=_per_node(ranks), device=device()
     )
 
 

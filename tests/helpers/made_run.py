@@ -319,7 +319,6 @@ class _Writer:
             "sync/tensors": 46,
             "sync/fingerprinted": 1,
             "sync/unread_tensors": 0,
-            "sync/canary_gap": 4e-6,
             "time/sync_verify": 0.06,
             "time/sync_turns": 0.005,
             **times,

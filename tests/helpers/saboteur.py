@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ Stream = Iterable[tuple[str, list[tuple[Any, Tensor]]]]
 
 FAULT = "DAPO_MEGATRON_TEST_FAULT"
 NORM = "model.layers.1.input_layernorm.weight"
+MAX_REQUESTS = 4
+"""Requests that an engine has at most. No prompt is as short."""
 GATE = "model.layers.0.mlp.experts.{}.gate_proj.weight"
 
 
@@ -72,21 +75,28 @@ def flip_bit(engine: Any, undo: ExitStack) -> None:
 
 
 def stale_decoding(engine: Any, undo: ExitStack) -> None:
-    """Make steps of one token per canary sequence compute something else, as a CUDA graph does that
-    reads stale memory."""
-    from dapo_megatron.bridge.verify import NUM_SEQUENCES
+    """Make steps of one token per request compute something else, as a CUDA graph does that reads
+    stale memory."""
 
     def hook(_: Any, __: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         hidden, residual = output
-        return (1.5 * hidden if len(hidden) == NUM_SEQUENCES else hidden), residual
+        return (1.5 * hidden if len(hidden) <= MAX_REQUESTS else hidden), residual
 
     (handle,) = engine._llm.apply_model(lambda model: model.model.norm.register_forward_hook(hook))
     undo.callback(handle.remove)
 
 
 def no_numbers(engine: Any, undo: ExitStack) -> None:
-    engine.score = lambda sequences: [[math.nan] * (len(tokens) - 1) for tokens in sequences]
-    undo.callback(delattr, engine, "score")
+    step = engine.step
+
+    def without_numbers() -> list[tuple[Any, Any]]:
+        return [
+            (request, replace(completion, logprobs=[math.nan] * completion.num_tokens))
+            for request, completion in step()
+        ]
+
+    engine.step = without_numbers
+    undo.callback(delattr, engine, "step")
 
 
 def other_epsilon(engine: Any, undo: ExitStack) -> None:

@@ -55,7 +55,7 @@ def test_a_sync_of_a_converted_model_passes_every_check(tmp_path: Path) -> None:
     assert len(report["syncs"]) == 3
     for sync in report["syncs"]:
         assert sync["fingerprinted"]
-        assert sync["canary_gap"] < 1e-4
+        assert sync["gap"] < 1e-4
         assert 0 < sync["num_bytes"] <= 1.05 * report["lower_bound_bytes"]
     assert report["lower_bound_bytes"] < 0.5 * report["num_bytes"]
 

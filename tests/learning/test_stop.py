@@ -78,7 +78,7 @@ def end_of(folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]
     """Return the metrics without times and without checks repeated at each start, and the saved
     weights and optimizer state."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("time/", "memory/", "throughput/", "sync/fingerprinted", "sync/canary_gap")
+    clocks = ("time/", "memory/", "throughput/", "sync/fingerprinted")
     metrics = [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
     last = folder / "checkpoints" / f"step_{STEPS:06d}"
     return metrics, stored_tensors(last)

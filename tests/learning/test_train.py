@@ -67,7 +67,7 @@ METRICS = {
     ),
     *(
         f"sync/{name}"
-        for name in ("bytes", "tensors", "fingerprinted", "unread_tensors", "canary_gap")
+        for name in ("bytes", "tensors", "fingerprinted", "unread_tensors")
     ),
     "throughput/tokens_per_second", "throughput/tokens_per_second_per_device",
     "throughput/model_tflops_per_device", "throughput/running_mean",

@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.types import SyncReport
 from tests.helpers.configs import REPOSITORY, tiny_config
 from tests.helpers.models import make_random_model
 from tests.helpers.ranks import run_ranks
@@ -32,8 +31,7 @@ def killed(rank: int, folder: Path, num_workers: int) -> tuple[int, list[str], l
     config = tiny_config(model__path=folder, **settings)
     ranks = Ranks(rank, 1, rank)
     engines = start_engines(config, ranks)
-    report: SyncReport = build_models(config, ranks, engines).sync(0)
-    assert report.canary_gap < 1e-4
+    build_models(config, ranks, engines).sync(0)
     server = psutil.Process(engines.servers[0].process_id)
     processes = [server, *server.children(recursive=True)]
     shared = {

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.engine import device, memory
+from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.engines import (
     GAP,
@@ -188,7 +189,6 @@ def _run(rank: int, folder: Path) -> Observations:
         model__path=folder,
         policy__tensor_parallel=2,
         policy__offload="[weights,gradients,optimizer]",
-        sync__max_gap=3,
         engine__tensor_parallel=1,
         engine__replicas=2,
         **FP8,
@@ -196,14 +196,18 @@ def _run(rank: int, folder: Path) -> Observations:
     ranks = Ranks(rank, 2, rank)
     engines = start_engines(config, ranks)
     models = build_models(config, ranks, engines)
-    reports = []
+    reports, gaps = [], []
+    batch = random_batch([32] * 4, vocab=models.policy.architecture.vocab_size)
     for version in range(NUM_SYNCS):
         models.sync.switch_to_policy()
         for shard in models.policy.shards():
             shard.view.mul_(1.1)
+        expected = models.policy.logprobs(batch, temperature=1.0).logprobs.view(4, 32)[:, 1:]
         reports.append(models.sync(version))
+        scores = engines.call("score", batch.tokens.view(4, 32).tolist(), of=list[list[float]])
+        gaps.append(float((torch.tensor([*scores.values()]) - expected).abs().max()))
     engines.close()
-    return {"reports": reports}
+    return {"reports": reports, "gaps": gaps}
 
 
 def _cast(whole: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -286,8 +290,9 @@ def test_an_offloaded_policy_and_a_quantized_engine_alternate(tmp_path: Path) ->
         assert [report.version for report in observed["reports"]] == [*range(NUM_SYNCS)]
         # q, k, v, o, gate, up and down of two layers.
         assert [report.unread_tensors for report in observed["reports"]] == [14] * NUM_SYNCS
-        gaps = [report.canary_gap for report in observed["reports"]]
+        gaps = observed["gaps"]
         assert len(set(gaps)) == NUM_SYNCS and min(gaps) > 1e-3  # other weights give another gap
+        assert max(gaps) < FP8_GAP
 
 
 def test_wrong_scales_change_the_log_probs(alone: Observations) -> None:

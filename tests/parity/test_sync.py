@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from dapo_megatron.model import FAMILIES
+from dapo_megatron.types import TokenBatch
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import KIMI_YARN, ROPE, load_hf, make_random_model
@@ -149,13 +150,12 @@ def measure(
     layouts: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """Return measurements of each policy layout: gaps between HF, policy and engines at the start,
-    the gap between policy and engines after each of two updates, bytes received, their lower bound,
+    the gap between policy and engines after two updates, bytes received, their lower bound,
     and the one for engines of consecutive ranks, and whether `engine_slices` (used for estimates)
     equals what vLLM's loaders take.
 
     The engines' ranks are chosen for the first layout."""
     from dapo_megatron.bridge.plan import make_plan
-    from dapo_megatron.bridge.verify import canary_batch, canary_sequences
     from dapo_megatron.cluster.ranks import Ranks
     from dapo_megatron.model import engine_slices
     from dapo_megatron.run import models
@@ -165,7 +165,7 @@ def measure(
 
     def config_of(layout: dict[str, Any]) -> Any:
         keys = {f"policy__{key}": value for key, value in {"tensor_parallel": 1, **layout}.items()}
-        return tiny_config(model__path=folder, **settings, **keys)
+        return tiny_config(model__path=folder, sync__fingerprint_every=1, **settings, **keys)
 
     engines = models.start_engines(config_of(next(iter(layouts.values()))), exchange)
     results: dict[str, Any] = {}
@@ -175,19 +175,15 @@ def measure(
         sync = models._sync(config, exchange, policy, engines)
         arch = policy.architecture
         reports = [sync(0)]
-        fixed = canary_sequences(arch.vocab_size, 32)
-        hf = logprobs_of_hf(folder, fixed)
-        before = policy.logprobs(canary_batch(fixed), temperature=1.0).logprobs.view(len(fixed), -1)
-        scores = engines.call("score", fixed, of=list[list[float]])
-        results[name] = {
-            "hf_policy": float((before[:, 1:] - hf).abs().max()),
-            "hf_engine": max(float((torch.tensor(s) - hf).abs().max()) for s in scores.values()),
-        }
+        fixed = random_batch([32] * 4, vocab=arch.vocab_size)
+        hf = logprobs_of_hf(folder, fixed.tokens.view(4, 32).long())
+        before, scores = both_logprobs(policy, engines, fixed)
+        results[name] = {"hf_policy": largest(before - hf), "hf_engine": largest(scores - hf)}
         for version in (1, 2):
             batch = random_batch((30, 7, 18, 9), vocab=arch.vocab_size)
             policy.update(batch, loss(), 1e-3)
             reports.append(sync(version))
-        after = policy.logprobs(canary_batch(fixed), temperature=1.0).logprobs.view(len(fixed), -1)
+        after, scores = both_logprobs(policy, engines, fixed)
         route, size = sync.route, engine["tensor_parallel"]
         of_workers = [
             engine_slices(
@@ -199,10 +195,10 @@ def measure(
         groups = [route.wanted.of_replica(replica) for replica in sorted(route.engines)]
         results[name] |= {
             "groups": groups,
-            "gap": max(max(report.canary_gap, report.decode_gap) for report in reports),
-            "fingerprinted": all(report.fingerprinted == 1.0 for report in reports),
+            "gap": largest(scores - after),
+            "fingerprinted": all(report.fingerprinted for report in reports),
             "unread": max(report.unread_tensors for report in reports),
-            "moved": float((after - before).abs().max()),
+            "moved": largest(after - before),
             "bytes": route.bytes_received,
             "bound": route.plan.missing,
             "table": all(
@@ -217,9 +213,20 @@ def measure(
     return results
 
 
+def both_logprobs(policy: Any, engines: Any, batch: TokenBatch) -> tuple[Any, Any]:
+    """Return the log-probs of 4 sequences of 32 tokens, without first tokens: [4, 31] by the
+    policy, [replicas, 4, 31] by the engines."""
+    own = policy.logprobs(batch, temperature=1.0).logprobs.view(4, 32)[:, 1:]
+    scores = engines.call("score", batch.tokens.view(4, 32).tolist(), of=list[list[float]])
+    return own, torch.tensor([*scores.values()])
+
+
+def largest(difference: torch.Tensor) -> float:
+    return float(difference.abs().max())
+
+
 @torch.no_grad()
-def logprobs_of_hf(folder: Path, fixed: list[list[int]]) -> torch.Tensor:
-    tokens = torch.tensor(fixed)
+def logprobs_of_hf(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     logits = load_hf(folder)(tokens).logits
     return logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
 
@@ -321,9 +328,12 @@ def with_kills(rank: int, folder: Path, is_colocated: bool) -> dict[str, Any]:
     def sync(version: int) -> None:
         for shard in built.policy.shards():
             shard.view.mul_(1.01)
-        report = built.sync(version)
+        batch = random_batch([32] * 4, vocab=built.policy.architecture.vocab_size)
+        expected = built.policy.logprobs(batch, temperature=1.0).logprobs.view(4, 32)[:, 1:]
+        built.sync(version)
         present.append(sorted(engines.present))
-        gaps.append(max(report.canary_gap, report.decode_gap))
+        scores = engines.call("score", batch.tokens.view(4, 32).tolist(), of=list[list[float]])
+        gaps.append(largest(torch.tensor([*scores.values()]) - expected))
 
     def wait() -> None:
         """Wait until both engines are ready. Collective."""

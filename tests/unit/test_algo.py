@@ -19,7 +19,7 @@ from dapo_megatron.algo.evaluation import avg_at_k, cons_at_k, pass_at_k
 from dapo_megatron.algo.mismatch import (
     GapStatistics,
     TokenGap,
-    check_gap,
+    check_gaps,
     gap_statistics,
     merge,
 )
@@ -232,19 +232,19 @@ def disagreeing_batch() -> TokenBatch:
 def test_gaps_equal_to_their_bounds_pass() -> None:
     gap = gap_statistics(disagreeing_batch(), torch.tensor([1, 1, 1, 1, 0]).bool())
     assert (gap.mean, gap.max, gap.num_tokens) == (0.25, 0.5, 4)
-    check_gap(gap, version=3, max_gap=0.5, max_mean_gap=0.25)
-    check_gap(gap, version=3, max_gap=0.5, max_mean_gap=None)
-    check_gap(GapStatistics(), version=3, max_gap=-1.0, max_mean_gap=None)
+    check_gaps({0: gap}, version=3, max_gap=0.5, max_mean_gap=0.25)
+    check_gaps({0: gap}, version=3, max_gap=0.5, max_mean_gap=None)
+    check_gaps({0: GapStatistics()}, version=3, max_gap=-1.0, max_mean_gap=None)
 
 
 def test_a_mean_gap_above_its_bound_is_reported() -> None:
     gap = gap_statistics(disagreeing_batch(), torch.tensor([1, 1, 1, 1, 0]).bool())
     with pytest.raises(
         SyncError,
-        match=r"^weights 3: engine and policy disagree by 0\.25 on the mean of 4 tokens; "
+        match=r"^weights 3: engine 0 and policy disagree by 0\.25 on the mean of 4 tokens; "
         r"sync\.max_mean_gap is 0\.2\. ",
     ):
-        check_gap(gap, version=3, max_gap=9.0, max_mean_gap=0.2)
+        check_gaps({0: gap}, version=3, max_gap=9.0, max_mean_gap=0.2)
 
 
 @pytest.mark.parametrize(
@@ -264,10 +264,10 @@ def test_the_token_with_the_largest_gap_is_reported(
     own = gap_statistics(disagreeing_batch(), torch.tensor(mask_values).bool())
     other = GapStatistics(total=0.1, max=0.1, num_tokens=8, worst=TokenGap("other", 0, 1, 0.1, 0.0))
     gap = merge([own, other] if rank == 0 else [GapStatistics(), other, own])
-    with pytest.raises(SyncError, match=f"^weights 3: engine and policy disagree by {message}"):
-        check_gap(gap, version=3, max_gap=0.2, max_mean_gap=None)
+    with pytest.raises(SyncError, match=f"^weights 3: engine 0 and policy disagree by {message}"):
+        check_gaps({0: gap}, version=3, max_gap=0.2, max_mean_gap=None)
     with pytest.raises(SyncError, match=r"sync\.max_gap is 0\.2\. "):
-        check_gap(gap, version=3, max_gap=0.2, max_mean_gap=0.5)
+        check_gaps({0: gap}, version=3, max_gap=0.2, max_mean_gap=0.5)
 
 
 def test_the_worst_token_of_held_sequences_has_its_name_in_the_step() -> None:

@@ -233,7 +233,6 @@ BOUNDS = {
     "evaluation.resamples": ("1000000", "1000001"),
     "engine.kv_cache_gib": ("65536", "1e300"),
     "engine.max_sequences": ("65536", "65537"),
-    "sync.canary_tokens": ("65536", "65537"),
     "sync.max_gap": ("1e30", "1e31"),
     "optimizer.lr": ("1e30", "1e300"),
     "loss.clip_high": ("1e30", "1e300"),

@@ -274,8 +274,12 @@ def test_a_missing_overlay_is_rejected_with_its_path(tmp_path: Path) -> None:
         ("evaluation.sets.0.sed=1", "evaluation.sets.0.sed: unknown key; did you mean 'seed'?"),
         (
             "sync.speed=3",
-            "sync.speed: unknown key; valid keys: max_gap, max_mean_gap, fingerprint_every, "
-            "canary_tokens, canary_mean_gap, canary_quantile_gap",
+            "sync.speed: unknown key; valid keys: max_gap, max_mean_gap, fingerprint_every",
+        ),
+        (
+            "sync.canary_tokens=32",
+            "sync.canary_tokens: gone; leave it out. sync.max_gap and sync.max_mean_gap check "
+            "every trained token, for each engine",
         ),
         (
             "roles.policy=8",

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dapo_megatron import loop
-from dapo_megatron.algo.mismatch import GapStatistics, TokenGap, check_gap
+from dapo_megatron.algo.mismatch import GapStatistics, TokenGap, check_gaps
 from dapo_megatron.rollout.replay import NoSync
 from dapo_megatron.types import (
     DapoError,
@@ -191,7 +191,7 @@ def test_other_errors_save_nothing(
     ("bounds", "message"),
     [
         ({"max_gap": 1.0}, None),
-        ({"max_gap": 0.5}, "disagree by 0.8 on 7/1, token 1"),
+        ({"max_gap": 0.5}, "engine 5 and policy disagree by 0.8 on 7/1, token 1"),
         ({"max_gap": 1.0, "max_mean_gap": 0.3}, None),
         ({"max_gap": 1.0, "max_mean_gap": 0.2}, "disagree by 0.25 on the mean of 4 tokens"),
         ({"max_gap": 0.5, "max_mean_gap": 0.2}, "sync.max_mean_gap is 0.2"),
@@ -204,10 +204,23 @@ def test_the_gap_between_engine_and_policy_is_bounded(
     gap = GapStatistics(total=1.0, max=0.8, kl_total=0.1, num_tokens=4, worst=worst)
     bounds = {"max_mean_gap": None, **bounds}
     if message is None:
-        check_gap(gap, version=3, **bounds)
+        check_gaps({5: gap}, version=3, **bounds)
     else:
         with pytest.raises(SyncError, match=re.escape(message)):
-            check_gap(gap, version=3, **bounds)
+            check_gaps({5: gap}, version=3, **bounds)
+
+
+def test_the_engine_at_fault_is_named() -> None:
+    """Also if its tokens are too few to change the mean of all much."""
+    good = GapStatistics(total=1.0, max=0.8, num_tokens=4000)
+    bad = GapStatistics(total=300.0, max=0.8, num_tokens=1000)
+    few = GapStatistics(total=4.0, max=0.8, num_tokens=10)
+    check_gaps({0: good, 1: few}, version=3, max_gap=1.0, max_mean_gap=0.1)
+    with pytest.raises(SyncError, match=r"engine 1 and policy disagree by 0\.3 on") as caught:
+        check_gaps({0: good, 1: bad}, version=3, max_gap=1.0, max_mean_gap=0.1)
+    assert caught.value.engines == {1}
+    with pytest.raises(SyncError, match=r"engine 0 and policy disagree by 0\.4 on"):
+        check_gaps({0: few, 2: few}, version=3, max_gap=1.0, max_mean_gap=0.1)
 
 
 class CheckingPolicy:

@@ -167,14 +167,12 @@ def test_metrics_of_the_mismatch_and_of_a_sync() -> None:
         verify_seconds=0.2,
         fingerprinted=True,
         unread_tensors=2,
-        canary_gap=1e-6,
     )
     assert sync_metrics(report) == {
         "sync/bytes": 12.0,
         "sync/tensors": 3.0,
         "sync/fingerprinted": 1.0,
         "sync/unread_tensors": 2.0,
-        "sync/canary_gap": 1e-6,
         "time/sync_verify": 0.2,
         "time/sync_turns": 0.25,
     }

@@ -160,7 +160,6 @@ def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:
         turn_seconds=0.0,
         fingerprinted=False,
         unread_tensors=0,
-        canary_gap=0.0,
     )
     assert not NoEvaluation().due(0, 0)
     assert NoEvaluation().run(3) == {}

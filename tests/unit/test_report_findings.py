@@ -79,7 +79,6 @@ HEALTHY = {
     "grading/error": 0.0,
     "sync/fingerprinted": 1.0,
     "sync/unread_tensors": 0.0,
-    "sync/canary_gap": 1e-6,
     "time/step": 100.0,
     "time/generate": 60.0,
     "time/engine_idle": 3.0,

@@ -96,8 +96,6 @@ def _syncs(
             yield reported(f"{name}: moved in", report.seconds, "s")
             yield reported(f"{name}: verified in", report.verify_seconds, "s")
             yield reported(f"{name}: turns", report.turn_seconds, "s")
-            yield reported(f"{name}: largest gap on canary sequences", report.canary_gap)
-            yield reported(f"{name}: largest gap of decoded tokens", report.decode_gap)
             yield reported(f"{name}: tensors that cannot be read", report.unread_tensors)
         limit = TARGET_SYNC_SECONDS[model.removesuffix("_sharp")]
         best = min(report.seconds for report in reports[1:])
@@ -138,15 +136,13 @@ def _tokens(setting: Setting, model: str, *overrides: str) -> Iterator[Figure]:
     ranks, vocab = join_ranks(setting), read_architecture(config).vocab_size
     with started(config, ranks) as engines:
         models = build_models(config, ranks, engines)
-        report = models.sync(0)
+        models.sync(0)
         generate(engines, count, min(length, 32), vocab)
         seconds, sampled = generate(engines, count, length, vocab)
         tokens = sum(completion.num_tokens for _, completion in sampled)
         yield reported(f"{count} sequences at once", tokens / seconds, "tokens/s")
         seconds, alone = generate(engines, 1, length, vocab)
         yield reported("one sequence", alone[0][1].num_tokens / seconds, "tokens/s")
-        yield reported("largest gap on canary sequences", report.canary_gap)
-        yield reported("largest gap of decoded tokens", report.decode_gap)
     gap_T = _gaps(models.policy, sampled, vocab)
     yield at_most("gap of sampled tokens, mean", float(gap_T.mean()), TARGET_GAP)
     yield reported("gap of sampled tokens, largest", float(gap_T.max()))

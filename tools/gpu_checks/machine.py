@@ -74,8 +74,6 @@ def _train(
         f"train.rollout_steps={num_steps}",
         "evaluation.every=0",
         "sync.max_gap=1.0",
-        "sync.canary_mean_gap=1.0",
-        "sync.canary_quantile_gap=1.0",
         "tracking.mlflow=false",
     )
     yield reported("took", seconds, "s")

@@ -126,8 +126,6 @@ def make_config(setting: Setting, model: str, *overrides: str, row_tokens: int =
         "engine.kv_cache_gib=0.0625",
         # Gaps are reported as figures.
         "sync.max_gap=100.0",
-        "sync.canary_mean_gap=100.0",
-        "sync.canary_quantile_gap=100.0",
         "tracking.mlflow=false",
     ]
     return load_config(BASE, [*texts, *overrides])

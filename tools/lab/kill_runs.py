@@ -263,7 +263,7 @@ class Runs:
 def _metrics(folder: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # The two sync metrics depend on the start: its first sync always compares fingerprints.
-    ignored = ("time/", "memory/", "throughput/", "sync/fingerprinted", "sync/canary_gap")
+    ignored = ("time/", "memory/", "throughput/", "sync/fingerprinted")
     return [{k: v for k, v in row.items() if not k.startswith(ignored)} for row in rows]
 
 
