@@ -22,7 +22,9 @@ from gpu_checks import fp8, rig, shapes, states, steps, training
 from gpu_checks.catalog import SHOWN
 from gpu_checks.rig import Setting
 
-HOPPER = Machine(capability=(9, 0), cuda=(13, 0), packages=frozenset({"transformer_engine", "triton"}))
+HOPPER = Machine(
+    capability=(9, 0), cuda=(13, 0), packages=frozenset({"transformer_engine", "triton"})
+)
 SUBJECTS = {"training": training, "fp8": fp8, "states": states}
 FAKE_RESULTS = {
     "logprobs": torch.zeros(4),

@@ -194,7 +194,7 @@ def test_other_programs_read_plain_columns(tmp_path: Path, monkeypatch: pytest.M
     whole = {"ticket": 3, "outcome": "expired", "verdict": "mixed", "num_prompt_tokens": 3}
     whole |= {"source": "chain_sum", "index": 17, "prompt": "4 + 3 =", "truth": "7"}
     whole |= {"extra": '{"entry": {"a": [1.5]}}', "prompt_tokens": [12, 9, 3]}
-    segments = [{"version": 3, "num_tokens": 1}, {"version": 4, "num_tokens": 1}]
+    segments = [{"version": version, "num_tokens": 1, "engine": 0} for version in (3, 4)]
     stopped = whole | {"num_tokens": 2, "oldest_version": 3, "segments": segments}
     stopped |= {"logprob_mean": -0.375, "logprob_min": -0.5, "finish": "stop", "tokens": [9, 2]}
     stopped |= {"logprobs": [-0.5, -0.25], "routes": None}
