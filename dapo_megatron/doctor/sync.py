@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -173,7 +172,7 @@ def _batch(sequences: Tensor) -> TokenBatch:
         TrainingSequence(number, 0, 1, num_tokens, (Segment(0, num_tokens),), 0.0, False, 0.0)
         for number in range(len(sequences))
     ]
-    zeros = np.zeros(num_tokens, np.float32)
+    zeros = torch.zeros(num_tokens).numpy()
     rows = enumerate(sequences.int().numpy())
     tokens = {number: SequenceTokens(row[:1], row[1:], zeros) for number, row in rows}
     return assemble(described, tokens)

@@ -46,8 +46,9 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The facts that rules examine. `machine` is None if it is not known (`plan`, submitting a job);
-    then rules about it do not apply. `has_engine` is false for `doctor layouts` and replays."""
+    """The facts that rules examine. `machine` is None if it is not known (`plan`, submitting a
+    job); then rules about it do not apply. `has_engine` is false for `doctor layouts` and replays.
+    """
 
     config: Config
     arch: Architecture
