@@ -8,49 +8,39 @@ it back. It measures, in seconds:
 
     blocking     what a step waits for: the copy in memory and the JSON of the state
     background   from then until the checkpoint is published: write, checksums, fsync
-    pause        the longest time that the background kept Python code of its process from running
     verify       checksums at a resume
     load         reading the own part of each process
     reshard      reading in another layout: each process reads a part of each process's part
 
-Values are medians of the slowest process. Pause is the maximum.
+Values are medians of the slowest process.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
-from rich.table import Table
+from bench import MB, Meter, finish, show
 
 from dapo_megatron.checkpoints.folder import fault_of
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box, read_boxes
-from dapo_megatron.checkpoints.formats.weights_folder import Companions
 from dapo_megatron.checkpoints.saver import CheckpointSaver
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config.file import load_config
 from dapo_megatron.policy.boxes import HostCopies
 from dapo_megatron.policy.checkpoint import PolicySnapshot
-from dapo_megatron.tracking.provenance import facts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_TENSORS = 100
-MB = 10**6
-METRICS = ("blocking", "background", "pause", "verify", "load", "reshard")
+METRICS = ("blocking", "background", "verify", "load", "reshard")
 
 
 def make_boxes(num_bytes: int, ranks: Ranks, *, by_row: bool) -> list[Box]:
@@ -65,110 +55,55 @@ def make_boxes(num_bytes: int, ranks: Ranks, *, by_row: bool) -> list[Box]:
     return [Box(f"{n}", offset, shape, torch.randn(sizes)) for n in range(NUM_TENSORS)]
 
 
-@dataclass
-class PauseMeter:
-    """Measure the longest time, in seconds, that a Python thread was kept from running."""
+class Saves:
+    """The code of a run that saves checkpoints of `num_bytes` bytes, without a policy."""
 
-    pause: float = 0.0
+    def __init__(self, num_bytes: int, ranks: Ranks, folder: Path) -> None:
+        self.num_bytes, self.ranks, self.folder = num_bytes, ranks, folder
+        self._boxes = make_boxes(num_bytes, ranks, by_row=True)
+        self._other_boxes = make_boxes(num_bytes, ranks, by_row=False)
+        self._copies = HostCopies()
+        config = load_config(REPOSITORY / "model_configs" / "tiny_cpu.yaml", ["checkpoint.keep=1"])
+        self._saver = CheckpointSaver(
+            config, folder, ranks, background=ranks.second(), snapshot=self._snapshot
+        )
 
-    def __post_init__(self) -> None:
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+    def _snapshot(self) -> PolicySnapshot:
+        return PolicySnapshot(self.ranks.rank, self._copies.copy(self._boxes), {}, [[{}]], 1.0, {})
 
-    def __enter__(self) -> PauseMeter:
-        self._thread.start()
-        return self
+    def once(self, step: int) -> dict[str, float]:
+        """Return the seconds of one save, its verification, and reading it in two layouts, of the
+        slowest process."""
+        meters = {name: Meter() for name in METRICS}
+        self.ranks.barrier()
+        with meters["blocking"]:
+            publish = self._saver.commit(step, {"coordinator": {}})
+        with meters["background"]:
+            publish()
+            self._saver.wait()
+        folder = self._saver.folder / f"step_{step:06d}"
+        with meters["verify"]:
+            fault = fault_of(folder, self.ranks)
+        if fault:
+            raise AssertionError(fault)
+        for name, boxes in (("load", self._boxes), ("reshard", self._other_boxes)):
+            self.ranks.barrier()
+            with meters[name]:
+                read_boxes(folder, boxes)
+        seconds = [meter.seconds for meter in meters.values()]
+        return dict(zip(METRICS, map(max, zip(*self.ranks.all_gather(seconds, list[float])))))
 
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._done.is_set():
-            before = time.perf_counter()
-            time.sleep(0.001)
-            self.pause = max(self.pause, time.perf_counter() - before)
-
-
-def measure_once(
-    checkpoints: CheckpointSaver, ranks: Ranks, step: int, layouts: Sequence[Sequence[Box]]
-) -> dict[str, float]:
-    """Return the seconds of one save, its verification, and reading it in these layouts, of the
-    slowest process."""
-    ranks.barrier()
-    started = time.perf_counter()
-    publish = checkpoints.commit(step, {"coordinator": {}})
-    blocking = time.perf_counter() - started
-    with PauseMeter() as meter:
-        started = time.perf_counter()
-        publish()
-        checkpoints.wait()
-        background = time.perf_counter() - started
-    folder = checkpoints.folder / f"step_{step:06d}"
-    started = time.perf_counter()
-    fault = fault_of(folder, ranks)
-    if fault:
-        raise AssertionError(fault)
-    seconds = [blocking, background, meter.pause, time.perf_counter() - started]
-    for boxes in layouts:
-        ranks.barrier()
-        started = time.perf_counter()
-        read_boxes(folder, boxes)
-        seconds.append(time.perf_counter() - started)
-    return dict(zip(METRICS, map(max, zip(*ranks.all_gather(seconds, list[float])))))
-
-
-class Source:
-    """A policy with the parameters `boxes`, and a recorder of nothing."""
-
-    def __init__(self, boxes: list[Box], rank: int) -> None:
-        self.boxes, self.rank, self.copies = boxes, rank, HostCopies()
-
-    def snapshot(self) -> PolicySnapshot:
-        """Copy the boxes."""
-        return PolicySnapshot(self.rank, self.copies.copy(self.boxes), {}, [[{}]], 1.0, {})
-
-    def note(self, text: str) -> None:
-        """Print a line."""
-        print(text)
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-
-def measure(num_bytes: int, ranks: Ranks, folder: Path, repeats: int) -> dict[str, Any]:
-    """Measure `repeats` saves, after one that is not counted."""
-    boxes = make_boxes(num_bytes, ranks, by_row=True)
-    layouts = [make_boxes(num_bytes, ranks, by_row=by_row) for by_row in (True, False)]
-    config = load_config(REPOSITORY / "model_configs" / "tiny_cpu.yaml", ["checkpoint.keep=1"])
-    source = Source(boxes, ranks.rank)
-    checkpoints = CheckpointSaver(
-        config,
-        folder,
-        ranks,
-        background=ranks.second(),
-        policy=source,
-        recorder=source,
-        companions=Companions.of(config),
-    )
-    runs = [measure_once(checkpoints, ranks, step, layouts) for step in range(repeats + 1)][1:]
-    metrics = {f"{key}_seconds": statistics.median(run[key] for run in runs) for key in METRICS}
-    metrics["pause_seconds"] = max(run["pause"] for run in runs)
-    rate = num_bytes / metrics["background_seconds"]
-    on_disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    about = {"bytes": num_bytes, "bytes_on_disk": on_disk}
-    return {**about, **metrics, "background_bytes_per_second": rate}
-
-
-def show(results: list[dict[str, Any]], num_processes: int) -> Table:
-    """Return a table with a row per size."""
-    table = Table("MB", *(f"{key}\nseconds" for key in METRICS), "background\nMB/s")
-    table.title = f"Checkpoints of {num_processes} processes"
-    for result in results:
-        seconds = [f"{result[f'{key}_seconds']:.3f}" for key in METRICS]
-        rate = f"{result['background_bytes_per_second'] / MB:,.0f}"
-        table.add_row(f"{result['bytes'] / MB:,.0f}", *seconds, rate)
-    return table
+    def measure(self, repeats: int) -> dict[str, float]:
+        """Return the medians of `repeats` saves, after one that is not counted."""
+        runs = [self.once(step) for step in range(repeats + 1)][1:]
+        medians = {name: statistics.median(run[name] for run in runs) for name in METRICS}
+        files = [path for path in self.folder.rglob("*") if path.is_file()]
+        return {
+            "MB": self.num_bytes / MB,
+            "MB on disk": sum(path.stat().st_size for path in files) / MB,
+            **medians,
+            "background MB/s": self.num_bytes / medians["background"] / MB,
+        }
 
 
 def main(
@@ -189,15 +124,14 @@ def main(
     )
     try:
         sizes = [int(float(size) * MB) for size in sizes_mb.split(",")]
-        results = [measure(size, ranks, work_folder / str(size), repeats) for size in sizes]
+        measured = [Saves(size, ranks, work_folder / str(size)).measure(repeats) for size in sizes]
         ranks.barrier()
     finally:
         shutil.rmtree(work_folder, ignore_errors=True)
     dist.destroy_process_group()
     if ranks.rank == 0:
-        Console(soft_wrap=True, width=120).print(show(results, ranks.world_size))
-        about = {"num_processes": ranks.world_size, "repeats": repeats, "measured": results}
-        print(json.dumps({**facts(), **about}))
+        show(f"seconds of a checkpoint of {num_processes} processes", measured)
+        finish("checkpoints", num_processes=num_processes, repeats=repeats, measured=measured)
 
 
 if __name__ == "__main__":

@@ -11,27 +11,25 @@ A second measurement has 256 engines, as threads of as many processes.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
 import sys
 import threading
-import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
+from bench import Meter, finish, show
 
 from dapo_megatron.cluster.launch import is_launched, launch
-from dapo_megatron.cluster.ranks import join
+from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.data.owners import DataParallelRanks
@@ -43,12 +41,10 @@ from dapo_megatron.rollout.collector import StepPlan, step_plan
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.delivery import Delivery
 from dapo_megatron.rollout.pool import Pool
-from dapo_megatron.tracking.provenance import facts
 from dapo_megatron.types import Completion, Finish, Grade, Prompt, SampleRequest, Segment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECRET = b"data plane".ljust(32)
-TARGETS = {"rank 0": 2.5, "other trainers": 0.5}
 MAX_TOKENS, PROMPT_TOKENS = 32_768, 200
 MANY = 256
 FINISHED_PER_STEP = 4
@@ -149,134 +145,129 @@ def _serve(address: str, mean_tokens: int) -> None:
         pass
 
 
-def measure(size: Size, num_servers: int, num_engines: int, steps: int) -> None:
-    """Run this rank's part. Rank 0 prints its figures as JSON, one line per step."""
-    ranks = join("gloo")
-    config = load_config(REPOSITORY / "model_configs" / "tiny_cpu.yaml").model_copy()
-    config = _sized(config, size)
+class Trainers:
+    """The ranks that train. Rank 0 also has pool and coordinator."""
 
-    def plan(lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
-        return plan_microbatches(lengths, num_ranks, max_tokens=MAX_TOKENS + PROMPT_TOKENS)
+    def __init__(self, size: Size, num_servers: int, num_engines: int) -> None:
+        self.ranks, self.num_engines = _joined(), num_engines
+        self.config = _config(size)
+        data_parallel = DataParallelRanks.join(self.ranks, self.ranks.rank, _plan, 1)
+        self._delivery = Delivery(data_parallel, self.ranks.subgroup([self.ranks.rank]))
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pool: Pool | None = None
+        self._coordinator: Coordinator | None = None
+        if self.ranks.rank == 0:
+            self._pool = self._start(size, num_servers)
+            prompts = [
+                Prompt("sums", row, tuple(range(PROMPT_TOKENS)), "4 + 3 =", "7")
+                for row in range(4 * size.prompts)
+            ]
+            rollout, overlong = self.config.rollout, self.config.overlong
+            stream = PromptStream(prompts, seed=0, shuffle=False)
+            self._coordinator = Coordinator(rollout, overlong, stream, self._pool, seed=0)
 
-    data_parallel = DataParallelRanks.join(ranks, ranks.rank, plan, 1)
-    delivery = Delivery(data_parallel, ranks.subgroup([ranks.rank]))
-    pool = coordinator = None
-    processes = []
-    if ranks.rank == 0:
-        capacity = -(-size.prompts * size.samples // num_engines)
+    def _start(self, size: Size, num_servers: int) -> Pool:
         pool = Pool(
-            "tcp://127.0.0.1:0", SECRET, {}, Facts({}, {}), num_replicas=num_engines,
-            max_sequences=capacity, deterministic=False, silence_seconds=300.0,
+            "tcp://127.0.0.1:0", SECRET, {}, Facts({}, {}), num_replicas=self.num_engines,
+            max_sequences=-(-size.prompts * size.samples // self.num_engines),
+            deterministic=False, silence_seconds=300.0,
         )  # fmt: skip
-        words = [sys.executable, __file__, "--serve", pool.address]
-        words += ["--mean-tokens", str(size.mean_tokens)]
-        words += ["--engines", str(num_engines // num_servers)]
-        processes = [subprocess.Popen(words) for _ in range(num_servers)]
-        while len(pool.ready) < num_engines:
+        command = [sys.executable, __file__, "--serve", pool.address]
+        command += ["--mean-tokens", str(size.mean_tokens)]
+        command += ["--engines", str(self.num_engines // num_servers)]
+        self._processes = [subprocess.Popen(command) for _ in range(num_servers)]
+        while len(pool.ready) < self.num_engines:
             pool.wait(0.2)
-        pool.note_sync(range(num_engines))
-        prompts = [
-            Prompt("sums", row, tuple(range(PROMPT_TOKENS)), "4 + 3 =", "7")
-            for row in range(4 * size.prompts)
-        ]
-        stream = PromptStream(prompts, seed=0, shuffle=False)
-        coordinator = Coordinator(config.rollout, config.overlong, stream, pool, seed=0)
-    for _ in range(steps):
-        ranks.barrier()
-        started, began = time.process_time(), time.monotonic()
-        train = []
-        plan_of_step: StepPlan | None = None
-        if coordinator is not None:
-            collected = coordinator.collect(0, lambda num_ready: None)
-            train, plan_of_step = collected.train, step_plan(config, collected)
-        collected_at, waited = time.process_time(), time.monotonic() - began
-        plan_of_step = ranks.broadcast(plan_of_step, StepPlan | None)
-        assert plan_of_step is not None
-        if ranks.rank:
-            started = collected_at = time.process_time()  # it waited, and looked for messages
-        tokens = delivery(plan_of_step.sequences, train)
-        delivered = time.process_time() - collected_at
-        by_rank = ranks.all_gather((time.process_time() - started, delivered), tuple[float, float])
-        num_tokens = sum(sequence.num_tokens for sequence in plan_of_step.sequences)
-        assert len(tokens) and ranks.world_size > 1
-        if ranks.rank == 0:
-            figures = {
-                "engines": num_engines,
-                "tokens": num_tokens,
-                "completions": len(plan_of_step.sequences),
-                "rank 0": by_rank[0][0],
-                "of it delivery": by_rank[0][1],
-                "other trainers": max(seconds for seconds, _ in by_rank[1:]),
-                "seconds to collect": waited,
-            }
-            print(json.dumps(figures), flush=True)
-    if pool is not None:
-        pool.close()
-    for process in processes:
-        process.wait(30)
-    torch.distributed.destroy_process_group()
+        pool.note_sync(range(self.num_engines))
+        return pool
 
-
-def _sized(config: Config, size: Size) -> Config:
-    rollout = config.rollout.model_copy(
-        update={
-            "prompts_per_step": size.prompts,
-            "samples_per_prompt": size.samples,
-            "max_response_tokens": MAX_TOKENS,
-            "deterministic": False,
-            "lookahead": 1.0,
-            "expected_keep_rate": 1.0,
+    def step(self) -> dict[str, float]:
+        """Collect the groups of a step and deliver them. Return its figures, the same on every
+        rank."""
+        self.ranks.barrier()
+        with Meter() as collecting:
+            train = []
+            plan: StepPlan | None = None
+            if self._coordinator is not None:
+                collected = self._coordinator.collect(0, lambda num_ready: None)
+                train, plan = collected.train, step_plan(self.config, collected)
+        plan = self.ranks.broadcast(plan, StepPlan | None)
+        assert plan is not None
+        with Meter() as delivering:
+            assert len(self._delivery(plan.sequences, train))
+        # Other ranks wait while rank 0 collects.
+        seconds = delivering.cpu_seconds + (0.0 if self.ranks.rank else collecting.cpu_seconds)
+        by_rank = self.ranks.all_gather(seconds, float)
+        figures = {
+            "engines": self.num_engines,
+            "completions": len(plan.sequences),
+            "tokens": sum(sequence.num_tokens for sequence in plan.sequences),
+            "rank 0": by_rank[0],
+            "of it delivery": delivering.cpu_seconds,
+            "other trainers": max(by_rank[1:]),
+            "seconds to collect": collecting.seconds,
         }
+        return self.ranks.broadcast(figures, dict[str, float])
+
+    def close(self) -> None:
+        """End the servers."""
+        if self._pool is not None:
+            self._pool.close()
+        for process in self._processes:
+            process.wait(30)
+        self.ranks.barrier()
+
+
+@cache
+def _joined() -> Ranks:
+    return join("gloo")
+
+
+def _plan(lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
+    return plan_microbatches(lengths, num_ranks, max_tokens=MAX_TOKENS + PROMPT_TOKENS)
+
+
+def _config(size: Size) -> Config:
+    return load_config(
+        REPOSITORY / "model_configs" / "tiny_cpu.yaml",
+        [
+            f"rollout.prompts_per_step={size.prompts}",
+            f"rollout.samples_per_prompt={size.samples}",
+            f"rollout.max_response_tokens={MAX_TOKENS}",
+            f"overlong.max_tokens={MAX_TOKENS}",
+            "rollout.deterministic=false",
+            "rollout.lookahead=1.0",
+            "rollout.expected_keep_rate=1.0",
+        ],
     )
-    overlong = config.overlong.model_copy(update={"max_tokens": MAX_TOKENS})
-    return config.model_copy(update={"rollout": rollout, "overlong": overlong})
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick")] = False,
-    servers: Annotated[int, typer.Option()] = 8,
-    trainers: Annotated[int, typer.Option(min=2)] = 4,
-    steps: Annotated[int, typer.Option()] = 2,
-    prompts: Annotated[int, typer.Option()] = 512,
-    mean_tokens: Annotated[int, typer.Option()] = 5000,
+    quick: Annotated[bool, typer.Option("--quick", help="A small step.")] = False,
+    servers: Annotated[int, typer.Option(help="Processes with engines.")] = 8,
+    trainers: Annotated[int, typer.Option(min=2, help="Ranks that train.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Steps. The last one is reported.")] = 2,
+    prompts: Annotated[int, typer.Option(help="Groups of 16 in a step.")] = 512,
+    mean_tokens: Annotated[int, typer.Option(help="Mean length of a completion.")] = 5000,
     engines: Annotated[int, typer.Option(help="Engines of the second measurement.")] = MANY,
     serve_at: Annotated[str, typer.Option("--serve", hidden=True)] = "",
 ) -> None:
-    """Measure, and print tables and one line of JSON."""
+    """Measure CPU seconds of a step. The last line is JSON."""
     if serve_at:
         serve(serve_at, mean_tokens, engines)
         return
-    size = Size(16 if quick else prompts, 4 if quick else 16, 50 if quick else mean_tokens)
-    if is_launched():
-        measure(size, servers, int(os.environ["BENCH_ENGINES"]), steps)
-        return
-    console = Console(highlight=False)
+    if not is_launched():
+        raise SystemExit(launch([sys.executable, *sys.argv], trainers))
+    size = Size(16, 4, 50) if quick else Size(prompts, 16, mean_tokens)
     measured = []
-    for number in (servers, engines // servers * servers):
-        os.environ["BENCH_ENGINES"] = str(number)
-        measured.append(_run(trainers))
-        table = Table("CPU seconds", "measured", "target")
-        for name, seconds in measured[-1].items():
-            table.add_row(name, f"{seconds:,.3g}", str(TARGETS.get(name, "")))
-        console.print(table)
-    print(json.dumps({**facts(), "measured": measured}))
-
-
-def _run(trainers: int) -> dict[str, float]:
-    """Return the figures of the last step, which finds everything warm."""
-    reading, writing = os.pipe()
-    saved = os.dup(1)
-    os.dup2(writing, 1)
-    try:
-        code = launch([sys.executable, *sys.argv], trainers)
-    finally:
-        os.dup2(saved, 1)
-        os.close(writing)
-    if code:
-        raise typer.Exit(code)
-    lines = os.fdopen(reading).read().splitlines()
-    figures: dict[str, float] = json.loads([line for line in lines if line.startswith("{")][-1])
-    return figures
+    for num_engines in (servers, engines // servers * servers):
+        world = Trainers(size, servers, num_engines)
+        measured.append([world.step() for _ in range(steps)][-1])
+        world.close()
+    torch.distributed.destroy_process_group()
+    if world.ranks.rank == 0:
+        show(f"CPU seconds of a step, {trainers} trainers", measured)
+        finish("data_plane", trainers=trainers, servers=servers, measured=measured)
 
 
 if __name__ == "__main__":
