@@ -16,7 +16,7 @@ from dapo_megatron.cluster import interrupt  # first, because it handles Ctrl-C 
 from dapo_megatron.cluster.address import engines_endpoint
 from dapo_megatron.cluster.join import adopt_step
 from dapo_megatron.cluster.launch import is_launched, launch
-from dapo_megatron.cluster.safe_output import protect_streams
+from dapo_megatron.cluster.output import protect_streams
 from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.cluster.stop import leave_when_asked
@@ -28,6 +28,7 @@ from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout, policy_ranks
 from dapo_megatron.rewards.registry import check_grader, grader_names, user_function
 from dapo_megatron.rollout.record import require_steps
+from dapo_megatron.text import visible
 from dapo_megatron.types import ConfigError, DapoError, Outcome
 
 app = typer.Typer(
@@ -410,7 +411,6 @@ def _on_ranks(processes: int, run: Path | None = None) -> None:
     If a signal ends the ranks of a run with this folder, print what a resume continues from.
     """
     if not is_launched():
-        protect_streams(is_run=True)
         command = [sys.executable, "-m", "dapo_megatron", *sys.argv[1:]]
         code = launch(command, processes)
         if run is not None and code in (128 + signal.SIGKILL, 128 + signal.SIGBUS):
@@ -429,7 +429,7 @@ PIPE_COLUMNS = "160"
 
 def main() -> None:
     """Run the command line. A DapoError is printed as a message, without a traceback."""
-    protect_streams(is_run=is_launched())
+    protect_streams()
     interrupt.listen()
     if not sys.stdout.isatty():
         # rich would squeeze tables into 80 columns.
@@ -442,7 +442,7 @@ def main() -> None:
         app()
     except DapoError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+            print(visible(f"error: {error}"), file=sys.stderr)
         raise SystemExit(2) from None
 
 

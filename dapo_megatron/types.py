@@ -619,14 +619,6 @@ class Stopped(DapoError):
     """A signal asked the run to stop. Raised on all ranks while the run's state can be saved."""
 
 
-class Fenced(DapoError):
-    """A later attempt owns the run's folder, so this attempt must not write to it any more."""
-
-
-class FolderLost(Fenced):
-    """The run's folder was deleted, renamed or replaced while the run used it."""
-
-
 class Diverged(DapoError):
     """The loss or the gradient is not finite. Raised before the optimizer step."""
 

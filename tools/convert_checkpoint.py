@@ -42,8 +42,8 @@ from dapo_megatron.checkpoints.formats.weights_folder import (
     declare_without_mtp,
     publish,
 )
+from dapo_megatron.cluster.output import protect_streams
 from dapo_megatron.cluster.processes import resident_bytes
-from dapo_megatron.cluster.safe_output import protect_streams
 from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.types import CheckpointError, DapoError, torch_dtype
 
@@ -350,5 +350,5 @@ def num_bytes(store: Store) -> int:
 
 
 if __name__ == "__main__":
-    protect_streams(is_run=False)
+    protect_streams()
     app()

@@ -36,8 +36,8 @@ from preparing.unique import Source, file_source
 from pydantic import ValidationError
 from rich import progress as bars
 
+from dapo_megatron.cluster.output import protect_streams
 from dapo_megatron.cluster.processes import resident_bytes
-from dapo_megatron.cluster.safe_output import protect_streams
 from dapo_megatron.config import Columns
 from dapo_megatron.config.yaml12 import parse_yaml
 from dapo_megatron.data.hub import dataset_batches, name_of
@@ -397,5 +397,5 @@ def show(report: dict[str, Any], files: list[Path], seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    protect_streams(is_run=False)
+    protect_streams()
     app()

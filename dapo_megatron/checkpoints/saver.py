@@ -63,8 +63,6 @@ class CheckpointSaver:
     """Export to write with each checkpoint."""
     attempt: str = "0"
     """Name of this attempt; used on rank 0. Checkpoints are written to `.partial/<attempt>/`."""
-    check_owner: Callable[[], None] = lambda: None
-    """Raises Fenced if another attempt owns the run's folder. Called on rank 0."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Values to save with every checkpoint (the MLflow run id)."""
 
@@ -163,12 +161,8 @@ class CheckpointSaver:
             self._rank0(lambda: self._make_room(partial, needed))
             known = self._write_parts(job, partial)
             self._rank0(lambda: self._finish(job, partial, known))
-            on_rank0(self.background, self.check_owner)
             self._rank0(lambda: publish_folder(partial, self.folder / partial.name))
         except CheckpointError as error:
-            # A new owner of the run deletes partial checkpoints of other attempts, which makes
-            # writing fail. Unlike a full disk, this must end the run.
-            on_rank0(self.background, self.check_owner)
             return self._give_up(partial, needed, "; ".join(str(error).splitlines()))
         if self.background.rank == 0:
             self._prune(partial.parent)

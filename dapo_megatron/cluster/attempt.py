@@ -1,44 +1,55 @@
-"""Attempts: the name of this start of a run, its exit codes, and the log of all starts.
+"""Attempts: the name of this start of a run, why it ended, and the log of all starts.
 
 A run may be started many times, by hand or by Slurm after a requeue. A requeued job keeps its job
-id, and a node that lost its connection may still run an older start. So the files of a start
-contain its attempt name.
+id, so the files of a start contain its attempt name.
+
+The exit code and reason of an attempt are in one file, which the first failing rank writes. When
+one rank dies, all others fail within seconds because they lose their connection to it. The first
+rank's error is the reason to report, so ranks with a lost connection wait before they write.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.files import parse_json, read_file, read_json
-from dapo_megatron.types import CheckpointError, ConfigError, Fenced, FolderLost
+from dapo_megatron.files import parse_json, read_file
+from dapo_megatron.text import visible
+from dapo_megatron.types import ConfigError
 
 STOPPED = 75
 """Exit code: stopped by a signal, and saved if there was anything to save. resume=auto continues
 (EX_TEMPFAIL of sysexits)."""
-FENCED = 97
-"""Exit code: a newer attempt owns the run's folder."""
-HUNG = 98
-"""Exit code: the watchdog ended this rank, or it missed the deadline after a signal."""
-
+ATTEMPTS = "attempts.jsonl"
+"""File in a run's folder with all its starts."""
 MAX_CRASHES = 3
 """Maximum number of consecutive starts of one Slurm job that crash or hang without a newer
 checkpoint."""
 MAX_CUT_SHORT = 20
 """Maximum number of consecutive starts of one Slurm job without a newer checkpoint, including those
 that were cut short (preempted without time to save)."""
-
-OWNER = ".owner"
-"""File in a run's folder that names the attempt that owns the folder."""
+REASON_FILE = "DAPO_MEGATRON_VERDICT"
+"""Environment variable with the path of the exit reason; if it is not set, nothing is written."""
+SECONDARY_SECONDS = 3.0
+"""How long a rank that lost a connection waits for the failed rank to write its reason first."""
 
 _ATTEMPT = "DAPO_MEGATRON_ATTEMPT"
 _START_TIME = time.strftime("%Y%m%d-%H%M%S")  # once per process, so that its attempt has one name
+_LOST = re.compile(
+    r"gloo/transport/|Connection (closed|reset) by peer|Broken pipe"
+    r"|ncclRemoteError|NCCL.*(abort|timeout)|collective operation timeout"
+    r"|DistStoreError|DistNetworkError|wait timeout after",
+    re.IGNORECASE,
+)
+"""Error messages of gloo, NCCL and torch's store for a lost or missing rank (torch 2.13)."""
 
 
 def attempt(environ: Mapping[str, str] = os.environ) -> str:
@@ -57,37 +68,73 @@ def attempt(environ: Mapping[str, str] = os.environ) -> str:
     return _START_TIME
 
 
-def attempt_variable() -> dict[str, str]:
-    """Return the environment variable that gives child ranks this process's attempt name."""
-    return {_ATTEMPT: attempt()}
+def attempt_variables(folder: Path) -> dict[str, str]:
+    """Return the environment variables with which child ranks get this process's attempt name, and
+    the path of the exit reason: in `folder`, unless there is one already."""
+    return {_ATTEMPT: attempt(), REASON_FILE: os.environ.get(REASON_FILE, str(folder / "verdict"))}
 
 
-def check_owner(folder: Path, attempt: str, inode: int | None = None) -> None:
-    """Raise Fenced if another attempt owns the run's folder, which must then not be written to, and
-    FolderLost if the owner file is gone or the folder is not the one with this inode.
+# ------------------------------------------------------------------ the exit reason
 
-    Reads one small file. An unreadable file is ignored. A new owner replaces it atomically.
+
+@dataclass(frozen=True, slots=True)
+class ExitReason:
+    """Exit code and reason of an attempt."""
+
+    code: int
+    reason: str
+    """Reason in one line."""
+    text: str = ""
+    """Details, such as a traceback."""
+
+
+def is_secondary(reason: str) -> bool:
+    """Return whether `reason` only reports a lost connection to another rank."""
+    return bool(_LOST.search(reason))
+
+
+def has_reason() -> bool:
+    """Return whether a rank has written how this attempt ended."""
+    return bool(os.environ.get(REASON_FILE)) and Path(os.environ[REASON_FILE]).exists()
+
+
+def record_reason(code: int, reason: str, text: str = "") -> None:
+    """Write how this attempt ended, unless another rank has written it.
+
+    Never raises OSError: it is called by ranks that are about to exit, on disks that may be full.
     """
-    owner, is_lost = None, False
-    try:
-        owner = read_json(folder / OWNER).get("attempt")
-        is_lost = inode not in (None, folder.stat().st_ino)
-    except CheckpointError as error:
-        is_missing = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
-        is_lost = inode is not None and is_missing
-    except OSError:  # such as ESTALE
+    if not os.environ.get(REASON_FILE):
         return
-    if is_lost:
-        raise FolderLost(
-            f"{folder} was deleted, renamed or replaced while the run used it, so nothing more is "
-            "written. If it was renamed, give it its name back; then resume=auto continues from "
-            "its newest checkpoint"
+    line = " ".join(reason.split())
+    if is_secondary(line):
+        end = time.monotonic() + SECONDARY_SECONDS
+        while not has_reason() and time.monotonic() < end:
+            time.sleep(0.05)
+        line = (
+            "lost its connection to another rank, which reported no error and may have been "
+            f"killed ({line[:300]})"
         )
-    if owner is not None and owner != attempt:
-        raise Fenced(
-            f"{folder} was taken by attempt {owner}, so this attempt ({attempt}) writes nothing "
-            "more and exits"
-        )
+    path = Path(os.environ[REASON_FILE])
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8", errors="replace") as file:
+            file.write(visible(f"{code} {line}\n{text}"))
+
+
+def read_reason(path: Path) -> ExitReason | None:
+    """Return how the attempt ended, or None if there is no readable file.
+
+    There is no file if every rank was killed or exited without an error.
+    """
+    try:
+        first, _, text = read_file(path).decode().partition("\n")
+        code, _, reason = first.partition(" ")
+        return ExitReason(int(code), reason, text)
+    except (OSError, ValueError):
+        return None
+
+
+# ------------------------------------------------------------------ the log of all starts
 
 
 def start_attempt(attempts_file: Path, step: int, environ: Mapping[str, str] = os.environ) -> None:

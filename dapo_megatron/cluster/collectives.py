@@ -26,7 +26,7 @@ import msgspec
 from dapo_megatron import types
 from dapo_megatron.cluster.groups import TIMEOUT, group_or_world
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.types import DapoError, FolderLost, RankError, dtype_name, torch_dtype
+from dapo_megatron.types import DapoError, RankError, dtype_name, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _making_decoder = threading.Lock()
 
 
-_KINDS: tuple[type[DapoError], ...] = (DapoError, *DapoError.__subclasses__(), FolderLost)
+_KINDS: tuple[type[DapoError], ...] = (DapoError, *DapoError.__subclasses__())
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 

@@ -1,17 +1,15 @@
-"""Heartbeats: a small file per rank in the run's folder with the rank's state and position.
+"""Heartbeats: a small file per rank in the run's folder with the rank's phase, last sign of life
+and number of its last collective. They show which rank is missing or behind.
 
-`RUN/.pulse/rank_00003.json` is replaced atomically and outlives the rank. The other ranks read it
-when one of them hangs (watchdog.py), and people read it afterwards (`doctor run`). Clocks of nodes
-differ, so ranks never use timestamps to decide whether another rank is alive: they ask it
-(`Alarm`).
+`RUN/.pulse/rank_00003.json` is replaced atomically and outlives the rank. A rank that hangs reads
+the files of all ranks (watchdog.py), and so does `doctor run`. Times are of each node's clock.
 
-The folder is hidden because heartbeats are written before the run's folder is claimed, and must
-stay when an older run is moved aside.
+The folder is hidden because heartbeats are written before the run's folder is locked, and must stay
+when an older run is moved aside.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,9 +27,8 @@ from dapo_megatron.types import CheckpointError
 HEARTBEATS = ".pulse"
 """Folder of the heartbeats in a run's folder."""
 HEARTBEAT_SECONDS = 5.0
-"""Heartbeat interval of a rank that stays in the same phase and step."""
-
-
+"""Heartbeat interval of a rank that stays in the same phase and step. A rank that is three of them
+late has stopped."""
 NUM_NAMED = 16
 """Maximum number of suspects that a report describes in full."""
 
@@ -44,7 +41,7 @@ Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 class RankState(StrEnum):
     RUNNING = "running"
     HUNG = "hung"
-    """The rank has answered an alarm, its own or another rank's, and is about to exit."""
+    """The rank has noticed that it hangs, and is about to exit."""
     ENDED = "ended"
 
 
@@ -68,44 +65,33 @@ class Heartbeat:
     """Time from the last sign of life to this heartbeat."""
     sign: str
     """Description of the last sign of life."""
-    num_exchanges: Natural = 0
-    """Number of exchanges between all ranks (cluster/ranks.py) that this rank has entered."""
-    in_exchange: bool = False
-    """Whether the rank is still inside its last exchange."""
-    exchange: str = ""
-    """Name of the last exchange."""
-    num_collectives: Mapping[str, Natural] = field(default_factory=dict)
-    """Last collective by process group, from torch's flight recorder; only after an alarm."""
+    collectives: Mapping[str, Natural] = field(default_factory=dict)
+    """Number of collectives that the rank has entered, by process group; "exchanges" are those of
+    plain values between all ranks (cluster/ranks.py)."""
     engines: tuple[str, ...] = ()
     """Lines about the engines that are connected, from rank 0."""
 
     @property
     def place(self) -> str:
         where = f"phase {self.phase}" if self.phase else "outside of phases"
-        return f"{where}, step {self.step}" + (f", in {self.exchange}" if self.in_exchange else "")
+        return f"{where}, step {self.step}"
 
     @property
-    def clock(self) -> str:
-        return time.strftime("%H:%M:%S", time.localtime(self.time))
-
-    @property
-    def progress(self) -> tuple[int, bool]:
-        """Position in the sequence of exchanges, which is the same on all ranks; comparable."""
-        return self.num_exchanges, not self.in_exchange
-
-
-def heartbeat_folder(run: Path) -> Path:
-    return run / HEARTBEATS
+    def is_stuck(self) -> bool:
+        """Whether the rank has given no sign of life for longer than heartbeats may be late. Ranks
+        that make progress differ because they write at different times."""
+        return self.state is RankState.HUNG or self.silent_seconds > 3 * HEARTBEAT_SECONDS
 
 
 def heartbeat_file(run: Path, rank: int) -> Path:
-    return heartbeat_folder(run) / f"rank_{rank:05d}.json"
+    return run / HEARTBEATS / f"rank_{rank:05d}.json"
 
 
 def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
     """Replace the rank's heartbeat file atomically. Raises OSError."""
-    heartbeat_folder(run).mkdir(parents=True, exist_ok=True)
-    write_json(heartbeat_file(run, heartbeat.rank), asdict(heartbeat), durable=False)
+    path = heartbeat_file(run, heartbeat.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, asdict(heartbeat), durable=False)
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
@@ -119,9 +105,19 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
     return heartbeat if is_known and heartbeat.rank < heartbeat.world_size else None
 
 
-def read_heartbeats(run: Path, world_size: int) -> list[Heartbeat | None]:
-    """Return the heartbeat of each rank, in rank order."""
-    return [read_heartbeat(heartbeat_file(run, rank)) for rank in range(world_size)]
+def read_heartbeats(run: Path) -> list[Heartbeat | None]:
+    """Return the heartbeat of each rank of the latest attempt, in rank order; empty if there are
+    none."""
+    paths = (run / HEARTBEATS).glob("rank_*.json")
+    by_rank = {beat.rank: beat for beat in map(read_heartbeat, paths) if beat is not None}
+    if not by_rank:
+        return []
+    return [by_rank.get(rank) for rank in range(latest(list(by_rank.values())).world_size)]
+
+
+def latest(heartbeats: Sequence[Heartbeat | None]) -> Heartbeat:
+    """Return the heartbeat that was written last."""
+    return max(filter(None, heartbeats), key=lambda heartbeat: heartbeat.time)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,90 +132,62 @@ class Suspect:
         if self.heartbeat is None:
             return f"rank {self.rank}: {self.why}"
         last = self.heartbeat
+        clock = time.strftime("%H:%M:%S", time.localtime(last.time))
         return (
             f"rank {self.rank} ({last.host}, pid {last.pid}): {self.why}; last heartbeat at "
-            f"{last.clock} (its node's clock) in {last.place}, silent for "
+            f"{clock} (its node's clock) in {last.place}, silent for "
             f"{last.silent_seconds:.0f} s at that time; last sign of life: {last.sign}"
         )
 
 
-def find_suspects(heartbeats: Sequence[Heartbeat | None], attempt: str) -> list[Suspect]:
-    """Return the ranks that are missing or behind after an alarm.
+def find_suspects(heartbeats: Sequence[Heartbeat | None]) -> list[Suspect]:
+    """Return the ranks that are missing or behind, of a run that is running or has ended.
 
     If any rank is missing, only missing ranks are returned: the others may be behind because they
     wait for the missing ranks.
     """
-    answered = [
-        heartbeat
-        for heartbeat in heartbeats
-        if heartbeat is not None and not _reason_for_no_answer(heartbeat, attempt)
-    ]
-    return missing_ranks(heartbeats, attempt) or ranks_behind(answered)
+    newest = latest(heartbeats)
+    is_hung = any(beat and beat.state is RankState.HUNG for beat in heartbeats)
+    missing, others = [], []
+    for rank, heartbeat in enumerate(heartbeats):
+        if why := _why_missing(heartbeat, newest, is_hung=is_hung):
+            missing.append(Suspect(rank, f"missing: {why}", heartbeat))
+        elif heartbeat is not None and heartbeat.state is not RankState.ENDED:
+            others.append(heartbeat)
+    return missing or _fewer_collectives(others) or _elsewhere(others)
 
 
-def missing_ranks(heartbeats: Sequence[Heartbeat | None], attempt: str) -> list[Suspect]:
-    """Return the ranks that did not answer an alarm of this attempt."""
-    return [
-        Suspect(rank, why, heartbeat)
-        for rank, heartbeat in enumerate(heartbeats)
-        if (why := _reason_for_no_answer(heartbeat, attempt))
-    ]
-
-
-def describe_suspects(heartbeats: Sequence[Heartbeat | None], attempt: str) -> str:
-    """Return a text about the suspects, with one line each."""
-    blamed = find_suspects(heartbeats, attempt)
-    if not blamed:
-        places = sorted({heartbeat.place for heartbeat in heartbeats if heartbeat is not None})
-        return f"no rank is missing or behind; all {len(heartbeats)} are in {' or '.join(places)}"
-    lines = [str(suspect) for suspect in blamed[:NUM_NAMED]]
-    if len(blamed) > NUM_NAMED:
-        rest = ", ".join(str(suspect.rank) for suspect in blamed[NUM_NAMED:])
-        lines.append(f"and ranks {rest}")
-    return "\n".join(lines)
-
-
-def _reason_for_no_answer(heartbeat: Heartbeat | None, attempt: str) -> str:
-    """Return why a rank did not answer an alarm, or "" if it did."""
+def _why_missing(heartbeat: Heartbeat | None, newest: Heartbeat, *, is_hung: bool) -> str:
     if heartbeat is None:
-        return "missing: it never wrote a heartbeat"
-    if heartbeat.attempt != attempt:
-        return f"missing: not started in this attempt (its heartbeat is of {heartbeat.attempt})"
+        return "it never wrote a heartbeat"
+    if heartbeat.attempt != newest.attempt:
+        return f"not started in this attempt (its heartbeat is of {heartbeat.attempt})"
     if heartbeat.state is RankState.ENDED:
-        return "missing: it had ended already"
-    if heartbeat.state is RankState.RUNNING:
-        return "missing: it does not answer (stopped, dead, cut off, or it holds the GIL)"
+        return "it had ended already" if is_hung else ""
+    late = newest.time - heartbeat.time
+    if heartbeat.state is RankState.RUNNING and late > 3 * HEARTBEAT_SECONDS:
+        return (
+            f"silent {late:.0f} s before others (stopped, dead, cut off, or a library holds the "
+            "GIL)"
+        )
     return ""
-
-
-def ranks_behind(heartbeats: Sequence[Heartbeat]) -> list[Suspect]:
-    """Return the ranks that are behind others.
-
-    Compares exchanges, then torch's collectives, then phases, and stops at the first difference.
-    """
-    furthest = max((heartbeat.progress for heartbeat in heartbeats), default=(0, True))
-    late = [heartbeat for heartbeat in heartbeats if heartbeat.progress < furthest]
-    if late:
-        return [_late_in_exchanges(heartbeat, furthest[0]) for heartbeat in late]
-    return _fewer_collectives(heartbeats) or _elsewhere(heartbeats)
 
 
 def _fewer_collectives(heartbeats: Sequence[Heartbeat]) -> list[Suspect]:
     most: Counter[str] = Counter()
     for heartbeat in heartbeats:
-        most |= Counter(heartbeat.num_collectives)
-    with_fewer_collectives = []
-    for heartbeat in heartbeats:
-        less = [
-            f"{count} of {most[group]} in group {group}"
-            for group, count in heartbeat.num_collectives.items()
+        most |= Counter(heartbeat.collectives)
+    suspects = []
+    for heartbeat in filter(lambda heartbeat: heartbeat.is_stuck, heartbeats):
+        fewer = [
+            f"{count} of {most[group]} in {group}"
+            for group, count in heartbeat.collectives.items()
             if count < most[group]
         ]
-        if less:
-            with_fewer_collectives.append(
-                Suspect(heartbeat.rank, f"behind: collectives {', '.join(less)}", heartbeat)
-            )
-    return with_fewer_collectives
+        if fewer:
+            why = f"behind: collectives {', '.join(fewer)}"
+            suspects.append(Suspect(heartbeat.rank, why, heartbeat))
+    return suspects
 
 
 def _elsewhere(heartbeats: Sequence[Heartbeat]) -> list[Suspect]:
@@ -228,60 +196,24 @@ def _elsewhere(heartbeats: Sequence[Heartbeat]) -> list[Suspect]:
         return []
     usual, count = places.most_common(1)[0]
     if 2 * count <= len(heartbeats):
-        return [
-            Suspect(heartbeat.rank, "ranks are in different phases", heartbeat)
-            for heartbeat in heartbeats
-        ]
+        usual, why = (-1, ""), "ranks are in different phases"
+    else:
+        why = f"elsewhere: {count} ranks are in phase {usual[1]}"
     return [
-        Suspect(heartbeat.rank, f"elsewhere: {count} ranks are in phase {usual[1]}", heartbeat)
+        Suspect(heartbeat.rank, why, heartbeat)
         for heartbeat in heartbeats
-        if (heartbeat.step, heartbeat.phase) != usual
+        if heartbeat.is_stuck and (heartbeat.step, heartbeat.phase) != usual
     ]
 
 
-def _late_in_exchanges(heartbeat: Heartbeat, most: int) -> Suspect:
-    if heartbeat.num_exchanges < most:
-        why = f"behind: it entered {heartbeat.num_exchanges} exchanges, others {most}"
-    else:
-        why = f"behind: it has not left {heartbeat.exchange}, others have"
-    return Suspect(heartbeat.rank, why, heartbeat)
-
-
-@dataclass(frozen=True, slots=True)
-class Alarm:
-    """File with which a hanging rank asks all other ranks of its attempt for a heartbeat.
-
-    The file exists from the start and is opened to check it. NFS may cache for a minute that a file
-    does not exist, but it asks the server when an existing file is opened.
-    """
-
-    path: Path
-    attempt: str
-
-    @classmethod
-    def of(cls, run: Path, attempt: str) -> Alarm:
-        return cls(heartbeat_folder(run) / "alarm", attempt)
-
-    def prepare(self, *, fresh: bool) -> None:
-        """Create the file. `fresh` also clears an alarm of an earlier attempt with the same name.
-
-        Raises OSError.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.open("w" if fresh else "a").close()
-
-    def trigger(self, why: str) -> None:
-        with contextlib.suppress(OSError):
-            self.path.write_text(f"{self.attempt}\t{why}\n", encoding="utf-8")
-
-    def triggered(self) -> str | None:
-        """Return the reason of an alarm in this attempt, or None if there is none.
-
-        An alarm of another attempt, or a partially written one, is ignored.
-        """
-        try:
-            text = self.path.read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            return None
-        attempt, _, why = text.partition("\t")
-        return why.strip() if attempt == self.attempt and text.endswith("\n") else None
+def describe_suspects(heartbeats: Sequence[Heartbeat | None]) -> str:
+    """Return a text about the suspects, with one line each."""
+    suspects = find_suspects(heartbeats)
+    if not suspects:
+        places = sorted({heartbeat.place for heartbeat in heartbeats if heartbeat is not None})
+        return f"no rank is missing or behind; all {len(heartbeats)} are in {' or '.join(places)}"
+    lines = [str(suspect) for suspect in suspects[:NUM_NAMED]]
+    if len(suspects) > NUM_NAMED:
+        rest = ", ".join(str(suspect.rank) for suspect in suspects[NUM_NAMED:])
+        lines.append(f"and ranks {rest}")
+    return "\n".join(lines)

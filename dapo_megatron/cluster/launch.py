@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dapo_megatron.cluster.attempt import attempt_variable
+from dapo_megatron.cluster.attempt import REASON_FILE, attempt_variables, read_reason
 from dapo_megatron.cluster.processes import die_with_parent
 from dapo_megatron.cluster.scratch import private_folder
 from dapo_megatron.cluster.secret import secret_variable
@@ -48,7 +48,7 @@ def launch(
     from the terminal. The ranks are killed if this process dies.
     """
     with private_folder() as folder:
-        shared = {**os.environ, **attempt_variable(), **meeting_variables(folder)}
+        shared = {**os.environ, **attempt_variables(folder), **meeting_variables(folder)}
         port = free_port()
         ranks = [
             subprocess.Popen(
@@ -60,6 +60,9 @@ def launch(
         ]
         with _forward_signals(ranks):
             code = _wait(ranks, grace_seconds)
+        reason = read_reason(Path(shared[REASON_FILE])) if code else None
+        if reason is not None and reason.reason.startswith("hung: "):
+            print(f"error: {reason.reason}", file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 

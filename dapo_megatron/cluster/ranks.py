@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -18,6 +18,8 @@ from dapo_megatron.types import RankError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from dapo_megatron.cluster.watchdog import Watchdog
 
 T = TypeVar("T")
 
@@ -36,8 +38,8 @@ class Ranks:
     """Rendezvous store of the run, for further groups; None for that of the default group."""
     members: tuple[int, ...] = ()
     """Numbers of these ranks in the run; empty if they are all ranks."""
-    on_activity: Callable[[str], None] = lambda _: None
-    """Called before and after every exchange, so that the watchdog knows where a rank hangs."""
+    watchdog: Watchdog | None = None
+    """Records the beginning and end of every exchange as signs of life."""
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
@@ -48,20 +50,15 @@ class Ranks:
     def second(self) -> Ranks:
         """Return these ranks with a separate process group, for the thread that writes checkpoints;
         the stacks of a hang name it. Collective. Raises RankError as `join` does."""
-        return self._with_group("checkpoint", self.names, lambda _: None)
+        return self._with_group("checkpoint", self.names, None)
 
     def subgroup(self, ranks: Sequence[int]) -> Ranks:
         """Return these ranks, in ascending order, as a separate world with its own process
         group. Collective over them; others do not take part. Raises RankError as `join` does."""
         members = [self.names[rank] for rank in sorted(ranks)]
-        # With another first word, because the watchdog compares the exchanges of all ranks.
-        return self._with_group(
-            "subgroup", members, lambda what: self.on_activity(f"subgroup {what}")
-        )
+        return self._with_group("subgroup", members, self.watchdog)
 
-    def _with_group(
-        self, purpose: str, members: Sequence[int], on_activity: Callable[[str], None]
-    ) -> Ranks:
+    def _with_group(self, purpose: str, members: Sequence[int], watchdog: Watchdog | None) -> Ranks:
         """Return the ranks with these numbers in the run, with a separate process group."""
         own = members.index(self.names[self.rank])
         group: Any = None
@@ -73,7 +70,7 @@ class Ranks:
             world_size=len(members),
             group=group,
             members=tuple(members),
-            on_activity=on_activity,
+            watchdog=watchdog,
             _numbers=itertools.count(1),
         )
         ranks.check_members()
@@ -81,18 +78,16 @@ class Ranks:
 
     def all_gather(self, value: T, of: object) -> list[T]:
         """Return the value of each rank, in rank order. `of` is the type of the values."""
-        if self.world_size == 1:
-            self.on_activity("all_gather, one rank")
-            return [value]
-        with self._reporting_activity("all_gather"):
+        with self._exchanging("all_gather"):
+            if self.world_size == 1:
+                return [value]
             return collectives.all_gather(value, of, self.group, self.names)
 
     def broadcast(self, value: T, of: object, source: int = 0) -> T:
         """Return the value of rank `source`. `of` is its type."""
-        if self.world_size == 1:
-            self.on_activity("broadcast, one rank")
-            return value
-        with self._reporting_activity("broadcast"):
+        with self._exchanging("broadcast"):
+            if self.world_size == 1:
+                return value
             return collectives.broadcast(value, of, self.group, self.names, source)
 
     def all_to_all(
@@ -100,16 +95,15 @@ class Ranks:
     ) -> list[memoryview]:
         """Send `parts[r]` to rank r and return the part from each rank; `sizes[r]` is the number of
         bytes that rank r sends. Raises RankError naming a rank with another size."""
-        if self.world_size == 1:
-            self.on_activity("all_to_all, one rank")
-            return [memoryview(parts[0])]
-        with self._reporting_activity("all_to_all"):
+        with self._exchanging("all_to_all"):
+            if self.world_size == 1:
+                return [memoryview(parts[0])]
             return collectives.all_to_all(parts, sizes, self.group, self.names)
 
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.world_size > 1:
-            with self._reporting_activity("barrier"):
+            with self._exchanging("barrier"):
                 group_or_world(self.group).barrier().wait()
 
     def check_members(self, secret: bytes | None = None) -> None:
@@ -133,19 +127,23 @@ class Ranks:
 
         received = [torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in range(self.world_size)]
         message = torch.tensor(list(value), dtype=torch.uint8)
-        with self._reporting_activity("all_gather"):
+        with self._exchanging("all_gather"):
             group_or_world(self.group).allgather(received, message).wait()
         return [bytes(tensor.tolist()) for tensor in received]
 
     @contextmanager
-    def _reporting_activity(self, kind: str) -> Iterator[None]:
-        name = f"{kind} {next(self._numbers)}"
-        self.on_activity(name)
+    def _exchanging(self, kind: str) -> Iterator[None]:
+        number = next(self._numbers)
+        if self.watchdog is not None:
+            # Only exchanges of all ranks have numbers by which the ranks can be compared.
+            exchange = 0 if self.members else number
+            self.watchdog.record_activity(f"{kind} {number}", exchange)
         yield
-        self.on_activity(f"{name} done")
+        if self.watchdog is not None:
+            self.watchdog.record_activity(f"{kind} {number} done")
 
 
-def join(backend: str, on_activity: Callable[[str], None] = lambda _: None) -> Ranks:
+def join(backend: str, watchdog: Watchdog | None = None) -> Ranks:
     """Join the ranks that the launcher's environment variables describe. Collective.
 
     Raises ConfigError, before contacting any other rank, if this rank has no secret (secret.py).
@@ -153,7 +151,7 @@ def join(backend: str, on_activity: Callable[[str], None] = lambda _: None) -> R
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = open_store(rank, world_size, TIMEOUT)
-    return form_world(backend, store, rank, world_size, timeout=TIMEOUT, on_activity=on_activity)
+    return form_world(backend, store, rank, world_size, timeout=TIMEOUT, watchdog=watchdog)
 
 
 def form_world(
@@ -163,7 +161,7 @@ def form_world(
     world_size: int,
     *,
     timeout: timedelta,
-    on_activity: Callable[[str], None] = lambda _: None,
+    watchdog: Watchdog | None = None,
 ) -> Ranks:
     """Create the default process group of the ranks of a store. Collective.
 
@@ -178,7 +176,7 @@ def form_world(
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         group=None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout),
         store=store,
-        on_activity=on_activity,
+        watchdog=watchdog,
     )
     ranks.check_members()
     return ranks

@@ -12,12 +12,12 @@ import resource
 import shutil
 import socket
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from dapo_megatron.cluster import emergency_io
 from dapo_megatron.config import Config
 from dapo_megatron.doctor.check_result import Check, Status
 from dapo_megatron.doctor.compiler import NAME as COMPILER
@@ -72,19 +72,23 @@ def check_with_timeout(
     """Return the results of `run_check`, or a failed check at the timeout. A thread that hangs in
     the kernel cannot be stopped, so it is left running."""
 
-    def run() -> list[Check]:
+    results: list[list[Check]] = []
+
+    def run() -> None:
         checks: list[Check] = []
         try:
             checks.extend(run_check())
         except OSError as error:
             checks.append(Check(name, Status.FAIL, f"cannot be checked: {error}", remedy))
-        return checks
+        results.append(checks)
 
     remedy = "exclude the node; report it to the administrators"
-    checks = emergency_io.run_with_timeout(seconds, run)
-    if checks is None:
-        return [Check(name, Status.FAIL, f"no answer in {seconds:g} s", remedy)]
-    return checks
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return (
+        results[0] if results else [Check(name, Status.FAIL, f"no answer in {seconds:g} s", remedy)]
+    )
 
 
 def _gpus(

@@ -1,6 +1,6 @@
 """`doctor run RUN_FOLDER`: show where each rank of a run is, or was when the run ended.
 
-Reads heartbeats, the report of a hang, and the exit reason. Times are from the clock of each rank's
+Reads heartbeats and the exit reason. Times are from the clock of each rank's
 node; these clocks may differ slightly.
 """
 
@@ -16,27 +16,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dapo_megatron.cluster import exit_reason
-from dapo_megatron.cluster.exit_reason import ExitReason
+from dapo_megatron.cluster.attempt import ExitReason, read_reason
 from dapo_megatron.cluster.heartbeat import (
     HEARTBEAT_SECONDS,
     NUM_NAMED,
     Heartbeat,
     RankState,
     Suspect,
+    describe_suspects,
     find_suspects,
-    heartbeat_folder,
-    ranks_behind,
-    read_heartbeat,
+    latest,
     read_heartbeats,
 )
-from dapo_megatron.cluster.watchdog import hang_file
-from dapo_megatron.files import read_json, write_result
+from dapo_megatron.files import write_result
 from dapo_megatron.literal_console import LiteralConsole
-from dapo_megatron.types import CheckpointError, ConfigError
-
-LATE_SECONDS = 3 * HEARTBEAT_SECONDS
-"""If a rank's last heartbeat is older than another rank's by more than this, it stopped earlier."""
+from dapo_megatron.types import ConfigError
 
 
 @dataclass(frozen=True)
@@ -52,15 +46,16 @@ class Report:
     suspects: Sequence[Suspect]
     """Ranks that are missing or behind."""
     hang: str
-    """Finding of the watchdog; empty if it did not end this attempt."""
+    """Ranks that are missing or behind, as text; empty if the watchdog did not end this attempt."""
     exit_reason: ExitReason | None
     """Exit reason of the attempt, if its file was given and exists."""
 
     @property
     def is_alive(self) -> bool:
-        """True if a running rank wrote a heartbeat less than LATE_SECONDS ago."""
+        """True if a running rank wrote a recent heartbeat."""
         return any(
-            heartbeat.state is RankState.RUNNING and self.time - heartbeat.time < LATE_SECONDS
+            heartbeat.state is RankState.RUNNING
+            and self.time - heartbeat.time < 3 * HEARTBEAT_SECONDS
             for heartbeat in self.heartbeats
             if heartbeat is not None
         )
@@ -80,62 +75,23 @@ def command(run_folder: Path, verdict_file: Path | None, json_file: Path | None)
 
 def report(folder: Path, verdict_file: Path | None = None) -> Report:
     """Read a run's folder. Raises ConfigError if it has no heartbeats."""
-    readable = [
-        heartbeat
-        for path in sorted(heartbeat_folder(folder).glob("rank_*.json"))
-        if (heartbeat := read_heartbeat(path)) is not None
-    ]
-    if not readable:
+    heartbeats = read_heartbeats(folder)
+    if not heartbeats:
         raise ConfigError(f"RUN_FOLDER: {folder} has no heartbeats; name the folder of a run")
-    newest = max(readable, key=lambda heartbeat: heartbeat.time)
-    heartbeats = read_heartbeats(folder, newest.world_size)
+    attempt = latest(heartbeats).attempt
+    is_hung = any(
+        heartbeat and heartbeat.state is RankState.HUNG and heartbeat.attempt == attempt
+        for heartbeat in heartbeats
+    )
     return Report(
         folder=folder,
-        attempt=newest.attempt,
+        attempt=attempt,
         time=time.time(),
         heartbeats=heartbeats,
-        suspects=_suspects(heartbeats, newest),
-        hang=_hang(folder, newest.attempt),
-        exit_reason=exit_reason.read(verdict_file) if verdict_file is not None else None,
+        suspects=find_suspects(heartbeats),
+        hang=describe_suspects(heartbeats) if is_hung else "",
+        exit_reason=read_reason(verdict_file) if verdict_file is not None else None,
     )
-
-
-def _hang(folder: Path, attempt: str) -> str:
-    try:
-        return str(read_json(hang_file(folder, attempt))["text"])
-    except (CheckpointError, KeyError):
-        return ""
-
-
-def _suspects(heartbeats: Sequence[Heartbeat | None], newest: Heartbeat) -> list[Suspect]:
-    """Find the ranks that are missing or behind. Unlike find_suspects, this also works while ranks
-    are running."""
-    if newest.state is RankState.HUNG:
-        return find_suspects(heartbeats, newest.attempt)
-    running = []
-    suspects = []
-    for rank, heartbeat in enumerate(heartbeats):
-        if heartbeat is None:
-            suspects.append(Suspect(rank, "missing: it never wrote a heartbeat"))
-        elif heartbeat.attempt != newest.attempt:
-            reason = f"missing: its heartbeat is from attempt {heartbeat.attempt}"
-            suspects.append(Suspect(rank, reason, heartbeat))
-        elif heartbeat.state is RankState.RUNNING and newest.time - heartbeat.time > LATE_SECONDS:
-            seconds = newest.time - heartbeat.time
-            suspects.append(
-                Suspect(rank, f"missing: silent {seconds:.0f} s before others", heartbeat)
-            )
-        elif heartbeat.state is RankState.RUNNING:
-            running.append(heartbeat)
-    # Running ranks write heartbeats at different times, so a rank that is one exchange behind is
-    # not suspect.
-    furthest = max((heartbeat.num_exchanges for heartbeat in running), default=0)
-    late = [
-        heartbeat
-        for heartbeat in running
-        if furthest - heartbeat.num_exchanges > 1 and heartbeat.silent_seconds > 1.0
-    ]
-    return suspects or [suspect for suspect in ranks_behind(running) if suspect.heartbeat in late]
 
 
 def to_json(report: Report) -> str:

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from dapo_megatron.cluster.attempt import check_owner
 from dapo_megatron.cluster.ownership import check_entries
 from dapo_megatron.files import write_text
 from dapo_megatron.report.page import Options, make_payload, render
@@ -33,16 +32,12 @@ def report(folders: Sequence[Path], output: Path | None, options: Options) -> No
     _write([read_run(folder) for folder in folders], _target(folders, output), options)
 
 
-def report_of_ending(folder: Path, attempt: str) -> int:
+def report_of_ending(folder: Path) -> int:
     """Write the report of a run that has ended, and return the exit code. Runs in a separate
-    process that ends itself after LIMIT_SECONDS.
-
-    attempt   id of the start that ended. If another start owns the folder by now, no page is
-              written. "" writes it in any case
-    """
+    process that ends itself after LIMIT_SECONDS."""
     faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
     try:
-        _write([read_run(folder)], folder / NAME, Options(), attempt)
+        _write([read_run(folder)], folder / NAME, Options())
     except DapoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -96,12 +91,10 @@ def _target(folders: Sequence[Path], output: Path | None) -> Path:
     return folders[0] / NAME
 
 
-def _write(runs: Sequence[RunData], target: Path, options: Options, attempt: str = "") -> None:
+def _write(runs: Sequence[RunData], target: Path, options: Options) -> None:
     started = time.monotonic()
     _remove_partial(target)
     text = render(make_payload(runs, options))
-    if attempt:
-        check_owner(runs[0].path, attempt)
     try:
         write_text(target, text, durable=False)
     except OSError as error:
@@ -132,4 +125,4 @@ def _stamps(folder: Path) -> list[tuple[int, int] | None]:
 
 
 if __name__ == "__main__":
-    sys.exit(report_of_ending(Path(sys.argv[1]), sys.argv[2]))
+    sys.exit(report_of_ending(Path(sys.argv[1])))

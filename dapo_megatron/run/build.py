@@ -270,6 +270,5 @@ def _checkpoints(
         companions=Companions.of(config),
         export=HfExport(config) if config.checkpoint.export_hf else None,
         attempt=folder.attempt,
-        check_owner=folder.check_owner,
         extra={"mlflow_run": recorder.run_id},
     )

@@ -8,23 +8,23 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO
 
 from dapo_megatron.checkpoints.folder import newest
-from dapo_megatron.cluster import exit_reason
-from dapo_megatron.cluster.attempt import FENCED, STOPPED, end_attempt
+from dapo_megatron.cluster.attempt import STOPPED, record_reason
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.interrupt import INTERRUPTED
+from dapo_megatron.cluster.output import lossy_text, protect_streams
 from dapo_megatron.cluster.ranks import Ranks, join
-from dapo_megatron.cluster.safe_output import above_panel, protect_streams, safe_text
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.config import Config
 from dapo_megatron.run.folder import RunFolder
-from dapo_megatron.types import ConfigError, DapoError, DataError, Fenced, FolderLost, Stopped
+from dapo_megatron.text import visible
+from dapo_megatron.types import ConfigError, DapoError, DataError, Stopped
 
 _REPORTED = "_dapo_megatron_reported"
 
@@ -54,8 +54,8 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
 
     folder = RunFolder(config.folder)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    stop = Stop(config.run.stop_seconds, folder.check_owner)
     watchdog = Watchdog(folder.path, rank, world_size, config.watchdog.model_dump())
+    stop = Stop(config.run.stop_seconds, watchdog)
     terminal = sys.stdout
     if with_folder:
         stop.listen()
@@ -70,8 +70,6 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
         if with_folder:
             source = _open_folder(folder, config.resume, ranks)
             terminal = redirect_output(folder.logs / f"rank_{ranks.rank}.log")
-            watchdog.terminal_fd = terminal.fileno()
-            watchdog.at_hang = lambda: end_attempt(folder.attempts, "hung")
             for note in folder.notes:
                 print(note, file=sys.stderr, flush=True)
         yield RunContext(config, ranks, folder, terminal, source, watchdog, stop)
@@ -103,7 +101,7 @@ def _join(watchdog: Watchdog) -> Ranks:
     from dapo_megatron.policy.device import backend, claim
 
     claim(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
-    return join(backend(), watchdog.record_activity)
+    return join(backend(), watchdog)
 
 
 def _open_folder(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:
@@ -136,27 +134,23 @@ def report_error(
         return
     setattr(error, _REPORTED, True)
     if isinstance(error, DapoError):
-        print(f"error: {error}", file=terminal if rank == 0 else sys.stderr, flush=True)
-        exit_reason.record(exit_code(error), f"rank {rank}: {error}")
+        text = visible(f"error: {error}")
+        print(text, file=terminal if rank == 0 else sys.stderr, flush=True)
+        record_reason(exit_code(error), f"rank {rank}: {error}")
     elif isinstance(error, Exception):
         where = f" (traceback in {logs}/rank_{rank}.log)" if logs else ""
         message = f"{type(error).__name__}: {error}".strip()
         line = f"rank {rank}: {doing and f'{doing}: '}{message[:300]}{where}"
-        print(above_panel(line) if rank and terminal.isatty() else line, file=terminal, flush=True)
-        exit_reason.record(1, f"rank {rank}: {message}", "".join(traceback.format_exception(error)))
+        print(visible(line), file=terminal, flush=True)
+        record_reason(1, f"rank {rank}: {message}", "".join(traceback.format_exception(error)))
 
 
 def exit_code(error: DapoError) -> int:
     """Return the exit code of an error. slurm/train.sbatch uses it to decide about a restart: an
     error in config or data (2) would occur again, other errors may not."""
-    codes = {
-        ConfigError: 2,
-        DataError: 2,
-        Stopped: STOPPED,
-        FolderLost: 1,
-        Fenced: FENCED,  # in this order, because FolderLost is a Fenced
-    }
-    return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
+    if isinstance(error, ConfigError | DataError):
+        return 2
+    return STOPPED if isinstance(error, Stopped) else 1
 
 
 def redirect_output(log: Path) -> TextIO:
@@ -165,14 +159,12 @@ def redirect_output(log: Path) -> TextIO:
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    # safe_text: a log line that cannot be written, as on a full disk, must not end the run.
-    terminal = safe_text(os.dup(1), closes=True)
-    with log.open("ab", buffering=0) as file:
-        with suppress(OSError):
-            file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}\n".encode())
+    terminal = lossy_text(os.dup(1), closes=True)
+    with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    protect_streams(is_run=True)
+    protect_streams()
+    print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}")
     return terminal
 
 

@@ -1,4 +1,4 @@
-"""A run's folder: its paths, its lock and owner, and the checkpoint to resume from.
+"""A run's folder: its paths, its lock, and the checkpoint to resume from.
 
 runs/<name>/config.yaml  metrics.jsonl  summary.json  samples/  data/  checkpoints/  logs/
 """
@@ -22,13 +22,15 @@ from dapo_megatron.checkpoints.folder import (
     recover_checkpoints,
     step_of,
 )
-from dapo_megatron.cluster.attempt import OWNER, attempt, check_owner
+from dapo_megatron.cluster.attempt import ATTEMPTS, attempt
 from dapo_megatron.cluster.heartbeat import HEARTBEATS
 from dapo_megatron.cluster.ownership import check_entries, check_tree
-from dapo_megatron.files import open_lock, read_json, try_lock, write_json
+from dapo_megatron.cluster.servers import process_name
+from dapo_megatron.files import open_lock, try_lock
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.rollout.record import forget_after
-from dapo_megatron.types import CheckpointError, ConfigError
+from dapo_megatron.text import visible
+from dapo_megatron.types import CheckpointError, ConfigError, DapoError
 
 _NOT_WRITABLE = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
@@ -39,11 +41,8 @@ LOCK_SECONDS = 15.0
 
 
 class RunFolder:
-    """Paths of a run, its lock and its owner.
-
-    The lock keeps a second process out. The owner file names the attempt that may write: an attempt
-    that lost the lock, because its node was cut off, finds another name there (`check_owner`).
-    """
+    """Paths of a run, and its lock, which keeps a second start out. The lock file names the
+    attempt, the node and the process that hold it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,8 +57,7 @@ class RunFolder:
         self.data = path / "data"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
-        self.attempts = path / "attempts.jsonl"
-        self.owner = path / OWNER
+        self.attempts = path / ATTEMPTS
         self.attempt = attempt()
         self.is_continued = False
         """Whether the folder has an earlier part of this run. The run then continues its MLflow run
@@ -69,7 +67,6 @@ class RunFolder:
         self.notes: list[str] = []
         """Notes of `find_checkpoint` for the user; the same on all ranks."""
         self._lock: BinaryIO | None = None
-        self._inode: int | None = None
 
     # ------------------------------------------------------------------ opening: in this order
 
@@ -79,10 +76,9 @@ class RunFolder:
         folder. With `whole` everything in it is checked."""
         with self._config_errors():
             beside = (self.path.with_name(name) for name in ("mlflow.db", "mlartifacts"))
-            heartbeats = self.path / HEARTBEATS
             check_entries(
                 *filter(Path.is_symlink, beside),
-                *(self.path, Path(os.path.realpath(self.path)), heartbeats, heartbeats / "alarm"),
+                *(self.path, Path(os.path.realpath(self.path)), self.path / HEARTBEATS),
             )
             self.path.mkdir(parents=True, exist_ok=True)
             if whole and (warning := check_tree(self.path)):
@@ -91,20 +87,20 @@ class RunFolder:
                 raise PermissionError(errno.EACCES, "Cannot be written")
 
     def acquire(self, lock_seconds: float = LOCK_SECONDS) -> None:
-        """Lock the folder and become its owner. Called on rank 0.
+        """Lock the folder. Called on rank 0.
 
-        Without Slurm, raises ConfigError if another process still holds the lock after
-        `lock_seconds`. Under Slurm, raises CheckpointError if the holder belongs to another job,
-        whose node may have been cut off; an earlier start of the same job is taken over. Raises
-        ConfigError if another user may have created an entry, and for a file system without locks.
+        If another start still holds the lock after `lock_seconds`, raises ConfigError naming it, or
+        CheckpointError under Slurm, where its node may have been cut off: a later start may find
+        the folder free. Raises ConfigError if another user may have created an entry, and for a
+        file system without locks.
         """
         self.create(whole=True)
         with self._config_errors():
             self._lock = open_lock(self.path / ".lock")
             if not self._wait_for_lock(lock_seconds):
-                self._take_over()
-            write_json(self.owner, {"attempt": self.attempt})
-            self._inode = self.path.stat().st_ino
+                raise self._held()
+            self._lock.truncate(0)
+            self._lock.write(f"attempt {self.attempt}, {process_name(os.getpid())}".encode())
             recover_checkpoints(self.checkpoints)
 
     def find_checkpoint(self, resume: str, exchange: Exchange) -> Path | None:
@@ -159,10 +155,6 @@ class RunFolder:
         for folder in (self.samples, self.checkpoints, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def check_owner(self) -> None:
-        """Raise Fenced if another attempt has taken the folder, or FolderLost if it is gone."""
-        check_owner(self.path, self.attempt, self._inode)
-
     # ------------------------------------------------------------------ internals
 
     @contextmanager
@@ -184,23 +176,18 @@ class RunFolder:
             time.sleep(0.1)
         return is_locked
 
-    def _take_over(self) -> None:
-        """Check whether this attempt may write although another process holds the lock. On a file
-        system that shares locks, the holder may run on a node that was cut off. It finds in the
-        owner file that it is no longer the owner (`check_owner`)."""
-        owner = str(read_json(self.owner, "not an owner")["attempt"])
-        job = os.environ.get("SLURM_JOB_ID")
-        if job is None:
-            raise ConfigError(
-                f"run.name: another process is running in {self.path}; choose another name"
-            )
-        if owner.partition(".")[0] != job:
-            raise CheckpointError(
-                f"{self.path} is locked by attempt {owner}. If that job still runs, choose another "
-                "run.name. If it has ended, one of its nodes was cut off and still runs: ask your "
-                "administrator to shut it down"
-            )
-        self.notes.append(f"taken over from attempt {owner}, which still holds the lock")
+    def _held(self) -> DapoError:
+        """Return the error that names the start which holds the lock."""
+        assert self._lock is not None
+        self._lock.seek(0)
+        holder = visible(self._lock.read(200).decode(errors="replace")) or "another process"
+        problem = f"run.name: {self.path} is in use by {holder}"
+        if "SLURM_JOB_ID" not in os.environ:
+            return ConfigError(f"{problem}; choose another name")
+        return CheckpointError(
+            f"{problem}. If that job still runs, choose another run.name. If it has ended, its "
+            "node was cut off and still runs: ask your administrator to shut it down"
+        )
 
     def _is_own(self, checkpoint: Path | None) -> bool:
         return checkpoint is not None and checkpoint.resolve().parent == self.checkpoints.resolve()

@@ -233,7 +233,6 @@ def run_report(
         folder.path,
         console.warn,
         wait_seconds=min(WAIT_SECONDS, config.watchdog.start / 2),
-        attempt=folder.attempt,
         is_asked=is_stopping,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,8 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.checkpoints.folder import LAST_READER, check_folder, read_state, restoring
-from dapo_megatron.cluster import exit_reason
-from dapo_megatron.cluster.attempt import end_attempt, start_attempt
+from dapo_megatron.cluster.attempt import end_attempt, is_secondary, start_attempt
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.config import Config
@@ -23,7 +21,7 @@ from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import Machine, check
 from dapo_megatron.run.context import RunContext, open_context, report_error
 from dapo_megatron.run.libraries import import_libraries
-from dapo_megatron.types import CheckpointError, DapoError, Fenced, Phase, Stopped
+from dapo_megatron.types import CheckpointError, DapoError, Phase, Stopped
 
 if TYPE_CHECKING:
     from dapo_megatron import loop
@@ -102,7 +100,6 @@ def _train(context: RunContext, engines: Engines | None, replay: Path | None) ->
             with context.watchdog.phase(Phase.OTHER):
                 loop.train(config, parts, progress, started=started)
             at_end.callback(wait_for_all)
-            on_rank0(ranks, folder.check_owner)
             summary |= _conclude(context, progress, instruments.memory.highest_gib())
         except Stopped:
             at_end.callback(wait_for_all)
@@ -130,7 +127,7 @@ def _parts(
     models = build_models(config, ranks, engines)
     keep_reference(config, ranks, models.policy)
     if engines.pool is not None:
-        context.watchdog.engines = engines.pool.describe
+        context.watchdog.engines = engines.pool
         engines.pool.note = recorder.note
     return build.build_parts(
         config,
@@ -262,13 +259,12 @@ def _true_status(context: RunContext, recorder: RunRecorder | RankRecorder) -> I
         report_error(error, context.ranks.rank, context.terminal, context.folder.logs)
         # A lost rank is only a consequence of another error. A DapoError occurs on all ranks, so
         # only rank 0 records it.
-        is_first = not exit_reason.is_secondary(str(error))
+        is_first = not is_secondary(str(error))
         if is_first and (context.ranks.rank == 0 or not isinstance(error, DapoError)):
             end_attempt(context.folder.attempts, "stopped" if is_stop else "crashed")
         raise
     finally:
-        if not isinstance(sys.exc_info()[1], Fenced):  # else another attempt owns the MLflow run
-            recorder.finish(status)
+        recorder.finish(status)
 
 
 def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:

@@ -33,8 +33,6 @@ class RunReport:
     """The report of the run in `run_folder`.
 
     warn       shows a line to the user if the report could not be written
-    attempt    id of this start; no report is written once another start owns the folder. "" writes
-               in any case
     is_asked   returns True once a signal has asked the run to end
     """
 
@@ -43,14 +41,12 @@ class RunReport:
         run_folder: Path,
         warn: Callable[[str], None],
         wait_seconds: float = WAIT_SECONDS,
-        attempt: str = "",
         is_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.path = run_folder / NAME
         self.is_written = False
         self._run_folder = run_folder
         self._wait_seconds = wait_seconds
-        self._attempt = attempt
         self._is_asked = is_asked
         self._warn = warn
 
@@ -105,10 +101,9 @@ class RunReport:
         }
         log = self._run_folder / LOG
         log.parent.mkdir(parents=True, exist_ok=True)
-        arguments = (str(self._run_folder), self._attempt)
         with log.open("wb") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "dapo_megatron.report.command", *arguments],
+                [sys.executable, "-m", "dapo_megatron.report.command", str(self._run_folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -383,7 +383,6 @@ class _Writer:
                 0, 1, ATTEMPT, "n0", 1, state, now, "update", last, 900.0, 0.1, "micro-batch 3"
             ),
         )
-        write_json(self.folder / ".owner", {"attempt": ATTEMPT})
         line = json.dumps({"attempt": ATTEMPT, "job": None, "step": 0, "time": BEGIN})
         (self.folder / "attempts.jsonl").write_text(line + "\n", encoding="utf-8")
         phases = {"generate": 1.4, "logprobs": 1.6, "update": 2.2, "sync": 1.9}

@@ -113,7 +113,6 @@ class Run(Source):
             recorder=self,
             companions=companions(path),
             attempt=self.folder.attempt,
-            check_owner=self.folder.check_owner,
         )
 
     def save(self, step: int, part: Any = None, **state: Any) -> Path:

@@ -11,7 +11,7 @@ import threading
 from contextlib import suppress
 from typing import TextIO
 
-from dapo_megatron.cluster.safe_output import safe_text
+from dapo_megatron.cluster.output import lossy_text
 
 CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])")
 
@@ -72,7 +72,7 @@ class Screen:
 
 
 class Terminal:
-    """A pseudo-terminal. A run writes to `file` (safe_text). `close` returns everything written.
+    """A pseudo-terminal. A run writes to `file` (lossy_text). `close` returns everything written.
 
     With `is_read=False`, writers block after some kilobytes, until `read` or `close`.
     """
@@ -80,7 +80,7 @@ class Terminal:
     def __init__(self, columns: int = 80, rows: int = 40, *, is_read: bool = True) -> None:
         self._reader, writer = os.openpty()
         self.resize(columns, rows, writer)
-        self.file: TextIO = safe_text(writer, closes=True)
+        self.file: TextIO = lossy_text(writer, closes=True)
         self._chunks: list[bytes] = []
         self._thread = threading.Thread(target=self._read, daemon=True)
         if is_read:

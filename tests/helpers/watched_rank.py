@@ -7,7 +7,6 @@ FAULT in its third step:
     sleep      it hangs in its own computation
     gil        it hangs and holds the GIL
     end        it exits
-    elsewhere  it hangs in a phase with a longer limit
     slow       it computes for longer than the limit, but records activity
     disk       it hangs, and opening a file hangs as well
 
@@ -22,33 +21,29 @@ import sys
 import time
 from pathlib import Path
 
+from dapo_megatron.cluster import heartbeat
+from dapo_megatron.cluster.output import protect_streams
 from dapo_megatron.cluster.watchdog import Watchdog
+
+heartbeat.HEARTBEAT_SECONDS = 0.5  # because limits are short
+
+
+def exchange(watch: Watchdog, folder: Path, number: int, rank: int, world_size: int) -> None:
+    watch.record_activity(f"all_gather {number}", number)
+    (folder / f"exchange_{number}_{rank}").touch()
+    while not all((folder / f"exchange_{number}_{peer}").exists() for peer in range(world_size)):
+        time.sleep(0.02)
+    watch.record_activity(f"all_gather {number} done")
 
 
 def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> None:
-    watch = Watchdog(folder, rank, world_size, {"start": 600.0, "generate": 30.0, "update": limit})
+    protect_streams()
+    watch = Watchdog(folder, rank, world_size, {"start": 600.0, "update": limit})
     watch.start()
-    watch.engines = lambda: (f"engine {rank + 7}",)
-
-    def at_hang() -> None:
-        (folder / f"noted_{rank}").touch()
-        time.sleep(1000)  # recording a hang may hang as well
-
-    watch.at_hang = at_hang
-
-    def exchange(number: int) -> None:
-        watch.record_activity(f"all_gather {number}")
-        (folder / f"exchange_{number}_{rank}").touch()
-        while not all(
-            (folder / f"exchange_{number}_{peer}").exists() for peer in range(world_size)
-        ):
-            time.sleep(0.02)
-        watch.record_activity(f"all_gather {number} done")
-
-    exchange(0)  # within the long limit of the start phase: ranks do not start at the same time
+    exchange(watch, folder, 1, rank, world_size)  # ranks do not start at the same time
     if fault == "torch":
         reduce_for_ever(watch, folder, rank, world_size)
-    for step in range(1, 10_000):
+    for step in range(2, 10_000):
         with watch.phase("update", step):
             if step == 3 and rank == world_size - 1:
                 if fault == "sleep":
@@ -59,9 +54,6 @@ def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> 
                 if fault == "gil":
                     # PyDLL, unlike CDLL, keeps the GIL during the call.
                     ctypes.PyDLL(None).sleep(1000)
-                if fault == "elsewhere":
-                    with watch.phase("generate"):
-                        time.sleep(1000)
                 if fault == "slow":
                     for part in range(30):
                         time.sleep(limit / 10)
@@ -70,8 +62,7 @@ def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> 
                     watch.close()
                     return
             time.sleep(0.05)
-            watch.record_activity(f"micro-batch {step}")
-            exchange(step)
+            exchange(watch, folder, step, rank, world_size)
 
 
 def reduce_for_ever(watch: Watchdog, folder: Path, rank: int, world_size: int) -> None:
@@ -81,11 +72,12 @@ def reduce_for_ever(watch: Watchdog, folder: Path, rank: int, world_size: int) -
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
     )
+    group = dist.new_group(range(world_size), group_desc="DATA_PARALLEL")
     for number in range(10_000):
         with watch.phase("update", 1):
             if number == 4 and rank == world_size - 1:
                 time.sleep(1000)
-            dist.all_reduce(torch.ones(3, 2))
+            dist.all_reduce(torch.ones(3, 2), group=group)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import pytest
 from dapo_megatron.checkpoints.folder import fault_of, read_state
 from dapo_megatron.checkpoints.saver import CheckpointSaver
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.types import CheckpointError, Fenced
+from dapo_megatron.types import CheckpointError
 from tests.helpers.configs import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.saving import (
@@ -294,38 +293,6 @@ def test_an_unexpected_error_is_raised_in_the_main_thread(tmp_path: Path) -> Non
     run = Run(tmp_path / "x")
     with pytest.raises(ZeroDivisionError):
         run.save(1, OnTheWay(lambda: 1 / 0))
-
-
-# ---------------------------------------------------------------------------- two attempts
-
-
-@IN_THREAD
-@pytest.mark.parametrize("is_writing", [True, False])
-def test_an_attempt_that_lost_the_run_publishes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_writing: bool
-) -> None:
-    monkeypatch.setenv("DAPO_MEGATRON_ATTEMPT", "7.0")
-    first = Run(tmp_path / "x")
-    first.save(1)
-    started_writing, go_on = threading.Event(), threading.Event()
-    first.part = OnTheWay(lambda: started_writing.set() or go_on.wait())
-    start = first.checkpoints.commit(2, {"of": "7.0"})
-    if is_writing:  # the new owner deletes the partial checkpoint
-        start()
-        assert started_writing.wait(60)
-    first.unlock()  # like a file system that lost its connection
-    monkeypatch.setenv("DAPO_MEGATRON_ATTEMPT", "7.1")
-    second = Run(tmp_path / "x")
-    assert second.source == tmp_path / "x" / "checkpoints" / "step_000001"
-    path = second.save(2, of="7.1")
-    go_on.set()
-    if not is_writing:  # it writes everything, and is refused when publishing
-        start()
-    for _ in range(2):
-        with pytest.raises(Fenced, match=r"taken by attempt 7\.1, so this attempt \(7\.0\)"):
-            first.checkpoints.wait()
-    assert names(second.folder.checkpoints) == ["step_000001", "step_000002"]
-    assert read_state(path)["of"] == "7.1"
 
 
 # ---------------------------------------------------------------------------- several ranks

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import locale
 import re
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from queue import SimpleQueue
 
@@ -16,8 +14,6 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from dapo_megatron.cluster.safe_output import PANEL_ROWS
-from dapo_megatron.run.context import report_error
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.live import (
     LEVELS,
@@ -254,20 +250,6 @@ def test_the_cursor_is_never_hidden() -> None:
     assert "\x1b[?25l" not in terminal.close()
 
 
-def test_an_error_of_another_rank_is_not_erased() -> None:
-    def run(console: RunConsole, terminal: Terminal) -> None:
-        with console.live() as view:
-            view.groups(1, 2)
-            console.log(1, METRICS)
-            report_error(RuntimeError("boom"), 1, terminal.file, None)
-            console.log(2, METRICS)
-
-    assert PANEL_ROWS >= MAX_ROWS
-    screen = screen_after(run)
-    assert "rank 1: RuntimeError: boom" in screen.lines
-    assert any(line.startswith("step  2/20") for line in screen.lines)
-
-
 def test_a_terminal_of_another_encoding_gets_ascii() -> None:
     def run(console: RunConsole, terminal: Terminal) -> None:
         console.header("a run of Zoë", {})
@@ -282,55 +264,6 @@ def test_a_terminal_of_another_encoding_gets_ascii() -> None:
     assert text.isascii()
     assert "+- a run of Zo? --" in text
     assert re.search(r"groups +-+ -+ 1/2", text)
-
-
-def run_with_timeout(work: Callable[[], object]) -> None:
-    """Fail if `work` has not returned after a minute."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(60.0)
-    assert not thread.is_alive(), "still running after a minute"
-
-
-def test_a_terminal_that_is_not_read_does_not_block_the_run() -> None:
-    terminal = Terminal(150, is_read=False)
-    console = RunConsole(num_steps=200, file=terminal.file)
-
-    def run() -> None:
-        with console.live():
-            for step in range(1, 201):
-                console.log(step, METRICS)
-
-    try:
-        run_with_timeout(run)
-        report_error(RuntimeError("boom"), 0, terminal.file, None)
-        run_with_timeout(terminal.file.close)
-    finally:
-        terminal.read()
-    screen = Screen()
-    screen.feed(terminal.close())
-    steps = [line for line in visible_lines(screen) if line.startswith("step")]
-    assert [int(line[5:8]) for line in steps] == list(range(1, 201)), "each line late, but in order"
-    assert len({line[8:].partition("left")[0] for line in steps}) == 1, "and complete"
-    assert visible_lines(screen)[-1] == "rank 0: RuntimeError: boom"
-
-
-def test_the_panel_is_not_drawn_while_the_terminal_is_not_read() -> None:
-    terminal = Terminal(is_read=False)
-    console = RunConsole(num_steps=20, file=terminal.file)
-
-    def run() -> None:
-        console.note("x" * 100_000)  # more than an unread terminal accepts
-        with console.live():
-            console.note("a line")
-            time.sleep(1.5)
-
-    try:
-        run_with_timeout(run)
-    finally:
-        terminal.read()
-    text = terminal.close()
-    assert text.count("╭") == 1, "the panel is drawn once, together with the line"
 
 
 def test_the_panel_follows_a_resized_window() -> None:

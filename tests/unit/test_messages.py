@@ -34,13 +34,13 @@ from dapo_megatron.types import (
     Completion,
     ConfigError,
     DapoError,
-    Fenced,
     Finish,
     Grade,
     Prompt,
     RankError,
     Region,
     Segment,
+    Stopped,
     TensorSlice,
     TrainingSequence,
 )
@@ -242,7 +242,7 @@ def test_errors_keep_their_type_or_its_known_base_type() -> None:
     class Unknown(ConfigError):
         """Error of a module that other ranks may not have imported."""
 
-    for error, kind in ((Fenced("x"), Fenced), (Unknown("x"), ConfigError)):
+    for error, kind in ((Stopped("x"), Stopped), (Unknown("x"), ConfigError)):
         record = ErrorRecord.of(error)
         assert record is not None
         assert type(record.error()) is kind

@@ -239,7 +239,6 @@ def test_the_wait_for_a_report_is_half_the_limit_of_the_watchdog(tmp_path: Path)
     )
     assert report is not None
     assert report._wait_seconds == 30.0
-    assert report._attempt == this_session.folder.attempt
     assert not report._is_asked()
     stop.signal = "SIGTERM"
     assert report._is_asked()
@@ -280,29 +279,11 @@ def test_a_report_process_that_cannot_be_killed_does_not_block_the_run(
     assert "was abandoned" in warnings[0]
 
 
-@pytest.mark.parametrize("owner", ["1.0", "1.1"])
-def test_a_report_is_written_only_if_its_start_still_owns_the_folder(
-    made: Path, owner: str
-) -> None:
-    page, warnings = made / "report.html", list[str]()
-    page.write_text("written by another start")
-    (made / ".owner").write_text(json.dumps({"attempt": owner}))
-    try:
-        is_written = RunReport(made, warnings.append, attempt="1.0").write("FINISHED")
-    finally:
-        (made / ".owner").unlink()
-    assert is_written == (owner == "1.0")
-    assert (page.read_text() == "written by another start") == (not is_written)
-    if not is_written:
-        assert warnings[0].startswith("no report.html: see ")
-        assert "was taken by attempt 1.1" in (made / "logs" / "report.log").read_text()
-
-
 def test_a_report_process_left_running_ends_at_its_own_limit(tmp_path: Path) -> None:
     code = (
         "import time; from pathlib import Path; from dapo_megatron.report import command\n"
         "command.LIMIT_SECONDS, command.read_run = 0.2, lambda _: time.sleep(1000)\n"
-        f"command.report_of_ending(Path({str(tmp_path)!r}), '')"
+        f"command.report_of_ending(Path({str(tmp_path)!r}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1

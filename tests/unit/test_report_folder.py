@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from dapo_megatron.cluster import heartbeat
 from dapo_megatron.cluster.attempt import end_attempt, start_attempt
 from dapo_megatron.cluster.heartbeat import Heartbeat, RankState
-from dapo_megatron.cluster.watchdog import hang_file
 from dapo_megatron.report import curves
 from dapo_megatron.report.curves import evaluation_curves, stride_of, thin
 from dapo_megatron.report.run_data import Metrics, StateWord, frame_of, read_metrics, read_run
@@ -178,8 +177,8 @@ def test_the_state_of_a_run_from_its_start_to_its_end(
     for end in ("stopped", "crashed", "hung"):
         end_attempt(attempts, end, SLURM)
         assert state(folder) == end
-    hang_file(folder, "7.0").write_text(json.dumps({"text": "rank 3 is missing\nmore"}))
-    assert "rank 3 is missing" in read_run(folder).state.text
+    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, world_size=2, state=RankState.HUNG))
+    assert "rank 1: missing: it never wrote" in read_run(folder).state.text
     (folder / "summary.json").write_text(json.dumps({"steps": 40}))
     assert state(folder) is StateWord.FINISHED
 

@@ -8,26 +8,28 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dapo_megatron.cluster.attempt import HUNG
+from dapo_megatron.cluster.attempt import REASON_FILE, read_reason
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import SAME_SECONDS, Stop
-from dapo_megatron.loop import Progress
-from dapo_megatron.run.session import _conclude
-from dapo_megatron.types import Fenced, Stopped
-from tests.helpers.configs import REPOSITORY, tiny_config
+from dapo_megatron.cluster.watchdog import Watchdog
+from dapo_megatron.types import Stopped
+from tests.helpers.configs import REPOSITORY
 from tests.helpers.ranks import run_ranks
-from tests.unit.test_watchdog import full_pipe
 
 PROGRAM = """
 import sys, time
+from pathlib import Path
+from dapo_megatron.cluster import watchdog
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.types import Stopped
-stop = Stop(float(sys.argv[1]))
+watchdog.REPORT_SECONDS = 1.0
+watch = watchdog.Watchdog(Path(sys.argv[3]), 0, 1, {"start": 600.0})
+watch.start()
+stop = Stop(float(sys.argv[1]), watch)
 stop.listen()
 if sys.argv[2] != "no":
     stop.hold()
@@ -41,7 +43,7 @@ try:
             print("signal", flush=True)
         if sys.argv[2] == "done" and stop.signal:
             stop.lift_deadline()
-            time.sleep(stop._seconds + 1.0)  # time for the report and MLflow
+            time.sleep(3.0)  # time for the report and MLflow
             break
 except Stopped as error:
     print(error, flush=True)
@@ -49,18 +51,19 @@ except Stopped as error:
 """
 
 
-def start(seconds: float, hold: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
+def start(seconds: float, hold: str, folder: Path) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(seconds), hold],
-        cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=stderr, text=True,
+        [sys.executable, "-c", PROGRAM, str(seconds), hold, str(folder)],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, REASON_FILE: str(folder / "verdict")},
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 
 
-def agree(rank: int) -> Any:
-    stop = Stop(100.0)
+def agree(rank: int, folder: Path) -> Any:
+    stop = Stop(100.0, Watchdog(folder, rank, 2, {"start": 600.0}))
     stop.listen()
     stop.hold()
     exchange = Ranks(rank, 2, rank)
@@ -74,38 +77,24 @@ def agree(rank: int) -> Any:
     return None
 
 
-def test_all_ranks_stop_together_on_a_signal() -> None:
-    assert run_ranks(agree, 2) == [("stopped by SIGUSR1", None), ("stopped by SIGUSR1", "SIGUSR1")]
-
-
-def lose_the_folder(rank: int) -> Any:
-    def check_owner() -> None:
-        raise Fenced("taken by attempt 7.1")
-
-    stop = Stop(100.0, check_owner)
-    stop._owner_checked -= 100.0
-    try:
-        stop.check(Ranks(rank, 2, rank))
-    except Fenced as error:
-        return str(error)
-    return None
-
-
-def test_all_ranks_stop_when_another_attempt_owns_the_folder() -> None:
-    assert run_ranks(lose_the_folder, 2) == ["taken by attempt 7.1"] * 2
+def test_all_ranks_stop_together_on_a_signal(tmp_path: Path) -> None:
+    stopped = "stopped by SIGUSR1"
+    assert run_ranks(agree, 2, tmp_path) == [(stopped, None), (stopped, "SIGUSR1")]
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_before_the_first_step_stops_at_once(number: signal.Signals) -> None:
-    process = start(100.0, "no")
+def test_a_signal_before_the_first_step_stops_at_once(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    process = start(100.0, "no", tmp_path)
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 75
     assert f"stopped by {number.name} before the first step" in out
 
 
-def test_a_later_second_signal_ends_the_process_but_a_duplicate_does_not() -> None:
-    process = start(100.0, "hold")
+def test_a_later_second_signal_ends_the_process_but_a_duplicate_does_not(tmp_path: Path) -> None:
+    process = start(100.0, "hold", tmp_path)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)  # a launcher forwards signals that its ranks also got
     assert process.stdout is not None
@@ -117,45 +106,19 @@ def test_a_later_second_signal_ends_the_process_but_a_duplicate_does_not() -> No
     assert process.returncode == 128 + signal.SIGTERM
 
 
-def test_at_the_deadline_the_process_exits_and_dumps_its_stacks() -> None:
-    process = start(0.5, "hold")
+def test_at_the_deadline_the_process_exits_and_dumps_its_stacks(tmp_path: Path) -> None:
+    process = start(0.5, "hold", tmp_path)
     process.send_signal(signal.SIGUSR1)
     _, err = process.communicate(timeout=60)  # without a deadline it would run for 300 s
-    assert process.returncode == HUNG
-    assert "run.stop_seconds" in err
-    assert "time.sleep" in err or "<string>" in err  # the stack
+    assert process.returncode == 1
+    assert "Timeout" in err and "<string>" in err  # the stack
+    verdict = read_reason(tmp_path / "verdict")
+    assert verdict is not None
+    assert "no checkpoint was saved within run.stop_seconds (0.5 s) after SIGUSR1" in verdict.reason
 
 
-def test_a_run_that_has_finished_has_no_deadline() -> None:
-    process = start(4.0, "done")
+def test_a_run_that_has_finished_has_no_deadline(tmp_path: Path) -> None:
+    process = start(1.0, "done", tmp_path)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 0
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_writing_the_summary_lifts_the_deadline_on_every_rank(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = SimpleNamespace(rank=rank, world_size=2, all_gather=lambda value, of: [value, value])
-    folder, stop = SimpleNamespace(summary=tmp_path / "summary.json"), Stop(0.0)
-    session: Any = SimpleNamespace(config=tiny_config(), ranks=ranks, folder=folder, stop=stop)
-    _conclude(session, Progress(), 1.5)
-    assert folder.summary.exists() == (rank == 0)
-    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"exited with {code}"))
-    stop._exit_at_deadline()
-
-
-@pytest.mark.parametrize("log", ["full", "hangs"])
-def test_at_the_deadline_the_process_exits_even_if_its_log_blocks(log: str) -> None:
-    reading, writing = full_pipe()
-    if log == "full":
-        writing = os.open("/dev/full", os.O_WRONLY)
-    try:
-        process = start(0.5, "hold", stderr=writing)
-        process.send_signal(signal.SIGUSR1)
-        process.communicate(timeout=60)
-    finally:
-        os.close(reading)
-        os.close(writing)
-    assert process.returncode == HUNG
