@@ -11,7 +11,8 @@ reserved memory plus the use that torch does not count (negative if torch counts
 at the start or the end, whichever is less. If an engine wakes up in the middle of a phase, this
 estimate may be too low.
 
-On CPU it is the resident memory of the process. Linux keeps its peak and can reset it.
+On CPU it is the resident memory of the process. Linux keeps its peak and can reset it; where that
+is not allowed, every phase reports the peak of the process so far.
 
 **Timeline** is the phases of each rank and the number of requests of each engine over a step.
 
@@ -23,15 +24,14 @@ phase.
 
 from __future__ import annotations
 
-import resource
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from math import ceil
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -79,8 +79,7 @@ class MemoryMeter:
 
 
 class ProcessGauge:
-    """Resident memory of this process. If its peak cannot be reset or read from /proc, every phase
-    reports the peak of the process so far."""
+    """Resident memory of this process."""
 
     def __init__(self) -> None:
         self._highest = 0
@@ -93,21 +92,11 @@ class ProcessGauge:
 
     def peaks(self) -> dict[str, float]:
         """Return peaks since `begin`, in bytes, by part; "" is the total."""
-        return {"": float(_peak_bytes())}
+        return {"": float(resident_bytes())}
 
     def highest(self) -> int:
-        """Return the peak since the start of the process, in bytes.
-
-        Tracked here because resetting the peak in /proc also resets that of getrusage.
-        """
-        return max(self._highest, _peak_bytes())
-
-
-def _peak_bytes() -> int:
-    with suppress(OSError):
-        return resident_bytes()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        """Return the peak since the start of the process, in bytes."""
+        return max(self._highest, resident_bytes())
 
 
 class DeviceGauge:
@@ -199,42 +188,33 @@ class Running:
 
 
 def thinned(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """Return at most `limit` of the points: the first, the last, one with the highest count, and
-    the last point of each of `limit` - 3 equal time intervals.
-
-    The count at the end of each interval is therefore exact.
-    """
+    """Return at most `limit` of the points, evenly chosen: the first, the last and every nth."""
     if len(points) <= limit:
         return list(points)
-    begin, end = points[0][0], points[-1][0]
-    num_parts = limit - 3
-    length = (end - begin) / num_parts or 1.0
-    highest = max(range(len(points)), key=lambda index: points[index][1])
-    last_of_part = {
-        min(int((seconds - begin) / length), num_parts - 1): index
-        for index, (seconds, _) in enumerate(points)
-    }
-    kept = {0, len(points) - 1, highest, *last_of_part.values()}
-    return [points[index] for index in sorted(kept)]
+    return [*points[:: ceil((len(points) - 1) / (limit - 1))][: limit - 1], points[-1]]
+
+
+class TimelineFiles(Protocol):
+    """Recorder of a run, on rank 0 and on others."""
+
+    def timeline(self, step: int, record: Mapping[str, Any]) -> None:
+        """Write timeline/step_*.json."""
+        ...
 
 
 class TimelineRecorder:
     """Timeline of one rank, and on rank 0 of all engines.
 
-    Every `every`-th step is recorded, and always the first one; 0 records none. On rank 0,
-    `keep(step, record)` is called with the content of timeline/step_*.json.
+    Every `every`-th step is written to timeline/step_*.json, and always the first one; 0 writes
+    none.
     """
 
     def __init__(
-        self,
-        exchange: Exchange,
-        every: int,
-        keep: Callable[[int, Any], None] = lambda step, record: None,
+        self, exchange: Exchange, every: int, recorder: TimelineFiles | None = None
     ) -> None:
         self._exchange = exchange
         self._every = every
-        self._keep = keep
-        self._host = node_name()
+        self._recorder = recorder
         self._requests: list[int] = []
         """Current number of requests of each replica, on rank 0."""
         self._max_sequences = 1
@@ -320,7 +300,7 @@ class TimelineRecorder:
         self._exchange.barrier()
         now = time.perf_counter()  # the same time on all ranks, up to the skew of the barrier
         spans_here = [(name, started - now, ended - now) for name, started, ended in self._spans]
-        by_rank = self._exchange.all_gather((self._host, spans_here), RankTimeline)
+        by_rank = self._exchange.all_gather((node_name(), spans_here), RankTimeline)
         if self._exchange.rank:
             return
         step_start = self._started - now
@@ -349,7 +329,8 @@ class TimelineRecorder:
                 for replica, kept in enumerate(points)
             ],
         }
-        self._keep(self._step, record)
+        if self._recorder is not None:
+            self._recorder.timeline(self._step, record)
 
 
 class StepInstruments:

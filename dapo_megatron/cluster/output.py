@@ -36,5 +36,9 @@ def lossy_text(descriptor: int, *, closes: bool = False) -> TextIO:
 
 
 def protect_streams() -> None:
-    """Replace standard output and standard error by lossy files."""
+    """Replace standard output and standard error by lossy files. Closed descriptors are opened, so
+    that no other file gets their numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
     sys.stdout, sys.stderr = lossy_text(1), lossy_text(2)

@@ -237,7 +237,7 @@ def build_instruments(
     config: Config, ranks: Ranks, recorder: RunRecorder | RankRecorder, watchdog: Watchdog
 ) -> StepInstruments:
     """Build the timers and meters of this rank."""
-    timeline = TimelineRecorder(ranks, config.tracking.timeline_every, recorder.timeline)
+    timeline = TimelineRecorder(ranks, config.tracking.timeline_every, recorder)
     return StepInstruments(watchdog, MemoryMeter(ranks), timeline)
 
 

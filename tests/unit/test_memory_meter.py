@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import mmap
 import resource
-from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.cluster import processes
-from dapo_megatron.cluster.instruments import GIB, MemoryMeter, ProcessGauge, highest_use
+from dapo_megatron.cluster.instruments import GIB, MemoryMeter, highest_use
 from dapo_megatron.cluster.ranks import Ranks
 
 MIB = 2**20
@@ -75,16 +73,6 @@ def test_the_rank_with_the_highest_peak_counts() -> None:
         "memory/update_gib": 2 * peaks["memory/update_gib"],
         "memory/sync_gib": peaks["memory/sync_gib"],
     }
-
-
-def test_without_the_resettable_peak_of_linux_the_process_peak_is_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(processes, "_PROCESS", tmp_path / "nowhere")
-    gauge = ProcessGauge()
-    gauge.begin()
-    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    assert gauge.peaks()[""] == pytest.approx(usage, rel=0.1)
 
 
 @given(before=BYTES, context=BYTES, grown=BYTES, peak=BYTES, after=BYTES, offloaded=BYTES)
