@@ -298,7 +298,7 @@ def test_entries_of_another_user_are_refused_before_anything_is_written(
 
 
 @as_root
-@pytest.mark.parametrize("name", [".", ".pulse", ".pulse/alarm"])
+@pytest.mark.parametrize("name", [".", ".pulse"])
 def test_a_rank_checks_what_it_writes_before_rank_0_has_checked_everything(
     tmp_path: Path, name: str
 ) -> None:
@@ -310,7 +310,7 @@ def test_a_rank_checks_what_it_writes_before_rank_0_has_checked_everything(
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o775, 0o777])
-@pytest.mark.parametrize("name", ["metrics.jsonl", "logs/rank_0.log", ".pulse/alarm"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "logs/rank_0.log", ".pulse/rank_00000.json"])
 def test_a_second_name_of_a_private_file_is_refused_in_a_shared_folder(
     tmp_path: Path, name: str, mode: int
 ) -> None:
