@@ -33,7 +33,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
 
 LOW = "types files protocols"
 EVERYTHING = (
-    f"{LOW} config model algo data rewards rollout policy engine bridge checkpoints cluster "
+    f"{LOW} text config model algo data rewards rollout policy engine bridge checkpoints cluster "
     "tracking report doctor plan run loop"
 )
 ROOMS = {
@@ -84,8 +84,8 @@ ROOMS = {
         "tracking run",
         "torch transformers tokenizers psutil rich",
     ),
-    # rewards for the causes of missing grades, doctor for whether a run is alive, cluster for the
-    # owner of a run.
+    # rewards for the causes of missing grades, doctor for whether a run is alive, cluster for who
+    # has made a folder.
     "report": room(
         "types files text literal_console config cluster rewards rollout doctor tracking",
         "jinja2 msgspec numpy pandas plotly tokenizers yaml markupsafe rich",
