@@ -10,8 +10,8 @@ Each check runs in its own process with a time limit. A check that crashes or ru
 does not affect the others, and its GPU memory is free afterwards. Rows of the table are printed
 after each check. The last line is one JSON object with all results. Models have published shapes
 and random weights, which are made at the start. Checks that lack a package or memory are skipped,
-with the reason. Checks run in the order of importance. Before the first, the tool prints how many
-of them the minutes should be enough for.
+with the reason. Checks run in the order of importance. One whose estimated time is not left is
+skipped.
 
 With --tp N, policy and engine are split over N GPUs by tensor parallelism. Each check then runs in
 N processes, and each figure has the worst verdict of all ranks. Checks of what is not split do not
@@ -37,12 +37,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import typer
-from gpu_checks.catalog import BY_NAME, QUICK, QUICK_MINUTES, SHOWN, Check
-from gpu_checks.figures import WORST, Figure, Verdict, merged
+from gpu_checks.catalog import (
+    BY_NAME,
+    QUICK,
+    QUICK_MINUTES,
+    SHOWN,
+    WORST,
+    Check,
+    Figure,
+    Verdict,
+    merged,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -132,38 +142,6 @@ def reason_not_to_run(check: Check, gpu: dict[str, Any] | None, allow_cpu: bool)
     if gpu["gib"] < check.gib:
         return f"needs {check.gib:g} GiB, there are {gpu['gib']:.0f}"
     return ""
-
-
-def plan(
-    checks: list[Check], gpu: dict[str, Any] | None, allow_cpu: bool, minutes: float
-) -> tuple[list[Check], list[Check]]:
-    """Return the checks that can run here: those that the minutes should be enough for, and the
-    others. A check that is too long is left out in favor of shorter ones after it."""
-    reached, missed, left = [], [], minutes * 60.0
-    for check in checks:
-        if reason_not_to_run(check, gpu, allow_cpu):
-            continue
-        if check.guess <= left:
-            reached.append(check)
-            left -= check.guess
-        else:
-            missed.append(check)
-    return reached, missed
-
-
-def plan_text(reached: list[Check], missed: list[Check], minutes: float) -> str:
-    """Return the plan as text."""
-
-    def named(checks: list[Check]) -> str:
-        return ", ".join(f"{check.name} ({check.guess} s)" for check in checks)
-
-    lines = [f"\nPlanned for {minutes:g} minutes, by estimates: {named(reached) or 'nothing'}."]
-    if missed:
-        needed = sum(check.guess for check in (*reached, *missed)) / 60.0
-        only = " ".join(f"--only {check.name}" for check in missed)
-        lines.append(f"Not reached: {named(missed)}.")
-        lines.append(f"All checks need --minutes {needed:.0f}. Only these: {only}")
-    return "\n".join([*lines, ""])
 
 
 def run_check(
@@ -299,8 +277,10 @@ def check_all(
     if gpu is None and not allow_cpu:
         console.print("\nNo NVIDIA GPU here. These checks would have run:\n")
     else:
-        text = plan_text(*plan(checks, gpu, allow_cpu, minutes), minutes)
-        console.print(text, highlight=False)
+        seconds = sum(
+            check.guess for check in checks if not reason_not_to_run(check, gpu, allow_cpu)
+        )
+        console.print(f"\n{minutes:g} minutes; all checks need about {seconds / 60.0:.0f}.\n")
     outcomes = []
     for check in checks:
         left = deadline - time.monotonic()

@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-sys.path[:0] = [str(TOOLS), str(TOOLS / "lab")]
+sys.path[:0] = [str(TOOLS), str(TOOLS / "lab"), str(TOOLS / "bench")]

@@ -20,8 +20,7 @@ from tests.helpers.configs import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "tools"))
 
 import gpu_check
-from gpu_checks.catalog import BY_NAME, CHECKS, SHOWN, Check
-from gpu_checks.figures import Figure, at_least, at_most, merged
+from gpu_checks.catalog import BY_NAME, CHECKS, SHOWN, Check, Figure, at_least, at_most, merged
 
 NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 H100 = {"name": "H100", "capability": [9, 0], "gib": 79.2, "count": 1}
@@ -138,28 +137,6 @@ def test_the_head_check_says_which_head_to_set() -> None:
     kept = _advice([agrees, differs], 0.8)
     assert kept.name.startswith("keep policy.logprob_head=torch: differs in log-prob;")
     assert (kept.value, kept.verdict, kept.target) == (0.8, "ok", "")
-
-
-def test_a_plan_leaves_out_checks_that_do_not_fit_into_the_minutes() -> None:
-    checks = [Check(name, "", 99, guess) for name, guess in (("a", 50), ("b", 70), ("c", 10))]
-    checks.append(Check("d", "", 99, 1, gib=1000.0))
-    reached, missed = gpu_check.plan(checks, H100, False, 1.0)
-    assert ([check.name for check in reached], [check.name for check in missed]) == (
-        ["a", "c"],
-        ["b"],
-    )
-    text = gpu_check.plan_text(reached, missed, 1.0)
-    assert "Not reached: b (70 s)." in text and "need --minutes 2. Only these: --only b" in text
-
-
-def test_the_half_hour_plan_on_hopper_includes_what_shipped_configs_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Check, "missing", lambda _: [])
-    reached, missed = gpu_check.plan(list(SHOWN), H100, False, 30.0)
-    names = [check.name for check in reached]
-    assert {"bf16", "te", "fp8_shipped", "moe", "checkpoint", "mfu_4b", "sync_4b"} <= set(names)
-    assert {check.name for check in (*reached, *missed)} == {check.name for check in SHOWN}
 
 
 def test_a_check_that_crashes_or_hangs_fails_and_keeps_its_figures(

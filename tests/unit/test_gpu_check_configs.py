@@ -18,14 +18,14 @@ from tests.helpers.configs import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "tools"))
 
-from gpu_checks import fp8, rig, shapes, states, steps, training
+from gpu_checks import rig, shapes, states, steps, training
 from gpu_checks.catalog import SHOWN
 from gpu_checks.rig import Setting
 
 HOPPER = Machine(
     capability=(9, 0), cuda=(13, 0), packages=frozenset({"transformer_engine", "triton"})
 )
-SUBJECTS = {"training": training, "fp8": fp8, "states": states}
+SUBJECTS = {"training": training, "states": states}
 FAKE_RESULTS = {
     "logprobs": torch.zeros(4),
     "after": torch.zeros(4),
@@ -92,8 +92,3 @@ def test_the_configs_of_a_check_are_allowed_on_hopper(
         arch = architecture(shapes.SHAPES[Path(config.model.path).name])
         check_layout(config, arch, tensor_parallel)
         check(config, arch, HOPPER)
-
-
-def test_the_shipped_fp8_settings_are_those_of_the_config_file() -> None:
-    settings = fp8.shipped_settings()
-    assert settings["recipe"] == "blockwise" and settings["bf16_first_layers"]

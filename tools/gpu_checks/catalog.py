@@ -1,19 +1,82 @@
-"""The list of checks, the most important first, and what each needs."""
+"""The list of checks, the most important first, what each needs, and the figures they yield."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from gpu_checks.figures import Figure
-
-TE, VLLM, TRITON = "transformer_engine", "vllm", "triton"
+TE, VLLM = "transformer_engine", "vllm"
 HOPPER = (9, 0)
+
+# ---------------------------------------------------------------------------- figures
+
+Verdict = Literal["ok", "short", "not judged", "failed", "skipped"]
+WORST: tuple[Verdict, ...] = ("failed", "short", "ok", "not judged", "skipped")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured value. `target` is in words, and empty if there is none."""
+
+    name: str
+    value: float
+    unit: str = ""
+    target: str = ""
+    verdict: Verdict = "ok"
+
+
+def reported(name: str, value: float, unit: str = "") -> Figure:
+    """Return a figure without a target."""
+    return Figure(name, float(value), unit)
+
+
+def at_most(
+    name: str, value: float, limit: float, unit: str = "", *, binding: bool = True
+) -> Figure:
+    """Return a figure that should not exceed a limit. It is not judged if the limit is stated for
+    other hardware or models (`binding` false)."""
+    return Figure(name, float(value), unit, f"<= {limit:g}", _verdict(value <= limit, binding))
+
+
+def at_least(
+    name: str, value: float, limit: float, unit: str = "", *, binding: bool = True
+) -> Figure:
+    """Return a figure that should not be below a limit. See `at_most`."""
+    return Figure(name, float(value), unit, f">= {limit:g}", _verdict(value >= limit, binding))
+
+
+def _verdict(is_met: bool, binding: bool) -> Verdict:
+    if not binding:
+        return "not judged"
+    return "ok" if is_met else "short"
+
+
+def holds(name: str, is_so: bool) -> Figure:
+    """Return a figure for a condition that must hold."""
+    return Figure(name, float(is_so), "", "yes", "ok" if is_so else "short")
+
+
+def merged(ranks: Sequence[Sequence[Figure]]) -> list[Figure]:
+    """Return rank 0's figures. Where the verdict of another rank is worse, return that rank's.
+
+    All ranks compute the same figures in the same order. A rank that failed has fewer of them.
+    """
+    first, *others = ranks
+    return [
+        min(
+            (figure, *(other[index] for other in others if index < len(other))),
+            key=lambda figure: WORST.index(figure.verdict),
+        )
+        for index, figure in enumerate(first)
+    ]
+
+
+# ---------------------------------------------------------------------------- checks
 
 
 @dataclass(frozen=True)
@@ -25,7 +88,7 @@ class Check:
     seconds: int
     """Time limit."""
     guess: int
-    """Estimated duration in seconds, not measured yet. Sessions are planned with it."""
+    """Estimated duration in seconds, not measured yet. A check is skipped if less is left."""
     gib: float = 8.0
     """GPU memory that it needs, in GiB."""
     packages: tuple[str, ...] = ()
@@ -75,41 +138,28 @@ CHECKS = (
     Check("te", "training:transformer_engine", 240, 60, **_FUSED),
     Check("sync_0.6b", "engines:sync_06b", 180, 70, 30, (VLLM,)),
     Check("head", "speed:head", 120, 40, 60, processes="one"),
-    Check("fp8_shipped", "fp8:shipped", 180, 40, **_FP8),
+    Check("fp8_shipped", "training:fp8_shipped", 240, 80, **_FP8),
     Check("mfu_4b", "speed:mfu_4b", 240, 110, 70),
     Check("checkpoint", "states:checkpoint", 180, 60, 20),
     Check("moe", "training:experts", 180, 60, 16),
     Check("moe_repeats", "training:experts_repeat", 120, 30, 16),
     Check("sync_4b", "engines:sync_4b", 300, 130, 70, (VLLM,)),
     Check("optimizers", "training:optimizers", 240, 80, 20),
-    Check("end_to_end", "machine:end_to_end", 240, 90, 20, (VLLM,), processes="own"),
-    Check("quickstart", "machine:quickstart", 300, 120, 20, (VLLM,), processes="own"),
+    Check("quickstart", "engines:quickstart", 300, 120, 20, (VLLM,), processes="own"),
     Check("plan", "engines:plan", 180, 80, 40, (VLLM,)),
     # Other settings.
-    Check("fp8_current", "fp8:current", 180, 40, **_FP8),
-    Check("fp8_parameters", "fp8:shipped_parameters", 180, 40, **_FP8),
     Check("recompute", "states:recompute", 180, 50, 16),
+    Check("tokens_graphs", "engines:tokens_graphs", 240, 120, 40, (VLLM,), on_cpu=False),
     Check("padded", "training:padded", 180, 40, 16),
+    Check("fp8_recipes", "training:fp8_recipes", 480, 200, **_FP8),
     Check("checkpoint_fp8", "states:checkpoint_fp8", 180, 60, **(_FP8 | {"gib": 20.0})),
-    Check("recompute_fp8", "states:recompute_fp8", 180, 60, **_FP8),
-    Check("moe_fp8", "fp8:experts", 180, 50, **_FP8),
+    Check("recompute_fp8", "states:recompute_fp8", 180, 50, **_FP8),
+    Check("moe_fp8", "training:fp8_experts", 180, 50, **_FP8),
     Check("offload", "states:offload", 120, 40, 20),
     Check("offload_fp8", "states:offload_fp8", 180, 60, **(_FP8 | {"gib": 20.0})),
-    Check("tokens_graphs", "engines:tokens_graphs", 240, 120, 40, (VLLM,), on_cpu=False),
     Check("engine_fp8", "engines:engine_fp8", 240, 80, 30, (VLLM,), (8, 9), on_cpu=False),
     Check("mfu_fp8", "speed:mfu_fp8", 240, 100, **(_FP8 | {"gib": 70.0})),
-    Check("fp8_padded", "fp8:padded", 120, 40, **_FP8),
-    Check("fp8_delayed", "fp8:delayed", 120, 40, **_FP8),
-    Check("fp8_current_parameters", "fp8:parameters", 120, 40, **_FP8),
-    Check("fp8_blockwise", "fp8:blockwise", 120, 40, **_FP8),
-    Check("fp8_ends", "fp8:ends", 120, 40, **_FP8),
-    # For information.
-    Check("mfu_0.6b", "speed:mfu_06b", 180, 60, 70),
     Check("rope", "training:rope", 120, 50, **_FUSED),
-    Check("tokens_eager", "engines:tokens_eager", 180, 70, 40, (VLLM,)),
-    Check("mfu_triton", "speed:mfu_triton", 120, 50, 60, (TRITON,), (8, 0), on_cpu=False),
-    Check("smi", "machine:smi", 60, 10, 0, on_cpu=False, processes="own"),
-    Check("preflight", "machine:preflight", 120, 40, 8, processes="own"),
     Check("reference", "steps:reference", 300, 60, hidden=True, processes="one"),
     Check("reference_06b", "steps:reference_06b", 300, 80, hidden=True, processes="one"),
     Check("reference_moe", "steps:reference_moe", 300, 30, hidden=True, processes="one"),

@@ -1,9 +1,13 @@
-"""Engines: sampling, sleeping, and receiving the policy's weights."""
+"""Engines: sampling, sleeping, receiving the policy's weights; and a whole run."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any
 
 from dapo_megatron.cluster.instruments import MemoryMeter
@@ -13,15 +17,18 @@ from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import Machine, check
 from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.run.models import build_models, start_engines
-from gpu_checks.figures import Figure, at_most, holds, reported
+from gpu_checks.catalog import Figure, at_least, at_most, holds, reported
 from gpu_checks.rig import (
+    BASE,
     GIB,
+    REPOSITORY,
     Setting,
     gaps,
     generate,
     has_gpu,
     is_judged,
     join_ranks,
+    layout,
     likelihood,
     make_config,
     memory_gib,
@@ -35,6 +42,7 @@ TARGET_GAP = 0.015
 TARGET_ASLEEP_GIB = 2.0
 TARGET_SYNC_SECONDS = {"0.6b": 0.1, "4b": 0.5}
 PLAN_LIMIT = 0.10
+QUICK_STEPS, TINY_STEPS = 20, 2
 
 
 @contextmanager
@@ -120,19 +128,11 @@ def _gaps(policy: Any, sampled: Any, vocab: int) -> Any:
     return gaps(policy, sampled, vocab)
 
 
-def tokens_eager(setting: Setting) -> Iterator[Figure]:
-    """Measure tokens per second of the 0.6B engine without CUDA graphs."""
-    yield from _tokens(setting, "0.6b_sharp")
-
-
 def tokens_graphs(setting: Setting) -> Iterator[Figure]:
     """Measure tokens per second of the 0.6B engine with CUDA graphs, and its gap."""
-    yield from _tokens(setting, "0.6b_sharp", "engine.enforce_eager=false")
-
-
-def _tokens(setting: Setting, model: str, *overrides: str) -> Iterator[Figure]:
     count, length = setting.pick((256, 512), (4, 16))
-    config = make_config(setting, model, f"engine.max_sequences={count}", *overrides)
+    options = (f"engine.max_sequences={count}", "engine.enforce_eager=false")
+    config = make_config(setting, "0.6b_sharp", *options)
     ranks, vocab = join_ranks(setting), read_architecture(config).vocab_size
     with started(config, ranks) as engines:
         models = build_models(config, ranks, engines)
@@ -187,3 +187,38 @@ def plan(setting: Setting) -> Iterator[Figure]:
         yield reported(f"{phase}, planned", forecast, "GiB")
         error = abs(forecast / measured - 1.0)
         yield at_most(f"{phase}, relative error", error, PLAN_LIMIT, binding=has_gpu())
+
+
+def quickstart(setting: Setting) -> Iterator[Figure]:
+    """Run the first 20 steps of the quickstart in bfloat16. The accuracy must rise."""
+    num_steps = setting.pick(QUICK_STEPS, TINY_STEPS)
+    precision = "bfloat16" if has_gpu() else "float32"
+    command = [
+        *(sys.executable, "-m", "dapo_megatron", "train", str(BASE)),
+        *layout(setting),
+        "engine.memory_fraction=0.3",
+        f"run.directory={setting.workspace / 'runs'}",
+        "run.name=quickstart",
+        f"policy.precision={precision}",
+        "policy.offload=[weights, gradients, optimizer]",
+        "rollout.deterministic=false",
+        f"train.rollout_steps={num_steps}",
+        "evaluation.every=0",
+        "sync.max_gap=1.0",
+        "tracking.mlflow=false",
+    ]
+    done = subprocess.run(command, cwd=REPOSITORY, check=False)  # its output goes to the log
+    yield holds("ends without an error", done.returncode == 0)
+    lines = (setting.workspace / "runs" / "quickstart" / "metrics.jsonl").read_text().splitlines()
+    steps: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    last = steps[-1]
+    yield holds(f"{num_steps} steps", last.get("step") == num_steps)
+    yield at_most("mismatch/gap_mean", last["mismatch/gap_mean"], TARGET_GAP)
+    for name, value in last.items():
+        if name.startswith("memory/") or name in ("mismatch/gap_max", "time/step", "time/sync"):
+            yield reported(name, value)
+    if num_steps == QUICK_STEPS:
+        accuracies = [step["accuracy/raw"] for step in steps if step.get("accuracy/raw")]
+        first, rest = fmean(accuracies[:4]), fmean(accuracies[-4:])
+        yield reported("accuracy of the first 4 steps", first)
+        yield at_least("accuracy of the last 4 steps", rest, first + 0.1)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import Shard
-from gpu_checks.figures import Figure, at_most, holds, reported
-from gpu_checks.fp8 import fp8, shipped_settings
+from gpu_checks.catalog import Figure, at_most, holds, reported
 from gpu_checks.rig import (
     GIB,
     Setting,
@@ -28,6 +27,7 @@ from gpu_checks.rig import (
     seconds_of,
 )
 from gpu_checks.steps import FUSED, LR, SHORT, batch_of_steps, dense_model, ratios, row_tokens, run
+from gpu_checks.training import fp8, shipped_fp8
 
 # ---------------------------------------------------------------------------- recomputation
 
@@ -38,11 +38,9 @@ def recompute(setting: Setting) -> Iterator[Figure]:
 
 
 def recompute_fp8(setting: Setting) -> Iterator[Figure]:
-    """Recompute activations in FP8 with the recipes current, delayed and as shipped."""
-    for recipe in ("current", "delayed"):
-        yield from _recomputed(setting, recipe, ("full",), FUSED, SHORT, fp8(recipe))
-    shipped = fp8(**shipped_settings())  # type: ignore[arg-type]
-    yield from _recomputed(setting, "shipped", ("selective", "full"), FUSED, SHORT, shipped)
+    """Recompute activations in FP8, as shipped and with scales from a history."""
+    yield from _recomputed(setting, "shipped", ("selective", "full"), FUSED, SHORT, shipped_fp8())
+    yield from _recomputed(setting, "delayed", ("full",), FUSED, SHORT, fp8("delayed"))
 
 
 def _recomputed(
@@ -91,13 +89,11 @@ def checkpoint(setting: Setting) -> Iterator[Figure]:
 def checkpoint_fp8(setting: Setting) -> Iterator[Figure]:
     """Save, load and continue checkpoints of weights that exist only in FP8."""
     ranks = join_ranks(setting)
-    recipes: dict[str, dict[str, Any]] = {
-        "current": {"recipe": "current"},
-        "shipped": shipped_settings(),
-    }
-    for name, settings in recipes.items():
-        override = fp8(**(settings | {"parameters": True}))
-        yield from _round_trip(setting, ranks, name, FUSED, SHORT, override)
+    for name, settings in (
+        ("current", fp8("current", parameters=True)),
+        ("shipped", shipped_fp8(parameters=True)),
+    ):
+        yield from _round_trip(setting, ranks, name, FUSED, SHORT, settings)
 
 
 def _round_trip(setting: Setting, ranks: Ranks, what: str, *overrides: str) -> Iterator[Figure]:
@@ -163,8 +159,7 @@ def offload_fp8(setting: Setting) -> Iterator[Figure]:
     """Move FP8 policies to host memory and back, with weights in bfloat16 and only in FP8."""
     ranks = join_ranks(setting)
     for parameters in (False, True):
-        settings = fp8(**{**shipped_settings(), "parameters": parameters})  # type: ignore[arg-type]
-        yield from _offloaded(setting, ranks, FUSED, SHORT, settings)
+        yield from _offloaded(setting, ranks, FUSED, SHORT, shipped_fp8(parameters=parameters))
 
 
 def _offloaded(setting: Setting, ranks: Ranks, *overrides: str) -> Iterator[Figure]:

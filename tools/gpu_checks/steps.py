@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import LossOutput, MicroTokens, TokenBatch
-from gpu_checks.figures import Figure, at_most, holds, reported
+from gpu_checks.catalog import Figure, at_most, holds, reported
 from gpu_checks.rig import (
     PROMPT_TOKENS,
     Setting,

@@ -1,4 +1,4 @@
-"""Training steps in bfloat16: kernels, rows and optimizers, compared to float32 on CPU."""
+"""Training steps in bfloat16 and FP8, compared to float32 on CPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
+import yaml
 
 from dapo_megatron.cluster.ranks import Ranks
-from gpu_checks.figures import Figure, at_most, reported
+from gpu_checks.catalog import Figure, at_most, reported
 from gpu_checks.rig import (
+    REPOSITORY,
     Setting,
     has_gpu,
     has_te,
@@ -23,6 +25,7 @@ from gpu_checks.steps import (
     BFLOAT16_LIMITS,
     EXPERTS,
     EXPERTS_TOP_8,
+    FP8_LIMITS,
     FUSED,
     LOCAL,
     NUM_STEPS,
@@ -37,6 +40,7 @@ from gpu_checks.steps import (
 )
 
 HOPPER = (9, 0)
+SHIPPED = REPOSITORY / "model_configs" / "qwen3_8b_fp8.yaml"
 
 
 def bfloat16(setting: Setting) -> Iterator[Figure]:
@@ -149,3 +153,51 @@ def optimizers(setting: Setting) -> Iterator[Figure]:
         result = run(setting, ranks, LOCAL, SHORT, *overrides)
         gap = (result["after"] - whole["after"]).abs().mean()
         yield at_most(f"{name}, log-probs after {NUM_STEPS} steps, mean", float(gap), 0.015)
+
+
+# ---------------------------------------------------------------------------- FP8
+
+
+def fp8(recipe: str, **more: object) -> str:
+    """Return an override that selects this recipe."""
+    return f"policy.fp8={yaml.safe_dump({'recipe': recipe, **more}, default_flow_style=True)}"
+
+
+def shipped_fp8(**more: object) -> str:
+    """Return an override with the FP8 settings of the shipped config."""
+    return fp8(**{**yaml.safe_load(SHIPPED.read_text("utf-8"))["policy"]["fp8"], **more})
+
+
+def fp8_shipped(setting: Setting) -> Iterator[Figure]:
+    """Compare FP8 as in model_configs/qwen3_8b_fp8.yaml to float32 on CPU, also with FP8 weights
+    and float32 main copies."""
+    ranks = join_ranks(setting)
+    for name, settings in {"": shipped_fp8(), "parameters: ": shipped_fp8(parameters=True)}.items():
+        yield from _fp8_steps(setting, ranks, name, settings)
+
+
+def fp8_recipes(setting: Setting) -> Iterator[Figure]:
+    """Compare the other FP8 recipes, FP8 weights and padded rows to float32 on CPU."""
+    ranks = join_ranks(setting)
+    for recipe in ("current", "delayed", "blockwise"):
+        moves = recipe == "delayed"
+        yield from _fp8_steps(setting, ranks, f"{recipe}: ", fp8(recipe), moves=moves)
+    parameters = fp8("current", parameters=True)
+    yield from _fp8_steps(setting, ranks, "current, parameters: ", parameters)
+    padded_rows = (fp8("current"), "train.packing=false")
+    yield from _fp8_steps(setting, ranks, "current, padded: ", *padded_rows)
+
+
+def fp8_experts(setting: Setting) -> Iterator[Figure]:
+    """Compare FP8 in a mixture of experts, which pads per expert, to float32 on CPU."""
+    ranks = join_ranks(setting)
+    for recipe in ("current", "blockwise"):
+        yield from _fp8_steps(setting, ranks, f"{recipe}: ", fp8(recipe), model=EXPERTS)
+
+
+def _fp8_steps(
+    setting: Setting, ranks: Ranks, name: str, *overrides: str, model: str = "", moves: bool = False
+) -> Iterator[Figure]:
+    result = run(setting, ranks, FUSED, SHORT, *overrides, model=model)
+    yield from compared(result, reference_of(setting, model), FP8_LIMITS, name)
+    yield from ratios(result, name, moves=moves)
