@@ -177,15 +177,10 @@ def track(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="runs/<name>")],
     wait_seconds: Annotated[float, typer.Option(min=0.0)] = 300.0,
 ) -> None:
-    """Send the missing data of a run to MLflow."""
-    from dapo_megatron.tracking.mirror_state import LOG
-    from dapo_megatron.tracking.mlflow_tracker import deliver, why_waiting
+    """Send a run that has ended to MLflow: what it lacks after an outage or a kill."""
+    from dapo_megatron.tracking import mlflow_tracker
 
-    if not deliver(run_folder, wait_seconds):
-        print(
-            f"MLflow does not have all data of the run: {why_waiting(run_folder)}. "
-            f"See {run_folder / LOG}"
-        )
+    if not mlflow_tracker.track(run_folder, wait_seconds):
         raise typer.Exit(1)
     print("MLflow has all data of the run")
 

@@ -141,11 +141,8 @@ def train_step(config: Config, parts: Parts, step: int) -> tuple[dict[str, float
     rollouts = None
     while rollouts is None:
         try:
-            with (
-                phase(Phase.GENERATE),
-                parts.recorder.progress(config.rollout.prompts_per_step) as show,
-            ):
-                rollouts = parts.collector.collect(version=step - 1, on_progress=show)
+            with phase(Phase.GENERATE):
+                rollouts = parts.collector.collect(step - 1, on_progress=parts.recorder.groups)
         except EnginesLost:
             with phase(Phase.SYNC):  # waits for engines
                 parts.sync(step - 1)

@@ -33,7 +33,7 @@ settings.load_profile("default")
 TESTS = Path(__file__).parent
 _LONGEST = (
     "learning/test_train",
-    "unit/test_mirror",
+    "unit/test_mlflow",
     "unit/test_watchdog",
     "parity/test_layouts",
     "browser/test_page",

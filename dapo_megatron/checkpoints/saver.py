@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,8 +63,6 @@ class CheckpointSaver:
     """Export to write with each checkpoint."""
     attempt: str = "0"
     """Name of this attempt; used on rank 0. Checkpoints are written to `.partial/<attempt>/`."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Values to save with every checkpoint (the MLflow run id)."""
 
     def __post_init__(self) -> None:
         self._last_save = time.monotonic()
@@ -105,8 +103,6 @@ class CheckpointSaver:
         self._join()
         part, self._part = self._part or self.policy.snapshot(), None
         self._last_save = time.monotonic()
-        if self.exchange.rank == 0:
-            state = {**state, **self.extra}
         job = _Job(step, (part, *parts), state)
 
         def start() -> None:

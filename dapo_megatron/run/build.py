@@ -148,8 +148,6 @@ def build_parts(
         timeline, num_replicas = instruments.timeline, engines.pool.num_replicas
         timeline.follow(num_replicas, config.engine.max_sequences)
         engines.pool.on_change = timeline.change
-        capacity = num_replicas * config.engine.max_sequences
-        recorder.ask_requests(lambda: f"{timeline.requests} of {capacity}")
     data_parallel = _data_parallel(config, ranks, policy)
     check = partial(check_stop, ranks)
     parts = Parts(
@@ -270,5 +268,4 @@ def _checkpoints(
         companions=Companions.of(config),
         export=HfExport(config) if config.checkpoint.export_hf else None,
         attempt=folder.attempt,
-        extra={"mlflow_run": recorder.run_id},
     )

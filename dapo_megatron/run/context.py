@@ -114,10 +114,6 @@ def _open_folder(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:
         if ranks.rank == 0:
             print(*folder.notes, sep="\n", end="\n" if folder.notes else "", flush=True)
     on_rank0(ranks, lambda: folder.prepare(resume, source))
-    if folder.aside is not None:
-        from dapo_megatron.tracking.mlflow_tracker import deliver_rest
-
-        deliver_rest(folder.aside)
     folder.is_continued = ranks.broadcast(folder.is_continued, bool)
     return source
 

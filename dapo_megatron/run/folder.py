@@ -62,8 +62,6 @@ class RunFolder:
         self.is_continued = False
         """Whether the folder has an earlier part of this run. The run then continues its MLflow run
         and its metrics file."""
-        self.aside: Path | None = None
-        """New path of an older run of this name, which `prepare` moved; only on rank 0."""
         self.notes: list[str] = []
         """Notes of `find_checkpoint` for the user; the same on all ranks."""
         self._lock: BinaryIO | None = None
@@ -193,10 +191,10 @@ class RunFolder:
         return checkpoint is not None and checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def _move_aside(self) -> None:
-        self.aside = free_name(self.path)
-        self.aside.mkdir()
+        aside = free_name(self.path)
+        aside.mkdir()
         for entry in self.path.glob("[!.]*"):
-            entry.rename(self.aside / entry.name)
+            entry.rename(aside / entry.name)
 
     def _set_aside_after(self, source: Path | None) -> None:
         """Rename checkpoints newer than `source`, because their steps will be repeated. Otherwise a

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
-from dapo_megatron.checkpoints.folder import newest, step_of
-from dapo_megatron.checkpoints.folder import read_state as read_checkpoint
+from dapo_megatron.checkpoints.folder import step_of
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config, EvaluationConfig, FileSource, source_file_name
@@ -21,19 +18,19 @@ from dapo_megatron.data.prompts import report_of
 from dapo_megatron.data.tokenizer import load_tokenizer
 from dapo_megatron.files import write_json, write_text
 from dapo_megatron.model import read_architecture
-from dapo_megatron.model.flops import model_flops, peak_flops
+from dapo_megatron.model.flops import peak_flops
 from dapo_megatron.plan.layout import describe
 from dapo_megatron.protocols import Tracker
 from dapo_megatron.rollout.record import forget_after, read_state, recorded_steps
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.tracking.console import RunConsole
-from dapo_megatron.tracking.mlflow_tracker import MlflowTracker
+from dapo_megatron.tracking.mlflow_tracker import MlflowTracker, tracking_uri
 from dapo_megatron.tracking.policy_files import FOLDER as POLICY_FOLDER
 from dapo_megatron.tracking.provenance import cpu_name, flatten, run_tags
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder, Speedometer
 from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.tracking.run_report import WAIT_SECONDS, RunReport
-from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker
+from dapo_megatron.tracking.trackers import JsonlTracker
 from dapo_megatron.types import ConfigError, DapoError, DataError
 
 FORMAT = 1
@@ -62,63 +59,64 @@ def open_recorder(
     last_recorded: int,
     resumed_from: Path | None,
     terminal: TextIO,
-    is_stopping: Callable[[], bool],
 ) -> RunRecorder | RankRecorder:
     """Return the recorder of rank 0; other ranks get a RankRecorder. Collective.
 
     Rank 0 also prints the run's header, and writes its config and provenance. A run that has
     logged `step` (-1: nothing) continues its own files and MLflow run. Rollouts of steps after
-    `last_recorded` are deleted, because the run samples them again. `is_stopping` is called while
-    the report is written at the end.
+    `last_recorded` are deleted, because the run samples them again.
     """
 
     def make() -> RunRecorder:
         for path in (folder.samples, folder.path / POLICY_FOLDER):
             forget_after(path, last_recorded)
+        console = RunConsole(
+            num_steps=config.train.rollout_steps,
+            num_groups=config.rollout.prompts_per_step,
+            file=terminal,
+            stop_seconds=config.run.stop_seconds,
+        )
         changes = changed_keys(config, folder.config) if folder.is_continued else []
         write_text(folder.config, dump_config(config))
-        console = _console(config, terminal)
-        chosen = _chosen(config)
-        facts = _facts(config, folder, ranks.world_size, chosen)
-        if resumed_from is not None:
-            facts["resumed from"] = str(resumed_from)
-        console.header(f"dapo_megatron {config.run.name}", facts)
-        tags = run_tags(config, folder.attempt)
-        tags |= {f"chosen.{key}": value for key, value in chosen.items()}
-        keep_provenance(folder.provenance, console, facts, tags, ranks.world_size)
-        # Local files come before servers.
-        metrics = JsonlTracker(folder.metrics, step, console.warn)
-        trackers: list[Tracker] = [metrics, console]
-        if folder.is_continued:
-            changes += missing_steps(folder.metrics, metrics.steps, step)
+        _keep_provenance(config, folder, console, ranks.world_size, resumed_from)
         for change in changes:
             console.warn(change)
+        # Local files come before servers.
+        trackers: list[Tracker] = [JsonlTracker(folder.metrics, console, step), console]
         mlflow = None
         if config.tracking.mlflow:
-            mlflow = MlflowTracker(config, _mlflow_run(folder), console.warn)
+            uri, wait_seconds = tracking_uri(folder.path), config.tracking.wait_seconds
+            mlflow = MlflowTracker(folder.path, uri, console, wait_seconds)
             trackers.append(mlflow)
+        report = None
+        if config.tracking.report:
+            # Other ranks wait for it in a barrier without a heartbeat.
+            seconds = min(WAIT_SECONDS, config.watchdog.start / 2)
+            report = RunReport(folder.path, console, seconds)
         return RunRecorder(
-            tracker=CompositeTracker(*trackers),
+            trackers=trackers,
             console=console,
-            writer=_writer(config, folder, console.warn),
+            writer=_writer(config, folder, console),
             num_devices=ranks.world_size,
             inspected_groups=config.tracking.inspected_groups,
             timeline_folder=folder.timeline,
-            speedometer=_speedometer(config, ranks.world_size),
+            speedometer=Speedometer(read_architecture(config), ranks.world_size, _peak_flops()),
             mlflow=mlflow,
-            report=run_report(config, folder, console, is_stopping),
+            report=report,
         )
 
-    recorder = on_rank0(ranks, make)
-    if recorder is not None:
-        return recorder
-    return rank_recorder(config, folder)
-
-
-def _console(config: Config, terminal: TextIO) -> RunConsole:
-    return RunConsole(
-        num_steps=config.train.rollout_steps, file=terminal, stop_seconds=config.run.stop_seconds
+    return on_rank0(ranks, make) or RankRecorder(
+        writer=_writer(config, folder, RunConsole(file=sys.stderr)),
+        inspected_groups=config.tracking.inspected_groups,
     )
+
+
+def _writer(config: Config, folder: RunFolder, console: RunConsole) -> RolloutWriter | None:
+    return RolloutWriter(folder.path, console) if config.tracking.samples else None
+
+
+def _peak_flops() -> float | None:
+    return peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
 def facts_of(config: Config, num_ranks: int) -> dict[str, Any]:
@@ -172,32 +170,6 @@ def changed_keys(config: Config, last: Path) -> list[str]:
     return lines
 
 
-def missing_steps(path: Path, steps: Sequence[int], last: int) -> list[str]:
-    """Return a line that names the steps until `last` that a metrics file lacks, if there are some.
-    A run may have started at the checkpoint of another run, after a step above 0."""
-    first = max(1, min(steps, default=1))
-    missing = sorted(set(range(first, last + 1)) - set(steps))
-    if not missing:
-        return []
-    names = f"{missing[0]} to {missing[-1]}" if len(missing) > 1 else f"{missing[0]}"
-    return [
-        f"{path}: {len(missing)} of the {last} steps before the checkpoint are missing ({names}): "
-        "the file was cut or removed. The run continues without them"
-    ]
-
-
-def rank_recorder(config: Config, folder: RunFolder) -> RankRecorder:
-    """Return the recorder of a rank other than rank 0."""
-    return RankRecorder(
-        writer=_writer(config, folder, partial(print, file=sys.stderr)),
-        inspected_groups=config.tracking.inspected_groups,
-    )
-
-
-def _writer(config: Config, folder: RunFolder, warn: Callable[[str], None]) -> RolloutWriter | None:
-    return RolloutWriter(folder.path, warn) if config.tracking.samples else None
-
-
 def keep_reports(config: Config, folder: RunFolder) -> None:
     """Copy the reports of tools/prepare_data.py about the run's data files to the run folder.
     Called on rank 0."""
@@ -222,57 +194,42 @@ def keep_tokenizer(config: Config, folder: RunFolder, recorder: RunRecorder | Ra
         recorder.note(f"  no {folder.tokenizer.name}: {error}")
 
 
-def run_report(
-    config: Config, folder: RunFolder, console: RunConsole, is_stopping: Callable[[], bool]
-) -> RunReport | None:
-    """Return the writer of the final report, or None if tracking.report is false. Other ranks wait
-    for it in a barrier without a heartbeat, so it gets at most half of watchdog.start."""
-    if not config.tracking.report:
-        return None
-    return RunReport(
-        folder.path,
-        console.warn,
-        wait_seconds=min(WAIT_SECONDS, config.watchdog.start / 2),
-        is_asked=is_stopping,
-    )
-
-
-def keep_provenance(
-    path: Path,
+def _keep_provenance(
+    config: Config,
+    folder: RunFolder,
     console: RunConsole,
-    facts: Mapping[str, str],
-    tags: Mapping[str, str],
-    num_processes: int,
+    world_size: int,
+    resumed_from: Path | None,
 ) -> None:
-    """Write the header's facts, tags and devices of a start to `path`, for use without MLflow."""
-    has_gpu = torch.cuda.is_available()
-    provenance = {
-        "facts": facts,
-        "tags": tags,
-        "devices": torch.cuda.get_device_name() if has_gpu else cpu_name(),
-        "num_processes": num_processes,
-    }
-    try:
-        write_json(path, provenance)
-    except OSError as error:
-        console.warn(f"no {path.name}: {error}")
-
-
-def _facts(
-    config: Config, folder: RunFolder, world_size: int, chosen: Mapping[str, str]
-) -> dict[str, str]:
-    return {
+    """Print the header of a start, and write it to provenance.json with the tags for MLflow."""
+    chosen = _chosen(config)
+    replicas = f"{config.num_replicas(world_size)} replicas"
+    facts = {
         "model": config.model.path,
         "policy": describe(config.policy, world_size),
         "computed by": ", ".join(
             value if key == "kernels" else f"{key} {value}" for key, value in chosen.items()
         ),
-        "engine": f"tensor {config.engine_tensor_parallel} x "
-        f"{config.num_replicas(world_size)} replicas"
+        "engine": f"tensor {config.engine_tensor_parallel} x {replicas}"
         + ("" if config.engine.colocated else " on other GPUs"),
         "folder": str(folder.path),
-        **({"loss": config.loss.function} if config.loss.function else {}),
     }
+    if config.loss.function:
+        facts["loss"] = config.loss.function
+    if resumed_from is not None:
+        facts["resumed from"] = str(resumed_from)
+    console.header(f"dapo_megatron {config.run.name}", facts)
+    provenance = {
+        "facts": facts,
+        "tags": run_tags(config, folder.attempt)
+        | {f"chosen.{key}": value for key, value in chosen.items()},
+        "devices": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name(),
+        "num_processes": world_size,
+    }
+    try:
+        write_json(folder.provenance, provenance)
+    except OSError as error:
+        console.warn(f"no {folder.provenance.name}: {error}")
 
 
 def _chosen(config: Config) -> dict[str, str]:
@@ -280,27 +237,8 @@ def _chosen(config: Config) -> dict[str, str]:
     from dapo_megatron.policy import optimizer
     from dapo_megatron.policy.kernels import kernels_chosen
 
-    adamw, head = optimizer.kernels(config.optimizer), config.policy.logprob_head
     return {
         **kernels_chosen(config.policy, read_architecture(config)),
-        "adamw": adamw,
-        "logprob_head": head,
+        "adamw": optimizer.kernels(config.optimizer),
+        "logprob_head": config.policy.logprob_head,
     }
-
-
-def _speedometer(config: Config, num_devices: int) -> Speedometer:
-    """Return a Speedometer for the model of a config, on devices like this rank's."""
-    arch = read_architecture(config)
-    has_gpu = torch.cuda.is_available()
-    return Speedometer(
-        num_devices,
-        lambda lengths, scored: model_flops(arch, lengths, backward=True, num_scored=scored),
-        peak_flops(torch.cuda.get_device_name()) if has_gpu else None,
-    )
-
-
-def _mlflow_run(folder: RunFolder) -> str | None:
-    """Return the MLflow run to continue, as recorded in the newest checkpoint. A run that the run
-    folder itself records takes precedence (in MlflowTracker)."""
-    checkpoint = newest(folder.checkpoints) if folder.is_continued else None
-    return read_checkpoint(checkpoint).get("mlflow_run") if checkpoint else None

@@ -87,7 +87,8 @@ def _train(context: RunContext, engines: Engines | None, replay: Path | None) ->
     summary: dict[str, Any] = {}
     started = started_at() - progress.seconds
     with ExitStack() as at_end, _true_status(context, recorder), ExitStack() as stack:
-        context.watchdog.on_phase = stack.enter_context(recorder.live())
+        stack.enter_context(recorder.live())
+        context.watchdog.on_phase = recorder.phase
         instruments = build.build_instruments(config, ranks, recorder, context.watchdog)
         try:
             if engines is not None:
@@ -199,7 +200,6 @@ def _open_recorder(
         last_recorded=last_recorded,
         resumed_from=context.resume_from,
         terminal=context.terminal,
-        is_stopping=lambda: context.stop.signal is not None,
     )
     return recorder, on_rank0(ranks, partial(dropped_layers, config)) or []
 

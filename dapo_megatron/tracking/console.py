@@ -1,7 +1,7 @@
 """Console output of a run: a header, a line per step, a summary.
 
-On a terminal, lines are colored and a live panel (live.py) stays below them. Elsewhere, the output
-is plain lines without control characters.
+On a terminal, lines are colored and a progress bar of the current phase stays below them. Elsewhere
+the output is plain lines without control characters.
 """
 
 from __future__ import annotations
@@ -10,56 +10,69 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dapo_megatron.literal_console import LiteralConsole
-from dapo_megatron.tracking.live import LivePanel, LiveView, TerminalConsole, clock
+from dapo_megatron.types import Phase
 
 PLAIN_SECONDS = 60.0
-"""Minimum time between two lines of rollout progress where there is no live panel."""
-
-
-class RolloutProgress(Protocol):
-    """Progress display of one rollout."""
-
-    def update(self, done_groups: int, **metrics: float) -> None:
-        """Show `done_groups`. Plain lines also show `metrics`; the panel does not."""
-        ...
+"""Minimum time between two lines of rollout progress where there is no bar."""
 
 
 class RunConsole:
     """Console on `file` (standard output by default). As a tracker it prints a line per step.
 
+    num_groups    groups that a step trains on
     stop_seconds  time that a signal to stop leaves; a step that trains for longer is warned of
     """
 
     def __init__(
-        self, *, num_steps: int, file: TextIO | None = None, stop_seconds: float = math.inf
+        self,
+        *,
+        num_steps: int = 0,
+        num_groups: int = 0,
+        file: TextIO | None = None,
+        stop_seconds: float = math.inf,
     ) -> None:
         out = sys.stdout if file is None else file
-        terminal = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._is_terminal = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         # soft_wrap: a line is never split, so grep works and narrow windows can wrap it.
-        self._console = TerminalConsole(
+        self._console = _Console(
             file=out,
-            force_terminal=terminal,
-            color_system="auto" if terminal else None,
+            force_terminal=self._is_terminal,
+            color_system="auto" if self._is_terminal else None,
             highlight=False,
             soft_wrap=True,
         )
-        self._num_steps = num_steps
+        self._num_steps, self._num_groups = num_steps, num_groups
         self._stop_seconds = stop_seconds
         self._step_seconds: list[float] = []
-        self._view = LiveView(num_steps)
-        self._is_live = False
+        self._bar = Progress(
+            TextColumn("step {task.fields[step]}/" + str(num_steps)),
+            TextColumn("{task.fields[phase]}", style="cyan"),
+            TimeElapsedColumn(),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+            transient=True,
+            refresh_per_second=2,
+            redirect_stdout=False,  # output of other libraries belongs in the rank's log
+            redirect_stderr=False,
+            disable=not self._is_terminal,
+        )
+        self._left = ""
+        self._task = self._bar.add_task("", total=None, step=0, phase="starting", left="")
+        self._printed_at = time.monotonic()
 
     def header(self, title: str, facts: Mapping[str, Any]) -> None:
         """Print the run's name and its main settings."""
-        self._view.name = title
         self._print(title, style="bold")
         self._facts(facts)
 
@@ -75,8 +88,9 @@ class RunConsole:
         """Print the line of a step, and one line per evaluation set."""
         if "time/step" in metrics:
             self._step_seconds.append(metrics["time/step"])
-            self._view.log(step, metrics, self._eta(step))
-            self._print(_step_line(step, self._num_steps, metrics, self._eta(step)))
+            self._left = f"left {clock(self._eta(step))}"
+            self._bar.update(self._task, left=self._left)
+            self._print(f"{_step_line(step, self._num_steps, metrics)}  {self._left}")
             self._warn_of_long_training(metrics)
         for line in _evaluation_lines(metrics):
             self._print(line, style="cyan")
@@ -97,33 +111,23 @@ class RunConsole:
         if status != "FINISHED":
             self._print(f"run {status}", style="bold red")
 
-    @contextmanager
-    def rollout_progress(self, total: int) -> Iterator[RolloutProgress]:
-        """Show progress towards `total` groups: in the panel on a terminal, else as a plain line
-        every PLAIN_SECONDS."""
-        if not self._console.is_terminal:
-            yield _PlainProgress(self, total)
-            return
-        with self.live() as view:
-            yield _Bar(view, total)
+    def live(self) -> Progress:
+        """Return a context manager that shows the bar, if the output is a terminal."""
+        return self._bar
 
-    def ask_requests(self, ask: Callable[[], str]) -> None:
-        """Set the function that returns how many requests the engines run, as "118 of 128"."""
-        self._view.ask_requests(ask)
+    def phase(self, name: str, step: int) -> None:
+        """Show that this rank enters phase `name` of `step`. "other" and "" mean that it is between
+        phases, and leave the previous phase on display."""
+        if name not in ("", Phase.OTHER):
+            self._bar.reset(self._task, total=None, phase=name, step=step, left=self._left)
 
-    @contextmanager
-    def live(self) -> Iterator[LiveView]:
-        """Show the live panel while the context is open, if the output is a terminal. Yield the
-        view that holds its content."""
-        if self._is_live or not self._console.is_terminal:
-            yield self._view
-            return
-        self._is_live = True
-        try:
-            with LivePanel(self._view, self._console):
-                yield self._view
-        finally:
-            self._is_live = False
+    def groups(self, done: int) -> None:
+        """Show how many of the step's groups are ready to train on: in the bar on a terminal, else
+        as a line if PLAIN_SECONDS passed since the last one."""
+        self._bar.update(self._task, completed=done, total=self._num_groups)
+        now = time.monotonic()
+        if not self._is_terminal and now - self._printed_at >= PLAIN_SECONDS:
+            self.note(f"rollout {done}/{self._num_groups} groups")
 
     def summary(
         self,
@@ -168,35 +172,15 @@ class RunConsole:
         return mean_seconds * max(self._num_steps - step, 0)
 
     def _print(self, text: str, style: str | None = None) -> None:
+        self._printed_at = time.monotonic()
         with suppress(OSError):  # full disk, or closed terminal
             self._console.print(text, style=style)
 
 
-class _Bar:
-    def __init__(self, view: LiveView, total: int) -> None:
-        self._view, self._total = view, total
-        view.groups(0, total)
-
-    def update(self, done_groups: int, **metrics: float) -> None:
-        self._view.groups(done_groups, self._total)
-
-
-class _PlainProgress:
-    def __init__(self, console: RunConsole, total: int) -> None:
-        self._console, self._total = console, total
-        self._last = time.monotonic()
-
-    def update(self, done_groups: int, **metrics: float) -> None:
-        now = time.monotonic()
-        if now - self._last >= PLAIN_SECONDS:
-            self._last = now
-            self._console.note(
-                f"rollout {done_groups}/{self._total} groups  {_format_metrics(metrics)}".rstrip()
-            )
-
-
-def _format_metrics(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {value:g}" for name, value in metrics.items())
+class _Console(LiteralConsole):
+    def show_cursor(self, show: bool = True) -> bool:
+        """Leave the cursor visible, because a killed run could not restore it."""
+        return False
 
 
 _COLUMNS = (
@@ -212,10 +196,10 @@ _COLUMNS = (
 """(label, metric, format) of each value in a step's line."""
 
 
-def _step_line(step: int, num_steps: int, metrics: Mapping[str, float], eta: float) -> str:
+def _step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     cells = [f"{label} {_number(metrics.get(name), spec)}" for label, name, spec in _COLUMNS]
     counter = f"step {step:>{len(str(num_steps))}}/{num_steps}"
-    return "  ".join([counter, *cells, f"{metrics['time/step']:.1f} s", f"left {clock(eta)}"])
+    return "  ".join([counter, *cells, f"{metrics['time/step']:.1f} s"])
 
 
 def print_evaluation(metrics: Mapping[str, float]) -> None:
@@ -253,3 +237,10 @@ def _evaluation_lines(metrics: Mapping[str, float]) -> Iterator[str]:
 
 def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as "12:40" (minutes:seconds) or "1:12:40"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

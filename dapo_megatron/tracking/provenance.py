@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import hashlib
 import os
 import platform
 import socket
@@ -15,8 +14,8 @@ from typing import Any
 
 import dapo_megatron
 from dapo_megatron.cluster.versions import versions
-from dapo_megatron.config import Config
-from dapo_megatron.config.file import dump_config
+from dapo_megatron.config import Config, FileSource
+from dapo_megatron.files import sha256
 
 DIRTY = "-dirty"
 """Suffix of a commit if a tracked file has uncommitted changes."""
@@ -83,13 +82,12 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def run_tags(config: Config, attempt: str) -> dict[str, str]:
-    """Return the MLflow tags of a start: commit, versions, host, the Slurm job if there is one, and
-    a hash of the resolved config."""
+    """Return the MLflow tags of a start: commit, versions, host, hashes of the data files, and the
+    Slurm job if there is one."""
     tags = {f"version.{name}": version for name, version in versions().items()}
     tags |= {
         "attempt": attempt,
         "host": socket.gethostname(),
-        "config.sha256": hashlib.sha256(dump_config(config).encode()).hexdigest(),
         "mlflow.source.name": "dapo_megatron",
     }
     with suppress(KeyError, OSError):  # a container's user id may have no name
@@ -98,6 +96,9 @@ def run_tags(config: Config, attempt: str) -> dict[str, str]:
         clean = described.removesuffix(DIRTY)
         tags |= {"git.commit": clean, "mlflow.source.git.commit": clean}
         tags["git.dirty"] = str(described != clean).lower()
+    for source in (*config.data.train, *config.evaluation.sets):
+        if isinstance(source, FileSource) and (path := Path(source.path)).is_file():
+            tags[f"data.{source.name}.sha256"] = sha256(path)
     for tag, variables in SLURM.items():
         if value := next(filter(None, map(os.environ.get, variables)), None):
             tags[tag] = value

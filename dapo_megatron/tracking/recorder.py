@@ -3,13 +3,15 @@ has a RunRecorder; every other rank has a RankRecorder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from dapo_megatron.files import write_json
+from dapo_megatron.model import Architecture
+from dapo_megatron.model.flops import model_flops
 from dapo_megatron.protocols import DataParallel, Tracker
 from dapo_megatron.rollout.record import StepRecord
 from dapo_megatron.tracking.console import RunConsole
@@ -25,19 +27,18 @@ TERA = 1e12
 class Speedometer:
     """Model FLOPs per second of the update phase: forward and backward, without recomputation.
 
-    flops        (sequence lengths, number of loss tokens) -> FLOPs of one optimizer update
     peak_flops   dense bfloat16 FLOPs per second of a device, also for FP8 runs; None if unknown, as
                  on CPU
     """
 
+    arch: Architecture
     num_devices: int
-    flops: Callable[[Sequence[int], int], float]
     peak_flops: float | None
     _done: float = 0.0
 
     def trained(self, lengths: Sequence[int], num_scored: int) -> None:
         """Count an optimizer update on sequences of `lengths`, with `num_scored` loss tokens."""
-        self._done += self.flops(lengths, num_scored)
+        self._done += model_flops(self.arch, lengths, backward=True, num_scored=num_scored)
 
     def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return throughput/model_tflops_per_device and throughput/mfu of the step with these
@@ -98,22 +99,18 @@ class RolloutRecorder:
 class RunRecorder(RolloutRecorder):
     """Recorder of rank 0.
 
+    trackers           get the metrics, in this order: local files before servers
     timeline_folder    where timelines are written; None writes none
-    mlflow             the MLflow tracker, if any; `tracker` includes it
+    mlflow             the MLflow tracker, if any; `trackers` includes it
     """
 
-    tracker: Tracker
+    trackers: Sequence[Tracker]
     console: RunConsole
     num_devices: int
     timeline_folder: Path | None = None
     speedometer: Speedometer | None = None
     mlflow: MlflowTracker | None = None
     report: RunReport | None = None
-
-    @property
-    def run_id(self) -> str | None:
-        """Id of the MLflow run (MlflowTracker.run), stored in checkpoints."""
-        return self.mlflow.run if self.mlflow else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step, and per-device throughput computed from them."""
@@ -124,7 +121,8 @@ class RunRecorder(RolloutRecorder):
             per_device = {"throughput/tokens_per_second_per_device": speed / self.num_devices}
             metrics = {**metrics, **per_device}
         self.flush()  # steps with metrics are recorded, whenever the run is killed
-        self.tracker.log(step, metrics)
+        for tracker in self.trackers:
+            tracker.log(step, metrics)
 
     def trained(self, lengths: Sequence[int], num_scored: int) -> None:
         """Count an update on sequences of `lengths`, with `num_scored` loss tokens."""
@@ -141,23 +139,17 @@ class RunRecorder(RolloutRecorder):
         except OSError as error:
             self.console.warn(f"the timeline of step {step} was not written: {error}")
 
-    @contextmanager
-    def progress(self, num_groups: int) -> Iterator[Callable[[int], None]]:
-        """Show rollout progress on the console. Yield a function to call with the number of groups
-        done."""
-        with self.console.rollout_progress(num_groups) as bar:
-            yield lambda done: bar.update(done)
+    def groups(self, done: int) -> None:
+        """Show how many of the step's groups are ready."""
+        self.console.groups(done)
 
-    @contextmanager
-    def live(self) -> Iterator[Callable[[str, int], None]]:
-        """Show the live panel, if the console is a terminal. Yield a function to call with each new
-        phase and its step."""
-        with self.console.live() as view:
-            yield view.phase
+    def phase(self, name: str, step: int) -> None:
+        """Show that this rank enters phase `name` of `step`."""
+        self.console.phase(name, step)
 
-    def ask_requests(self, ask: Callable[[], str]) -> None:
-        """Set the function that returns how many requests the engines run, as "118 of 128"."""
-        self.console.ask_requests(ask)
+    def live(self) -> AbstractContextManager[Any]:
+        """Return a context manager that shows the progress bar, if the console is a terminal."""
+        return self.console.live()
 
     def note(self, text: str) -> None:
         """Print a line on the console."""
@@ -170,7 +162,9 @@ class RunRecorder(RolloutRecorder):
             if self.report is not None:
                 self.report.write(status)
         finally:  # a second Ctrl-C during the report must not lose the status
-            self.tracker.finish(status)
+            with ExitStack() as stack:
+                for tracker in reversed(self.trackers):
+                    stack.callback(tracker.finish, status)
 
     def summary(self, metrics: Mapping[str, Any], folder: Path) -> None:
         """Print the summary of the run. `metrics` are those of summary.json."""
@@ -188,21 +182,15 @@ class RankRecorder(RolloutRecorder):
     """Recorder of every rank except 0. It records this rank's rollouts; the other methods have no
     effect."""
 
-    run_id: ClassVar[str | None] = None
-
     def _nothing(self, *_: object, **__: object) -> None:
         """Do nothing."""
 
-    log = record = trained = timeline = ask_requests = note = summary = _nothing
+    log = record = trained = timeline = groups = phase = note = summary = _nothing
 
     def finish(self, status: str) -> None:
         """Wait until this rank's rollouts are on disk."""
         self.close()
 
-    def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]:
+    def live(self) -> AbstractContextManager[Any]:
         """Show nothing."""
-        return nullcontext(lambda done: None)
-
-    def live(self) -> AbstractContextManager[Callable[[str, int], None]]:
-        """Show nothing."""
-        return nullcontext(lambda phase, step: None)
+        return nullcontext()

@@ -1,8 +1,7 @@
-"""Addresses of MLflow stores: makes them absolute, and removes secrets (user, password, token)."""
+"""Addresses of MLflow stores, and their secrets (user, password, token)."""
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -12,45 +11,11 @@ _LOCAL = ("sqlite", "file")
 _END_OF_HOST = re.compile(r"[/?#]")
 _SEPARATORS = re.compile(r"[@:&=;?#]")
 
-_WORDS = ("", "databricks", "databricks-uc", "uc")
-_SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:", re.IGNORECASE)
-"""Two letters at least: `C:` is a part of a path, as in MLflow."""
-_STORE = re.compile(r"(file|sqlite(?:\+pysqlite)?):(//)?(.*)", re.IGNORECASE | re.DOTALL)
-_SQLITE_PATH = re.compile(r"(.*?)(\?\w+=[^/]*)?", re.DOTALL)
-"""Path of a database and the query behind it, such as ?timeout=5."""
 
-
-def absolute_uri(uri: str, folder: Path) -> str:
-    """Return MLFLOW_TRACKING_URI as MLflow reads it from any working folder. Relative paths start
-    in `folder`, and in any spelling: `x`, `file:x`, `file://./x`, `sqlite:x.db`, `sqlite:///x.db`.
-
-    A path without a scheme is taken literally. With a scheme, %20 means a space, as in MLflow.
-
-    Example: absolute_uri("sqlite:///a%20b?.db", Path("/w")) == "sqlite:////w/a b%3F.db"
-    """
-    if (store := _STORE.fullmatch(uri)) is None:
-        is_path = uri not in _WORDS and not _SCHEME.match(uri)
-        return f"file://{_quoted(folder, uri)}" if is_path else uri
-    scheme, path = store[1].lower(), store[3]
-    if scheme == "file":
-        host = "localhost" if store[2] and path.startswith("localhost/") else ""
-        return f"file://{_quoted(folder, unquote(path.removeprefix(host)))}"
-    located = _SQLITE_PATH.fullmatch(path.removeprefix("/") if store[2] else path)
-    assert located is not None
-    if located[1] in ("", ":memory:"):
-        return uri
-    return sqlite_uri(folder, unquote(located[1]), scheme) + (located[2] or "")
-
-
-def sqlite_uri(folder: Path, name: str, scheme: str = "sqlite") -> str:
+def sqlite_uri(path: Path) -> str:
     """Return the URI of a SQLite database, whatever characters its path has."""
-    return f"{scheme}:///{_quoted(folder, name)}"
-
-
-def _quoted(folder: Path, name: str) -> str:
-    """Return an absolute path for a URI. Only characters with a meaning in URIs are quoted."""
-    path = str(folder.absolute() / os.path.expanduser(name))
-    return re.sub(r"[%?#\x00-\x1f]", lambda special: quote(special[0]), path)
+    location = str(path.absolute())
+    return "sqlite:///" + re.sub(r"[%?#\x00-\x1f]", lambda special: quote(special[0]), location)
 
 
 def without_password(uri: str) -> str:

@@ -73,11 +73,11 @@ ROOMS = {
         "torch numpy pandas pyarrow zmq",
     ),
     "loop": room("types protocols config algo data rollout"),
-    # rollout for the file format of a group, checkpoints for the names of their folders, torch for
-    # the name of the GPU.
+    # rollout for the file format of a group, checkpoints for the names of their folders, model for
+    # FLOPs, torch for the name of the GPU.
     "tracking": room(
-        f"{LOW} literal_console config cluster checkpoints rollout",
-        "mlflow rich sqlalchemy torch numpy pyarrow",
+        f"{LOW} literal_console config model cluster checkpoints rollout",
+        "mlflow rich torch numpy pyarrow",
     ),
     "doctor": room(
         f"{LOW} literal_console config model algo data rewards rollout policy cluster plan "

@@ -35,6 +35,7 @@ from dapo_megatron.types import (
     SequenceDiagnostics,
 )
 from tests.helpers.configs import REPOSITORY, tiny_config
+from tests.helpers.console import Console
 from tests.helpers.groups import step_record
 
 TOKENIZER = REPOSITORY / "model_configs" / "tiny_qwen3" / "tokenizer.json"
@@ -92,10 +93,6 @@ class MadeRun:
         return folder
 
 
-def _fail(warning: str) -> None:
-    raise OSError(warning)
-
-
 def _reward(completion: Completion) -> float | None:
     return None if completion.grade is None else completion.grade.score
 
@@ -121,8 +118,9 @@ class _Writer:
         self._config()
         self._tokenizer()
         self._answers()
-        writer = RolloutWriter(self.folder, _fail)
-        tracker = JsonlTracker(self.folder / "metrics.jsonl")
+        console = Console()
+        writer = RolloutWriter(self.folder, console)
+        tracker = JsonlTracker(self.folder / "metrics.jsonl", console)
         tracker.log(0, self._evaluation(0))
         for step in range(1, self.run.num_steps + 1):
             groups = list(self._groups(step))
@@ -135,6 +133,7 @@ class _Writer:
             tracker.log(step, self._metrics(step, groups))
         writer.close()
         tracker.finish("FINISHED")
+        assert not console.warnings
         self._ends()
 
     def _config(self) -> None:

@@ -193,9 +193,8 @@ def test_a_run_stopped_by_a_real_signal_resumes_to_the_same_weights(undisturbed:
     assert "asked to stop" in page.read_text(encoding="utf-8")
     client = MlflowClient(f"sqlite:///{directory}/mlflow.db")
     run_id = json.loads((folder / "mlflow_run.json").read_text())["run_id"]
-    deadline = time.monotonic() + 30  # the mirror process outlives the run for a while
-    while client.get_run(run_id).info.status != "KILLED" and time.monotonic() < deadline:
-        time.sleep(0.2)
+    if "dapo_megatron track" in out:  # MLflow took longer than a run that was stopped waits
+        assert run("track", str(folder)).returncode == 0
     assert client.get_run(run_id).info.status == "KILLED"
 
     done = start(directory, "signalled", mlflow=True)

@@ -234,9 +234,8 @@ WRITTEN = (
     *(".", ".lock", ".pulse", ".pulse/rank_00000.json"),
     *("attempts.jsonl", "checkpoints", "checkpoints/.partial", "checkpoints/step_000001"),
     *("checkpoints/step_000001/state.json", "config.yaml", "data", "logs"),
-    *("logs/mlflow.log", "logs/rank_0.log", "logs/report.log", "metrics.jsonl", "mlflow"),
-    *("mlflow/lock", "mlflow/mirror.json", "mlflow_run.json", "plan.json", "policy"),
-    *("policy/step_000001_00000.parquet", "provenance.json"),
+    *("logs/rank_0.log", "logs/report.log", "metrics.jsonl", "mlflow_run.json", "plan.json"),
+    *("policy", "policy/step_000001_00000.parquet", "provenance.json"),
     *("report.html", "samples", "samples/step_000001", "samples/step_000001/state.json"),
     *("summary.json", "timeline", "timeline/step_000001.json", "tokenizer.json"),
 )

@@ -31,7 +31,6 @@ from dapo_megatron.cluster.instruments import (
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.recorder import RunRecorder
-from dapo_megatron.tracking.trackers import CompositeTracker
 from dapo_megatron.types import EnginesLost
 from tests.helpers.ranks import run_ranks
 from tests.helpers.saving import ALONE
@@ -239,7 +238,7 @@ def test_a_timeline_that_cannot_be_written_is_only_a_warning(
     out = io.StringIO()
     console = RunConsole(num_steps=3, file=out)
     recorder = RunRecorder(
-        tracker=CompositeTracker(),
+        trackers=[],
         console=console,
         num_devices=1,
         timeline_folder=tmp_path / "timeline",
