@@ -23,7 +23,7 @@ from dapo_megatron.data.rows import (
     read_parquet,
 )
 from dapo_megatron.files import read_json
-from dapo_megatron.rewards.registry import grader_names, row_check
+from dapo_megatron.rewards.registry import DENIED_DATASETS, grader_names, row_check
 from dapo_megatron.types import CheckpointError, ConfigError, DataError, Prompt
 
 if TYPE_CHECKING:
@@ -243,6 +243,11 @@ def _entries(source: ReasoningGymSource) -> Iterable[dict[str, Any]]:
         raise ConfigError(
             f"{where}: dataset: {source.dataset!r} is not in reasoning-gym"
             f"{_nearest(source.dataset, DATASETS)}"
+        )
+    if source.dataset in DENIED_DATASETS:
+        raise ConfigError(
+            f"{where}: dataset: the package's scorer of {source.dataset} evaluates answers as "
+            "code, which would run what a model writes; use another data set"
         )
     known = {field.name for field in fields(DATASETS[source.dataset][1])} - {"size", "seed"}
     for option in source.options:

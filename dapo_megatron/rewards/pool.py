@@ -1,50 +1,29 @@
 """Pool of grading processes, which may hang, crash or raise without affecting the run.
 
-One thread of the parent serves one worker. It sends an idle worker a batch of gradings and reads
-the answers one by one. If an answer is late, or the worker dies or runs out of memory, only the
-first unanswered grading fails. The rest of the batch returns to the head of the queue, and a new
-worker takes over. Threads are used so that grading continues while the engine decodes.
+A thread of the parent waits for each process, so that grading continues while the engine decodes.
+If an answer is late, or the process dies or runs out of memory, only that grading fails, and a new
+process takes over.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from multiprocessing import Pipe
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-from dapo_megatron.rewards.process import PoolClosed, WorkerLost, WorkerProcess, Workers
-from dapo_megatron.rewards.registry import check_grader, grader_names
-from dapo_megatron.rewards.sandbox import missing_layers
-from dapo_megatron.rewards.worker_messages import Failure, encode_task
-from dapo_megatron.types import Grade
+from dapo_megatron.rewards.process import Answer, Worker
+from dapo_megatron.rewards.registry import check_grader, grader_names, is_built_in
+from dapo_megatron.types import DataError, Grade, Prompt
 
 logger = logging.getLogger(__name__)
 
 CAUSES = ("timeout", "crash", "memory", "error")
 """Reasons for a missing grade: time limit exceeded, process died, memory limit exceeded, grader
 raised."""
-
-MAX_BATCH = 16
-"""Maximum gradings sent to a worker at once. One slow grading delays at most these."""
-
-
-class _Task(NamedTuple):
-    key: Any
-    source: str
-    payload: bytes
-
-
-class _Result(NamedTuple):
-    task: _Task
-    grade: Grade | None
-    why: str
-    detail: str = ""
 
 
 class GradingPool:
@@ -81,51 +60,39 @@ class GradingPool:
     ) -> None:
         if workers < 1 or timeout_seconds <= 0:
             raise ValueError(f"need workers >= 1 and a timeout > 0: {workers}, {timeout_seconds}")
-        self._names = {name for grader in graders.values() for name in grader_names(grader)}
-        for name in self._names:
+        names = {name for grader in graders.values() for name in grader_names(grader)}
+        for name in names:
             check_grader(name)
-        if "code" in self._names:
-            _warn_of_missing_layers()
         self.last_errors = {}
-        self._logged: set[tuple[str, str]] = set()  # (source, cause)
-        self._pending = 0
         self._graders = dict(graders)
-        self._timeout_seconds = timeout_seconds
-        self._memory_mib = memory_mib
-        self._environment = tuple(environment)
-        self._queue: deque[_Task] = deque()
-        self._closed = False
-        self._changed = threading.Condition()  # guards the queue and the flag
-        self._closing, self._close_signal = Pipe(duplex=False)
-        self._finished: SimpleQueue[_Result | Exception] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"grading-{i}", daemon=True)
-            for i in range(workers)
+        self._logged: set[tuple[str, str]] = set()  # (source, cause)
+        self._submitted: dict[Future[Answer], tuple[Any, str]] = {}  # key, source
+        self._finished: SimpleQueue[Future[Answer]] = SimpleQueue()
+        self._workers = [
+            Worker(names, timeout_seconds, memory_mib, environment) for _ in range(workers)
         ]
-        for thread in self._threads:
-            thread.start()
+        self._idle: SimpleQueue[Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grading")
 
     @property
     def pending(self) -> int:
         """Number of gradings submitted but not yet collected."""
-        return self._pending
+        return len(self._submitted)
 
     def submit(
         self, key: Any, source: str, response: str, truth: str, extra: Mapping[str, Any]
     ) -> None:
         """Queue one grading and return. `collect` returns `key`, any object, with the result.
 
-        Raises ValueError for an unknown source or data_source, or if the pool is closed. Raises
-        TypeError or ValueError if `extra` contains values that JSON does not support.
+        Raises ValueError for an unknown source or data_source, TypeError or ValueError if `extra`
+        contains values that JSON does not support, RuntimeError if the pool is closed.
         """
-        name = self._grader_of(source, extra)
-        task = _Task(key, source, encode_task(name, response, truth, extra))
-        with self._changed:
-            if self._closed:
-                raise ValueError("the grading pool is closed")
-            self._queue.append(task)
-            self._changed.notify()
-        self._pending += 1
+        task = json.dumps([self._grader_of(source, extra), response, truth, dict(extra)])
+        future = self._threads.submit(self._grade, task.encode())
+        self._submitted[future] = key, source
+        future.add_done_callback(self._finished.put)
 
     def collect(self, wait: bool) -> list[tuple[Any, Grade | None, str]]:
         """Return (key, grade, why) of the gradings finished since the last call, in any order.
@@ -137,39 +104,34 @@ class GradingPool:
         Raises ConfigError or DapoError if workers cannot start.
         """
         results: list[tuple[Any, Grade | None, str]] = []
-        while self._pending:
+        while self._submitted:
             try:
-                item = self._finished.get(block=wait and not results)
+                future = self._finished.get(block=wait and not results)
             except Empty:
                 break
-            if isinstance(item, Exception):
-                self._finished.put(item)  # the next call raises it again
-                raise item
-            self._pending -= 1
-            self._log_failure(item)
-            results.append((item.task.key, item.grade, item.why))
+            if future in self._submitted:  # else it was dropped
+                key, source = self._submitted.pop(future)
+                answer = future.result()
+                if answer.grade is None:
+                    self._note_failure(key, source, answer)
+                results.append((key, answer.grade, answer.cause))
         return results
 
     def drop_queued(self) -> None:
         """Forget the gradings that no worker has got yet."""
-        with self._changed:
-            self._pending -= len(self._queue)
-            self._queue.clear()
+        for future in list(self._submitted):
+            if future.cancel():
+                del self._submitted[future]
 
     def close(self) -> None:
         """Kill the workers. Queued, running and uncollected gradings are dropped. Idempotent."""
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-            self._queue.clear()
-            self._changed.notify_all()
-        self._close_signal.send(None)  # never received, so every thread sees it
-        for thread in self._threads:
-            thread.join()
-        self._pending = 0
-        self._close_signal.close()
-        self._closing.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+        self._threads.shutdown()
+        for worker in self._workers:
+            worker.stop()
+        self._submitted.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -195,79 +157,56 @@ class GradingPool:
             )
         return grader[kind]
 
-    def _log_failure(self, result: _Result) -> None:
-        if result.grade is not None:
-            return
-        source = result.task.source
-        if (source, result.why) not in self._logged:
-            self._logged.add((source, result.why))
+    def _grade(self, task: bytes) -> Answer:
+        """Grade a task with an idle worker. Runs in as many threads as there are workers."""
+        worker = self._idle.get()
+        try:
+            return worker.grade(task)
+        finally:
+            self._idle.put(worker)
+
+    def _note_failure(self, key: Any, source: str, answer: Answer) -> None:
+        if (source, answer.cause) not in self._logged:
+            self._logged.add((source, answer.cause))
             logger.warning(
                 "grading of %r abstained (%s), source %r; further ones are only counted. %s",
-                *(result.task.key, result.why, source, result.detail),
+                *(key, answer.cause, source, answer.detail),
             )
-        self.last_errors[source] = result.detail.strip().rpartition("\n")[2]
-
-    # ------------------------------------------------------------------ in the threads
-
-    def _serve(self) -> None:
-        """Serve one worker at a time until the pool is closed."""
-        workers = Workers(
-            *(self._closing, self._names, self._timeout_seconds),
-            *(self._memory_mib, self._environment),
-        )
-        try:
-            workers.ready()  # start a worker before there is work
-            while batch := self._next_batch():
-                worker = workers.ready()  # a new worker if it died while idle; no grading fails
-                try:
-                    self._grade(worker, batch, workers.prepare_successor)
-                except WorkerLost as lost:
-                    self._finished.put(_Result(batch.popleft(), None, lost.why, lost.detail))
-                    self._give_back(batch)
-                    workers.replace()
-                    workers.ready()
-        except PoolClosed:
-            pass
-        except Exception as error:  # noqa: BLE001 - collect raises it in the caller's thread
-            self._finished.put(error)
-        finally:
-            workers.stop()
-
-    def _grade(
-        self, worker: WorkerProcess, batch: deque[_Task], prepare_successor: Callable[[], object]
-    ) -> None:
-        """Grade the tasks of `batch`, removing each when it is answered. Raises WorkerLost."""
-        deadline = worker.send_batch([task.payload for task in batch], self._timeout_seconds)
-        while batch:
-            answer = worker.answer(deadline, halfway=prepare_successor)
-            deadline = time.monotonic() + self._timeout_seconds
-            if not isinstance(answer, Failure):
-                self._finished.put(_Result(batch.popleft(), answer, "graded"))
-            elif (
-                answer.cause == "memory"
-            ):  # the worker may not free it: the next grading would fail
-                raise WorkerLost(*answer)
-            else:
-                self._finished.put(_Result(batch.popleft(), None, *answer))
-
-    def _next_batch(self) -> deque[_Task]:
-        """Wait for work and return a batch, leaving a share for the other workers. Empty once the
-        pool is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closed)
-            share = max(1, len(self._queue) // (2 * len(self._threads)))
-            size = min(share, MAX_BATCH, len(self._queue))
-            return deque(self._queue.popleft() for _ in range(size))
-
-    def _give_back(self, batch: deque[_Task]) -> None:
-        with self._changed:
-            self._queue.extendleft(reversed(batch))
-            self._changed.notify_all()
+        self.last_errors[source] = answer.detail.strip().rpartition("\n")[2]
 
 
-def _warn_of_missing_layers() -> None:
-    for layer, why in missing_layers().items():
-        logger.warning(
-            "grader 'code': its sandbox has no %s on this machine (%s); see docs/rewards.md",
-            *(layer, why),
-        )
+def try_graders(
+    graders: Mapping[str, str | Mapping[str, str]],
+    prompts: Iterable[Prompt],
+    timeout_seconds: float,
+    memory_mib: int,
+    environment: Collection[str],
+) -> None:
+    """Grade the truth of a prompt, as a response, with each grader that is not built in.
+
+    A grader whose result is not understood would otherwise end a run after engine and policy are
+    built and the first groups are sampled. The arguments are those of `GradingPool`.
+
+    Raises DataError naming row and grader if there is no grade, and ConfigError for a grader that
+    cannot be imported.
+    """
+    chosen: dict[str, Prompt] = {}
+    for prompt in prompts:
+        grader = graders[prompt.source]
+        name = grader if isinstance(grader, str) else grader[prompt.extra["data_source"]]
+        if not is_built_in(name):
+            chosen.setdefault(name, prompt)
+    if not chosen:
+        return
+    sources = {name: name for name in chosen}
+    with GradingPool(sources, 1, timeout_seconds, memory_mib, environment) as pool:
+        for name, prompt in chosen.items():
+            pool.submit(name, name, prompt.truth, prompt.truth, prompt.extra)
+        while pool.pending:
+            for name, grade, why in pool.collect(wait=True):
+                if grade is None:
+                    raise DataError(
+                        f"source {chosen[name].source!r}, row {chosen[name].index}: the grader "
+                        f"{name!r} gave no grade ({why}) in a trial call, with the row's answer as "
+                        f"response: {pool.last_errors.get(name, why)}"
+                    )

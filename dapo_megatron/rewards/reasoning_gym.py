@@ -2,11 +2,12 @@
 
 A scorer gives partial credit between 0 and 1; only full credit counts as correct.
 
-Some scorers call `eval` or `sympy.parse_expr` on the answer or on the entry, which would run code
-written by the model or by the author of a data file. Two measures prevent that:
+Some scorers call `eval` or `sympy.parse_expr` on the answer, which would run code written by the
+model. Three measures prevent that:
+- The data sets in `registry.DENIED_DATASETS` are refused: their answers are formulas.
 - In the modules of `REPLACEMENTS`, these functions are replaced by parsers that evaluate nothing.
 - While code of the package runs here, an audit hook refuses to compile text. A data set that is not
-  in the table, or a later version of the package, then fails before any code runs.
+  in a table, or a later version of the package, then fails before any code runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import importlib
 import json
 import re
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
@@ -24,62 +24,63 @@ from functools import lru_cache
 from typing import Any
 
 import reasoning_gym as library  # the package; this module is dapo_megatron.rewards.reasoning_gym
-import sympy
-import sympy.physics.units  # sympy.simplify imports it, which compiles text: import it before
+import sympy.physics.units  # noqa: F401 - sympy.simplify imports it, which compiles text
 
-from dapo_megatron.rewards.expressions import (
-    integer_value,
-    parse_arithmetic,
-    parse_expression,
-)
+from dapo_megatron.rewards.registry import DENIED_DATASETS
 from dapo_megatron.types import Grade
 
-_SYMPY = types.ModuleType("sympy")
-_SYMPY.__dict__.update(vars(sympy), parse_expr=parse_expression)
+MAX_CHARACTERS = 1000
+"""Characters of an arithmetic expression."""
+
+
+def arithmetic(text: str) -> Fraction:
+    """Return the value of + - * / and parentheses on integers.
+
+    Any other character is refused. Scorers of number games search the text for the numbers that an
+    answer uses: they would miss those in `0xf` or `I*I`, read 1.5 as 1 and 5, and count those in a
+    comment. Raises ValueError, SyntaxError or ZeroDivisionError.
+    """
+    if len(text) > MAX_CHARACTERS or not re.fullmatch(r"[0-9 \t\r\n+\-*/()]*", text):
+        raise ValueError(f"not arithmetic on integers: {text[:100]!r}")
+    return _value(ast.parse(text.strip(), mode="eval").body)
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int(number)):
+            return Fraction(number)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            return _value(left) + _value(right)
+        case ast.BinOp(op=ast.Sub(), left=left, right=right):
+            return _value(left) - _value(right)
+        case ast.BinOp(op=ast.Mult(), left=left, right=right):
+            return _value(left) * _value(right)
+        case ast.BinOp(op=ast.Div(), left=left, right=right):
+            return _value(left) / _value(right)
+    raise ValueError(f"not arithmetic on integers: {ast.unparse(node)[:100]!r}")
+
 
 REPLACEMENTS: Mapping[str, Mapping[str, Any]] = {
-    "algebra.intermediate_integration": {"sympy": _SYMPY},
-    "algebra.polynomial_multiplication": {"sp": _SYMPY},
-    "algebra.simple_integration": {"sympy": _SYMPY},
     "algorithmic.binary_matrix": {"eval": ast.literal_eval},
     "algorithmic.number_sorting": {"eval": ast.literal_eval},
     "algorithmic.spiral_matrix": {"eval": ast.literal_eval},
     "algorithmic.string_insertion": {"eval": ast.literal_eval},
-    "arithmetic.bitwise_arithmetic": {"eval": integer_value},
-    "games.countdown": {"parse_expr": parse_arithmetic},
+    "games.countdown": {"parse_expr": arithmetic},
     "games.n_queens": {"eval": ast.literal_eval},
-    "games.puzzle24": {"parse_expr": parse_arithmetic},
+    "games.puzzle24": {"parse_expr": arithmetic},
 }
 """Module of reasoning_gym -> name in it -> replacement."""
-
-
-def _has_as_many_parts(answer: str, entry: Mapping[str, Any]) -> bool:
-    """Return whether an answer has as many parts between commas as the entry's own."""
-    own: str = entry["answer"]
-    return answer.count(",") == own.count(",")
-
-
-CONDITIONS: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
-    "advanced_geometry": _has_as_many_parts,
-    "coin_flip": lambda answer, entry: _is_near(answer, entry["answer"]),
-    "complex_arithmetic": lambda answer, entry: "n" not in answer.lower(),
-    "gsm_symbolic": lambda answer, entry: answer.replace(",", "") == entry["answer"],
-    "game_of_life_halting": lambda answer, entry: answer == entry["answer"],
-    "letter_jumble": lambda answer, entry: answer.lower() == entry["answer"].lower(),
-    "polynomial_equations": _has_as_many_parts,
-    "puzzle24": lambda answer, entry: (
-        sorted(map(int, re.findall(r"\d+", answer))) == sorted(entry["metadata"]["numbers"])
-    ),
-    "word_sorting": _has_as_many_parts,
-}
-"""Data set -> what an answer must fulfil besides the scorer, which here gives full credit to
-answers that do not solve the problem: prefixes of a number, nan, any text, other numbers."""
 
 _STATEMENT = r"\w+ (?:is )?(?:an? )?\w+"
 
 FORMS: Mapping[str, re.Pattern[str]] = {
     name: re.compile(form, re.IGNORECASE)
     for name, form in {
+        "complex_arithmetic": r"[^n]*",  # nan
         "fraction_simplification": (
             r"[$\s]*(?:\d+\s*/\s*\d+|\\d?frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\})[$\s]*"
         ),
@@ -117,36 +118,55 @@ def grade(response: str, truth: str, extra: Mapping[str, Any]) -> Grade:
     extra: {"dataset": name, "entry": {"question", "answer", "metadata"}} as JSON values and, for
     the few scorers that read their settings, "options" of the data set.
     A scorer's exception on this answer makes it wrong. Raises KeyError without those keys,
-    ValueError for an unknown data set, RuntimeError for a scorer that tries to run text as code,
-    and the exception of a scorer that also fails on the entry's own answer.
+    ValueError for an unknown or denied data set, RuntimeError for a scorer that tries to run text
+    as code, and the exception of a scorer that also fails on the entry's own answer.
     """
     pred = response.strip()
     dataset, entry = extra["dataset"], extra["entry"]
+    if dataset in DENIED_DATASETS:
+        raise ValueError(f"the scorer of {dataset} evaluates answers as code")
     with _no_text_compiled():
         scorer = _scorer(dataset, json.dumps(extra.get("options", {}), sort_keys=True))
-        correct = _solves(pred, dataset, scorer, entry)
+        try:
+            correct = _has_full_credit(pred, dataset, scorer, entry)
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - scorers raise many types on text that they cannot read
+            correct = False
+            _has_full_credit(entry["answer"], dataset, scorer, entry)  # raises if its entry is bad
     if _refusals:  # scorers catch all exceptions and score the answer as wrong
         raise RuntimeError(_REFUSED.format(_refusals[0]))
     return Grade(score=1.0 if correct else -1.0, correct=correct, pred=pred)
 
 
-def _solves(
+def _has_full_credit(
     answer: str, dataset: str, scorer: Callable[..., float], entry: Mapping[str, Any]
 ) -> bool:
-    def has_full_credit(answer: str) -> bool:
-        if dataset in FORMS and not FORMS[dataset].fullmatch(answer):
-            return False
-        if dataset in CONDITIONS and not CONDITIONS[dataset](answer, entry):
-            return False
-        return bool(scorer(answer=answer, entry=entry) == 1.0)
-
-    try:
-        return has_full_credit(answer)
-    except MemoryError:
-        raise
-    except Exception:  # noqa: BLE001 - scorers raise many types on text that they cannot read
-        has_full_credit(entry["answer"])  # raises if the answer is not the cause
+    if dataset in FORMS and not FORMS[dataset].fullmatch(answer):
         return False
+    # Where the scorer gives full credit to answers that do not solve the problem: prefixes of a
+    # number, other numbers, any text.
+    match dataset:
+        case "bitwise_arithmetic":  # the scorer evaluates the problem
+            return int(answer, 0) == int(entry["answer"], 0)
+        case "coin_flip":
+            may_be_right = _is_near(answer, entry["answer"])
+        case "advanced_geometry" | "polynomial_equations" | "word_sorting":
+            may_be_right = answer.count(",") == entry["answer"].count(",")
+        case "game_of_life_halting":
+            may_be_right = answer == entry["answer"]
+        case "gsm_symbolic" | "letter_jumble":
+            may_be_right = answer.replace(",", "").lower() == entry["answer"].lower()
+        case "puzzle24":
+            used = sorted(map(int, re.findall(r"\d+", answer)))
+            may_be_right = used == sorted(entry["metadata"]["numbers"])
+        case "arc_agi" | "rearc":  # the scorer compares tuples
+            output = tuple(tuple(row) for row in entry["metadata"]["output"])
+            entry = {**entry, "metadata": {**entry["metadata"], "output": output}}
+            may_be_right = True
+        case _:
+            may_be_right = True
+    return may_be_right and bool(scorer(answer=answer, entry=entry) == 1.0)
 
 
 def _is_near(answer: str, expected: str) -> bool:
@@ -189,11 +209,6 @@ def _refuse_to_compile(event: str, arguments: tuple[Any, ...]) -> None:
         raise RuntimeError(_REFUSED.format(caller))
 
 
-def _replace_evaluation() -> None:
-    for name, replacements in REPLACEMENTS.items():
-        module = importlib.import_module(f"{library.__name__}.{name}")
-        vars(module).update(replacements)
-
-
-_replace_evaluation()
+for _module, _names in REPLACEMENTS.items():
+    vars(importlib.import_module(f"{library.__name__}.{_module}")).update(_names)
 sys.addaudithook(_refuse_to_compile)

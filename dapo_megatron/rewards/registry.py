@@ -14,9 +14,14 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
-from dapo_megatron.rewards.sandbox import missing_layers
-from dapo_megatron.rewards.worker_messages import MAX_PRED, MAX_SCORE
+from dapo_megatron.rewards.sandbox import check_sandbox
 from dapo_megatron.types import ConfigError, Grade
+
+MAX_SCORE = 1e6
+"""Maximum absolute score. Rewards are float32, and advantages divide by the standard deviation of a
+group: scores near the end of the float32 range would overflow to infinity."""
+MAX_PRED = 4096
+"""Maximum length of `Grade.pred` in characters. It goes to the trainer and into the samples."""
 
 GraderFn = Callable[[str, str, Mapping[str, Any]], Grade]
 """(response, truth, prompt extra) -> Grade."""
@@ -31,6 +36,11 @@ _LIBRARIES = {
     "code": None,
 }
 """Built-in grader (a module of this package) -> the library that it needs."""
+
+DENIED_DATASETS = frozenset(
+    {"intermediate_integration", "polynomial_multiplication", "simple_integration"}
+)
+"""Data sets of reasoning-gym whose scorers evaluate the answer, a formula, as code."""
 
 
 def resolve(name: str, timeout_seconds: float = 10.0) -> GraderFn:
@@ -65,7 +75,7 @@ def check_grader(name: str) -> None:
     """Raise the ConfigError that `resolve` would, without importing the library of a built-in
     grader."""
     if name == "code":
-        missing_layers()
+        check_sandbox()
     elif name in _LIBRARIES:
         _require_library(name)
     else:
@@ -131,7 +141,7 @@ def as_grade(result: Any) -> Grade:
     grade = Grade(
         float(score),
         score > 0 if correct is None else correct > 0,
-        str(parts[2])[:MAX_PRED],
+        str(parts[2])[:MAX_PRED].encode(errors="replace").decode(),
         bool(parts[3]),
     )
     if not abs(grade.score) <= MAX_SCORE:  # false for NaN too
@@ -213,7 +223,7 @@ def _user_grader(name: str) -> Callable[[str, str, Mapping[str, Any]], Any]:
         )
     try:
         function = user_function(name)
-        if _arguments_taken(function) == 3:
+        if _takes_extra(function):
             return function
     except ConfigError as error:
         raise ConfigError(f"grader {name!r}: {error}") from error
@@ -227,39 +237,29 @@ _NOT_RESPONSES = {
 """Parameter names that show that the first parameter is not the response."""
 
 
-def _arguments_taken(function: Callable[..., Any]) -> int:
-    """Return 3 if a grader takes (response, truth, extra), 2 if it takes (response, truth).
+def _takes_extra(function: Callable[..., Any]) -> bool:
+    """Return whether a grader takes (response, truth, extra); if not, it takes (response, truth).
 
     Raises ConfigError for an ambiguous signature, with the signature to write.
     """
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
-        raise _refused_signature("has no signature that Python can read") from None
+        signature = inspect.Signature()  # of a function in C
+    parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p.name for p in positional if p.default is p.empty]
-    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        raise _refused_signature("takes any number of arguments")
-    if keywords:
-        raise _refused_signature(f"requires the keyword argument {keywords[0]}")
-    if len(required) > 3 or len(positional) < 2:
-        number = len(required) if len(required) > 3 else len(positional)
-        raise _refused_signature(f"takes {number} argument{'' if number == 1 else 's'}")
-    if positional[0].name in _NOT_RESPONSES:
-        raise _refused_signature(f"takes {positional[0].name} first, instead of the response")
-    if len(required) == 3:
-        return 3
-    if len(positional) > 2 and positional[2].name != "extra":
-        raise _refused_signature(
-            f"has a third argument with a default, {positional[2].name}, which may or may not be "
-            "the extra fields of a row (put a * before it if it is not, or call it extra)"
+    others = [p for p in parameters if p not in positional and p.kind is not p.VAR_KEYWORD]
+    num_required = sum(p.default is p.empty for p in positional)
+    if (
+        num_required > 3
+        or len(positional) < 2
+        or positional[0].name in _NOT_RESPONSES
+        or any(p.default is p.empty for p in others)  # required keywords, and *args
+        # A third argument with a default may or may not be the extra fields of a row.
+        or (num_required < 3 <= len(positional) and positional[2].name != "extra")
+    ):
+        raise ConfigError(
+            f"its arguments are {signature}; write it as `def grade(response, truth)` or "
+            "`def grade(response, truth, extra)`, with a * before other arguments"
         )
-    return min(len(positional), 3)
-
-
-def _refused_signature(why: str) -> ConfigError:
-    return ConfigError(
-        f"the function {why}; write it as `def grade(response, truth)` or "
-        "`def grade(response, truth, extra)`"
-    )
+    return len(positional) > 2

@@ -1,182 +1,71 @@
-"""Seccomp filter for `bwrap --seccomp`: the system calls that an untrusted program may make.
+"""System calls that a program in the sandbox may not make, as a BPF filter for `bwrap --seccomp`.
 
-This is an allow-list: new calls of newer kernels are refused until they are added here. A refused
-call fails with ENOSYS, as on a kernel without it, so that the C library falls back where it can. A
-program gets files, memory, threads, time and signals within its namespaces. It gets no new
-processes, no sockets except connected pairs, no file locks (the interpreter's files are shared with
-the machine), no asynchronous I/O contexts and no inotify watches (limited per user or machine).
-Pairs neither pass descriptors (sendmsg) nor get larger buffers (setsockopt), because both hold
-kernel memory that no limit of the program counts.
-
-libseccomp translates names to numbers for the architecture: seccomp_rule_add(3).
+Namespaces hide the machine. The filter is for what namespaces and limits leave open: new processes
+(each would get the whole memory limit again), kernel memory that no limit counts, and interfaces in
+which the kernel's holes were found. A refused call fails with ENOSYS, as on a kernel without it.
+Like Flatpak's, it is a list of what is refused.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import fcntl
-import os
-import socket
-import termios
-from functools import cache
-from typing import Final, NamedTuple
+import platform
+import struct
 
-_ALLOW: Final = 0x7FFF0000
-_REFUSE: Final = 0x00050000 | errno.ENOSYS
-_KILL_PROCESS: Final = 0x80000000
-_ACTION_FOR_OTHER_ARCHITECTURES: Final = 2  # SCMP_FLTATR_ACT_BADARCH
-_MASKED_EQUAL: Final = 7  # SCMP_CMP_MASKED_EQ
+# Call -> number on x86-64 and on AArch64 (linux/asm/unistd.h); None if it does not exist there.
+REFUSED = {
+    # new processes, except threads (`clone` with CLONE_THREAD)
+    "fork": (57, None), "vfork": (58, None), "clone3": (435, 435),
+    # memory that is not in the address space
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
+    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "sendmsg": (46, 211),
+    "sendmmsg": (307, 269), "setsockopt": (54, 208), "add_key": (248, 217),
+    "request_key": (249, 218), "keyctl": (250, 219), "inotify_init": (253, None),
+    "inotify_init1": (294, 26), "fanotify_init": (300, 262), "io_setup": (206, 0),
+    # sockets, except pairs (asyncio needs them)
+    "socket": (41, 198),
+    # namespaces and mounts
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
+    "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428), "fsopen": (430, 430),
+    "fsmount": (432, 432), "move_mount": (429, 429), "mount_setattr": (442, 442),
+    # other interfaces of the kernel
+    "io_uring_setup": (425, 425), "bpf": (321, 280), "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "personality": (135, 92), "modify_ldt": (154, None),
+    "kexec_load": (246, 104), "quotactl": (179, 60), "acct": (163, 89), "syslog": (103, 116),
+    "flock": (73, 32),
+}  # fmt: skip
+_MACHINES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}
+"""Machine -> column of REFUSED, AUDIT_ARCH of its system calls, number of `clone`."""
 
+_LOAD, _TEST_BITS, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x45, 0x15, 0x35, 0x06
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | errno.ENOSYS, 0x80000000
 _CLONE_THREAD = 0x10000
-_SOCKET_TYPE_MASK = 0xF
-_F_GETPIPE_SZ = 1032
-_PR_SET_KEEPCAPS, _PR_SET_NAME, _PR_GET_NAME, _PR_CAPBSET_READ = 8, 15, 16, 23
-_PR_SET_VMA = 0x53564D41
-
-ALLOWED = (
-    # reading and writing
-    *("read", "readv", "pread64", "preadv", "preadv2", "write", "writev", "pwrite64", "pwritev"),
-    *("pwritev2", "lseek", "_llseek", "close", "close_range", "dup", "dup2", "dup3", "pipe"),
-    *("pipe2", "poll", "ppoll", "select", "pselect6", "epoll_create", "epoll_create1"),
-    *("epoll_ctl", "epoll_wait", "epoll_pwait", "epoll_pwait2", "eventfd2", "sendfile"),
-    *("copy_file_range", "fsync", "fdatasync", "truncate", "ftruncate", "fallocate", "fadvise64"),
-    "readahead",
-    # files by name
-    *("open", "openat", "openat2", "creat", "stat", "fstat", "lstat", "newfstatat", "statx"),
-    *("access", "faccessat", "faccessat2", "statfs", "fstatfs", "readlink", "readlinkat"),
-    *("getdents", "getdents64", "getcwd", "chdir", "fchdir", "mkdir", "mkdirat", "rmdir"),
-    *("unlink", "unlinkat", "rename", "renameat", "renameat2", "link", "linkat", "symlink"),
-    *("symlinkat", "chmod", "fchmod", "fchmodat", "fchmodat2", "umask", "utime", "utimes"),
-    *("utimensat", "futimesat", "getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr"),
-    "flistxattr",
-    # memory
-    *("mmap", "munmap", "mremap", "mprotect", "brk", "madvise", "mincore", "msync", "membarrier"),
-    # threads
-    *("futex", "futex_waitv", "set_robust_list", "get_robust_list", "set_tid_address", "gettid"),
-    *("rseq", "arch_prctl", "sched_yield", "sched_getaffinity", "sched_getparam"),
-    *("sched_getscheduler", "sched_get_priority_max", "sched_get_priority_min", "getcpu"),
-    "getpriority",
-    # ends
-    *("execve", "execveat", "exit", "exit_group", "wait4", "waitid", "restart_syscall"),
-    # signals and timers
-    *("kill", "tkill", "tgkill", "rt_sigaction", "rt_sigprocmask", "rt_sigreturn"),
-    *("rt_sigtimedwait", "rt_sigsuspend", "rt_sigpending", "sigaltstack", "signalfd4", "pause"),
-    *("alarm", "setitimer", "getitimer", "timer_create", "timer_settime", "timer_gettime"),
-    *("timer_getoverrun", "timer_delete", "timerfd_create", "timerfd_settime", "timerfd_gettime"),
-    # clocks
-    *("clock_gettime", "clock_getres", "clock_nanosleep", "nanosleep", "gettimeofday", "time"),
-    *("times", "getrusage", "sysinfo", "uname", "getrandom", "getrlimit"),
-    # identity
-    *("getpid", "getppid", "getuid", "geteuid", "getgid", "getegid", "getresuid", "getresgid"),
-    *("getgroups", "getpgrp", "getpgid", "getsid", "setsid", "setresuid", "setresgid"),
-    *("setgroups", "capget", "capset"),
-    # pairs of sockets
-    *("sendto", "recvfrom", "recvmsg", "shutdown", "getsockname", "getpeername", "getsockopt"),
-)
-"""Calls that are allowed with any arguments.
-
-`kill` reaches only the PID namespace, which contains the program and bwrap's init. `setresuid` and
-similar calls are for setpriv(1), which then drops the capabilities that they need."""
+_X32 = 0x40000000
+"""Bit of the numbers of another set of calls on x86-64, which would pass by the list."""
 
 
-_LOWER_HALF = 0xFFFFFFFF
-
-
-class Condition(NamedTuple):
-    """A call that is allowed if (argument & mask) == value. The default mask selects 32 bits,
-    because the kernel ignores the upper half of arguments such as `cmd` and `option`."""
-
-    call: str
-    argument: int
-    value: int
-    mask: int = _LOWER_HALF
-
-
-CONDITIONS = (
-    Condition("clone", 0, _CLONE_THREAD, mask=_CLONE_THREAD),
-    Condition("prlimit64", 0, 0),  # only its own limits; the hard limits are set already
-    # Stream pairs only (asyncio needs them): a datagram socket could connect to another address.
-    Condition("socketpair", 1, socket.SOCK_STREAM, mask=_SOCKET_TYPE_MASK),
-    *(
-        Condition("fcntl", 1, command)
-        for command in (
-            *(fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD),
-            *(fcntl.F_GETFL, fcntl.F_SETFL, _F_GETPIPE_SZ),
-        )
-    ),
-    *(
-        Condition("ioctl", 1, request)
-        for request in (
-            *(termios.TCGETS, termios.TIOCGWINSZ, termios.FIONREAD),
-            *(termios.FIOCLEX, termios.FIONCLEX, termios.FIONBIO),
-        )
-    ),
-    *(
-        Condition("prctl", 0, option)
-        for option in (
-            *(_PR_SET_KEEPCAPS, _PR_SET_NAME, _PR_GET_NAME, _PR_CAPBSET_READ, _PR_SET_VMA),
-        )
-    ),
-)
-
-
-class _Comparison(ctypes.Structure):
-    """struct scmp_arg_cmp of libseccomp."""
-
-    _fields_ = (
-        ("argument", ctypes.c_uint),
-        ("operator", ctypes.c_int),
-        ("datum_a", ctypes.c_uint64),
-        ("datum_b", ctypes.c_uint64),
-    )
-
-
-@cache
 def filter_program() -> bytes:
-    """Return the filter as a BPF program. Raises OSError without libseccomp."""
-    library = _library()
-    context = library.seccomp_init(_REFUSE)
-    try:
-        _check(library.seccomp_attr_set(context, _ACTION_FOR_OTHER_ARCHITECTURES, _KILL_PROCESS))
-        for name in ALLOWED:
-            _allow(library, context, name)
-        for call, argument, value, mask in CONDITIONS:
-            comparison = _Comparison(argument, _MASKED_EQUAL, mask, value)
-            _allow(library, context, call, comparison)
-        with open(os.memfd_create("filter"), "r+b") as file:
-            _check(library.seccomp_export_bpf(context, file.fileno()))
-            file.seek(0)
-            return file.read()
-    finally:
-        library.seccomp_release(context)
-
-
-def _allow(
-    library: ctypes.CDLL, context: int, name: str, comparison: _Comparison | None = None
-) -> None:
-    number = library.seccomp_syscall_resolve_name(name.encode())
-    if number < 0:  # not on this architecture, or unknown to this version of the library
-        return
-    comparisons = [] if comparison is None else [comparison]
-    array = (_Comparison * len(comparisons))(*comparisons)
-    _check(library.seccomp_rule_add_array(context, _ALLOW, number, len(comparisons), array))
-
-
-def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL("libseccomp.so.2")
-    library.seccomp_init.restype = ctypes.c_void_p
-    library.seccomp_init.argtypes = (ctypes.c_uint32,)
-    library.seccomp_attr_set.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32)
-    library.seccomp_rule_add_array.argtypes = (
-        *(ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint),
-        ctypes.c_void_p,
-    )
-    library.seccomp_export_bpf.argtypes = (ctypes.c_void_p, ctypes.c_int)
-    library.seccomp_release.argtypes = (ctypes.c_void_p,)
-    return library
-
-
-def _check(result: int) -> None:
-    if result < 0:
-        raise OSError(-result, f"libseccomp: {os.strerror(-result)}")
+    """Return the filter as an array of struct sock_filter. Raises KeyError on other machines."""
+    column, architecture, clone = _MACHINES[platform.machine()]
+    numbers = [number for call in REFUSED.values() if (number := call[column]) is not None]
+    # Each instruction: code, jump if true, jump if false, operand.
+    program = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+        (_AT_LEAST, 0, 1, _X32),
+        (_RETURN, 0, 0, _KILL),
+    ]
+    for number in numbers:
+        program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE)]
+    program += [
+        (_EQUAL, 0, 3, clone),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_TEST_BITS, 1, 0, _CLONE_THREAD),
+        (_RETURN, 0, 0, _REFUSE),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)

@@ -1,12 +1,12 @@
-"""Process that runs graders: `python -m dapo_megatron.rewards.worker SOCKET_FD MEMORY_MIB`.
+"""Process that runs graders: `python -m dapo_megatron.rewards.worker FD MEMORY_MIB SECONDS NAME...`
 
-Only the pool starts it. It answers gradings one by one, in the order received, so that the parent
-knows which grading was running if the process dies or must be killed.
+Only the pool starts it. Each line from the pool is a grading, as JSON: [grader, response, truth,
+extra]. Each line to the pool is an `Answer`. It runs untrusted code on text from a model, so
+nothing that it sends is unpickled, and the pool checks every field.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import resource
 import signal
@@ -14,65 +14,58 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+import msgspec
 
 from dapo_megatron.cluster.processes import adopt_orphans, die_with_parent
+from dapo_megatron.rewards.process import MAX_DETAIL, Answer
 from dapo_megatron.rewards.registry import GraderFn, resolve
-from dapo_megatron.rewards.worker_messages import Failure, decode_batch, encode, encode_answer
-from dapo_megatron.types import Grade
-
-_TRACEBACK_CHARACTERS = 2000
 
 
 def main() -> None:
-    """Receive the graders' names and the time limit, report whether the graders load, then serve
-    until the parent is gone."""
+    """Report whether the graders load, then grade until the parent is gone."""
     # Ignore Ctrl-C and the signals that Slurm sends to every process of a job: the parent handles
     # them, and ends this process when it no longer needs it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()  # even in the middle of a hung grading
     adopt_orphans()
-    with contextlib.suppress(OSError):  # the OOM killer takes graders before the training
+    with suppress(OSError):  # the OOM killer takes graders before the training
         Path("/proc/self/oom_score_adj").write_text("1000")
-    memory_bytes = int(sys.argv[2]) * 2**20
+    descriptor, memory_mib, seconds, *names = sys.argv[1:]
+    memory_bytes = int(memory_mib) * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    with (
-        contextlib.suppress(OSError),  # the parent is gone
-        socket.socket(fileno=int(sys.argv[1])) as connection,
-        connection.makefile("rb") as orders,
-        connection.makefile("wb", buffering=0) as answers,
-    ):
-        order = json.loads(orders.readline())
+    with suppress(OSError), socket.socket(fileno=int(descriptor)) as pool:  # OSError: pool is gone
         try:
-            graders = {name: resolve(name, order["timeout_seconds"]) for name in order["graders"]}
-            refusal = None
+            graders = {name: resolve(name, float(seconds)) for name in names}
+            start = Answer("started")
         except MemoryError:
-            refusal = "its graders do not fit into rewards.memory_mib; raise that limit"
+            start = Answer("refused", None, "its graders do not fit into rewards.memory_mib")
         except Exception as error:  # noqa: BLE001 - a user's module may raise anything
-            refusal = str(error) or repr(error)
-        answers.write(encode({"refusal": refusal}))
-        if refusal is None:
-            _serve(graders, orders, answers)
+            start = Answer("refused", None, str(error) or repr(error))
+        _send(pool, start)
+        for line in pool.makefile("rb"):
+            name, response, truth, extra = json.loads(line)
+            _send(pool, _grade(graders[name], response, truth, extra))
 
 
-def _serve(graders: Mapping[str, GraderFn], orders: BinaryIO, answers: Any) -> None:
-    for message in orders:
-        for name, response, truth, extra in decode_batch(message):
-            answers.write(encode_answer(_grade(graders[name], response, truth, extra)))
-
-
-def _grade(
-    grader: GraderFn, response: str, truth: str, extra: Mapping[str, Any]
-) -> Grade | Failure:
-    """Return the grade, or what the grader raised."""
+def _grade(grader: GraderFn, response: str, truth: str, extra: Mapping[str, Any]) -> Answer:
     try:
-        return grader(response, truth, extra)
+        return Answer("graded", grader(response, truth, extra))
     except MemoryError:  # formatting a traceback might need memory that is not there
-        return Failure("memory", "MemoryError: more than rewards.memory_mib")
+        return Answer("memory", None, "MemoryError: more than rewards.memory_mib")
     except Exception:  # noqa: BLE001 - untrusted code: the pool counts it as "error"
-        return Failure("error", traceback.format_exc()[-_TRACEBACK_CHARACTERS:])
+        return Answer("error", None, traceback.format_exc())
+
+
+def _send(pool: socket.socket, answer: Answer) -> None:
+    # Control characters and halves of characters must not reach logs and terminals.
+    detail = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in answer.detail)
+    answer = msgspec.structs.replace(answer, detail=detail[-MAX_DETAIL:])
+    pool.sendall(msgspec.json.encode(answer) + b"\n")
 
 
 if __name__ == "__main__":

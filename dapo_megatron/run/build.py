@@ -29,7 +29,7 @@ from dapo_megatron.data.tokenizer import load_tokenizer
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.estimate import save_estimate
 from dapo_megatron.protocols import Parts, Policy
-from dapo_megatron.rewards.trial import try_graders
+from dapo_megatron.rewards.pool import try_graders
 from dapo_megatron.rollout.collector import EngineCollector
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.delivery import Delivery, RouteSize

@@ -10,7 +10,7 @@ from dapo_megatron.types import ConfigError
 
 def _reason() -> str:
     try:
-        sandbox.missing_layers()
+        sandbox.check_sandbox()
     except ConfigError as error:
         return f"tests/sandbox/install.sh: {error}"
     return ""

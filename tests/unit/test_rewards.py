@@ -23,8 +23,8 @@ from dapo_megatron.config import FileSource
 from dapo_megatron.data.prompts import load_source
 from dapo_megatron.rewards import resolve
 from dapo_megatron.rewards.dapo_math import INVALID, grade
+from dapo_megatron.rewards.pool import try_graders
 from dapo_megatron.rewards.registry import check_grader
-from dapo_megatron.rewards.trial import try_graders
 from dapo_megatron.types import ConfigError, DataError, Grade, Prompt
 from tests.helpers.words import Words
 
@@ -109,40 +109,6 @@ def test_dapo_math_never_raises(response: str, truth: str) -> None:
     assert result.score == (1.0 if result.correct else -1.0)
 
 
-# ------------------------------------------------------------------------ reasoning_gym
-
-
-def test_reasoning_gym_uses_the_scorer_of_the_data_set() -> None:
-    import reasoning_gym
-
-    grader = resolve("reasoning_gym")
-    for name in ("chain_sum", "countdown"):
-        entry = json.loads(json.dumps(reasoning_gym.create_dataset(name, size=1, seed=3)[0]))
-        extra = {"dataset": name, "entry": entry}
-        assert grader(f" {entry['answer']}\n", "", extra) == Grade(1.0, True, entry["answer"])
-        assert grader("nonsense", "", extra) == Grade(-1.0, False, "nonsense")
-    chain = {"dataset": "chain_sum", "entry": {"question": "1+1", "answer": "2", "metadata": {}}}
-    assert grader("2.0", "", chain).correct  # the scorer is lenient: not string equality
-    with pytest.raises(ValueError, match="no_such_set"):
-        grader("2", "", {**chain, "dataset": "no_such_set"})
-
-
-def test_reasoning_gym_gives_no_reward_for_partial_credit() -> None:
-    import reasoning_gym
-
-    entry = {"question": "1+1", "answer": "2", "metadata": {}}
-    assert 0 < reasoning_gym.get_score_answer_fn("chain_sum")("it is 2", entry) < 1
-    grader = resolve("reasoning_gym")
-    assert grader("it is 2", "", {"dataset": "chain_sum", "entry": entry}).score == -1.0
-
-
-def test_reasoning_gym_passes_options_to_the_scorer() -> None:
-    entry = {"question": "", "answer": "0.33", "metadata": {}}
-    extra = {"dataset": "chain_sum", "entry": entry, "options": {"min_terms": 9, "max_terms": 2}}
-    with pytest.raises(AssertionError, match="max_terms"):
-        resolve("reasoning_gym")("1", "", extra)
-
-
 # ------------------------------------------------------------------------ registry
 
 
@@ -198,40 +164,18 @@ def test_valid_results_of_a_user_grader_become_grades(
 
 
 @pytest.mark.parametrize(
-    ("value", "problem"),
+    "value",
     [
-        (
-            None,
-            "a grader must return a Grade, a bool, a number, or a mapping with a score, not None",
-        ),
-        ("1", "a grader must return a Grade, a bool, a number, or a mapping with a score, not '1'"),
-        (["1"], "a grader must return a Grade, a bool, a number"),
-        ((1.0, "7"), "a grader must return a Grade, a bool, a number"),
-        ({"reward": 1.0}, "a grader must return a Grade, a bool, a number"),
-        ({"score": None}, "a grader must return a Grade, a bool, a number"),
-        ({"score": 1.0, "acc": "yes"}, "a grader must return a Grade, a bool, a number"),
-        (1j, "a grader must return a Grade, a bool, a number"),
-        (np.array([1.0, 2.0]), "can only convert an array of size 1"),
-        (torch.tensor([1.0, 2.0]), "a Tensor with 2 elements cannot be converted"),
-        (Decimal("NaN"), "a score must be finite"),
-        ({"score": float("inf")}, "a score must be finite"),
-        (float("nan"), "a score must be finite, from -1,000,000 to 1,000,000, not nan"),
-        (
-            Grade(float("inf"), True, ""),
-            "a score must be finite, from -1,000,000 to 1,000,000, not",
-        ),
-        (1e39, "a score must be finite, from -1,000,000 to 1,000,000, not 1e+39"),
-        (Grade(-1_000_000.1, False, ""), "a score must be finite, from -1,000,000 to 1,000,000"),
-        (10**400, "int too large to convert to float"),
-        (Grade("x", True, ""), "a grader must return a Grade, a bool"),  # type: ignore[arg-type]
+        *(None, "1", ["1"], (1.0, "7"), {"reward": 1.0}, {"score": None}, 1j),
+        *({"score": 1.0, "acc": "yes"}, np.array([1.0, 2.0]), torch.tensor([1.0, 2.0])),
+        *(Decimal("NaN"), {"score": float("inf")}, float("nan"), 1e39, 10**400),
+        *(Grade(-1_000_000.1, False, ""), Grade("x", True, "")),  # type: ignore[arg-type]
     ],
+    ids=repr,
 )
-def test_invalid_results_of_a_user_grader_are_refused(
-    user_module: str, value: Any, problem: str
-) -> None:
-    with pytest.raises(ValueError) as refused:
+def test_invalid_results_of_a_user_grader_are_refused(user_module: str, value: Any) -> None:
+    with pytest.raises(ValueError, match="grader 'my_graders:returns': "):
         resolve(f"{user_module}:returns")("r", "t", {"value": value})
-    assert str(refused.value).startswith(f"grader 'my_graders:returns': {problem}")
 
 
 def test_the_largest_scores_give_finite_advantages(user_module: str) -> None:
@@ -241,16 +185,10 @@ def test_the_largest_scores_give_finite_advantages(user_module: str) -> None:
     assert group_advantage(rewards, [0] * 4).isfinite().all()
 
 
-def test_a_very_long_prediction_is_truncated(user_module: str) -> None:
-    value = Grade(1.0, True, "7" * 300_000_000)
+def test_a_prediction_is_truncated_and_valid_text(user_module: str) -> None:
+    value = Grade(1.0, True, "\ud800" + "7" * 300_000_000)
     grade = resolve(f"{user_module}:returns")("r", "t", {"value": value})
-    assert grade == Grade(1.0, True, "7" * 4096)
-
-
-def test_a_user_function_gets_response_and_truth(user_module: str) -> None:
-    grader = resolve(f"{user_module}:compares")
-    assert grader("7", "7", {}).correct
-    assert not grader("7", "8", {}).correct
+    assert grade == Grade(1.0, True, "?" + "7" * 4095)
 
 
 @pytest.mark.parametrize(
@@ -280,14 +218,14 @@ ACCEPTED = {
     "four, one with a default": "response, truth, extra, seconds=1",
 }
 REFUSED = {
-    "one argument": ("response", "takes 1 argument;"),
-    "no arguments": ("", "takes 0 arguments"),
-    "four arguments": ("data, response, truth, extra", "takes 4 arguments"),
-    "any number": ("*arguments", "takes any number"),
-    "a required keyword": ("response, truth, *, seconds", "keyword argument seconds"),
-    "a third with a default": ("response, truth, seconds=1", "third argument .* seconds"),
-    "the truth first": ("truth, response", "takes truth first"),
-    "the order of another library": ("data_source, solution, truth", "takes data_source first"),
+    "one argument": "response",
+    "no arguments": "",
+    "four arguments": "data, response, truth, extra",
+    "any number": "*arguments",
+    "a required keyword": "response, truth, *, seconds",
+    "a third with a default": "response, truth, seconds=1",
+    "the truth first": "truth, response",
+    "the order of another library": "data_source, solution, truth",
 }
 
 
@@ -319,10 +257,9 @@ def test_unsupported_signatures_are_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    parameters, message = REFUSED[case]
-    name = with_signature(tmp_path, parameters, "return True")
+    name = with_signature(tmp_path, REFUSED[case], "return True")
     for refuse in (check_grader, resolve):
-        with pytest.raises(ConfigError, match=f"{name}.*{message}.*write it as `def grade"):
+        with pytest.raises(ConfigError, match=f"{name}.*write it as `def grade"):
             refuse(name)
 
 
