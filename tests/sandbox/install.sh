@@ -3,4 +3,4 @@
 # programs are on the PATH.
 set -euo pipefail
 command -v bwrap >/dev/null && command -v prlimit >/dev/null && exit 0
-exec "$(dirname "$0")/../apt_install.sh" "$@" bubblewrap libseccomp2 util-linux
+exec "$(dirname "$0")/../apt_install.sh" "$@" bubblewrap util-linux
