@@ -256,18 +256,6 @@ def env(json_file: JsonPath = None) -> None:
 
 
 @doctor.command()
-def tokenizer(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A model's folder.")],
-    json_file: JsonPath = None,
-) -> None:
-    """Check that runs, and earlier runs, read a model's tokenizer as its tokenizer.json says."""
-    from dapo_megatron.doctor import tokenizer
-
-    if not tokenizer.command(folder, json_file):
-        raise typer.Exit(1)
-
-
-@doctor.command()
 def grades(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="runs/<name>")],
     json_file: JsonPath = None,

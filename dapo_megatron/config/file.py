@@ -173,6 +173,10 @@ _REMOVED = {
     "checkpoint.rollouts": "gone; leave it out. A run always repeats what it recorded "
     "(tracking.samples)",
     "checkpoint.export_megatron": "gone; leave it out. Megatron reads the checkpoints themselves",
+    "preflight.min_gbps_pair": "gone; set preflight.min_gbps_all_to_all, or give the cluster's own "
+    "test of links as preflight.command",
+    "preflight.max_seconds": "gone; leave it out. DAPO_PREFLIGHT_SECONDS of slurm/train.sbatch "
+    "limits the whole check, preflight.check_seconds one program that it starts",
 }
 
 

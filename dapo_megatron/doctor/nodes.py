@@ -1,379 +1,254 @@
-"""`doctor nodes`: each node checks itself, all nodes compare and exchange data, bad ones are named.
+"""`doctor nodes`: each node checks itself, then all ranks exchange data; bad nodes are named.
 
-A node's file has status "running" and a failed check until all its checks are done. A node that
-hangs or dies therefore counts as bad. A node that only waited for others does not.
+Before each check, a node writes into its file that it did not get beyond it. A node that hangs or
+dies in a check of its own therefore counts as bad, and one that waits for others does not. Nothing
+says which node slows down an exchange of all ranks; `preflight.command` can ask the cluster's own
+tool.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import threading
+import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from statistics import median
+from statistics import median_low
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.versions import versions
 from dapo_megatron.config import Config, PreflightConfig
 from dapo_megatron.config.file import dump_config
-from dapo_megatron.doctor.bandwidth import BUDGETS, Bandwidth, Wire, judge, measure
-from dapo_megatron.doctor.check_result import Check, Status, to_dict, worst
-from dapo_megatron.doctor.node import NodeState, check_node, check_with_timeout, compare_facts
-from dapo_megatron.files import read_json, write_result, write_text
+from dapo_megatron.doctor.check_result import Check, Status, table, to_dict, worst
+from dapo_megatron.doctor.machine import (
+    EXCLUDE,
+    check_compiler,
+    check_gpus,
+    check_space,
+    run_command,
+)
+from dapo_megatron.files import write_result, write_text
 from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.policy import device
 from dapo_megatron.tracking.provenance import commit
-from dapo_megatron.types import CheckpointError, RankError
+from dapo_megatron.types import RankError
 
-PINGS = 5
-POLL_SECONDS = 0.1
-_TIMED_OUT = "did not end in {:g} s; the current phase was: {}"
-_SEE_OTHERS = "see the nodes that did not finish their checks"
-
-
-def command(config: Config, report: Path, json_file: Path | None) -> bool:
-    """Check all nodes, on this rank of a launched job. Return True if a run may start."""
-    digest = sha256(dump_config(config).encode()).hexdigest()[:16]
-    return check_nodes(
-        config,
-        report,
-        backend=device.backend(),
-        claim=device.claim,
-        facts={**versions(), "commit": commit() or "none", "config": digest},
-        json_file=json_file,
-    )
+NUM_BYTES = {"nccl": 256 * 2**20, "gloo": 4 * 2**20}
+"""Size of the tensor that each rank exchanges."""
+WARM_UPS, REPEATS = 2, 5
+"""Exchanges before those that are timed, which establish the connections, and timed ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Findings of all ranks. `overall` has the checks that belong to no single node."""
+    """Findings of all ranks. `whole` has the checks that belong to no single node, `gbps` the bus
+    bandwidths by name."""
 
-    checks: dict[str, list[Check]]
-    overall: list[Check]
-    bandwidth: Bandwidth
+    nodes: dict[str, list[Check]]
+    whole: list[Check]
+    gbps: dict[str, float]
 
     @property
     def bad(self) -> list[str]:
         """Nodes to exclude."""
-        return [node for node, checks in self.checks.items() if worst(checks) is Status.FAIL]
+        return [node for node, checks in self.nodes.items() if worst(checks) is Status.FAIL]
 
     @property
     def is_good(self) -> bool:
-        """True if there are no bad nodes and no failed checks, so that a run may start."""
-        return not self.bad and worst(self.overall) is not Status.FAIL
+        """True if nothing failed, so that a run may start."""
+        return not self.bad and worst(self.whole) is not Status.FAIL
 
     def to_json(self) -> str:
-        """Return the findings as JSON: good, bad (names of nodes), nodes (checks of each), whole
-        (`overall`) and bandwidth."""
+        """Return the findings as JSON."""
         body = {
             "good": self.is_good,
             "bad": self.bad,
-            "nodes": {node: to_dict(checks) for node, checks in self.checks.items()},
-            "whole": [asdict(check) for check in self.overall],
-            "bandwidth": asdict(self.bandwidth),
+            "nodes": {node: to_dict(checks) for node, checks in self.nodes.items()},
+            "whole": [asdict(check) for check in self.whole],
+            "gbps": self.gbps,
         }
         return json.dumps(body, indent=2) + "\n"
 
-    def render(self, console: Console) -> None:
-        """Print a row for each node, the bandwidths, and the bad nodes."""
-        table = Table("node", "status", "findings and remedies", title="doctor nodes")
-        for node, checks in {**self.checks, "all together": self.overall}.items():
-            text = Text()
-            for check in checks:
-                if check.status is not Status.OK or check.name in ("GPUs", "clock"):
-                    text.append(f"{check.name}: {check.finding}\n")
-                if check.remedy:
-                    text.append(f"-> {check.remedy}\n", style="bold")
-            text.rstrip()
-            table.add_row(node, worst(checks).text, text)
-        console.print(table)
-        rows = [(" - ".join(pair.nodes), pair.gbps) for pair in self.bandwidth.pairs]
-        for name in ("all_reduce", "all_to_all"):
-            if (gbps := getattr(self.bandwidth, f"{name}_gbps")) is not None:
-                rows.append((f"{name.replace('_', '-')}, all ranks", gbps))
-        if rows:
-            speeds = Table("bandwidth", "GB/s per rank")
-            for name, gbps in rows:
-                speeds.add_row(name, f"{gbps:.2f}")
-            console.print(speeds)
-        if self.bad:
-            console.print(f"bad: {', '.join(self.bad)}", style="bold red", highlight=False)
 
-
-class NodeFile:
-    """DIR/<node>.json: status (running, then ok, warn or fail), phase, checks."""
-
-    def __init__(self, folder: Path, node: str, *, is_leader: bool) -> None:
-        self.path = folder / f"{node}.json"
-        self.node = node
-        self.is_leader = is_leader
-        self.phase = "checking the node"
-        self.checks: list[Check] = []
-        if is_leader:
-            folder.mkdir(parents=True, exist_ok=True)
-        self.write_phase(self.phase)
-
-    def write_phase(self, phase: str) -> None:
-        """Record the start of a phase, and write it to the file on the node's first rank."""
-        self.phase = phase
-        if self.is_leader:
-            unfinished = Check("preflight", Status.FAIL, f"did not get beyond: {phase}", "exclude")
-            self._write("running", [*self.checks, unfinished])
-
-    def note(self, phase: str) -> None:
-        """Record the start of a phase without writing it, which is fast enough to call during a
-        measurement. `expire` uses it."""
-        self.phase = phase
-
-    def finish(self, checks: Sequence[Check]) -> None:
-        """Write the final checks of the node."""
-        if self.is_leader:
-            self._write(worst(checks), checks)
-
-    def expire(self, seconds: float) -> None:
-        """Write that the command timed out.
-
-        The check fails only if this rank hangs in an exchange between two nodes, of which either
-        may be bad. Any rank of the node may then write the file; it keeps the checks that the first
-        rank wrote.
-        """
-        is_suspect = self.phase.startswith("pair ")
-        text = _TIMED_OUT.format(seconds, self.phase)
-        if is_suspect:
-            check = Check("network", Status.FAIL, text, "exclude the node, or its partner")
-        else:
-            check = Check("network", Status.WARN, text, _SEE_OTHERS)
-        if not self.is_leader and is_suspect:
-            with suppress(CheckpointError, ValueError, KeyError, TypeError):
-                rows = read_json(self.path)["checks"]
-                self.checks = [Check(**{**row, "status": Status(row["status"])}) for row in rows]
-        if self.is_leader or is_suspect:
-            checks = [*self.checks, check]
-            self._write(worst(checks), checks)
-
-    def _write(self, status: str, checks: Sequence[Check]) -> None:
-        body = {"node": self.node, "phase": self.phase, **to_dict(checks), "status": status}
-        write_text(self.path, json.dumps(body, indent=2) + "\n", durable=False)
-
-
-def check_nodes(
-    config: Config,
-    report: Path,
-    *,
-    backend: str,
-    claim: Callable[[int], None],
-    facts: Mapping[str, str],
-    json_file: Path | None = None,
-    clock: Callable[[], float] = time.time,
-) -> bool:
-    """Run the checks on this rank. Return True if a run may start. Collective; one rank per GPU.
-
-    `backend` is the one that transfers weights (nccl or gloo). `claim` selects the GPU of a local
-    rank. `facts` must be the same on all ranks. Rank 0 prints the findings. If other ranks do not
-    answer within `preflight.max_seconds`, the process ends with exit code 1.
-    """
-    settings, local_rank = config.preflight, int(os.environ.get("LOCAL_RANK", "0"))
-    file = NodeFile(report, node_name(), is_leader=local_rank == 0)
-    deadline = threading.Timer(settings.max_seconds + local_rank / 8, _expire, (file, settings))
-    deadline.daemon = True
-    deadline.start()
-    state = NodeState([], {})
-    if file.is_leader:
-        num_tasks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        state = check_node(config, num_tasks, is_used=backend == "nccl")
-        file.checks = state.checks
-    file.write_phase("joining the other nodes")
+def command(config: Config, report: Path, json_file: Path | None) -> bool:
+    """Check all nodes, on this rank of a launched job, one per GPU. Return True if a run may start.
+    Each node writes its file into the folder `report`; rank 0 prints all findings."""
+    node, file = node_name(), report / f"{node_name()}.json"
+    is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    checks = check_node(config, file) if is_first else []
     try:
         ranks = join("gloo")
-        state = NodeState(state.checks, {**state.facts, **facts})
-        findings = _compare_nodes(config, ranks, file, state, backend, claim, clock)
+        findings = check_together(config, ranks, node, checks)
     except (RuntimeError, RankError) as error:  # torch.distributed raises only RuntimeErrors
-        reason = str(error).splitlines()[0][:200]
-        text = f"lost the other nodes in the phase: {file.phase} ({reason})"
-        file.finish([*file.checks, Check("network", Status.WARN, text, _SEE_OTHERS)])
+        print(f"{node} lost the other nodes, see their files in {report}: {error}", flush=True)
         return False
-    file.finish(findings.checks[file.node])
-    deadline.cancel()
+    if is_first:
+        _write(file, findings.nodes[node])
     if ranks.rank == 0:
-        findings.render(LiteralConsole())
+        console = LiteralConsole()
+        console.print(table("doctor nodes", {**findings.nodes, "all together": findings.whole}))
+        for name, gbps in findings.gbps.items():
+            console.print(f"{name}: {gbps:.2f} GB/s per GPU")
+        console.print(f"bad nodes: {', '.join(findings.bad) or 'none'}")
         write_result(json_file, findings.to_json())
-    leave()
+    dist.destroy_process_group()
     return findings.is_good
 
 
-def leave() -> None:
-    """Destroy the process group. Tests replace this function."""
-    dist.destroy_process_group()
+# ------------------------------------------------------------------------------- one node
 
 
-def _expire(file: NodeFile, settings: PreflightConfig) -> None:
-    file.expire(settings.max_seconds)
-    os._exit(1)  # the main thread may wait for other ranks forever
-
-
-# ------------------------------------------------------------------------------- comparison
-
-
-def _compare_nodes(
-    config: Config,
-    ranks: Ranks,
-    file: NodeFile,
-    state: NodeState,
-    backend: str,
-    claim: Callable[[int], None],
-    clock: Callable[[], float],
-) -> Findings:
-    """Run the checks that need all ranks. Return the same findings on every rank."""
-    states = ranks.all_gather((file.node, file.is_leader, state), tuple[str, bool, NodeState])
-    ranks_of: dict[str, list[int]] = {}
-    for rank, (node, _, _) in enumerate(states):
-        ranks_of.setdefault(node, []).append(rank)
-    checks: dict[str, list[Check]] = {node: [] for node in ranks_of} | {
-        node: list(of_node.checks) for node, is_leader, of_node in states if is_leader
+def check_node(config: Config, file: Path) -> list[Check]:
+    """Run the checks that need no other node, on the node's first rank, and write them to a file.
+    slurm/train.sbatch reads its status."""
+    settings, checks = config.preflight, list[Check]()
+    folders = {
+        "run.directory": (config.run.directory, settings.min_free_disk_gib),
+        "temporary files": (tempfile.gettempdir(), 1.0),
+        "/dev/shm": ("/dev/shm", 1.0),  # NCCL and vLLM pass messages between ranks through it
     }
-    _add(checks, compare_facts(_facts_of_nodes([(node, s.facts) for node, _, s in states])))
-
-    file.write_phase("sharing files")
-    overall = _judge_views(_share_files(config, ranks, file), checks)
-
-    file.write_phase("comparing clocks")
-    offsets = ranks.broadcast(
-        _compare_clocks(ranks, ranks_of, clock), dict[str, tuple[float, float]]
-    )
-    _add(checks, _judge_clocks(offsets, config.preflight.max_clock_skew_seconds))
-
-    # Only now, because each node has checked before that its GPUs are free.
-    file.write_phase("claiming GPUs")
-    claim(ranks.local_rank)
-    group = dist.new_group(backend=backend) if backend != "gloo" else None
-    own_device = torch.device(f"cuda:{ranks.local_rank}" if backend == "nccl" else "cpu")
-    file.write_phase("measuring bandwidth")
-    bandwidth = measure(Wire(ranks, group, own_device, BUDGETS[backend], file.note), ranks_of)
-    overall += judge(bandwidth, config.preflight, checks)
-    return Findings(checks, overall, bandwidth)
-
-
-def _add(checks: dict[str, list[Check]], more: Mapping[str, Sequence[Check]]) -> None:
-    for node, added in more.items():
-        checks[node] += added
-
-
-def _facts_of_nodes(facts: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, dict[str, str]]:
-    """Merge the facts of each node's ranks. If they differ, the value lists all of them."""
-    values: dict[str, dict[str, set[str]]] = {}
-    for node, of_rank in facts:
-        for key, value in of_rank.items():
-            values.setdefault(node, {}).setdefault(key, set()).add(value)
-    return {
-        node: {key: " / ".join(sorted(texts)) for key, texts in of_node.items()}
-        for node, of_node in values.items()
-    }
-
-
-def _share_files(config: Config, ranks: Ranks, file: NodeFile) -> dict[str, tuple[str, ...]]:
-    """Write one file per node to run.directory. Return, for each node, the nodes whose files it
-    saw before the timeout."""
-    folder = Path(config.run.directory) / f".preflight-{ranks.broadcast(uuid.uuid4().hex, str)}"
-    members = ranks.all_gather((file.node, file.is_leader), tuple[str, bool])
-    nodes = {node for node, is_leader in members if is_leader}
-    seconds = config.preflight.check_seconds
-    visible: set[str] = set()
-
-    def wait_for_files() -> list[Check]:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / file.node).write_text(file.node, encoding="utf-8")
-        while visible < nodes:
-            # Listing the folder makes an NFS client query its server again.
-            visible.update(
-                name
-                for name in os.listdir(folder)
-                if name in nodes and (folder / name).read_text(encoding="utf-8") == name
-            )
-            time.sleep(POLL_SECONDS)
-        return []
-
-    if file.is_leader:
-        check_with_timeout(seconds, "shared files", wait_for_files)
-    view = (file.node, file.is_leader, tuple(sorted(visible)))
-    views = ranks.all_gather(view, tuple[str, bool, tuple[str, ...]])
-    if file.is_leader:
-        with suppress(OSError):
-            (folder / file.node).unlink()
-            folder.rmdir()  # succeeds for the last node
-    return {node: view for node, is_leader, view in views if is_leader}
-
-
-def _judge_views(
-    views: Mapping[str, tuple[str, ...]], checks: dict[str, list[Check]]
-) -> list[Check]:
-    """Add a check of shared files to each node. Return the failed checks that belong to no single
-    node."""
-    remedy = "set run.directory to a file system that all nodes mount, or exclude the node"
-    if len(views) > 1 and all(len(view) < 2 for view in views.values()):
-        return [Check("shared files", Status.FAIL, "run.directory is shared by no nodes", remedy)]
-    usual = Counter(views.values()).most_common(1)[0][0]
-    for node, view in views.items():
-        if view == usual and node in view:
-            checks[node].append(Check("shared files", Status.OK, f"of {len(view)} nodes"))
-        else:
-            text = f"sees the files of {', '.join(view) or 'no node'} in run.directory; "
-            text += f"most see those of {', '.join(usual)}"
-            checks[node].append(Check("shared files", Status.FAIL, text, remedy))
-    return []
-
-
-def _compare_clocks(
-    ranks: Ranks, ranks_of: Mapping[str, Sequence[int]], clock: Callable[[], float]
-) -> dict[str, tuple[float, float]]:
-    """Return, for each node, the seconds by which its clock is ahead of rank 0's, and the error of
-    this value (half of the fastest round trip). Valid on rank 0 only."""
-    value = torch.zeros(1, dtype=torch.float64)
-    offsets: dict[str, tuple[float, float]] = {}
-    for node, members in ranks_of.items():
-        peer, trips = members[0], []
-        for _ in range(PINGS if peer else 0):
-            if ranks.rank == 0:
-                start = clock()
-                dist.send(value, peer, group=ranks.group)
-                dist.recv(value, peer, group=ranks.group)
-                half = (clock() - start) / 2
-                trips.append((half, float(value) - start - half))
-            elif ranks.rank == peer:
-                dist.recv(value, 0, group=ranks.group)
-                value.fill_(clock())
-                dist.send(value, 0, group=ranks.group)
-        half, offset = min(trips, default=(0.0, 0.0))
-        offsets[node] = (offset, half)
-    return offsets
-
-
-def _judge_clocks(
-    offsets: Mapping[str, tuple[float, float]], most_seconds: float
-) -> dict[str, list[Check]]:
-    """Check each clock against the median of all clocks; with two nodes, against the first."""
-    values = [offset for offset, _ in offsets.values()]
-    middle = median(values) if len(values) > 2 else 0.0
-    checks = {}
-    for node, (offset, error) in offsets.items():
-        skew = offset - middle
-        text = f"{skew:+.3f} s from the other clocks, accurate to {error:.3f} s"
-        if abs(skew) - error > most_seconds:
-            remedy = "exclude the node; check its time service (chrony, ntpd)"
-            checks[node] = [Check("clock", Status.FAIL, text, remedy)]
-        else:
-            checks[node] = [Check("clock", Status.OK, text)]
+    for name, (folder, least_gib) in folders.items():
+        _begin(file, name, checks)
+        checks.append(check_space(Path(folder), least_gib, name))
+    _begin(file, "GPUs", checks)
+    num_tasks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.has_cuda() else 0
+    checks += check_gpus(num_tasks, settings.check_seconds)
+    if settings.command is not None:
+        _begin(file, "preflight.command", checks)
+        code, output = run_command(["bash", "-c", settings.command], settings.check_seconds)
+        text = f"exit code {code}: {output[-300:]}"
+        status = Status.FAIL if code else Status.OK
+        checks.append(Check("preflight.command", status, text, EXCLUDE if code else ""))
+    _begin(file, "C compiler", checks)
+    if device.has_cuda():
+        checks.append(check_compiler())
+    _write(file, checks)
     return checks
+
+
+def _begin(file: Path, name: str, checks: Sequence[Check]) -> None:
+    """Write that the node, after `checks`, did not get beyond the check `name`."""
+    _write(file, [*checks, Check(name, Status.FAIL, "the node did not get beyond this", EXCLUDE)])
+
+
+def _write(file: Path, checks: Sequence[Check]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, json.dumps(to_dict(checks), indent=2) + "\n", durable=False)
+
+
+# ------------------------------------------------------------------------------- all nodes
+
+
+def check_together(config: Config, ranks: Ranks, node: str, checks: list[Check]) -> Findings:
+    """Compare all nodes, and exchange data. `checks` are those of `node`, on its first rank.
+    Collective; returns the same findings on every rank."""
+    digest = sha256(dump_config(config).encode()).hexdigest()[:16]
+    facts = {**versions(), "commit": commit() or "none", "config": digest}
+    facts["backend"] = device.backend()
+    facts |= {check.name: check.finding for check in checks if check.name == "GPUs"}
+    ranks.barrier()
+    state = (node, ranks.local_rank == 0, checks, facts, time.time())
+    states = ranks.all_gather(state, tuple[str, bool, list[Check], dict[str, str], float])
+    firsts = [state for state in states if state[1]]
+    findings = Findings({name: own for name, _, own, _, _ in firsts}, [], {})
+    _compare_facts({name: facts for name, _, _, facts, _ in firsts}, findings)
+    clocks = {name: seconds for name, _, _, _, seconds in firsts}
+    _compare_clocks(clocks, config.preflight.max_clock_skew_seconds, findings)
+    nodes = [name for name, *_ in states]
+    _compare_views(Path(config.run.directory), ranks, nodes, findings)
+    if findings.is_good:
+        device.claim(ranks.local_rank)  # only now, because each node has checked its GPUs
+        findings.gbps.update(measure(ranks, device.backend()))
+        _judge_bandwidth(config.preflight, findings)
+    return findings
+
+
+def _compare_facts(facts: Mapping[str, Mapping[str, str]], findings: Findings) -> None:
+    """Fail each node that differs from most."""
+    for key in sorted({key for of_node in facts.values() for key in of_node}):
+        values = {node: of_node.get(key, "none") for node, of_node in facts.items()}
+        usual, count = Counter(values.values()).most_common(1)[0]
+        for node, value in values.items():
+            if value != usual:
+                text = f"{value} here, {usual} on {count} of {len(facts)} nodes"
+                remedy = "use the same environment and config on every node; or exclude it"
+                findings.nodes[node].append(Check(key, Status.FAIL, text, remedy))
+
+
+def _compare_clocks(clocks: Mapping[str, float], most: float, findings: Findings) -> None:
+    """Fail each node whose clock, read after a barrier, is too far from the others'."""
+    for node, seconds in clocks.items():
+        skew = seconds - median_low(clocks.values())
+        if abs(skew) > most:
+            remedy = "exclude the node; check its time service (chrony, ntpd)"
+            text = f"{skew:+.1f} s from the other nodes"
+            findings.nodes[node].append(Check("clock", Status.FAIL, text, remedy))
+
+
+def _compare_views(folder: Path, ranks: Ranks, nodes: Sequence[str], findings: Findings) -> None:
+    """Fail each node that does not see a new file of rank 0; `nodes` has the node of each rank. Its
+    name is new, so that no client of a network disk remembers that there is none. Collective."""
+    path = folder / ranks.broadcast(f".preflight-{uuid.uuid4().hex}", str)
+    with suppress(OSError):  # then no node sees it
+        if ranks.rank == 0:
+            path.touch()
+    ranks.barrier()
+    seen = ranks.all_gather(os.path.exists(path), bool)
+    with suppress(OSError):
+        if ranks.rank == 0:
+            path.unlink()
+    blind = dict.fromkeys(node for node, sees in zip(nodes, seen, strict=True) if not sees)
+    remedy = "set run.directory to a file system that all nodes mount, or exclude the node"
+    text = f"sees no file of {nodes[0]} in run.directory"
+    if blind and blind.keys() >= findings.nodes.keys() - {nodes[0]}:
+        findings.whole.append(Check("shared files", Status.FAIL, f"no node {text}", remedy))
+        return
+    for node in blind:
+        findings.nodes[node].append(Check("shared files", Status.FAIL, text, remedy))
+
+
+def measure(ranks: Ranks, backend: str) -> dict[str, float]:
+    """Return the bus bandwidths of all_reduce and all_to_all over all ranks, in GB/s per rank (1e9
+    bytes), as defined by nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): comparable
+    with the rate of a link. Empty with one rank. Collective."""
+    number, gbps = ranks.world_size, dict[str, float]()
+    if number == 1:
+        return gbps
+    group = dist.new_group(backend=backend) if backend != "gloo" else None
+    where = device.device()
+    tensor = torch.zeros(NUM_BYTES[backend] // 4 // number * number, device=where)
+    received = torch.empty_like(tensor)
+    for name, sent in (("all_reduce", 2 * (number - 1)), ("all_to_all", number - 1)):
+        seconds = 0.0
+        for repeats in (WARM_UPS, REPEATS):
+            ranks.barrier()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                if name == "all_reduce":
+                    dist.all_reduce(tensor, group=group)
+                else:
+                    dist.all_to_all_single(received, tensor, group=group)
+            if where.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = (time.perf_counter() - start) / repeats
+        gbps[name] = tensor.nbytes * sent / number / max(ranks.all_gather(seconds, float)) / 1e9
+    return gbps
+
+
+def _judge_bandwidth(settings: PreflightConfig, findings: Findings) -> None:
+    for name, gbps in findings.gbps.items():
+        floor = getattr(settings, f"min_gbps_{name}")
+        if floor is not None and gbps < floor:
+            text = f"{gbps:.2f} GB/s per GPU over all nodes; {floor:g} are required"
+            remedy = f"test the links with the cluster's tool, or lower preflight.min_gbps_{name}"
+            findings.whole.append(Check(name, Status.FAIL, text, remedy))

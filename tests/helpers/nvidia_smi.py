@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,31 +9,22 @@ from typing import Any
 SOUND: dict[str, str] = {
     "name": "NVIDIA H100 80GB HBM3",
     "driver_version": "580.65.06",
-    "memory.total": "81559",
     "memory.used": "4",
     "ecc.errors.uncorrected.volatile.total": "0",
     "clocks_event_reasons.active": "0x0000000000000001",
-    "clocks.current.sm": "345",
-    "clocks.max.sm": "1980",
-    "clocks.current.memory": "2619",
-    "clocks.max.memory": "2619",
-    "clocks.applications.graphics": "1980",
-    "remapped_rows.pending": "No",
-    "remapped_rows.failure": "No",
 }
 """Answers of an idle H100. Other fields are refused with the driver's error message."""
 
 SCRIPT = """#!{python} -S
 import sys
-gpus, processes, refuses, sleeps = {values!r}
+gpus, refuses, sleeps = {values!r}
 if sleeps:
     import time
     time.sleep(sleeps)
-query = next(word for word in sys.argv if word.startswith("--query-"))
-kind, _, fields = query.removeprefix("--query-").partition("=")
-for row in processes if kind == "compute-apps" else gpus:
+query = next(word for word in sys.argv if word.startswith("--query-gpu="))
+for row in gpus:
     answers = []
-    for field in fields.split(","):
+    for field in query.partition("=")[2].split(","):
         if field in refuses or field not in row:
             print(f'Field "{{field}}" is not a valid field to query.')
             sys.exit(2)
@@ -47,17 +37,11 @@ def install(
     folder: Path,
     gpus: list[dict[str, str]],
     *,
-    processes: tuple[dict[str, str], ...] = (),
     refuses: tuple[str, ...] = (),
     sleeps_seconds: float = 0.0,
 ) -> Path:
     """Write `folder/nvidia-smi`. Each entry of `gpus` is a GPU, as changes to SOUND."""
-    rows = [
-        {"index": str(number), "uuid": f"GPU-{number}", "gpu_uuid": f"GPU-{number}", **SOUND, **gpu}
-        for number, gpu in enumerate(gpus)
-    ]
-    values: Any = (rows, list(processes), refuses, sleeps_seconds)
-    json.dumps(values)  # only plain values can be written into a script
+    values: Any = ([{**SOUND, **gpu} for gpu in gpus], refuses, sleeps_seconds)
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "nvidia-smi"
     script.write_text(SCRIPT.format(python=sys.executable, values=values), encoding="utf-8")

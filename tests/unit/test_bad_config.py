@@ -240,7 +240,7 @@ BOUNDS = {
     "checkpoint.max_minutes": ("10080", "1e300"),
     "watchdog.generate": ("604800", "604801"),
     "tracking.wait_seconds": ("604800", "1e300"),
-    "preflight.max_seconds": ("604800", "1e300"),
+    "preflight.check_seconds": ("604800", "1e300"),
 }
 
 

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from dapo_megatron.cluster.collectives import ErrorRecord, decode, encode
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.doctor.check_result import Check, Status
-from dapo_megatron.doctor.node import NodeState
 from dapo_megatron.engine.messages import (
     GroupRequest,
     Hello,
@@ -125,9 +124,6 @@ regions = st.builds(Region, tokens, tokens)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 tensor_slices = st.builds(TensorSlice, texts, tokens, dtypes, regions)
 checks = st.builds(Check, texts, st.sampled_from(Status), texts, texts)
-states = st.builds(
-    NodeState, st.lists(checks, max_size=3), st.dictionaries(texts, texts, max_size=3)
-)
 paths = st.text("abc./", min_size=1).map(Path)
 
 
@@ -140,7 +136,7 @@ MESSAGES = st.one_of(
     typed(orders, Order),
     typed(plans, StepPlan),
     typed(st.lists(tensor_slices), list[TensorSlice]),
-    typed(st.tuples(texts, st.booleans(), states), tuple[str, bool, NodeState]),
+    typed(st.tuples(texts, st.booleans(), st.lists(checks)), tuple[str, bool, list[Check]]),
     typed(st.tuples(st.none() | texts, errors), tuple[str | None, ErrorRecord | None]),
     typed(st.lists(paths), list[Path]),
     typed(st.binary(), bytes),

@@ -17,14 +17,41 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer
 
 from dapo_megatron.data.tokenizer import load_tokenizer, read_file
-from dapo_megatron.doctor.tokenizer import PROBES, command, difference
 from dapo_megatron.model.published import find_published
 from dapo_megatron.run.build import load_prompts
 from dapo_megatron.types import DataError
 from tests.helpers.configs import REPOSITORY, tiny_config
 
 TINY = REPOSITORY / "model_configs" / "tiny_qwen3"
+PROBES = (
+    "What is 1+2? Think first.\n\nAnswer: 3",
+    "  two  spaces, a\ttab, trailing \n\n\n new lines\r\n",
+    "12 + 123 - 1234567890 = 3.14e-5; 1,000.50",
+    "def f(x):\n    return {'a': [x, 1]}  # don't, can't\n\tif x != 0: pass",
+    "Ça coûte 5 €; naïve café, Straße, Ελληνικά, русский",
+    "中文字符和标点。日本語のテキスト、한국어",
+    "😀👩‍👩‍👧 e\u0301 \u200b \u00a0 \u3000 \ufb01 ½ ² \uff41\uff11",
+    r"$\frac{1}{2} \times \sqrt{x^2}$ <think>\boxed{42}</think>",
+)
+"""Texts with what tokenizers treat differently."""
 PROGRAM = {"AutoTokenizer": ["tokenization_x.TikTokenTokenizer", None]}
+
+
+def difference(from_file: Tokenizer, other: Any) -> dict[str, Any] | None:
+    """Return the first text whose ids, or ids whose text, differ between two tokenizers; None if
+    there is none among PROBES and the special tokens."""
+    added = [token.content for _, token in sorted(from_file.get_added_tokens_decoder().items())]
+    for text in (*PROBES, *(f"a {token} b{token}c\n{token}" for token in added[:64])):
+        ids = from_file.encode(text, add_special_tokens=False).ids
+        other_ids = other(text, add_special_tokens=False)["input_ids"]
+        if ids != other_ids:
+            return {"text": text, "ids of the file": ids, "other ids": other_ids}
+        for skip in (False, True):
+            decoded = from_file.decode(ids, skip_special_tokens=skip)
+            other_text = other.decode(ids, skip_special_tokens=skip)
+            if decoded != other_text:
+                return {"ids": ids, "text of the file": decoded, "other text": other_text}
+    return None
 
 
 def folder_of(model: str, folder: Path, *, program: bool, file: bool) -> Path:
@@ -215,18 +242,3 @@ def test_a_malformed_file_is_refused_by_name(text: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(DataError, match=re.escape(f"model.path {tmp_path}: no tokenizer")):
         load_tokenizer(tmp_path, "model.path")
-
-
-def test_the_doctor_names_folders_that_transformers_reads_otherwise(
-    tmp_path: Path, capsys: Any
-) -> None:
-    write_model(tmp_path / "a", byte_level(), "llama", "LlamaTokenizerFast")
-    output = tmp_path / "result.json"
-    assert not command(tmp_path / "a", output)
-    shown = capsys.readouterr().out
-    assert "used by runs: the same as tokenizer.json" in shown
-    assert "earlier runs): differs from tokenizer.json" in shown
-    result = json.loads(output.read_text())
-    assert result["used by runs"] is None
-    assert result["made by transformers (earlier runs)"]["other ids"]
-    assert command(TINY, None)
