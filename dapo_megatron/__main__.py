@@ -168,7 +168,7 @@ def plan(
     num_ranks = policy_ranks(checked, nodes * gpus_per_node)
     spec = NodeSpec(gpus_per_node, gpu_memory_gib, host_memory_gib)
     assumptions = Assumptions(gpu=gpu, mfu=mfu, response_tokens=response_tokens)
-    forecast.check(checked, num_ranks, spec)
+    forecast.check(checked, num_ranks)
     refuse(forecast.forecast(checked, num_ranks, spec, assumptions, json_file))
 
 

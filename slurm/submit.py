@@ -29,7 +29,7 @@ from rich.console import Console
 
 from dapo_megatron.config import Config, DatasetsSource, FileSource
 from dapo_megatron.config.file import load_config
-from dapo_megatron.model import Architecture, planned_architecture, read_architecture
+from dapo_megatron.model import planned_architecture, read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout, describe, policy_ranks
 from dapo_megatron.types import ConfigError
@@ -110,24 +110,13 @@ def problems(config: Config, request: Request, *, elsewhere: bool = False) -> It
     try:
         arch = planned_architecture(config) if elsewhere else read_architecture(config)
         check_compatibility(config, arch)
-        _check_layout(config, arch, request)
+        check_layout(config, arch, policy_ranks(config, request.num_tasks))
     except ConfigError as error:
         yield str(error)
     yield from _time_problems(config, request)
     yield from _step_problems(config, request)
     if not elsewhere:
         yield from missing_files(config, request.environment)
-
-
-def _check_layout(config: Config, arch: Architecture, request: Request) -> None:
-    num_ranks = policy_ranks(config, request.num_tasks)
-    if not request.gpus_per_node:
-        check_layout(config, arch, num_ranks)
-        return
-    # This import takes seconds, because it imports torch.
-    from dapo_megatron.plan.suggestions import check_layout_and_memory
-
-    check_layout_and_memory(config, num_ranks, _node_spec(request))
 
 
 def _node_spec(request: Request) -> NodeSpec:

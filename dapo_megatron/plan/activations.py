@@ -9,14 +9,12 @@ many tokens as they send.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from math import ceil
+from operator import itemgetter
 
-from dapo_megatron.config import Config, PolicyConfig
-from dapo_megatron.model import Architecture, Latent
-from dapo_megatron.types import torch_dtype
-
-Kernels = Literal["local", "transformer_engine"]
+from dapo_megatron.model import Latent
+from dapo_megatron.plan import MemoryItem
+from dapo_megatron.plan.stage import FLOAT32, Stage
 
 TILE_BYTES = 32 * 2**20
 MIN_TILE_ENTRIES = 256
@@ -25,80 +23,61 @@ ERROR_BYTES = 256 * 2**20
 """Same value as in policy/vocab_parallel.py."""
 NUM_TILES = 3
 """Tensors of the size of a tile of logits: the logits, their exponential, and the product."""
-FLOAT32 = 4
-
-
-@dataclass(frozen=True)
-class Micro:
-    """The largest micro-batch. `num_tokens` is per rank; `sequence_tokens` is the longest sequence,
-    over all context-parallel ranks."""
-
-    arch: Architecture
-    policy: PolicyConfig
-    kernels: Kernels
-    num_tokens: int
-    sequence_tokens: int
-    on_gpu: bool
-
-    @property
-    def width(self) -> int:
-        """Bytes per element in policy.precision."""
-        return torch_dtype(self.policy.precision).itemsize
-
-    @property
-    def input_width(self) -> int:
-        """Bytes per element of the input that a linear layer saves for its backward pass."""
-        return 1 if self.policy.fp8 else self.width
-
-    @property
-    def exact_width(self) -> int:
-        """Bytes per element of tensors that are at least float32."""
-        return max(self.width, FLOAT32)
-
-    @property
-    def by_heads(self) -> int:
-        """Number of ranks over which heads and columns are split."""
-        return self.policy.tensor_parallel
-
-    @property
-    def by_tokens(self) -> int:
-        """Number of ranks over which sequence parallelism splits tokens; 1 without it."""
-        return self.policy.tensor_parallel if self.policy.sequence_parallel else 1
-
-
-def micro_of(config: Config, arch: Architecture, kernels: Kernels, *, on_gpu: bool) -> Micro:
-    """Return the largest micro-batch of a run."""
-    bound = config.train.max_tokens_per_microbatch
-    return Micro(arch, config.policy, kernels, bound, config.max_sequence_tokens, on_gpu)
 
 
 # ------------------------------------------------------------------ kept for the backward pass
 
 
-def kept_by_layer(micro: Micro, layer: int) -> float:
+def kept(stage: Stage) -> MemoryItem:
+    """Return the activations that forward passes save for backward, at their maximum."""
+    waiting = _waiting_layers(stage)
+    layers = [stage.layers[index % len(stage.layers)] for index in range(waiting)]
+    if stage.policy.recompute == "full":
+        per_token = len(layers) * _layer_input(stage)
+        how = f"inputs of {len(layers)} layers"
+    else:
+        per_token = sum(kept_by_layer(stage, layer) for layer in layers)
+        how = f"{len(layers)} layers x {per_token / len(layers):,.0f} bytes"
+    micro_batches = ceil(waiting / len(stage.layers))
+    # Cosines and sines, which all layers share (policy/rope.py).
+    per_token += micro_batches * 2.0 * stage.width * stage.arch.rotary_dim
+    if stage.is_last:
+        per_token += _kept_by_end(stage)
+    num_bytes = ceil(stage.num_tokens * per_token)
+    return MemoryItem("activations", num_bytes, f"{stage.num_tokens:,} tokens: {how}")
+
+
+def _waiting_layers(stage: Stage) -> int:
+    """Return the number of layers whose activations a stage holds at the same time, over all
+    micro-batches between forward and backward (Megatron's schedules.py: warm-up of 1F1B, and of the
+    interleaved schedule)."""
+    policy, layers_of_chunk = stage.policy, len(stage.chunks[0])
+    behind = policy.pipeline_parallel - stage.number - 1
+    num_chunks = policy.virtual_pipeline_parallel or 1
+    if num_chunks == 1:
+        return (behind + 1) * layers_of_chunk
+    return (2 * behind + (num_chunks - 1) * policy.pipeline_parallel + 1) * layers_of_chunk
+
+
+def kept_by_layer(stage: Stage, layer: int) -> float:
     """Return the bytes per token that a layer saves for backward. `layer` is its global index."""
-    return _norms(micro, layer) + _attention(micro) + _mlp(micro, layer)
+    return _norms(stage, layer) + _attention(stage) + _mlp(stage, layer)
 
 
-def kept_by_end(micro: Micro) -> float:
+def _kept_by_end(stage: Stage) -> float:
     """Return the bytes per token saved after the last layer: the final norm and the input of the
     output head. With sequence parallelism the gathered copy of that input is added."""
-    hidden = micro.arch.hidden_size
-    copies = 2 if micro.by_tokens > 1 else 1
-    return _norm(micro, hidden / micro.by_tokens) + copies * micro.width * hidden
+    hidden = stage.arch.hidden_size
+    copies = 2 if stage.by_tokens > 1 else 1
+    return _norm(stage, hidden / stage.by_tokens) + copies * stage.width * hidden
 
 
-def layer_input(micro: Micro) -> float:
+def _layer_input(stage: Stage) -> float:
     """Return the bytes per token that a layer saves with full recomputation: its input."""
-    return micro.width * micro.arch.hidden_size / micro.by_tokens
+    return stage.width * stage.arch.hidden_size / stage.by_tokens
 
 
-def rotation(micro: Micro) -> float:
-    """Return the bytes per token of cosines and sines, which all layers share (policy/rope.py)."""
-    return 2.0 * micro.width * micro.arch.rotary_dim
-
-
-def _norm(micro: Micro, columns: float, heads: float = 1) -> float:
+def _norm(stage: Stage, columns: float, heads: float = 1) -> float:
     """Return the bytes per token that one norm saves, without its output, which is counted as input
     of the next module.
 
@@ -106,180 +85,202 @@ def _norm(micro: Micro, columns: float, heads: float = 1) -> float:
     per row. Transformer Engine's norm saves its input and one value per row.
     """
     row = FLOAT32 * heads
-    if micro.kernels == "transformer_engine":
-        return micro.width * columns + row
-    return 2 * micro.exact_width * columns + row
+    if stage.kernels == "transformer_engine":
+        return stage.width * columns + row
+    return 2 * stage.exact_width * columns + row
 
 
-def _norms(micro: Micro, layer: int) -> float:
+def _norms(stage: Stage, layer: int) -> float:
     """Return the bytes per token that the two norms of a layer save, with their outputs."""
-    hidden = micro.arch.hidden_size / micro.by_tokens
-    before_mlp = micro.input_width
-    if micro.arch.has_experts(layer):
-        before_mlp = micro.exact_width  # the router's input
-    return 2 * _norm(micro, hidden) + hidden * (micro.input_width + before_mlp)
+    hidden = stage.arch.hidden_size / stage.by_tokens
+    before_mlp = stage.input_width
+    if stage.arch.has_experts(layer):
+        before_mlp = stage.exact_width  # the router's input
+    return 2 * _norm(stage, hidden) + hidden * (stage.input_width + before_mlp)
 
 
-def _attention(micro: Micro) -> float:
+def _attention(stage: Stage) -> float:
     """Return the bytes per token saved from the QKV projection to the input of the output
     projection."""
-    arch, width, split = micro.arch, micro.width, micro.by_heads
+    arch, width, split = stage.arch, stage.width, stage.by_heads
     if arch.latent:
-        return _latent_attention(micro, arch.latent)
+        return _latent_attention(stage, arch.latent)
     query, group = arch.query_rows / split, arch.group_rows / split
     heads, groups = arch.num_heads / split, max(arch.num_kv_heads / split, 1)
     projected = width * (query + 2 * group)
     kept = 0.0
     has_projected = arch.qk_norm and (
-        micro.kernels == "transformer_engine" or micro.exact_width == width
+        stage.kernels == "transformer_engine" or stage.exact_width == width
     )
     if arch.qk_norm:
-        kept += _norm(micro, query, heads) + _norm(micro, group, groups)
+        kept += _norm(stage, query, heads) + _norm(stage, group, groups)
         # The keys are a view of the projection's output, so all of that output is kept alive.
         kept += projected - width * group if has_projected else 0
-    if micro.kernels == "transformer_engine":
+    if stage.kernels == "transformer_engine":
         kept += width * (2 * query + group) + (0 if has_projected else projected)
-        kept += micro.input_width * query if micro.policy.fp8 else 0
+        kept += stage.input_width * query if stage.policy.fp8 else 0
         return kept + FLOAT32 * heads
     kept += width * query  # input of the output projection
-    if micro.policy.recompute == "selective":
+    if stage.policy.recompute == "selective":
         return kept + width * (query + group) + (0 if has_projected else projected)
     # Queries and outputs, and the keys and values of all context-parallel ranks, repeated for each
     # head. With context parallelism there is also a mask of floating-point numbers.
-    num_ranks = micro.policy.context_parallel
-    mask = width * micro.sequence_tokens if num_ranks > 1 else 0
+    num_ranks = stage.policy.context_parallel
+    mask = width * stage.config.max_sequence_tokens if num_ranks > 1 else 0
     return kept + width * (2 + 2 * num_ranks) * query + FLOAT32 * heads + mask
 
 
-def _latent_attention(micro: Micro, latent: Latent) -> float:
+def _latent_attention(stage: Stage, latent: Latent) -> float:
     """Return the bytes per token that latent attention saves. Its values are narrower than its
     queries; torch's only kernel for this case saves the full matrix of scores."""
-    arch, width, split = micro.arch, micro.width, micro.by_heads
+    arch, width, split = stage.arch, stage.width, stage.by_heads
     heads = arch.num_heads / split
     down = 0.0
     if latent.q_lora_rank:
-        down += _norm(micro, latent.q_lora_rank) + width * latent.q_lora_rank
-    narrow = micro.exact_width > width
+        down += _norm(stage, latent.q_lora_rank) + width * latent.q_lora_rank
+    narrow = stage.exact_width > width
     down += (0 if narrow else width * latent.qk_rope_head_dim) + width * latent.kv_lora_rank
-    down += _norm(micro, latent.kv_lora_rank)
-    kept = down / micro.by_tokens
-    inside = micro.width * (2 * latent.qk_head_dim + latent.v_head_dim) + scores(micro)
-    if micro.policy.recompute == "selective":
-        inside = micro.width * (2 * latent.qk_head_dim + latent.v_head_dim)
+    down += _norm(stage, latent.kv_lora_rank)
+    kept = down / stage.by_tokens
+    inside = stage.width * (2 * latent.qk_head_dim + latent.v_head_dim)
+    if stage.policy.recompute != "selective":
+        inside += _scores(stage)
     return kept + heads * inside + width * arch.value_columns / split
 
 
-def scores(micro: Micro) -> float:
+def _scores(stage: Stage) -> float:
     """Return the bytes of a head's attention scores for one query; 0 for kernels that do not keep
     scores (all except latent attention)."""
-    return micro.width * micro.sequence_tokens if micro.arch.latent else 0.0
+    return stage.width * stage.config.max_sequence_tokens if stage.arch.latent else 0.0
 
 
-def _mlp(micro: Micro, layer: int) -> float:
+def _mlp(stage: Stage, layer: int) -> float:
     """Return the bytes per token that an MLP saves: gate and up (one tensor), and the input of the
     second matmul (policy/activation.py)."""
-    arch, width = micro.arch, micro.width
+    arch, width = stage.arch, stage.width
     if not arch.has_experts(layer):
-        return (2 * width + micro.input_width) * arch.intermediate_size / micro.by_heads
+        return (2 * width + stage.input_width) * arch.intermediate_size / stage.by_heads
     expert = (
-        2 * width + micro.input_width
-    ) * arch.moe_intermediate_size + micro.input_width * arch.hidden_size
+        2 * width + stage.input_width
+    ) * arch.moe_intermediate_size + stage.input_width * arch.hidden_size
     routed = arch.experts_per_token * (expert + 24) + (2 * FLOAT32 + 1) * arch.num_experts
-    shared = (2 * width + micro.input_width) * arch.shared_intermediate_size / micro.by_heads
-    return routed / micro.by_tokens + shared
+    shared = (2 * width + stage.input_width) * arch.shared_intermediate_size / stage.by_heads
+    return routed / stage.by_tokens + shared
 
 
 # ------------------------------------------------------------------ temporary memory
 
 
-def forward_of_layer(micro: Micro, layer: int) -> float:
-    """Return the peak bytes per token of a layer's forward pass."""
-    hidden, columns, routed = _sizes(micro, layer)
-    heads = 2.5 * scores(micro) * micro.arch.num_heads / micro.by_heads
-    return max(micro.width * (4 * columns + 4 * hidden + routed), heads + micro.width * 4 * hidden)
+def passing(stage: Stage, *, backward: bool) -> dict[str, MemoryItem]:
+    """Return the temporary memory of a `layer` and, on the last stage, that of the output `head`.
+    The two never occur at the same time."""
+    of_layer = _backward_of_layer if backward else _forward_of_layer
+    num_bytes = max(of_layer(stage, layer) for layer in (stage.layers[0], stage.layers[-1]))
+    how = "backward pass" if backward else "forward pass"
+    parts = {"layer": MemoryItem("a layer at work", ceil(num_bytes), how)}
+    if stage.is_last:
+        parts["head"] = _head(stage, backward=backward)
+    return parts
 
 
-def backward_of_layer(micro: Micro, layer: int) -> float:
-    """Return the peak bytes per token of activation gradients in a layer's backward pass, less the
-    activations that it has freed by then."""
-    hidden, columns, routed = _sizes(micro, layer)
-    return micro.width * (4 * columns + 3 * hidden + routed)
+def _forward_of_layer(stage: Stage, layer: int) -> float:
+    """Return the peak bytes of a layer's forward pass."""
+    hidden, columns, routed = _sizes(stage, layer)
+    heads = 2.5 * _scores(stage) * stage.arch.num_heads / stage.by_heads
+    of_mlp = stage.width * (4 * columns + 4 * hidden + routed)
+    return stage.num_tokens * max(of_mlp, heads + stage.width * 4 * hidden)
 
 
-def _sizes(micro: Micro, layer: int) -> tuple[float, float, float]:
+def _backward_of_layer(stage: Stage, layer: int) -> float:
+    """Return the peak bytes of a layer's backward pass: gradients of activations, less the
+    activations that it has freed by then, the gradient of its largest weight, before that is added
+    to the gradient buffer, and the activations that it computes again."""
+    hidden, columns, routed = _sizes(stage, layer)
+    per_token = stage.width * (4 * columns + 3 * hidden + routed)
+    if stage.policy.recompute == "full":
+        per_token += kept_by_layer(stage, layer) - _layer_input(stage)
+    arch = stage.arch
+    of_experts = arch.has_experts(layer)
+    width = arch.moe_intermediate_size if of_experts else arch.intermediate_size / stage.by_heads
+    return stage.num_tokens * per_token + stage.width * 2 * width * arch.hidden_size
+
+
+def _sizes(stage: Stage, layer: int) -> tuple[float, float, float]:
     """Return elements per token and rank: of hidden states, of MLP columns outside of experts, and
     of tokens sent to experts and back."""
-    arch = micro.arch
-    hidden = arch.hidden_size / micro.by_tokens
+    arch = stage.arch
+    hidden = arch.hidden_size / stage.by_tokens
     if arch.has_experts(layer):
         return (
             hidden,
-            arch.shared_intermediate_size / micro.by_heads,
+            arch.shared_intermediate_size / stage.by_heads,
             2 * arch.experts_per_token * hidden,
         )
-    return hidden, arch.intermediate_size / micro.by_heads, 0.0
+    return hidden, arch.intermediate_size / stage.by_heads, 0.0
 
 
-def largest_gradient(micro: Micro, layer: int) -> float:
-    """Return the bytes of the gradient of a layer's largest weight, before it is added to the
-    gradient buffer."""
-    arch = micro.arch
-    columns = (
-        arch.moe_intermediate_size
-        if arch.has_experts(layer)
-        else arch.intermediate_size / micro.by_heads
-    )
-    return micro.width * 2 * columns * arch.hidden_size
-
-
-def head_rows(micro: Micro) -> int:
+def _head_rows(stage: Stage) -> int:
     """Return the number of vocabulary entries per rank."""
-    return -(-micro.arch.vocab_size // micro.policy.tensor_parallel)
+    return -(-stage.arch.vocab_size // stage.policy.tensor_parallel)
 
 
-def _tile_entries(micro: Micro) -> int:
-    entries = TILE_BYTES // (FLOAT32 * micro.num_tokens)
-    if micro.on_gpu:
-        entries = max(entries, min(WIDE_TILE_ENTRIES, ERROR_BYTES // (2 * micro.num_tokens)))
-    return min(max(entries, MIN_TILE_ENTRIES), head_rows(micro))
+def _tile_entries(stage: Stage) -> int:
+    entries = TILE_BYTES // (FLOAT32 * stage.num_tokens)
+    if stage.on_gpu:
+        entries = max(entries, min(WIDE_TILE_ENTRIES, ERROR_BYTES // (2 * stage.num_tokens)))
+    return min(max(entries, MIN_TILE_ENTRIES), _head_rows(stage))
 
 
-def _tile_numbers(micro: Micro) -> int:
+def _tile_numbers(stage: Stage) -> int:
     """Return the number of logits in a tile. On a GPU a tile covers a block of tokens, on a CPU all
     tokens."""
-    entries = _tile_entries(micro)
-    tokens = micro.num_tokens
-    if micro.on_gpu:
+    entries = _tile_entries(stage)
+    tokens = stage.num_tokens
+    if stage.on_gpu:
         tokens = min(tokens, max(TILE_BYTES // (FLOAT32 * entries), 1))
     return tokens * entries
 
 
-def hidden_states_of_head(micro: Micro) -> float:
+def _hidden_states_of_head(stage: Stage) -> float:
     """Return the bytes of hidden states during the head's forward pass without gradients: the last
     layer's output, the scored tokens, the copy gathered by sequence parallelism, and the inputs
     that a pipeline stage received for each of its chunks."""
-    policy, num_bytes = micro.policy, micro.num_tokens * micro.width * micro.arch.hidden_size
+    policy, num_bytes = stage.policy, stage.num_tokens * stage.width * stage.arch.hidden_size
     sent = (policy.virtual_pipeline_parallel or 1) if policy.pipeline_parallel > 1 else 0
-    gathered = 1 if micro.by_tokens > 1 else 0
-    return num_bytes * (1 + gathered + (1 + sent) / micro.by_tokens)
+    gathered = 1 if stage.by_tokens > 1 else 0
+    return num_bytes * (1 + gathered + (1 + sent) / stage.by_tokens)
 
 
-def forward_of_head(micro: Micro, *, backward: bool) -> float:
+def _forward_of_head(stage: Stage, *, backward: bool) -> float:
     """Return the peak bytes of the head's forward pass, without its input. If a backward pass
     follows, the exponential of the previous micro-batch is still in memory."""
     num_tiles = NUM_TILES + 1 if backward else NUM_TILES
-    product = micro.width if micro.width < FLOAT32 and not micro.on_gpu else 0
-    return _tile_numbers(micro) * (num_tiles * micro.exact_width + product)
+    product = stage.width if stage.width < FLOAT32 and not stage.on_gpu else 0
+    return _tile_numbers(stage) * (num_tiles * stage.exact_width + product)
 
 
-def backward_of_head(micro: Micro) -> float:
+def _backward_of_head(stage: Stage) -> float:
     """Return the peak bytes of the head's backward pass, without its input: the gradient of a
     tile's logits for all tokens, a tile in float32, the gradient of the hidden states, their
     product with per-token factors, and the gradient of the head's weight."""
-    narrow = micro.width < FLOAT32
-    tile = micro.num_tokens * _tile_entries(micro) * micro.width
-    tile += _tile_numbers(micro) * micro.exact_width * narrow
+    narrow = stage.width < FLOAT32
+    tile = stage.num_tokens * _tile_entries(stage) * stage.width
+    tile += _tile_numbers(stage) * stage.exact_width * narrow
     hidden = (
-        micro.num_tokens * micro.arch.hidden_size * (micro.width * (1 + narrow) + micro.exact_width)
+        stage.num_tokens * stage.arch.hidden_size * (stage.width * (1 + narrow) + stage.exact_width)
     )
-    return tile + hidden + head_rows(micro) * micro.arch.hidden_size * micro.width
+    return tile + hidden + _head_rows(stage) * stage.arch.hidden_size * stage.width
+
+
+def _head(stage: Stage, *, backward: bool) -> MemoryItem:
+    """Return the temporary memory of the output head, with its tiles of logits."""
+    sizes = {"forward": _forward_of_head(stage, backward=backward)}
+    if backward:
+        sizes["backward"] = _backward_of_head(stage)
+    else:
+        sizes["forward"] += _hidden_states_of_head(stage)
+    name, num_bytes = max(sizes.items(), key=itemgetter(1))
+    as_torch = ", counted as torch's" if stage.policy.logprob_head == "triton" else ""
+    return MemoryItem(
+        "logits, at the head", ceil(num_bytes), f"{name} pass of the output head{as_torch}"
+    )

@@ -13,8 +13,6 @@ from dapo_megatron.model import Architecture, engine_slices
 from dapo_megatron.plan import GIB, MemoryItem
 from dapo_megatron.types import torch_dtype
 
-WEIGHTS, CACHE, WORKSPACE = "engine weights", "KV cache", "engine workspace"
-SAMPLER, ROUTES = "engine sampler", "engine routes"
 SAMPLER_NUMBERS = 4482
 """Numbers of 4 bytes that vLLM's model runner V2 keeps per sequence for features of its sampler
 (biases, stop tokens, bad words), besides those that grow with the vocabulary."""
@@ -40,7 +38,7 @@ class EngineMemory:
 
     @property
     def parts(self) -> tuple[MemoryItem, ...]:
-        """Weights, sampler, workspace, cache, and routes if they are captured."""
+        """All of it; routes only if they are captured."""
         routes = (self.routes,) if self.routes.num_bytes else ()
         return *self.weight_pool, self.workspace, self.cache, *routes
 
@@ -76,13 +74,19 @@ def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) ->
     is_captured = config.policy.router_replay == "engine"
     routes = cache // token_bytes * arch.route_bytes if is_captured else 0
     return EngineMemory(
-        MemoryItem(WEIGHTS, weights, how),
+        MemoryItem("engine weights", weights, how),
         MemoryItem(
-            SAMPLER, sampler, "counts of each token per sequence, in vLLM's model runner V2"
+            "engine sampler",
+            sampler,
+            "counts of each token per sequence, in vLLM's model runner V2",
         ),
-        MemoryItem(CACHE, cache, f"{rest}, {token_bytes:,} bytes a token"),
-        MemoryItem(WORKSPACE, workspace, "a step of most tokens, logits, CUDA graphs: assumed"),
-        MemoryItem(ROUTES, routes, "experts of each token in the cache: policy.router_replay"),
+        MemoryItem("KV cache", cache, f"{rest}, {token_bytes:,} bytes a token"),
+        MemoryItem(
+            "engine workspace", workspace, "a step of most tokens, logits, CUDA graphs: assumed"
+        ),
+        MemoryItem(
+            "engine routes", routes, "experts of each token in the cache: policy.router_replay"
+        ),
         token_bytes,
         received,
     )

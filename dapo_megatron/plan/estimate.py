@@ -1,30 +1,42 @@
-"""Estimate the memory of a run: GPUs by phase and pipeline stage, host, disk. No model is built."""
+"""Estimate the memory of a run: GPUs by phase and kind of rank, host, disk. No model is built.
+
+A phase has several moments with different parts in memory. In a pass these are a layer's
+computation and the output head; in a sync first both models, then only the engine. The size of a
+phase is that of its fullest moment.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
+from dapo_megatron.bridge.plan import BUCKET_BYTES
 from dapo_megatron.config import Config
-from dapo_megatron.config.computing import kernels_for
+from dapo_megatron.config.computing import Kernels, kernels_for
 from dapo_megatron.files import write_json
 from dapo_megatron.model import Architecture, planned_architecture
 from dapo_megatron.plan import GIB, MemoryItem, size
-from dapo_megatron.plan import stage as policy
-from dapo_megatron.plan.activations import Kernels, micro_of
+from dapo_megatron.plan.activations import kept, passing
 from dapo_megatron.plan.engine_memory import EngineMemory, engine_of
 from dapo_megatron.plan.layout import data_parallel
-from dapo_megatron.plan.phases import PHASES, Moment, Phases, engine_phases, fullest, phases_of
 from dapo_megatron.plan.stage import Stage
-from dapo_megatron.types import STEP_PHASES, ConfigError, DapoError
+from dapo_megatron.types import STEP_PHASES, ConfigError, DapoError, Phase
 
+PHASES = tuple(
+    phase for phase in Phase if phase not in (Phase.CHECKPOINT, Phase.EVALUATE, Phase.OTHER)
+)
+"""Phases for which memory is estimated."""
 GPU_MARGIN, HOST_MARGIN = 0.05, 0.10
 """A free share of the memory below this causes a warning."""
 ENGINE_RANKS = "every engine rank"
-HOST = "host"
-"""Name for a node's host memory, used in place of a phase."""
+CONTEXT_GIB = 1.0
+"""CUDA context, code of kernels and cuBLAS workspaces (assumed)."""
+NCCL_GIB = 0.2
+"""Buffers of one communicator (assumed)."""
+BUCKETS = MemoryItem("sync buckets", 2 * BUCKET_BYTES, "one to send, one to receive")
 PROCESS_GIB = 4.0
 """Host memory of a process with torch, CUDA, Megatron-core or vLLM, without tensors (assumed)."""
 GRADER_GIB = 0.25
@@ -42,12 +54,19 @@ class NodeSpec:
 
 
 @dataclass(frozen=True)
-class Excess:
-    """Phases in which one kind of rank exceeds the GPU's memory by the same amount, in GiB."""
+class Moment:
+    """The parts in a device's memory at one time of a phase."""
 
-    phases: tuple[str, ...]
-    kind: str
-    gib: float
+    name: str
+    parts: tuple[MemoryItem, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Total bytes of the parts."""
+        return size(self.parts)
+
+
+Phases = dict[str, tuple[Moment, ...]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +79,6 @@ class MemoryEstimate:
     arch: Architecture
     num_processes: int
     nodes: NodeSpec
-    kernels: Kernels
     stages: tuple[Stage, ...]
     kinds: dict[str, Phases]
     engine: EngineMemory
@@ -68,14 +86,14 @@ class MemoryEstimate:
     disk: tuple[MemoryItem, ...]
 
     @property
-    def num_gpus(self) -> int:
-        """Number of GPUs of policy and engines."""
-        return self.num_processes + self.config.separate_gpus
-
-    @property
     def engine_gpus(self) -> int:
         """Number of GPUs with an engine."""
         return self.config.num_replicas(self.num_processes) * self.config.engine_tensor_parallel
+
+    @property
+    def sequences(self) -> int:
+        """Number of full-length sequences that an engine's KV cache holds."""
+        return self.engine.sequences(self.config.max_sequence_tokens)
 
     @property
     def gpu_memory_bytes(self) -> float | None:
@@ -87,60 +105,44 @@ class MemoryEstimate:
         """Memory of a node; None without GPUs, where no limit is known."""
         return self.nodes.host_memory_gib * GIB if self.nodes.gpus_per_node else None
 
-    def fullest(self, phase: str) -> tuple[str, Moment]:
-        """Return the kind of rank that needs the most memory in a phase, and its fullest moment."""
-        moments = {
-            kind: fullest(phases[phase]) for kind, phases in self.kinds.items() if phase in phases
-        }
-        kind = max(moments, key=lambda name: moments[name].num_bytes)
-        return kind, moments[kind]
-
-    def num_bytes(self, phase: str) -> int:
-        """Return the bytes of the fullest rank in a phase. For HOST, return those of a node."""
-        if phase == HOST:
-            return self.host_bytes
-        return self.fullest(phase)[1].num_bytes
-
-    @property
-    def host(self) -> tuple[MemoryItem, ...]:
-        """Host memory of the kind of node that needs the most."""
-        return max(self.hosts.values(), key=size)
-
     @property
     def host_bytes(self) -> int:
-        """Host memory that the ranks of this node need, in bytes."""
-        return size(self.host)
+        """Host memory of the kind of node that needs the most, in bytes."""
+        return max(map(size, self.hosts.values()))
 
-    def excesses(self) -> list[Excess]:
-        """Return the phases that do not fit, grouped where kind of rank and size are the same."""
-        room = self.gpu_memory_bytes
-        if room is None:
-            return []
-        groups: dict[tuple[str, int], tuple[str, ...]] = {}
-        for phase in PHASES:
-            if (num_bytes := self.num_bytes(phase)) > room:
-                key = self.fullest(phase)[0], num_bytes
-                groups[key] = (*groups.get(key, ()), phase)
-        return [
-            Excess(phases, kind, (num_bytes - room) / GIB)
-            for (kind, num_bytes), phases in groups.items()
-        ]
+    def fullest(self, phase: str) -> tuple[str, Moment]:
+        """Return the kind of rank that needs the most memory in a phase, and its fullest moment."""
+        sizes = {kind: fullest(phases[phase]).num_bytes for kind, phases in self.kinds.items()}
+        kind = max(sizes, key=sizes.__getitem__)
+        return kind, fullest(self.kinds[kind][phase])
+
+    def num_bytes(self, phase: str) -> int:
+        """Return the bytes of the fullest rank in a phase."""
+        return self.fullest(phase)[1].num_bytes
 
     def fits(self) -> bool:
         """Return True if GPU and host memory suffice and the KV cache holds one full sequence."""
-        return not self.excesses() and self.sequences >= 1 and self.host_excess_gib <= 0
+        return not any(self.problems())
 
-    @property
-    def host_excess_gib(self) -> float:
-        """Host memory shortfall per node in GiB; negative means headroom."""
-        if self.host_memory_bytes is None:
-            return 0.0
-        return (self.host_bytes - self.host_memory_bytes) / GIB
-
-    @property
-    def sequences(self) -> int:
-        """Number of full-length sequences that an engine's KV cache holds."""
-        return self.engine.sequences(self.config.max_sequence_tokens)
+    def problems(self) -> Iterator[str]:
+        """Yield a text for each thing that does not fit, with the parts that take the most."""
+        room, host_room = self.gpu_memory_bytes, self.host_memory_bytes
+        too_full: dict[str, list[str]] = {}
+        for phase in PHASES if room is not None else ():
+            kind, moment = self.fullest(phase)
+            if moment.num_bytes > room:
+                text = f"{kind} takes {_excess(moment.parts, room)} there is"
+                too_full.setdefault(text, []).append(phase)
+        yield from (f"{', '.join(phases)}: {text}" for text, phases in too_full.items())
+        if self.sequences < 1:
+            yield (
+                f"generate: the KV cache of {self.engine.cache.gib:.1f} GiB cannot hold one "
+                f"sequence of {self.config.max_sequence_tokens:,} tokens; raise "
+                "engine.memory_fraction (engine.kv_cache_gib without a GPU)"
+            )
+        if host_room is not None and self.host_bytes > host_room:
+            parts = max(self.hosts.values(), key=size)
+            yield f"host: a node's ranks take {_excess(parts, host_room)} a node has"
 
     def warnings(self) -> Iterator[str]:
         """Yield a warning for GPU or host memory that fits with little free space."""
@@ -155,9 +157,7 @@ class MemoryEstimate:
     def gpu_warnings(self) -> Iterator[str]:
         """Yield a warning for each phase that leaves little free GPU memory."""
         room = self.gpu_memory_bytes
-        if room is None:
-            return
-        for phase in PHASES:
+        for phase in PHASES if room is not None else ():
             free = room - self.num_bytes(phase)
             if 0 <= free < GPU_MARGIN * room:
                 yield (
@@ -165,6 +165,19 @@ class MemoryEstimate:
                     f"{GPU_MARGIN:.0%}. Fragmentation needs some of it, and a GPU has less memory "
                     "than its nominal size (an H100 of 80 GB: 79.1 to 79.6 GiB)"
                 )
+
+
+def fullest(moments: Sequence[Moment]) -> Moment:
+    """Return the moment with the most bytes."""
+    return max(moments, key=attrgetter("num_bytes"))
+
+
+def _excess(parts: Sequence[MemoryItem], room: float) -> str:
+    """Format what parts take, by how much it exceeds `room`, and the largest parts."""
+    total = size(parts)
+    most = sorted(parts, key=attrgetter("gib"), reverse=True)[:4]
+    names = ", ".join(f"{part.name} {part.gib:.1f}" for part in most)
+    return f"{total / GIB:.1f} GiB ({names}), {(total - room) / GIB:.1f} more than"
 
 
 def estimate_memory(
@@ -179,30 +192,25 @@ def estimate_memory(
     arch = planned_architecture(config)
     has_gpu = nodes.gpus_per_node > 0
     kernels = kernels_of(config, arch, has_gpu=has_gpu)
-    micro = micro_of(config, arch, kernels, on_gpu=has_gpu)
     stages = tuple(
-        Stage(config, micro, num_processes, number)
+        Stage(config, arch, kernels, num_processes, number, has_gpu)
         for number in range(config.policy.pipeline_parallel)
     )
     engine = engine_of(config, arch, nodes.gpu_memory_gib * GIB if has_gpu else None)
     colocated = engine if config.engine.colocated else None
-    kinds = {stage.name: phases_of(stage, colocated, has_gpu=has_gpu) for stage in stages}
+    kinds = {stage.name: _policy_phases(stage, colocated) for stage in stages}
     if not colocated:
-        kinds[ENGINE_RANKS] = engine_phases(config, engine, has_gpu=has_gpu)
+        kinds[ENGINE_RANKS] = _engine_phases(config, engine, has_gpu=has_gpu)
     return MemoryEstimate(
         config=config,
         arch=arch,
         num_processes=num_processes,
         nodes=nodes,
-        kernels=kernels,
         stages=stages,
         kinds=kinds,
         engine=engine,
-        hosts={
-            title: _host_parts(config, stages, node)
-            for title, node in _nodes(config, num_processes, nodes.gpus_per_node)
-        },
-        disk=_disk_parts(stages, num_processes),
+        hosts=dict(_hosts(config, stages, nodes.gpus_per_node)),
+        disk=_disk(stages),
     )
 
 
@@ -216,64 +224,134 @@ def kernels_of(config: Config, arch: Architecture, *, has_gpu: bool) -> Kernels:
     return chosen
 
 
-@dataclass(frozen=True)
-class NodeRanks:
-    """Numbers of processes of the policy and of engines on a node."""
-
-    policy: int
-    engine: int
+# ------------------------------------------------------------------ phases of a device
 
 
-def _nodes(config: Config, num_processes: int, gpus_per_node: int) -> list[tuple[str, NodeRanks]]:
-    """Return the kinds of nodes, with a title for each. Without GPUs there is a single node."""
-    num_gpus = num_processes + config.separate_gpus
-    per_node = min(num_gpus, gpus_per_node or num_gpus)
+def _policy_phases(stage: Stage, engine: EngineMemory | None) -> Phases:
+    """Return the moments of each phase on a device of this pipeline stage. `engine` is None if
+    engines run on other GPUs."""
+    config, policy = stage.config, stage.policy
+    always = [_overhead(stage)] if stage.on_gpu else []
+    if engine and stage.on_gpu:
+        always.append(_engine_overhead(config))
+    sleeps = stage.on_gpu and config.engine.sleep
+    parts, pool = (engine.parts, engine.weight_pool) if engine else ((), ())
+    awake = () if sleeps else parts
+    made = {"weights": stage.weights, "gradients": stage.gradients, "optimizer": stage.optimizer}
+    # FP8 copies stay from one micro-batch to the next, and so also during a sync.
+    copies = [stage.fp8_copies] if policy.fp8 else []
+    whole = [*always, *made.values(), *copies]
+    # Any offloading also drops the FP8 copies.
+    left = [part for name, part in made.items() if name not in policy.offload]
+    left += [] if policy.offload else copies
+    generating = Moment("engine awake" if engine else "waiting", (*always, *left, *parts))
+
+    # The engine is built first and sleeps before the policy is built. FP8 copies of bfloat16
+    # weights are only made by the first forward pass.
+    at_first = copies if policy.fp8 and policy.fp8.parameters else []
+    start = [Moment("policy made", (*always, *made.values(), *at_first, *awake))]
+    if sleeps:
+        start.insert(0, Moment("engine made", (*always, *parts)))
+    moving = Moment("weights move", (*whole, *(awake or pool), BUCKETS))
+    return {
+        Phase.START: tuple(start),
+        Phase.GENERATE: (generating,),
+        Phase.SYNC: (moving, generating),
+        Phase.LOGPROBS: tuple(
+            Moment(name, (*whole, *awake, part))
+            for name, part in passing(stage, backward=False).items()
+        ),
+        Phase.UPDATE: tuple(
+            Moment(name, (*whole, *awake, kept(stage), part))
+            for name, part in passing(stage, backward=True).items()
+        ),
+    }
+
+
+def _engine_phases(config: Config, engine: EngineMemory, *, has_gpu: bool) -> Phases:
+    """Return the moments of each phase on a device with an engine and no policy."""
+    parts = (*((_engine_overhead(config),) if has_gpu else ()), *engine.parts)
+    phases: Phases = dict.fromkeys(PHASES, (Moment("engine awake", parts),))
+    return phases | {Phase.SYNC: (Moment("weights move", (*parts, BUCKETS)),)}
+
+
+def _overhead(stage: Stage) -> MemoryItem:
+    """Return the memory of CUDA and NCCL in a rank of the policy. Weights move to engines on other
+    GPUs in a communicator of both."""
+    layout, world = stage.policy, stage.num_processes
+    sizes = {
+        "sync": 1 if stage.config.engine.colocated else world + stage.config.separate_gpus,
+        "world": world,
+        "tensor": layout.tensor_parallel,
+        "pipeline": layout.pipeline_parallel,
+        "context": layout.context_parallel,
+        "data": data_parallel(layout, world) * layout.context_parallel,
+        "expert": layout.expert_parallel,
+    }
+    return _communicators("CUDA and NCCL", sizes)
+
+
+def _engine_overhead(config: Config) -> MemoryItem:
+    """Return the memory of CUDA and NCCL in an engine's process on a GPU."""
+    sizes = {
+        "sync": 1 if config.engine.colocated else 1 + config.separate_gpus,
+        "engine": config.engine_tensor_parallel,
+    }
+    return _communicators("CUDA and NCCL of the engine", sizes)
+
+
+def _communicators(name: str, sizes: Mapping[str, int]) -> MemoryItem:
+    """Return the memory of CUDA, and of NCCL with communicators of these sizes."""
+    count = sum(number > 1 for number in sizes.values())
+    how = f"{CONTEXT_GIB:g} GiB, and {NCCL_GIB:g} for each of {count} communicators: assumed"
+    return MemoryItem(name, int((CONTEXT_GIB + NCCL_GIB * count) * GIB), how)
+
+
+# ------------------------------------------------------------------ host and disk
+
+
+def _hosts(
+    config: Config, stages: Sequence[Stage], gpus_per_node: int
+) -> Iterator[tuple[str, tuple[MemoryItem, ...]]]:
+    """Yield the kinds of nodes with their memory. Without GPUs there is a single node. Engines on
+    other GPUs are on other nodes, if the run has several."""
+    ranks, separate = stages[0].num_processes, config.separate_gpus
+    per_node = gpus_per_node or ranks + separate
     if config.engine.colocated:
-        num_shared = config.num_replicas(num_processes) * config.engine_tensor_parallel
-        return [("host memory of a node", NodeRanks(per_node, min(per_node, num_shared)))]
-    nodes: dict[str, NodeRanks] = {}
-    for first in range(0, num_gpus, per_node):
-        num = min(per_node, num_gpus - first)
-        policy = min(max(num_processes - first, 0), num)
-        ranks = {"policy": policy, "engine": num - policy}
-        title = " and ".join(f"{count} {side} ranks" for side, count in ranks.items() if count)
-        nodes[f"host memory of a node with {title}"] = NodeRanks(policy, num - policy)
-    return list(nodes.items())
+        with_engine = config.num_replicas(ranks) * config.engine_tensor_parallel
+        here = min(ranks, per_node)
+        yield "host memory of a node", _host(config, stages, here, min(here, with_engine))
+    elif ranks + separate <= per_node:
+        yield "host memory of the node", _host(config, stages, ranks, separate)
+    else:
+        of_policy = _host(config, stages, min(ranks, per_node), 0)
+        yield "host memory of a node of the policy", of_policy
+        of_engines = _host(config, stages, 0, min(separate, per_node))
+        yield "host memory of a node of engines", of_engines
 
 
-def _host_parts(config: Config, stages: Sequence[Stage], node: NodeRanks) -> tuple[MemoryItem, ...]:
-    """Return the host memory of a node, as if all its ranks were in the fullest pipeline stage."""
-    processes = node.policy + node.engine
-    offloaded = max(policy.offloaded_bytes(stage) for stage in stages)
-    optimizer = max(policy.optimizer_on_host(stage) for stage in stages)
-    reference = max(policy.reference_bytes(stage) for stage in stages)
-    snapshot = max(policy.snapshot_bytes(stage) for stage in stages)
-    engines = max(node.engine // config.engine_tensor_parallel, 1) if node.engine else 0
-    graders = engines * config.rewards.workers
-    ranks = f"{node.policy} ranks"
+def _host(
+    config: Config, stages: Sequence[Stage], policy: int, engine: int
+) -> tuple[MemoryItem, ...]:
+    """Return the host memory of a node with so many ranks of the policy and of engines, as if all
+    of them were in the fullest pipeline stage."""
+    pinned = {
+        "offloaded while generating": (max(s.offloaded_bytes for s in stages), "policy.offload"),
+        "optimizer for good": (max(s.optimizer_on_host for s in stages), "optimizer.cpu_offload"),
+        "reference model": (max(s.reference_bytes for s in stages), "weights for loss.kl"),
+        "a checkpoint's copy": (max(s.snapshot_bytes for s in stages), "what a rank updates"),
+    }
+    graders = -(-engine // config.engine_tensor_parallel) * config.rewards.workers
     limit = config.rewards.memory_mib / 1024
-    parts = (
+    parts = [
         MemoryItem(
             "processes",
-            int(processes * PROCESS_GIB * GIB),
-            f"{node.policy} of the policy, {node.engine} of engines, {PROCESS_GIB:g} GiB each: "
-            "assumed",
+            int((policy + engine) * PROCESS_GIB * GIB),
+            f"{policy} of the policy, {engine} of engines, {PROCESS_GIB:g} GiB each: assumed",
         ),
-        MemoryItem(
-            "offloaded while generating",
-            node.policy * offloaded,
-            f"{ranks}, pinned: policy.offload",
-        ),
-        MemoryItem(
-            "optimizer for good", node.policy * optimizer, f"{ranks}: optimizer.cpu_offload"
-        ),
-        MemoryItem(
-            "reference model", node.policy * reference, f"{ranks}, pinned: weights for loss.kl"
-        ),
-        MemoryItem(
-            "a checkpoint's copy",
-            node.policy * snapshot,
-            f"{ranks}, pinned: weights and optimizer of what each updates",
+        *(
+            MemoryItem(name, policy * num_bytes, f"{policy} ranks, pinned: {how}")
+            for name, (num_bytes, how) in pinned.items()
         ),
         MemoryItem(
             "grading processes",
@@ -282,60 +360,46 @@ def _host_parts(config: Config, stages: Sequence[Stage], node: NodeRanks) -> tup
         ),
         MemoryItem(
             "routes",
-            # Twice: with the message in which they leave or arrive.
-            2 * node.policy * _route_bytes(config, stages[0])
-            + (2 * _held_route_bytes(config, stages[0].arch) if node.policy else 0),
-            f"{ranks}, and rank 0 for all open groups, if every answer has its maximum length: "
-            "policy.router_replay",
+            _route_bytes(stages[0], policy) if policy else 0,
+            f"{policy} ranks, and rank 0 for all open groups, if every answer has its maximum "
+            "length: policy.router_replay",
         ),
-    )
+    ]
     return tuple(part for part in parts if part.num_bytes)
 
 
-def _route_bytes(config: Config, stage: Stage) -> int:
-    """Return the bytes of the routes of a step that a rank holds (TokenBatch.routes)."""
+def _route_bytes(stage: Stage, num_ranks: int) -> int:
+    """Return the bytes of routes on a node: those of each rank for a step (TokenBatch.routes), and
+    on rank 0 those of all issued groups. Each twice: with the message that brings them."""
+    config, rollout = stage.config, stage.config.rollout
     if config.policy.router_replay == "off":
         return 0
-    return _step_route_bytes(config, stage.arch) // data_parallel(
-        config.policy, stage.num_processes
-    )
-
-
-def _held_route_bytes(config: Config, arch: Architecture) -> int:
-    """Return the bytes of the routes that rank 0 holds until a step is trained, those of groups
-    that are filtered or carried included."""
-    if config.policy.router_replay != "engine":
-        return 0
-    rollout = config.rollout
-    issued = (1.0 if rollout.on_policy else rollout.lookahead) / rollout.expected_keep_rate
-    return int(issued * _step_route_bytes(config, arch))
-
-
-def _step_route_bytes(config: Config, arch: Architecture) -> int:
-    rollout = config.rollout
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     tokens = sequences * (rollout.max_prompt_tokens + rollout.max_response_tokens)
-    return tokens * arch.route_bytes
+    of_step = tokens * stage.arch.route_bytes
+    total = num_ranks * (of_step // data_parallel(config.policy, stage.num_processes))
+    if config.policy.router_replay == "engine":
+        ahead = 1.0 if rollout.on_policy else rollout.lookahead
+        total += int(ahead / rollout.expected_keep_rate * of_step)
+    return 2 * total
 
 
-def _disk_parts(stages: Sequence[Stage], num_processes: int) -> tuple[MemoryItem, ...]:
+def _disk(stages: Sequence[Stage]) -> tuple[MemoryItem, ...]:
     """Return the disk space of a checkpoint and of its largest rank file."""
-    files = [policy.snapshot_bytes(stage) for stage in stages]
-    total = num_processes // len(stages) * sum(files)
+    files = [stage.snapshot_bytes for stage in stages]
+    ranks = stages[0].num_processes
     return (
         MemoryItem("checkpoint, a rank's part", max(files), "what its optimizer updates"),
-        MemoryItem("checkpoint", total, f"{num_processes} ranks: each value once"),
+        MemoryItem("checkpoint", ranks // len(stages) * sum(files), f"{ranks} ranks: values once"),
     )
 
 
-def save_estimate(
-    config: Config, path: Path, note: Callable[[str], None], num_processes: int, gpu_bytes: int
-) -> None:
-    """Write to `path` the estimated GPU memory of each measured phase in GiB, for GPUs of
-    `gpu_bytes`.
+# ------------------------------------------------------------------ for the report
 
-    The report compares the estimates with measurements. If this fails, `note` is called with the
-    reason.
+
+def save_estimate(config: Config, path: Path, num_processes: int, gpu_bytes: int) -> str | None:
+    """Write to `path` the estimated GPU memory of each measured phase in GiB, for GPUs of
+    `gpu_bytes`. The report compares the estimates with measurements. Return why it failed, if so.
     """
     gpus_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
     try:
@@ -349,4 +413,5 @@ def save_estimate(
     # A config.json that policy and engine accept may raise any of these errors here. Only the
     # report needs the file, so the run goes on.
     except (DapoError, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        note(f"  no {path.name}: {type(error).__name__}: {error}")
+        return f"no {path.name}: {type(error).__name__}: {error}"
+    return None

@@ -1,14 +1,14 @@
 """The `plan` command: forecast memory and time of a run, as tables and JSON.
 
-There is one table for each kind of rank. The size of a phase is that of its fullest moment. Sizes
-that occur only at other moments are in brackets.
+There is one table for each kind of rank that needs the most memory in some phase. It shows each
+phase at its fullest moment.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,31 @@ from rich.table import Table
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_result
 from dapo_megatron.literal_console import LiteralConsole
-from dapo_megatron.model import planned_architecture, published_notes
-from dapo_megatron.plan import GIB, MemoryItem, size
+from dapo_megatron.model import Architecture, planned_architecture, published_notes
+from dapo_megatron.plan import GIB, MemoryItem
 from dapo_megatron.plan.compatibility import check as check_compatibility
-from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory
-from dapo_megatron.plan.layout import describe
-from dapo_megatron.plan.phases import PHASES, Moment, Phases, fullest
-from dapo_megatron.plan.separate import describe_sides, side_warnings
+from dapo_megatron.plan.estimate import (
+    PHASES,
+    MemoryEstimate,
+    NodeSpec,
+    Phases,
+    estimate_memory,
+    fullest,
+)
+from dapo_megatron.plan.layout import changes, check_layout, describe, layouts
 from dapo_megatron.plan.speed import Assumptions, Speed, estimate_speed
-from dapo_megatron.plan.stage import ACTIVATIONS
-from dapo_megatron.plan.suggestions import alternatives, check_layout_and_memory, problems
-from dapo_megatron.types import Phase
+from dapo_megatron.types import ConfigError
+
+NUM_LAYOUTS = 5
+"""Number of layouts that are named if a run does not fit."""
+_NONE = "  none; use more nodes, or free memory of the largest parts (docs/plan.md)"
 
 
-def check(config: Config, num_processes: int, nodes: NodeSpec) -> None:
+def check(config: Config, num_processes: int) -> None:
     """Check model, compatibility and layout before a forecast. Raises ConfigError."""
-    check_compatibility(config, planned_architecture(config))
-    check_layout_and_memory(config, num_processes, nodes)
+    arch = planned_architecture(config)
+    check_compatibility(config, arch)
+    check_layout(config, arch, num_processes)
 
 
 def forecast(
@@ -44,161 +52,137 @@ def forecast(
     assumptions: Assumptions | None = None,
     json_file: Path | None = None,
 ) -> list[str]:
-    """Print the tables and write `json_file`. Return a text for each problem (what does not fit)
-    and for each remedy."""
+    """Print the tables and write `json_file`. Return a text for each thing that does not fit, and
+    one with the layouts that do."""
     estimate = estimate_memory(config, num_processes, nodes)
     speed = estimate_speed(estimate, assumptions) if nodes.gpus_per_node else None
     render(estimate, LiteralConsole(), speed)
-    excesses = list(problems(estimate))
-    write_result(json_file, json.dumps(to_json(estimate, speed, excesses)))
-    if excesses and nodes.gpus_per_node:
-        return [*excesses, *alternatives(config, num_processes, nodes)]
-    return excesses
+    problems = list(estimate.problems())
+    write_result(json_file, json.dumps(to_json(estimate, speed)))
+    if problems and speed is not None:
+        fitting = fitting_layouts(estimate, speed.assumptions)
+        gpus = f"{num_processes} GPUs of {nodes.gpu_memory_gib:g} GiB"
+        near = [f"  {seconds:,.0f} s a step: {text}" for seconds, text in fitting[:NUM_LAYOUTS]]
+        problems += [f"layouts that fit {gpus} with memory to spare:", *(near or [_NONE])]
+    return problems
+
+
+def fitting_layouts(estimate: MemoryEstimate, assumptions: Assumptions) -> list[tuple[float, str]]:
+    """Return the layouts of the policy that fit the same GPUs without a warning, as (seconds of a
+    step, overrides), the fastest first and then the nearest. Each is tried as configured and with
+    full recomputation."""
+    config, fitting = estimate.config, []
+    for other in layouts(config, estimate.num_processes, estimate.arch):
+        for recompute in dict.fromkeys([config.policy.recompute, "full"]):
+            policy = other.policy.model_copy(update={"recompute": recompute})
+            changed = other.model_copy(update={"policy": policy})
+            if not _is_valid(changed, estimate.arch):
+                continue
+            tried = estimate_memory(changed, estimate.num_processes, estimate.nodes)
+            if tried.fits() and not any(tried.gpu_warnings()):
+                seconds = estimate_speed(tried, assumptions).step_seconds
+                # Differences of a few per cent mean nothing, so that nearer layouts come first.
+                fitting.append((float(f"{seconds:.2g}"), seconds, changes(config, changed)))
+                break
+    return [(seconds, text) for _, seconds, text in sorted(fitting, key=itemgetter(0))]
+
+
+def _is_valid(config: Config, arch: Architecture) -> bool:
+    try:
+        check_compatibility(config, arch)
+    except ConfigError:
+        return False
+    return True
+
+
+# ------------------------------------------------------------------ tables
 
 
 def render(estimate: MemoryEstimate, console: Console, speed: Speed | None = None) -> None:
-    """Print the tables. They do not say what does not fit; see `suggestions.problems`."""
-    config = estimate.config
-    for note in published_notes(config):
+    """Print the tables. What does not fit is in `MemoryEstimate.problems`."""
+    for note in published_notes(estimate.config):
         console.print(f"model: {note}", highlight=False, soft_wrap=True)
-    where = "" if config.engine.colocated else " on other GPUs"
-    console.print(
-        f"{estimate.arch.family}, {estimate.num_processes} ranks: "
-        f"{describe(config.policy, estimate.num_processes)}; engines "
-        f"{config.num_replicas(estimate.num_processes)} of {config.engine_tensor_parallel} ranks"
-        f"{where}; kernels {estimate.kernels}"
-        + ("" if estimate.kernels == "local" else " (activations counted, not measured)"),
-        highlight=False,
-        markup=False,
-    )
-    for title, phases in _kinds(estimate):
-        console.print(_memory(estimate, title, phases))
+    console.print(_title(estimate), highlight=False, markup=False)
+    for kind in dict.fromkeys(estimate.fullest(phase)[0] for phase in PHASES):
+        console.print(_memory(estimate, kind, estimate.kinds[kind]))
     for title, parts in (*estimate.hosts.items(), ("disk", estimate.disk)):
-        console.print(_parts(title, parts))
-    tokens = _tokens(estimate, speed)
-    console.print(
-        f"KV cache of an engine: {estimate.sequences:,} sequences of "
-        f"{config.max_sequence_tokens:,} tokens, {estimate.engine.sequences(tokens):,} of "
-        f"{tokens:,.0f}",
-        highlight=False,
-    )
+        table = Table("part", "GiB", "how", title=title)
+        for part in parts:
+            table.add_row(part.name, f"{part.gib:.2f}", part.how)
+        console.print(table)
+    limit = estimate.config.max_sequence_tokens
+    text = f"KV cache of an engine: {estimate.sequences:,} sequences of {limit:,} tokens"
+    if speed is not None:
+        text += f", {estimate.engine.sequences(speed.length):,} of {speed.length:,}"
+    console.print(text, highlight=False)
     if speed is not None:
         _render_speed(estimate, speed, console)
-    for text in warnings(estimate, speed):
-        console.print(f"warning: {text}", highlight=False, soft_wrap=True)
+    for warning in estimate.warnings():
+        console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
 
 
-def _tokens(estimate: MemoryEstimate, speed: Speed | None) -> float:
-    """Return the mean number of tokens of a sequence; a quarter of the limit without `speed`."""
-    if speed is None:
-        return estimate.config.max_sequence_tokens / 4
-    return speed.tokens / (
-        estimate.config.rollout.prompts_per_step * estimate.config.rollout.samples_per_prompt
+def _title(estimate: MemoryEstimate) -> str:
+    """Describe model, layout, engines and kernels in a line."""
+    config, ranks, kernels = estimate.config, estimate.num_processes, estimate.stages[0].kernels
+    where = "" if config.engine.colocated else " on other GPUs"
+    counted = "" if kernels == "local" else " (activations counted, not measured)"
+    return (
+        f"{estimate.arch.family}, {ranks} ranks: {describe(config.policy, ranks)}; engines "
+        f"{config.num_replicas(ranks)} of {config.engine_tensor_parallel} ranks{where}; "
+        f"kernels {kernels}{counted}"
     )
 
 
-def _kinds(estimate: MemoryEstimate) -> Iterator[tuple[str, Phases]]:
-    """Yield the kinds of ranks by name. Adjacent stages that differ only in their activations are
-    one kind, shown with the first of them, which holds the most micro-batches."""
-    for _, group in groupby(estimate.kinds.items(), key=lambda item: _group_key(item[1])):
-        alike = list(group)
-        first, phases = alike[0]
-        more = f", and {len(alike) - 1} more like it, with fewer activations"
-        yield first + (more if len(alike) > 1 else ""), phases
-
-
-def _group_key(phases: Phases) -> list[tuple[str, int]]:
-    """Return the names and sizes that distinguish kinds of ranks: all except activations."""
-    return [
-        (part.name, part.num_bytes)
-        for moments in phases.values()
-        for moment in moments
-        for part in moment.parts
-        if part.name != ACTIVATIONS
-    ]
-
-
-def _memory(estimate: MemoryEstimate, title: str, phases: Phases) -> Table:
+def _memory(estimate: MemoryEstimate, kind: str, phases: Phases) -> Table:
     """Return the table of one kind of rank, with a column per phase."""
     room = estimate.gpu_memory_bytes
     limit = "" if room is None else f" of {room / GIB:g}"
-    table = Table(title=f"memory of {title}: GiB{limit}")
-    table.add_column("part")
+    table = Table("part", title=f"memory of {kind}: GiB{limit}")
     for phase in PHASES:
         table.add_column(phase, justify="right")
     table.add_column("how")
-    most = {phase: fullest(phases[phase]) for phase in PHASES}
-    every = [part for moments in phases.values() for m in moments for part in m.parts]
-    for name in dict.fromkeys(part.name for part in every):
-        shown = [_shown(name, phases[phase], most[phase]) for phase in PHASES]
-        largest = max((p for p in every if p.name == name), key=lambda part: part.num_bytes)
-        table.add_row(name, *shown, largest.how)
+    moments = [fullest(phases[phase]) for phase in PHASES]
+    hows = {part.name: part.how for moment in moments for part in moment.parts}
+    for name, how in hows.items():
+        sizes = [
+            next((f"{part.gib:.2f}" for part in moment.parts if part.name == name), "")
+            for moment in moments
+        ]
+        table.add_row(name, *sizes, how)
     table.add_section()
-    table.add_row("all", *[f"{most[phase].num_bytes / GIB:.1f}" for phase in PHASES], "")
+    table.add_row("all", *[f"{moment.num_bytes / GIB:.1f}" for moment in moments])
     if room is not None:
-        free = [(room - most[phase].num_bytes) / GIB for phase in PHASES]
-        table.add_row("free", *[f"{gib:.1f}" for gib in free], "")
-    names = [most[phase].name if len(phases[phase]) > 1 else "" for phase in PHASES]
-    table.add_row("fullest at", *names, "(in brackets: at another moment, not in the sum)")
+        free = [(room - moment.num_bytes) / GIB for moment in moments]
+        table.add_row("free", *[f"{gib:.1f}" for gib in free])
+    names = [m.name if len(phases[p]) > 1 else "" for p, m in zip(PHASES, moments, strict=True)]
+    table.add_row("fullest at", *names)
     return table
-
-
-def _shown(name: str, moments: Iterable[Moment], counted: Moment) -> str:
-    """Return the size of a part in a phase, in brackets if it does not occur at the fullest
-    moment."""
-    sizes = {
-        moment.name: size(part for part in moment.parts if part.name == name) / GIB
-        for moment in moments
-    }
-    if here := sizes[counted.name]:
-        return f"{here:.2f}"
-    elsewhere = max(sizes.values())
-    return f"({elsewhere:.2f})" if elsewhere else ""
-
-
-def _parts(title: str, parts: Iterable[MemoryItem]) -> Table:
-    table = Table("part", "GiB", "how", title=title)
-    for part in parts:
-        table.add_row(part.name, f"{part.gib:.2f}", part.how)
-    return table
-
-
-def warnings(estimate: MemoryEstimate, speed: Speed | None) -> list[str]:
-    """Return the warnings of memory, and those of engines on other GPUs."""
-    of_sides = () if estimate.config.engine.colocated else side_warnings(estimate, speed)
-    return [*estimate.warnings(), *of_sides]
-
-
-_RANKS = {
-    Phase.GENERATE: " (engine ranks)",
-    Phase.LOGPROBS: " (policy ranks)",
-    Phase.UPDATE: " (policy ranks)",
-    Phase.SYNC: "",
-}
 
 
 def _render_speed(estimate: MemoryEstimate, speed: Speed, console: Console) -> None:
-    is_separate = not estimate.config.engine.colocated
     table = Table("phase", "seconds", title="a rollout step (estimate)")
-    for phase, seconds in speed.seconds.items():
-        side = _RANKS[Phase(phase)] if is_separate else ""
-        table.add_row(phase + side, f"{seconds:,.0f}")
-    table.add_row("step", f"{speed.step_seconds:,.0f}")
+    for phase, seconds in (*speed.seconds.items(), ("step", speed.step_seconds)):
+        table.add_row(phase, f"{seconds:,.0f}")
     console.print(table)
-    if is_separate:
-        console.print(describe_sides(estimate, speed), highlight=False)
-    lines = [f"{name} {value}" for name, value in speed.assumptions.lines() if value != "None"]
+    if not estimate.config.engine.colocated:
+        how = "at the same time" if speed.overlaps else "one after another"
+        waiting, sent = speed.waiting, speed.sync_bytes / GIB
+        console.print(
+            f"policy and engines work {how}: the policy waits for {waiting['policy']:.0%} of a "
+            f"step, engines for {waiting['engine']:.0%} (engine.replicas). A sync sends "
+            f"{sent:,.1f} GiB, {sent / estimate.engine_gpus:.1f} to each GPU of an engine",
+            highlight=False,
+        )
+    given = ", ".join(f"{name} {value}" for name, value in speed.assumptions.lines())
     console.print(
-        f"assumed: {', '.join(lines)}; {speed.prompts:,.0f} prompts a step, responses of "
+        f"assumed: {given}; {speed.prompts:,.0f} prompts a step, responses of "
         f"{speed.response_tokens:,.0f} tokens on average. Without evaluation and checkpoints",
         highlight=False,
         markup=False,
     )
 
 
-def to_json(
-    estimate: MemoryEstimate, speed: Speed | None, problems: Sequence[str]
-) -> dict[str, Any]:
+def to_json(estimate: MemoryEstimate, speed: Speed | None) -> dict[str, Any]:
     """Return the estimates in bytes and seconds, and the problems."""
     fullest_of_all = {phase: estimate.fullest(phase) for phase in PHASES}
     return {
@@ -207,8 +191,8 @@ def to_json(
         "gpu_memory_bytes": estimate.gpu_memory_bytes,
         "host_memory_bytes": estimate.host_memory_bytes,
         "fits": estimate.fits(),
-        "problems": list(problems),
-        "warnings": warnings(estimate, speed),
+        "problems": list(estimate.problems()),
+        "warnings": list(estimate.warnings()),
         "kinds": {
             kind: {
                 phase: {moment.name: _rows(moment.parts) for moment in moments}
@@ -221,7 +205,6 @@ def to_json(
             for phase, (kind, moment) in fullest_of_all.items()
         },
         "sequences": estimate.sequences,
-        "host": _rows(estimate.host),
         "hosts": {title: _rows(parts) for title, parts in estimate.hosts.items()},
         "disk": _rows(estimate.disk),
         "seconds": None if speed is None else {**speed.seconds, "step": speed.step_seconds},

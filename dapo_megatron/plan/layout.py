@@ -7,9 +7,9 @@ layouts that fit. No heavy library is imported. The rules are those of Megatron-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import chain, islice, product
-from math import gcd, log2
+from collections.abc import Iterator
+from itertools import product
+from math import log2
 from typing import Any
 
 from dapo_megatron.config import Config, PolicyConfig, refuse
@@ -88,7 +88,8 @@ def check_layout(
     if has_engine:
         problems += _engine_problems(config, world_size, arch)
     if of_policy:
-        problems.append(_suggestions(config, world_size, arch))
+        near = [f"  {changes(config, other)}" for other in layouts(config, world_size, arch)[:3]]
+        problems += [f"layouts that fit {world_size} processes:", *(near or ["  none"])]
     refuse(problems)
 
 
@@ -101,17 +102,6 @@ def policy_ranks(config: Config, num_gpus: int) -> int:
         f"engine.replicas: {config.engine.replicas} engines of {config.engine_tensor_parallel} "
         f"GPUs leave none of {num_gpus} to the policy; use fewer, or more nodes"
     )
-
-
-def _suggestions(config: Config, world: int, arch: Architecture) -> str:
-    near = nearest_layouts(config, world, arch)
-    if not near:
-        bound = config.train.max_tokens_per_microbatch
-        return (
-            f"no layout of {world} processes fits this model and "
-            f"train.max_tokens_per_microbatch = {bound}"
-        )
-    return "\n  ".join([f"layouts that fit {world} processes:", *near])
 
 
 _PROCESSES = "run.processes, or the launcher's"
@@ -320,23 +310,6 @@ def _engine_misfits(
             yield f"does not divide the {name} {width}"
 
 
-# ------------------------------------------------------------------ layouts that fit
-
-
-def nearest_layouts(config: Config, world_size: int, arch: Architecture) -> list[str]:
-    """Return up to three policy layouts near the configured one that fit `world_size` processes and
-    the model, nearest first. Each is given as command-line overrides of the changed keys."""
-
-    def fits(policy: PolicyConfig) -> bool:
-        changed = config.model_copy(update={"policy": policy})
-        problems = chain(policy_problems(policy, world_size, arch), _row_problems(changed, arch))
-        if config.engine.tensor_parallel is None:  # the engine then uses the policy's size
-            problems = chain(problems, _engine_problems(changed, world_size, arch))
-        return not any(problems)
-
-    return nearest(config.policy, world_size, arch.num_layers, arch.num_experts, fits)
-
-
 # ------------------------------------------------------------------ helpers
 
 
@@ -360,88 +333,70 @@ def _stage_sizes(policy: PolicyConfig, num_layers: int) -> list[int]:
     return sizes
 
 
-# ------------------------------------------------------------------ the nearest layouts
+# ------------------------------------------------------------------ layouts that fit
 
-Changes = dict[str, Any]
-"""New values of layout keys, by their names in PolicyConfig."""
+_AXES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+_SPLIT = ("virtual_pipeline_parallel", "first_stage_layers", "last_stage_layers")
 
 
-def nearest(
-    policy: PolicyConfig,
-    world_size: int,
-    num_layers: int,
-    num_experts: int,
-    fits: Callable[[PolicyConfig], bool],
-    *,
-    count: int = 3,
-) -> list[str]:
-    """Return up to `count` layouts of `world_size` processes that `fits` accepts, nearest first.
+def layouts(config: Config, world_size: int, arch: Architecture) -> list[Config]:
+    """Return `config` with each layout of the policy that fits `world_size` processes and the
+    model, nearest first.
 
-    Each is given as `policy.key=value` overrides of the changed keys. The distance is the sum over
-    the axes of |log2(size / configured size)|, plus 1 for each of first_stage_layers and
-    last_stage_layers that is dropped. `num_experts` is 0 for a dense model.
+    The distance is the sum over the axes of |log2(size / configured size)|. A row keeps its tokens
+    over all context-parallel ranks. Pipeline stages are split as configured, or equally.
     """
-    candidates = sorted(_candidates(policy, world_size, num_layers, num_experts), key=_key(policy))
-    fitting = (changes for changes in candidates if fits(policy.model_copy(update=changes)))
-    return [
-        " ".join(f"policy.{key}={_yaml(value)}" for key, value in _changed(policy, changes))
-        for changes in islice(fitting, count)
-    ]
+    found = []
+    row_tokens = config.train.max_tokens_per_microbatch * config.policy.context_parallel
+    for sizes in _sizes(config.policy, world_size, arch.num_experts):
+        policy = config.policy.model_copy(update=sizes)
+        if any(policy_problems(policy, world_size, arch)):
+            continue
+        tokens = -(-row_tokens // policy.context_parallel)
+        train = config.train.model_copy(update={"max_tokens_per_microbatch": tokens})
+        other = config.model_copy(update={"policy": policy, "train": train})
+        problems = list(_row_problems(other, arch))
+        if config.engine.tensor_parallel is None:  # the engine then uses the policy's size
+            problems += _engine_problems(other, world_size, arch)
+        if not problems:
+            found.append((_distance(config.policy, policy), len(found), other))
+    return [other for _, _, other in sorted(found)]
 
 
-def divisors(number: int) -> list[int]:
-    """Return all divisors, smallest first."""
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _candidates(
-    policy: PolicyConfig, world: int, num_layers: int, num_experts: int
-) -> Iterator[Changes]:
-    first, last = policy.first_stage_layers, policy.last_stage_layers
-    # Not a set: its order, and so the suggestions, would change from run to run.
-    ends = list(dict.fromkeys([(first, last), (first, None), (None, last), (None, None)]))
-    # Interleaving is kept, changed or dropped, but never added.
-    chunks = [*divisors(num_layers)[1:], None] if policy.virtual_pipeline_parallel else [None]
+def _sizes(policy: PolicyConfig, world: int, num_experts: int) -> Iterator[dict[str, Any]]:
+    """Yield new values of the layout's keys. Not all of them fit."""
+    split = {key: getattr(policy, key) for key in _SPLIT}
+    splits = [split, dict.fromkeys(_SPLIT)] if any(split.values()) else [split]
+    by_tokens = policy.sequence_parallel or policy.tensor_parallel == 1 or num_experts > 0
     for tensor, pipeline, context in product(divisors(world), repeat=3):
         if world % (tensor * pipeline * context):
             continue
-        for virtual, (at_first, at_last), expert in product(
-            chunks if pipeline > 1 else [None],
-            ends if pipeline > 1 else [(None, None)],
-            divisors(gcd(world // pipeline, num_experts)) if num_experts else [1],
-        ):
-            yield {
+        for expert, of_stages in product(divisors(num_experts) or [1], splits):
+            yield of_stages | {
                 "tensor_parallel": tensor,
-                "sequence_parallel": tensor > 1 and (policy.sequence_parallel or num_experts > 0),
+                "sequence_parallel": tensor > 1 and by_tokens,
                 "pipeline_parallel": pipeline,
-                "virtual_pipeline_parallel": virtual,
-                "first_stage_layers": at_first,
-                "last_stage_layers": at_last,
                 "context_parallel": context,
                 "expert_parallel": expert,
             }
 
 
-def _key(policy: PolicyConfig) -> Callable[[Changes], tuple[float, int, list[int]]]:
-    """Return a sort key: distance from `policy`, then number of changed keys, then the values."""
-
-    def key(changes: Changes) -> tuple[float, int, list[int]]:
-        distance = 0.0
-        for name, value in changes.items():
-            configured = getattr(policy, name)
-            if name.endswith("_layers"):
-                distance += value != configured
-            elif name != "sequence_parallel":  # determined by the other keys
-                distance += abs(log2((value or 1) / (configured or 1)))
-        values = [value or 0 for value in changes.values()]
-        return round(distance, 6), len(_changed(policy, changes)), values
-
-    return key
+def _distance(policy: PolicyConfig, other: PolicyConfig) -> float:
+    sizes = [(getattr(policy, key), getattr(other, key)) for key in _AXES]
+    dropped = any(getattr(policy, key) != getattr(other, key) for key in _SPLIT)
+    return sum(abs(log2(new / old)) for old, new in sizes) + dropped
 
 
-def _changed(policy: PolicyConfig, changes: Changes) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in changes.items() if value != getattr(policy, key)]
+def changes(config: Config, other: Config) -> str:
+    """Format what differs in the sections policy and train as overrides for the command line."""
+    return " ".join(
+        f"{section}.{key}={'null' if value is None else str(value).lower()}"
+        for section in ("policy", "train")
+        for key, value in getattr(other, section)
+        if value != getattr(getattr(config, section), key)
+    )
 
 
-def _yaml(value: int | bool | None) -> str:
-    return "null" if value is None else str(value).lower()
+def divisors(number: int) -> list[int]:
+    """Return all divisors, smallest first."""
+    return [n for n in range(1, number + 1) if number % n == 0]

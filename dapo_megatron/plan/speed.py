@@ -19,7 +19,6 @@ from dapo_megatron.model.flops import head_flops, model_flops, pair_flops, peak_
 from dapo_megatron.plan.estimate import MemoryEstimate
 from dapo_megatron.plan.layout import data_parallel
 from dapo_megatron.plan.rows import preferred_multiple
-from dapo_megatron.plan.stage import offloaded_bytes, reference_bytes
 from dapo_megatron.types import ConfigError, Phase
 
 MEMORY_BANDWIDTH = {
@@ -62,8 +61,9 @@ class Assumptions:
     """Mean tokens of a response. None: RESPONSE_SHARE of rollout.max_response_tokens."""
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return the names and values of all assumptions as text."""
-        return [(field.name, f"{getattr(self, field.name)}") for field in fields(self)]
+        """Return the names and values of the assumptions as text."""
+        given = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return [(name, f"{value}") for name, value in given if value is not None]
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Speed:
     prompts: float
     """Prompts issued per step, of which rollout.expected_keep_rate give mixed groups."""
     response_tokens: float
-    tokens: int
-    """Tokens trained on per step."""
+    length: int
+    """Mean tokens of a sequence, with its prompt."""
     assumptions: Assumptions
     sync_bytes: int
     """Bytes that all engine ranks together need in a sync. With engine.colocated false, all of them
@@ -141,7 +141,7 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
         },
         prompts=prompts,
         response_tokens=response,
-        tokens=length * sequences,
+        length=length,
         assumptions=given,
         sync_bytes=estimate.engine.received_bytes * estimate.engine_gpus,
         overlaps=not config.engine.colocated and config.rollout.samples_ahead,
@@ -155,7 +155,7 @@ def _logprobs(estimate: MemoryEstimate, given: Assumptions, pass_seconds: float)
     loss = estimate.config.loss
     seconds = pass_seconds if loss.old_logprobs == "policy" else 0.0
     if loss.kl.is_on:
-        exchanged = max(map(reference_bytes, estimate.stages))
+        exchanged = max(stage.reference_bytes for stage in estimate.stages)
         seconds += pass_seconds + 4 * exchanged / given.host_bytes_per_second
     return seconds
 
@@ -164,7 +164,7 @@ def _row_factor(estimate: MemoryEstimate, length: int, sequences: int, minis: in
     """Return the factor by which the pipeline bubble and the padding of rows make a pass longer."""
     policy = estimate.config.policy
     bound = estimate.config.train.max_tokens_per_microbatch * policy.context_parallel
-    tokens = sequences * length / minis / _data_parallel(estimate)
+    tokens = sequences * length / minis / data_parallel(policy, estimate.num_processes)
     num_micro = max(ceil(tokens / bound), 1)
     chunks = policy.virtual_pipeline_parallel or 1
     bubble = (policy.pipeline_parallel - 1) / chunks / num_micro
@@ -174,10 +174,6 @@ def _row_factor(estimate: MemoryEstimate, length: int, sequences: int, minis: in
     # The time of a micro-batch is proportional to its tokens. Imbalance between ranks, of up to
     # half a sequence, is included in the MFU.
     return (1.0 + bubble) * padded / row
-
-
-def _data_parallel(estimate: MemoryEstimate) -> int:
-    return data_parallel(estimate.config.policy, estimate.num_processes)
 
 
 def _generate(
@@ -215,5 +211,5 @@ def _sync(estimate: MemoryEstimate, given: Assumptions) -> float:
     """Return the seconds to transfer the weights to engine ranks, and to move offloaded parts to
     the host and back."""
     moved = estimate.engine.received_bytes / given.link_bytes_per_second
-    offloaded = max(map(offloaded_bytes, estimate.stages))
+    offloaded = max(stage.offloaded_bytes for stage in estimate.stages)
     return moved + 2 * offloaded / given.host_bytes_per_second

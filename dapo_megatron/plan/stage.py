@@ -1,34 +1,39 @@
-"""Estimate the memory of one pipeline stage of the policy: weights, gradients and optimizer state,
-counted parameter by parameter, and activations."""
+"""One pipeline stage of the policy: weights, gradients and optimizer state on a rank.
+
+Parameters are counted with `layout_of`, the table of what a rank holds. tests/parity/test_meta.py
+compares it with Megatron-core's models.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import ceil, prod
 
 from dapo_megatron.config import Config, PolicyConfig
+from dapo_megatron.config.computing import Kernels
 from dapo_megatron.model import Architecture, ChunkPlace, layout_of
 from dapo_megatron.plan import MemoryItem
-from dapo_megatron.plan import activations as count
-from dapo_megatron.plan.activations import FLOAT32, Micro
 from dapo_megatron.plan.layout import data_parallel, stage_layers
+from dapo_megatron.types import torch_dtype
 
-WEIGHTS, GRADIENTS, OPTIMIZER = "policy weights", "gradients", "optimizer"
-ACTIVATIONS, LAYER, HEAD = "activations", "a layer at work", "logits, at the head"
+FLOAT32 = 4
 MOMENTS = 2
 """Moments of AdamW per parameter."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage of a run's policy on `num_processes` ranks."""
+    """One pipeline stage of a run's policy on `num_processes` ranks. Sizes are in bytes of a rank
+    and of its device, if nothing else is said."""
 
     config: Config
-    micro: Micro
+    arch: Architecture
+    kernels: Kernels
     num_processes: int
     number: int
+    on_gpu: bool
 
     @property
     def policy(self) -> PolicyConfig:
@@ -36,24 +41,9 @@ class Stage:
         return self.config.policy
 
     @property
-    def arch(self) -> Architecture:
-        """Architecture of the model."""
-        return self.micro.arch
-
-    @property
     def is_last(self) -> bool:
-        """True if the stage has the output head."""
+        """Whether the stage has the output head."""
         return self.number == self.policy.pipeline_parallel - 1
-
-    @property
-    def chunks(self) -> list[range]:
-        """Global layer indices, one range per chunk; several with the interleaved schedule."""
-        return stage_layers(self.policy, self.arch.num_layers)[self.number]
-
-    @cached_property
-    def numbers(self) -> ParameterCounts:
-        """Parameter counts of a rank."""
-        return _count_parameters(self)
 
     @property
     def name(self) -> str:
@@ -64,237 +54,180 @@ class Stage:
         of = f"{self.number + 1} of {self.policy.pipeline_parallel}"
         return f"pipeline stage {of}{ends.get(self.number, '')}"
 
+    @cached_property
+    def chunks(self) -> list[range]:
+        """Global layer indices, one range per chunk; several with the interleaved schedule."""
+        return stage_layers(self.policy, self.arch.num_layers)[self.number]
 
-# ------------------------------------------------------------------ parameters and their state
+    @cached_property
+    def layers(self) -> list[int]:
+        """Global indices of all its layers."""
+        return [layer for chunk in self.chunks for layer in chunk]
 
-
-@dataclass(frozen=True)
-class ParameterCounts:
-    """Numbers of parameters of a rank."""
-
-    dense: int
-    """All parameters outside of experts."""
-    of_experts: int
-    untrained: int
-    """Biases of routers, which are also counted in `dense`."""
-    in_fp8: int
-    """Parameters in linear layers that compute in FP8, also counted in `dense` or `of_experts`."""
+    # -------------------------------------------------------------- sizes of elements
 
     @property
-    def total(self) -> int:
-        """Number of all parameters."""
-        return self.dense + self.of_experts
+    def width(self) -> int:
+        """Bytes per element in policy.precision."""
+        return torch_dtype(self.policy.precision).itemsize
 
+    @property
+    def exact_width(self) -> int:
+        """Bytes per element of tensors that are at least float32."""
+        return max(self.width, FLOAT32)
 
-def _count_parameters(stage: Stage) -> ParameterCounts:
-    """Count the parameters of a rank over all its chunks."""
-    policy = stage.policy
-    counts = [
-        _count_chunk(
-            stage.arch,
-            ChunkPlace(
-                tp_rank=0,
-                tp_size=policy.tensor_parallel,
-                first_layer=layers.start,
-                num_layers=len(layers),
-                has_embedding=stage.number == 0 and number == 0,
-                has_head=stage.is_last and number == len(stage.chunks) - 1,
-                ep_size=policy.expert_parallel,
-            ),
+    @property
+    def input_width(self) -> int:
+        """Bytes per element of the input that a linear layer saves for its backward pass."""
+        return 1 if self.policy.fp8 else self.width
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a rank in the largest micro-batch."""
+        return self.config.train.max_tokens_per_microbatch
+
+    @property
+    def by_heads(self) -> int:
+        """Number of ranks over which heads and columns are split."""
+        return self.policy.tensor_parallel
+
+    @property
+    def by_tokens(self) -> int:
+        """Number of ranks over which sequence parallelism splits tokens; 1 without it."""
+        return self.policy.tensor_parallel if self.policy.sequence_parallel else 1
+
+    # -------------------------------------------------------------- parameters and their state
+
+    @cached_property
+    def parameters(self) -> Counter[str]:
+        """Numbers of parameters: `dense` (all outside of experts), `experts`, and of these those
+        that are `untrained` (biases of routers) or in `linear` layers."""
+        policy, arch = self.policy, self.arch
+        ends = ChunkPlace(
+            tp_rank=0,
+            tp_size=policy.tensor_parallel,
+            first_layer=0,
+            num_layers=0,
+            has_embedding=self.number == 0,
+            has_head=self.is_last,
+            ep_size=policy.expert_parallel,
         )
-        for number, layers in enumerate(stage.chunks)
-    ]
-    dense, of_experts, untrained, linear = map(sum, zip(*counts, strict=True))
-    in_fp8 = 0
-    if policy.fp8:
-        num_bf16 = policy.fp8.bf16_first_layers + policy.fp8.bf16_last_layers
-        in_fp8 = round(linear * max(1 - num_bf16 / stage.arch.num_layers, 0.0))
-    return ParameterCounts(dense, of_experts, untrained, in_fp8)
+        total = Counter(_count(arch, ends))
+        # Layers with experts are alike, and so are those without.
+        numbers = Counter(map(arch.has_experts, self.layers))
+        for layer in {arch.has_experts(layer): layer for layer in self.layers}.values():
+            place = replace(
+                ends, first_layer=layer, num_layers=1, has_embedding=False, has_head=False
+            )
+            for name, count in _count(arch, place).items():
+                total[name] += numbers[arch.has_experts(layer)] * count
+        return total
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of all parameters."""
+        return self.parameters["dense"] + self.parameters["experts"]
+
+    @property
+    def in_fp8(self) -> int:
+        """Number of parameters in layers that compute in FP8."""
+        if self.policy.fp8 is None:
+            return 0
+        num_bf16 = self.policy.fp8.bf16_first_layers + self.policy.fp8.bf16_last_layers
+        return round(self.parameters["linear"] * max(1 - num_bf16 / self.arch.num_layers, 0.0))
+
+    @property
+    def weights(self) -> MemoryItem:
+        """Weights, in the precision in which the policy computes."""
+        experts = self.parameters["experts"]
+        how = f"{self.num_parameters:,} parameters" + (
+            f" ({experts:,} of experts)" if experts else ""
+        )
+        num_bytes = self.num_parameters * self.width
+        num_bytes += self.parameters["untrained"] * (self.exact_width - self.width)
+        if self.policy.fp8 and self.policy.fp8.parameters:
+            num_bytes -= self.in_fp8 * (self.width - 1)
+            how += f", {self.in_fp8:,} in FP8"
+        return MemoryItem("policy weights", num_bytes, how)
+
+    @property
+    def fp8_copies(self) -> MemoryItem:
+        """Quantized copies of weights in FP8 layers.
+
+        Hopper multiplies FP8 matrices in one memory layout only, so Transformer Engine keeps each
+        weight row-wise and column-wise. FP8 parameters are row-wise, and need only the other.
+        """
+        copies = 1 if self.policy.fp8 and self.policy.fp8.parameters else 2
+        how = f"{self.in_fp8:,} weights, {copies} bytes each"
+        return MemoryItem("FP8 copies of weights", self.in_fp8 * copies, how)
+
+    @property
+    def gradients(self) -> MemoryItem:
+        """Megatron's gradient buffers."""
+        trained = self.num_parameters - self.parameters["untrained"]
+        how = f"{self.exact_width} bytes each"
+        return MemoryItem("gradients", trained * self.exact_width, how)
+
+    @property
+    def optimizer(self) -> MemoryItem:
+        """Optimizer state on the device."""
+        share = self.config.optimizer.cpu_offload
+        how = f"{self._state_bytes} bytes each, over the ranks that hold a copy"
+        how += f"; {share:.0%} of it in host memory" if share else ""
+        return MemoryItem("optimizer", ceil(self._optimizer_bytes * (1 - share)), how)
+
+    @property
+    def optimizer_on_host(self) -> int:
+        """Optimizer state in host memory (optimizer.cpu_offload), with its gradients."""
+        share = self.config.optimizer.cpu_offload
+        return ceil((self._optimizer_bytes + ceil(self._optimized * FLOAT32)) * share)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that move to host memory while engines generate. Gradients are discarded."""
+        moved = {"weights": self.weights, "optimizer": self.optimizer}
+        return sum(part.num_bytes for name, part in moved.items() if name in self.policy.offload)
+
+    @property
+    def reference_bytes(self) -> int:
+        """Reference model of loss.kl, in host memory."""
+        return self.weights.num_bytes if self.config.loss.kl.is_on else 0
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Part of a checkpoint: weights and optimizer state of what the rank updates."""
+        return ceil(self._optimized * self.width) + self._optimizer_bytes
+
+    @property
+    def _optimized(self) -> float:
+        """Number of parameters whose optimizer state the rank holds. Megatron shards it over the
+        ranks that hold a copy. Tensor parallelism does not shard experts."""
+        policy, world, counts = self.policy, self.num_processes, self.parameters
+        copies = data_parallel(policy, world) * policy.context_parallel
+        of_experts = world // (policy.pipeline_parallel * policy.expert_parallel)
+        return (counts["dense"] - counts["untrained"]) / copies + counts["experts"] / of_experts
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of optimizer state per parameter: moments, and main weights if the model's are
+        narrower."""
+        moment = self.exact_width if self.config.optimizer.moments == "float32" else 2
+        return MOMENTS * moment + (self.exact_width if self.width < self.exact_width else 0)
+
+    @property
+    def _optimizer_bytes(self) -> int:
+        return ceil(self._optimized * self._state_bytes)
 
 
-@lru_cache(maxsize=1024)
-def _count_chunk(arch: Architecture, place: ChunkPlace) -> tuple[int, int, int, int]:
-    """Count the parameters of a chunk: dense, of experts, untrained, in linear layers. Cached
-    because many estimates share the result, and experts have tens of thousands of tensors."""
-    dense = of_experts = untrained = linear = 0
+@lru_cache(maxsize=4096)
+def _count(arch: Architecture, place: ChunkPlace) -> Counter[str]:
+    """Count the parameters of a chunk. Cached, because many estimates share the result."""
+    counts = Counter[str]()
     for name, local_parameter in layout_of(arch, place).items():
         number = prod(local_parameter.shape)
-        if ".mlp.experts." in name:
-            of_experts += number
-        else:
-            dense += number
+        counts["experts" if ".mlp.experts." in name else "dense"] += number
         if name.endswith(".expert_bias"):
-            untrained += number
+            counts["untrained"] += number
         if ".linear_" in name and len(local_parameter.shape) == 2:
-            linear += number
-    return dense, of_experts, untrained, linear
-
-
-def weights(stage: Stage) -> MemoryItem:
-    """Return the weights, in the precision in which the policy computes."""
-    counts, width, fp8 = stage.numbers, stage.micro.width, stage.policy.fp8
-    experts = f" ({counts.of_experts:,} of experts)" if counts.of_experts else ""
-    how = f"{counts.total:,} parameters{experts} of {width} bytes"
-    num_bytes = counts.total * width + counts.untrained * (stage.micro.exact_width - width)
-    if fp8 and fp8.parameters:
-        num_bytes -= counts.in_fp8 * (width - 1)
-        how += f", but {counts.in_fp8:,} of 1 byte"
-    return MemoryItem(WEIGHTS, num_bytes, how)
-
-
-def quantized_copies(stage: Stage) -> MemoryItem | None:
-    """Return the quantized copies of weights in FP8 layers; None without FP8. Hopper multiplies FP8
-    matrices in one memory layout only, so Transformer Engine keeps each weight row-wise and
-    column-wise. FP8 parameters are already row-wise and need only the column-wise copy."""
-    if stage.policy.fp8 is None:
-        return None
-    counts, copies = stage.numbers, 1 if stage.policy.fp8.parameters else 2
-    how = f"{counts.in_fp8:,} weights, {copies} bytes each"
-    return MemoryItem("FP8 copies of weights", counts.in_fp8 * copies, how)
-
-
-def gradients(stage: Stage) -> MemoryItem:
-    """Return Megatron's gradient buffers."""
-    wide, counts = stage.micro.exact_width, stage.numbers
-    return MemoryItem(GRADIENTS, (counts.total - counts.untrained) * wide, f"{wide} bytes each")
-
-
-def optimizer(stage: Stage) -> MemoryItem:
-    """Return the optimizer state on the device. Megatron shards it over the ranks that hold a copy
-    of the same parameters."""
-    whole, how = _optimizer_bytes(stage)
-    share = stage.config.optimizer.cpu_offload
-    on_host = f"; {share:.0%} of it in host memory" if share else ""
-    return MemoryItem(OPTIMIZER, ceil(whole * (1 - share)), how + on_host)
-
-
-def optimizer_on_host(stage: Stage) -> int:
-    """Return the bytes of optimizer state in host memory (optimizer.cpu_offload), with its
-    gradients."""
-    share = stage.config.optimizer.cpu_offload
-    whole, _ = _optimizer_bytes(stage)
-    gradient = ceil(_optimized_parameters(stage) * FLOAT32)
-    return ceil((whole + gradient) * share)
-
-
-def offloaded_bytes(stage: Stage) -> int:
-    """Return the bytes that a rank moves to host memory while engines generate. Gradients are
-    discarded instead."""
-    parts = stage.policy.offload
-    num_bytes = weights(stage).num_bytes if "weights" in parts else 0
-    return num_bytes + (optimizer(stage).num_bytes if "optimizer" in parts else 0)
-
-
-def reference_bytes(stage: Stage) -> int:
-    """Return the bytes of the reference of loss.kl in host memory."""
-    return weights(stage).num_bytes if stage.config.loss.kl.is_on else 0
-
-
-def snapshot_bytes(stage: Stage) -> int:
-    """Return the bytes of a rank's part of a checkpoint: weights and optimizer state of the
-    parameters that its optimizer updates."""
-    return ceil(_optimized_parameters(stage) * stage.micro.width) + _optimizer_bytes(stage)[0]
-
-
-def _optimizer_bytes(stage: Stage) -> tuple[int, str]:
-    width, wide = stage.micro.width, stage.micro.exact_width
-    moment = wide if stage.config.optimizer.moments == "float32" else 2
-    # With float32 or wider weights there are no separate main weights.
-    main = wide if width < wide else 0
-    each = main + MOMENTS * moment
-    copies, of_experts = _copies(stage)
-    shares = f"{copies}" + (f" ranks, experts' over {of_experts}" if stage.arch.num_experts else "")
-    what = "main weights and moments" if main else "moments"
-    return ceil(_optimized_parameters(stage) * each), f"{what}, {each} bytes each over {shares}"
-
-
-def _copies(stage: Stage) -> tuple[int, int]:
-    """Return the number of ranks that hold a copy of a dense parameter, and of an expert's
-    parameter. Tensor parallelism does not shard experts."""
-    policy, world = stage.policy, stage.num_processes
-    dense = data_parallel(policy, world) * policy.context_parallel
-    return dense, world // (policy.pipeline_parallel * policy.expert_parallel)
-
-
-def _optimized_parameters(stage: Stage) -> float:
-    """Return the number of parameters whose optimizer state a rank holds."""
-    counts, (copies, of_experts) = stage.numbers, _copies(stage)
-    return (counts.dense - counts.untrained) / copies + counts.of_experts / of_experts
-
-
-# ------------------------------------------------------------------ activations
-
-
-def kept(stage: Stage) -> MemoryItem:
-    """Return the activations that forward passes save for backward, at their maximum."""
-    micro, policy = stage.micro, stage.policy
-    waiting = waiting_layers(policy, stage.number, len(stage.chunks[0]))
-    layers = list(_saved_layers(stage.chunks, waiting))
-    per_layer = [count.kept_by_layer(micro, layer) for layer in layers]
-    if policy.recompute == "full":
-        per_token = len(layers) * count.layer_input(micro)
-        how = f"inputs of {len(layers)} layers"
-    else:
-        per_token = sum(per_layer)
-        how = f"{len(layers)} layers x {per_token / len(layers):,.0f} bytes"
-    num_waiting = ceil(waiting / sum(map(len, stage.chunks)))  # micro-batches
-    per_token += num_waiting * count.rotation(micro)
-    if stage.is_last:
-        per_token += count.kept_by_end(micro)
-    return MemoryItem(
-        ACTIVATIONS, ceil(micro.num_tokens * per_token), f"{micro.num_tokens:,} tokens: {how}"
-    )
-
-
-def _saved_layers(chunks: list[range], waiting: int) -> Iterator[int]:
-    """Yield the `waiting` layers whose activations are saved, cycling through the chunks."""
-    layers = [layer for chunk in chunks for layer in chunk]
-    for index in range(waiting):
-        yield layers[index % len(layers)]
-
-
-def waiting_layers(policy: PolicyConfig, stage: int, layers_of_chunk: int) -> int:
-    """Return the number of layers whose activations a stage holds at the same time, over all
-    micro-batches between forward and backward (Megatron's schedules.py: warm-up of 1F1B, and of the
-    interleaved schedule)."""
-    behind = policy.pipeline_parallel - stage - 1
-    num_chunks = policy.virtual_pipeline_parallel or 1
-    if num_chunks == 1:
-        return (behind + 1) * layers_of_chunk
-    return (2 * behind + (num_chunks - 1) * policy.pipeline_parallel + 1) * layers_of_chunk
-
-
-def passing(stage: Stage, *, backward: bool) -> tuple[MemoryItem, ...]:
-    """Return the temporary memory of a layer and, on the last stage, that of the output head. The
-    two never occur at the same time."""
-    micro = stage.micro
-    layers = [layer for chunk in stage.chunks for layer in chunk]
-
-    def most(per_token: Callable[[Micro, int], float]) -> float:
-        return micro.num_tokens * max(per_token(micro, layer) for layer in layers)
-
-    if not backward:
-        parts = [MemoryItem(LAYER, ceil(most(count.forward_of_layer)), "forward pass")]
-    else:
-        recomputed = 0.0
-        if stage.policy.recompute == "full":
-            recomputed = most(count.kept_by_layer) - micro.num_tokens * count.layer_input(micro)
-        gradient = max(count.largest_gradient(micro, layer) for layer in layers)
-        of_layer = recomputed + most(count.backward_of_layer) + gradient
-        parts = [MemoryItem(LAYER, ceil(of_layer), "backward pass")]
-    if stage.is_last:
-        parts.append(_head(micro, backward=backward))
-    return tuple(parts)
-
-
-def _head(micro: Micro, *, backward: bool) -> MemoryItem:
-    """Return the temporary memory of the output head, with its tiles of logits."""
-    forward = count.forward_of_head(micro, backward=backward)
-    if not backward:
-        forward += count.hidden_states_of_head(micro)
-    sizes = {"forward": forward}
-    if backward:
-        sizes["backward"] = count.backward_of_head(micro)
-    largest = max(sizes, key=lambda name: sizes[name])
-    as_torch = ", counted as torch's" if micro.policy.logprob_head == "triton" else ""
-    return MemoryItem(HEAD, ceil(sizes[largest]), f"{largest} pass of the output head{as_torch}")
+            counts["linear"] += number
+    return counts

@@ -141,7 +141,8 @@ def build_parts(
     them got a signal. The recorded steps `repeated`, given on rank 0, are trained on again."""
     if ranks.rank == 0 and torch.cuda.is_available():
         _, gpu_bytes = torch.cuda.mem_get_info()
-        save_estimate(config, folder.plan, recorder.note, ranks.world_size, gpu_bytes)
+        if failure := save_estimate(config, folder.plan, ranks.world_size, gpu_bytes):
+            recorder.note(f"  {failure}")
     policy, engines = models.policy, models.engines
     coordinator = _coordinator(config, engines, prompts)
     if engines.pool is not None:

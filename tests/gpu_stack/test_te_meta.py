@@ -35,7 +35,7 @@ RECIPES: dict[str, dict[str, Any] | None] = {
 def check(cases: dict[str, tuple[dict[str, Any], PolicyConfig]]) -> None:
     [results] = run_ranks(differences, 1, list(cases.values()), True)
     for case, by_rank in zip(cases, results, strict=True):
-        for rank, (mismatches, num_parameters) in by_rank.items():
+        for rank, (mismatches, num_parameters, _) in by_rank.items():
             assert not mismatches, (case, rank, mismatches)
             assert num_parameters > 10
 

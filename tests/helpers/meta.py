@@ -15,9 +15,9 @@ from dapo_megatron.config import PolicyConfig
 
 Case = tuple[dict[str, Any], PolicyConfig]
 """The config.json of a model, and the policy section of a config."""
-Mismatches = tuple[list[tuple[int, str, tuple[int, ...]]], int]
-"""(chunk, name, shape) of each parameter on which `layout_of` and Megatron differ, and the total
-number of parameters."""
+Mismatches = tuple[list[tuple[int, str, tuple[int, ...]]], int, int]
+"""(chunk, name, shape) of each parameter on which `layout_of` and Megatron differ, the number of
+parameter tensors, and the number of their elements."""
 
 
 def differences(_: int, cases: list[Case], fused: bool) -> list[dict[int, Mismatches]]:
@@ -67,17 +67,18 @@ def _compare(arch: Any, policy: PolicyConfig, fused: bool) -> Mismatches:
         expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
     )
-    actual, expected = set(), set()
+    actual, expected, num_elements = set(), set(), 0
     for number, chunk in enumerate(build_model(arch, policy, where=torch.device("meta"))):
         assert all(parameter.is_meta for parameter in chunk.parameters())
         local_parameters = layout_of(arch, place(chunk), fused=fused)
         actual |= {(number, name, tuple(p.shape)) for name, p in chunk.named_parameters()}
+        num_elements += sum(parameter.numel() for parameter in chunk.parameters())
         expected |= {
             (number, name, local_parameter.shape)
             for name, local_parameter in local_parameters.items()
         }
     parallel_state.destroy_model_parallel()
-    return sorted(actual ^ expected), len(actual)
+    return sorted(actual ^ expected), len(actual), num_elements
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Compare `layout_of` with Megatron-core's modules at the sizes and layouts of published models.
+"""Compare `layout_of`, and the parameters that `plan` counts, with Megatron-core's modules at the
+sizes and layouts of published models.
 
 tests/gpu_stack/test_te_meta.py does the same with Transformer Engine's layers.
 """
@@ -9,8 +10,10 @@ from pathlib import Path
 
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.config.file import load_config
-from tests.helpers.configs import REPOSITORY
-from tests.helpers.meta import Case, differences
+from dapo_megatron.model import architecture
+from dapo_megatron.plan.stage import Stage
+from tests.helpers.configs import REPOSITORY, tiny_config
+from tests.helpers.meta import Case, differences, world_size
 from tests.helpers.published import PUBLISHED
 from tests.helpers.ranks import run_ranks
 
@@ -62,12 +65,18 @@ def published_cases() -> dict[str, Case]:
     return cases
 
 
-def test_names_and_shapes_equal_those_of_megatron_at_published_sizes() -> None:
+def test_names_shapes_and_counts_equal_those_of_megatron_at_published_sizes() -> None:
     cases = published_cases()
     local = {"kernels": "local", "fp8": None}
     changed = [(hf, policy.model_copy(update=local)) for hf, policy in cases.values()]
     [results] = run_ranks(differences, 1, changed, False)
     for name, by_rank in zip(cases, results, strict=True):
-        for rank, (mismatches, num_parameters) in by_rank.items():
+        hf, policy = cases[name]
+        config = tiny_config().model_copy(update={"policy": policy})
+        world = world_size(policy)
+        for rank, (mismatches, num_parameters, num_elements) in by_rank.items():
             assert not mismatches, (name, rank, mismatches)
             assert num_parameters > 10
+            number = rank * policy.pipeline_parallel // world
+            stage = Stage(config, architecture(hf), "local", world, number, on_gpu=False)
+            assert stage.num_parameters == num_elements, (name, rank)

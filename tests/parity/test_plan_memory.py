@@ -14,9 +14,8 @@ import torch
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config
 from dapo_megatron.plan import MemoryItem
-from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory
+from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory, fullest
 from dapo_megatron.plan.layout import data_parallel
-from dapo_megatron.plan.phases import fullest
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.losses import loss_with

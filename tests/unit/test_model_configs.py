@@ -13,11 +13,9 @@ from dapo_megatron.config.file import load_config
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan import GIB
 from dapo_megatron.plan.compatibility import check as check_compatibility
-from dapo_megatron.plan.estimate import NodeSpec, estimate_memory
+from dapo_megatron.plan.estimate import PHASES, NodeSpec, estimate_memory
 from dapo_megatron.plan.layout import check_layout
-from dapo_megatron.plan.phases import PHASES
 from dapo_megatron.plan.speed import Assumptions, estimate_speed
-from dapo_megatron.plan.suggestions import problems
 from tests.helpers.configs import REPOSITORY
 from tests.helpers.published import PUBLISHED
 
@@ -55,7 +53,7 @@ def test_a_config_fits_the_machines_in_its_header(name: str, tmp_path: Path) -> 
     for nodes, gpus in MACHINES[name][1]:
         check_layout(config, arch, nodes * gpus)
         plan = estimate_memory(config, nodes * gpus, NodeSpec(gpus_per_node=gpus))
-        assert not list(problems(plan))
+        assert not list(plan.problems())
         assert 80.0 - max(map(plan.num_bytes, PHASES)) / GIB > 5.0  # docs/plan.md
     largest = MACHINES[name][1][-1] if name != "qwen3_30b_a3b" else (2, 8)
     assert config.run.processes == largest[0] * largest[1]
