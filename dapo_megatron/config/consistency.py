@@ -1,5 +1,5 @@
 """Checks for values of a config that contradict each other. Which features of policy and engine can
-be combined is checked by plan/compatibility/."""
+be combined is checked by plan/compatibility.py."""
 
 from __future__ import annotations
 

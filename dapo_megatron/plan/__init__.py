@@ -1,10 +1,9 @@
 """Forecast a run from its config and the model's config.json: layout, compatibility of features,
 GPU memory by phase, host memory, disk space, and seconds per step.
 
-Weights, gradients and optimizer state are counted exactly (`stage.py`), activations module by
-module (`activations.py`). `estimate.py` sums up the memory of a run, `speed.py` estimates its time,
-`suggestions.py` finds changes that make it fit, and `forecast.py` is the command. docs/plan.md is
-the user's guide.
+`stage.py` counts weights, gradients and optimizer state, `activations.py` what passes keep.
+`estimate.py` sums up the memory of a run, `speed.py` estimates its time, and `forecast.py` is the
+command, with the layouts that fit. docs/plan.md is the user's guide.
 """
 
 from __future__ import annotations

@@ -142,10 +142,9 @@ def _latent_attention(stage: Stage, latent: Latent) -> float:
     down += (0 if narrow else width * latent.qk_rope_head_dim) + width * latent.kv_lora_rank
     down += _norm(stage, latent.kv_lora_rank)
     kept = down / stage.by_tokens
-    inside = stage.width * (2 * latent.qk_head_dim + latent.v_head_dim)
-    if stage.policy.recompute != "selective":
-        inside += _scores(stage)
-    return kept + heads * inside + width * arch.value_columns / split
+    inside = width * (2 * latent.qk_head_dim + latent.v_head_dim)
+    scores = 0.0 if stage.policy.recompute == "selective" else _scores(stage)
+    return kept + heads * (inside + scores) + width * arch.value_columns / split
 
 
 def _scores(stage: Stage) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from operator import attrgetter
 from pathlib import Path
 
@@ -96,14 +97,14 @@ class MemoryEstimate:
         return self.engine.sequences(self.config.max_sequence_tokens)
 
     @property
-    def gpu_memory_bytes(self) -> float | None:
-        """Memory of a GPU; None without GPUs."""
-        return self.nodes.gpu_memory_gib * GIB if self.nodes.gpus_per_node else None
+    def gpu_memory_bytes(self) -> float:
+        """Memory of a GPU; infinite without GPUs."""
+        return self.nodes.gpu_memory_gib * GIB if self.nodes.gpus_per_node else inf
 
     @property
-    def host_memory_bytes(self) -> float | None:
-        """Memory of a node; None without GPUs, where no limit is known."""
-        return self.nodes.host_memory_gib * GIB if self.nodes.gpus_per_node else None
+    def host_memory_bytes(self) -> float:
+        """Memory of a node; infinite without GPUs, where no limit is known."""
+        return self.nodes.host_memory_gib * GIB if self.nodes.gpus_per_node else inf
 
     @property
     def host_bytes(self) -> int:
@@ -128,7 +129,7 @@ class MemoryEstimate:
         """Yield a text for each thing that does not fit, with the parts that take the most."""
         room, host_room = self.gpu_memory_bytes, self.host_memory_bytes
         too_full: dict[str, list[str]] = {}
-        for phase in PHASES if room is not None else ():
+        for phase in PHASES:
             kind, moment = self.fullest(phase)
             if moment.num_bytes > room:
                 text = f"{kind} takes {_excess(moment.parts, room)} there is"
@@ -140,7 +141,7 @@ class MemoryEstimate:
                 f"sequence of {self.config.max_sequence_tokens:,} tokens; raise "
                 "engine.memory_fraction (engine.kv_cache_gib without a GPU)"
             )
-        if host_room is not None and self.host_bytes > host_room:
+        if self.host_bytes > host_room:
             parts = max(self.hosts.values(), key=size)
             yield f"host: a node's ranks take {_excess(parts, host_room)} a node has"
 
@@ -148,7 +149,7 @@ class MemoryEstimate:
         """Yield a warning for GPU or host memory that fits with little free space."""
         yield from self.gpu_warnings()
         host = self.host_memory_bytes
-        if host is not None and 0 <= host - self.host_bytes < HOST_MARGIN * host:
+        if 0 <= host - self.host_bytes < HOST_MARGIN * host:
             yield (
                 f"the ranks of a node need {self.host_bytes / GIB:.0f} of its {host / GIB:g} GiB, "
                 f"more than {1 - HOST_MARGIN:.0%}. Leave memory for the file cache and grading"
@@ -157,7 +158,7 @@ class MemoryEstimate:
     def gpu_warnings(self) -> Iterator[str]:
         """Yield a warning for each phase that leaves little free GPU memory."""
         room = self.gpu_memory_bytes
-        for phase in PHASES if room is not None else ():
+        for phase in PHASES:
             free = room - self.num_bytes(phase)
             if 0 <= free < GPU_MARGIN * room:
                 yield (

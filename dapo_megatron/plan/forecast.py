@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from math import isfinite
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,7 @@ def _title(estimate: MemoryEstimate) -> str:
 def _memory(estimate: MemoryEstimate, kind: str, phases: Phases) -> Table:
     """Return the table of one kind of rank, with a column per phase."""
     room = estimate.gpu_memory_bytes
-    limit = "" if room is None else f" of {room / GIB:g}"
+    limit = f" of {room / GIB:g}" if isfinite(room) else ""
     table = Table("part", title=f"memory of {kind}: GiB{limit}")
     for phase in PHASES:
         table.add_column(phase, justify="right")
@@ -151,7 +152,7 @@ def _memory(estimate: MemoryEstimate, kind: str, phases: Phases) -> Table:
         table.add_row(name, *sizes, how)
     table.add_section()
     table.add_row("all", *[f"{moment.num_bytes / GIB:.1f}" for moment in moments])
-    if room is not None:
+    if isfinite(room):
         free = [(room - moment.num_bytes) / GIB for moment in moments]
         table.add_row("free", *[f"{gib:.1f}" for gib in free])
     names = [m.name if len(phases[p]) > 1 else "" for p, m in zip(PHASES, moments, strict=True)]
@@ -183,13 +184,13 @@ def _render_speed(estimate: MemoryEstimate, speed: Speed, console: Console) -> N
 
 
 def to_json(estimate: MemoryEstimate, speed: Speed | None) -> dict[str, Any]:
-    """Return the estimates in bytes and seconds, and the problems."""
+    """Return the estimates in bytes and seconds, and the problems. `speed` is None without GPUs."""
     fullest_of_all = {phase: estimate.fullest(phase) for phase in PHASES}
     return {
         "model_notes": list(published_notes(estimate.config)),
         "processes": estimate.num_processes,
-        "gpu_memory_bytes": estimate.gpu_memory_bytes,
-        "host_memory_bytes": estimate.host_memory_bytes,
+        "gpu_memory_bytes": estimate.gpu_memory_bytes if speed else None,
+        "host_memory_bytes": estimate.host_memory_bytes if speed else None,
         "fits": estimate.fits(),
         "problems": list(estimate.problems()),
         "warnings": list(estimate.warnings()),

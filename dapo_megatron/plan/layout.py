@@ -346,7 +346,7 @@ def layouts(config: Config, world_size: int, arch: Architecture) -> list[Config]
     The distance is the sum over the axes of |log2(size / configured size)|. A row keeps its tokens
     over all context-parallel ranks. Pipeline stages are split as configured, or equally.
     """
-    found = []
+    found: list[tuple[float, int, Config]] = []
     row_tokens = config.train.max_tokens_per_microbatch * config.policy.context_parallel
     for sizes in _sizes(config.policy, world_size, arch.num_experts):
         policy = config.policy.model_copy(update=sizes)

@@ -195,17 +195,24 @@ class Stage:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Part of a checkpoint: weights and optimizer state of what the rank updates."""
-        return ceil(self._optimized * self.width) + self._optimizer_bytes
+        """Part of a checkpoint: weights and optimizer state of what the rank updates, and its share
+        of what is not trained."""
+        untrained = self.parameters["untrained"] * self.exact_width / self._dense_copies
+        return ceil(self._optimized * self.width + untrained) + self._optimizer_bytes
 
     @property
     def _optimized(self) -> float:
         """Number of parameters whose optimizer state the rank holds. Megatron shards it over the
         ranks that hold a copy. Tensor parallelism does not shard experts."""
-        policy, world, counts = self.policy, self.num_processes, self.parameters
-        copies = data_parallel(policy, world) * policy.context_parallel
-        of_experts = world // (policy.pipeline_parallel * policy.expert_parallel)
-        return (counts["dense"] - counts["untrained"]) / copies + counts["experts"] / of_experts
+        policy, counts = self.policy, self.parameters
+        of_experts = self.num_processes // (policy.pipeline_parallel * policy.expert_parallel)
+        dense = (counts["dense"] - counts["untrained"]) / self._dense_copies
+        return dense + counts["experts"] / of_experts
+
+    @property
+    def _dense_copies(self) -> int:
+        """Number of ranks that hold a copy of a parameter outside of experts."""
+        return data_parallel(self.policy, self.num_processes) * self.policy.context_parallel
 
     @property
     def _state_bytes(self) -> int:
