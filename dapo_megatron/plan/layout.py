@@ -346,7 +346,7 @@ def layouts(config: Config, world_size: int, arch: Architecture) -> list[Config]
     The distance is the sum over the axes of |log2(size / configured size)|. A row keeps its tokens
     over all context-parallel ranks. Pipeline stages are split as configured, or equally.
     """
-    found: list[tuple[float, int, Config]] = []
+    fitting: list[tuple[float, int, Config]] = []
     row_tokens = config.train.max_tokens_per_microbatch * config.policy.context_parallel
     for sizes in _sizes(config.policy, world_size, arch.num_experts):
         policy = config.policy.model_copy(update=sizes)
@@ -359,8 +359,8 @@ def layouts(config: Config, world_size: int, arch: Architecture) -> list[Config]
         if config.engine.tensor_parallel is None:  # the engine then uses the policy's size
             problems += _engine_problems(other, world_size, arch)
         if not problems:
-            found.append((_distance(config.policy, policy), len(found), other))
-    return [other for _, _, other in sorted(found)]
+            fitting.append((_distance(config.policy, policy), len(found), other))
+    return [other for _, _, other in sorted(fitting)]
 
 
 def _sizes(policy: PolicyConfig, world: int, num_experts: int) -> Iterator[dict[str, Any]]:

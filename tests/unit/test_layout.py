@@ -307,16 +307,16 @@ def _yaml(value: Any) -> str:
 @given(world=st.integers(1, 24), text=LAYOUTS, model=MODELS)
 def test_layouts_that_fit_are_valid(world: int, text: str, model: dict[str, Any]) -> None:
     config = config_of(text)
-    found = [changes(config, other) for other in layouts(config, world, architecture(model))]
-    assert len(set(found)) == len(found)
-    for overrides in found[:5]:
+    proposals = [changes(config, other) for other in layouts(config, world, architecture(model))]
+    assert len(set(proposals)) == len(proposals)
+    for overrides in proposals[:5]:
         assert layout_problems(world, f"{text} {overrides}", model) == []
     # The nearest layout of a valid one is itself, so nothing changes.
     if not layout_problems(world, text, model):
-        assert found[0] == ""
+        assert proposals[0] == ""
     # Pure data parallelism always fits, because rows keep their tokens.
     if "tokens=112" in text or "tokens=200" in text:
-        assert found
+        assert proposals
 
 
 # ---------------------------------------------------------------------------- stages and multiples
