@@ -359,7 +359,7 @@ def layouts(config: Config, world_size: int, arch: Architecture) -> list[Config]
         if config.engine.tensor_parallel is None:  # the engine then uses the policy's size
             problems += _engine_problems(other, world_size, arch)
         if not problems:
-            fitting.append((_distance(config.policy, policy), len(found), other))
+            fitting.append((_distance(config.policy, policy), len(fitting), other))
     return [other for _, _, other in sorted(fitting)]
 
 
