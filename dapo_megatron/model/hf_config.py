@@ -11,13 +11,15 @@ from dapo_megatron.files import read_json
 from dapo_megatron.model.architecture import Architecture, GroupedRouting, Latent, Rope
 from dapo_megatron.model.families import ALIASES, FAMILIES
 from dapo_megatron.model.families.family import BIASED_ROUTER, Family
-from dapo_megatron.model.hf_fields import MLP_TYPES, PARTIAL_ROTARY, POSITIONS, check_fields
-from dapo_megatron.model.hf_rope import read_rope, rope_fields
-from dapo_megatron.model.hf_values import flag, is_not_null, number, size
+from dapo_megatron.model.hf_fields import HARMLESS, REQUIRED, Fields
+from dapo_megatron.model.hf_rope import PARTIAL_ROTARY, read_rope, rope_fields
 from dapo_megatron.model.published import PublishedModel, find_published, published_or_refuse
 from dapo_megatron.types import CheckpointError, ConfigError
 
-_POSITIONS = POSITIONS[0]
+_POSITIONS = "max_position_embeddings"
+_OTHER_POSITIONS = ("max_sequence_length", "model_max_length")
+"""Other fields that limit the sequence length. vLLM reads all of them."""
+_MLP_TYPES = "mlp_layer_types"
 _MTP_LAYERS = "num_nextn_predict_layers"
 
 
@@ -78,42 +80,52 @@ def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Archite
     Raises ConfigError naming an unsupported family, field or value, or a missing field.
     """
     family = _family(hf)
-    hf = {**family.defaults, **hf}
-    check_fields(hf, family, ignore)
-    _refuse_windows(hf, family)
-    heads = size(hf, "num_attention_heads")
-    # An explicit null means the number of attention heads.
-    has_kv_heads = is_not_null(hf, "num_key_value_heads")
-    kv_heads = size(hf, "num_key_value_heads") if has_kv_heads else heads
-    if heads % kv_heads:
+    fields = Fields({**family.defaults, **hf})
+    if fields.get("quantization_config"):
         raise ConfigError(
-            f"model.path: num_key_value_heads = {kv_heads} does not divide num_attention_heads = "
-            f"{heads}"
+            "model.path: quantization_config: a quantized checkpoint cannot be trained; use the "
+            "model's bfloat16 or float32 checkpoint"
         )
+    arch = _read(fields, family, ignore)
+    required = {**REQUIRED, **family.required}
+    fields.refuse_unless({key: required[key] for key in required if key not in fields.read})
+    known = HARMLESS | family.harmless | {"model_type"}
+    fields.refuse_unknown(known, ignore, family.model_type)
+    return arch
+
+
+def _read(hf: Fields, family: Family, ignore: Collection[str]) -> Architecture:
+    _refuse_windows(hf, family)
+    heads = hf.size("num_attention_heads")
+    # An explicit null means the number of attention heads.
+    has_kv_heads = hf.required("num_key_value_heads") is not None
+    kv_heads = hf.size("num_key_value_heads") if has_kv_heads else heads
+    if heads % kv_heads:
+        raise hf.refusal("num_key_value_heads", f"does not divide num_attention_heads = {heads}")
     latent = _latent(hf) if family.has_latent else None
     if latent and kv_heads != heads:
-        raise ConfigError(
-            f"model.path: num_key_value_heads = {kv_heads} is not num_attention_heads = {heads}; "
-            f"{family.model_type} has a key and a value for each head"
+        raise hf.refusal(
+            "num_key_value_heads",
+            f"{family.model_type} has a key and a value for each of num_attention_heads = {heads}",
         )
     rope = read_rope(hf, ignore, family)
     arch = Architecture(
         family=family.model_type,
-        num_layers=size(hf, "num_hidden_layers"),
-        hidden_size=size(hf, "hidden_size"),
+        num_layers=hf.size("num_hidden_layers"),
+        hidden_size=hf.size("hidden_size"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=latent.qk_rope_head_dim if latent else _head_dim(hf),
-        intermediate_size=size(hf, "intermediate_size"),
-        vocab_size=size(hf, "vocab_size"),
-        tie_word_embeddings=flag(hf, "tie_word_embeddings"),
+        intermediate_size=hf.size("intermediate_size"),
+        vocab_size=hf.size("vocab_size"),
+        tie_word_embeddings=hf.flag("tie_word_embeddings"),
         qkv_bias=_feature(hf, family, "qkv_bias", "self_attention.linear_qkv.bias"),
         qk_norm=_feature(hf, family, "qk_norm", "self_attention.k_layernorm.weight"),
-        norm_eps=number(hf, "rms_norm_eps"),
+        norm_eps=hf.number("rms_norm_eps"),
         rope=rope,
         max_positions=_max_positions(hf, rope),
         latent=latent,
-        **(_experts(hf) if family.expert else {}),
+        **(_experts(hf, family) if family.expert else {}),
         **(_grouped_routing(hf, family) if family.has_grouped_routing else {}),
     )
     if family.has_partial_rotary and (arch.rotary_dim < 2 or arch.rotary_dim % 2):
@@ -146,7 +158,7 @@ def to_hf_config(arch: Architecture) -> dict[str, Any]:
         fields["sliding_window"] = None
     fields |= {field: getattr(arch, feature) for feature, field in family.flags.items()}
     if family.has_mlp_types:
-        fields[MLP_TYPES] = _mlp_types(arch.num_dense_layers, arch.num_layers)
+        fields[_MLP_TYPES] = _mlp_types(arch.num_dense_layers, arch.num_layers)
     if arch.num_experts:
         fields |= {
             "n_routed_experts" if arch.grouped_routing else "num_experts": arch.num_experts,
@@ -177,8 +189,9 @@ def to_hf_config(arch: Architecture) -> dict[str, Any]:
 def mtp_layers(hf: Mapping[str, Any]) -> range:
     """Return the numbers of the layers for multi-token prediction, which checkpoints have after the
     model's own."""
-    first = size(hf, "num_hidden_layers")
-    number = size(hf, _MTP_LAYERS, least=0) if hf.get(_MTP_LAYERS) is not None else 0
+    fields = Fields(hf)
+    first = fields.size("num_hidden_layers")
+    number = 0 if fields.get(_MTP_LAYERS) is None else fields.size(_MTP_LAYERS, least=0)
     return range(first, first + number)
 
 
@@ -198,79 +211,74 @@ def _family(hf: Mapping[str, Any]) -> Family:
     return family
 
 
-def _feature(hf: Mapping[str, Any], family: Family, feature: str, parameter: str) -> bool:
+def _feature(hf: Fields, family: Family, feature: str, parameter: str) -> bool:
     """Return whether the model has a feature, whose `parameter` layers then have."""
     field = family.flags.get(feature)
-    return family.has(parameter) if field is None else flag(hf, field)
+    return family.has(parameter) if field is None else hf.flag(field)
 
 
-def _head_dim(hf: Mapping[str, Any]) -> int:
+def _head_dim(hf: Fields) -> int:
     if hf.get("head_dim") is not None:
-        return size(hf, "head_dim")
-    return size(hf, "hidden_size") // size(hf, "num_attention_heads")
+        return hf.size("head_dim")
+    return hf.size("hidden_size") // hf.size("num_attention_heads")
 
 
-def _max_positions(hf: Mapping[str, Any], rope: Rope) -> int:
+def _max_positions(hf: Fields, rope: Rope) -> int:
     """Return the maximum sequence length. With yarn, vLLM has no angles beyond `factor` x the
     original length."""
-    limits = [size(hf, key) for key in POSITIONS if key == _POSITIONS or hf.get(key) is not None]
+    limits = [hf.size(_POSITIONS)]
+    limits += [hf.size(key) for key in _OTHER_POSITIONS if hf.get(key) is not None]
     if rope.kind == "yarn":
         limits.append(int(rope.original_max_positions * rope.factor))
     return min(limits)
 
 
-def _refuse_windows(hf: Mapping[str, Any], family: Family) -> None:
+def _refuse_windows(hf: Fields, family: Family) -> None:
     """Raise ConfigError for attention with a window shorter than the model's positions."""
     types = hf.get("layer_types") or []
-    unsupported = (
-        [kind for kind in types if kind != "full_attention"] if isinstance(types, list) else [types]
-    )
-    if unsupported:
-        raise ConfigError(
-            f"model.path: layer_types has {unsupported[0]!r}; only 'full_attention' is supported"
-        )
-    if not family.has_window or not is_not_null(hf, "sliding_window"):
-        return
-    window, positions = size(hf, "sliding_window"), size(hf, "max_position_embeddings")
-    if window < positions:
-        raise ConfigError(
-            f"model.path: sliding_window = {window} is shorter than max_position_embeddings = "
-            f"{positions}; only null or a window of at least this length is supported"
-        )
+    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+        raise hf.refusal("layer_types", "only 'full_attention' is supported")
+    if family.has_window and hf.required("sliding_window") is not None:
+        window, positions = hf.size("sliding_window"), hf.size(_POSITIONS)
+        if window < positions:
+            raise hf.refusal(
+                "sliding_window",
+                f"shorter than {_POSITIONS} = {positions}; only null or a window of at least this "
+                "length is supported",
+            )
 
 
 # ------------------------------------------------------------------------------- parts
 
 
-def _latent(hf: Mapping[str, Any]) -> Latent:
+def _latent(hf: Fields) -> Latent:
     latent = Latent(
-        q_lora_rank=size(hf, "q_lora_rank") if is_not_null(hf, "q_lora_rank") else 0,
-        kv_lora_rank=size(hf, "kv_lora_rank"),
-        qk_nope_head_dim=size(hf, "qk_nope_head_dim"),
-        qk_rope_head_dim=size(hf, "qk_rope_head_dim"),
-        v_head_dim=size(hf, "v_head_dim"),
+        q_lora_rank=0 if hf.required("q_lora_rank") is None else hf.size("q_lora_rank"),
+        kv_lora_rank=hf.size("kv_lora_rank"),
+        qk_nope_head_dim=hf.size("qk_nope_head_dim"),
+        qk_rope_head_dim=hf.size("qk_rope_head_dim"),
+        v_head_dim=hf.size("v_head_dim"),
     )
     # transformers also saves these derived fields.
     for key, value in (("head_dim", latent.qk_rope_head_dim), ("qk_head_dim", latent.qk_head_dim)):
         if hf.get(key) not in (None, value):
-            raise ConfigError(
-                f"model.path: {key} = {hf[key]!r}; the other fields make it {value}: remove it"
-            )
+            raise hf.refusal(key, f"the other fields make it {value}: remove it")
     return latent
 
 
-def _dense_layers(hf: Mapping[str, Any], family: Family) -> int:
+def _dense_layers(hf: Fields, family: Family) -> int:
     """Return the number of layers without experts, which are the first ones."""
-    dense = size(hf, "first_k_dense_replace", least=0)
-    if not family.has_mlp_types:
-        return dense
-    num_layers = size(hf, "num_hidden_layers")
-    types = hf[MLP_TYPES] if hf.get(MLP_TYPES) is not None else _mlp_types(1, num_layers)
-    if dense > num_layers or types != _mlp_types(dense, num_layers):
-        raise ConfigError(
-            f"model.path: first_k_dense_replace = {dense}, but {MLP_TYPES} = {types!r:.60}; it "
-            f"must be 'dense' for the first {dense} layers, then 'sparse' (absent: 1 dense layer)"
-        )
+    dense = hf.size("first_k_dense_replace", least=0)
+    if family.has_mlp_types:
+        num_layers = hf.size("num_hidden_layers")
+        types = hf.get(_MLP_TYPES)
+        types = _mlp_types(1, num_layers) if types is None else types
+        if dense > num_layers or types != _mlp_types(dense, num_layers):
+            raise ConfigError(
+                f"model.path: first_k_dense_replace = {dense}, but {_MLP_TYPES} = {types!r:.60}; "
+                f"it must be 'dense' for the first {dense} layers, then 'sparse' (absent: 1 dense "
+                "layer)"
+            )
     return dense
 
 
@@ -278,14 +286,10 @@ def _mlp_types(dense: int, num_layers: int) -> list[str]:
     return ["dense"] * dense + ["sparse"] * (num_layers - dense)
 
 
-def _grouped_routing(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    for key, wanted in BIASED_ROUTER.items():
-        if hf.get(key) != wanted:
-            raise ConfigError(
-                f"model.path: {key} = {hf.get(key)!r} in config.json; only {wanted!r} is supported"
-            )
-    groups, chosen = size(hf, "n_group"), size(hf, "topk_group")
-    experts, per_token = size(hf, "n_routed_experts"), size(hf, "num_experts_per_tok")
+def _grouped_routing(hf: Fields, family: Family) -> dict[str, Any]:
+    hf.refuse_unless(BIASED_ROUTER, optional=False)
+    groups, chosen = hf.size("n_group"), hf.size("topk_group")
+    experts, per_token = hf.size("n_routed_experts"), hf.size("num_experts_per_tok")
     if experts % groups or chosen > groups or experts // groups < 2:
         raise ConfigError(
             f"model.path: n_group = {groups} and topk_group = {chosen} of n_routed_experts = "
@@ -293,34 +297,32 @@ def _grouped_routing(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
             "and topk_group must not exceed n_group"
         )
     if per_token > chosen * (experts // groups):
-        raise ConfigError(
-            f"model.path: num_experts_per_tok = {per_token} is more than topk_group = {chosen} "
-            f"groups of {experts // groups} experts have"
+        raise hf.refusal(
+            "num_experts_per_tok",
+            f"more than topk_group = {chosen} groups of {experts // groups} experts have",
         )
     return {
         "num_dense_layers": _dense_layers(hf, family),
-        "shared_intermediate_size": size(hf, "n_shared_experts")
-        * size(hf, "moe_intermediate_size"),
-        "grouped_routing": GroupedRouting(groups, chosen, number(hf, "routed_scaling_factor")),
+        "shared_intermediate_size": hf.size("n_shared_experts") * hf.size("moe_intermediate_size"),
+        "grouped_routing": GroupedRouting(groups, chosen, hf.number("routed_scaling_factor")),
     }
 
 
-def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(hf: Fields, family: Family) -> dict[str, Any]:
     # Qwen3-MoE is published with the first name, but transformers 5 saves it with the second.
     known = ("num_experts", "num_local_experts", "n_routed_experts")
-    names = [name for name in known if hf.get(name)]
-    if len({size(hf, name) for name in names}) > 1:
-        values = " and ".join(f"{name} = {hf[name]}" for name in names)
+    own = known[2] if family.has_grouped_routing else known[0]
+    names = [name for name in known if hf.get(name)] or [own]
+    total, *others = (hf.size(name) for name in names)
+    if any(other != total for other in others):
+        values = " and ".join(f"{name} = {hf.get(name)}" for name in names)
         raise ConfigError(f"model.path: {values} differ; keep one of them")
-    total = size(hf, next((name for name in (*names, *known) if name in hf), "num_experts"))
-    per_token = size(hf, "num_experts_per_tok")
+    per_token = hf.size("num_experts_per_tok")
     if per_token > total:
-        raise ConfigError(
-            f"model.path: num_experts_per_tok = {per_token} is more than num_experts = {total}"
-        )
+        raise hf.refusal("num_experts_per_tok", f"more than num_experts = {total}")
     return {
         "num_experts": total,
         "experts_per_token": per_token,
-        "moe_intermediate_size": size(hf, "moe_intermediate_size"),
-        "normalize_topk": flag(hf, "norm_topk_prob"),
+        "moe_intermediate_size": hf.size("moe_intermediate_size"),
+        "normalize_topk": hf.flag("norm_topk_prob"),
     }

@@ -8,10 +8,10 @@ from typing import Any
 from dapo_megatron.model.architecture import Architecture, Rope
 from dapo_megatron.model.families import FAMILIES
 from dapo_megatron.model.families.family import Family
-from dapo_megatron.model.hf_fields import PARTIAL_ROTARY, is_empty
-from dapo_megatron.model.hf_values import number, size
+from dapo_megatron.model.hf_fields import Fields
 from dapo_megatron.types import ConfigError
 
+PARTIAL_ROTARY = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -28,41 +28,25 @@ _LATENT_KINDS = ("default", "yarn")
 """The types for latent attention, where vLLM treats every type except `default` as yarn."""
 
 
-def read_rope(hf: Mapping[str, Any], ignore: Collection[str], family: Family) -> Rope:
+def read_rope(hf: Fields, ignore: Collection[str], family: Family) -> Rope:
     """Read rope from `rope_parameters`, which contains rope_theta (transformers 5), or from
     `rope_scaling` and a separate rope_theta (older versions)."""
-    where, settings = _settings(hf)
+    settings = _settings(hf)
     kind = str(settings.get("rope_type") or settings.get("type") or "default")
     kinds = _LATENT_KINDS if family.has_latent else tuple(_KINDS)
     if kind not in kinds:
-        raise ConfigError(
-            f"model.path: {where} has the rope type {kind!r}; known: {', '.join(kinds)}"
-        )
-    optional = [name for name in _OPTIONAL.get(kind, ()) if name in settings]
-    fields = (*_KINDS[kind], *optional)
-    known = {"rope_type", "type", "rope_theta", PARTIAL_ROTARY, *fields}
-    known |= {"truncate"} if kind == "yarn" else set()
-    for key, value in settings.items():
-        if key not in known and f"{where}.{key}" not in ignore and not is_empty(value):
-            raise ConfigError(
-                f"model.path: {where}.{key} = {value!r} is not known for the rope type {kind!r}; "
-                f"if it does not change what the model computes, add {where}.{key} to "
-                "model.ignore_fields"
-            )
-    values: dict[str, Any] = {
-        name: (size if name == _ORIGINAL else number)(settings, name, where) for name in fields
-    }
-    if _ORIGINAL in values:
-        values["original_max_positions"] = values.pop(_ORIGINAL)
-    values[PARTIAL_ROTARY] = _partial_rotary_factor(hf, settings, where, family)
-    rope = Rope(_theta(hf, settings, where), kind, **values)
-    if not rope.low_freq_factor < rope.high_freq_factor:
-        raise ConfigError(
-            f"model.path: {where}.low_freq_factor = {rope.low_freq_factor} must be below "
-            f"high_freq_factor = {rope.high_freq_factor}"
-        )
+        raise ConfigError(f"model.path: the rope type {kind!r} is not known: {', '.join(kinds)}")
+    fields = [*_KINDS[kind], *(name for name in _OPTIONAL.get(kind, ()) if name in settings)]
+    values: dict[str, Any] = {name: settings.number(name) for name in fields if name != _ORIGINAL}
+    if _ORIGINAL in fields:
+        values["original_max_positions"] = settings.size(_ORIGINAL)
+    values[PARTIAL_ROTARY] = _partial_rotary_factor(hf, settings, family)
     if kind == "yarn":
-        _check_yarn(settings, where, family)
+        _check_yarn(settings, family)
+    rope = Rope(_theta(hf, settings), kind, **values)
+    settings.refuse_unknown((), ignore, f"the rope type {kind!r}")
+    if not rope.low_freq_factor < rope.high_freq_factor:
+        raise settings.refusal("low_freq_factor", "must be below high_freq_factor")
     return rope
 
 
@@ -79,58 +63,47 @@ def rope_fields(arch: Architecture) -> dict[str, Any]:
     return fields
 
 
-def _settings(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the value of the field that describes rope."""
-    present = [key for key in ("rope_parameters", "rope_scaling") if hf.get(key)]
-    if len(present) == 2 and hf[present[0]] != hf[present[1]]:
+def _settings(hf: Fields) -> Fields:
+    """Return the object that describes rope."""
+    new, old = hf.get("rope_parameters"), hf.get("rope_scaling")
+    if new and old and new != old:
         raise ConfigError("model.path: rope_parameters and rope_scaling differ; keep one of them")
-    where = present[0] if present else "rope_parameters"
-    settings: Mapping[str, Any] = hf.get(where) or {}
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"model.path: {where} = {settings!r}; must be an object, or null")
+    return hf.inside("rope_scaling" if old and not new else "rope_parameters")
+
+
+def _theta(hf: Fields, settings: Fields) -> float:
     inner, outer = settings.get("rope_theta"), hf.get("rope_theta")
     if inner and outer and inner != outer:
-        raise ConfigError(
-            f"model.path: rope_theta = {outer} and {where}.rope_theta = {inner} differ; keep one"
-        )
-    return where, settings
+        raise settings.refusal("rope_theta", f"rope_theta = {outer!r:.60} differs; keep one")
+    holder = settings if inner is not None else hf
+    return 10_000.0 if holder.get("rope_theta") is None else holder.number("rope_theta")
 
 
-def _theta(hf: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> float:
-    if settings.get("rope_theta") is not None:
-        return number(settings, "rope_theta", where)
-    return number(hf, "rope_theta") if hf.get("rope_theta") is not None else 10_000.0
-
-
-def _partial_rotary_factor(
-    hf: Mapping[str, Any], settings: Mapping[str, Any], where: str, family: Family
-) -> float:
+def _partial_rotary_factor(hf: Fields, settings: Fields, family: Family) -> float:
     """Return the share of a head's columns that rotate. The field in `settings` takes precedence,
     as in transformers and vLLM."""
-    if PARTIAL_ROTARY in settings:
-        factor = number(settings, PARTIAL_ROTARY, where)
-    else:
-        factor = number(hf, PARTIAL_ROTARY) if family.has_partial_rotary else 1.0
+    if family.has_partial_rotary:
+        hf.get(PARTIAL_ROTARY)  # read, also where `settings` has it
+    elif PARTIAL_ROTARY not in settings:
+        return 1.0
+    holder = settings if PARTIAL_ROTARY in settings else hf
+    factor = holder.number(PARTIAL_ROTARY)
     if factor > 1.0 or (factor < 1.0 and not family.has_partial_rotary):
         wanted = "a number up to 1.0" if family.has_partial_rotary else "1.0"
-        raise ConfigError(f"model.path: {PARTIAL_ROTARY} = {factor}; only {wanted} is supported")
+        raise holder.refusal(PARTIAL_ROTARY, f"only {wanted} is supported")
     return factor
 
 
-def _check_yarn(settings: Mapping[str, Any], where: str, family: Family) -> None:
+def _check_yarn(settings: Fields, family: Family) -> None:
     """Raise ConfigError for variants of yarn that transformers and vLLM compute differently."""
-    if not settings.get("truncate", True):
-        raise ConfigError(f"model.path: {where}.truncate = False; only True is supported")
+    settings.refuse_unless({"truncate": True})
     if not family.has_latent:
         return
-    mscale, mscale_all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
     if ("mscale" in settings) != ("mscale_all_dim" in settings):
-        raise ConfigError(
-            f"model.path: {where} has mscale = {mscale} and mscale_all_dim = {mscale_all_dim}; "
-            f"{family.model_type} needs both or none"
+        raise settings.refusal(
+            "mscale", f"{family.model_type} needs mscale and mscale_all_dim, or none of them"
         )
     if "attention_factor" in settings:
-        raise ConfigError(
-            f"model.path: {where}.attention_factor is not supported for {family.model_type}; use "
-            "mscale and mscale_all_dim"
+        raise settings.refusal(
+            "attention_factor", f"not supported for {family.model_type}; use mscale"
         )

@@ -44,7 +44,7 @@ class Family:
     """A family of decoders: the parameters of its layers and of each expert in them, and the fields
     of its config.json.
 
-    Parameters and fields common to all families are below and in hf_fields.py.
+    Parameters and fields common to all families are below and in hf_config.py.
 
     required    fields that must have this value or be absent
     harmless    fields that do not change what the model computes
