@@ -6,7 +6,7 @@
 # their own.
 
 # shellcheck disable=SC2034 # the scripts use them
-readonly DONE=0 USER_ERROR=2 BAD_NODES=69 STOPPED=75 FENCED=97 HUNG=98
+readonly DONE=0 USER_ERROR=2 BAD_NODES=69 STOPPED=75
 
 say() { printf '%(%F %T)T [%s] %s\n' -1 "${DAPO_MEGATRON_ATTEMPT:-}" "$*"; }
 refuse() { say "error: $*"; exit $USER_ERROR; }

@@ -14,8 +14,6 @@ from zmq.utils import z85
 
 DOMAIN = b"dapo_megatron"
 RANK0, ENGINE = b"dapo_megatron: rank 0", b"dapo_megatron: engine"
-HEARTBEAT_MS = 1000
-"""Interval at which both ends of a connection show each other that their processes run."""
 
 
 def key_pair(secret: bytes, owner: bytes) -> tuple[bytes, bytes]:
@@ -57,7 +55,7 @@ def trust_rank0(engine: zmq.Socket, secret: bytes) -> None:  # type: ignore[type
 def watch_connection(socket: zmq.Socket, seconds: float) -> zmq.Socket:  # type: ignore[type-arg]
     """Return a socket that gets a message when a connection of `socket` ends, also because the
     other process did not run for `seconds`. Call before it is bound or connected."""
-    socket.heartbeat_ivl = HEARTBEAT_MS
+    socket.heartbeat_ivl = int(100 * seconds)  # ms
     socket.heartbeat_timeout = socket.heartbeat_ttl = int(1000 * seconds)
     return socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dapo_megatron.cluster.attempt import REASON_FILE, attempt_variables, read_reason
-from dapo_megatron.cluster.processes import die_with_parent
+from dapo_megatron.cluster.processes import END_SECONDS, die_with_parent
 from dapo_megatron.cluster.scratch import private_folder
 from dapo_megatron.cluster.secret import secret_variable
 from dapo_megatron.cluster.stop import SIGNALS
@@ -21,8 +21,6 @@ from dapo_megatron.cluster.store import STORE
 
 _STARTED = "DAPO_MEGATRON_STARTED"
 _IMPORTED = time.time()  # close to the start of the command, which imports this module first
-KILL_SECONDS = 5.0
-"""Time between SIGTERM and SIGKILL."""
 GRACE_SECONDS = 15.0
 """Time that the other ranks have to exit by themselves after one has failed."""
 
@@ -100,7 +98,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> int
             is_terminated = True  # once: a second SIGTERM would end rank 0 while it closes the run
             for rank in ranks:
                 rank.terminate()
-        if overdue_seconds > KILL_SECONDS:
+        if overdue_seconds > END_SECONDS:
             for rank in ranks:
                 rank.kill()
         time.sleep(0.05)

@@ -11,6 +11,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+END_SECONDS = 5.0
+"""Time from asking a process to end to killing it."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 _PROCESS = Path("/proc/self")
 

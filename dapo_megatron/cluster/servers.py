@@ -11,15 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from dapo_megatron.cluster.join import node_name
-from dapo_megatron.cluster.processes import die_with_parent
+from dapo_megatron.cluster.processes import END_SECONDS, die_with_parent
 from dapo_megatron.cluster.secret import SECRET
 
 MAX_QUICK_ENDS = 5
 """A server is not started again after so many starts in a row that were followed by a quick end."""
 QUICK_SECONDS = 600.0
 """An end within so many seconds after the start is quick."""
-CLOSE_SECONDS = 5.0
-"""Time that a server has to end by itself when the run is over."""
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of a rank's launcher, by which vLLM would join a world."""
 
@@ -95,7 +93,7 @@ class Server:
 
     def close(self) -> None:
         """Wait for the end of the server, which rank 0 has told to end, but not for long."""
-        end = time.monotonic() + CLOSE_SECONDS
+        end = time.monotonic() + END_SECONDS
         while not self._has_ended() and time.monotonic() < end:
             time.sleep(0.02)
         self._kill()

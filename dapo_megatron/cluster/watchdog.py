@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,6 +51,14 @@ class Engines(Protocol):
         ...
 
 
+class PhaseView(Protocol):
+    """Recorder of a run, on rank 0 and on others."""
+
+    def phase(self, phase: str, step: int) -> None:
+        """Show a new phase."""
+        ...
+
+
 class Watchdog:
     """Watchdog of one rank.
 
@@ -63,8 +71,7 @@ class Watchdog:
         self, folder: Path, rank: int, world_size: int, limits: Mapping[str, float]
     ) -> None:
         self.engines: Engines | None = None
-        self.on_phase: Callable[[str, int], None] | None = None
-        """Shows each new phase and its step."""
+        self.view: PhaseView | None = None
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._limits = {**limits, "": limits.get(Phase.START, max(limits.values()))}
         self._phase, self._step = "", 0
@@ -151,8 +158,8 @@ class Watchdog:
         self._phase = phase
         self._armed = -math.inf  # the limit is another one
         self.record_activity(sign)
-        if self.on_phase is not None:
-            self.on_phase(phase, self._step)
+        if self.view is not None:
+            self.view.phase(phase, self._step)
 
     def _arm(self) -> None:
         """Restart the timer."""

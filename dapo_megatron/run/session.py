@@ -88,7 +88,7 @@ def _train(context: RunContext, engines: Engines | None, replay: Path | None) ->
     started = started_at() - progress.seconds
     with ExitStack() as at_end, _true_status(context, recorder), ExitStack() as stack:
         stack.enter_context(recorder.live())
-        context.watchdog.on_phase = recorder.phase
+        context.watchdog.view = recorder
         instruments = build.build_instruments(config, ranks, recorder, context.watchdog)
         try:
             if engines is not None:

@@ -137,9 +137,9 @@ def test_the_watchdog_names_a_hung_rank_and_the_run_resumes(
         seconds = time.monotonic() - start_time
         note(f"... until it is named, limit {WATCHDOG_SECONDS} s", "", f"{seconds:.1f}")
         text = verdict.read_text()
-        # 1: while it samples, the coordinator may notice it before the watchdog does.
-        assert text.startswith(("98 ", "1 ")) and "rank 1" in text.splitlines()[0], text
-        assert seconds <= WATCHDOG_SECONDS + 5, f"the rank was named after {seconds:.1f} s"
+        # While it samples, the coordinator may notice it before the watchdog does.
+        assert text.startswith("1 ") and "rank 1" in text.splitlines()[0], text
+        assert seconds <= WATCHDOG_SECONDS + 10, f"the rank was named after {seconds:.1f} s"
 
     recovered(run, "SIGSTOP of a rank", stop)
     run.wait_for_end()

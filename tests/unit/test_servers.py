@@ -141,7 +141,7 @@ def test_a_server_that_ends_again_and_again_is_not_started_for_ever(
 def test_a_server_that_hangs_at_the_end_is_killed_with_its_workers(
     stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(servers, "END_SECONDS", 0.5)
     server = stub.server()
     wait_until(lambda: len(stub.processes) == 2)
     server.close()
