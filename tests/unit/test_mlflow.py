@@ -39,10 +39,7 @@ from dapo_megatron.tracking.trackers import JsonlTracker
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import REPOSITORY, tiny_config
 from tests.helpers.console import Console
-from tests.helpers.cores import own_seconds
 
-STEP_LIMIT = 0.010
-"""Seconds that logging may add to a step."""
 SAMPLE, POLICY = "samples/step_000001/completions.parquet", "policy/step_000001_00000.parquet"
 
 
@@ -309,28 +306,37 @@ def test_runs_that_start_together_share_one_local_database(
 # ---------------------------------------------------------------------------- a server in trouble
 
 
-def log_steps(run: Run, first: int, last: int) -> float:
-    """Log 60 metrics per step. Return the longest time of a call, without waiting for a core:
-    another program may use it for longer than the limit."""
-    seconds: list[float] = []
+def log_steps(run: Run, first: int, last: int) -> None:
     for step in range(first, last + 1):
-        metrics = {f"policy__m{number}": step + number / 64 for number in range(60)}
-        with own_seconds(seconds):
-            run.log(step, **metrics)
-    return max(seconds)
+        run.log(step, **{f"policy__m{number}": step + number / 64 for number in range(60)})
 
 
-def test_a_dead_server_delays_no_step_and_gets_everything_later(
+def test_steps_do_not_wait_for_a_server_that_never_answers(
+    run: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+        tracked = Run(run, wait_seconds=0.1)
+        connection, _ = listening.accept()
+        log_steps(tracked, 1, 100)
+        assert not tracked.mlflow._error, "the steps took as long as the first call to the server"
+        assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == 100
+        [warning] = tracked.finish("FINISHED")
+        connection.close()
+    assert "did not finish in 0.1 s" in warning
+
+
+def test_a_dead_server_gets_everything_later(
     server: Server, run: Config, capfd: pytest.CaptureFixture[str]
 ) -> None:
     server.stop()
     tracked, errors = Run(run), ""
-    slowest = log_steps(tracked, 1, 100)  # while the thread imports MLflow
+    log_steps(tracked, 1, 100)
     while "retrying until it works" not in errors:
         errors += capfd.readouterr().err
         time.sleep(0.05)
-    slowest = max(slowest, log_steps(tracked, 101, 200))  # while it tries to reach the server
-    assert slowest < STEP_LIMIT
+    log_steps(tracked, 101, 200)
     [warning] = tracked.console.warnings
     assert "Connection refused; the run continues" in warning
     server.start()
