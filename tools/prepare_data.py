@@ -5,8 +5,8 @@
     python tools/prepare_data.py aime-2024.parquet --output data/aime_2024.parquet
     python tools/prepare_data.py hub:BytedTsinghua-SIA/DAPO-Math-17k --output data/dapo_math.parquet
 
-Next to FILE.parquet it writes FILE.report.json and FILE.report.md. All are made in
-FILE.parquet.partial and moved when complete. More in docs/data.md.
+Next to FILE.parquet it writes FILE.report.json. Both are made in FILE.parquet.partial and moved
+when complete. More in docs/data.md.
 """
 
 from __future__ import annotations
@@ -25,33 +25,22 @@ from hashlib import file_digest
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
-from zlib import crc32
 
-import numpy as np
 import typer
-from preparing.prepare import Settings, prepare
-from preparing.report import LABELS, markdown
-from preparing.tables import Batch, checked
-from preparing.unique import Source, file_source
+from preparing.prepare import LABELS, Settings, prepare
+from preparing.unique import Source
 from pydantic import ValidationError
-from rich import progress as bars
 
 from dapo_megatron.cluster.output import protect_streams
 from dapo_megatron.cluster.processes import resident_bytes
 from dapo_megatron.config import Columns
 from dapo_megatron.config.yaml12 import parse_yaml
-from dapo_megatron.data.hub import dataset_batches, name_of
 from dapo_megatron.data.prompts import report_path
 from dapo_megatron.data.rows import DAPO_MATH_COLUMNS
 from dapo_megatron.data.tokenizer import load_tokenizer
 from dapo_megatron.files import partial_folder
-from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.types import ConfigError, DapoError, DataError
 
-SHINGLE_CHARACTERS = 5
-NUM_PERMUTATIONS = 128
-RECALL = 0.995
-"""Minimum probability that a pair exactly at the similarity threshold is compared."""
 HUB = re.compile(r"hub:(?P<name>[^@#]+)(?:@(?P<revision>[^#]+))?(?:#(?P<split>.+))?")
 MIB = 2**20
 
@@ -108,81 +97,6 @@ EvaluationColumnNames = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Replace OUTPUT and its report.")]
 
 
-class MinHashSimilarity:
-    """Jaccard similarity of the sets of 5-character shingles, case folded.
-
-    Shingles are characters, because a fifth of DAPO-Math-17k is Chinese and has no spaces. MinHash
-    finds candidates, and the similarity of the sets decides.
-    """
-
-    def __init__(self, threshold: float) -> None:
-        from datasketch import MinHash
-
-        self.threshold = threshold
-        self._empty = MinHash(num_perm=NUM_PERMUTATIONS, hashfunc=int)
-
-    def sketch(self, problem: str) -> tuple[Any, np.ndarray]:
-        """Return the MinHash and the sorted hashes of the shingles, [shingles], uint32."""
-        text = problem.casefold()
-        ends = range(SHINGLE_CHARACTERS, max(len(text), SHINGLE_CHARACTERS) + 1)
-        shingles = (text[end - SHINGLE_CHARACTERS : end] for end in ends)
-        hashes = sorted({crc32(shingle.encode("utf-8")) for shingle in shingles})
-        signature = self._empty.copy()
-        signature.update_batch(hashes)
-        return signature, np.array(hashes, np.uint32)
-
-    def index(self) -> MinHashIndex:
-        """Return a new, empty index."""
-        return MinHashIndex(self.threshold)
-
-
-class MinHashIndex:
-    """Index of problems by bands of their MinHash (locality-sensitive hashing)."""
-
-    def __init__(self, threshold: float) -> None:
-        from datasketch import MinHashLSH
-
-        self._threshold = threshold
-        self._bands = MinHashLSH(num_perm=NUM_PERMUTATIONS, params=bands_of(threshold))
-        self._hashes: dict[int, np.ndarray] = {}
-
-    def add(self, key: int, sketch: tuple[Any, np.ndarray]) -> None:
-        """Add a problem under a key."""
-        self._bands.insert(key, sketch[0], check_duplication=False)
-        self._hashes[key] = sketch[1]
-
-    def nearest(self, sketch: tuple[Any, np.ndarray]) -> tuple[int, float] | None:
-        """Return (key, similarity) of the nearest problem that reaches the threshold, or None.
-
-        Of equally near problems it returns the first.
-        """
-        nearest: tuple[int, float] | None = None
-        for key in sorted(self._bands.query(sketch[0])):
-            similarity = jaccard(sketch[1], self._hashes[key])
-            if similarity >= self._threshold and (nearest is None or similarity > nearest[1]):
-                nearest = (key, similarity)
-        return nearest
-
-
-def jaccard(left: np.ndarray, right: np.ndarray) -> float:
-    """Return the Jaccard similarity of two sorted arrays without repeats, [shingles]."""
-    common = len(np.intersect1d(left, right, assume_unique=True))
-    return common / (len(left) + len(right) - common)
-
-
-def bands_of(threshold: float) -> tuple[int, int]:
-    """Return (bands, rows per band) with the most rows that still reach RECALL at the threshold.
-
-    A pair of similarity s agrees in one band of r rows with probability s^r, and in at least one of
-    b bands with probability 1 - (1 - s^r)^b.
-    """
-    for rows in range(NUM_PERMUTATIONS // 2, 1, -1):
-        bands = NUM_PERMUTATIONS // rows
-        if 1 - (1 - threshold**rows) ** bands >= RECALL:
-            return bands, rows
-    return NUM_PERMUTATIONS, 1
-
-
 @app.command()
 def main(
     inputs: InputNames,
@@ -202,7 +116,7 @@ def main(
     with report_errors():
         files = outputs_of(output, inputs, evaluation or [], force)
         settings = Settings(
-            similarity=MinHashSimilarity(similarity),
+            similarity=similarity,
             overlap=overlap.value,
             near_duplicates=near_duplicates.value,
             tokenizer=tokenizer_of(tokenizer, max_prompt_tokens),
@@ -219,23 +133,21 @@ def main(
             **({"columns": columns} if columns else {}),
             **({"evaluation_columns": evaluation_columns} if evaluation_columns else {}),
         }
-        sources = [source_of(name, settings.columns) for name in inputs]
-        with work_folder(output) as folder, row_counter() as on_rows:
-            data = folder / output.name
-            outcome = prepare(sources, evaluation or [], settings, data, on_rows)
-            report = report_on(outcome, sources, evaluation or [], data, options)
-            _, json_path, text_path = [folder / file.name for file in files]
-            json_path.write_text(
-                json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
-            text_path.write_text(markdown(report), encoding="utf-8")
+        sources = [source_of(name) for name in inputs]
+        held_out = [Source(str(path), path) for path in evaluation or []]
+        with work_folder(output) as folder:
+            data, report_file = (folder / file.name for file in files)
+            outcome = prepare(sources, held_out, settings, data)
+            report = report_on(outcome, sources, held_out, data, options)
+            text = json.dumps(report, indent=1, ensure_ascii=False)
+            report_file.write_text(text + "\n", encoding="utf-8")
             for file in reversed(files):  # the data last: a data file always has its report
                 (folder / file.name).replace(file)
         show(report, files, time.monotonic() - started)
 
 
 def outputs_of(output: Path, inputs: list[str], evaluation: list[Path], force: bool) -> list[Path]:
-    """Return the paths of data, JSON and Markdown.
+    """Return the paths of data and report.
 
     Raises DataError if a file would be lost: an input, or an existing file without --force.
     """
@@ -243,8 +155,7 @@ def outputs_of(output: Path, inputs: list[str], evaluation: list[Path], force: b
         raise DataError(f"--output {output}: must end in .parquet")
     if output.resolve() in {Path(name).resolve() for name in [*inputs, *evaluation]}:
         raise DataError(f"--output {output}: is an input too; choose another name")
-    report = report_path(output)
-    files = [output, report, report.with_suffix(".md")]
+    files = [output, report_path(output)]
     existing = [str(file) for file in files if file.exists()]
     if existing and not force:
         raise DataError(f"{', '.join(existing)}: exists; --force replaces it")
@@ -273,29 +184,15 @@ def parse_columns(option: str, text: str | None) -> Columns:
         ) from error
 
 
-def source_of(name: str, columns: Columns) -> Source:
+def source_of(name: str) -> Source:
     """Return a local file or a data set of the hub as a source. Raises DataError for neither."""
     if match := HUB.fullmatch(name):
-        return Source(
-            name, partial(read_hub, match["name"], match["revision"], match["split"], columns)
-        )
+        return Source(name, None, match["name"], match["revision"], match["split"] or "train")
     path = Path(name)
     if not path.exists():
         hint = f"; from the hub: hub:{name}" if name.count("/") == 1 and not path.suffix else ""
         raise DataError(f"{name}: no such file{hint}")
-    return file_source(path, columns)
-
-
-def read_hub(
-    name: str, revision: str | None, split: str | None, columns: Columns, batch_rows: int
-) -> Iterator[Batch]:
-    """Yield batches of a data set of the hub. Raises DataError if it cannot be reached."""
-    split = split or "train"
-    where = name_of(f"hub:{name}", split)
-    first = 0
-    for batch in dataset_batches(name, None, split, revision, batch_rows):
-        yield batch, checked(batch, where, first, columns)
-        first += len(batch)
+    return Source(name, path)
 
 
 @contextmanager
@@ -313,7 +210,7 @@ def work_folder(output: Path) -> Iterator[Path]:
 def report_on(
     outcome: dict[str, Any],
     sources: list[Source],
-    evaluation: list[Path],
+    evaluation: list[Source],
     data: Path,
     options: dict[str, Any],
 ) -> dict[str, Any]:
@@ -336,8 +233,8 @@ def report_on(
             for source, (num_rows, digest) in zip(sources, outcome["files"], strict=True)
         ],
         "evaluation": [
-            {"name": str(path), "rows": num_rows, "sha256": sha256_of(path)}
-            for path, num_rows in zip(evaluation, outcome["evaluation_rows"], strict=True)
+            {"name": source.name, "rows": num_rows, "sha256": sha256_of(Path(source.name))}
+            for source, num_rows in zip(evaluation, outcome["evaluation_rows"], strict=True)
         ],
         "settings": {**options, "frame": outcome["frame"]},
         "versions": {
@@ -369,17 +266,6 @@ def report_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted; no incomplete files are left", file=sys.stderr)
         raise typer.Exit(130) from None
-
-
-@contextmanager
-def row_counter() -> Iterator[Any]:
-    """Show the number of rows read. It appears only on a terminal and is removed at the end."""
-    console = LiteralConsole(stderr=True)
-    columns = (bars.SpinnerColumn(), bars.TextColumn("{task.completed:,} rows"))
-    is_hidden = not console.is_terminal
-    with bars.Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
-        task = progress.add_task("rows", total=None)
-        yield lambda num_rows: progress.advance(task, num_rows)
 
 
 def show(report: dict[str, Any], files: list[Path], seconds: float) -> None:

@@ -19,10 +19,9 @@ import pyarrow
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from preparing.prepare import Settings, prepare
-from preparing.report import LABELS
-from preparing.tables import ROW_GROUP, write
-from preparing.unique import Frame, file_source, fold, frame_of
+from preparing.prepare import LABELS, Settings, prepare
+from preparing.similarity import RECALL, Index, bands_of, jaccard, sketch_of
+from preparing.unique import Frame, Source, fold, frame_of
 from pyarrow import parquet
 from typer.testing import CliRunner
 
@@ -32,15 +31,7 @@ from dapo_megatron.data.rows import DAPO_MATH_COLUMNS, checked_row, read_jsonl, 
 from dapo_megatron.types import DataError
 from tests.helpers import published_data as made
 from tools.make_tiny_model import make_tokenizer
-from tools.prepare_data import (
-    RECALL,
-    MinHashSimilarity,
-    app,
-    bands_of,
-    jaccard,
-    read_hub,
-    sha256_of,
-)
+from tools.prepare_data import app, sha256_of
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = REPOSITORY / "tools" / "prepare_data.py"
@@ -226,11 +217,11 @@ def many_rows(draw: st.DrawFn) -> list[dict[str, Any]]:
 def prepared(
     folder: Path, rows: Sequence[dict[str, Any]], name: str = "out", **changes: Any
 ) -> tuple[Path, dict[str, Any]]:
-    source = file_source(write_rows(folder / f"{name}-in.parquet", rows))
+    path = write_rows(folder / f"{name}-in.parquet", rows)
+    source = Source(str(path), path)
     output = folder / f"{name}.parquet"
     evaluation = changes.pop("evaluation", [])
-    options = Settings(similarity=MinHashSimilarity(0.8), **changes)
-    return output, prepare([source], evaluation, options, output)
+    return output, prepare([source], evaluation, Settings(**changes), output)
 
 
 def expected(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -331,7 +322,7 @@ def test_the_same_command_writes_the_same_bytes(small: Path, tmp_path: Path) -> 
     files = [output, *tmp_path.glob("*.report.*")]
     first = [file.read_bytes() for file in files]
     run(small, "--output", output, "--force")
-    assert len(files) == 3
+    assert len(files) == 2
     assert [file.read_bytes() for file in files] == first
 
 
@@ -454,8 +445,7 @@ def test_similarity_ignores_the_frame_of_the_prompts(tmp_path: Path) -> None:
     short = [made.row(text, "1", text) for text in ("Find 6 + 7.", "Solve x = 2.", "Is 7 prime?")]
     _, summary = prepared(tmp_path, short, near_duplicates="drop")
     assert summary["rows"]["out"] == 3
-    sketch = MinHashSimilarity(0.8).sketch
-    framed = [sketch(row["prompt"][0]["content"])[1] for row in short]
+    framed = [sketch_of(row["prompt"][0]["content"])[1] for row in short]
     assert min(jaccard(first, second) for first, second in combinations(framed, 2)) >= 0.8
 
 
@@ -483,15 +473,6 @@ def test_a_frame_leaves_a_word_of_every_prompt(texts: list[str]) -> None:
         assert len(frame.strip(text).split()) == num_left >= 1
 
 
-def test_row_groups_of_the_output_do_not_depend_on_the_input_batches(tmp_path: Path) -> None:
-    table = pyarrow.table({"a": range(ROW_GROUP + 900)})
-    for name, size in (("one", len(table)), ("many", 700)):
-        cuts = (table.slice(first, size) for first in range(0, len(table), size))
-        write(tmp_path / name, table.schema, cuts)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "many").read_bytes()
-    assert parquet.read_table(tmp_path / "many") == table
-
-
 @pytest.mark.parametrize("threshold", [0.1, 0.5, 0.8, 0.9, 0.99])
 def test_bands_find_pairs_at_the_threshold_with_the_promised_recall(threshold: float) -> None:
     bands, rows = bands_of(threshold)
@@ -501,12 +482,11 @@ def test_bands_find_pairs_at_the_threshold_with_the_promised_recall(threshold: f
 
 def test_all_pairs_above_the_threshold_are_found_and_none_below() -> None:
     rng = random.Random(0)
-    similarity = MinHashSimilarity(0.8)
     near = far = 0
     for base in made.make_problems(60, rng):
         for cut in range(0, 120, 12):
-            index = similarity.index()
-            sketch, other = similarity.sketch(base), similarity.sketch(base[cut:] + "?")
+            index = Index(0.8)
+            sketch, other = sketch_of(base), sketch_of(base[cut:] + "?")
             index.add(7, sketch)
             shingles, others = (
                 {text[n : n + 5] for n in range(len(text) - 4)} for text in (base, base[cut:] + "?")
@@ -524,12 +504,11 @@ def test_all_pairs_above_the_threshold_are_found_and_none_below() -> None:
 
 
 def test_the_most_similar_row_is_named_and_the_first_of_equal_ones() -> None:
-    similarity = MinHashSimilarity(0.5)
-    index = similarity.index()
+    index = Index(0.5)
     text = long_problem()
     for key, other in [(5, text[10:]), (3, text), (1, text), (4, text[20:])]:
-        index.add(key, similarity.sketch(other))
-    assert index.nearest(similarity.sketch(text)) == (1, 1.0)
+        index.add(key, sketch_of(other))
+    assert index.nearest(sketch_of(text)) == (1, 1.0)
 
 
 # ---------------------------------------------------------------------------- bad input
@@ -697,10 +676,9 @@ def test_bad_arguments_are_refused_by_name(
 def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     raw = write_rows(tmp_path / "in.parquet", [made.row("a", "1", "x")])
     output = tmp_path / "o.parquet"
-    (tmp_path / "o.report.md").write_text("my notes")
-    assert "o.report.md: exists; --force replaces it" in refused(raw, "--output", output)
+    (tmp_path / "o.report.json").write_text("my notes")
+    assert "o.report.json: exists; --force replaces it" in refused(raw, "--output", output)
     run(raw, "--output", output, "--force")
-    assert "o.parquet: exists" not in (tmp_path / "o.report.md").read_text()
     assert "--force replaces it" in refused(raw, "--output", output)
 
 
@@ -724,7 +702,7 @@ def test_an_interrupt_leaves_no_file_and_the_next_run_removes_those_of_a_killed_
         assert (tmp_path / "o.parquet.partial").exists() == is_left
     run(small, "--output", output, *OFF)
     assert sorted(file.name for file in tmp_path.iterdir()) == [
-        "o.parquet", "o.report.json", "o.report.md", "slow.jsonl",
+        "o.parquet", "o.report.json", "slow.jsonl",
     ]  # fmt: skip
 
 
@@ -742,7 +720,7 @@ def test_a_hub_data_set_is_an_input(tmp_path: Path) -> None:
     assert report(output)["rows"]["out"] == 7
     assert report(output)["inputs"][0]["sha256"].endswith("(of the rows)")
     assert parquet.read_table(output).to_pylist() == rows[:7]
-    batches = [rows for _, rows in read_hub(str(folder), None, None, DAPO_MATH_COLUMNS, 6)]
+    batches = [rows for _, rows in Source("", None, str(folder)).batches(DAPO_MATH_COLUMNS, 6)]
     assert [row.index for rows in batches for row in rows] == list(range(20))
 
 
@@ -768,7 +746,6 @@ def test_the_report_records_checksums_and_is_found_only_for_the_same_data(tmp_pa
     assert summary["inputs"] == [{"name": str(raw), "rows": 1, "sha256": sha256_of(raw)}]
     assert summary["output"]["sha256"] == sha256_of(output)
     assert summary["output"]["bytes"] == output.stat().st_size
-    assert "1 prompts" in (tmp_path / "some.v2.report.md").read_text()
     output.write_bytes(output.read_bytes() + b"more")
     assert report_of(output) is None, "the report describes another file"
     (tmp_path / "some.v2.report.json").write_text("[]")

@@ -1,4 +1,4 @@
-"""Read rows in batches with their Arrow types, spool them to disk, and write them as Parquet.
+"""Read rows in batches with their Arrow types.
 
 `dapo_megatron/data/prompts.py` reads the same files for a run. This module also keeps the columns
 that a run ignores. A column of Parquet has one type, and values of JSONL may have several: where
@@ -8,7 +8,7 @@ they do, they are written as text (`uniform`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +29,6 @@ if TYPE_CHECKING:
     import pyarrow
 
 BATCH_ROWS = 4096
-ROW_GROUP = 4096
-"""Rows per row group of the output, whatever the batch sizes were."""
-SPOOL_ROWS = 8192
-"""Rows that are collected before they are written, so that small batches do not make thousands of
-Arrow streams."""
 Batch = tuple["pyarrow.RecordBatch", list[PromptRow]]
 
 
@@ -134,83 +129,22 @@ def _as_arrow(rows: list[dict[str, Any]], where: str) -> pyarrow.RecordBatch:
     return pyarrow.RecordBatch.from_arrays(arrays, names=list(names))
 
 
-class Spool:
-    """Batches on disk, in order. Their schemas may differ."""
+def schema_of(batches: Mapping[str, Sequence[pyarrow.RecordBatch]]) -> pyarrow.Schema:
+    """Return a schema that fits the batches of all inputs, by name.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._waiting: list[pyarrow.RecordBatch] = []
-        self._schemas: dict[pyarrow.Schema, str] = {}
-        self._file = path.open("wb")
+    Raises DataError, which names the first input whose columns do not fit those before it.
+    """
+    import pyarrow
 
-    def add(self, batch: pyarrow.RecordBatch, name: str) -> None:
-        """Append a batch of the input `name`."""
-        if self._waiting and self._waiting[0].schema != batch.schema:
-            self._flush()
-        self._schemas.setdefault(batch.schema, name)
-        self._waiting.append(batch)
-        if sum(map(len, self._waiting)) >= SPOOL_ROWS:
-            self._flush()
-
-    def _flush(self) -> None:
-        import pyarrow
-
-        if self._waiting:
-            table = pyarrow.Table.from_batches(self._waiting).combine_chunks()
-            with pyarrow.ipc.new_stream(self._file, table.schema) as stream:
-                stream.write_table(table)
-            self._waiting = []
-
-    def close(self) -> None:
-        """Write the last batches and close the file."""
-        self._flush()
-        self._file.close()
-
-    def batches(self) -> Iterator[pyarrow.RecordBatch]:
-        """Yield all batches. Call it after `close`, as often as needed."""
-        import pyarrow
-
-        with self._path.open("rb") as file:
-            while file.tell() < self._path.stat().st_size:
-                with pyarrow.ipc.open_stream(file) as stream:
-                    yield from stream
-
-    def schema(self) -> pyarrow.Schema:
-        """Return a schema that fits all batches.
-
-        Raises DataError, which names the first input whose columns do not fit those before it.
-        """
-        import pyarrow
-
-        merged: pyarrow.Schema | None = None
-        for schema, name in self._schemas.items():
+    schema = pyarrow.schema([])
+    for name, parts in batches.items():
+        for part in parts:
             try:
-                both = [schema] if merged is None else [merged, schema]
-                merged = pyarrow.unify_schemas(both, promote_options="permissive")
+                schema = pyarrow.unify_schemas([schema, part.schema], promote_options="permissive")
             except pyarrow.lib.ArrowException as error:
                 raise DataError(
                     f"{name}: its columns do not fit those of the inputs before it; prepare it "
                     f"into a separate file: {error}"
                 ) from error
-        return merged
-
-
-def write(path: Path, schema: pyarrow.Schema, tables: Iterable[pyarrow.Table]) -> None:
-    """Write a Parquet file of `schema` in row groups of ROW_GROUP rows, whatever the tables."""
-    import pyarrow
-    from pyarrow import parquet
-
-    def joined(parts: Sequence[pyarrow.Table]) -> pyarrow.Table:
-        return pyarrow.concat_tables(
-            [schema.empty_table(), *parts], promote_options="permissive"
-        ).combine_chunks()
-
-    with parquet.ParquetWriter(path, schema, compression="zstd") as file:
-        rest = schema.empty_table()
-        for table in tables:
-            rest = joined([rest, table])
-            while len(rest) >= ROW_GROUP:
-                file.write_table(rest.slice(0, ROW_GROUP))
-                rest = rest.slice(ROW_GROUP)
-        if len(rest):
-            file.write_table(rest)
+            schema = schema.with_metadata(schema.metadata or part.schema.metadata)
+    return schema

@@ -8,16 +8,20 @@ the same 42 words, which would make any two short problems look near.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.config import Columns
+from dapo_megatron.data.hub import dataset_batches, name_of
 from dapo_megatron.data.rows import DAPO_MATH_COLUMNS, PromptRow
-from preparing.tables import Batch, Spool, read
+from preparing.tables import BATCH_ROWS, Batch, checked, read
+
+if TYPE_CHECKING:
+    import pyarrow
 
 MIN_PROMPTS = 10
 """Minimum number of prompts to detect a frame. Fewer may share words by chance, so only the known
@@ -101,20 +105,31 @@ def _without_known(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An input."""
+    """An input: a Parquet or JSONL file, or a data set on the hub."""
 
     name: str
-    batches: Callable[[int], Iterator[Batch]]
-    """Yields batches of at most the given number of rows."""
     path: Path | None = None
-    """None for a data set that is not a local file."""
+    """None for a data set on the hub."""
+    hub_name: str = ""
+    revision: str | None = None
+    split: str = "train"
+
+    def batches(self, columns: Columns, batch_rows: int) -> Iterator[Batch]:
+        """Yield batches of rows. Raises DataError for a bad row, or a hub out of reach."""
+        if self.path is not None:
+            yield from read(self.path, batch_rows, columns)
+            return
+        where, first = name_of(f"hub:{self.hub_name}", self.split), 0
+        for batch in dataset_batches(self.hub_name, None, self.split, self.revision, batch_rows):
+            yield batch, checked(batch, where, first, columns)
+            first += len(batch)
 
 
 @dataclass(slots=True)
 class Unique:
     """A prompt that differs from all before it by more than whitespace, and its repeats."""
 
-    where: str
+    row: PromptRow
     truth: str
     exact: bytes
     folded: bytes
@@ -130,9 +145,14 @@ class Unique:
     """Details of the match for each reason, also if the prompt was kept."""
 
     @property
-    def truths(self) -> dict[str, str]:
-        """Return all truths, each with the first row that has it."""
-        return {self.truth: self.where, **self.other_truths}
+    def where(self) -> str:
+        """File and row."""
+        return self.row.where
+
+    @property
+    def text(self) -> str:
+        """Contents of the messages."""
+        return "\n".join(message["content"] for message in self.row.messages)
 
 
 @dataclass(slots=True)
@@ -140,6 +160,8 @@ class Inputs:
     """Result of the pass over the inputs."""
 
     uniques: list[Unique] = field(default_factory=list)
+    batches: dict[str, list[pyarrow.RecordBatch]] = field(default_factory=dict)
+    """Input -> the rows of `uniques` that it has, with all their columns."""
     num_rows: list[int] = field(default_factory=list)
     """Number of rows of each input."""
     digests: list[str] = field(default_factory=list)
@@ -148,46 +170,42 @@ class Inputs:
     by_folded: dict[bytes, Unique] = field(default_factory=dict)
 
 
-def file_source(path: Path, columns: Columns = DAPO_MATH_COLUMNS) -> Source:
-    """Return a Parquet or JSONL file as an input."""
-    return Source(str(path), lambda batch_rows: read(path, batch_rows, columns), path)
-
-
 def collect(
     sources: Iterable[Source],
-    batch_rows: int,
-    spool: Spool | None = None,
-    on_rows: Callable[[int], object] = lambda num_rows: None,
+    columns: Columns = DAPO_MATH_COLUMNS,
+    batch_rows: int = BATCH_ROWS,
 ) -> Inputs:
-    """Read all rows once. Write the first row of each unique prompt to `spool`, count the rest."""
+    """Read all rows once. Keep the first row of each unique prompt, count the rest."""
     inputs = Inputs()
     for source in sources:
         digest = sha256()
         num_rows = 0
-        for batch, rows in source.batches(batch_rows):
-            new = [place for place, row in enumerate(rows) if _add_row(inputs, row, digest.update)]
-            if new and spool is not None:
-                spool.add(batch.take(new), source.name)
+        kept = inputs.batches.setdefault(source.name, [])
+        for batch, rows in source.batches(columns, batch_rows):
+            new = []
+            for place, row in enumerate(rows):
+                exact, truth = _digest(row, is_folded=False), fold(row.truth)
+                digest.update(exact + truth.encode())
+                if _add_row(inputs, row, exact, truth):
+                    new.append(place)
+            if new or not kept:  # the first batch for its columns
+                kept.append(batch.take(new))
             num_rows += len(rows)
-            on_rows(len(rows))
         inputs.num_rows.append(num_rows)
         inputs.digests.append(digest.hexdigest())
     return inputs
 
 
-def _add_row(inputs: Inputs, row: PromptRow, update_hash: Callable[[bytes], object]) -> bool:
+def _add_row(inputs: Inputs, row: PromptRow, exact: bytes, truth: str) -> bool:
     """Count one row. Return whether its prompt is new, whitespace ignored."""
-    truth = fold(row.truth)
-    exact = _digest(row)
-    update_hash(exact + truth.encode())
     unique = inputs.by_exact.get(exact)
     if unique is not None:
         unique.num_exact += 1
     else:
-        folded = _digest(row, fold)
+        folded = _digest(row, is_folded=True)
         unique = inputs.by_folded.get(folded)
         if unique is None:
-            unique = Unique(row.where, truth, exact, folded)
+            unique = Unique(row, truth, exact, folded)
             inputs.uniques.append(unique)
             inputs.by_exact[exact] = inputs.by_folded[folded] = unique
             return True
@@ -198,11 +216,12 @@ def _add_row(inputs: Inputs, row: PromptRow, update_hash: Callable[[bytes], obje
     return False
 
 
-def _digest(row: PromptRow, change: Callable[[str], str] = str) -> bytes:
+def _digest(row: PromptRow, is_folded: bool) -> bytes:
     """Return a hash of roles and contents. It includes lengths, so that messages do not merge."""
     digest = blake2b(digest_size=16)
     for message in row.messages:
-        content = change(message["content"]).encode("utf-8", "surrogatepass")
+        text = fold(message["content"]) if is_folded else message["content"]
+        content = text.encode("utf-8", "surrogatepass")
         digest.update(b"%s %d " % (message["role"].encode(), len(content)))
         digest.update(content)
     return digest.digest()
