@@ -253,7 +253,7 @@ def examples(uniques: Sequence[Unique], frame: Frame) -> dict[str, list[dict[str
                 for key, other in shown.items()
                 if other is not None
             }
-            found = chosen.setdefault(reason, [])
-            if len(found) < NUM_EXAMPLES:
-                found.append({**match, **problems})
+            reason_examples = chosen.setdefault(reason, [])
+            if len(reason_examples) < NUM_EXAMPLES:
+                reason_examples.append({**match, **problems})
     return {reason: chosen[reason] for reason in LABELS if reason in chosen}
