@@ -75,14 +75,9 @@ class Exchange(Protocol):
         """Return the value of rank `source` on every rank."""
         ...
 
-    def all_to_all(
-        self, parts: Sequence[bytes | bytearray | memoryview], sizes: Sequence[int]
-    ) -> list[memoryview]:
-        """Send `parts[r]` to rank r, and return the bytes from each rank.
-
-        `sizes[r]` is the number of bytes that rank r sends. The own part is returned without a
-        copy. Raises RankError naming a rank that sends another number of bytes.
-        """
+    def scatter(self, parts: Sequence[bytearray] | None, size: int) -> memoryview:
+        """Send `parts[r]` from rank 0 to rank r. Return this rank's part, which has `size` bytes;
+        otherwise raise RankError."""
         ...
 
     def barrier(self) -> None:

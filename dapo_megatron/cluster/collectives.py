@@ -191,35 +191,37 @@ def broadcast(value: T, of: object, group: Any, names: Sequence[int], source: in
     return cast(T, decode(received, of, f"rank {names[source]}"))
 
 
-def all_to_all(
-    parts: Sequence[bytes | bytearray | memoryview],
-    sizes: Sequence[int],
-    group: Any,
-    names: Sequence[int],
-) -> list[memoryview]:
-    """Send `parts[r]` to rank r of a gloo group, and return the part from each rank. Collective.
+def scatter(
+    parts: Sequence[bytearray] | None, size: int, group: Any, names: Sequence[int]
+) -> memoryview:
+    """Send `parts[r]` from rank 0 of a gloo group to rank r. Return this rank's part. Collective.
 
-    `sizes[r]` is the number of bytes that rank r sends. Parts are sent from the caller's memory and
-    received where they stay. The own part is returned without a copy. Raises RankError naming the
-    rank that has another size.
+    `parts` counts on rank 0; its own part is returned without a copy. Raises RankError if the part
+    does not have `size` bytes.
     """
     import torch
 
     group = group_or_world(group)
-    own, views = group.rank(), [_bytes_of(part) for part in parts]
+    own = group.rank()
     # gloo ends the process if a message is too long, and accepts one that is too short.
-    announced = torch.empty(len(views), dtype=torch.int64)
-    group.alltoall_base(announced, torch.tensor([len(view) for view in views]), [], []).wait()
-    for rank, sent, size in zip(names, announced.tolist(), sizes, strict=True):
-        if sent != size:
-            raise RankError(f"rank {rank}: sends {sent} bytes where {size} are expected")
-    received = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-    others = [rank for rank in range(len(views)) if rank != own]
-    works = [group.recv([received[r]], r, 0) for r in others if sizes[r]]
-    works += [group.send([_shared(views[r])], r, 0) for r in others if views[r]]
-    for work in works:
-        work.wait(TIMEOUT)  # explicit: gloo's own is that of connecting
-    return [views[own] if r == own else _view(part, sizes[r]) for r, part in enumerate(received)]
+    sizes = torch.tensor([len(part) for part in parts] if parts else [0] * group.size())
+    group.broadcast(sizes, 0).wait()
+    if sizes[own] != size:
+        sent = int(sizes[own])
+        raise RankError(f"rank {names[0]}: sends {sent} bytes where {size} are expected")
+    if own == 0 and parts is not None:
+        works = [
+            group.send([torch.frombuffer(part, dtype=torch.uint8)], rank, 0)
+            for rank, part in enumerate(parts)
+            if rank and part
+        ]
+        for work in works:
+            work.wait(TIMEOUT)  # explicit: gloo's own is that of connecting
+        return memoryview(parts[0])
+    received = torch.empty(size, dtype=torch.uint8)
+    if size:
+        group.recv([received], 0, 0).wait(TIMEOUT)
+    return _view(received, size)
 
 
 def all_reduce(tensor: Tensor, op: Any, group: Any) -> None:
@@ -285,19 +287,6 @@ def _without_surrogates(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_surrogates(item) for item in value]
     return value
-
-
-def _bytes_of(part: bytes | bytearray | memoryview) -> memoryview:
-    view = memoryview(part)
-    # An empty array of several dimensions cannot be cast.
-    return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-def _shared(view: memoryview) -> Tensor:
-    """Return a tensor with the memory of `view`, or a copy if `view` is read-only."""
-    import torch
-
-    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 
 def _tensor(message: bytes) -> Tensor:

@@ -90,15 +90,13 @@ class Ranks:
                 return value
             return collectives.broadcast(value, of, self.group, self.names, source)
 
-    def all_to_all(
-        self, parts: Sequence[bytes | bytearray | memoryview], sizes: Sequence[int]
-    ) -> list[memoryview]:
-        """Send `parts[r]` to rank r and return the part from each rank; `sizes[r]` is the number of
-        bytes that rank r sends. Raises RankError naming a rank with another size."""
-        with self._exchanging("all_to_all"):
-            if self.world_size == 1:
-                return [memoryview(parts[0])]
-            return collectives.all_to_all(parts, sizes, self.group, self.names)
+    def scatter(self, parts: Sequence[bytearray] | None, size: int) -> memoryview:
+        """Send `parts[r]` from rank 0 to rank r. Return this rank's part, which has `size` bytes;
+        otherwise raise RankError."""
+        with self._exchanging("scatter"):
+            if self.world_size == 1 and parts is not None:
+                return memoryview(parts[0])
+            return collectives.scatter(parts, size, self.group, self.names)
 
     def barrier(self) -> None:
         """Wait for every rank."""

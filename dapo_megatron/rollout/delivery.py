@@ -75,10 +75,8 @@ class Delivery:
         exchange = self.data_parallel.exchange
         own = [i for i, owner in enumerate(owners) if owner == self.data_parallel.index]
         num_bytes = sum(self._num_bytes(sequences[index]) for index in own)
-        sizes = [num_bytes if self.data_parallel.is_first else 0] + [0] * (exchange.world_size - 1)
         parts = on_rank0(exchange, lambda: self._messages(sequences, owners, groups))
-        nothing = [bytearray() for _ in range(exchange.world_size)]
-        message = exchange.all_to_all(parts or nothing, sizes)[0]
+        message = exchange.scatter(parts, num_bytes if self.data_parallel.is_first else 0)
         del parts
         if self.peers.world_size > 1:
             message = self._broadcast(message, num_bytes)

@@ -17,81 +17,42 @@ from dapo_megatron.types import RankError
 from tests.helpers.ranks import run_ranks
 
 NUM_RANKS = 4
-MATRICES = 12
+SIZES = ((0, 1, 7, 4096), (300_001, 0, 300_001, 0), (0, 0, 0, 0))
 
 
-def content(sender: int, receiver: int, size: int) -> bytes:
-    return random.Random(f"{sender} {receiver} {size}").randbytes(size)
+def content(receiver: int, size: int) -> bytes:
+    return random.Random(f"{receiver} {size}").randbytes(size)
 
 
-def size_matrices() -> list[list[list[int]]]:
-    """Return sizes [sender][receiver] of several exchanges."""
-    rng = random.Random(1)
-    choices = (0, 0, 1, 7, 4096, 300_001)
-    return [
-        [[rng.choice(choices) for _ in range(NUM_RANKS)] for _ in range(NUM_RANKS)]
-        for _ in range(MATRICES)
-    ] + [[[0] * NUM_RANKS] * NUM_RANKS]
-
-
-def exchange_parts(rank: int) -> None:
-    import numpy as np
-
+def receive_parts(rank: int) -> None:
     ranks = Ranks(rank, NUM_RANKS, rank)
-    for number, sizes in enumerate(size_matrices()):
-        parts: list[bytes | bytearray | memoryview] = [
-            content(rank, other, sizes[rank][other]) for other in range(NUM_RANKS)
-        ]
-        if number % 2:  # arrays are sent from their own memory
-            parts = [np.frombuffer(bytearray(part), np.uint8).reshape(1, -1).data for part in parts]
-        received = ranks.all_to_all(parts, [sizes[other][rank] for other in range(NUM_RANKS)])
-        assert [bytes(view) for view in received] == [
-            content(other, rank, sizes[other][rank]) for other in range(NUM_RANKS)
-        ]
+    for sizes in SIZES:
+        parts = [bytearray(content(other, size)) for other, size in enumerate(sizes)]
+        received = ranks.scatter(parts if rank == 0 else None, sizes[rank])
+        assert bytes(received) == content(rank, sizes[rank])
 
 
 def test_every_rank_gets_the_bytes_that_are_sent_to_it() -> None:
-    run_ranks(exchange_parts, NUM_RANKS)
+    run_ranks(receive_parts, NUM_RANKS)
 
 
-def send_slowly(rank: int) -> list[bytes]:
-    """Exchange bytes in a group that had to connect within a second. Rank 1 sends after two."""
-    names, connect_timeout = [0, 1], timedelta(seconds=1)
-    group = make_group(default_store(), "slow", names, rank, TIMEOUT, connect_timeout)
-    share = collectives._shared
-
-    def share_late(part: memoryview) -> object:
-        time.sleep(2.0 * rank)
-        return share(part)
-
-    collectives._shared = share_late  # type: ignore[assignment]
-    return [bytes(part) for part in collectives.all_to_all([b"a", b"b"], [1, 1], group, names)]
+def receive_late(rank: int) -> bytes:
+    """Scatter in a group that had to connect within a second. Rank 0 sends after two."""
+    group = make_group(default_store(), "slow", [0, 1], rank, TIMEOUT, timedelta(seconds=1))
+    time.sleep(2.0 * (rank == 0))
+    parts = [bytearray(b"a"), bytearray(b"b")] if rank == 0 else None
+    return bytes(collectives.scatter(parts, 1, group, [0, 1]))
 
 
 def test_the_timeout_of_connecting_does_not_limit_an_exchange() -> None:
-    assert run_ranks(send_slowly, 2) == [[b"a", b"a"], [b"b", b"b"]]
-
-
-def exchange_numbers(rank: int) -> list[float]:
-    import numpy as np
-
-    values = np.arange(10, dtype=np.float32) + 100 * rank
-    parts = [values.data] * 2
-    received = Ranks(rank, 2, rank).all_to_all(parts, [40, 40])
-    assert np.shares_memory(np.frombuffer(received[rank], np.float32), values)
-    return list(np.frombuffer(received[1 - rank], np.float32))
-
-
-def test_arrays_of_floats_arrive_and_the_own_part_is_not_copied() -> None:
-    first, second = run_ranks(exchange_numbers, 2)
-    assert first == [100.0 + number for number in range(10)]
-    assert second == [float(number) for number in range(10)]
+    assert run_ranks(receive_late, 2) == [b"a", b"b"]
 
 
 def expect_another_size(rank: int, expected: int) -> str:
-    sizes = [3, 3] if rank == 0 else [expected, 3]
     try:
-        Ranks(rank, 2, rank).all_to_all([b"abc", b"abc"], sizes)
+        Ranks(rank, 2, rank).scatter(
+            [bytearray(3)] * 2 if rank == 0 else None, 3 if rank == 0 else expected
+        )
     except RankError as error:
         return str(error)
     except RuntimeError:  # from gloo, on the rank that the other one leaves
@@ -112,14 +73,14 @@ def use_subgroups(rank: int) -> None:
     first = rank - rank % 2
     assert pair.all_gather(rank, int) == [first, first + 1]
     assert pair.broadcast(rank, int, source=1) == first + 1
-    sent = [b"to %d" % (first + other) for other in range(2)]
-    assert pair.all_to_all(sent, [4, 4]) == [b"to %d" % rank] * 2
+    sent = [bytearray(b"to %d" % (first + other)) for other in range(2)]
+    assert pair.scatter(sent if pair.rank == 0 else None, 4) == b"to %d" % rank
     # The same ranks again, one of them only, and a group whose ranks are not consecutive.
     again = pair.subgroup([0, 1])
     assert again.group is not pair.group
     alone = again.subgroup([again.rank])
     assert (alone.rank, alone.world_size, alone.all_gather(rank, int)) == (0, 1, [rank])
-    assert alone.all_to_all([b"own"], [3]) == [b"own"]
+    assert alone.scatter([bytearray(b"own")], 3) == b"own"
     outer = world.second()
     if rank != 1:
         some = outer.subgroup([0, 2, 3])
