@@ -80,7 +80,8 @@ ROOMS = {
         "mlflow rich torch numpy pyarrow",
     ),
     "doctor": room(
-        f"{LOW} literal_console config model algo data rewards rollout policy cluster plan tracking run",
+        f"{LOW} literal_console config model algo data rewards rollout policy cluster plan "
+        "tracking run",
         "torch transformers rich",
     ),
     # rewards for the causes of missing grades, doctor for whether a run is alive, cluster for who
