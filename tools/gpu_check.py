@@ -35,7 +35,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
@@ -57,6 +57,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dapo_megatron.files import write_text
+
+if TYPE_CHECKING:
+    from gpu_checks.rig import Setting
 
 LEAVE_SECONDS = 5.0
 LOG_LINES = 4
@@ -98,26 +101,22 @@ class CheckResult:
 # ---------------------------------------------------------------------------- a check's process
 
 
-def run_child(
-    check: Check, workspace: Path, *, tiny: bool, tensor_parallel: int, figures: Path | None
-) -> None:
+def run_child(check: Check, setting: Setting, figures: Path | None) -> None:
     """Run one check in this process. Write each figure as a JSON line at once.
 
     With tensor parallelism, start a process for each rank, which comes here again.
     """
-    from gpu_checks.rig import Setting
-
     from dapo_megatron.cluster.launch import is_launched, launch
 
     # The check's log then names the kernels that vLLM chose, and its memory.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-    if tensor_parallel > 1 and check.processes == "ranks":
+    if setting.tensor_parallel > 1 and check.processes == "ranks":
         if not is_launched():
-            raise typer.Exit(launch([sys.executable, *sys.argv], tensor_parallel))
+            raise typer.Exit(launch([sys.executable, *sys.argv], setting.tensor_parallel))
         if figures:
             figures = rank_file(figures, int(os.environ["RANK"]))
     out = figures.open("a", encoding="utf-8") if figures else sys.stdout
-    for figure in check.run()(Setting(workspace, tiny, tensor_parallel)):
+    for figure in check.run()(setting):
         print(json.dumps(asdict(figure)), file=out, flush=True)
 
 
@@ -129,10 +128,10 @@ def rank_file(figures: Path, rank: int) -> Path:
 # ---------------------------------------------------------------------------- the first process
 
 
-def reason_not_to_run(check: Check, gpu: dict[str, Any] | None, allow_cpu: bool) -> str:
-    """Return why a check is skipped, or an empty string."""
+def reason_not_to_run(check: Check, gpu: dict[str, Any] | None, tiny: bool) -> str:
+    """Return why a check is skipped, or an empty string. Tiny shapes also run on CPU."""
     if gpu is None:
-        if allow_cpu and check.on_cpu:
+        if tiny and check.on_cpu:
             return ", ".join(f"{name} is not installed" for name in check.missing())
         return f"needs {check.needs()}"
     if missing := check.missing():
@@ -263,28 +262,25 @@ def check_all(
     workspace: Path,
     options: list[str],
     minutes: float,
-    allow_cpu: bool,
     json_file: Path | None,
     gpu: dict[str, Any] | None,
-    tensor_parallel: int,
+    tiny: bool,
 ) -> tuple[list[CheckResult], str]:
     """Run the checks that can run here. Print each outcome, and write all outcomes so far to
     `json_file`, in case the session is interrupted. Return the outcomes, and as a JSON line."""
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
     deadline = time.monotonic() + minutes * 60.0
-    facts = about(gpu) | {"tensor_parallel": tensor_parallel}
+    facts = about(gpu) | {"options": " ".join(options)}
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()))
-    if gpu is None and not allow_cpu:
+    if gpu is None and not tiny:
         console.print("\nNo NVIDIA GPU here. These checks would have run:\n")
     else:
-        seconds = sum(
-            check.guess for check in checks if not reason_not_to_run(check, gpu, allow_cpu)
-        )
+        seconds = sum(check.guess for check in checks if not reason_not_to_run(check, gpu, tiny))
         console.print(f"\n{minutes:g} minutes; all checks need about {seconds / 60.0:.0f}.\n")
     outcomes = []
     for check in checks:
         left = deadline - time.monotonic()
-        if reason := reason_not_to_run(check, gpu, allow_cpu):
+        if reason := reason_not_to_run(check, gpu, tiny):
             outcome = CheckResult(check, reason=reason)
         elif left < check.guess:
             outcome = CheckResult(check, reason=f"no time left of {minutes:g} minutes: --only it")
@@ -322,8 +318,7 @@ def main(
     workspace: Annotated[
         Path | None, typer.Option(help="Keep models, logs and figures here (12 GB).")
     ] = None,
-    shapes: Annotated[str, typer.Option(hidden=True)] = "real",
-    allow_cpu: Annotated[bool, typer.Option(hidden=True)] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", hidden=True)] = False,
     child: Annotated[str, typer.Option(hidden=True)] = "",
     figures: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -331,15 +326,10 @@ def main(
     if unknown := {*(only or []), *([child] if child else [])} - set(BY_NAME):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: see --list")
     if child:
+        from gpu_checks.rig import Setting  # imports torch
+
         assert workspace is not None
-        is_tiny = shapes == "tiny"
-        run_child(
-            BY_NAME[child],
-            workspace,
-            tiny=is_tiny,
-            tensor_parallel=tensor_parallel,
-            figures=figures,
-        )
+        run_child(BY_NAME[child], Setting(workspace, tiny, tensor_parallel), figures)
         return
     checks = choose(only, quick, tensor_parallel)
     if list_checks:
@@ -352,14 +342,12 @@ def main(
             f"--tp {tensor_parallel} needs {tensor_parallel} GPUs, and {gpu['count']} are visible "
             f"(CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
         )
-    options = ["--shapes", shapes, "--tp", str(tensor_parallel)]
+    options = ["--tp", str(tensor_parallel), *(["--tiny"] if tiny else [])]
     limit = minutes or (QUICK_MINUTES if quick else 30.0)
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as temporary:
         folder = workspace or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        outcomes, line = check_all(
-            checks, folder.resolve(), options, limit, allow_cpu, json_file, gpu, tensor_parallel
-        )
+        outcomes, line = check_all(checks, folder.resolve(), options, limit, json_file, gpu, tiny)
     print(line)
     raise typer.Exit(int(any(outcome.verdict == "failed" for outcome in outcomes)))
 

@@ -83,7 +83,7 @@ def test_every_entry_of_the_catalog_can_be_imported() -> None:
 def test_the_reason_for_skipping_a_check(
     gpu: dict[str, Any] | None, check: Check, reason: str
 ) -> None:
-    assert gpu_check.reason_not_to_run(check, gpu, allow_cpu=False) == reason
+    assert gpu_check.reason_not_to_run(check, gpu, tiny=False) == reason
 
 
 def test_the_worst_figure_is_the_verdict() -> None:
@@ -177,7 +177,7 @@ def run_tiny(tmp_path: Path, *names: str, ranks: int = 1) -> dict[str, dict[str,
     """Run checks on CPU with tiny shapes. Return the result of each, none of them failed."""
     only = [word for name in names for word in ("--only", name)]
     completed = tool(
-        *only, "--tp", str(ranks), "--allow-cpu", "--shapes", "tiny", "--minutes", "30",
+        *only, "--tp", str(ranks), "--tiny", "--minutes", "30",
         "--workspace", str(tmp_path), timeout=1800.0,
     )  # fmt: skip
     by_name = {entry["check"]: entry for entry in last_line(completed)["checks"]}

@@ -148,7 +148,7 @@ def reference_of(setting: Setting, model: str = "") -> dict[str, Any]:
         if is_missing:
             command = [sys.executable, str(Path(__file__).parents[1] / "gpu_check.py")]
             command += ["--child", name, "--workspace", str(setting.workspace)]
-            command += ["--shapes", setting.pick("real", "tiny")]
+            command += ["--tiny"] if setting.tiny else []
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
             subprocess.run(command, env=environment, check=True)
     result: dict[str, Any] = torch.load(path)
