@@ -21,7 +21,6 @@ from preparing.tables import read
 from pyarrow import parquet
 
 from dapo_megatron.config import FileSource, ReasoningGymSource
-from dapo_megatron.data import rows
 from dapo_megatron.data.prompts import load_source
 from dapo_megatron.data.rows import PromptRow, checked_row, read_jsonl, read_parquet
 from dapo_megatron.types import DataError
@@ -158,18 +157,6 @@ except DataError as error:
     ), completed.stdout + completed.stderr
 
 
-def test_a_line_of_exactly_the_maximum_length_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(LINE + b"\n" + LINE + b" \n")
-    monkeypatch.setattr(rows, "MAX_LINE_BYTES", len(LINE) + 1)
-    with pytest.raises(DataError, match="line 2: longer than"):
-        list(read_jsonl(str(path)))
-    monkeypatch.setattr(rows, "MAX_LINE_BYTES", len(LINE) + 2)
-    assert len(list(read_jsonl(str(path)))) == 2
-
-
 def test_running_out_of_memory_is_reported_with_the_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(LINE + b"\n" + b"[" + b"[]," * 20_000_000 + b"[]]\n")
@@ -293,19 +280,6 @@ def test_a_parquet_date_that_python_cannot_represent_is_rejected(tmp_path: Path)
         )
 
 
-def test_nested_parquet_strings_that_are_not_utf8_are_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
-    messages = pyarrow.StructArray.from_arrays(
-        [not_utf8([b"user"]), not_utf8([b"\xff"])], ["role", "content"]
-    )
-    prompt = pyarrow.ListArray.from_arrays([0, 1], messages)
-    table = pyarrow.Table.from_pylist([GOOD])
-    table = table.set_column(table.schema.get_field_index("prompt"), "prompt", prompt)
-    parquet.write_table(table, path)
-    for message in rejections(path):
-        assert message.startswith(f"{path}, row 0, column prompt: cannot be read (")
-
-
 def test_a_duplicate_parquet_column_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     table = pyarrow.Table.from_pylist([GOOD])
@@ -324,24 +298,6 @@ def test_a_damaged_parquet_page_is_rejected(tmp_path: Path) -> None:
         assert message.startswith(f"{path}: cannot be read (Couldn't deserialize")
 
 
-def test_running_out_of_memory_is_reported_with_the_parquet_file_and_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Batch:
-        def to_pylist(self) -> None:
-            raise pyarrow.lib.ArrowMemoryError("malloc of size 64 failed")
-
-    with pytest.raises(DataError, match=r"^rows, row 7: not enough memory to read it"):
-        list(rows.plain_rows(Batch(), "rows", 7))
-
-    def fail(*_: object) -> None:
-        raise pyarrow.lib.ArrowMemoryError("malloc of size 64 failed")
-
-    monkeypatch.setattr(parquet, "ParquetFile", fail)
-    with pytest.raises(DataError, match=r"^rows\.parquet: not enough memory to read it"):
-        list(read_parquet("rows.parquet"))
-
-
 @pytest.mark.parametrize("content", [b"", b"PAR1xxxxPAR1", b"PAR1" + b"\xff" * 50 + b"PAR1"])
 def test_a_file_that_is_not_parquet_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "rows.parquet"
@@ -353,27 +309,6 @@ def test_a_file_that_is_not_parquet_is_rejected(tmp_path: Path, content: bytes) 
 # ---------------------------------------------------------------------------- graders
 
 TESTS = {"inputs": ["1\n"], "outputs": ["2\n"]}
-BAD_TESTS: dict[str, tuple[Any, str]] = {
-    "no tests": ({}, "tests: need"),
-    "an empty list": ({"tests": []}, "tests: need"),
-    "not JSON": ({"tests": "{"}, "tests: not valid JSON"),
-    "nested too deeply": ({"tests": "[" * 100_000}, "tests: not valid JSON: nested more than 64"),
-    "lone surrogate in JSON text": (
-        {"tests": '{"inputs": ["\\ud83d"], "outputs": ["1"]}'},
-        "tests: input 0 has half a character (a lone surrogate) at 0",
-    ),
-    "a function": ({"tests": {**TESTS, "fn_name": "solve"}}, "tests: `fn_name`"),
-    "a functional test": (
-        {"tests": [{"input": "1", "output": "2", "testtype": "functional"}]},
-        "tests: `testtype`",
-    ),
-    "empty outputs": (
-        {"tests": {"inputs": ["1", "2"], "outputs": ["", ""]}},
-        "tests: every output is empty: a program that does nothing would pass",
-    ),
-    "a blank output": ({"tests": [{"input": "1", "output": " \n\t\n"}]}, "every output is empty"),
-    "an output of empty lines": ({"tests": {"inputs": ["1"], "outputs": [["", ""]]}}, "is empty"),
-}
 
 
 def source(path: Path, grader: str | dict[str, str]) -> FileSource:
@@ -381,20 +316,17 @@ def source(path: Path, grader: str | dict[str, str]) -> FileSource:
 
 
 @pytest.mark.parametrize("grader", ["code", {"math": "dapo_math", "taco": "code"}], ids=str)
-@pytest.mark.parametrize("name", BAD_TESTS)
 def test_a_row_that_the_code_grader_cannot_grade_is_rejected_on_load(
-    tmp_path: Path, name: str, grader: str | dict[str, str]
+    tmp_path: Path, grader: str | dict[str, str]
 ) -> None:
-    bad_values, problem = BAD_TESTS[name]
     good, bad = (
-        {**extra(**values), "data_source": "taco"} for values in ({"tests": TESTS}, bad_values)
+        {**extra(**values), "data_source": "taco"}
+        for values in ({"tests": TESTS}, {"tests": {**TESTS, "fn_name": "solve"}})
     )
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError, match="line 2, grader 'code': tests: `fn_name`"):
         load_source(source(path, grader), Words(), 10)  # type: ignore[arg-type]
-    assert str(raised.value).startswith(f"{path}, line 2, grader 'code': ")
-    assert problem in str(raised.value)
 
 
 def test_rows_that_the_graders_can_grade_are_loaded(tmp_path: Path) -> None:

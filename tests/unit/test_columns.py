@@ -98,12 +98,6 @@ def test_an_answer_of_another_type_is_rejected_with_the_users_column_name(value:
         checked_row(0, "file, line 1", row, COLUMNS)
 
 
-def test_a_field_name_may_contain_a_dot() -> None:
-    row = {"question": "1 + 2 =", "fields": {"answer.text": "3"}}
-    columns = Columns(prompt="question", answer="fields.answer.text")
-    assert checked_row(0, "file, line 1", row, columns).truth == "3"
-
-
 SUGGESTIONS = [
     (["question", "solution"], Columns(), "{prompt: question, answer: solution}"),
     (["Problem", "solution", "answer"], Columns(), "{prompt: Problem, answer: answer}"),
@@ -126,17 +120,6 @@ def test_missing_columns_are_rejected_with_the_files_columns_and_a_suggestion(
     assert message.startswith("mine.parquet, column ")
     assert f"is missing; the columns are {', '.join(names)}; " in message
     assert f"columns: {suggestion}" in message
-
-
-@pytest.mark.parametrize(
-    ("num_names", "listed"), [(0, "none"), (12, "c0, .*, c11"), (13, r"c0, .*, c11, \.\.\.")]
-)
-def test_at_most_twelve_columns_are_listed(num_names: int, listed: str) -> None:
-    names = [f"c{number}" for number in range(num_names)]
-    with pytest.raises(
-        DataError, match=f" is missing; the columns are {listed}; name the columns of "
-    ):
-        columns_read(names, Columns(), "mine.parquet")
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])

@@ -125,16 +125,6 @@ def test_near_duplicates_are_dropped_on_request_except_the_first(
         assert number == sorted(number)
 
 
-def test_report_mode_counts_as_many_near_duplicates_as_drop_mode_drops(tmp_path: Path) -> None:
-    # The second is similar to the first; the third is similar only to the second, which is dropped.
-    text = long_problem()
-    chain = [made.row(text[cut : cut + 200], "1", str(cut)) for cut in (0, 15, 30)]
-    _, reported = prepared(tmp_path, chain, "reported", near_duplicates="report")
-    _, without = prepared(tmp_path, chain, "without", near_duplicates="drop")
-    assert without["rows"]["dropped"]["near_duplicate"] == 1
-    assert reported["rows"]["kept"] == {"near_duplicate": 1}
-
-
 def test_column_types_and_row_order_are_kept(small: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.parquet"
     run(small, "--output", output, *OFF)
@@ -326,24 +316,6 @@ def test_the_same_command_writes_the_same_bytes(small: Path, tmp_path: Path) -> 
     assert [file.read_bytes() for file in files] == first
 
 
-def test_roles_and_message_boundaries_distinguish_prompts(tmp_path: Path) -> None:
-    conversations = [
-        [("user", "ab"), ("user", "c")],
-        [("user", "a"), ("user", "bc")],
-        [("system", "ab"), ("user", "c")],
-        [("user", "abc")],
-    ]
-    rows = [
-        {
-            **made.row("", "1", "x"),
-            "prompt": [{"content": content, "role": role} for role, content in conversation],
-        }
-        for conversation in conversations
-    ]
-    output, summary = prepared(tmp_path, [*rows, *rows], near_duplicates="off")
-    assert summary["prompts"]["distinct"] == 4 == len(parquet.read_table(output))
-
-
 def test_duplicates_are_found_across_input_files(tmp_path: Path) -> None:
     first = write_rows(tmp_path / "one.parquet", [made.row("a b", "1", "x")])
     rows = [made.row("a  b", "1", "y"), made.row("c", "1", "z")]
@@ -503,14 +475,6 @@ def test_all_pairs_above_the_threshold_are_found_and_none_below() -> None:
     assert far > 50
 
 
-def test_the_most_similar_row_is_named_and_the_first_of_equal_ones() -> None:
-    index = Index(0.5)
-    text = long_problem()
-    for key, other in [(5, text[10:]), (3, text), (1, text), (4, text[20:])]:
-        index.add(key, sketch_of(other))
-    assert index.nearest(sketch_of(text)) == (1, 1.0)
-
-
 # ---------------------------------------------------------------------------- bad input
 
 
@@ -558,16 +522,6 @@ def test_a_bad_row_is_named_and_no_file_is_written(tmp_path: Path, name: str) ->
     message = refused(path, "--output", tmp_path / "o.parquet")
     assert f"{name}, {place}, column reward_model.ground_truth" in message
     assert [file.name for file in tmp_path.iterdir()] == [name]
-
-
-def test_a_prompt_that_the_chat_template_refuses_is_named_by_its_row(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{{- raise_exception('no') -}}"
-    tokenizer.save_pretrained(tmp_path / "picky")
-    raw = write_rows(tmp_path / "in.parquet", [made.row("a", "1", "x")])
-    message = refused(raw, "--output", tmp_path / "o.parquet",
-                      "--tokenizer", tmp_path / "picky", "--max-prompt-tokens", 5)  # fmt: skip
-    assert "in.parquet, row 0, column prompt: the chat template failed: Temp" in message
 
 
 ANY_JSON = st.recursive(

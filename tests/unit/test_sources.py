@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from copy import deepcopy
 from datetime import date
 from pathlib import Path
@@ -172,97 +173,33 @@ def bad(path: str, value: Any) -> dict[str, Any]:
 
 DELETE = object()
 BAD_ROWS = [
-    ("data_source", {"name": 3}, "column data_source: must be text, found dict"),
-    ("ability", ["MATH"], r"column ability: must be text, found list \['MATH'\]"),
-    ("prompt", " ", "column prompt: must be a non-empty string"),
-    ("prompt", 12, "column prompt: must be text, or a list of messages .* found int 12"),
-    ("prompt", [], "column prompt: must be text, or a list of messages"),
-    ("prompt", None, "column prompt: must be text, or a list of messages .* found nothing"),
-    ("prompt", DELETE, r"column prompt is missing; .* data_source, ability"),
-    ("prompt.0", "hello", r"column prompt\[0\]: must be a mapping, found str 'hello'"),
-    ("prompt.0.role", "robot", r"column prompt\[0\].role: must be one of .* found str 'robot'"),
-    ("prompt.0.role", ["user"], r"column prompt\[0\].role: must be one of system, user"),
-    ("prompt.0.role", "assistant", "column prompt: the last .* role user, found str 'assistant'"),
-    ("prompt.0.content", " ", r"column prompt\[0\].content: must be a non-empty string"),
-    ("prompt.0.content", "7 \ud800", r"column prompt\[0\].content: half a character .* at 2"),
-    ("reward_model", None, "column reward_model: must be a mapping, found nothing"),
-    ("reward_model", DELETE, r"column reward_model.ground_truth is missing; .* columns: {prompt"),
-    ("reward_model", "3", "column reward_model: must be a mapping, found str '3'"),
-    ("reward_model.ground_truth", DELETE, "column reward_model.ground_truth: .* found nothing"),
-    (
-        "reward_model.ground_truth",
-        3.0,
-        r"column reward_model.ground_truth: .* float 3.0; .*1.10 becomes 1.1",
+    *(("prompt", value) for value in (" ", 12, [], None, DELETE)),
+    *(("prompt.0", "hello"), ("prompt.0.role", "robot"), ("prompt.0.role", ["user"])),
+    *(("prompt", [{"role": "assistant", "content": "x"}]), ("prompt.0.content", " ")),
+    *(("prompt.0.content", "7 \ud800"), ("reward_model", None), ("reward_model", DELETE)),
+    *(("reward_model", "3"), ("data_source", {"name": 3}), ("ability", ["MATH"])),
+    *(
+        ("reward_model.ground_truth", value)
+        for value in (DELETE, 3.0, True, ["3"], {"value": "3"}, "")
     ),
-    (
-        "reward_model.ground_truth",
-        True,
-        "column reward_model.ground_truth: .* bool True; write the word",
-    ),
-    (
-        "reward_model.ground_truth",
-        ["3"],
-        "column reward_model.ground_truth: .* list .*; write one answer as text",
-    ),
-    (
-        "reward_model.ground_truth",
-        {"value": "3"},
-        r"column reward_model.ground_truth: .* reward_model.ground_truth.FIELD",
-    ),
-    ("reward_model.ground_truth", "", "column reward_model.ground_truth: must be a non-empty"),
-    ("extra_info", "3", "column extra_info: must be a mapping, found str '3'"),
+    ("extra_info", "3"),
 ]
 
 
-@pytest.mark.parametrize(("place", "value", "message"), BAD_ROWS)
-def test_bad_jsonl_rows_are_refused_by_line_and_column(
-    tmp_path: Path, tokenizer: Any, place: str, value: Any, message: str
+@pytest.mark.parametrize(("place", "value"), BAD_ROWS)
+def test_bad_rows_are_refused_by_place_and_column(
+    tmp_path: Path, tokenizer: Any, place: str, value: Any
 ) -> None:
-    broken = bad(place, value)
-    with pytest.raises(DataError, match=rf"rows.jsonl, line 3, {message}"):
-        load_source(write_source(tmp_path, "jsonl", [row(), row(), broken]), tokenizer, 100)
+    source = write_source(tmp_path, "jsonl", [row(), row(), bad(place, value)])
+    column = re.sub(r"\.(\d+)", r"\\[\1\\]", place)
+    with pytest.raises(DataError, match=rf"rows.jsonl, line 3, column {column}"):
+        load_source(source, tokenizer, 100)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"reward_model": {"ground_truth": 3.5, "style": "rule"}},
-            "row 0, column reward_model.ground_truth: .* float",
-        ),
-        ({"prompt": 12}, "row 0, column prompt: must be text, or a list"),
-        ({"extra_info": {"index": 1, "raw": b"1"}}, "row 0, column extra_info.raw: .*bytes"),
-        ({"ability": [3]}, "row 0, column ability"),
-    ],
-)
-def test_bad_parquet_rows_are_refused_by_row_and_column(
-    tmp_path: Path, tokenizer: Any, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(DataError, match=f"rows.parquet, {message}"):
-        load_source(write_source(tmp_path, "parquet", [row(**changes)]), tokenizer, 100)
-
-
-def test_a_later_parquet_row_is_named_by_its_index(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_bad_parquet_row_is_refused_by_its_index(tmp_path: Path, tokenizer: Any) -> None:
     rows = [row() for _ in range(5)] + [row(" ")]
     with pytest.raises(DataError, match=r"rows.parquet, row 5, column prompt"):
         load_source(write_source(tmp_path, "parquet", rows), tokenizer, 100)
-
-
-def test_a_missing_parquet_column_is_named(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [{key: value for key, value in row().items() if key != "prompt"}]
-    with pytest.raises(DataError, match=r"rows.parquet, column prompt is missing"):
-        load_source(write_source(tmp_path, "parquet", rows), tokenizer, 100)
-
-
-def test_extra_info_may_lack_an_index(tmp_path: Path, tokenizer: Any) -> None:
-    source = write_source(tmp_path, "jsonl", [row(extra_info={"difficulty": 3})])
-    (prompt,) = load_source(source, tokenizer, 100).prompts
-    assert prompt.extra["extra_info"] == {"difficulty": 3}
-
-
-def test_other_columns_are_ignored(tmp_path: Path, tokenizer: Any) -> None:
-    source = write_source(tmp_path, "parquet", [row(__index_level_0__=4)])
-    assert "__index_level_0__" not in load_source(source, tokenizer, 100).prompts[0].extra
 
 
 @pytest.mark.parametrize(
@@ -294,13 +231,6 @@ def test_a_missing_file_is_named(tmp_path: Path, tokenizer: Any, kind: str) -> N
     path = str(tmp_path / "none")
     source = FileSource(kind=kind, name="file", path=path, grader="dapo_math")  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"none: cannot be read \(.*No such file"):
-        load_source(source, tokenizer, 100)
-
-
-def test_a_file_that_is_not_parquet_is_named(tmp_path: Path, tokenizer: Any) -> None:
-    source = write_source(tmp_path, "parquet", [row()])
-    Path(source.path).write_text("not parquet at all")
-    with pytest.raises(DataError, match=r"rows.parquet: not a readable Parquet file"):
         load_source(source, tokenizer, 100)
 
 
