@@ -8,10 +8,10 @@ exponentially. Deep nesting and long files are refused, so that errors are repor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import yaml
+from yaml.constructor import ConstructorError
 
 from dapo_megatron.types import ConfigError
 
@@ -38,17 +38,14 @@ _CORE_SCHEMA = (
 )
 
 
-class _Refusal(Exception):
-    """Valid YAML that this module refuses, with its line number."""
-
-    def __init__(self, place: yaml.Event | yaml.Node, problem: str) -> None:
-        super().__init__(problem)
-        self.line = place.start_mark.line + 1 if place.start_mark else 0
+def _refusal(place: yaml.Event | yaml.Node, problem: str) -> ConstructorError:
+    """Return the error for valid YAML that this module refuses."""
+    return ConstructorError(None, None, problem, place.start_mark)
 
 
 class _Loader(yaml.SafeLoader):
-    """Resolves plain scalars by the core schema. Refuses anchors, aliases, tags, deep nesting and
-    long numbers."""
+    """Resolves plain scalars by the core schema. Refuses anchors, aliases, tags, deep nesting, long
+    numbers and repeated keys."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012, none of YAML 1.1's
     _depth = 0
@@ -56,20 +53,31 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise _Refusal(event, "anchors (&x) and aliases (*x) are not allowed; copy the value")
+            raise _refusal(event, "anchors (&x) and aliases (*x) are not allowed; copy the value")
         if tag := getattr(event, "tag", None):
-            raise _Refusal(event, f"the tag {tag!r:.60} is not allowed; remove it")
+            raise _refusal(event, f"the tag {tag!r:.60} is not allowed; remove it")
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise _Refusal(event, f"nested more than {MAX_DEPTH} deep")
+            raise _refusal(event, f"nested more than {MAX_DEPTH} deep")
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Return the value of a mapping. PyYAML accepts repeated keys and keeps the last value."""
+        names = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _refusal(key, "a list or a mapping as a key")
+            if key.value in names:
+                raise _refusal(key, f"{key.value} is given twice")
+            names.add(key.value)
+        return super().construct_mapping(node, deep)
+
     def int_value(self, node: yaml.ScalarNode) -> int:
         """Return the value of an integer."""
         if len(node.value) > MAX_DIGITS:
-            raise _Refusal(
+            raise _refusal(
                 node, f"a number of {len(node.value):,} digits; at most {MAX_DIGITS} are allowed"
             )
         return int(node.value, {"0o": 8, "0x": 16}.get(node.value[:2], 10))
@@ -78,7 +86,7 @@ class _Loader(yaml.SafeLoader):
         """Return the value of a text. Refuse escapes for null and for lone surrogates."""
         text = str(node.value)
         if _NO_CHARACTER.search(text):
-            raise _Refusal(node, "a null character or a lone surrogate; remove it")
+            raise _refusal(node, "a null character or a lone surrogate; remove it")
         return text
 
 
@@ -105,32 +113,14 @@ def parse_yaml(text: str, where: str) -> Any:
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{where}: longer than {MAX_CHARACTERS:,} characters")
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if errors := [] if node is None else list(_repeated_keys(node, where)):
-            raise ConfigError("\n".join(errors))
-        return None if node is None else loader.construct_document(node)
-    except _Refusal as error:
-        line = f", line {error.line}" if "\n" in text else ""
-        raise ConfigError(f"{where}{line}: {error}") from None
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark if "\n" in text else None
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{where}{line}: {error.problem}") from error
     # Escapes for characters that do not exist raise ValueError or OverflowError.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise ConfigError(f"{where}: not valid YAML: {error}") from error
-
-
-def _repeated_keys(node: yaml.Node, where: str, prefix: str = "") -> Iterator[str]:
-    """Yield an error for each repeated key. PyYAML accepts these and keeps the last value."""
-    if isinstance(node, yaml.MappingNode):
-        keys = set()
-        for key, child in node.value:
-            dotted = f"{prefix}{key.value}"
-            if dotted in keys:
-                yield f"{dotted}: given twice ({where}, line {key.start_mark.line + 1})"
-            keys.add(dotted)
-            yield from _repeated_keys(child, where, f"{dotted}.")
-    elif isinstance(node, yaml.SequenceNode):
-        for index, child in enumerate(node.value):
-            yield from _repeated_keys(child, where, f"{prefix}{index}.")
 
 
 def dump_yaml(value: Any) -> str:

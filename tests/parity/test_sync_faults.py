@@ -58,7 +58,7 @@ class Run:
             rollout__dynamic_sampling=False,
             rollout__prompts_per_step=4,
             rollout__samples_per_prompt=2,
-            optimizer__lr=1e-6,
+            optimizer__lr=1e-6 if is_exact else 1e-2,  # changes bits
         )
         mismatch.MEAN_TOKENS = 50
         models.Server = SabotagedServer
