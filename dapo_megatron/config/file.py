@@ -161,8 +161,7 @@ _MESSAGES = {
     "string_type": "must be text; quote it if YAML reads it as another type",
 }
 
-
-_REMOVED = {
+REMOVED = {
     "roles": "gone; set run.processes to the number of the policy's ranks, engine.colocated to "
     "false and engine.replicas to the number of engines",
     **dict.fromkeys(
@@ -178,6 +177,7 @@ _REMOVED = {
     "preflight.max_seconds": "gone; leave it out. DAPO_PREFLIGHT_SECONDS of slurm/train.sbatch "
     "limits the whole check, preflight.check_seconds one program that it starts",
 }
+"""Keys of earlier versions, and what to write instead."""
 
 
 def _explain(item: dict[str, Any], origins: Mapping[str, str]) -> str:
@@ -191,8 +191,8 @@ def _explain(item: dict[str, Any], origins: Mapping[str, str]) -> str:
 def _problem(item: dict[str, Any], dotted: str) -> str:
     loc, error, given = item["loc"], item["type"], item.get("input")
     if error == "extra_forbidden":
-        if dotted in _REMOVED:
-            return f"{dotted}: {_REMOVED[dotted]}"
+        if dotted in REMOVED:
+            return f"{dotted}: {REMOVED[dotted]}"
         known = _fields(loc[:-1])
         near = difflib.get_close_matches(str(loc[-1]), known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(known)}"

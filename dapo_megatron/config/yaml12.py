@@ -117,7 +117,8 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark if "\n" in text else None
         line = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{where}{line}: {error.problem}") from error
+        what = "" if isinstance(error, ConstructorError) else "not valid YAML: "
+        raise ConfigError(f"{where}{line}: {what}{error.problem}") from error
     # Escapes for characters that do not exist raise ValueError or OverflowError.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise ConfigError(f"{where}: not valid YAML: {error}") from error

@@ -43,70 +43,60 @@ BILLION_LAUGHS = "\n".join(
     ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
 )
-FILES: dict[str, tuple[bytes, str]] = {
-    "list contains itself": (
-        b"x: &a [*a]",
-        ", line {last}: anchors (&x) and aliases (*x) are not allowed",
-    ),
-    "mapping contains itself": (
-        b"x: &a {b: *a}",
-        ", line {last}: anchors (&x) and aliases (*x) are",
-    ),
-    "nested anchors": (
-        BILLION_LAUGHS.encode(),
-        ", line {last}: anchors (&x) and aliases (*x) are not",
-    ),
-    "alias without anchor": (
-        b"x: *a",
-        ", line {last}: anchors (&x) and aliases (*x) are not allowed",
-    ),
-    "anchor on a key": (b"&a x: 1", ", line {last}: anchors (&x) and aliases (*x) are not allowed"),
-    "nested 3,000 deep": (b"x: " + b"[" * 3000, ", line {last}: nested more than 32 deep"),
-    "nested by indentation": (
-        b"".join(b" " * depth + b"x:\n" for depth in range(40)),
-        ", line {deep}: nested more than 32 deep",
-    ),
-    "nested by dashes": (b"x: " + b"\n" + b"- " * 3000, "nested more than 32 deep"),
-    "Python object": (
-        b"x: !!python/object/apply:os.system ['true']",
-        ", line {last}: the tag 'tag:yaml.org,2002:python/object/apply:os.system' is not allowed",
-    ),
-    "YAML tag": (b"seed: !!int '1'", ", line {last}: the tag 'tag:yaml.org,2002:int' is not"),
-    "tab": (b"\tx: 1", ": not valid YAML: "),
-    "two documents": (b"---\nseed: 3", ": not valid YAML: expected a single document"),
-    "invalid character": (b'x: "\\UFFFFFFFF"', ": not valid YAML: "),
-    "lone surrogate": (b'x: "\\ud800"', ", line {last}: a null character or a lone surrogate"),
-    "null character": (b'x: "\\0"', ", line {last}: a null character or a lone surrogate"),
-    "a list as a key": (b"? [a]\n: 1", ": not valid YAML: "),
-    "too long": (b"#" * MAX_CHARACTERS, ": longer than 32,000 characters"),
-    "slow to parse": (b"x: {" + b"a," * MAX_CHARACTERS, ": longer than 32,000 characters"),
-    "many digits": (b"x: " + b"9" * 5000, ", line {last}: a number of 5,000 digits"),
-    "many hexadecimal digits": (b"x: 0x" + b"f" * 5000, ", line {last}: a number of 5,002 digits"),
+ALIASES = f", line {LINE_AFTER_BASE}: anchors (&x) and aliases (*x) are not allowed"
+FILES: dict[str, tuple[str | bytes, str]] = {
+    "list contains itself": ("x: &a [*a]", ALIASES),
+    "nested anchors": (BILLION_LAUGHS, ALIASES),
+    "alias without anchor": ("x: *a", ALIASES),
+    "anchor on a key": ("&a x: 1", ALIASES),
+    "nested 3,000 deep": ("x: " + "[" * 3000, "nested more than 32 deep"),
+    "nested by dashes": ("x: \n" + "- " * 3000, "nested more than 32 deep"),
+    "Python object": ("x: !!python/object/apply:os.system ['true']", "the tag 'tag:yaml.org,2002:"),
+    "YAML tag": ("seed: !!int '1'", "the tag 'tag:yaml.org,2002:int' is not allowed"),
+    "tab": ("\tx: 1", f", line {LINE_AFTER_BASE}: not valid YAML: found character"),
+    "two documents": ("---\nseed: 3", "found another document"),
+    "invalid character": ('x: "\\UFFFFFFFF"', ": not valid YAML: "),
+    "lone surrogate": ('x: "\\ud800"', "a null character or a lone surrogate"),
+    "null character": ('x: "\\0"', "a null character or a lone surrogate"),
+    "a list as a key": ("? [a]\n: 1", "a list or a mapping as a key"),
+    "a repeated key": ("x:\n  - b: 1\n    b: 1", f", line {LINE_AFTER_BASE + 2}: b is given twice"),
+    "too long": ("#" * MAX_CHARACTERS, ": longer than 32,000 characters"),
+    "many digits": ("x: " + "9" * 5000, "a number of 5,000 digits"),
+    "many hexadecimal digits": ("x: 0x" + "f" * 5000, "a number of 5,002 digits"),
     "Latin-1": (b"# \xe9", ": cannot be read ('utf-8' codec can't decode"),
 }
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_hostile_file_is_rejected_with_file_and_line(tmp_path: Path, name: str) -> None:
+def test_a_hostile_file_is_refused_with_file_and_line(tmp_path: Path, name: str) -> None:
     content, problem = FILES[name]
     path = tmp_path / "config.yaml"
-    path.write_bytes(BASE.encode() + content + b"\n")
-    expected = problem.replace("{last}", str(LINE_AFTER_BASE)).replace(
-        "{deep}", str(LINE_AFTER_BASE + 31)
+    path.write_bytes(
+        BASE.encode() + (content.encode() if isinstance(content, str) else content) + b"\n"
     )
     message = refusal(path)
-    assert message.startswith(str(path))
-    assert expected in message
+    assert message.startswith(str(path)) and problem in message
 
 
-def test_an_endless_file_is_rejected() -> None:
-    assert refusal(Path("/dev/zero")).startswith("/dev/zero: not a regular file")
-
-
-def test_the_slowest_file_below_the_size_limit_is_rejected_in_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "cannot be read (No such file"),
+        (b"seed: [1", "not valid YAML: expected"),
+        (b"\xff\xfe\x00", "cannot be read ("),
+        (b"", "the top level must be a mapping"),
+        (b"- 1", "the top level must be a mapping"),
+        (b"{" + b"a," * (MAX_CHARACTERS // 2 - 10), "not valid YAML: expected"),
+    ],
+)
+def test_an_unreadable_file_is_refused_with_its_path(
+    tmp_path: Path, content: bytes | None, expected: str
+) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("{" + "a," * (MAX_CHARACTERS // 2 - 10), encoding="utf-8")
-    assert refusal(path).startswith(f"{path}: not valid YAML")
+    if content is not None:
+        path.write_bytes(content)
+    assert refusal(path).startswith(f"{path}: {expected}")
+    assert refusal(Path("/dev/zero")).startswith("/dev/zero: not a regular file")
 
 
 @pytest.mark.parametrize("key", ["1", "true", "null", "1.5", "2026-01-01", "<<", "=", "''"])
@@ -167,89 +157,37 @@ def test_plain_scalars_follow_the_core_schema_of_yaml_1_2(text: str) -> None:
     assert (value, type(value)) == (VALUES[text], type(VALUES[text]))
 
 
+# ---------------------------------------------------------------------------- overrides
+
+
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
         ("seed=1_000", "seed: Input should be a valid integer (given: '1_000')"),
-        ("seed=1:30", "seed: Input should be a valid integer (given: '1:30')"),
-        ("seed=yes", "seed: Input should be a valid integer (given: 'yes')"),
         ("seed=1e3", "seed: Input should be a valid integer (given: 1000.0)"),
-        ("tracking.mlflow=no", "tracking.mlflow: Input should be a valid boolean (given: 'no')"),
         ("tracking.mlflow=off", "tracking.mlflow: Input should be a valid boolean (given: 'off')"),
-        ("rewards.timeout_seconds=1:30", "rewards.timeout_seconds: Input should be a valid number"),
         ("run.stop_seconds=4:00", "run.stop_seconds: Input should be a valid number (given: '4:00"),
         ("run.stop_seconds=1e400", "run.stop_seconds: Input should be a finite number"),
         ("run.name=1e5", "run.name: must be text; quote it if YAML reads it as another type"),
         ("seed={a: *x}", "seed: anchors (&x) and aliases (*x) are not allowed; copy the value"),
-        ("seed=&a [*a]", "seed: anchors (&x) and aliases (*x) are not allowed; copy the value"),
-        (
-            "optimizer.lr=!!float 1",
-            "optimizer.lr: the tag 'tag:yaml.org,2002:float' is not allowed",
-        ),
         ("seed=" + "[" * 3000, "seed: nested more than 32 deep"),
-        ("seed=" + "9" * 5000, "seed: a number of 5,000 digits"),
         ("seed=" + "9" * 60_000, "seed: longer than 32,000 characters"),
         ("seed=" + "9" * 40, "seed: Input should be less than or equal to 2147483647 (given: 9"),
-        ('model.path="\\0"', "model.path: a null character or a lone surrogate"),
-        ('model.path="\\ud800"', "model.path: a null character or a lone surrogate"),
-        ("model.path=" + "x" * 3000 + "\nseed: 1", "model.path: not valid YAML"),
-        ("seed=" + "x" * 3000, "seed: Input should be a valid integer (given: 'xxx"),
+        ("model.path=" + "x" * 3000 + "\nseed: 1", "model.path, line 2: not valid YAML: "),
         ("a." * 1000 + "b=1", "a.a.a"),
         ("data.train.²=1", "data.train.²: no such entry; the list has 1 entries, numbered from 0"),
-        (
-            "data.train.01=1",
-            "data.train.01: no such entry; the list has 1 entries, numbered from 0",
-        ),
+        ("data.train.01=1", "data.train.01: no such entry; the list has 1 entries"),
         (f"data.train.{'9' * 5000}.name=x", "data.train.999"),
         ("data.train.0=1", "data.train.0: must be a mapping of keys (given: 1)"),
     ],
 )
-def test_a_hostile_or_ambiguous_override_is_rejected_with_its_key(
+def test_a_hostile_or_ambiguous_override_is_refused_with_its_key(
     override: str, problem: str
 ) -> None:
     assert refusal(TINY, override).startswith(problem)
 
 
-def test_a_number_with_a_leading_zero_is_decimal() -> None:
-    assert load_config(TINY, ["seed=010"]).seed == 10
-    assert load_config(TINY, ["seed=0o10"]).seed == 8
-
-
 # ---------------------------------------------------------------------------- upper bounds
-
-BOUNDS = {
-    "seed": ("2147483647", "2147483648"),
-    "data.train.0.seed": ("2147483647", "18446744073709551616"),
-    "run.processes": ("1024", "1000000"),
-    "run.stop_seconds": ("604800", "1e10"),
-    "rewards.workers": ("1024", "1000000"),
-    "rewards.timeout_seconds": ("604800", "1e10"),
-    "rewards.memory_mib": ("2147483647", "99999999999999"),
-    "rollout.max_response_tokens": ("16777216", "99999999999999999999"),
-    "rollout.max_prompt_tokens": ("16777216", "16777217"),
-    "rollout.lookahead": ("1000", "1e300"),
-    "rollout.max_age": ("2147483647", "2147483648"),
-    "evaluation.samples": ("65536", "65537"),
-    "evaluation.resamples": ("1000000", "1000001"),
-    "engine.kv_cache_gib": ("65536", "1e300"),
-    "engine.max_sequences": ("65536", "65537"),
-    "sync.max_gap": ("1e30", "1e31"),
-    "optimizer.lr": ("1e30", "1e300"),
-    "loss.clip_high": ("1e30", "1e300"),
-    "loss.dual_clip": ("1e30", "1e300"),
-    "checkpoint.max_minutes": ("10080", "1e300"),
-    "watchdog.generate": ("604800", "604801"),
-    "tracking.wait_seconds": ("604800", "1e300"),
-    "preflight.check_seconds": ("604800", "1e300"),
-}
-
-
-@pytest.mark.parametrize("key", BOUNDS)
-def test_a_number_above_its_bound_is_rejected_with_the_bound(key: str) -> None:
-    largest, too_large = BOUNDS[key]
-    load_config(TINY, [f"{key}={largest}"])
-    bound = f"{key}: Input should be less than or equal to "
-    assert refusal(TINY, f"{key}={too_large}").startswith(bound)
 
 
 def number_fields(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -260,7 +198,7 @@ def number_fields(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", field
 
 
-def test_every_number_has_an_upper_bound() -> None:
+def test_every_number_has_an_upper_bound_which_is_in_the_message() -> None:
     keys = dict(number_fields(Config))
     assert len(keys) > 60
     for key, field in keys.items():

@@ -18,7 +18,7 @@ from dapo_megatron.config import (
     num_processes,
     source_file_name,
 )
-from dapo_megatron.config.file import dump_config, load_config, parse_config
+from dapo_megatron.config.file import REMOVED, dump_config, load_config, parse_config
 from dapo_megatron.config.running import WatchdogConfig
 from dapo_megatron.model import read_architecture
 from dapo_megatron.types import ConfigError, Phase
@@ -78,52 +78,6 @@ def test_a_config_with_every_kind_of_value_survives_a_dump(tmp_path: Path) -> No
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     assert load_config(path) == config
-
-
-@pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.e-6", "1.0e-6", "+1e-06", ".1e-5", "10e-7"])
-def test_floats_are_read_in_every_common_notation(text: str) -> None:
-    assert load_config(TINY, [f"optimizer.lr={text}"]).optimizer.lr == 1e-6
-
-
-def test_an_integer_is_accepted_for_a_float() -> None:
-    assert load_config(TINY, ["optimizer.clip_grad=1"]).optimizer.clip_grad == 1.0
-
-
-@pytest.mark.parametrize(
-    ("text", "key", "line"),
-    [
-        ("seed: 1\nseed: 2\n", "seed", 2),
-        ("loss:\n  clip_low: 1\n  clip_low: 1\n", "loss.clip_low", 3),
-        ("data:\n  train:\n  - size: 1\n    size: 2\n", "data.train.0.size", 4),
-    ],
-)
-def test_a_duplicate_key_is_rejected(tmp_path: Path, text: str, key: str, line: int) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError) as raised:
-        load_config(path)
-    assert str(raised.value) == f"{key}: given twice ({path}, line {line})"
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (None, "cannot be read (No such file"),
-        (b"seed: [1\n", "not valid YAML"),
-        (b"\xff\xfe\x00", "cannot be read ("),
-        (b"", "the top level must be a mapping"),
-        (b"- 1\n", "the top level must be a mapping"),
-    ],
-)
-def test_an_unreadable_file_is_rejected_with_its_path(
-    tmp_path: Path, content: bytes | None, expected: str
-) -> None:
-    path = tmp_path / "config.yaml"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ConfigError) as raised:
-        load_config(path)
-    assert str(raised.value).startswith(f"{path}: {expected}")
 
 
 def test_a_config_is_frozen() -> None:
@@ -225,20 +179,13 @@ def test_an_overlay_merges_mappings_and_replaces_the_rest(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (
-            "loss: {clip_hihg: 0.3}",
-            "loss.clip_hihg: unknown key; did you mean 'clip_high'? (in {file})",
-        ),
         ("polciy: {precision: float32}", "polciy: unknown key; did you mean 'policy'? (in {file})"),
         (
             "data: {train: [{kind: jsonl, nam: a, name: a, path: b, grader: c}]}",
             "data.train.0.nam: unknown key; did you mean 'name'? (in {file})",
         ),
         ("loss: 3", "loss: must be a mapping of keys (given: 3) (in {file})"),
-        ("seed: one", "seed: Input should be a valid integer (given: 'one') (in {file})"),
-        ("seed: 1\nseed: 2", "seed: given twice ({file}, line 2)"),
-        ("", "{file}: the top level must be a mapping of keys"),
-        ("- 1", "{file}: the top level must be a mapping of keys"),
+        ("seed: 1\nseed: 2", "{file}, line 2: seed is given twice"),
     ],
 )
 def test_an_error_in_an_overlay_names_its_file(tmp_path: Path, text: str, expected: str) -> None:
@@ -256,11 +203,6 @@ def test_an_error_from_an_override_does_not_name_the_overlay(tmp_path: Path) -> 
     assert str(path) not in str(raised.value)
 
 
-def test_a_missing_overlay_is_rejected_with_its_path(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere.yaml: cannot be read \(No such file"):
-        load_config(TINY, overlays=[tmp_path / "nowhere.yaml"])
-
-
 # ---------------------------------------------------------------------------- keys and types
 
 
@@ -268,28 +210,11 @@ def test_a_missing_overlay_is_rejected_with_its_path(tmp_path: Path) -> None:
     ("override", "expected"),
     [
         ("loss.clip_hihg=0.3", "loss.clip_hihg: unknown key; did you mean 'clip_high'?"),
-        ("polciy.precision=float32", "polciy: unknown key; did you mean 'policy'?"),
-        ("data.trian=[]", "data.trian: unknown key; did you mean 'train'?"),
         ("data.train.0.datset=x", "data.train.0.datset: unknown key; did you mean 'dataset'?"),
         ("evaluation.sets.0.sed=1", "evaluation.sets.0.sed: unknown key; did you mean 'seed'?"),
         (
             "sync.speed=3",
             "sync.speed: unknown key; valid keys: max_gap, max_mean_gap, fingerprint_every",
-        ),
-        (
-            "sync.canary_tokens=32",
-            "sync.canary_tokens: gone; leave it out. sync.max_gap and sync.max_mean_gap check "
-            "every trained token, for each engine",
-        ),
-        (
-            "roles.policy=8",
-            "roles: gone; set run.processes to the number of the policy's ranks, engine.colocated "
-            "to false and engine.replicas to the number of engines",
-        ),
-        (
-            "checkpoint.rollouts=true",
-            "checkpoint.rollouts: gone; leave it out. A run always repeats what it recorded "
-            "(tracking.samples)",
         ),
         # Keys of other kinds of sources are not suggested.
         (
@@ -297,48 +222,44 @@ def test_a_missing_overlay_is_rejected_with_its_path(tmp_path: Path) -> None:
             "data.train.0.datasett: unknown key; valid keys: kind, name, path, grader, limit, "
             "columns",
         ),
-    ],
-)
-def test_an_unknown_key_is_rejected_with_the_nearest_key(override: str, expected: str) -> None:
-    assert refusal(override) == expected
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("seed=one", "seed: Input should be a valid integer (given: 'one')"),
         ("seed=true", "seed: Input should be a valid integer (given: True)"),
         ("seed=1.0", "seed: Input should be a valid integer (given: 1.0)"),
         ("optimizer.lr='1e-6'", "optimizer.lr: Input should be a valid number (given: '1e-6')"),
-        ("loss.clip_low=true", "loss.clip_low: Input should be a valid number (given: True)"),
-        ("tracking.mlflow=1", "tracking.mlflow: Input should be a valid boolean (given: 1)"),
         ("run.name=7", "run.name: must be text; quote it if YAML reads it as another type"),
         ("run.name=..", "run.name: String should match pattern"),
-        ("loss=3", "loss: must be a mapping of keys (given: 3)"),
         ("engine=null", "engine: must be a mapping of keys (given: None)"),
         ("data.train=3", "data.train: must be a list (given: 3)"),
         ("data.train.0.options=x", "data.train.0.options: must be a mapping of keys (given: 'x')"),
-        ("data.train.0.size=0", "data.train.0.size: Input should be greater than or equal to 1"),
         ("optimizer.lr=0", "optimizer.lr: Input should be greater than 0 (given: 0)"),
         ("optimizer.lr=.nan", "optimizer.lr: Input should be a finite number (given: nan)"),
-        ("loss.clip_high=.inf", "loss.clip_high: Input should be a finite number (given: inf)"),
         ("optimizer.beta2=1.0", "optimizer.beta2: Input should be less than 1 (given: 1.0)"),
-        ("loss.dual_clip=1.0", "loss.dual_clip: Input should be greater than 1 (given: 1.0)"),
         ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt: Input should be greater"),
         ("policy.precision=fp32", "policy.precision: Input should be 'float32', 'bfloat16'"),
         ("policy.virtual_pipeline_parallel=1", "policy.virtual_pipeline_parallel: Input should be"),
-        ("policy.expert_tensor_parallel=2", "policy.expert_tensor_parallel: Input should be 1"),
         (
             "data.train.0.kind=csv",
             "data.train.0.kind: must be one of reasoning_gym, jsonl, parquet",
         ),
         ("data.train.0={name: a}", "data.train.0.kind: must be one of reasoning_gym"),
+        (
+            "loss.correction.worst_token=[2, 0.5]",
+            "loss.correction.worst_token: must be [low, high]",
+        ),
+        ("loss.correction.worst_token=[0.5]", "loss.correction.worst_token"),
+        ("loss.correction.worst_token=[0, 2]", "loss.correction.worst_token"),
+        ("loss.correction.worst_token=[a, b]", "loss.correction.worst_token"),
+        ("loss.function=my_losses.loss", "loss.function: must be module:function"),
     ],
 )
-def test_a_wrong_value_is_reported_once(override: str, expected: str) -> None:
+def test_an_error_names_its_key_and_the_remedy_once(override: str, expected: str) -> None:
     message = refusal(override)
     assert message.startswith(expected)
-    assert "\n" not in message
+    assert len({line.partition(":")[0] for line in message.splitlines()}) == 1
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_key_that_is_gone_is_refused_with_what_to_write_instead(key: str) -> None:
+    assert refusal(f"{key}=1") == f"{key}: {REMOVED[key]}"
 
 
 def test_all_errors_are_reported_at_once() -> None:
@@ -409,158 +330,70 @@ def test_no_hidden_default_changes_the_algorithm() -> None:
 # ---------------------------------------------------------------------------- contradictions
 
 
-GSPO = ["loss.objective=gspo", "loss.aggregation=sequence", "loss.tis_cap=null"]
+GSPO = "loss.objective=gspo loss.aggregation=sequence loss.tis_cap=null"
+CISPO = "loss.objective=cispo loss.dual_clip=null"
+OLD_OF_ENGINE = "loss.old_logprobs=engine loss.tis_cap=null"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
+    ("overrides", "key"),
     [
-        (["overlong.buffer_tokens=16"], "overlong.buffer_tokens: 16 must be less than"),
-        (["rollout.max_age=8"], "rollout.max_age: 8 must be more than rollout.max_overtake = 8"),
-        (["rollout.max_age=1", "rollout.max_overtake=0"], None),
-        (
-            ["rollout.max_staleness=17"],
-            "rollout.max_staleness: 17 must be at most rollout.max_age = 16",
-        ),
-        (
-            ["rollout.max_staleness=1", "rollout.on_policy=true"],
-            "rollout.max_staleness: 1 has no effect",
-        ),
-        (["rollout.max_staleness=0"], None),
-        (["rollout.max_prompts_per_step=31"], "rollout.max_prompts_per_step: 31 must be at least"),
-        (["overlong.filtered_in_mean=true"], "overlong.filtered_in_mean: true has no effect wi"),
-        (
-            ["engine.colocated=false", "engine.replicas=null"],
-            "engine.replicas: null with engine.colocated false; set it to the number of engines",
-        ),
-        (["engine.colocated=false", "engine.replicas=2", "engine.min_replicas=2"], None),
-        (["engine.min_replicas=2"], "engine.min_replicas: 2 must be at most engine.replicas = 1"),
-        (["overlong.max_tokens=17"], "overlong.max_tokens: 17 is more than rollout.max_response"),
-        (["train.updates_per_step=5"], "train.updates_per_step: 5 does not divide the 512 seq"),
-        (["rollout.prompts_per_step=31"], None),  # 31 x 16 is divisible by 4
-        (["loss.clip_low=1.0"], "loss.clip_low: 1.0 must be less than 1"),
-        (
-            ["loss.clip_low=1.1", "loss.objective=cispo", "loss.dual_clip=null"],
-            "loss.clip_low: 1.1 must be less than 1",
-        ),
-        (["loss.clip_low=1.0", "loss.objective=cispo", "loss.dual_clip=null"], None),
-        (
-            ["loss.objective=grpo"],
-            "loss.aggregation: token contradicts loss.objective grpo, which needs sequence; use "
-            "the overlay model_configs/objectives/grpo.yaml",
-        ),
-        (
-            ["loss.objective=dr_grpo", "loss.aggregation=constant"],
-            "loss.advantage_std: True contradicts loss.objective dr_grpo, which needs false",
-        ),
-        (
-            ["loss.objective=gspo", "loss.aggregation=sequence"],
-            "loss.tis_cap: 2.0 contradicts loss.objective gspo, which needs null",
-        ),
-        (
-            [*GSPO, "loss.correction.token_band=[0.5, 2]"],
-            "loss.correction.token_band: (0.5, 2.0) contradicts loss.objective gspo",
-        ),
-        ([*GSPO, "loss.correction.sequence_mean=[0.99, 1.01]"], None),
-        ([*GSPO, "loss.correction.sequence_tis_cap=2"], None),
-        (
-            ["loss.objective=cispo"],
-            "loss.dual_clip: 10.0 contradicts loss.objective cispo, which needs null",
-        ),
-        (
-            ["loss.objective=sapo", "loss.dual_clip=null"],
-            "loss.aggregation: token contradicts loss.objective sapo, which needs sequence",
-        ),
-        (
-            [*GSPO, "loss.function=my_losses:loss"],
-            "loss.function: my_losses:loss replaces loss.objective, which is gspo; remove one",
-        ),
-        (
-            ["loss.correction.token_band=[0.5, 2]"],
-            "loss.tis_cap, loss.correction.token_band: each weighs tokens by the ratio",
-        ),
-        (["loss.kl={coefficient: 0.1, estimator: k1, place: reward, reference: x}"], None),
-        (["loss.kl={coefficient: 0.0, estimator: k3, place: loss, reference: null}"], None),
-        (["loss.kl.place=reward"], "loss.kl.place: no effect with loss.kl.coefficient 0; set"),
-        (
-            ["loss.kl={estimator: k1, reference: x}"],
-            "loss.kl.estimator, loss.kl.reference: no effect with loss.kl.coefficient 0",
-        ),
-        (
-            ["loss.correction.sequence_tis_cap=2"],
-            "loss.tis_cap, loss.correction.sequence_tis_cap: each weighs tokens by the ratio",
-        ),
-        (["loss.correction.worst_token=[1e-4, 100]"], None),  # a mask with any objective
-        (
-            ["loss.old_logprobs=engine"],
-            "loss.tis_cap: contradicts loss.old_logprobs engine: the ratio of the loss is already "
-            "that of policy and engine; set it to null",
-        ),
-        (["loss.old_logprobs=engine", "loss.tis_cap=null"], None),
-        (
-            ["loss.old_logprobs=engine", "loss.tis_cap=null", "loss.correction.measure=true"],
-            "loss.correction.measure: contradicts loss.old_logprobs engine",
-        ),
-        (
-            [
-                "loss.old_logprobs=engine",
-                "loss.tis_cap=null",
-                "loss.correction.worst_token=[1e-4, 100]",
-            ],
-            "loss.correction.worst_token: contradicts loss.old_logprobs engine",
-        ),
-        (
-            ["loss.old_logprobs=engine", "loss.tis_cap=null", "policy.router_replay=policy"],
-            "policy.router_replay: policy uses the experts of the pass for old log-probs, which "
-            "loss.old_logprobs engine does not make",
-        ),
-        (
-            [
-                "loss.old_logprobs=engine",
-                "loss.tis_cap=null",
-                "loss.kl={coefficient: 0.1, place: reward}",
-            ],
-            "loss.kl.place: reward needs the policy's old log-probs",
-        ),
-        (
-            ["loss.correction.outside_band=truncate"],
-            "loss.correction.outside_band: truncate has no effect without token_band",
-        ),
-        (
-            ["loss.correction.sequence_mean=[1.01, 2]"],
-            "loss.correction.sequence_mean: (1.01, 2.0) excludes 1",
-        ),
-        (["rollout.top_p=0.9"], "rollout.top_p: 0.9 must be 1.0"),
-        (["data.train=[]"], "data.train: empty"),
-        (
-            ["evaluation.sets.0.name=chain_sum"],
-            "data.train / evaluation.sets: the name 'chain_sum' is used twice; change",
-        ),
-        (
-            ["data.train.0.name=a/b", "evaluation.sets.0.name=a--b"],
-            "data.train / evaluation.sets: the name 'a--b' is used twice; change",
-        ),
+        ("overlong.buffer_tokens=16", "overlong.buffer_tokens"),
+        ("overlong.max_tokens=17", "overlong.max_tokens"),
+        ("overlong.filtered_in_mean=true", "overlong.filtered_in_mean"),
+        ("rollout.max_age=8", "rollout.max_age"),
+        ("rollout.max_staleness=17", "rollout.max_staleness"),
+        ("rollout.max_staleness=1 rollout.on_policy=true", "rollout.max_staleness"),
+        ("rollout.max_prompts_per_step=31", "rollout.max_prompts_per_step"),
+        ("rollout.top_p=0.9", "rollout.top_p"),
+        ("engine.colocated=false engine.replicas=null", "engine.replicas"),
+        ("engine.min_replicas=2", "engine.min_replicas"),
+        ("train.updates_per_step=5", "train.updates_per_step"),
+        ("loss.clip_low=1.0", "loss.clip_low"),
+        (f"loss.clip_low=1.1 {CISPO}", "loss.clip_low"),
+        ("loss.objective=grpo", "loss.aggregation"),
+        ("loss.objective=dr_grpo loss.aggregation=constant", "loss.advantage_std"),
+        ("loss.objective=gspo loss.aggregation=sequence", "loss.tis_cap"),
+        (f"{GSPO} loss.correction.token_band=[0.5,2]", "loss.correction.token_band"),
+        ("loss.objective=cispo", "loss.dual_clip"),
+        ("loss.objective=sapo loss.dual_clip=null", "loss.aggregation"),
+        (f"{GSPO} loss.function=my_losses:loss", "loss.function"),
+        ("loss.correction.token_band=[0.5,2]", "loss.tis_cap, loss.correction.token_band"),
+        ("loss.correction.outside_band=truncate", "loss.correction.outside_band"),
+        ("loss.correction.sequence_mean=[1.01,2]", "loss.correction.sequence_mean"),
+        ("loss.kl.place=reward", "loss.kl.place"),
+        ("loss.kl={estimator:\tk1,reference:\tx}", "loss.kl.estimator, loss.kl.reference"),
+        ("loss.old_logprobs=engine", "loss.tis_cap"),
+        (f"{OLD_OF_ENGINE} loss.correction.measure=true", "loss.correction.measure"),
+        (f"{OLD_OF_ENGINE} loss.correction.worst_token=[0.1,9]", "loss.correction.worst_token"),
+        (f"{OLD_OF_ENGINE} loss.kl.coefficient=1 loss.kl.place=reward", "loss.kl.place"),
+        (f"{OLD_OF_ENGINE} policy.router_replay=policy", "policy.router_replay"),
+        ("tracking.record_routes=true", "tracking.record_routes"),
+        ("data.train=[]", "data.train"),
+        ("evaluation.sets.0.name=chain_sum", "data.train / evaluation.sets"),
+        ("data.train.0.name=a/b evaluation.sets.0.name=a--b", "data.train / evaluation.sets"),
+        # Values at the edge of a rule are accepted.
+        ("rollout.max_age=1 rollout.max_overtake=0", None),
+        ("rollout.max_staleness=0", None),
+        ("rollout.prompts_per_step=31", None),  # 31 x 16 is divisible by 4
+        ("engine.colocated=false engine.replicas=2 engine.min_replicas=2", None),
+        (f"loss.clip_low=1.0 {CISPO}", None),
+        (f"{GSPO} loss.correction.sequence_mean=[0.99,1.01]", None),
+        (f"{GSPO} loss.correction.sequence_tis_cap=2", None),
+        ("loss.kl.coefficient=0.1 loss.kl.place=reward loss.kl.reference=x", None),
+        ("loss.correction.worst_token=[1e-4,100]", None),  # a mask with any objective
+        (OLD_OF_ENGINE, None),
     ],
 )
-def test_contradictory_settings_are_rejected(overrides: list[str], expected: str | None) -> None:
-    if expected is None:
-        load_config(TINY, [*NUMBERS, *overrides])
-        return
-    message = refusal(*overrides)
-    assert message.startswith(expected)
-    assert "\n" not in message
-
-
-@pytest.mark.parametrize("key", ["token_band", "sequence_mean", "sequence_product", "worst_token"])
-@pytest.mark.parametrize("value", ["[2, 0.5]", "[1, 1]"])
-def test_bounds_in_the_wrong_order_are_rejected(key: str, value: str) -> None:
-    message = refusal("loss.tis_cap=null", f"loss.correction.{key}={value}")
-    assert message.startswith(f"loss.correction.{key}: must be [low, high] with low < high")
-
-
-@pytest.mark.parametrize("value", ["[0.5]", "[0, 2]", "[0.5, 1, 2]", "0.5", "[a, b]"])
-def test_bounds_must_be_two_positive_numbers(value: str) -> None:
-    assert refusal(f"loss.correction.worst_token={value}").startswith("loss.correction.worst_token")
+def test_values_that_contradict_each_other_are_refused_with_the_key(
+    overrides: str, key: str | None
+) -> None:
+    words = [word.replace("\t", " ") for word in overrides.split(" ")]
+    if key is None:
+        load_config(TINY, [*NUMBERS, *words])
+    else:
+        message = refusal(*words)
+        assert message.startswith(f"{key}: ") and "\n" not in message
 
 
 @pytest.mark.parametrize(
