@@ -40,7 +40,7 @@ _CORE_SCHEMA = (
 
 def _refusal(place: yaml.Event | yaml.Node, problem: str) -> ConstructorError:
     """Return the error for valid YAML that this module refuses."""
-    return ConstructorError(None, None, problem, place.start_mark)
+    return ConstructorError(None, None, problem, place.start_mark)  # type: ignore[arg-type]
 
 
 class _Loader(yaml.SafeLoader):
