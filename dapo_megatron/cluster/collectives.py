@@ -15,7 +15,7 @@ import hashlib
 import re
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -84,20 +84,17 @@ def on_rank0(exchange: Exchange, action: Callable[[], T]) -> T | None:
     return result
 
 
-def on_all_ranks(exchange: Exchange, action: Callable[[], T], *, drain: Iterable[object] = ()) -> T:
+def on_all_ranks(exchange: Exchange, action: Callable[[], T]) -> T:
     """Run `action` on every rank and return this rank's result. Collective.
 
     If it raises a DapoError on some ranks, all ranks raise an error with these ranks and their
-    reasons. `drain` is a collective iteration that is always finished, because the other ranks take
-    part in it. An exception other than DapoError ends this rank; the launcher then ends the others.
+    reasons. An exception other than DapoError ends this rank; the launcher then ends the others.
     """
     result, error = None, None
     try:
         result = action()
     except DapoError as raised:
         error = raised
-    for _ in drain:
-        pass
     records = exchange.all_gather(ErrorRecord.of(error), ErrorRecord | None)
     if any(records):
         named = zip(exchange.names, records, strict=True)

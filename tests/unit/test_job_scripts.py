@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -103,25 +102,6 @@ def test_env_txt_contains_no_secrets(checkout: Checkout) -> None:
         assert line in text.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("umask", "file_mode", "folder_mode"), [("", 0o600, 0o700), ("027", 0o640, 0o750)]
-)
-def test_files_of_a_job_are_private_unless_dapo_umask_says_otherwise(
-    checkout: Checkout, umask: str, file_mode: int, folder_mode: int
-) -> None:
-    environ = {"DAPO_UMASK": umask, "SLURM_UMASK": "0022"}
-    checkout.train(**{name: value for name, value in environ.items() if value})
-    attempt = checkout.logs / "7.0"
-    assert stat.S_IMODE(attempt.stat().st_mode) == folder_mode
-    assert stat.S_IMODE((attempt / "env.txt").stat().st_mode) == file_mode
-    expected = umask or "077"
-    assert (checkout.folder / "task_umask").read_text().strip() == f"0{expected}"
-    task = (checkout.folder / "task").read_text().splitlines()
-    assert f"SLURM_UMASK={expected}" in task, (
-        "otherwise srun would give the tasks the umask of sbatch"
-    )
-
-
 def test_cache_folders_are_not_set_to_predictable_names(checkout: Checkout) -> None:
     """Each rank chooses and checks its own folder (cluster/scratch.py). Another user could prepare
     a folder with a predictable name."""
@@ -144,13 +124,6 @@ def test_a_hostile_crash_count_is_not_executed(checkout: Checkout) -> None:
     assert f"{count}: holds no number; counting from 0" in completed.stdout
     assert "crashed 1 times in a row" in completed.stdout
     assert count.read_text() == "1\n"
-
-
-def test_quick_crashes_are_counted(checkout: Checkout) -> None:
-    for times in (1, 2, 3):
-        completed = checkout.train()
-        assert ("crashed 3 times in a row" in completed.stdout) == (times == 3), completed.stdout
-        assert (checkout.logs / "7.quick_crashes").read_text() == f"{times}\n"
 
 
 @pytest.mark.parametrize("verdict", [ATTACK, "STOPPED", "256", "-1", "0x4b", "1; id", "08"])
@@ -187,13 +160,6 @@ def test_a_percent_sign_in_a_log_path_is_not_a_pattern_of_srun(checkout: Checkou
         f"--output={checkout.folder}/100%%j/dapo/7.0/%N-%t.log"
         in (checkout.folder / "arguments").read_text().splitlines()
     )
-
-
-def test_the_exit_reason_file_overrides_the_exit_code_of_srun(checkout: Checkout) -> None:
-    fake = 'echo "98 rank 1 hung" >"$DAPO_MEGATRON_VERDICT"; exit 1'
-    completed = checkout.train(FAKE=fake, DAPO_REQUEUE="0")
-    assert completed.returncode == 98
-    assert "exit code 98: rank 1 hung" in completed.stdout
 
 
 @pytest.mark.parametrize(
