@@ -194,15 +194,9 @@ def report(
             metavar="FILE", help="Default: report.html in the first folder, if it is yours."
         ),
     ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Update the report until the run ends.")
-    ] = False,
-    every: Annotated[
-        float, typer.Option(min=1.0, metavar="SECONDS", help="Interval of --watch.")
-    ] = 30.0,
     completions: Annotated[
         int,
-        typer.Option(min=0, help="Rollouts to include, over all runs. Rare kinds are preferred."),
+        typer.Option(min=0, help="Rollouts to include, over all runs."),
     ] = 2000,
     ticket: Annotated[
         list[int] | None, typer.Option(help="Ticket of a group to include always; repeatable.")
@@ -216,10 +210,7 @@ def report(
     from dapo_megatron.report.page import Options
 
     options = Options(completions, tuple(ticket or ()), command.parse_steps(steps))
-    if watch:
-        command.watch(run_folders, output, options, every)
-    else:
-        command.report(run_folders, output, options)
+    command.report(run_folders, output, options)
 
 
 @app.command()

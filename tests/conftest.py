@@ -37,8 +37,6 @@ _LONGEST = (
     "unit/test_watchdog",
     "parity/test_layouts",
     "browser/test_page",
-    "browser/test_charts",
-    "browser/test_rollouts",
     "unit/test_pool",
     "parity/test_engine_weights",
     "unit/test_report_damage",

@@ -1,46 +1,45 @@
-"""Plotly figures of the charts."""
+"""Figures of the charts, in the JSON format of plotly.js."""
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
+from itertools import cycle
 from typing import Any
 
+import numpy as np
 import pandas as pd
-from plotly import graph_objects as go
 
-from dapo_megatron.report.chart import Chart
-from dapo_megatron.report.curves import PALETTE, RunStyle, ghost
+from dapo_megatron.report.charts import PALETTE, PHASE_COLORS, Chart
+from dapo_megatron.report.run_data import Evaluation, RunData
+from dapo_megatron.report.wording import significant
 from dapo_megatron.text import visible
 
 Figure = dict[str, Any]
 
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-MANY = 8
-"""With more curves than this, the tooltip shows only the nearest curve; a tooltip with all of them
-would not fit the screen."""
+MAX_LEGEND = 8
+"""With more curves than this, there is no legend, and the tooltip shows only the nearest curve."""
+MAX_POINTS = 2000
+"""Maximum number of points of a curve. Longer curves are thinned."""
 
 
 def _template(text: str, lines: str, ground: str) -> Figure:
     axis = {"gridcolor": lines, "linecolor": lines, "zeroline": False}
-    template = go.layout.Template(
-        layout={
-            "margin": {"l": 68, "r": 14, "t": 30, "b": 42},
-            "paper_bgcolor": ground,
-            "plot_bgcolor": ground,
-            "font": {"family": "system-ui, sans-serif", "size": 12, "color": text},
-            "hovermode": "x unified",
-            "hoverlabel": {"bgcolor": ground, "font_color": text, "namelength": -1},
-            "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-            "barmode": "stack",
-            "colorway": PALETTE,
-            "xaxis": {**axis, "showgrid": False, "ticks": "outside", "tickcolor": lines},
-            "yaxis": {**axis, "nticks": 6, "exponentformat": "power"},
-        }
-    )
-    return dict(template.to_plotly_json())
+    layout = {
+        "margin": {"l": 68, "r": 14, "t": 30, "b": 42},
+        "paper_bgcolor": ground,
+        "plot_bgcolor": ground,
+        "font": {"family": "system-ui, sans-serif", "size": 12, "color": text},
+        "hovermode": "x unified",
+        "hoverlabel": {"bgcolor": ground, "font": {"color": text}, "namelength": -1},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "colorway": PALETTE,
+        "xaxis": {**axis, "showgrid": False, "ticks": "outside", "tickcolor": lines},
+        "yaxis": {**axis, "nticks": 6, "exponentformat": "power"},
+    }
+    return {"layout": layout}
 
 
 TEMPLATES = {
@@ -50,126 +49,138 @@ TEMPLATES = {
 """Theme of page/style.css -> Plotly template of all figures."""
 
 
-@dataclass(frozen=True)
-class RunCurves:
-    """Thinned curves of a run."""
-
-    name: str
-    frame: pd.DataFrame
-    evaluations: dict[tuple[str, str], pd.DataFrame]
-    """See curves.evaluation_curves."""
-    style: RunStyle
-    look_number: int
-
-
 def plain(text: str) -> str:
     """Escape text for Plotly, which interprets HTML tags."""
     return escape(visible(text), quote=False)
 
 
-def values(series: pd.Series) -> list[float | None]:
-    """Return values for JSON: None for NaN, rounded to six digits to halve the file size."""
-    return [None if value != value else float(f"{value:.6g}") for value in series.tolist()]
+def stride_of(num_steps: int) -> int:
+    """Return the number of steps per drawn point."""
+    return max(1, -(-num_steps // MAX_POINTS))
 
 
-def to_json(figure: go.Figure, **more: Any) -> Figure:
-    """Return a figure as plain JSON values, with the items of `more`."""
-    return {**json.loads(figure.to_json(validate=False, engine="json")), **more}
+def thin(frame: pd.DataFrame) -> pd.DataFrame:
+    """Aggregate the steps into at most MAX_POINTS buckets, one row per bucket at its last step.
+    Values are means, but maxima for metrics that are maxima, so that no peak is lost."""
+    stride = stride_of(len(frame))
+    if stride == 1:
+        return frame
+    functions = {name: "max" if name.endswith(("_max", "/max")) else "mean" for name in frame}
+    thinned = frame.groupby(np.arange(len(frame)) // stride).agg(functions)
+    lasts = frame.index[np.minimum(np.arange(1, len(thinned) + 1) * stride, len(frame)) - 1]
+    return thinned.set_axis(lasts)
 
 
-def draw(chart: Chart, runs: Sequence[RunCurves]) -> list[Figure]:
-    """Return one figure with all runs, or one figure per run (Chart.overlay)."""
-    return [_draw(chart, group) for group in ([runs] if chart.overlay else [[run] for run in runs])]
+def draw(chart: Chart, runs: Sequence[RunData]) -> list[Figure]:
+    """Return one figure with the curves of all runs or, of a stacked chart, one figure per run. The
+    list is empty if no run has data. The metrics of `runs` are thinned."""
+    traces = [_traces(chart, run) for run in runs]
+    if not any(traces):
+        return []
+    if len(runs) > 1 and chart.kind != "stacked":
+        for index, run in enumerate(runs):
+            _mark(traces[index], run.name, PALETTE[index % len(PALETTE)])
+        traces = [[trace for of_run in traces for trace in of_run]]
+    return [_figure(chart, group) for group in traces]
 
 
-def _draw(chart: Chart, runs: Sequence[RunCurves]) -> Figure:
-    is_one = len(runs) == 1
-    traces = [trace for run in runs for trace in _curves(chart, run, is_one)]
-    last = max((run.frame.index[-1] for run in runs if len(run.frame)), default=1)
-    paper = [_paper(key, last) for key in chart.ghosts]
-    figure = go.Figure([*traces, *paper])
-    lows = [value for trace in traces for value in trace.y if value is not None]
-    figure.update_xaxes(title_text="rollout step", tickformat=",d")
-    figure.update_yaxes(title_text=chart.y, tickformat=chart.tick, hoverformat=_hover(chart.tick))
-    if chart.log:
-        figure.update_yaxes(type="log", dtick=1)
-    else:
-        figure.update_yaxes(rangemode="tozero" if min(lows, default=-1) >= 0 else "normal")
-    figure.update_layout(showlegend=is_one or bool(paper), template=None)
+def _mark(traces: list[Figure], name: str, color: str) -> None:
+    """Give the traces of a run its name and color, and each a dash."""
+    for trace, dash in zip(traces, cycle(DASHES)):
+        trace["name"] = f"{plain(name)} · {trace['name']}"
+        trace["line"] |= {"color": color, "dash": dash}
+
+
+def _figure(chart: Chart, traces: list[Figure]) -> Figure:
+    is_share = chart.unit.startswith(("share", "mean accuracy"))
+    y_axis: Figure = {
+        "title": {"text": chart.unit + (", log scale" if chart.kind == "log" else "")},
+        "tickformat": ".3~%" if is_share else "",
+        "hoverformat": ".3~%" if is_share else ".4~g",
+    }
+    if chart.kind == "log":
+        y_axis |= {"type": "log", "dtick": 1}
+    elif min((value for trace in traces for value in trace["y"] if value), default=0) >= 0:
+        y_axis["rangemode"] = "tozero"
+    layout: Figure = {
+        "xaxis": {"title": {"text": "rollout step"}, "tickformat": ",d"},
+        "yaxis": y_axis,
+        "showlegend": len(traces) <= MAX_LEGEND,
+    }
+    if len(traces) > MAX_LEGEND:
+        layout["hovermode"] = "closest"
     if not traces:
         text = {"text": "not recorded by this run", "showarrow": False}
-        figure.add_annotation(text, xref="paper", yref="paper", x=0.5, y=0.5)
-    if len(traces) > MANY:
-        figure.update_layout(hovermode="closest")
-    return to_json(figure)
+        layout["annotations"] = [{**text, "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5}]
+    return {"data": traces, "layout": layout}
 
 
-def _curves(chart: Chart, run: RunCurves, is_one: bool) -> list[go.Scatter]:
-    curves = [
-        _curve(chart, run, metric, index)
-        for index, metric in enumerate(chart.series)
-        if metric in run.frame
+def _traces(chart: Chart, run: RunData) -> list[Figure]:
+    traces = [
+        _curve(chart, run.metrics[metric], label)
+        for metric, label in chart.series.items()
+        if metric in run.metrics
     ]
-    curves += [
-        _evaluation(f"{name} {figure}", points)
-        for (name, figure), points in run.evaluations.items()
-        if chart.draws(figure)
-    ]
-    for index, curve in enumerate(curves):
-        curve.update(meta={"look": run.look_number}, name=plain(curve.name), showlegend=is_one)
-        if not is_one:
-            dash = DASHES[index % len(DASHES)]
-            curve.line.update(color=run.style.color, width=run.style.width, dash=dash)
-            curve.update(name=f"{plain(run.name)} · {curve.name}", marker_color=run.style.color)
-    return curves
+    if chart.evaluations:
+        curves = evaluation_curves(run.evaluations)
+        traces += [
+            _evaluation(name, curve)
+            for name, curve in curves.items()
+            if chart.draws(f"eval/{name}")
+        ]
+    for trace, color in zip(traces, cycle(PALETTE)):
+        trace["line"].setdefault("color", color)
+    return traces
 
 
-def _curve(chart: Chart, run: RunCurves, metric: str, index: int) -> go.Scatter:
-    color = PALETTE[chart.colors.get(metric, index) % len(PALETTE)]
-    is_stacked = chart.stacked and metric not in chart.lines
-    series = run.frame[metric].fillna(0) if is_stacked else run.frame[metric]
-    return go.Scatter(
-        x=[int(step) for step in series.index],
-        y=values(series),
-        name=chart.series[metric],
-        mode="lines" if len(series) > 1 else "markers",
-        line={"color": color, "width": 1.8, "dash": "dash" if "plan" in metric else "solid"},
-        marker={"color": color},
-        stackgroup="all" if is_stacked else None,
-    )
+def _curve(chart: Chart, series: pd.Series, label: str) -> Figure:
+    line: Figure = {"width": 1.8, "dash": "dash" if "planned" in label else "solid"}
+    if color := PHASE_COLORS.get(label.partition(",")[0]):
+        line["color"] = color
+    trace: Figure = {
+        "type": "scatter",
+        "x": series.index.tolist(),
+        "y": _values(series),
+        "name": label,
+        "mode": "lines" if len(series) > 1 else "markers",
+        "line": line,
+    }
+    if chart.kind == "stacked":
+        trace |= {"y": _values(series.fillna(0)), "stackgroup": "all"}
+    return trace
 
 
-def _evaluation(name: str, points: pd.DataFrame) -> go.Scatter:
+def _evaluation(name: str, points: pd.DataFrame) -> Figure:
     """Return points with error bars for their intervals."""
-    value = points["value"]
-    above, below = (points["high"] - value).fillna(0), (value - points["low"]).fillna(0)
-    return go.Scatter(
-        x=[int(step) for step in points.index],
-        y=values(value),
-        name=name,
-        mode="lines+markers",
-        line={"width": 2},
-        error_y={"symmetric": False, "array": values(above), "arrayminus": values(below)},
-    )
+    above = _values((points["high"] - points["value"]).fillna(0))
+    below = _values((points["value"] - points["low"]).fillna(0))
+    return {
+        "type": "scatter",
+        "x": points.index.tolist(),
+        "y": _values(points["value"]),
+        "name": plain(name.replace("/", " ")),
+        "mode": "lines+markers",
+        "line": {"width": 2},
+        "error_y": {"type": "data", "symmetric": False, "array": above, "arrayminus": below},
+    }
 
 
-def _paper(key: str, last: int) -> go.Scatter:
-    """Return a curve of the paper up to step `last`, hidden until the reader enables it."""
-    label, points = ghost(key)
-    shown = [point for point in points if point[0] <= last]
-    return go.Scatter(
-        x=[step for step, _ in shown],
-        y=[value for _, value in shown],
-        name=label,
-        mode="lines",
-        line={"color": "#808080", "width": 1.6, "dash": "dot"},
-        meta={"paper": True},
-        visible=False,
-    )
+def evaluation_curves(evaluations: Sequence[Evaluation]) -> dict[str, pd.DataFrame]:
+    """Return <set>/<figure> -> table of value, low and high by step. Of pass@1, pass@2, pass@4 only
+    the figure with the most samples is returned. Counts (`ungraded`) are omitted."""
+    curves: dict[tuple[str, str], dict[int, list[Evaluation]]] = {}
+    for point in evaluations:
+        if match := re.fullmatch(r"(\w+)@(\d{1,9})", point.metric):
+            by_samples = curves.setdefault((point.set, match[1]), {})
+            by_samples.setdefault(int(match[2]), []).append(point)
+    chosen = {}
+    for (name, _), by_samples in curves.items():
+        points = by_samples[max(by_samples)]
+        table = pd.DataFrame(points).set_index("step")[["value", "low", "high"]]
+        chosen[f"{name}/{points[0].metric}"] = table.astype("float64")
+    return chosen
 
 
-def _hover(tick: str) -> str:
-    """Return the d3 format of values in tooltips, with more digits than the axis format `tick`."""
-    if tick.endswith("%"):
-        return ".2~%"
-    return ".2e" if tick.endswith("e") else ".4~g"
+def _values(series: pd.Series) -> list[float | None]:
+    """Return values for JSON: None for NaN, rounded to six digits to halve the file size."""
+    return [significant(value, 6) for value in series.tolist()]

@@ -23,43 +23,23 @@ import jinja2
 from markupsafe import Markup
 
 import dapo_megatron
-from dapo_megatron.report import curves, figures, groups, phases, timeline
-from dapo_megatron.report.chart import Chart, chart_of, charts_with_data
-from dapo_megatron.report.charts import CHARTS, columns_of
-from dapo_megatron.report.curves import RunStyle
-from dapo_megatron.report.figures import RunCurves
-from dapo_megatron.report.finding import Finding
-from dapo_megatron.report.health_rules import findings
-from dapo_megatron.report.provenance import facts, headline, provenance
-from dapo_megatron.report.rollouts import Rollouts, rollouts
-from dapo_megatron.report.rollouts_table import COLUMNS, Filter
+from dapo_megatron.report import figures
+from dapo_megatron.report.charts import PALETTE, Chart, chart_of, charts
+from dapo_megatron.report.derived import OUTCOMES, totals
+from dapo_megatron.report.figures import Figure
+from dapo_megatron.report.findings import Finding, findings
+from dapo_megatron.report.headline import facts, headline
+from dapo_megatron.report.rollouts import COLUMNS, MAX_BYTES, Rollouts, Steps, rollouts
 from dapo_megatron.report.run_data import RunData
+from dapo_megatron.report.timeline import Timeline, timelines
 from dapo_megatron.report.wording import number
 from dapo_megatron.text import visible
 
 SCRIPTS = ("viewer.js", "rollouts.js", "app.js")
 """Scripts in page/, in loading order, after plotly."""
-STYLES = ("style.css", "rollouts.css")
 
 SMOOTHING, SMOOTHED_STEPS = 0.6, 100
 """Initial weight of the smoothing, and the number of steps from which it is on initially."""
-
-LEVELS = {
-    "good": ("✓", "good"),
-    "note": ("i", "note"),
-    "warn": ("!", "warning"),
-    "bad": ("✕", "problem"),
-}
-"""Level of a finding -> symbol and word, so that the level is not shown by color only."""
-
-STATES = {
-    "finished": "✓",
-    "running": "▶",
-    "stopped": "❚❚",
-    "crashed": "✕",
-    "hung": "✕",
-    "unknown": "?",
-}
 
 
 @dataclass(frozen=True)
@@ -70,10 +50,8 @@ class Options:
     """Number of completions in the report, over all runs."""
     tickets: tuple[int, ...] = ()
     """Groups that are always included."""
-    steps: tuple[int | None, int | None] | None = None
+    steps: Steps = (None, None)
     """First and last step whose rollouts are included."""
-    refresh_seconds: float | None = None
-    """Interval at which the page reloads itself; None: never."""
 
 
 @dataclass(frozen=True)
@@ -81,113 +59,79 @@ class View:
     """Contents of a run for page.html.j2."""
 
     run: RunData
+    color: str
     headline: str
     facts: list[tuple[str, str]]
-    findings: list[Finding]
-    provenance: list[dict[str, Any]]
+    findings: list[tuple[Finding, Chart | None]]
     warnings: list[str]
-    stride: int
-    totals: list[tuple[str, int, float | None]]
-    notes: dict[str, str]
-    """Section -> note to show above its charts."""
-    timelines: list[timeline.Timeline]
-    timeline_note: str | None
+    totals: list[tuple[str, int, float]]
+    """(Outcome in words, number of groups, share of the issued groups)."""
+    timelines: list[Timeline]
+    timeline_note: str
     rollouts: Rollouts | None
     """None if none are recorded."""
 
 
 @dataclass(frozen=True)
-class Payload:
-    data: dict[str, Any]
-    """Data for the scripts: {refresh_seconds, templates, charts, timelines, runs}."""
-    blobs: dict[str, bytes]
-    """Name (run number-ticket) -> JSON of a group, which the page unpacks on demand."""
+class Contents:
+    """Contents of a page."""
+
     views: list[View]
-    styles: list[RunStyle]
-    charts: list[Chart]
-    missing: dict[str, list[str]]
-    """Section -> titles of the charts that no run has data for."""
+    charts: dict[str, list[Chart]]
+    """Section -> charts for which some run has data."""
+    figures: dict[str, list[Figure]]
+    """Id of a chart or timeline -> its figure, or one figure per run."""
 
 
-def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
+def contents(runs: Sequence[RunData], options: Options) -> Contents:
     """Return the contents of the report of these runs. The first run is selected initially."""
-    runs = _with_unique_names(runs)
-    frames = [columns_of(run).dropna(axis=1, how="all") for run in runs]
-    names = {point.metric for run in runs for point in run.evaluations}
-    shown = charts_with_data(CHARTS, {name for frame in frames for name in frame}, names)
-    missing: dict[str, list[str]] = {}
-    for chart in CHARTS:
-        if chart.id not in {chart.id for chart in shown}:
-            missing.setdefault(chart.section, []).append(chart.title)
-    share = -(-options.completions // len(runs))
-    blobs: dict[str, bytes] = {}
-    views: list[View] = []
-    for index, run in enumerate(runs):
-        selected = rollouts(run, share, options.tickets, options.steps)
-        views.append(_view(run, shown, selected))
-        if selected is not None:
-            blobs |= {f"{index}-{ticket}": blob for ticket, blob in selected.blobs.items()}
-    styles = curves.run_styles(runs)
-    run_curves = [
-        RunCurves(
-            run.name,
-            curves.thin(frame),
-            curves.evaluation_curves(run.evaluations),
-            style,
-            look_number,
-        )
-        for index, (run, frame) in enumerate(zip(runs, frames, strict=True))
-        for look_number, style in enumerate(styles)
-        if index in style.runs
-    ]
-    data = {
-        "refresh_seconds": options.refresh_seconds,
-        "templates": figures.TEMPLATES,
-        "charts": {chart.id: figures.draw(chart, run_curves) for chart in shown},
-        "timelines": {
-            f"timeline-{index}-{step.step}": [step.figure]
-            for index, view in enumerate(views)
-            for step in view.timelines
-        },
-        "runs": [{"name": run.name} for run in runs],
-    }
-    return Payload(data, blobs, views, styles, shown, missing)
-
-
-def _view(run: RunData, charts: Sequence[Chart], selected: Rollouts | None) -> View:
-    notes = {"groups": groups.note(run), "time": phases.note(run)}
-    return View(
-        run=run,
-        headline=headline(run),
-        facts=facts(run),
-        findings=[
-            replace(finding, chart=finding.chart or chart_of(finding.metric, charts))
-            for finding in findings(run)
-        ],
-        provenance=provenance(run),
-        warnings=[*run.warnings, *(selected.warnings if selected is not None else ())],
-        stride=curves.stride_of(len(run.metrics.steps)),
-        totals=groups.totals_table(run),
-        notes={section: note for section, note in notes.items() if note},
-        timelines=timeline.timelines(run),
-        timeline_note=timeline.note(run),
-        rollouts=selected,
-    )
-
-
-def _with_unique_names(runs: Sequence[RunData]) -> list[RunData]:
-    """Add the folder to names that several runs share, and make hidden characters visible."""
     names = Counter(run.name for run in runs)
-    return [
+    runs = [
         replace(run, name=visible(f"{run.name} ({run.path})" if names[run.name] > 1 else run.name))
         for run in runs
     ]
+    thinned = [replace(run, metrics=figures.thin(run.metrics)) for run in runs]
+    drawn = {
+        chart.id: figures.draw(chart, thinned) for section in charts().values() for chart in section
+    }
+    views = [_view(run, index, len(runs), options) for index, run in enumerate(runs)]
+    for index, view in enumerate(views):
+        for timeline in view.timelines:
+            drawn[f"timeline-{index}-{timeline.step}"] = [timeline.figure]
+    shown = {
+        name: [chart for chart in section if drawn[chart.id]] for name, section in charts().items()
+    }
+    return Contents(views, shown, {name: made for name, made in drawn.items() if made})
+
+
+def _view(run: RunData, index: int, num_runs: int, options: Options) -> View:
+    share = -(-options.completions // num_runs)
+    selected = rollouts(run, share, options.tickets, options.steps, MAX_BYTES // num_runs)
+    sums = totals(run)
+    words = {"issued": "issued", **OUTCOMES, "open": "carried on, open", "unaccounted": "missing"}
+    drawn, note = timelines(run)
+    return View(
+        run=run,
+        color=PALETTE[index % len(PALETTE)],
+        headline=headline(run),
+        facts=facts(run),
+        findings=[(finding, chart_of(finding.metric)) for finding in findings(run)],
+        warnings=[*run.warnings, *(selected.warnings if selected is not None else ())],
+        totals=[
+            (word, sums[name], sums[name] / (sums["issued"] or 1))
+            for name, word in words.items()
+            if sums.get(name)
+        ],
+        timelines=drawn,
+        timeline_note=note,
+        rollouts=selected,
+    )
 
 
 # ---------------------------------------------------------------------------- the file
 
 
-def render(payload: Payload) -> str:
+def render(page: Contents) -> str:
     """Return the HTML of the page."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_part),
@@ -197,25 +141,31 @@ def render(payload: Payload) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    names = [view.run.name for view in payload.views]
-    longest = max(len(view.run.metrics.steps) for view in payload.views)
+    names = [view.run.name for view in page.views]
+    longest = max(len(view.run.steps) for view in page.views)
+    groups = {
+        f"{index}-{ticket}": Markup(base64.b64encode(data).decode())
+        for index, view in enumerate(page.views)
+        if view.rollouts is not None
+        for ticket, data in view.rollouts.groups.items()
+    }
     text = environment.get_template("page.html.j2").render(
         title=names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more",
-        views=payload.views,
-        charts=payload.charts,
-        missing=payload.missing,
+        views=page.views,
+        charts=page.charts,
+        missing={
+            name: [chart.title for chart in section if chart not in page.charts[name]]
+            for name, section in charts().items()
+        },
+        stride=figures.stride_of(longest),
         columns=COLUMNS,
-        Filter=Filter,
-        styles=payload.styles,
         smoothing=SMOOTHING if longest >= SMOOTHED_STEPS else 0,
         number=number,
-        levels=LEVELS,
-        states=STATES,
         nonce=secrets.token_urlsafe(16),
-        style=Markup("\n".join(_part(name) for name in STYLES)),
+        style=Markup(_part("style.css")),
         scripts=[_script(_plotly()), *(_script(_part(name)) for name in SCRIPTS)],
-        data=Markup(packed(payload.data)),
-        blobs={name: Markup(_packed(blob)) for name, blob in payload.blobs.items()},
+        data=Markup(packed({"templates": figures.TEMPLATES, "figures": page.figures})),
+        groups=groups,
         made=time.strftime("%Y-%m-%d %H:%M:%S"),
         version=dapo_megatron.__version__,
     )
@@ -230,11 +180,8 @@ def _finalize(value: Any) -> Any:
 
 def packed(value: Any) -> str:
     """Return a value as base64 of gzipped JSON."""
-    return _packed(json.dumps(value, separators=(",", ":"), allow_nan=False).encode())
-
-
-def _packed(data: bytes) -> str:
-    return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode()
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=6, mtime=0)).decode()
 
 
 def _part(name: str) -> str:

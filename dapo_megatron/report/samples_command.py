@@ -10,10 +10,9 @@ from pathlib import Path
 from rich.text import Text
 
 from dapo_megatron.literal_console import LiteralConsole
-from dapo_megatron.report.rollouts import age_of, graded_as
-from dapo_megatron.report.rollouts_table import SIGNS
+from dapo_megatron.report.rollouts import SIGNS, age_of, graded_as
 from dapo_megatron.report.token_text import TokenPieces, find_tokenizer
-from dapo_megatron.report.wording import rounded
+from dapo_megatron.report.wording import significant
 from dapo_megatron.rollout.record import COMPLETIONS, RecordedGroup, read_groups, require_steps
 from dapo_megatron.text import visible
 from dapo_megatron.types import Completion, ConfigError
@@ -102,7 +101,7 @@ def _print_group(
 
 
 def _headline(step: int, completion: Completion, reward: float | None) -> Text:
-    age, logprob = age_of(completion, step), rounded(completion.logprob_mean)
+    age, logprob = age_of(completion, step), significant(completion.logprob_mean)
     graded = graded_as(completion.grade)
     facts = [
         f"{completion.num_tokens:,} tokens",

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dapo_megatron.report.token_text import TokenPieces
-from dapo_megatron.report.wording import rounded, significant
+from dapo_megatron.report.wording import significant
 from dapo_megatron.text import visible
 from dapo_megatron.tracking.policy_files import PolicyRow
 from dapo_megatron.types import Completion, Group
 
-MAX_TOKENS = 32_768
-"""Maximum number of tokens to show of a completion. The middle of a longer one is cut."""
 MAX_SHOWN = 2000
 """Maximum length of an answer or a truth in characters. Programs and tests may be far longer."""
-_MAX_PROMPT = 100_000
-"""Maximum length of a prompt in characters."""
-_CHARACTERS_PER_TOKEN = 4
+_MAX_TEXT = 100_000
+"""Maximum length in characters of a prompt, and of a completion without a tokenizer."""
 
 
 def group_data(
@@ -30,16 +27,14 @@ def group_data(
         _completion(completion, policy.get(completion.sample), pieces, indices)
         for completion in group.completions
     ]
-    prompt = group.prompt
     gaps = [abs(gap) for data in completions for gap in data["gap"] or [] if gap is not None]
+    special = pieces.special if pieces is not None else ()
     return {
-        "prompt": _shown(prompt.text, _MAX_PROMPT),
-        "truth": _shown(prompt.truth) or "none: the grader needs none",
+        "prompt": _shown(group.prompt.text, _MAX_TEXT),
+        "truth": _shown(group.prompt.truth) or "none: the grader needs none",
         "ids": [token for token, _ in indices],
         "pieces": [visible(piece) for _, piece in indices],
-        "special": [
-            index for (token, _), index in indices.items() if pieces and token in pieces.special
-        ],
+        "special": [index for (token, _), index in indices.items() if token in special],
         "largest_gap": max(gaps, default=0),
         "completions": completions,
     }
@@ -51,15 +46,7 @@ def _completion(
     pieces: TokenPieces | None,
     indices: dict[tuple[int, str], int],
 ) -> dict[str, Any]:
-    num = completion.num_tokens
-    num_cut = max(num - MAX_TOKENS, 0)
-    first = MAX_TOKENS // 2 if num_cut else num
-
-    def kept(values: Sequence[Any]) -> Sequence[Any]:
-        return [*values[:first], *values[first + num_cut :]] if num_cut else values
-
-    logprobs, grade = completion.logprobs, completion.grade
-    policy_logprobs, entropy = (policy.logprobs, policy.entropy) if policy else (None, None)
+    num, logprobs, grade = completion.num_tokens, completion.logprobs, completion.grade
     versions = [
         segment.version
         for segment in completion.segments
@@ -70,25 +57,22 @@ def _completion(
         "correct": None if grade is None else grade.correct,
         "answer": "" if grade is None else _shown(grade.pred),
         "num_tokens": num,
-        "cut": [first, num_cut] if num_cut else None,
-        "logprob": [rounded(value, 3) for value in kept(logprobs)],
+        "logprob": [significant(value, 3) for value in logprobs],
         "entropy": None,
         "gap": None,
-        "version": kept(versions),
+        "version": versions,
     }
+    policy_logprobs, entropy = (policy.logprobs, policy.entropy) if policy else (None, None)
     if policy_logprobs is not None and len(policy_logprobs) == num:
-        data["gap"] = [
-            significant(by_engine - by_policy, 3)
-            for by_engine, by_policy in zip(kept(logprobs), kept(policy_logprobs))
-        ]
+        pairs = zip(logprobs, policy_logprobs, strict=False)
+        data["gap"] = [significant(engine - own, 3) for engine, own in pairs]
     if entropy is not None and len(entropy) == num:
-        data["entropy"] = [rounded(value, 3) for value in kept(entropy)]
+        data["entropy"] = [significant(value, 3) for value in entropy]
     if pieces is None:
-        data["text"] = _shown(completion.text, MAX_TOKENS * _CHARACTERS_PER_TOKEN)
+        data["text"] = _shown(completion.text, _MAX_TEXT)
     else:
-        tokens = kept(completion.tokens)
-        pairs = zip(tokens, pieces.split(tokens))
-        data["tokens"] = [indices.setdefault(pair, len(indices)) for pair in pairs]
+        tokens = zip(completion.tokens, pieces.split(completion.tokens), strict=True)
+        data["tokens"] = [indices.setdefault(token, len(indices)) for token in tokens]
     return data
 
 

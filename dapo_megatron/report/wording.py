@@ -1,4 +1,4 @@
-"""Formats numbers, steps and texts for the page."""
+"""Formats numbers, steps and durations for the page."""
 
 from __future__ import annotations
 
@@ -20,12 +20,8 @@ def percent(share: float) -> str:
 
 
 def named(steps: Sequence[int]) -> str:
-    """List steps, at most five: "step 3", "steps 3, 7", "steps 1, 2, 3, 4, 5 and 12 more"."""
-    if len(steps) == 1:
-        return f"step {steps[0]}"
-    shown = ", ".join(map(str, steps[:_SHOWN]))
-    num_more = len(steps) - _SHOWN
-    return f"steps {shown}{f' and {num_more} more' if num_more > 0 else ''}"
+    """List steps, at most five: "step 3", "steps 3, 7", "steps 1, 2, 3, 4, 5, ..."."""
+    return f"step{'' if len(steps) == 1 else 's'} {first_few(steps)}"
 
 
 def times(count: int, noun: str) -> str:
@@ -47,12 +43,9 @@ def span(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 129600 else f"{seconds / 86400:.1f} d"
 
 
-def rounded(value: float | None, decimals: int = 4) -> float | None:
-    """Round a value for display. Return None if it is not finite, which JSON cannot represent."""
-    return round(value, decimals) if value is not None and math.isfinite(value) else None
-
-
-def significant(value: float, digits: int = 4) -> float | None:
-    """Round to significant digits, so that a gap of 1e-6 is not displayed as 0. Return None if the
-    value is not finite."""
-    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+def significant(value: float | None, digits: int = 4) -> float | None:
+    """Round to significant digits, so that 1e-6 is not displayed as 0. Return None for a value that
+    is not finite, because JSON cannot represent it."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.{digits}g}")

@@ -1,34 +1,19 @@
-"""Start one Chromium per test file, open pages per test, and write the reports once per session."""
+"""Start Chromium, and write the reports that the tests open."""
 
 from __future__ import annotations
 
-import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, sync_playwright
 
+from dapo_megatron.report.command import report
+from dapo_megatron.report.page import Options
 from tests.browser.chromium import Watched, find_chromium, launch
-from tests.helpers.commands import run
-from tests.helpers.configs import REPOSITORY
 from tests.helpers.made_run import MadeRun
 
 RECORDED = Path(__file__).parent / "recorded_run"
-SCREENSHOTS = REPOSITORY / "build" / "screenshots"
-STARTED = time.time()
-
-Open = Callable[..., Page]
-"""(report, anchor, options of the browser's context) -> the loaded page."""
-
-
-def write_report(*runs: Path, output: Path, options: tuple[str, ...] = ()) -> Path:
-    """Write a report on run folders with `python -m dapo_megatron report`."""
-    done = run("report", *runs, "--output", output, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return output
 
 
 # Module scope: while Playwright runs, no other test of the process can use asyncio.
@@ -44,66 +29,27 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def open_page(browser: Browser) -> Iterator[Open]:
-    """Open reports. Errors, dialogs and network requests of a page fail the test."""
-    opened: list[Watched] = []
-
-    def open_report(report: Path, anchor: str = "", **options: Any) -> Page:
-        opened.append(Watched.new(browser, **options))
-        return opened[-1].open(report, anchor)
-
-    yield open_report
-    for watched in opened:
-        watched.close()
-    assert not [problem for watched in opened for problem in watched.problems]
-
-
-@pytest.fixture
-def screenshot(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Save screenshots in build/screenshots, where people can look at them."""
-
-    def keep(page: Page, name: str, **options: Any) -> None:
-        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-        path = SCREENSHOTS / f"{name}.png"
-        page.screenshot(path=path, **options)
-
-    return keep
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print where the screenshots are. The xdist workers that made them cannot print it."""
-    pictures = [path for path in SCREENSHOTS.glob("*.png") if path.stat().st_mtime > STARTED]
-    if pictures:
-        terminalreporter.write_line(f"{len(pictures)} screenshots of pages: {SCREENSHOTS}")
+def watched(browser: Browser) -> Iterator[Watched]:
+    """A page. Errors, dialogs and network requests fail the test."""
+    opened = Watched.new(browser)
+    yield opened
+    opened.close()
+    assert opened.problems == []
 
 
 @pytest.fixture(scope="session")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the reports and generated runs of this session."""
-    return tmp_path_factory.mktemp("reports")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Report on a few steps of a real run."""
+    path = tmp_path_factory.mktemp("recorded") / "report.html"
+    report([RECORDED], path, Options())
+    return path
 
 
 @pytest.fixture(scope="session")
-def recorded_run(room: Path) -> Path:
-    """A few steps of a real run. Tests may only read it."""
-    return Path(shutil.copytree(RECORDED, room / "recorded"))
-
-
-@pytest.fixture(scope="session")
-def recorded(recorded_run: Path, room: Path) -> Path:
-    """Report on `recorded_run`."""
-    return write_report(recorded_run, output=room / "recorded.html")
-
-
-@pytest.fixture(scope="session")
-def hostile_run(room: Path) -> Path:
-    """A generated run full of texts that try to run as HTML or JavaScript."""
-    return MadeRun(num_steps=12, groups_per_step=4, samples_per_group=4, hostile=True).write(
-        room / "hostile"
-    )
-
-
-@pytest.fixture(scope="session")
-def hostile(hostile_run: Path, room: Path) -> Path:
-    """Report on `hostile_run`."""
-    return write_report(hostile_run, output=room / "hostile.html")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Report on two runs, one full of texts that try to run as HTML or JavaScript."""
+    folder = tmp_path_factory.mktemp("hostile")
+    made = MadeRun(num_steps=4, groups_per_step=4, samples_per_group=4, hostile=True)
+    runs = [made.write(folder / "hostile"), MadeRun(num_steps=5).write(folder / "plain")]
+    report(runs, folder / "report.html", Options(completions=400))
+    return folder / "report.html"

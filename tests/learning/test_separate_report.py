@@ -9,8 +9,8 @@ import pytest
 
 from dapo_megatron.plan.estimate import NodeSpec, estimate_memory
 from dapo_megatron.plan.speed import estimate_speed
-from dapo_megatron.report import charts, phases, timeline
-from dapo_megatron.report.run_data import Metrics, read_run
+from dapo_megatron.report import derived, timeline
+from dapo_megatron.report.reading import read_run
 from tests.helpers.commands import run
 from tests.helpers.configs import TINY, tiny_config
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_timeline_shows_that_the_engine_samples_in_training(folder: Path) -> None:
     run_data = read_run(folder)
-    drawn = timeline.timelines(run_data)[0]  # later it has sampled enough
+    (drawn, *_), _ = timeline.timelines(run_data)  # later it has sampled enough
     bars = {
         (trace["name"], begin, begin + length)
         for trace in drawn.figure["data"][:-1]
@@ -46,8 +46,8 @@ def test_the_timeline_shows_that_the_engine_samples_in_training(folder: Path) ->
 
 
 def test_the_report_shows_how_long_each_role_waits(folder: Path) -> None:
-    columns = Metrics(charts.columns_of(read_run(folder)))
-    waits = [columns.values(name) for name in (phases.POLICY_WAITS, phases.ENGINES_WAIT)]
+    run_data = read_run(folder)
+    waits = [run_data.values(name) for name in (derived.POLICY_WAITS, derived.ENGINES_WAIT)]
     assert all(len(series) == 3 and 0 < max(series) < 1 for series in waits)
     done = run("report", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr

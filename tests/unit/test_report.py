@@ -1,0 +1,294 @@
+"""The page of a run, the files that it is made from, and the command."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from html import unescape
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plotly import graph_objects as go
+
+from dapo_megatron.cluster import heartbeat
+from dapo_megatron.cluster.attempt import end_attempt, start_attempt
+from dapo_megatron.cluster.heartbeat import Heartbeat, RankState
+from dapo_megatron.report.charts import PALETTE, all_charts
+from dapo_megatron.report.command import parse_steps, report
+from dapo_megatron.report.figures import thin
+from dapo_megatron.report.page import Options, contents
+from dapo_megatron.report.reading import read_metrics, read_run
+from dapo_megatron.report.run_data import StateWord
+from dapo_megatron.report.timeline import WAITING, cells, timelines
+from dapo_megatron.types import ConfigError
+from tests.helpers.commands import run
+from tests.helpers.configs import REPOSITORY
+from tests.helpers.made_run import MadeRun
+
+RECORDED = REPOSITORY / "tests" / "browser" / "recorded_run"
+A_HEARTBEAT = Heartbeat(
+    rank=0,
+    world_size=1,
+    attempt="7.0",
+    host="n1",
+    pid=1,
+    state=RankState.RUNNING,
+    time=0.0,
+    phase="generate",
+    step=3,
+    limit_seconds=60.0,
+    silent_seconds=1.0,
+    sign="token 5",
+)
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}
+
+
+class Elements(HTMLParser):
+    """The start tags of a page, with their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def page_of(target: Path, *folders: Path) -> tuple[str, Elements]:
+    report(folders, target, Options(completions=60))
+    text = target.read_text(encoding="utf-8")
+    return text, Elements(text)
+
+
+def write_run(folder: Path, lines: list[dict[str, Any]] | None = None, steps: int = 40) -> Path:
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / "config.yaml").write_text(f"run: {{name: mine}}\ntrain: {{rollout_steps: {steps}}}\n")
+    lines = [{"step": 1, "accuracy/raw": 0.5}] if lines is None else lines
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+# ---------------------------------------------------------------------------- the page
+
+
+def test_the_page_of_a_real_run(tmp_path: Path) -> None:
+    text, elements = page_of(tmp_path / "r.html", RECORDED)
+    before_scripts = unescape(text[: text.index("<script")])
+    for words in (
+        "accuracy 0.386 → 0.887 on chain_sum_held_out (40 of 40 steps, 15 min)",
+        "Finished: it wrote its summary after step 40.",
+        "32 prompts, 16 answers each, of up to 16 tokens",
+        "2 processes, AMD EPYC, avx512_bf16",
+        "Learning: accuracy 0.410 → 0.872",
+        "Evaluation confirms the learning: chain_sum_held_out",
+        "Every completion was graded",
+        "1,472 issued: 1,280 trained on, 173 all answers right, 19 carried on, open.",
+        "Sync verified at 40 of 40 syncs",
+        "samples_per_prompt: 16",
+    ):
+        assert words in before_scripts
+    ids = [attributes["id"] for _, attributes in elements.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for link in elements.of("a"):
+        assert str(link["href"]).removeprefix("#") in ids
+    [view] = contents([read_run(RECORDED)], Options(completions=60)).views
+    assert view.rollouts is not None and 40 < len(view.rollouts.rows) <= 60
+    assert len(view.timelines) == 5
+
+
+def test_every_chart_draws_what_the_run_measured() -> None:
+    lines = map(json.loads, (RECORDED / "metrics.jsonl").read_text().splitlines())
+    rows = {line["step"]: line for line in lines}
+    figures = contents([read_run(RECORDED)], Options(completions=0)).figures
+    num_drawn = 0
+    for chart in all_charts():
+        labels = {label: metric for metric, label in chart.series.items()}
+        for figure in figures.get(chart.id, []):
+            go.Figure(figure)  # is what plotly knows
+            for trace in figure["data"]:
+                metric = labels.get(trace["name"], "")
+                if metric in rows[1]:
+                    num_drawn += 1
+                    assert trace["x"] == list(range(1, 41))
+                    recorded = [rows[step].get(metric) for step in trace["x"]]
+                    zero = 0 if chart.kind == "stacked" else None
+                    wanted = [zero if value is None else value for value in recorded]
+                    assert trace["y"] == pytest.approx(wanted, rel=1e-5, nan_ok=True)
+    assert num_drawn > 40
+    [accuracy] = figures["accuracy-on-held-out-problems"][0]["data"]
+    assert accuracy["x"] == [0, 20, 40]
+    assert accuracy["y"][-1] == pytest.approx(rows[40]["eval/chain_sum_held_out/avg@4"])
+
+
+def test_a_page_loads_nothing_and_runs_only_its_own_scripts(tmp_path: Path) -> None:
+    hostile = MadeRun(num_steps=3, groups_per_step=2, samples_per_group=2, hostile=True)
+    folder = hostile.write(tmp_path / "hostile")
+    text, elements = page_of(tmp_path / "r.html", folder)
+    [policy] = [str(meta["content"]) for meta in elements.of("meta") if "http-equiv" in meta]
+    nonce = re.search(r"default-src 'none'; script-src 'nonce-([\w-]+)'; style-src", policy)
+    assert nonce is not None and "unsafe-eval" not in policy and "http" not in policy
+    for script in elements.of("script"):
+        assert script.get("nonce") == nonce[1] or script.get("type") == "application/octet-stream"
+    for tag, attributes in elements.tags:
+        assert "src" not in attributes, tag
+        assert not any(name.startswith("on") for name in attributes)
+        assert str(attributes.get("href") or "#").startswith(("#", "data:,")), tag
+    assert "<img" not in text and "<svg onload" not in text
+    assert not {"\u202e", "\x1b", "\x00"} & set(text[: text.index("<script nonce")])
+    assert nonce[1] not in page_of(tmp_path / "again.html", folder)[0]
+
+
+def test_several_runs_are_overlaid_each_in_its_color(tmp_path: Path) -> None:
+    folders = [MadeRun(num_steps=n, seed=n).write(tmp_path / str(n)) for n in (3, 5)]
+    folders.append(write_run(tmp_path / "empty", []))
+    page = contents([read_run(folder) for folder in folders], Options(completions=20))
+    assert [view.run.name for view in page.views[:2]] == [
+        f"made ({folder})" for folder in folders[:2]
+    ]
+    [figure] = page.figures["entropy"]
+    assert [trace["line"]["color"] for trace in figure["data"]] == list(PALETTE[:2])
+    assert [len(trace["x"]) for trace in figure["data"]] == [3, 5]
+    stacked = page.figures["what-became-of-the-prompts"]
+    assert len(stacked) == 3 and stacked[2]["data"] == []
+    text, elements = page_of(tmp_path / "r.html", *folders)
+    assert "All 3 runs" in text and len(elements.of("option")) >= 3
+
+
+def test_long_runs_are_thinned_to_the_last_step_with_their_peaks() -> None:
+    frame = pd.DataFrame({"x": range(1, 5001), "gap_max": [0.0] * 4999 + [7.0]}, range(1, 5001))
+    thinned = thin(frame)
+    assert len(thinned) <= 2000 and thinned.index[-1] == 5000
+    assert thinned["gap_max"].max() == 7.0
+    assert thinned["x"].is_monotonic_increasing
+
+
+# ---------------------------------------------------------------------------- timelines
+
+
+def test_a_timeline_shows_phases_and_requests(tmp_path: Path) -> None:
+    folder = MadeRun(num_steps=20, timeline_every=1).write(tmp_path / "run")
+    run_data = read_run(folder)
+    drawn, note = timelines(run_data)
+    assert [drawn[0].step, drawn[-1].step, len(drawn)] == [1, 20, 12]
+    assert note == "12 of 20 recorded steps are shown."
+    *bars, requests = drawn[0].figure["data"]
+    spans = {(bar["name"], y): (at, x) for bar in bars
+             for y, at, x in zip(bar["y"], bar["base"], bar["x"], strict=True)}  # fmt: skip
+    assert spans["generate", "rank 0"] == (0.0, 12.0)
+    assert ("sync", "rank 1") not in spans
+    assert requests["y"] == ["replica 0"] and max(requests["z"][0]) > 0
+    go.Figure(drawn[0].figure)
+    apart = replace(run_data, config={"engine": {"colocated": False}})
+    assert timelines(apart)[0][0].phases[0]["label"] == WAITING
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 9)), min_size=2, max_size=9))
+def test_cells_of_a_strip_preserve_the_number_of_requests(
+    points: list[tuple[float, float]],
+) -> None:
+    points.sort()
+    area = sum(value * (until - at) for (at, value), (until, _) in pairwise(points))
+    assert sum(cells(points, 0, 100, 50)) * 2 == pytest.approx(area, abs=50 * 0.05 * 2)
+
+
+# ---------------------------------------------------------------------------- reading a folder
+
+
+def test_a_repeated_step_replaces_all_later_ones() -> None:
+    lines = [{"step": step, "x": float(step)} for step in (0, 1, 2, 3, 4)]
+    steps, columns, _ = read_metrics([*lines, {"step": 2, "x": 20.0}, {"step": 3, "x": 30.0}])
+    assert (steps, columns["x"]) == ([1, 2, 3], [1.0, 20.0, 30.0])
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from(["step", "x", "eval/a/avg@4", "groups/trained", "time/step"]),
+            st.integers(-1, 9) | st.floats() | st.none() | st.text(max_size=2) | st.just(10**400),
+        )
+    )
+)
+def test_any_lines_give_finite_values_of_ascending_steps(lines: list[dict[str, Any]]) -> None:
+    steps, columns, _ = read_metrics(lines)
+    assert steps == sorted({*steps}) and all(step > 0 for step in steps)
+    assert all(
+        value is None or abs(value) <= 1e100 for column in columns.values() for value in column
+    )
+
+
+@pytest.mark.parametrize("wrong", ["none", "runs", "runs/good/config.yaml"])
+def test_a_wrong_folder_is_refused_with_a_suggestion(tmp_path: Path, wrong: str) -> None:
+    good = write_run(tmp_path / "runs" / "good")
+    with pytest.raises(ConfigError, match="RUN_FOLDER") as raised:
+        read_run(tmp_path / wrong)
+    assert str(tmp_path / wrong) in str(raised.value)
+    assert wrong == "none" or f"such as {good}" in str(raised.value)
+
+
+def test_the_state_of_a_run_from_its_start_to_its_end(tmp_path: Path) -> None:
+    def state() -> str:
+        return read_run(folder).state.word
+
+    folder = write_run(tmp_path / "r")
+    attempts = folder / "attempts.jsonl"
+    assert state() == StateWord.UNKNOWN
+    start_attempt(attempts, 0, SLURM)
+    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time() + 60))
+    assert state() == StateWord.RUNNING
+    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time() - 1000))
+    assert state() == StateWord.CRASHED
+    # A run records its end, then writes its report, and only then exits.
+    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time() + 60))
+    for end in ("stopped", "crashed", "hung"):
+        end_attempt(attempts, end, SLURM)
+        assert state() == end
+    (folder / "summary.json").write_text(json.dumps({"steps": 30}))  # of a shorter run
+    assert state() == "hung"
+    (folder / "summary.json").write_text(json.dumps({"steps": 40}))
+    assert state() == StateWord.FINISHED
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+def test_ranges_of_steps() -> None:
+    assert parse_steps(None) == (None, None)
+    assert [parse_steps(text) for text in ("2:5", "2:", ":5")] == [(2, 5), (2, None), (None, 5)]
+    for text in ("", ":", "5", "5:2", "a:b", "-1:3"):
+        with pytest.raises(ConfigError, match="--steps"):
+            parse_steps(text)
+
+
+def test_the_command_writes_a_report_and_names_its_errors(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "r")
+    done = run("report", folder, "--steps", "1:3", "--ticket", "0")
+    assert done.returncode == 0 and str(folder / "report.html") in done.stdout
+    assert "None recorded" in (folder / "report.html").read_text()
+    done = run("report", folder, "--output", tmp_path / "none" / "r.html")
+    assert done.returncode == 2 and "--output" in done.stderr
+    done = run("report", tmp_path)
+    assert done.returncode == 2 and f"such as {folder}" in done.stderr
+
+
+def test_the_report_imports_neither_torch_nor_transformers_nor_mlflow() -> None:
+    code = (
+        "import sys, dapo_megatron.report.command; "
+        "print({'torch', 'transformers', 'mlflow', 'vllm'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
