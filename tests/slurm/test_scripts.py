@@ -128,13 +128,6 @@ def test_after_usr1_the_next_job_of_the_chain_goes_on(project: Project) -> None:
     project.wait_until_ready(f"{chain[1].number}.0", 2)
 
 
-def test_the_time_limit_is_announced_and_the_job_requeued(project: Project) -> None:
-    job = project.sbatch(*TWO, "--time=1", "--signal=B:USR1@50", "c.yaml", FAKE="wait ok")
-    facts = job.wait_for(seconds=120)
-    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.story()
-    assert "SIGUSR1: the time is nearly up" in job.log
-
-
 def test_a_crash_is_requeued_and_its_reason_logged(project: Project) -> None:
     job = project.sbatch(*TWO, "c.yaml", FAKE="crash ok")
     facts = job.wait_for()
@@ -155,12 +148,6 @@ def test_three_immediate_crashes_end_the_job(project: Project) -> None:
     assert (facts["JobState"], facts["Restarts"]) == ("FAILED", "2"), job.story()
     assert "crashed 3 times in a row" in job.log
     assert "no rank wrote a reason" in job.log
-
-
-def test_a_killed_rank_ends_the_others(project: Project) -> None:
-    job = project.sbatch(*TWO, "c.yaml", FAKE="killed ok", DAPO_GRACE_SECONDS="3")
-    assert job.wait_for(seconds=45)["JobState"] == "COMPLETED", job.story()
-    assert job.facts()["Restarts"] == "1"
 
 
 def test_a_job_waits_for_a_rank_that_still_closes_the_run(project: Project) -> None:
@@ -190,24 +177,6 @@ def test_scancel_is_not_requeued(project: Project) -> None:
     wait_until(lambda: project.cluster.num_idle() == 4, 30, job.story)
     assert project.started(job) == [f"{job.number}.0"]
     assert "signal" in project.record(f"{job.number}.0", "train-0")
-
-
-def test_scontrol_requeue_stops_cleanly(project: Project) -> None:
-    job = project.sbatch(*TWO, "c.yaml", FAKE="wait ok")
-    project.wait_until_ready(f"{job.number}.0", 2)
-    project.cluster.run("scontrol", "requeue", str(job.number))
-    wait_until(lambda: job.facts()["Restarts"] == "1", 30, job.story)
-    assert job.wait_for()["JobState"] == "COMPLETED", job.story()
-
-
-def test_slurm_requeues_a_job_without_its_lost_node(project: Project) -> None:
-    job = project.sbatch(*TWO, "c.yaml", FAKE="wait ok")
-    project.wait_until_ready(f"{job.number}.0", 2)
-    project.cluster.kill_node("node2")
-    project.cluster.set_down("node2")
-    wait_until(lambda: job.facts()["Restarts"] == "1", 30, job.story)
-    assert job.wait_for()["JobState"] == "COMPLETED", job.story()
-    assert "node2" not in project.record(f"{job.number}.1", "train-1")["host"]
 
 
 # ------------------------------------------------------------------ the node check

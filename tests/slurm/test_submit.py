@@ -26,7 +26,6 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import REPOSITORY, SCRIPTS
 
 TINY_CONFIGS = sorted(path.name for path in (REPOSITORY / "model_configs").glob("tiny_*.yaml"))
-OVERLAYS = sorted((REPOSITORY / "model_configs/ladder").glob("*.yaml"))
 TINY = "model_configs/tiny_cpu.yaml"
 ON_CPU = ("--gpus-per-node", "0")
 
@@ -114,13 +113,6 @@ def test_too_few_nodes_are_refused_with_a_sufficient_number(tmp_path: Path) -> N
     assert "more than the 100 GiB configured for a node" in ran.stderr
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
-def test_every_overlay_can_be_planned(overlay: Path) -> None:
-    ran = run("model_configs/tiny_ladder.yaml", *ON_CPU, "--overlay", str(overlay), "--dry-run")
-    assert ran.returncode == 0, ran.stderr
-    assert f"--overlay model_configs/ladder/{overlay.name}" in ran.stdout
-
-
 def test_a_plan_on_gpus_shows_layout_chain_and_sbatch_options() -> None:
     ran = run(
         TINY, "--nodes=2", "--chain=3", "--account=a", "--partition=p", "--qos=q", "--dry-run",
@@ -190,16 +182,6 @@ def test_engines_on_nodes_of_their_own_are_planned_as_two_steps() -> None:
     assert shared.returncode == 2
     assert "engine.replicas: 4 engines of 1 (engine.tensor_parallel) do not fill" in shared.stderr
     assert "use a multiple of 8" in shared.stderr
-
-
-def test_an_image_in_a_registry_need_not_exist_as_a_file() -> None:
-    assert run(TINY, "--container", "registry/image:1", "--dry-run").returncode == 0
-
-
-def test_a_missing_sbatch_is_reported(tmp_path: Path) -> None:
-    ran = run(TINY, PATH=str(tmp_path))
-    assert ran.returncode == 2
-    assert "sbatch: not found" in ran.stderr
 
 
 @given(
