@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from bench import MB, Meter, finish, show
 
 from dapo_megatron.checkpoints.folder import fault_of
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box, read_boxes
+from dapo_megatron.checkpoints.formats.weights_folder import Companions
 from dapo_megatron.checkpoints.saver import CheckpointSaver
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.ranks import Ranks, join
@@ -56,7 +57,8 @@ def make_boxes(num_bytes: int, ranks: Ranks, *, by_row: bool) -> list[Box]:
 
 
 class Saves:
-    """The code of a run that saves checkpoints of `num_bytes` bytes, without a policy."""
+    """Saves of `num_bytes` bytes by the code of a run. Stands for the run's policy and
+    recorder, of which a save needs little."""
 
     def __init__(self, num_bytes: int, ranks: Ranks, folder: Path) -> None:
         self.num_bytes, self.ranks, self.folder = num_bytes, ranks, folder
@@ -64,11 +66,25 @@ class Saves:
         self._other_boxes = make_boxes(num_bytes, ranks, by_row=False)
         self._copies = HostCopies()
         config = load_config(REPOSITORY / "model_configs" / "tiny_cpu.yaml", ["checkpoint.keep=1"])
+        this: Any = self
         self._saver = CheckpointSaver(
-            config, folder, ranks, background=ranks.second(), snapshot=self._snapshot
+            config,
+            folder,
+            ranks,
+            background=ranks.second(),
+            policy=this,
+            recorder=this,
+            companions=Companions.of(config),
         )
 
-    def _snapshot(self) -> PolicySnapshot:
+    def flush(self) -> None:
+        """Do nothing: nothing is recorded."""
+
+    def note(self, text: str) -> None:
+        """Show no lines."""
+
+    def snapshot(self) -> PolicySnapshot:
+        """Return a copy of this process's boxes."""
         return PolicySnapshot(self.ranks.rank, self._copies.copy(self._boxes), {}, [[{}]], 1.0, {})
 
     def once(self, step: int) -> dict[str, float]:
