@@ -265,16 +265,17 @@ class VirtualDriver:
         return request.ticket, replace(completion, grade=RIGHT if is_right else WRONG), "graded"
 
     def _completion(self, request: VirtualRequest, length: int, finish: Finish) -> Completion:
-        before, new = request.segments, length - request.so_far
+        segments, new = request.segments, length - request.so_far
         self.tokens_of[request.ticket] += new
-        if before and before[-1].version == self.version:
-            new += before[-1].num_tokens
-            before = before[:-1]
+        if new and segments and segments[-1].version == self.version:
+            segments = (*segments[:-1], Segment(self.version, segments[-1].num_tokens + new))
+        elif new:
+            segments = (*segments, Segment(self.version, new))
         return Completion(
             sample=request.sample,
             tokens=cast(Any, Length("i", length)),
             logprobs=cast(Any, Length("f", length)),
             text="",
             finish=finish,
-            segments=(*before, Segment(self.version, new)) if new else before,
+            segments=segments,
         )
