@@ -1,6 +1,6 @@
 """Make the pictures of reports in README.md and docs/report.md with Chromium.
 
-    python tools/lab/report_pictures.py runs/tiny_cpu --compared runs/seed1 --compared runs/seed2
+    python tools/lab/report_pictures.py runs/tiny_cpu
 
 `make test-browser` installs Chromium. Run this program again when the report's page changes.
 """
@@ -38,40 +38,32 @@ class Picture:
     dark: bool = False
     anchor: str = ""
     """Fragment of the URL, with its #."""
-    of_compared: bool = False
-    """Whether it shows several runs compared."""
 
 
 PICTURES = (
     Picture("report_health", height=1580),
     Picture("report_groups", section="groups", height=690),
     Picture("report_time", section="timeline", height=560),
-    Picture("report_rollouts", section="rollouts", height=640, dark=True),
-    Picture("report_viewer", anchor="#rollout-0-2-2", height=560),
-    Picture("report_compared", section="training", height=1080, of_compared=True),
+    Picture("report_viewer", anchor="#rollout-0-1-2", height=560, dark=True),
 )
 
 
 def main(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER")],
-    compared: Annotated[
-        list[Path], typer.Option(help="A run to compare with the others; may be repeated.")
-    ],
     output: Annotated[Path, typer.Option(help="Folder of the pictures.")] = REPOSITORY / "docs",
 ) -> None:
     """Write all pictures."""
     program = shutil.which("chromium") or sys.exit("no chromium on the PATH: make test-browser")
     with tempfile.TemporaryDirectory() as work, sync_playwright() as playwright:
-        single, several = Path(work) / "one.html", Path(work) / "several.html"
-        report([run_folder], single, Options(tickets=(2,)))
-        report(compared, several, Options(completions=100))
+        page_file = Path(work) / "report.html"
+        report([run_folder], page_file, Options(tickets=(1,)))
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         for picture in PICTURES:
             page = browser.new_page(
                 viewport={"width": 1280, "height": picture.height},
                 color_scheme="dark" if picture.dark else "light",
             )
-            page.goto((several if picture.of_compared else single).as_uri() + picture.anchor)
+            page.goto(page_file.as_uri() + picture.anchor)
             path = output / f"{picture.name}.png"
             _take(page, picture.section, path)
             page.close()
