@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.files import write_result
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.record import COMPLETIONS, read_groups, require_steps
-from dapo_megatron.types import Completion, Group
 
 MAX_SHOWN = 3
 """Changed verdicts that are shown, per data set and direction."""
-MAX_PENDING = 1000
-Answer = tuple[int, Group, Completion]
-"""Step, and a completion of it with its group."""
-CHANGES = {(False, True): "wrong before, right now", (True, False): "right before, wrong now"}
+CHANGES = {
+    (False, True): "wrong before, right now",
+    (True, False): "right before, wrong now",
+    (False, None): "no grade now",
+    (True, None): "no grade now",
+}
 
 
 def command(run_folder: Path, json_file: Path | None) -> bool:
@@ -33,48 +32,9 @@ def command(run_folder: Path, json_file: Path | None) -> bool:
     Raises ConfigError if the run has no recorded answers or its config cannot be read.
     """
     config = load_config(run_folder / "config.yaml")
-    steps = require_steps(run_folder)
-    counts: Counter[tuple[str, str]] = Counter()
-    examples: list[dict[str, Any]] = []
-    answers = (
-        (step, recorded.group, completion)
-        for step, folder in steps.items()
-        for recorded in read_groups(folder / COMPLETIONS)
-        for completion in recorded.group.completions
-    )
-    for (step, group, completion), correct in _graded_again(config, answers):
-        source, grade = group.prompt.source, completion.grade
-        assert grade is not None
-        change = "no grade now" if correct is None else CHANGES.get((grade.correct, correct), "")
-        counts[source, "graded"] += 1
-        counts[source, change] += bool(change)
-        if change and counts[source, change] <= MAX_SHOWN:
-            examples.append(
-                {
-                    "source": source,
-                    "change": change,
-                    "step": step,
-                    "ticket": group.ticket,
-                    "sample": completion.sample,
-                    "truth": group.prompt.truth,
-                    "answer": completion.text[-100:],
-                }
-            )
-    _print(run_folder, counts, examples)
-    results = [
-        {"source": source, "kind": kind, "number": number}
-        for (source, kind), number in counts.items()
-    ]
-    write_result(json_file, json.dumps({"counts": results, "examples": examples}))
-    return not examples
-
-
-def _graded_again(
-    config: Config, answers: Iterator[Answer]
-) -> Iterator[tuple[Answer, bool | None]]:
-    """Yield the answers with a grade of a data set of the config, and today's verdict; None if
-    there is no grade now."""
     rewards = config.rewards
+    counts: dict[str, Counter[str]] = {}
+    examples: list[dict[str, Any]] = []
     with GradingPool(
         config.graders,
         rewards.workers,
@@ -82,33 +42,39 @@ def _graded_again(
         rewards.memory_mib,
         rewards.environment,
     ) as pool:
-
-        def collect(limit: int) -> Iterator[tuple[Answer, bool | None]]:
-            while pool.pending > limit:
-                for answer, grade, _ in pool.collect(wait=True):
-                    yield answer, None if grade is None else grade.correct
-
-        for answer in answers:
-            _, group, completion = answer
-            prompt = group.prompt
-            if completion.grade is not None and prompt.source in config.graders:
-                pool.submit(answer, prompt.source, completion.text, prompt.truth, prompt.extra)
-            yield from collect(MAX_PENDING)
-        yield from collect(0)
+        for step, folder in require_steps(run_folder).items():
+            for recorded in read_groups(folder / COMPLETIONS):
+                group, prompt = recorded.group, recorded.group.prompt
+                for answer in group.completions:
+                    if answer.grade is not None and prompt.source in config.graders:
+                        key = group.ticket, answer, prompt
+                        pool.submit(key, prompt.source, answer.text, prompt.truth, prompt.extra)
+            while pool.pending:
+                for (ticket, answer, prompt), grade, _ in pool.collect(wait=True):
+                    of_source = counts.setdefault(prompt.source, Counter())
+                    of_source["graded"] += 1
+                    now = None if grade is None else grade.correct
+                    change = CHANGES.get((answer.grade.correct, now), "")
+                    of_source[change] += bool(change)
+                    if change and of_source[change] <= MAX_SHOWN:
+                        where = {"step": step, "ticket": ticket, "sample": answer.sample}
+                        shown = {"truth": prompt.truth, "answer": answer.text[-100:]}
+                        examples.append(
+                            {"source": prompt.source, "change": change, **where, **shown}
+                        )
+    _print(run_folder, counts, examples)
+    write_result(json_file, json.dumps({"counts": counts, "examples": examples}))
+    return not examples
 
 
 def _print(
-    run_folder: Path, counts: Counter[tuple[str, str]], examples: list[dict[str, Any]]
+    run_folder: Path, counts: dict[str, Counter[str]], examples: list[dict[str, Any]]
 ) -> None:
-    for source in dict.fromkeys(source for source, _ in counts):
+    for source, of_source in counts.items():
         changes = [
-            f"{counts[source, change]} {change}"
-            for change in (*CHANGES.values(), "no grade now")
-            if counts[source, change]
+            f"{number} {kind}" for kind, number in of_source.items() if kind in CHANGES.values()
         ]
-        print(
-            f"{source}: {counts[source, 'graded']} graded, {', '.join(changes) or 'none changed'}"
-        )
+        print(f"{source}: {of_source['graded']} graded, {', '.join(changes) or 'none changed'}")
     for example in examples:
         print(
             f"  {example['change']}: step {example['step']}, ticket {example['ticket']}, sample "

@@ -11,10 +11,10 @@ How this is checked:
    clip (measure.py). The losses are the config's own and those of --losses.
 3. The reference is one process in float64 (on a GPU float32, because Megatron's optimizer has no
    float64 there), with one sequence per micro-batch and without packing.
-4. Each case (matrix.py) builds the policy as a run does, in a new world (process_groups.py), and
-   computes the whole gradient of each loss, then three updates with the config's own (measure.py).
+4. Each case (matrix.py) builds the policy as a run does, in a new world (worlds.py), and computes
+   the whole gradient of each loss, then three updates with the config's own (measure.py).
 5. Each gradient tensor, the loss, and the weights after the updates must equal those of the
-   reference (measure.compare), up to rounding (table.TOLERANCES).
+   reference (measure.compare), up to rounding (TOLERANCES).
 
 Float32 cases are also compared with the float64 reference, so their differences include the
 rounding of the model itself. Largest differences measured on model_configs/tiny_cpu.yaml: 5e-15 in
@@ -24,18 +24,19 @@ float64, 2.3e-6 in float32 (2.0e-6 with one process).
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dapo_megatron.algo.correction import Correction, correct
-from dapo_megatron.cluster.collectives import decode, encode
+from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config, LossConfig
 from dapo_megatron.config.file import load_config
 from dapo_megatron.doctor.matrix import LayoutCase, layout_name, matrix, reference, smallest_world
@@ -43,15 +44,15 @@ from dapo_megatron.doctor.measure import (
     Measured,
     Objective,
     compare,
+    distances,
     measure,
     random_minibatch,
     with_old_logprobs,
 )
-from dapo_megatron.doctor.process_groups import Worlds
-from dapo_megatron.doctor.quiet_rank import QuietRank, quiet_rank
 from dapo_megatron.doctor.shrink import shrink, write_random_model
-from dapo_megatron.doctor.table import TOLERANCES, CaseResult, CaseTable
+from dapo_megatron.doctor.worlds import QuietRank, Worlds, quiet_rank
 from dapo_megatron.files import check_result, write_result
+from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.model import read_architecture, to_hf_config
 from dapo_megatron.plan.compatibility import Machine
 from dapo_megatron.plan.compatibility import check as check_compatibility
@@ -64,7 +65,33 @@ from dapo_megatron.types import ConfigError
 if TYPE_CHECKING:
     from dapo_megatron.policy.policy import MegatronPolicy
 
-Result = TypeVar("Result")
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Largest allowed differences; see measure.compare.
+
+    `gradient` limits gradient, loss and log-probs. `updates` limits the losses, gradient norms and
+    weights of three updates; it is larger because Megatron always computes the norm in float32.
+    """
+
+    gradient: float
+    updates: float
+
+    def failures(self, differences: Mapping[str, float]) -> list[str]:
+        """Return the names of the differences that are too large (or nan)."""
+        bounds = dict.fromkeys(("gradient", "logprobs", "loss"), self.gradient)
+        bounds |= dict.fromkeys(("losses", "grad_norm", "weights"), self.updates)
+        return [name for name, bound in bounds.items() if not differences[name] <= bound]
+
+
+TOLERANCES = {
+    "float64": Tolerance(gradient=1e-9, updates=1e-5),
+    "float32": Tolerance(gradient=1e-5, updates=1e-5),
+    # Compared with one process in bfloat16. Tensor parallelism 2 rounds partial sums, which gives
+    # 0.2 in the worst tensor of a small model, 0.01 elsewhere. A wrong factor of 2 gives at least
+    # 0.5.
+    "bfloat16": Tolerance(gradient=0.4, updates=5e-2),
+}
 
 
 def check_options(config: Config, precision: str | None, json_file: Path | None) -> str:
@@ -122,11 +149,11 @@ def command(
                 write_random_model(proof.arch, Path(folder))
                 proof.print_header()
             # All ranks read rank 0's folder, so several machines must share TMPDIR.
-            proof.run(Path(proof.worlds.tell("model", folder.encode()).decode()))
-        if session.rank == 0:
-            proof.table.verdict(proof.left_out())
-            write_result(json_file, proof.to_json())
-        return session.rank > 0 or proof.table.ok
+            proof.run(Path(proof.worlds.tell("model", folder)))
+        if session.rank > 0:
+            return True
+        write_result(json_file, proof.to_json())
+        return proof.verdict()
 
 
 class LayoutProof:
@@ -148,127 +175,81 @@ class LayoutProof:
             # The policy computes the gradient of the entropy only if its config has a coefficient.
             loss = config.loss.model_copy(update={"entropy_coefficient": 1.0})
             config = config.model_copy(update={"loss": loss})
-        self.config, self.precision, self.session = config, precision, session
+        self.config, self.precision = config, precision
         self.arch = shrink(read_architecture(config), config.policy)
-        self.worlds = Worlds()
-        self.cases = [
-            case
-            for case in matrix(config, self.arch, self.worlds.num_ranks, precision)
-            if only in case.name
-        ]
+        self.worlds = Worlds(session)
+        every = matrix(config, self.arch, self.worlds.num_ranks, precision)
+        self.cases = [case for case in every if only in case.name]
         if not self.cases:
             raise ConfigError(f"--only: no case has {only!r} in its name; use a shorter text")
         compared = replace(self.cases[0], packed=True).config(config, config.model.path)
         arch = read_architecture(config)
         check_compatibility(compared, arch, Machine.here(), has_engine=False)
-        self.tolerance = TOLERANCES[precision]
-        self.exact = _reference_precision(precision)
-        self.table = CaseTable(session.terminal, self.cases)
-        session.is_waiting = session.rank > 0
+        # bfloat16 is compared with bfloat16, because its rounding errors in the model exceed any
+        # useful tolerance.
+        highest = "float32" if has_cuda() else "float64"
+        self.exact = precision if precision == "bfloat16" else highest
+        self.rows: list[dict[str, Any]] = []
+        terminal = session.terminal.isatty()
+        self._console = LiteralConsole(
+            file=session.terminal,
+            force_terminal=terminal,
+            color_system="auto" if terminal else None,
+            highlight=False,
+            soft_wrap=True,  # keeps each row on one line, for grep and for narrow windows
+        )
 
     def run(self, folder: Path) -> None:
         """Compare every case with its reference. `folder` has the model. Collective."""
-        logprobs, routes = self._share_logprobs(folder)
+        first = reference(self.cases[0], self.exact)
+        self._write_logprobs(first, folder)
+        self.worlds.tell("log-probs", "written")
+        logprobs, routes = torch.load(folder / "logprobs.pt")
         objectives = {
             name: self._objective(loss, logprobs, routes) for name, loss in self.losses.items()
         }
-
-        def work(policy: MegatronPolicy) -> Measured:
-            return measure(policy, objectives)
-
-        references = dict.fromkeys(map(self._reference, self.cases))
-        expectations = {case: self._run_case(case, folder, work) for case in references}
+        expected: dict[LayoutCase, Measured | None] = {}
         for case in self.cases:
+            exact = reference(case, self.exact)
+            if exact not in expected:
+                expected[exact] = self._measure(exact, folder, objectives)
             started = time.perf_counter()
-            actual = self._run_case(case, folder, work)
-            expected = expectations[self._reference(case)]
+            actual = self._measure(case, folder, objectives)
             if self.worlds.rank == 0:
-                assert actual is not None and expected is not None
-                differences = compare(actual, expected)
-                seconds = time.perf_counter() - started
-                failures = self.tolerance.failures(differences)
-                self.table.add(CaseResult(case, differences, seconds, failures))
+                self.add(case, actual, expected[exact], time.perf_counter() - started)
 
-    def to_json(self) -> str:
-        """Return the rows, with commit, machine and versions, as JSON."""
-        body = {
-            **facts(),
-            "model_path": self.config.model.path,
-            "model": to_hf_config(self.arch),
-            "precision": self.precision,
-            "reference": f"one process, {self.exact}, one sequence per micro-batch, no packing",
-            "tolerance": asdict(self.tolerance),
-            "losses": [name for name in self.losses if name],
-            **self.table.to_dict(),
-        }
-        return json.dumps(body, indent=2, allow_nan=False) + "\n"
-
-    def print_header(self) -> None:
-        """Print what is compared, and whether the config's own layout is included."""
-        arch, tolerance = self.arch, self.tolerance
-        experts = f", {arch.num_experts} experts" if arch.num_experts else ""
-        self.table.note(
-            f"{self.config.model.path} shrunk: {arch.family}, {arch.num_layers} layers of "
-            f"{arch.hidden_size}, {arch.num_heads} heads on {arch.num_kv_heads}, vocabulary "
-            f"{arch.vocab_size}{experts}"
-        )
-        self.table.note(
-            f"{self.precision} against one process in {self.exact}; allowed: gradient and loss "
-            f"{tolerance.gradient:g}, after 3 updates {tolerance.updates:g}"
-        )
-        if left_out := self.left_out():
-            self.table.note(left_out, style="yellow")
-        if len(self.losses) > 1:
-            self.table.note(f"also the gradients of {', '.join(filter(None, self.losses))}")
-        self.table.header()
-
-    def left_out(self) -> str:
-        """Return a note on how to include the config's own layout; empty if it is included."""
-        policy = self.config.policy
-        needed = smallest_world(policy, self.arch)
-        if needed <= self.worlds.num_ranks:
-            return ""
-        return f"not tried: yours ({layout_name(policy, needed)}) needs --ranks {needed}"
-
-    def _reference(self, case: LayoutCase) -> LayoutCase:
-        return reference(case, self.exact)
-
-    def _run_case(
-        self, case: LayoutCase, folder: Path, work: Callable[[MegatronPolicy], Result]
-    ) -> Result | None:
-        """Call `work` with the policy of a case, built as a run builds it. Return None on ranks
-        that the case leaves out. Collective."""
-        from dapo_megatron.policy.policy import MegatronPolicy  # Megatron prints when imported
-
-        with self.worlds.world(case.num_ranks) as ranks:
+    def _write_logprobs(self, case: LayoutCase, folder: Path) -> None:
+        """Write the log-probs [T] of the mini-batch in a case, and with policy.router_replay also
+        the experts that it chose."""
+        with self.worlds.world(case.num_ranks, f"case {case.name!r}") as ranks:
             if ranks is None:
-                return None
-            self.session.doing, self.session.is_waiting = f"case {case.name!r}", False
-            config = case.config(self.config, str(folder))
-            policy = MegatronPolicy(config, ranks, case.planner(config))
-            result = work(policy)
+                return
+            policy = self._build(case, folder, ranks)
+            outputs = policy.logprobs(random_minibatch(self.arch.vocab_size, "token"))
+            routes = None if outputs.routes is None else outputs.routes.short().cpu()
+            torch.save((outputs.logprobs.cpu(), routes), folder / "logprobs.pt")
             policy.close()
             del policy
-            self.session.is_waiting = self.session.rank > 0
+
+    def _measure(
+        self, case: LayoutCase, folder: Path, objectives: Mapping[str, Objective]
+    ) -> Measured | None:
+        """Measure the policy of a case. Return None on ranks that it leaves out. Collective."""
+        with self.worlds.world(case.num_ranks, f"case {case.name!r}") as ranks:
+            if ranks is None:
+                return None
+            policy = self._build(case, folder, ranks)
+            result = measure(policy, objectives)
+            policy.close()
+            del policy
             return result
 
-    def _share_logprobs(self, folder: Path) -> tuple[Tensor, Tensor | None]:
-        """Return, on every rank, the log-probs [T] of the mini-batch in the first reference, and
-        with policy.router_replay also the experts that it chose."""
-        mini = random_minibatch(self.arch.vocab_size, "token")
-        outputs = self._run_case(
-            self._reference(self.cases[0]), folder, lambda policy: policy.logprobs(mini)
-        )
-        values = encode([] if outputs is None else outputs.logprobs.double().tolist())
-        values = self.worlds.tell("log-probs of the mini-batch", values)
-        logprobs = torch.tensor(decode(values, list[float], "rank 0"))
-        if self.config.policy.router_replay == "off":
-            return logprobs, None
-        recorded = None if outputs is None else outputs.routes
-        values = encode([] if recorded is None else recorded.tolist())
-        values = self.worlds.tell("routes of the mini-batch", values)
-        routes = decode(values, list[list[int]], "rank 0")
-        return logprobs, torch.tensor(routes, dtype=torch.int16)
+    def _build(self, case: LayoutCase, folder: Path, ranks: Ranks) -> MegatronPolicy:
+        """Return the policy of a case, built as a run builds it."""
+        from dapo_megatron.policy.policy import MegatronPolicy  # Megatron prints when imported
+
+        config = case.config(self.config, str(folder))
+        return MegatronPolicy(config, ranks, case.planner(config))
 
     def _objective(self, loss: LossConfig, logprobs: Tensor, routes: Tensor | None) -> Objective:
         """Return a loss with its mini-batch, whose old log-probs are near `logprobs`."""
@@ -284,10 +265,98 @@ class LayoutProof:
             mini, _ = correct(mini, Correction(**loss.correction_numbers))
         return Objective(loss_function(loss), mini)
 
+    # --------------------------------------------------------------------------- report
 
-def _reference_precision(precision: str) -> str:
-    """Return the precision of the reference. bfloat16 is compared with bfloat16, because its
-    rounding errors in the model exceed any useful tolerance."""
-    if precision == "bfloat16":
-        return precision
-    return "float32" if has_cuda() else "float64"
+    def print_header(self) -> None:
+        """Print what is compared, and whether the config's own layout is included."""
+        arch, tolerance = self.arch, TOLERANCES[self.precision]
+        experts = f", {arch.num_experts} experts" if arch.num_experts else ""
+        self._console.print(
+            f"{self.config.model.path} shrunk: {arch.family}, {arch.num_layers} layers of "
+            f"{arch.hidden_size}, {arch.num_heads} heads on {arch.num_kv_heads}, vocabulary "
+            f"{arch.vocab_size}{experts}\n"
+            f"{self.precision} against one process in {self.exact}; allowed: gradient and loss "
+            f"{tolerance.gradient:g}, after 3 updates {tolerance.updates:g}"
+        )
+        self._print_left_out()
+        if len(self.losses) > 1:
+            self._console.print(f"also the gradients of {', '.join(filter(None, self.losses))}")
+        columns = f"{'layout, split, rows':<{self._width}}  gradient     loss  updates  seconds"
+        self._console.print(columns, style="bold")
+
+    @property
+    def _width(self) -> int:
+        return max(len(case.name) for case in self.cases)
+
+    def add(
+        self, case: LayoutCase, actual: Measured | None, expected: Measured | None, seconds: float
+    ) -> None:
+        """Add the row of a case that ran for `seconds`, and print it with what fails."""
+        assert actual is not None and expected is not None
+        differences = compare(actual, expected)
+        failures = TOLERANCES[self.precision].failures(differences)
+        gradients = distances(actual.gradients, expected.gradients)
+        tensor = max(gradients, key=lambda name: gradients[name])
+        texts = [f"{name} {differences[name]:.1e}" for name in failures]
+        if "gradient" in failures:
+            texts.append(f"in {tensor}")
+        numbers = " ".join(f"{differences[name]:8.1e}" for name in ("gradient", "loss", "weights"))
+        self._console.print(
+            f"{case.name:<{self._width}}  {numbers} {seconds:8.1f}  "
+            f"{'FAIL' if failures else 'ok'}  {', '.join(texts)}".rstrip(),
+            style="red" if failures else "",
+        )
+        # JSON has no inf and no nan.
+        finite = {
+            name: value if math.isfinite(value) else str(value)
+            for name, value in differences.items()
+        }
+        self.rows.append(
+            {
+                "layout": case.layout,
+                "yours": case.yours,
+                "num_ranks": case.num_ranks,
+                "split": case.split,
+                "packed": case.packed,
+                "tensor": tensor,
+                **finite,
+                "seconds": seconds,
+                "failures": failures,
+                "ok": not failures,
+            }
+        )
+
+    def verdict(self) -> bool:
+        """Print the overall result. Return whether all cases agree."""
+        failed = sum(not row["ok"] for row in self.rows)
+        if failed:
+            self._console.print(f"{failed} of {len(self.rows)} cases FAIL", style="bold red")
+        else:
+            text = f"all {len(self.rows)} cases agree" if len(self.rows) > 1 else "the case agrees"
+            self._console.print(text, style="bold green")
+        self._print_left_out()
+        return not failed
+
+    def _print_left_out(self) -> None:
+        """Print how to include the config's own layout, if it is not."""
+        policy = self.config.policy
+        needed = smallest_world(policy, self.arch)
+        if needed > self.worlds.num_ranks:
+            name = layout_name(policy, needed)
+            self._console.print(f"not tried: yours ({name}) needs --ranks {needed}", style="yellow")
+
+    def to_json(self) -> str:
+        """Return the rows, with commit, machine and versions, as JSON."""
+        body = {
+            **facts(),
+            "model_path": self.config.model.path,
+            "model": to_hf_config(self.arch),
+            "precision": self.precision,
+            "reference": f"one process, {self.exact}, one sequence per micro-batch, no packing",
+            "tolerance": asdict(TOLERANCES[self.precision]),
+            "losses": [name for name in self.losses if name],
+            "ok": all(row["ok"] for row in self.rows),
+            "yours_tried": any(row["yours"] for row in self.rows),
+            "rows": self.rows,
+        }
+        return json.dumps(body, indent=2, allow_nan=False) + "\n"

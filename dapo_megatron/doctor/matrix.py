@@ -95,19 +95,10 @@ class LayoutCase:
         return layout_name(self.policy, self.num_ranks)
 
     @property
-    def label(self) -> str:
-        """Name of the layout, marked if it is the config's own: `yours: TP2`."""
-        return f"yours: {self.layout}" if self.yours else self.layout
-
-    @property
-    def rows(self) -> str:
-        """Kind of rows: `packed` or `padded`."""
-        return "packed" if self.packed else "padded"
-
-    @property
     def name(self) -> str:
-        """Name of the case: `TP2+SP x CP2, skewed, packed`."""
-        return f"{self.label}, {self.split}, {self.rows}"
+        """Name of the case: `TP2+SP x CP2, skewed, packed`, `yours: TP2, planned, padded`."""
+        yours, rows = "yours: " if self.yours else "", "packed" if self.packed else "padded"
+        return f"{yours}{self.layout}, {self.split}, {rows}"
 
     def config(self, config: Config, model: str) -> Config:
         """Return `config` in this layout, for the model in the folder `model`."""

@@ -85,7 +85,7 @@ def with_old_logprobs(mini: TokenBatch, logprobs_T: Tensor, seed: int = 1) -> To
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Results of a policy on the mini-batch, before and during three updates. Tensors are float64;
+    """Results of a policy on the mini-batch, before and after three updates. Tensors are float64;
     dicts are keyed by HF name. `gradients` and `values` have one entry per loss: the config's own,
     named "", and the other ones."""
 
@@ -101,33 +101,6 @@ class Measured:
     """Gradient norm of each update."""
     weights: dict[str, Tensor]
     """Weights after the updates."""
-    moved: dict[str, Tensor]
-    """Change of the weights by the updates."""
-
-
-@dataclass(frozen=True, slots=True)
-class Differences:
-    """Differences of two `Measured`, relative to the second. `gradient`, `weights` and `moved` are
-    |a - b| / |b| (Euclidean) of the tensor with the largest value.
-
-    tensor    name of the tensor with the largest `gradient`, with the loss if it is another one
-    logprobs  largest absolute difference of a token, in nats
-    loss      largest absolute difference of a loss before the updates
-    losses    largest absolute difference of the three updates; it also detects copies of a weight
-              that drift apart between ranks
-    grad_norm largest relative difference of the three updates; it detects a wrong scale of the
-              gradient, to which AdamW is invariant
-    moved     difference of the weights' changes over three updates
-    """
-
-    gradient: float
-    tensor: str
-    logprobs: float
-    loss: float
-    losses: float
-    grad_norm: float
-    weights: float
-    moved: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +114,6 @@ class Objective:
 def measure(policy: MegatronPolicy, objectives: Mapping[str, Objective]) -> Measured:
     """Compute the gradient of each objective, then run three updates with the one named "".
     Collective."""
-    before = _copy(policy.weights())
     loss, mini = objectives[""].loss, objectives[""].mini
     logprobs = policy.logprobs(mini).logprobs.double()
     values: dict[str, float] = {}
@@ -151,15 +123,13 @@ def measure(policy: MegatronPolicy, objectives: Mapping[str, Objective]) -> Meas
         prefix = f"{name}: " if name else ""
         gradients |= {prefix + tensor: value for tensor, value in _copy(gradient.items()).items()}
     stats = [policy.update(mini, loss, LEARNING_RATE) for _ in range(NUM_UPDATES)]
-    weights = _copy(policy.weights())
     return Measured(
         logprobs=logprobs,
         values=values,
         gradients=gradients,
         losses=[update.loss for update in stats],
         grad_norms=[update.grad_norm for update in stats],
-        weights=weights,
-        moved={name: weight - before[name] for name, weight in weights.items()},
+        weights=_copy(policy.weights()),
     )
 
 
@@ -168,35 +138,42 @@ def _copy(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", torch.float64, copy=True) for name, tensor in tensors}
 
 
-def compare(actual: Measured, expected: Measured) -> Differences:
-    """Return the differences of `actual` from `expected`."""
-    gradients = distances(actual.gradients, expected.gradients)
-    weights = distances(actual.weights, expected.weights)
-    moved = distances(actual.moved, expected.moved)
-    tensor = max(gradients, key=lambda name: gradients[name])
-    return Differences(
-        gradient=gradients[tensor],
-        tensor=tensor,
-        logprobs=float((actual.logprobs - expected.logprobs).abs().max()),
-        loss=_largest(abs(value - expected.values[name]) for name, value in actual.values.items()),
-        losses=_largest(abs(a - b) for a, b in zip(actual.losses, expected.losses, strict=True)),
-        grad_norm=_largest(map(_relative, actual.grad_norms, expected.grad_norms)),
-        weights=max(weights.values()),
-        moved=max(moved.values()),
-    )
+def compare(actual: Measured, expected: Measured) -> dict[str, float]:
+    """Return the differences of `actual` from `expected`; nan and inf are possible.
+
+    gradient  |a - b| / |b| (Euclidean) of the gradient tensor with the largest one
+    logprobs  largest absolute difference of a token, in nats
+    loss      largest absolute difference of a loss before the updates
+    losses    largest absolute difference of the three updates; it also detects copies of a weight
+              that drift apart between ranks
+    grad_norm largest relative difference of the three updates; it detects a wrong scale of the
+              gradient, to which AdamW is invariant
+    weights   as `gradient`, for the weights after the updates
+    """
+    values = [(value, expected.values[name]) for name, value in actual.values.items()]
+    losses = zip(actual.losses, expected.losses, strict=True)
+    # A norm of 0 has a distance of 0 or inf, as when an objective has clipped all sequences.
+    norms = [
+        {
+            str(number): torch.tensor(norm, dtype=torch.float64)
+            for number, norm in enumerate(side.grad_norms)
+        }
+        for side in (actual, expected)
+    ]
+    return {
+        "gradient": max(distances(actual.gradients, expected.gradients).values()),
+        "logprobs": float((actual.logprobs - expected.logprobs).abs().max()),
+        "loss": _largest_gap(values),
+        "losses": _largest_gap(losses),
+        "grad_norm": max(distances(*norms).values()),
+        "weights": max(distances(actual.weights, expected.weights).values()),
+    }
 
 
-def _largest(differences: Iterable[float]) -> float:
+def _largest_gap(pairs: Iterable[tuple[float, float]]) -> float:
     """Return the largest difference, or nan if one is nan, which `max` may miss."""
-    return float(torch.tensor(list(differences), dtype=torch.float64).max())
-
-
-def _relative(actual: float, expected: float) -> float:
-    """Return the relative difference of two norms. It is 0 or inf if `expected` is 0, as when an
-    objective has clipped all sequences."""
-    if actual == expected:
-        return 0.0
-    return abs(actual - expected) / expected if expected else float("inf")
+    actual, expected = torch.tensor(list(pairs), dtype=torch.float64).T
+    return float((actual - expected).abs().max())
 
 
 def distances(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
@@ -205,13 +182,9 @@ def distances(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> d
     If `expected` is 0 (an expert without tokens), the distance is 0 or inf. It is inf for a tensor
     with a nan, of different shapes, or that only one side has.
     """
-    result = {}
-    for name in actual.keys() | expected.keys():
-        if name not in actual or name not in expected:
-            result[name] = float("inf")
-            continue
+    result = dict.fromkeys(actual.keys() | expected.keys(), float("inf"))
+    for name in actual.keys() & expected.keys():
         if actual[name].shape != expected[name].shape:
-            result[name] = float("inf")
             continue
         difference = float((actual[name] - expected[name]).norm())
         length = float(expected[name].norm())
@@ -219,6 +192,4 @@ def distances(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> d
             result[name] = 0.0
         elif difference < float("inf") and length > 0.0:
             result[name] = difference / length
-        else:
-            result[name] = float("inf")
     return result

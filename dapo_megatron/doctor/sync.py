@@ -21,7 +21,7 @@ from torch import Tensor
 from dapo_megatron.cluster.ranks import join
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import assemble
-from dapo_megatron.doctor.quiet_rank import quiet_rank
+from dapo_megatron.doctor.worlds import quiet_rank
 from dapo_megatron.files import write_result
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.layout import describe
