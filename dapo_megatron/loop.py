@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
 from dapo_megatron.algo import correction, kl
 from dapo_megatron.algo.mismatch import GapStatistics, check_gaps, gap_statistics, merge
+from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import (
     assemble,
@@ -90,7 +92,7 @@ def train_steps(config: Config, parts: Parts, progress: Progress, started: float
     while progress.step < config.train.rollout_steps:
         step = progress.step + 1
         parts.instruments.begin(step)
-        parts.check_stop()
+        parts.stop.check()
         progress.not_logged = train_step(config, parts, step)
         progress.step = step
         finish_step(config, parts, progress, started)
@@ -147,7 +149,7 @@ def train_step(config: Config, parts: Parts, step: int) -> tuple[dict[str, float
             with phase(Phase.SYNC):  # waits for engines
                 parts.sync(step - 1)
     parts.sync.switch_to_policy()
-    with parts.sampling_ahead(step - 1):
+    with parts.ahead.sampling(step - 1) if parts.ahead else nullcontext():
         return train_on_rollouts(config, parts, step, rollouts)
 
 
@@ -283,6 +285,8 @@ def update(
     )
     starts = accumulate((mini.num_sequences for mini in minis), initial=0)
     updates: list[StepStats] = []
+    optimizer = config.optimizer
+    lr = warmup_lr(step, lr=optimizer.lr, warmup_rollout_steps=optimizer.warmup_rollout_steps)
     for start, mini in zip(starts, minis):
         if not mini.num_loss_tokens:
             # There is no gradient, but Adam's momentum would still move the weights.
@@ -291,9 +295,7 @@ def update(
         if config.loss.old_logprobs == "engine" and not updates:
             own = sequences[start : start + mini.num_sequences]
             check = partial(check_mismatch, config, parts, own, mini, step, metrics)
-        updates.append(
-            parts.policy.update(mini, parts.loss, parts.learning_rate(step), check=check)
-        )
+        updates.append(parts.policy.update(mini, parts.loss, lr, check=check))
         parts.recorder.trained(mini.lengths.tolist(), mini.num_loss_tokens)
     return updates
 

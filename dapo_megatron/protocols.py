@@ -7,7 +7,7 @@ otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -372,6 +372,22 @@ class Checkpoints(Protocol):
         ...
 
 
+class StopRequests(Protocol):
+    """Signals that ask a run to stop; see cluster/stop.py."""
+
+    def check(self) -> None:
+        """Raise Stopped on all ranks if one of them got a signal."""
+        ...
+
+
+class Ahead(Protocol):
+    """Sampling ahead; see rollout/engines.py."""
+
+    def sampling(self, version: int) -> AbstractContextManager[None]:
+        """Let engines sample with weights `version` for the next step during the block."""
+        ...
+
+
 @dataclass
 class Parts:
     """The objects that the loop works with, behind their interfaces."""
@@ -379,15 +395,12 @@ class Parts:
     policy: Policy
     sync: Sync
     loss: LossFn
-    learning_rate: Callable[[int], float]
-    """Learning rate of all updates of a rollout step; steps are counted from 1."""
     data_parallel: DataParallel
     collector: Collector
     evaluator: Evaluations
     recorder: Recorder
     checkpoints: Checkpoints
     instruments: Instruments
-    sampling_ahead: Callable[[int], AbstractContextManager[None]] = lambda version: nullcontext()
-    """Let engines sample with weights of this version for the next step during the block."""
-    check_stop: Callable[[], object] = lambda: None
-    """Raise Stopped on all ranks if a signal asked one of them to stop."""
+    stop: StopRequests
+    ahead: Ahead | None = None
+    """Sampling for the next step while the policy trains, if engines have GPUs of their own."""

@@ -167,7 +167,7 @@ def fault_of(checkpoint: Path, exchange: Exchange) -> str | None:
     Each rank reads and verifies a share of the files. Collective; all ranks return the same result.
     """
     try:
-        files = on_rank0(exchange, lambda: _checked_entries(checkpoint))
+        files = on_rank0(exchange, _checked_entries, checkpoint)
     except CheckpointError as error:
         return str(error)
     files = exchange.broadcast(files or {}, dict[str, Entry])

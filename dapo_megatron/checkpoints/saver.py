@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from dapo_megatron.checkpoints import folder as folders
 from dapo_megatron.checkpoints.folder import Entry, entry_of, write_manifest
@@ -30,6 +30,7 @@ from dapo_megatron.protocols import Exchange, Policy, Recorder, Snapshot
 from dapo_megatron.types import CheckpointError, DapoError
 
 Result = TypeVar("Result")
+Ts = TypeVarTuple("Ts")
 
 
 @dataclass(frozen=True)
@@ -154,10 +155,10 @@ class CheckpointSaver:
         partial = self.folder / folders.PARTIAL / self.attempt / folders.name_of(job.step)
         partial = self.background.broadcast(partial, Path)
         try:
-            self._rank0(lambda: self._make_room(partial, needed))
+            self._rank0(self._make_room, partial, needed)
             known = self._write_parts(job, partial)
-            self._rank0(lambda: self._finish(job, partial, known))
-            self._rank0(lambda: publish_folder(partial, self.folder / partial.name))
+            self._rank0(self._finish, job, partial, known)
+            self._rank0(publish_folder, partial, self.folder / partial.name)
         except CheckpointError as error:
             return self._give_up(partial, needed, "; ".join(str(error).splitlines()))
         if self.background.rank == 0:
@@ -187,7 +188,7 @@ class CheckpointSaver:
         entries = self._all_ranks(write)
         for part in job.parts:
             part.finish(partial, self.background)
-        self._rank0(lambda: self.companions.copy(partial))
+        self._rank0(self.companions.copy, partial)
         if self.export is not None:
             entries |= self._export(self.export, partial)
         by_rank = self.background.all_gather(entries, dict[str, Entry])
@@ -209,10 +210,10 @@ class CheckpointSaver:
             )
 
         self._rank0(create)
-        self._all_ranks(lambda: export.write(partial, target, rank, num_ranks))
+        self._all_ranks(export.write, partial, target, rank, num_ranks)
         names = self.background.broadcast(self._rank0(finish) or [], list[str])
         share = names[rank::num_ranks]
-        return self._all_ranks(lambda: {file: entry_of(partial / file) for file in share})
+        return self._all_ranks(_entries, partial, share)
 
     def _finish(self, job: _Job, partial: Path, known: Mapping[str, Entry]) -> None:
         write_text(partial / folders.STATE, json.dumps(job.state))
@@ -251,19 +252,23 @@ class CheckpointSaver:
         except OSError as error:
             self._report(f"an old checkpoint could not be deleted: {error}")
 
-    def _rank0(self, action: Callable[[], Result]) -> Result | None:
-        return on_rank0(self.background, lambda: self._guarded(action))
+    def _rank0(self, action: Callable[[*Ts], Result], *arguments: *Ts) -> Result | None:
+        return on_rank0(self.background, self._guarded, action, *arguments)
 
-    def _all_ranks(self, action: Callable[[], Result]) -> Result:
-        return on_all_ranks(self.background, lambda: self._guarded(action))
+    def _all_ranks(self, action: Callable[[*Ts], Result], *arguments: *Ts) -> Result:
+        return on_all_ranks(self.background, self._guarded, action, *arguments)
 
-    def _guarded(self, action: Callable[[], Result]) -> Result:
+    def _guarded(self, action: Callable[[*Ts], Result], *arguments: *Ts) -> Result:
         """Run `action`. Convert OSError and DapoError into CheckpointError, which fails this
         checkpoint only."""
         try:
-            return action()
+            return action(*arguments)
         except OSError as error:
             where = error.filename or self.folder
             raise CheckpointError(f"{where}: {error.strerror or error}") from error
         except DapoError as error:
             raise CheckpointError(str(error)) from error
+
+
+def _entries(folder: Path, names: Sequence[str]) -> dict[str, Entry]:
+    return {name: entry_of(folder / name) for name in names}

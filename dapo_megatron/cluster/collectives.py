@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 
 import msgspec
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 _SIZE_BYTES, _INLINE_BYTES = 8, 504
 """Bytes of a broadcast's first part: the size of the message, and the message if it is so small."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -67,15 +68,16 @@ NAMED = 5
 """Maximum number of ranks whose reasons an error lists."""
 
 
-def on_rank0(exchange: Exchange, action: Callable[[], T]) -> T | None:
-    """Run `action` on rank 0 only. Return its result on rank 0 and None on other ranks. Collective.
+def on_rank0(exchange: Exchange, action: Callable[[*Ts], T], *arguments: *Ts) -> T | None:
+    """Run `action` with these arguments on rank 0 only. Return its result there, and None on other
+    ranks. Collective.
 
     A DapoError of `action` is raised on every rank, so that no rank waits for a failed rank 0.
     """
     result, error = None, None
     if exchange.rank == 0:
         try:
-            result = action()
+            result = action(*arguments)
         except DapoError as raised:
             error = raised
     record = exchange.broadcast(ErrorRecord.of(error), ErrorRecord | None)
@@ -84,15 +86,15 @@ def on_rank0(exchange: Exchange, action: Callable[[], T]) -> T | None:
     return result
 
 
-def on_all_ranks(exchange: Exchange, action: Callable[[], T]) -> T:
-    """Run `action` on every rank and return this rank's result. Collective.
+def on_all_ranks(exchange: Exchange, action: Callable[[*Ts], T], *arguments: *Ts) -> T:
+    """Run `action` with these arguments on every rank and return this rank's result. Collective.
 
     If it raises a DapoError on some ranks, all ranks raise an error with these ranks and their
     reasons. An exception other than DapoError ends this rank; the launcher then ends the others.
     """
     result, error = None, None
     try:
-        result = action()
+        result = action(*arguments)
     except DapoError as raised:
         error = raised
     records = exchange.all_gather(ErrorRecord.of(error), ErrorRecord | None)

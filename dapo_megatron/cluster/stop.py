@@ -53,7 +53,8 @@ class Stop:
         self._seconds = seconds
         self._watchdog = watchdog
         self._at = 0.0
-        self._has_state = False
+        self._exchange: Exchange | None = None
+        """Set once there is a state to save."""
 
     def listen(self) -> None:
         """Install the signal handlers. Until `hold`, a signal raises Stopped immediately, because
@@ -61,12 +62,13 @@ class Stop:
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
 
-    def hold(self) -> None:
+    def hold(self, exchange: Exchange) -> None:
         """Only record signals from now on; the run calls `check` at points where it can stop.
+        `exchange` is between all ranks.
 
         Raises Stopped if there was a signal already.
         """
-        self._has_state = True
+        self._exchange = exchange
         if self.signal is not None:
             raise Stopped(f"stopped by {self.signal} before the first step")
 
@@ -78,9 +80,10 @@ class Stop:
         self._seconds = float("inf")
         self._watchdog.lift_deadline()
 
-    def check(self, exchange: Exchange) -> None:
-        """Raise Stopped on all ranks if any of them got a signal. Collective."""
-        by_rank = exchange.all_gather(self.signal, str | None)
+    def check(self) -> None:
+        """Raise Stopped on all ranks if any of them got a signal, after `hold`. Collective."""
+        assert self._exchange is not None
+        by_rank = self._exchange.all_gather(self.signal, str | None)
         if name := next(filter(None, by_rank), None):
             raise Stopped(f"stopped by {name}")
 
@@ -93,7 +96,7 @@ class Stop:
                 f"no checkpoint was saved within run.stop_seconds ({self._seconds:g} s) after "
                 f"{name}",
             )
-            if not self._has_state:
+            if self._exchange is None:
                 raise Stopped(f"stopped by {name} before the first step")
         elif time.monotonic() - self._at > SAME_SECONDS:
             os._exit(128 + number)

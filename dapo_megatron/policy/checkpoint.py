@@ -123,7 +123,7 @@ class PolicySnapshot:
             (folder / COMMON).write_bytes(buffer.getvalue())
             write_about(folder)
 
-        on_rank0(exchange, lambda: _as_checkpoint_error(folder, write))
+        on_rank0(exchange, _as_checkpoint_error, folder, write)
 
     def _common(self, step: float) -> dict[str, Any]:
         """Return what Megatron expects in common.pt, and the layout of this run."""

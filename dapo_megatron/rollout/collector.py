@@ -101,7 +101,7 @@ class EngineCollector:
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
         """See protocols.Collector. Raises CheckpointError naming a completion of the state that the
         file in `folder` lacks."""
-        on_rank0(self.engines.exchange, lambda: self._restore(state, folder))
+        on_rank0(self.engines.exchange, self._restore, state, folder)
 
     def _plan(self, version: int, on_progress: Callable[[int], None], _pool: Pool) -> StepPlan:
         """Collect a step, on rank 0, or repeat it."""

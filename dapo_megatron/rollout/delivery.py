@@ -75,7 +75,7 @@ class Delivery:
         exchange = self.data_parallel.exchange
         own = [i for i, owner in enumerate(owners) if owner == self.data_parallel.index]
         num_bytes = sum(self._num_bytes(sequences[index]) for index in own)
-        parts = on_rank0(exchange, lambda: self._messages(sequences, owners, groups))
+        parts = on_rank0(exchange, self._messages, sequences, owners, groups)
         message = exchange.scatter(parts, num_bytes if self.data_parallel.is_first else 0)
         del parts
         if self.peers.world_size > 1:

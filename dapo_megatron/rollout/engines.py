@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,9 @@ import torch
 from dapo_megatron.bridge.buckets import BucketSender
 from dapo_megatron.bridge.group import Meeting, join, new_store, open_store
 from dapo_megatron.cluster.collectives import ErrorRecord, on_rank0
+from dapo_megatron.cluster.instruments import TimelineRecorder
 from dapo_megatron.cluster.servers import Server, process_name
+from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.protocols import Exchange, ReceivedTensor
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.pool import Pool
@@ -54,7 +56,7 @@ class Engines:
     start_seconds  time that engines have to start
     call_seconds   time that a call may take
     silence_seconds  time that a collective with engines on other GPUs may take
-    stop           name of the signal to stop that this rank got, or empty
+    stop           signals to stop that this rank got; None: it handles them at once
     """
 
     exchange: Exchange
@@ -71,7 +73,7 @@ class Engines:
     call_seconds: float
     silence_seconds: float
     device: torch.device
-    stop: Callable[[], str] = lambda: ""
+    stop: Stop | None = None
     present: dict[int, int] = field(default_factory=dict, init=False)
     """The replicas that take part in the sync, and the number of each one's connection."""
 
@@ -110,10 +112,15 @@ class Engines:
         for server in self.servers.values():
             server.watch(is_given_up=process_name(server.process_id) in given_up)
         if not is_over:
-            signals = self.exchange.all_gather(self.stop(), str)
+            signals = self.exchange.all_gather(self._stop_signal, str)
             if self.pool is not None:
                 self.pool.stop_signal = next(filter(None, signals), "")
         return is_over
+
+    @property
+    def _stop_signal(self) -> str:
+        """Name of a signal to stop that this rank got, or empty."""
+        return (self.stop and self.stop.signal) or ""
 
     def await_ready(self, at_least: int | None = None) -> None:
         """Wait until `at_least` engines can take part in a sync, and choose them: all that are
@@ -257,17 +264,18 @@ class SamplingAhead:
     """Sampling for the next step while the policy trains, if engines have GPUs of their own.
 
     coordinator  on rank 0
-    serving      measures this on rank 0
-    is_idle      whether the engines are to wait instead; asked on rank 0
+    timeline     measures this on rank 0
+    repeated     recorded steps that the run repeats, on rank 0. The engines wait meanwhile, because
+                 nothing that they sampled would be kept
     """
 
     engines: Engines
     coordinator: Coordinator | None
-    serving: Callable[[], Any]
-    is_idle: Callable[[], bool] = lambda: False
+    timeline: TimelineRecorder
+    repeated: Mapping[int, Path]
 
     @contextmanager
-    def __call__(self, version: int) -> Iterator[None]:
+    def sampling(self, version: int) -> Iterator[None]:
         """Sample with weights `version` during this block. Collective. An error of the coordinator
         is raised on all ranks at the end."""
         is_over = threading.Event()
@@ -275,7 +283,7 @@ class SamplingAhead:
 
         def sample(coordinator: Coordinator) -> None:
             try:
-                with self.serving():
+                with self.timeline.serving():
                     coordinator.sample_ahead(version, is_over.is_set)
             except EnginesLost:
                 pass  # the next sync waits for engines
@@ -283,7 +291,7 @@ class SamplingAhead:
                 failures.append(error)
 
         thread = None
-        if self.coordinator is not None and not self.is_idle():
+        if self.coordinator is not None and not self.repeated:
             thread = threading.Thread(target=sample, args=(self.coordinator,), daemon=True)
             thread.start()
         try:

@@ -8,12 +8,13 @@ from the next sync. One that is not part of the next sync gets no requests.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -48,6 +49,22 @@ WAIT_SECONDS = 1.0
 """Maximum time that `advance` waits for news, and interval of `Pool.on_second`."""
 
 
+class Timeline(Protocol):
+    """See cluster/instruments.py."""
+
+    def change(self, replica: int, num_requests: int) -> None:
+        """Record the current number of requests of a replica."""
+        ...
+
+
+class Notes(Protocol):
+    """See protocols.Recorder."""
+
+    def note(self, text: str) -> None:
+        """Show a line to the user."""
+        ...
+
+
 @dataclass
 class _Engine:
     """A connected server."""
@@ -70,8 +87,9 @@ class _Engine:
 class Pool:
     """Engines of a run. Implements dispatch.Driver. One thread uses it at a time.
 
-    config  is given to the servers
-    seed    of the random numbers of a server, from its replica and the number of the connection
+    config       is given to the servers
+    seed, start  of the run, and the name of what it starts from: they seed the random numbers of
+                 the servers
     """
 
     def __init__(
@@ -85,7 +103,8 @@ class Pool:
         max_sequences: int,
         deterministic: bool,
         silence_seconds: float,
-        seed: Callable[[int, int], int] = lambda replica, number: replica,
+        seed: int = 0,
+        start: str = "",
     ) -> None:
         """Listen on `endpoint`, such as tcp://10.0.0.1:0. `address` then has the port."""
         self.num_replicas, self.max_sequences = num_replicas, max_sequences
@@ -95,15 +114,16 @@ class Pool:
         self.stop_signal = ""
         self.on_second: Callable[[], object] | None = None
         """Called every second while rank 0 waits for engines; see engines.py."""
-        self.on_change: Callable[[int, int], None] = lambda replica, num_requests: None
-        """Called with the number of requests of a replica whenever it may have changed."""
-        self.note: Callable[[str], None] = logger.warning
-        """Called with a line about an engine that is lost or refused."""
+        self.timeline: Timeline | None = None
+        """Gets the number of requests of each replica."""
+        self.recorder: Notes | None = None
+        """Gets a line about each engine that is lost or refused; None: the log does."""
         self.failure: ErrorRecord | None = None
         """Why the last engine that could not be built failed."""
         self.given_up: list[str] = []
         """Processes that have to be ended, because they may hang."""
-        self._config, self._facts, self._seed = dict(config), facts, seed
+        self._config, self._facts = dict(config), facts
+        self._seed, self._start = seed, start
         self._num_steps = STEPS if deterministic else 0
         self._silence_seconds = silence_seconds
         self._coalesce_seconds = max(COALESCE_SECONDS, COALESCE_SECONDS_PER_REPLICA * num_replicas)
@@ -176,11 +196,11 @@ class Pool:
         engine = self._engines.pop(replica, None)
         if engine is None:
             return
-        self.note(
+        self._note_line(
             f"  engine {replica} ({engine.process}): {why}; what it was working on is sampled again"
         )
         self.given_up.append(engine.process)
-        self.on_change(replica, 0)
+        self._set_requests(replica, 0)
         self._reports = [item for item in self._reports if item[0] != replica]
         self._send(engine.identity, Order(OrderKind.LEAVE, text=f"rank 0 gave it up: {why}"))
 
@@ -216,7 +236,7 @@ class Pool:
                         num_steps=self._num_steps,
                     ),
                 )
-                self.on_change(replica, self._sent[replica])
+                self._set_requests(replica, self._sent[replica])
         if self._num_steps:
             self._gather(lambda report: True)
             self._reports.sort(key=lambda item: item[0])
@@ -227,7 +247,7 @@ class Pool:
             self._answered = time.monotonic()
         reports, self._reports = self._reports, []
         for replica, report in reports:
-            self.on_change(replica, self._sent[replica] - report.num_sampled)
+            self._set_requests(replica, self._sent[replica] - report.num_sampled)
         return reports
 
     def interrupt(self) -> list[tuple[int, Report]]:
@@ -238,7 +258,7 @@ class Pool:
         reports, self._reports = self._reports, []
         for replica in self.present:
             self._engines[replica].is_busy = False
-            self.on_change(replica, 0)
+            self._set_requests(replica, 0)
         return sorted(reports, key=lambda item: item[0]) if self._num_steps else reports
 
     def _gather(self, is_last: Callable[[Report], bool]) -> None:
@@ -362,7 +382,7 @@ class Pool:
         if replica is None or replica >= self.num_replicas:
             fault = f"the run has its {self.num_replicas} engines (engine.replicas)"
         if fault or replica is None:
-            self.note(f"  refused an engine ({hello.process}): {fault}")
+            self._note_line(f"  refused an engine ({hello.process}): {fault}")
             self._send(identity, Order(OrderKind.LEAVE, text=fault))
             return
         self.lose(replica, "another process has taken its place")
@@ -375,10 +395,20 @@ class Pool:
             Order(
                 OrderKind.WELCOME,
                 config=self._config,
-                seed=self._seed(replica, self._num_connections),
+                seed=_seed(f"{self._seed}/{replica}/{self._start}/{number}"),
                 report_seconds=max(REPORT_SECONDS, REPORT_SECONDS_PER_REPLICA * self.num_replicas),
             ),
         )
+
+    def _set_requests(self, replica: int, num_requests: int) -> None:
+        if self.timeline is not None:
+            self.timeline.change(replica, num_requests)
+
+    def _note_line(self, text: str) -> None:
+        if self.recorder is None:
+            logger.warning(text)
+        else:
+            self.recorder.note(text)
 
     def _order(self, replica: int, order: Order) -> None:
         """Send an order that the replica answers. A replica that cannot be reached is lost."""
@@ -396,3 +426,9 @@ class Pool:
             for replica, engine in list(self._engines.items()):
                 if engine.identity == identity:
                     self.lose(replica, "its connection has ended")
+
+
+def _seed(name: str) -> int:
+    """Return the seed of a server's own random numbers. Every start of a server has another."""
+    digest = hashlib.blake2b(name.encode(), digest_size=4)
+    return int.from_bytes(digest.digest(), "big") >> 1

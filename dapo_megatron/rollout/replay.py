@@ -52,7 +52,7 @@ class Replay:
         group.
         """
         train: list[Group] = []
-        plan = on_rank0(self.exchange, lambda: self._plan(version, on_progress, train))
+        plan = on_rank0(self.exchange, self._plan, version, on_progress, train)
         plan = cast(StepPlan, self.exchange.broadcast(plan, StepPlan | None))
         tokens = self.delivery(plan.sequences, train)
         return Rollouts(plan.sequences, tokens, plan.metrics)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import torch
 
-from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.checkpoints.formats.export import HfExport
 from dapo_megatron.checkpoints.formats.weights_folder import Companions
 from dapo_megatron.checkpoints.saver import CheckpointSaver
 from dapo_megatron.cluster.instruments import MemoryMeter, StepInstruments, TimelineRecorder
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.config import (
     Columns,
     Config,
-    OptimizerConfig,
     Source,
 )
 from dapo_megatron.data.owners import DataParallelRanks
@@ -36,11 +32,11 @@ from dapo_megatron.rollout.delivery import Delivery, RouteSize
 from dapo_megatron.rollout.engines import Engines, SamplingAhead
 from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
-from dapo_megatron.run.folder import RunFolder
+from dapo_megatron.run.context import RunContext
 from dapo_megatron.run.loss import loss_function
 from dapo_megatron.run.models import Models, build_policy, planner
 from dapo_megatron.run.other_weights import keep_reference
-from dapo_megatron.run.record import facts_of
+from dapo_megatron.run.resume import facts_of
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
 from dapo_megatron.types import Prompt
 
@@ -108,11 +104,6 @@ def check_graders(config: Config, prompts: Prompts) -> None:
     )
 
 
-def learning_rate(optimizer: OptimizerConfig) -> Callable[[int], float]:
-    """Return the learning rate as a function of the rollout step, counted from 1."""
-    return partial(warmup_lr, lr=optimizer.lr, warmup_rollout_steps=optimizer.warmup_rollout_steps)
-
-
 def build_evaluator(config: Config, prompts: Prompts, models: Models) -> Evaluator:
     """Build the evaluator, which samples with the run's engines."""
     return Evaluator(
@@ -126,57 +117,79 @@ def build_evaluator(config: Config, prompts: Prompts, models: Models) -> Evaluat
 
 
 def build_parts(
-    config: Config,
-    ranks: Ranks,
-    folder: RunFolder,
+    context: RunContext,
     models: Models,
     prompts: Prompts,
     repeated: dict[int, Path],
-    *,
     recorder: RunRecorder | RankRecorder,
     instruments: StepInstruments,
-    check_stop: Callable[[Ranks], None],
 ) -> Parts:
-    """Build the loop's parts. Collective. `check_stop` raises Stopped on the given ranks if any of
-    them got a signal. The recorded steps `repeated`, given on rank 0, are trained on again."""
+    """Build the loop's parts for training with engines. The recorded steps `repeated`, given on
+    rank 0, are trained on again. Collective."""
+    config, ranks, engines = context.config, context.ranks, models.engines
     if ranks.rank == 0 and torch.cuda.is_available():
         _, gpu_bytes = torch.cuda.mem_get_info()
-        if failure := save_estimate(config, folder.plan, ranks.world_size, gpu_bytes):
+        plan = context.folder.plan
+        if failure := save_estimate(config, plan, ranks.world_size, gpu_bytes):
             recorder.note(f"  {failure}")
-    policy, engines = models.policy, models.engines
-    coordinator = _coordinator(config, engines, prompts)
+    coordinator, timeline = _coordinator(config, engines, prompts), instruments.timeline
     if engines.pool is not None:
-        timeline, num_replicas = instruments.timeline, engines.pool.num_replicas
-        timeline.follow(num_replicas, config.engine.max_sequences)
-        engines.pool.on_change = timeline.change
-    data_parallel = _data_parallel(config, ranks, policy)
-    check = partial(check_stop, ranks)
-    parts = Parts(
-        policy=policy,
+        timeline.follow(engines.pool.num_replicas, config.engine.max_sequences)
+        engines.pool.timeline, engines.pool.recorder = timeline, recorder
+        context.watchdog.engines = engines.pool
+    data_parallel = _data_parallel(config, ranks, models.policy)
+    collector = EngineCollector(
+        config=config,
+        coordinator=coordinator,
+        engines=engines,
+        delivery=_delivery(config, ranks, data_parallel),
+        recorder=recorder,
+        facts=facts_of(config, ranks.world_size),
+        repeated=repeated,
+    )
+    ahead = None
+    if not config.engine.colocated and config.rollout.samples_ahead:
+        ahead = SamplingAhead(engines, coordinator, timeline, repeated)
+    return Parts(
+        policy=models.policy,
         sync=models.sync,
         loss=loss_function(config.loss),
-        learning_rate=learning_rate(config.optimizer),
         data_parallel=data_parallel,
-        collector=EngineCollector(
-            config=config,
-            coordinator=coordinator,
-            engines=engines,
-            delivery=_delivery(config, ranks, data_parallel),
-            recorder=recorder,
-            facts=facts_of(config, ranks.world_size),
-            repeated=repeated,
-        ),
+        collector=collector,
         evaluator=build_evaluator(config, prompts, models),
         recorder=recorder,
-        checkpoints=_checkpoints(config, ranks, policy, folder, recorder),
+        checkpoints=_checkpoints(context, models.policy, recorder),
         instruments=instruments,
-        check_stop=check,
+        stop=context.stop,
+        ahead=ahead,
     )
-    if not config.engine.colocated and config.rollout.samples_ahead:
-        # Nothing that engines sample while a step is repeated would be kept.
-        ahead = SamplingAhead(engines, coordinator, instruments.serving, lambda: bool(repeated))
-        parts.sampling_ahead = ahead
-    return parts
+
+
+def build_replay(
+    context: RunContext,
+    recorded: Path,
+    recorder: RunRecorder | RankRecorder,
+    instruments: StepInstruments,
+) -> Parts:
+    """Build the loop's parts for training on the rollouts recorded in the run folder `recorded`.
+    This needs a policy but no engine and no graders. Collective."""
+    config, ranks = context.config, context.ranks
+    loss = loss_function(config.loss)
+    policy = build_policy(config, ranks)
+    keep_reference(config, ranks, policy)
+    data_parallel = _data_parallel(config, ranks, policy)
+    return Parts(
+        policy=policy,
+        sync=NoSync(),
+        loss=loss,
+        data_parallel=data_parallel,
+        collector=Replay(config, recorded, ranks, _delivery(config, ranks, data_parallel)),
+        evaluator=NoEvaluation(),
+        recorder=recorder,
+        checkpoints=_checkpoints(context, policy, recorder),
+        instruments=instruments,
+        stop=context.stop,
+    )
 
 
 def route_size(config: Config) -> RouteSize:
@@ -200,44 +213,11 @@ def _coordinator(config: Config, engines: Engines, prompts: Prompts) -> Coordina
     )
 
 
-def build_replay(
-    config: Config,
-    ranks: Ranks,
-    folder: RunFolder,
-    recorded: Path,
-    *,
-    recorder: RunRecorder | RankRecorder,
-    instruments: StepInstruments,
-    check_stop: Callable[[Ranks], None],
-) -> Parts:
-    """Build the loop's parts for training on the rollouts recorded in the run folder `recorded`.
-    This needs a policy but no engine and no graders. Collective."""
-    check = partial(check_stop, ranks)
-    loss = loss_function(config.loss)
-    policy = build_policy(config, ranks)
-    keep_reference(config, ranks, policy)
-    data_parallel = _data_parallel(config, ranks, policy)
-    return Parts(
-        policy=policy,
-        sync=NoSync(),
-        loss=loss,
-        learning_rate=learning_rate(config.optimizer),
-        data_parallel=data_parallel,
-        collector=Replay(config, recorded, ranks, _delivery(config, ranks, data_parallel)),
-        evaluator=NoEvaluation(),
-        recorder=recorder,
-        checkpoints=_checkpoints(config, ranks, policy, folder, recorder),
-        instruments=instruments,
-        check_stop=check,
-    )
-
-
-def build_instruments(
-    config: Config, ranks: Ranks, recorder: RunRecorder | RankRecorder, watchdog: Watchdog
-) -> StepInstruments:
+def build_instruments(context: RunContext, recorder: RunRecorder | RankRecorder) -> StepInstruments:
     """Build the timers and meters of this rank."""
-    timeline = TimelineRecorder(ranks, config.tracking.timeline_every, recorder)
-    return StepInstruments(watchdog, MemoryMeter(ranks), timeline)
+    ranks, every = context.ranks, context.config.tracking.timeline_every
+    timeline = TimelineRecorder(ranks, every, recorder)
+    return StepInstruments(context.watchdog, MemoryMeter(ranks), timeline)
 
 
 def _data_parallel(config: Config, ranks: Ranks, policy: Policy) -> DataParallelRanks:
@@ -253,12 +233,9 @@ def _delivery(config: Config, ranks: Ranks, data_parallel: DataParallelRanks) ->
 
 
 def _checkpoints(
-    config: Config,
-    ranks: Ranks,
-    policy: Policy,
-    folder: RunFolder,
-    recorder: RunRecorder | RankRecorder,
+    context: RunContext, policy: Policy, recorder: RunRecorder | RankRecorder
 ) -> CheckpointSaver:
+    config, ranks, folder = context.config, context.ranks, context.folder
     return CheckpointSaver(
         config,
         folder.checkpoints,

@@ -113,7 +113,7 @@ def _open_folder(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:
     finally:
         if ranks.rank == 0:
             print(*folder.notes, sep="\n", end="\n" if folder.notes else "", flush=True)
-    on_rank0(ranks, lambda: folder.prepare(resume, source))
+    on_rank0(ranks, folder.prepare, resume, source)
     folder.is_continued = ranks.broadcast(folder.is_continued, bool)
     return source
 

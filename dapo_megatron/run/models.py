@@ -3,7 +3,6 @@ to Megatron and to engine servers."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 from dataclasses import dataclass
@@ -106,7 +105,7 @@ def start_engines(
         call_seconds=config.watchdog.sync,
         silence_seconds=config.engine.silence_seconds,
         device=device,
-        stop=lambda: (stop and stop.signal) or "",
+        stop=stop,
     )
 
 
@@ -162,7 +161,8 @@ def _pool(config: Config, ranks: Ranks, secret: bytes, start: str) -> Pool:
         max_sequences=config.engine.max_sequences,
         deterministic=config.rollout.deterministic,
         silence_seconds=config.engine.silence_seconds,
-        seed=lambda replica, number: _seed(config.seed, replica, start, number),
+        seed=config.seed,
+        start=start,
     )
 
 
@@ -191,12 +191,6 @@ def _gpus_after(num_ranks: int, replica: int, size: int) -> list[int]:
     """Return the GPUs of an engine of `size` workers, after those of the trainers."""
     start = num_ranks + replica * size
     return list(range(start, start + size))
-
-
-def _seed(seed: int, replica: int, start: str, number: int) -> int:
-    """Return the seed of a server's own random numbers. Every start of a server has another."""
-    digest = hashlib.blake2b(f"{seed}/{replica}/{start}/{number}".encode(), digest_size=4)
-    return int.from_bytes(digest.digest(), "big") >> 1
 
 
 def _devices(gpus: list[int]) -> str | None:

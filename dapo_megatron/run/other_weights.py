@@ -62,4 +62,4 @@ def keep_reference(config: Config, ranks: Exchange, policy: Policy) -> None:
             check_folder(Path(config.loss.kl.reference), ranks)
         store = open_reference(config)
         write = None if store is None else partial(read_into, store)
-        on_all_ranks(ranks, partial(policy.keep_reference, write))
+        on_all_ranks(ranks, policy.keep_reference, write)

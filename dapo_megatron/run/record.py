@@ -5,14 +5,12 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, TextIO
 
 import torch
 
-from dapo_megatron.checkpoints.folder import step_of
+from dapo_megatron.cluster.attempt import start_attempt
 from dapo_megatron.cluster.collectives import on_rank0
-from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.config import Config, EvaluationConfig, FileSource, source_file_name
+from dapo_megatron.config import Config, FileSource, source_file_name
 from dapo_megatron.config.file import dump_config, load_config
 from dapo_megatron.data.prompts import report_of
 from dapo_megatron.data.tokenizer import load_tokenizer
@@ -21,8 +19,10 @@ from dapo_megatron.model import read_architecture
 from dapo_megatron.model.flops import peak_flops
 from dapo_megatron.plan.layout import describe
 from dapo_megatron.protocols import Tracker
-from dapo_megatron.rollout.record import forget_after, read_state, recorded_steps
+from dapo_megatron.rollout.record import forget_after
+from dapo_megatron.run.context import RunContext
 from dapo_megatron.run.folder import RunFolder
+from dapo_megatron.run.resume import StartingPoint
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_tracker import MlflowTracker, tracking_uri
 from dapo_megatron.tracking.policy_files import FOLDER as POLICY_FOLDER
@@ -31,17 +31,8 @@ from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder, Speedomet
 from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.tracking.run_report import WAIT_SECONDS, RunReport
 from dapo_megatron.tracking.trackers import JsonlTracker
-from dapo_megatron.types import ConfigError, DapoError, DataError
+from dapo_megatron.types import ConfigError, DapoError
 
-FORMAT = 1
-"""Format of the coordinator's state in a record."""
-_MAY_CHANGE: dict[str, Any] = {
-    "resume": True,
-    **dict.fromkeys(("run", "checkpoint", "watchdog", "preflight", "tracking"), True),
-    "evaluation": set(EvaluationConfig.model_fields) - {"sets"},  # not trained on
-    "train": {"rollout_steps"},
-}
-"""Keys that influence neither the rollouts nor the updates of a step."""
 RISKS = {
     "seed": ". The prompts are shuffled anew, so some repeat in this epoch and others are left out",
     "data.": ". The run continues at its old place in the new prompts",
@@ -50,64 +41,57 @@ RISKS = {
 """Prefix of a key -> what its change means in a resumed run, if that may be a mistake."""
 
 
-def open_recorder(
-    config: Config,
-    ranks: Ranks,
-    folder: RunFolder,
-    *,
-    step: int,
-    last_recorded: int,
-    resumed_from: Path | None,
-    terminal: TextIO,
-) -> RunRecorder | RankRecorder:
+def open_recorder(context: RunContext, start: StartingPoint) -> RunRecorder | RankRecorder:
     """Return the recorder of rank 0; other ranks get a RankRecorder. Collective.
 
-    Rank 0 also prints the run's header, and writes its config and provenance. A run that has
-    logged `step` (-1: nothing) continues its own files and MLflow run. Rollouts of steps after
-    `last_recorded` are deleted, because the run samples them again.
+    Rank 0 also prints the run's header, and writes its config and provenance. A run that has logged
+    metrics continues its own files and MLflow run. Recorded rollouts of steps that the run samples
+    again are deleted.
     """
+    return on_rank0(context.ranks, _open_on_rank0, context, start) or RankRecorder(
+        writer=_writer(context.config, context.folder, RunConsole(file=sys.stderr)),
+        inspected_groups=context.config.tracking.inspected_groups,
+    )
 
-    def make() -> RunRecorder:
-        for path in (folder.samples, folder.path / POLICY_FOLDER):
-            forget_after(path, last_recorded)
-        console = RunConsole(
-            num_steps=config.train.rollout_steps,
-            num_groups=config.rollout.prompts_per_step,
-            file=terminal,
-            stop_seconds=config.run.stop_seconds,
-        )
-        changes = changed_keys(config, folder.config) if folder.is_continued else []
-        write_text(folder.config, dump_config(config))
-        _keep_provenance(config, folder, console, ranks.world_size, resumed_from)
-        for change in changes:
-            console.warn(change)
-        # Local files come before servers.
-        trackers: list[Tracker] = [JsonlTracker(folder.metrics, console, step), console]
-        mlflow = None
-        if config.tracking.mlflow:
-            uri, wait_seconds = tracking_uri(folder.path), config.tracking.wait_seconds
-            mlflow = MlflowTracker(folder.path, uri, console, wait_seconds)
-            trackers.append(mlflow)
-        report = None
-        if config.tracking.report:
-            # Other ranks wait for it in a barrier without a heartbeat.
-            seconds = min(WAIT_SECONDS, config.watchdog.start / 2)
-            report = RunReport(folder.path, console, seconds)
-        return RunRecorder(
-            trackers=trackers,
-            console=console,
-            writer=_writer(config, folder, console),
-            num_devices=ranks.world_size,
-            inspected_groups=config.tracking.inspected_groups,
-            timeline_folder=folder.timeline,
-            speedometer=Speedometer(read_architecture(config), ranks.world_size, _peak_flops()),
-            mlflow=mlflow,
-            report=report,
-        )
 
-    return on_rank0(ranks, make) or RankRecorder(
-        writer=_writer(config, folder, RunConsole(file=sys.stderr)),
+def _open_on_rank0(context: RunContext, start: StartingPoint) -> RunRecorder:
+    config, folder, num_ranks = context.config, context.folder, context.ranks.world_size
+    start_attempt(folder.attempts, max(start.last_logged, 0))
+    for path in (folder.samples, folder.path / POLICY_FOLDER):
+        forget_after(path, start.last_recorded)
+    console = RunConsole(
+        num_steps=config.train.rollout_steps,
+        num_groups=config.rollout.prompts_per_step,
+        file=context.terminal,
+        stop_seconds=config.run.stop_seconds,
+    )
+    changes = changed_keys(config, folder.config) if folder.is_continued else []
+    write_text(folder.config, dump_config(config))
+    _keep_provenance(config, folder, console, num_ranks, start.source)
+    for change in changes:
+        console.warn(change)
+    # Local files come before servers.
+    trackers: list[Tracker] = [JsonlTracker(folder.metrics, console, start.last_logged), console]
+    mlflow = None
+    if config.tracking.mlflow:
+        uri, wait_seconds = tracking_uri(folder.path), config.tracking.wait_seconds
+        mlflow = MlflowTracker(folder.path, uri, console, wait_seconds)
+        trackers.append(mlflow)
+    report = None
+    if config.tracking.report:
+        # Other ranks wait for it in a barrier without a heartbeat.
+        seconds = min(WAIT_SECONDS, config.watchdog.start / 2)
+        report = RunReport(folder.path, console, seconds)
+    return RunRecorder(
+        trackers=trackers,
+        console=console,
+        writer=_writer(config, folder, console),
+        num_devices=num_ranks,
         inspected_groups=config.tracking.inspected_groups,
+        timeline_folder=folder.timeline,
+        speedometer=Speedometer(read_architecture(config), num_ranks, _peak_flops()),
+        mlflow=mlflow,
+        report=report,
     )
 
 
@@ -117,37 +101,6 @@ def _writer(config: Config, folder: RunFolder, console: RunConsole) -> RolloutWr
 
 def _peak_flops() -> float | None:
     return peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-
-
-def facts_of(config: Config, num_ranks: int) -> dict[str, Any]:
-    """Return what must not change between the attempt that recorded a step and one that trains on
-    it again."""
-    kept = config.model_dump(mode="json", exclude=_MAY_CHANGE)
-    return {"format": FORMAT, "ranks": num_ranks, "config": kept}
-
-
-def repeated_steps(
-    config: Config, folder: RunFolder, num_ranks: int, resumed_from: Path | None
-) -> tuple[dict[int, Path], list[str]]:
-    """Return the recorded steps after the checkpoint to resume from that the run trains on again,
-    and notes for the user. They end at the first that is missing or of another config. Without
-    steps if the user chose the checkpoint."""
-    first = step_of(resumed_from.name) + 1 if resumed_from else 1
-    steps, notes = recorded_steps(folder.samples), []
-    repeated: dict[int, Path] = {}
-    while config.resume == "auto" and (path := steps.get(first + len(repeated))):
-        try:
-            is_same = read_state(path).get("facts") == facts_of(config, num_ranks)
-            fault = "" if is_same else f"{path}: of another config or number of ranks"
-        except DataError as error:
-            fault = str(error)
-        if fault:
-            notes.append(f"step {first + len(repeated)} is sampled again: {fault}")
-            break
-        repeated[first + len(repeated)] = path
-    if repeated:
-        notes.append(f"trains again on what steps {first} to {max(repeated)} recorded")
-    return repeated, notes
 
 
 def changed_keys(config: Config, last: Path) -> list[str]:

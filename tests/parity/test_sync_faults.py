@@ -68,7 +68,7 @@ class Run:
         built = models.build_models(config, ranks, self.engines)
         self.policy, self.sync = built.policy, built.sync
         recorder = SimpleNamespace(
-            progress=lambda num: nullcontext(lambda done: None),
+            groups=lambda done: None,
             record=lambda *_: None,
             sequence_diagnostics=lambda *_: None,
             trained=lambda *_: None,
@@ -78,7 +78,6 @@ class Run:
             policy=built.policy,
             sync=built.sync,
             loss=build.loss_function(config.loss),
-            learning_rate=build.learning_rate(config.optimizer),
             data_parallel=data_parallel,
             collector=build.EngineCollector(
                 config=config,
@@ -89,7 +88,7 @@ class Run:
             ),
             recorder=recorder,
             instruments=SimpleNamespace(phase=lambda name: nullcontext()),
-            sampling_ahead=lambda version: nullcontext(),
+            ahead=None,
         )
         self.sync(0)
         self.lost: Reported = []

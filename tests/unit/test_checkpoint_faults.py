@@ -215,7 +215,7 @@ def note(text):
     run.notes.append(text)
     print(text, flush=True)  # like a console whose log is on the full disk
 
-run.checkpoints.note = note
+run.note = note
 filler = os.open(disk / "filler", os.O_WRONLY | os.O_CREAT)
 
 def fill():

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ from dapo_megatron.files import publish_folder, write_json
 from dapo_megatron.loop import Progress
 from dapo_megatron.policy.boxes import HostCopies
 from dapo_megatron.policy.checkpoint import PolicySnapshot
-from dapo_megatron.run.session import _starting_point
+from dapo_megatron.run.resume import _progress
 from dapo_megatron.types import CheckpointError
 from tests.helpers.saving import (
     ALONE,
@@ -56,7 +55,6 @@ def test_a_checkpoint_appears_only_when_it_is_completely_written(tmp_path: Path)
     run.part = OnTheWay(lambda: started_writing.set() or go_on.wait())
     state = {"coordinator": {"position": 3}, "seconds": 0.1}
     start = run.checkpoints.commit(3, state)
-    state["seconds"] = 0.2  # changed by the next step
     assert not half_written(run)
     start()
     assert started_writing.wait(60)
@@ -217,11 +215,11 @@ def test_a_repeated_step_replaces_its_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused_with_the_commit_that_reads_it() -> None:
-    context: Any = SimpleNamespace(resume_from=Path("runs/x/checkpoints/step_000002"))
+    source = Path("runs/x/checkpoints/step_000002")
     state = {"progress": {"step": 2, "not_logged": None}, "coordinator": {}}
-    assert _starting_point(context, state, None).step == 2
+    assert _progress(source, state, None).step == 2
     with pytest.raises(CheckpointError, match=r"step_000002 was .* with commit [0-9a-f]{7},"):
-        _starting_point(context, {**state, "open_step": None}, None)
+        _progress(source, {**state, "open_step": None}, None)
 
 
 class Killed(BaseException):

@@ -6,7 +6,6 @@ import json
 import random
 from array import array
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dapo_megatron.cluster.instruments import TimelineRecorder
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.rollout.collector import EngineCollector
 from dapo_megatron.rollout.coordinator import Coordinator
@@ -179,9 +179,9 @@ def test_engines_do_not_sample_ahead_of_a_repeated_step() -> None:
     versions, repeated = list[int](), {2: Path()}
     coordinator: Any = SimpleNamespace(sample_ahead=lambda version, _: versions.append(version))
     engines: Any = SimpleNamespace(exchange=RANKS)
-    ahead = SamplingAhead(engines, coordinator, nullcontext, lambda: bool(repeated))
+    ahead = SamplingAhead(engines, coordinator, TimelineRecorder(RANKS, every=0), repeated)
     for version in (1, 2):
-        with ahead(version):
+        with ahead.sampling(version):
             repeated.clear()
     assert versions == [2]
 

@@ -6,6 +6,7 @@ import socket
 import time
 from collections import Counter
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def test_only_servers_with_the_secret_get_in() -> None:
         friend.hello(0)
         welcome = order_of(pool, friend)
         assert welcome.kind is OrderKind.WELCOME
-        assert (welcome.config, welcome.seed) == ({"seed": 5}, 0)
+        assert welcome.config == {"seed": 5}
         assert not any(stranger.orders() for stranger in strangers)
         assert len(pool.describe()) == 1 and pool.given_up == []
         for server in (*strangers, friend):
@@ -79,7 +80,7 @@ def test_a_server_that_does_not_fit_is_told_why(
 ) -> None:
     notes: list[str] = []
     with opened_pool(2) as pool:
-        pool.note = notes.append
+        pool.recorder = SimpleNamespace(note=notes.append)
         servers = synced(pool, 0, 1)
         other = PlayedServer(pool.address)
         other.hello(replica, facts)
@@ -173,7 +174,9 @@ def test_only_a_silent_replica_with_work_is_lost() -> None:
     changes: list[tuple[int, int]] = []
     with opened_pool(3, silence_seconds=4.0) as pool:
         silent, idle, alive = synced(pool, 0, 1, 2)
-        pool.on_change = lambda replica, number: changes.append((replica, number))
+        pool.timeline = SimpleNamespace(
+            change=lambda replica, number: changes.append((replica, number))
+        )
         pool.start(sampling())
         started = time.monotonic()
         pool.advance([[request(7, 0, 1)], [], [request(8, 0)]])
@@ -258,7 +261,7 @@ def test_each_sequence_ends_once_although_servers_come_and_go(seed: int) -> None
     correct, length = random_script(seed, 0.5)
     script = Script(correct, length, seed, losses=9)
     with opened_pool(3, max_sequences=6) as pool:
-        pool.note = lambda line: None
+        pool.recorder = SimpleNamespace(note=lambda line: None)
         players = [Player(pool.address, replica, script) for replica in range(3)]
         for player in players:
             player.start()
@@ -288,7 +291,7 @@ def test_an_evaluation_samples_the_groups_of_a_lost_server_again() -> None:
     lengths = Counter({(ticket, sample): 3 for ticket in range(12) for sample in range(2)})
     script = Script(lambda ticket, sample: sample == 0, lambda *key: lengths[key], losses=1)
     with opened_pool(2, max_sequences=4) as pool:
-        pool.note = lambda line: None
+        pool.recorder = SimpleNamespace(note=lambda line: None)
         players = [Player(pool.address, replica, script) for replica in range(2)]
         for player in players:
             player.start()
@@ -352,7 +355,7 @@ def test_an_answer_at_the_last_moment_counts() -> None:
 def test_a_server_whose_answer_has_another_type_is_lost() -> None:
     with opened_pool(1) as pool:
         notes: list[str] = []
-        pool.note = notes.append
+        pool.recorder = SimpleNamespace(note=notes.append)
         [server] = synced(pool, 0)
         pool.begin("score", {0: ([[1]],)})
         server.send(answer=encode("text"))

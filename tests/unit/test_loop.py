@@ -93,7 +93,7 @@ class Journal:
     def state(self) -> dict[str, Any]:
         return {"position": 5}
 
-    def check_stop(self) -> None:
+    def check(self) -> None:
         self.enter("check")
 
     def __call__(self, version: int) -> SyncReport:
@@ -114,7 +114,7 @@ def train(monkeypatch: pytest.MonkeyPatch, journal: Journal, progress: loop.Prog
     monkeypatch.setattr(loop, "train_step", step)
     parts: Any = SimpleNamespace(
         sync=journal, evaluator=journal, recorder=journal, checkpoints=journal,
-        collector=journal, instruments=journal, check_stop=journal.check_stop,
+        collector=journal, instruments=journal, stop=journal,
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=4)
     try:
@@ -294,13 +294,12 @@ def test_the_mismatch_is_checked_before_the_first_optimizer_step(
     collected = Rollouts(sequences, tokens, {})
     recorder = SimpleNamespace(
         sequence_diagnostics=lambda *_: None, trained=lambda *_: None,
-        progress=lambda _: nullcontext(),
+        groups=lambda _: None,
     )  # fmt: skip
     parts: Any = SimpleNamespace(
         policy=policy, recorder=recorder, sync=Journal(set()), instruments=Journal(set()),
         data_parallel=ONE_INDEX, collector=SimpleNamespace(collect=lambda **_: collected),
-        sampling_ahead=lambda version: nullcontext(), loss=None,
-        learning_rate=lambda step: 1e-3,
+        ahead=None, loss=None,
     )  # fmt: skip
     if is_refused:
         with pytest.raises(SyncError, match=r"weights 4: .* disagree by 0.75 on ticket"):
@@ -326,9 +325,9 @@ def test_a_step_whose_engines_are_all_lost_goes_on_after_a_sync(
         return Rollouts([], {}, {})
 
     parts: Any = SimpleNamespace(
-        sync=journal, instruments=journal, sampling_ahead=lambda version: nullcontext(),
+        sync=journal, instruments=journal, ahead=None,
         collector=SimpleNamespace(collect=collect),
-        recorder=SimpleNamespace(progress=lambda _: nullcontext()),
+        recorder=SimpleNamespace(groups=lambda _: None),
     )  # fmt: skip
     loop.train_step(tiny_config(), parts, 5)
     assert journal.entries == [

@@ -37,7 +37,7 @@ from dapo_megatron.rollout.record import (
     write_groups,
 )
 from dapo_megatron.run.folder import RunFolder
-from dapo_megatron.run.record import facts_of, repeated_steps
+from dapo_megatron.run.resume import facts_of, repeated_steps
 from dapo_megatron.types import (
     Completion,
     ConfigError,

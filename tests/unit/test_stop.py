@@ -32,7 +32,7 @@ watch.start()
 stop = Stop(float(sys.argv[1]), watch)
 stop.listen()
 if sys.argv[2] != "no":
-    stop.hold()
+    stop.hold(object())
 try:
     print("ready", flush=True)
     is_reported = False
@@ -65,13 +65,12 @@ def start(seconds: float, hold: str, folder: Path) -> subprocess.Popen[str]:
 def agree(rank: int, folder: Path) -> Any:
     stop = Stop(100.0, Watchdog(folder, rank, 2, {"start": 600.0}))
     stop.listen()
-    stop.hold()
-    exchange = Ranks(rank, 2, rank)
-    stop.check(exchange)  # no rank got a signal
+    stop.hold(Ranks(rank, 2, rank))
+    stop.check()  # no rank got a signal
     if rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
     try:
-        stop.check(exchange)
+        stop.check()
     except Stopped as error:
         return str(error), stop.signal
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -308,6 +308,9 @@ class World:
     def phase(self, name: str, step: int = 0) -> Iterator[None]:
         yield
 
+    def check(self) -> None:
+        """No signal asks to stop."""
+
     def trained(self, lengths: Sequence[int], num_scored: int) -> None:
         pass
 
@@ -326,8 +329,7 @@ def train(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> tu
     parts: Any = SimpleNamespace(
         policy=both, sync=sync, collector=world, evaluator=world, recorder=world,
         checkpoints=world, data_parallel=ONE_INDEX, loss=None,
-        learning_rate=lambda step: 1e-4, check_stop=lambda: None,
-        sampling_ahead=lambda version: nullcontext(),
+        stop=world, ahead=None,
         instruments=StepInstruments(world, MemoryMeter(ranks), TimelineRecorder(ranks, every=0)),
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=2)
