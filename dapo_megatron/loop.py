@@ -144,7 +144,7 @@ def train_step(config: Config, parts: Parts, step: int) -> tuple[dict[str, float
     while rollouts is None:
         try:
             with phase(Phase.GENERATE):
-                rollouts = parts.collector.collect(step - 1, on_progress=parts.recorder.groups)
+                rollouts = parts.collector.collect(step - 1)
         except EnginesLost:
             with phase(Phase.SYNC):  # waits for engines
                 parts.sync(step - 1)

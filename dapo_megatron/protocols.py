@@ -309,9 +309,8 @@ class Collector(Protocol):
     """Source of a step's rollouts: the engines (rollout/collector.py), or a recorded run
     (rollout/replay.py)."""
 
-    def collect(self, version: int, on_progress: Callable[[int], None]) -> Rollouts:
-        """Return the rollouts of a step that starts from weights `version`. `on_progress` is called
-        on rank 0 with the number of groups that are ready."""
+    def collect(self, version: int) -> Rollouts:
+        """Return the rollouts of a step that starts from weights `version`."""
         ...
 
     def state(self) -> dict[str, Any]:

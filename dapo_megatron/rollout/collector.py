@@ -8,7 +8,7 @@ collected is recorded (record.py). After a kill, a step that was recorded is not
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -81,9 +81,9 @@ class EngineCollector:
     _train: list[Group] = field(default_factory=list)
     """Groups that the step trains on, on rank 0."""
 
-    def collect(self, version: int, on_progress: Callable[[int], None]) -> Rollouts:
+    def collect(self, version: int) -> Rollouts:
         """See protocols.Collector. Raises as Coordinator.collect does, on every rank."""
-        plan = self.engines.run(partial(self._plan, version, on_progress), StepPlan)
+        plan = self.engines.run(partial(self._plan, version), StepPlan)
         train, self._train = self._train, []
         started = time.perf_counter()
         tokens = self.delivery(plan.sequences, train)
@@ -103,7 +103,7 @@ class EngineCollector:
         file in `folder` lacks."""
         on_rank0(self.engines.exchange, self._restore, state, folder)
 
-    def _plan(self, version: int, on_progress: Callable[[int], None], _pool: Pool) -> StepPlan:
+    def _plan(self, version: int, _pool: Pool) -> StepPlan:
         """Collect a step, on rank 0, or repeat it."""
         assert self.coordinator is not None
         if (folder := self.repeated.pop(version + 1, None)) is not None:
@@ -113,7 +113,7 @@ class EngineCollector:
                 self.recorder.note(f"  step {version + 1} is sampled again: {error}")
                 record.forget_after(folder.parent, version)
                 self.repeated.clear()
-        collected = self.coordinator.collect(version, on_progress)
+        collected = self.coordinator.collect(version, self.recorder.groups)
         self._train = collected.train
         plan = step_plan(self.config, collected)
         ended = [self._recorded(group, outcome) for group, outcome in collected.ended]

@@ -11,7 +11,7 @@ accuracies and lengths over the groups that were closed in the step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -45,14 +45,14 @@ class Replay:
     exchange: Exchange
     delivery: Delivery
 
-    def collect(self, version: int, on_progress: Callable[[int], None]) -> Rollouts:
+    def collect(self, version: int) -> Rollouts:
         """Return the recorded rollouts of step `version` + 1, which started from weights `version`.
 
         Raises DataError naming the file if the step was not recorded completely, or trained on no
         group.
         """
         train: list[Group] = []
-        plan = on_rank0(self.exchange, self._plan, version, on_progress, train)
+        plan = on_rank0(self.exchange, self._plan, version, train)
         plan = cast(StepPlan, self.exchange.broadcast(plan, StepPlan | None))
         tokens = self.delivery(plan.sequences, train)
         return Rollouts(plan.sequences, tokens, plan.metrics)
@@ -69,16 +69,13 @@ class Replay:
         """Do nothing. Only the step number selects the files to read, so a state of the recorded
         run and one of a replay both work."""
 
-    def _plan(
-        self, version: int, on_progress: Callable[[int], None], train: list[Group]
-    ) -> StepPlan:
+    def _plan(self, version: int, train: list[Group]) -> StepPlan:
         """Return the plan of a step, and add the groups to train on to `train`."""
         folder = self._folder(version + 1)
         recorded = list(record.read_groups(folder / record.COMPLETIONS))
         ended = [(item.group, _outcome(folder, item)) for item in recorded]
         decided = [group for group, outcome in ended if outcome is not Outcome.EXPIRED]
         train += trained_groups(self.config, recorded, folder)
-        on_progress(len(train))
         counts = Counter(outcome.value for _, outcome in ended)
         collected = Collected(
             train=train,

@@ -91,12 +91,15 @@ class Attempt:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
+    def groups(self, done: int) -> None:
+        """Show no progress."""
+
     def collect(self, step: int) -> Rollouts:
         self.driver.version = step - 1
         self.driver.reported = {
             key: completion.segments for key, completion in self.coordinator.completions().items()
         }
-        return self.collector.collect(step - 1, lambda done: None)
+        return self.collector.collect(step - 1)
 
     def state(self) -> tuple[str, dict[tuple[int, int], Completion]]:
         return json.dumps(self.collector.state()), self.coordinator.completions()

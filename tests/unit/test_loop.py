@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -298,7 +298,7 @@ def test_the_mismatch_is_checked_before_the_first_optimizer_step(
     )  # fmt: skip
     parts: Any = SimpleNamespace(
         policy=policy, recorder=recorder, sync=Journal(set()), instruments=Journal(set()),
-        data_parallel=ONE_INDEX, collector=SimpleNamespace(collect=lambda **_: collected),
+        data_parallel=ONE_INDEX, collector=SimpleNamespace(collect=lambda _: collected),
         ahead=None, loss=None,
     )  # fmt: skip
     if is_refused:
@@ -318,7 +318,7 @@ def test_a_step_whose_engines_are_all_lost_goes_on_after_a_sync(
     monkeypatch.setattr(loop, "train_on_rollouts", lambda *_: ({}, 0))
     journal, losses = Journal(set()), [EnginesLost(), EnginesLost()]
 
-    def collect(version: int, on_progress: object) -> Rollouts:
+    def collect(version: int) -> Rollouts:
         journal.entries.append(f"collect {version}")
         if losses:
             raise losses.pop()

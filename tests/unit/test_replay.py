@@ -64,16 +64,14 @@ def test_a_step_trains_on_the_groups_recorded_as_trained(tmp_path: Path) -> None
     ]
     second = [(group(3, step=2), Outcome.TRAINED)]
     replay = record(tmp_path, first, second)
-    progress: list[int] = []
-    step = replay.collect(0, progress.append)
+    step = replay.collect(0)
     assert step.sequences == described([group(1), group(4)], CONFIG.overlong)
-    assert progress == [2]
     metrics = step.metrics
     assert [metrics[f"groups/{name}"] for name in ("trained", "expired", "issued")] == [2, 1, 0]
     assert (metrics["groups/interrupted_completions"], metrics["time/grade"]) == (0.0, 0.0)
     assert metrics["groups/keep_rate"] == 2 / 4
     assert metrics["accuracy/raw"] == 0.5
-    second_step = replay.collect(1, progress.append)
+    second_step = replay.collect(1)
     assert second_step.sequences == described([group(3, step=2)], CONFIG.overlong)
 
 
@@ -85,7 +83,7 @@ def test_the_replayed_batch_equals_the_recorded_one_bit_for_bit(
     trained = [group(ticket, logprob=value) for ticket, value in enumerate(logprobs)]
     folder = tmp_path_factory.mktemp("run")
     recorded = [(trained_group, Outcome.TRAINED) for trained_group in trained]
-    replayed = record(folder, recorded).collect(0, lambda _: None)
+    replayed = record(folder, recorded).collect(0)
     batches = [
         assemble(replayed.sequences, replayed.tokens),
         assemble_groups(trained, CONFIG.overlong),
@@ -97,20 +95,20 @@ def test_the_replayed_batch_equals_the_recorded_one_bit_for_bit(
 def test_a_step_that_was_not_recorded_is_reported(tmp_path: Path) -> None:
     replay = record(tmp_path, [(group(0), Outcome.TRAINED)], [(group(1), Outcome.TRAINED)])
     with pytest.raises(DataError) as caught:
-        replay.collect(2, lambda _: None)
+        replay.collect(2)
     assert str(caught.value).startswith(f"{tmp_path}/samples/step_000003: not recorded")
     assert "Recorded steps: step_000001 to step_000002. " in str(caught.value)
 
 
 def test_a_run_without_records_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Recorded steps: none"):
-        replay_of(tmp_path).collect(0, lambda _: None)
+        replay_of(tmp_path).collect(0)
 
 
 def test_a_step_without_trained_groups_is_reported(tmp_path: Path) -> None:
     replay = record(tmp_path, [(group(0), Outcome.ALL_WRONG)])
     with pytest.raises(DataError, match=r"step_000001: no group was trained on"):
-        replay.collect(0, lambda _: None)
+        replay.collect(0)
 
 
 @pytest.mark.parametrize("name", ["completions.parquet", "state.json", "manifest.json"])
@@ -118,22 +116,22 @@ def test_a_damaged_step_is_reported(tmp_path: Path, name: str) -> None:
     replay = record(tmp_path, [(group(0), Outcome.TRAINED)], [(group(1), Outcome.TRAINED)])
     file = tmp_path / "samples" / "step_000002" / name
     file.write_bytes(file.read_bytes()[:-1])
-    replay.collect(0, lambda _: None)
+    replay.collect(0)
     with pytest.raises(DataError, match=f"^{file}: "):
-        replay.collect(1, lambda _: None)
+        replay.collect(1)
 
 
 def test_an_unknown_outcome_is_reported(tmp_path: Path) -> None:
     replay = record(tmp_path, [(group(0), "lost")])
     with pytest.raises(DataError, match="step_000001: ticket 0: 'lost' is not a valid"):
-        replay.collect(0, lambda _: None)
+        replay.collect(0)
 
 
 def test_a_record_without_routes_is_reported_if_they_are_needed(tmp_path: Path) -> None:
     config = tiny_config(policy__router_replay="engine")
     replay = replace(record(tmp_path, [(group(0), Outcome.TRAINED)]), config=config)
     with pytest.raises(DataError, match="step_000001: recorded without routes, which policy"):
-        replay.collect(0, lambda _: None)
+        replay.collect(0)
 
 
 def test_unfinished_and_ungraded_completions_are_read(tmp_path: Path) -> None:
@@ -144,7 +142,7 @@ def test_unfinished_and_ungraded_completions_are_read(tmp_path: Path) -> None:
         completions=(replace(finished.completions[0], finish=Finish.UNFINISHED, grade=None),),
     )
     replay = record(tmp_path, [(finished, Outcome.TRAINED), (unfinished, Outcome.EXPIRED)])
-    step = replay.collect(0, lambda _: None)
+    step = replay.collect(0)
     assert step.metrics["groups/expired"] == 1
     assert {sequence.ticket for sequence in step.sequences} == {0}
 

@@ -267,7 +267,7 @@ class World:
     def __init__(self, both: Accelerator, error: Exception | None = None) -> None:
         self.both, self.error = both, error
 
-    def collect(self, version: int, on_progress: Any) -> Rollouts:
+    def collect(self, version: int) -> Rollouts:
         self.both.record(f"collect {version}", "engine weights", "engine cache")
         if self.error is not None and version == 1:
             raise self.error
