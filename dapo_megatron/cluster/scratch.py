@@ -37,6 +37,7 @@ _MAX_SOCKET_FOLDER = 107 - len("/01234567-89ab-cdef-0123-456789abcdef")
 """Maximum length of the folder's path: a socket address has at most 107 characters (unix(7)), and
 vLLM appends a UUID."""
 
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _locked_folders: list[int] = []
 """Descriptors of folders that are locked until this process ends."""
 
@@ -61,7 +62,12 @@ def prepare_scratch(environ: MutableMapping[str, str] = os.environ) -> None:
 def _prepare(parent: Path, environ: MutableMapping[str, str]) -> None:
     prefix, job = f"dapo-{os.geteuid()}", environ.get("SLURM_JOB_ID")
     if not environ.keys() >= CACHES.keys():
-        caches = _lock_or_create(parent / (f"{prefix}-{job}" if job else prefix), prefix)
+        caches = parent / (f"{prefix}-{job}" if job else prefix)
+        try:
+            _locked_folders.append(_open(caches))
+        except _Refused as refused:
+            told, caches = f"warning: {caches}: {refused}", _create(parent, prefix)
+            print(f"{told}. Compile caches are in {caches}", file=sys.stderr)
         for variable, name in CACHES.items():
             environ.setdefault(variable, str(caches / name))
     if SOCKETS not in environ:
@@ -114,16 +120,6 @@ def clear_abandoned(parent: Path) -> None:
         _clear(folder)
 
 
-def _lock_or_create(folder: Path, prefix: str) -> Path:
-    try:
-        _locked_folders.append(_open(folder))
-    except _Refused as refused:
-        fallback = _create(folder.parent, prefix)
-        print(f"warning: {folder}: {refused}. Compile caches are in {fallback}", file=sys.stderr)
-        return fallback
-    return folder
-
-
 def _create(parent: Path, prefix: str) -> Path:
     """Create a new folder for this process only. It is deleted when the process ends."""
     while True:
@@ -148,7 +144,7 @@ def _open(folder: Path) -> int:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         try:
-            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            handle = os.open(folder, _FLAGS)
         except FileNotFoundError:  # deleted by another start before it was locked
             continue
         except OSError as error:
@@ -156,10 +152,8 @@ def _open(folder: Path) -> int:
         status = os.fstat(handle)
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             os.close(handle)
-            raise _Refused(
-                f"it belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}, "
-                f"but must belong to user {os.geteuid()} with mode 700"
-            )
+            mode = stat.S_IMODE(status.st_mode)
+            raise _Refused(f"it is not private to you (user {status.st_uid}, mode {mode:o})")
         with suppress(OSError):  # a file system without locks, where `_clear` deletes nothing
             fcntl.flock(handle, fcntl.LOCK_SH)
         if _is_at(handle, folder):
@@ -169,25 +163,19 @@ def _open(folder: Path) -> int:
 
 def _clear(folder: Path) -> None:
     """Delete a folder of this user, and the files FOLDER-..., unless a process has locked it."""
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        if os.fstat(handle).st_uid != os.geteuid():
-            return
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is_at(handle, folder):
-            return
-        for path in folder.parent.glob(f"{folder.name}-*"):
-            status = path.lstat()
-            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-                path.unlink()
-        shutil.rmtree(folder)
-    except OSError:  # locked, a file system without locks, or deleted by another start
-        return
-    finally:
-        os.close(handle)
+    with suppress(OSError):  # a link, locked, without locks, or deleted by another start
+        handle = os.open(folder, _FLAGS)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(handle).st_uid != os.geteuid() or not _is_at(handle, folder):
+                return
+            for path in folder.parent.glob(f"{folder.name}-*"):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                    path.unlink()
+            shutil.rmtree(folder)
+        finally:
+            os.close(handle)
 
 
 def _is_at(handle: int, folder: Path) -> bool:
