@@ -66,8 +66,8 @@ def _prepare(parent: Path, environ: MutableMapping[str, str]) -> None:
         try:
             _locked_folders.append(_open(caches))
         except _Refused as refused:
-            told, caches = f"warning: {caches}: {refused}", _create(parent, prefix)
-            print(f"{told}. Compile caches are in {caches}", file=sys.stderr)
+            warning, caches = f"warning: {caches}: {refused}", _create(parent, prefix)
+            print(f"{warning}. Compile caches are in {caches}", file=sys.stderr)
         for variable, name in CACHES.items():
             environ.setdefault(variable, str(caches / name))
     if SOCKETS not in environ:
