@@ -14,8 +14,10 @@ import resource
 import select
 import shutil
 import signal
+import site
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -180,7 +182,10 @@ def _environment() -> dict[str, str]:
     inherited = {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
     # Libraries start a thread per core by default, but tasks are limited.
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return {"PATH": "/usr/bin:/bin", "HOME": FOLDER, "LANG": "C.UTF-8", **threads, **inherited}
+    # The virtual environment's own interpreter would run .pth files at each start.
+    packages = os.pathsep.join(site.getsitepackages())
+    fixed = {"PATH": "/usr/bin:/bin", "HOME": FOLDER, "LANG": "C.UTF-8", "PYTHONPATH": packages}
+    return {**fixed, **threads, **inherited}
 
 
 def _memory_file(files: ExitStack, content: bytes) -> int:
@@ -223,7 +228,7 @@ def _command(passed: dict[str, int], cpu_seconds: int, max_file_bytes: int) -> I
     }.items():
         _, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
         yield f"--{name}={value if hard == resource.RLIM_INFINITY else min(value, hard)}"
-    yield from ("--", sys.executable, _PROGRAM)
+    yield from ("--", os.path.realpath(sys.executable), _PROGRAM)
 
 
 @functools.cache
@@ -251,6 +256,10 @@ def _mounts() -> tuple[str, ...]:
             options += ["--symlink", os.readlink(path), str(path)]
         else:
             options += ["--ro-bind", str(path), str(path)]
+    # The packages of the interpreter below a virtual environment are not the run's.
+    below = sysconfig.get_path("purelib", vars={"base": sys.base_prefix})
+    if below not in site.getsitepackages() and os.path.isdir(below):
+        options += ["--size", "4096", "--tmpfs", below]
     for name in ("null", "zero", "full", "random", "urandom"):
         options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     return tuple(options)
