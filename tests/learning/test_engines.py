@@ -311,7 +311,7 @@ def test_a_stopped_trainer_ends_the_run_and_is_named(tmp_path: Path, ids: Path) 
         os.kill(pulse["pid"], signal.SIGCONT)
         code, out = running.wait(200), running.stdout + running.stderr
     assert code == 1, out
-    assert "error: hung: rank 0 (" in out
+    assert "noticed by rank 0: no sign of life for 15 s" in out
     wait_for_the_end(ids)
 
 
