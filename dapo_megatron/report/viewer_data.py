@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dapo_megatron.report.token_text import TokenPieces
@@ -57,7 +58,7 @@ def _completion(
         "correct": None if grade is None else grade.correct,
         "answer": "" if grade is None else _shown(grade.pred),
         "num_tokens": num,
-        "logprob": [significant(value, 3) for value in logprobs],
+        "logprob": _rounded(logprobs),
         "entropy": None,
         "gap": None,
         "version": versions,
@@ -67,13 +68,17 @@ def _completion(
         pairs = zip(logprobs, policy_logprobs, strict=False)
         data["gap"] = [significant(engine - own, 3) for engine, own in pairs]
     if entropy is not None and len(entropy) == num:
-        data["entropy"] = [significant(value, 3) for value in entropy]
+        data["entropy"] = _rounded(entropy)
     if pieces is None:
         data["text"] = _shown(completion.text, _MAX_TEXT)
     else:
         tokens = zip(completion.tokens, pieces.split(completion.tokens), strict=True)
         data["tokens"] = [indices.setdefault(token, len(indices)) for token in tokens]
     return data
+
+
+def _rounded(values: Iterable[float]) -> list[float | None]:
+    return [round(value, 3) if math.isfinite(value) else None for value in values]
 
 
 def _shown(text: str, max_length: int = MAX_SHOWN) -> str:

@@ -95,7 +95,7 @@ def test_the_viewer_shows_the_recorded_tokens(recorded: Path, watched: Watched) 
     assert "".join(viewer.locator(".t:not(.v-special)").all_inner_texts()) == made.text
     expect(viewer.locator(".v-text pre").first).to_have_text(recorded_group.group.prompt.text)
     page.keyboard.press("ArrowRight")
-    value = f"{made.logprobs[0]:.3g}".replace("-", "\u2212")
+    value = str(round(made.logprobs[0], 3)).replace("-", "\u2212")
     expect(viewer.locator(".v-detail")).to_contain_text(f"log-prob {value}")
     depths = "tokens => tokens.map(token => token.style.getPropertyValue('--depth'))"
     by_logprob = viewer.locator(".t").evaluate_all(depths)
