@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -322,9 +322,11 @@ def _in_order(tensors: Sequence[_Tensor]) -> list[_Tensor]:
     different expert ranks are interleaved for the same reason.
     """
     stages: dict[frozenset[int], list[_Tensor]] = {}
-    for layer in _groups(tensors, lambda tensor: (_LAYER.match(tensor.name) or [tensor.name])[0]):
-        holders = frozenset(number for tensor in layer for number, _ in tensor.held)
-        streams = _groups(layer, lambda tensor: tuple(number for number, _ in tensor.held))
+    names = [(_LAYER.match(tensor.name) or [tensor.name])[0] for tensor in tensors]
+    for layer in _groups(tensors, names):
+        of_each = [tuple(number for number, _ in tensor.held) for tensor in layer]
+        holders = frozenset(number for numbers in of_each for number in numbers)
+        streams = _groups(layer, of_each)
         stages.setdefault(holders, []).extend(_interleave(streams))
     for number, stage in enumerate(stages.values()):
         for tensor in stage:
@@ -332,10 +334,11 @@ def _in_order(tensors: Sequence[_Tensor]) -> list[_Tensor]:
     return _interleave(list(stages.values()))
 
 
-def _groups(tensors: Iterable[_Tensor], key: Callable[[_Tensor], Hashable]) -> list[list[_Tensor]]:
+def _groups(tensors: Iterable[_Tensor], keys: Iterable[Hashable]) -> list[list[_Tensor]]:
+    """Return the tensors with equal keys as lists, in the order of their first ones."""
     groups: dict[Hashable, list[_Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(key(tensor), []).append(tensor)
+    for tensor, key in zip(tensors, keys, strict=True):
+        groups.setdefault(key, []).append(tensor)
     return list(groups.values())
 
 

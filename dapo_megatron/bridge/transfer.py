@@ -7,9 +7,9 @@ then complete. Memory use is the buffers of one round and the tensor that is put
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ ALIGNMENT_BYTES = 16
 """Alignment of boxes in a buffer: a multiple of the size of any dtype."""
 
 _Key = tuple[str, Region]
-_Named = TypeVar("_Named", TensorSlice, Shard)
 
 
 class Transfer:
@@ -49,8 +48,12 @@ class Transfer:
     ) -> None:
         """`group` is the process group for tensors on `device`; None for the default group."""
         self._device, self._group = device, group
-        held = _by_name(shards, lambda shard: shard.tensor_slice.name)
-        tensor_slices = _by_name(wanted, lambda tensor_slice: tensor_slice.name)
+        held: dict[str, list[Shard]] = {}
+        for shard in shards:
+            held.setdefault(shard.tensor_slice.name, []).append(shard)
+        tensor_slices: dict[str, list[TensorSlice]] = {}
+        for tensor_slice in wanted:
+            tensor_slices.setdefault(tensor_slice.name, []).append(tensor_slice)
         self._rounds = []
         island = plan.island_of(rank)
         number = island.index(rank)
@@ -136,36 +139,21 @@ def gather_slices(exchange: Exchange, tensor_slices: Sequence[TensorSlice]) -> R
 
 
 def gather_whole(
-    shards: Sequence[Shard],
-    exchange: Exchange,
-    device: torch.device,
-    *,
-    on: Sequence[int] | None = None,
-    deal: bool = False,
+    shards: Sequence[Shard], exchange: Exchange, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every HF tensor, complete, on the ranks `on` (None: all ranks), from all ranks' shards.
+    """Yield every HF tensor, complete, on all ranks, from all ranks' shards.
 
-    Collective: all ranks iterate to the end. Ranks not in `on` get nothing. With `deal`, each
-    tensor goes to only one rank of `on`, and the bytes are divided evenly among them, for a
-    parallel export. Raises SyncError naming a tensor of which no rank holds some part.
+    Collective: all ranks iterate to the end. Raises SyncError naming a tensor of which no rank
+    holds some part.
     """
     held = gather_slices(exchange, [shard.tensor_slice for shard in shards])
-    targets = range(len(held)) if on is None else on
-    wanted: list[list[TensorSlice]] = [[] for _ in held]
-    nbytes = dict.fromkeys(targets, 0)
-    for part in {
-        tensor_slice.name: tensor_slice
-        for tensor_slices in held.lists
-        for tensor_slice in tensor_slices
-    }.values():
-        tensor_slice = TensorSlice(
-            part.name, part.global_shape, part.dtype, whole(part.global_shape)
-        )
-        for rank in [min(targets, key=nbytes.__getitem__)] if deal else targets:
-            wanted[rank].append(tensor_slice)
-            nbytes[rank] += tensor_slice.nbytes
-    plan = make_plan(held, wanted)
-    for name, regions in Transfer(plan, shards, wanted[exchange.rank], exchange.rank, device):
+    parts = {part.name: part for tensor_slices in held.lists for part in tensor_slices}
+    wanted = [
+        TensorSlice(name, part.global_shape, part.dtype, whole(part.global_shape))
+        for name, part in parts.items()
+    ]
+    plan = make_plan(held, [wanted] * len(held))
+    for name, regions in Transfer(plan, shards, wanted, exchange.rank, device):
         for _, tensor in regions:
             yield name, tensor
 
@@ -241,12 +229,3 @@ def _holder(name: str, held: Sequence[Shard], box: Region) -> Shard:
         if shard.tensor_slice.region.intersect(box) == box:
             return shard
     raise SyncError(f"{name}{box}: this rank does not hold it, although the plan says so")
-
-
-def _by_name(
-    tensor_slices: Iterable[_Named], name: Callable[[_Named], str]
-) -> dict[str, list[_Named]]:
-    by_name: dict[str, list[_Named]] = {}
-    for tensor_slice in tensor_slices:
-        by_name.setdefault(name(tensor_slice), []).append(tensor_slice)
-    return by_name

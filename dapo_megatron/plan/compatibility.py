@@ -189,6 +189,12 @@ def _of_fp8(run: RunFacts, fp8: Fp8Config) -> Iterator[Rule]:
         f"use another policy.fp8.recipe, or set {none}",
     )
     yield (
+        run.config.loss.old_logprobs == "engine" and fp8.recipe == "delayed",
+        "policy.fp8.recipe, loss.old_logprobs: the first delayed scales come from the pass for old "
+        "log-probs, which engine does not make; set policy.fp8.recipe current or blockwise, or "
+        "loss.old_logprobs policy",
+    )
+    yield (
         fp8.parameters and fp8.recipe == "delayed",
         "policy.fp8.parameters, policy.fp8.recipe: weights are loaded from the checkpoint before "
         "there is a delayed scale to quantize them with; set policy.fp8.recipe current or "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass
 from itertools import pairwise
@@ -142,49 +141,6 @@ def test_randomly_sliced_weights_arrive_bitwise_exact() -> None:
             <= receiver["nbytes"]
             <= receiver["planned"] + 15 * receiver["moves"]
         )
-
-
-def gather(rank: int) -> dict[str, list[str]]:
-    """Gather whole tensors on all ranks, on one, on two, and dealt to two. Return the names of the
-    tensors that are correct on this rank."""
-    layout = random_layout(seed=1)
-    shards = make_shards(layout.held[rank])
-    fill(shards, 1)
-    tensor_slices = {
-        tensor_slice.name: tensor_slice
-        for tensor_slices in layout.held
-        for tensor_slice in tensor_slices
-    }
-    correct = {}
-    for case, options in {
-        "all": {},
-        "first": {"on": [0]},
-        "two": {"on": [0, 3]},
-        "dealt": {"on": [1, 3], "deal": True},
-    }.items():
-        tensors = gather_whole(shards, Ranks(rank, NUM_RANKS, rank), CPU, **options)  # type: ignore[arg-type]
-        correct[case] = [
-            name for name, tensor in tensors if same_bits(tensor, contents(tensor_slices[name], 1))
-        ]
-    return correct
-
-
-def test_gather_whole_gives_every_tensor_to_the_requested_ranks() -> None:
-    ranks = run_ranks(gather, NUM_RANKS)
-    nbytes = {
-        tensor_slice.name: math.prod(tensor_slice.global_shape) * tensor_slice.dtype.itemsize
-        for tensor_slice in random_layout(seed=1).held[0]
-    }
-    names = sorted(nbytes)
-    assert len(names) == 40
-    assert [sorted(by_case["all"]) for by_case in ranks] == [names] * 4
-    assert [sorted(by_case["first"]) for by_case in ranks] == [names, [], [], []]
-    assert [sorted(by_case["two"]) for by_case in ranks] == [names, [], [], names]
-    dealt = [by_case["dealt"] for by_case in ranks]
-    assert dealt[0] == dealt[2] == []
-    assert sorted(dealt[1] + dealt[3]) == names
-    shares = [sum(map(nbytes.__getitem__, dealt[rank])) for rank in (1, 3)]
-    assert abs(shares[0] - shares[1]) <= max(nbytes.values())
 
 
 def test_one_process_needs_no_process_group() -> None:

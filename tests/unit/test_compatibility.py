@@ -58,6 +58,12 @@ CASES: list[tuple[Any, Machine | None, str, str]] = [
     (QWEN3, None, f"{fp8('blockwise')} {BF16} policy.tensor_parallel=64", "policy.tensor_parallel: "
      "FP8 matmuls need dimensions of a rank that are multiples of 128, unlike query columns 64, "),
     (QWEN3, None, f"{fp8('delayed', ', parameters: true')} {BF16}", "policy.fp8.parameters, pol"),
+    (
+        QWEN3,
+        None,
+        f"{fp8('delayed')} {BF16} loss.old_logprobs=engine loss.tis_cap=null",
+        "policy.fp8.recipe, loss.old_logprobs: the first delayed scales",
+    ),
     (QWEN3, None, f"{fp8('current', ', parameters: true')} {BF16} {ON_HOST}", "only in FP8; set"),
     (QWEN3, None, f"{fp8('delayed')} {BF16}", "policy.fp8.recipe: warned: delayed scales change"),
     (QWEN3, None, f"{TRITON} {FP64}", "policy.logprob_head, policy.precision: the Triton kernels"),
