@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 
@@ -324,10 +324,8 @@ def _in_order(tensors: Sequence[_Tensor]) -> list[_Tensor]:
     stages: dict[frozenset[int], list[_Tensor]] = {}
     names = [(_LAYER.match(tensor.name) or [tensor.name])[0] for tensor in tensors]
     for layer in _groups(tensors, names):
-        of_each = [tuple(number for number, _ in tensor.held) for tensor in layer]
-        holders = frozenset(number for numbers in of_each for number in numbers)
-        streams = _groups(layer, of_each)
-        stages.setdefault(holders, []).extend(_interleave(streams))
+        lists = [tuple(number for number, _ in tensor.held) for tensor in layer]
+        stages.setdefault(frozenset(chain(*lists)), []).extend(_interleave(_groups(layer, lists)))
     for number, stage in enumerate(stages.values()):
         for tensor in stage:
             tensor.stage = number
@@ -335,7 +333,6 @@ def _in_order(tensors: Sequence[_Tensor]) -> list[_Tensor]:
 
 
 def _groups(tensors: Iterable[_Tensor], keys: Iterable[Hashable]) -> list[list[_Tensor]]:
-    """Return the tensors with equal keys as lists, in the order of their first ones."""
     groups: dict[Hashable, list[_Tensor]] = {}
     for tensor, key in zip(tensors, keys, strict=True):
         groups.setdefault(key, []).append(tensor)

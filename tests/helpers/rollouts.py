@@ -58,12 +58,14 @@ def with_random_tokens(completion: Completion, rng: random.Random) -> Completion
     )
 
 
-def longer(segments: tuple[Segment, ...], num_tokens: int, version: int) -> tuple[Segment, ...]:
-    """Return the segments with more tokens, sampled by weights of `version`."""
+def longer(
+    segments: tuple[Segment, ...], num_tokens: int, version: int, engine: int = 0
+) -> tuple[Segment, ...]:
+    """Return the segments with more tokens, sampled by weights of `version` in `engine`."""
     *older, last = segments or (Segment(version, 0),)
     if last.version == version:
-        return (*older, Segment(version, last.num_tokens + num_tokens))
-    return (*older, last, Segment(version, num_tokens))
+        return (*older, Segment(version, last.num_tokens + num_tokens, engine))
+    return (*older, last, Segment(version, num_tokens, engine))
 
 
 Key = tuple[int, int]
@@ -184,17 +186,17 @@ class ScriptedDriver:
         self.requests.append(group)
 
     def _move_on_and_count(self, replica: int) -> None:
-        finished = self._move_on(self._running[replica])
+        finished = self._move_on(replica)
         self._num_sampled[replica] += len(finished)
         self._to_grade[replica] |= {(ticket, each.sample): each for ticket, each in finished}
 
-    def _move_on(self, running: dict[Key, tuple[Segment, ...]]) -> list[tuple[int, Completion]]:
-        finished = []
+    def _move_on(self, replica: int) -> list[tuple[int, Completion]]:
+        finished, running = [], self._running[replica]
         for key, segments in list(running.items()):
             num_tokens = sum(segment.num_tokens for segment in segments)
             more = min(self.rng.randint(0, 2), self.length(*key) - num_tokens)
             if more:
-                segments = running[key] = longer(segments, more, self.version)
+                segments = running[key] = longer(segments, more, self.version, replica)
             if num_tokens + more == self.length(*key):
                 self.reported[key] = running.pop(key)
                 finish = Finish.LENGTH if num_tokens + more >= MAX_TOKENS else Finish.STOP

@@ -94,12 +94,12 @@ def test_a_running_group_is_overtaken_for_at_most_max_overtake_steps() -> None:
     without_progress = {0, 1}  # versions in which the slow group gets no token
 
     class Stubborn(ScriptedDriver):
-        def _move_on(self, replica: Any) -> Any:
-            held_back = {}
+        def _move_on(self, replica: int) -> Any:
+            held_back, running = {}, self._running[replica]
             if self.version in without_progress:
-                held_back = {key: replica.pop(key) for key in list(replica) if key[0] == slow}
+                held_back = {key: running.pop(key) for key in list(running) if key[0] == slow}
             finished = super()._move_on(replica)
-            replica.update(held_back)
+            running.update(held_back)
             return finished
 
     driver = Stubborn(mixed_every(1))
