@@ -10,7 +10,6 @@ import json
 import math
 import random
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,6 @@ import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models
 
-from dapo_megatron.cluster.heartbeat import Heartbeat, RankState, write_heartbeat
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.files import write_json
 from dapo_megatron.tracking.rollout_writer import RolloutWriter
@@ -79,10 +77,6 @@ class MadeRun:
     inspected_groups: int = 4
     hostile: bool = False
     """Whether texts and names try to run as HTML or JavaScript."""
-    crashed: bool = False
-    """Whether the run was killed in the middle of a line of metrics.jsonl."""
-    alive: bool = False
-    """Whether the run is still running: a rank has a recent heartbeat."""
     name: str = "made"
     seed: int = 0
 
@@ -374,14 +368,6 @@ class _Writer:
 
     def _ends(self) -> None:
         run, last = self.run, self.run.num_steps
-        state = RankState.RUNNING if run.crashed or run.alive else RankState.ENDED
-        now = time.time() + 60 if run.alive else BEGIN + 25 * last  # alive for another minute
-        write_heartbeat(
-            self.folder,
-            Heartbeat(
-                0, 1, ATTEMPT, "n0", 1, state, now, "update", last, 900.0, 0.1, "micro-batch 3"
-            ),
-        )
         line = json.dumps({"attempt": ATTEMPT, "job": None, "step": 0, "time": BEGIN})
         (self.folder / "attempts.jsonl").write_text(line + "\n", encoding="utf-8")
         phases = {"generate": 1.4, "logprobs": 1.6, "update": 2.2, "sync": 1.9}
@@ -394,11 +380,6 @@ class _Writer:
             self.folder / "provenance.json",
             {"facts": facts, "tags": tags, "devices": "CPU", "num_processes": 1},
         )
-        if run.crashed:
-            with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(f'{{"step": {last + 1}, "groups/iss')
-        if run.crashed or run.alive:
-            return
         before, after = self._evaluation(0), self._evaluation(last)
         avg = f"eval/{self.set_name}/avg@4"
         write_json(
