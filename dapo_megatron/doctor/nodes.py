@@ -1,9 +1,8 @@
 """`doctor nodes`: each node checks itself, then all ranks exchange data; bad nodes are named.
 
 Before each check, a node writes into its file that it did not get beyond it. A node that hangs or
-dies in a check of its own therefore counts as bad, and one that waits for others does not. Nothing
-says which node slows down an exchange of all ranks; `preflight.command` can ask the cluster's own
-tool.
+dies in a check of its own therefore counts as bad, and one that waits for others does not. Which
+node slows down an exchange of all ranks, only the cluster's tool can tell (`preflight.command`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from statistics import median_low
@@ -29,14 +28,9 @@ from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.versions import versions
 from dapo_megatron.config import Config, PreflightConfig
 from dapo_megatron.config.file import dump_config
+from dapo_megatron.doctor import machine
 from dapo_megatron.doctor.check_result import Check, Status, table, to_dict, worst
-from dapo_megatron.doctor.machine import (
-    EXCLUDE,
-    check_compiler,
-    check_gpus,
-    check_space,
-    run_command,
-)
+from dapo_megatron.doctor.machine import EXCLUDE
 from dapo_megatron.files import write_result, write_text
 from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.policy import device
@@ -74,7 +68,7 @@ class Findings:
             "good": self.is_good,
             "bad": self.bad,
             "nodes": {node: to_dict(checks) for node, checks in self.nodes.items()},
-            "whole": [asdict(check) for check in self.whole],
+            "whole": to_dict(self.whole),
             "gbps": self.gbps,
         }
         return json.dumps(body, indent=2) + "\n"
@@ -119,19 +113,19 @@ def check_node(config: Config, file: Path) -> list[Check]:
     }
     for name, (folder, least_gib) in folders.items():
         _begin(file, name, checks)
-        checks.append(check_space(Path(folder), least_gib, name))
+        checks.append(machine.check_space(Path(folder), least_gib, name))
     _begin(file, "GPUs", checks)
     num_tasks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.has_cuda() else 0
-    checks += check_gpus(num_tasks, settings.check_seconds)
+    checks += machine.check_gpus(num_tasks, settings.check_seconds)
     if settings.command is not None:
         _begin(file, "preflight.command", checks)
-        code, output = run_command(["bash", "-c", settings.command], settings.check_seconds)
+        code, output = machine.run_command(["bash", "-c", settings.command], settings.check_seconds)
         text = f"exit code {code}: {output[-300:]}"
-        status = Status.FAIL if code else Status.OK
-        checks.append(Check("preflight.command", status, text, EXCLUDE if code else ""))
+        verdict = (Status.FAIL, text, EXCLUDE) if code else (Status.OK, text)
+        checks.append(Check("preflight.command", *verdict))
     _begin(file, "C compiler", checks)
     if device.has_cuda():
-        checks.append(check_compiler())
+        checks.append(machine.check_compiler())
     _write(file, checks)
     return checks
 
@@ -152,9 +146,8 @@ def _write(file: Path, checks: Sequence[Check]) -> None:
 def check_together(config: Config, ranks: Ranks, node: str, checks: list[Check]) -> Findings:
     """Compare all nodes, and exchange data. `checks` are those of `node`, on its first rank.
     Collective; returns the same findings on every rank."""
-    digest = sha256(dump_config(config).encode()).hexdigest()[:16]
-    facts = {**versions(), "commit": commit() or "none", "config": digest}
-    facts["backend"] = device.backend()
+    facts = {**versions(), "commit": commit() or "none", "backend": device.backend()}
+    facts["config"] = sha256(dump_config(config).encode()).hexdigest()[:16]
     facts |= {check.name: check.finding for check in checks if check.name == "GPUs"}
     ranks.barrier()
     state = (node, ranks.local_rank == 0, checks, facts, time.time())
@@ -247,8 +240,8 @@ def measure(ranks: Ranks, backend: str) -> dict[str, float]:
 
 def _judge_bandwidth(settings: PreflightConfig, findings: Findings) -> None:
     for name, gbps in findings.gbps.items():
-        floor = getattr(settings, f"min_gbps_{name}")
-        if floor is not None and gbps < floor:
+        floor = getattr(settings, f"min_gbps_{name}") or 0.0
+        if gbps < floor:
             text = f"{gbps:.2f} GB/s per GPU over all nodes; {floor:g} are required"
             remedy = f"test the links with the cluster's tool, or lower preflight.min_gbps_{name}"
             findings.whole.append(Check(name, Status.FAIL, text, remedy))
