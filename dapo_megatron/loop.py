@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from dapo_megatron.algo import correction, kl
 from dapo_megatron.algo.mismatch import GapStatistics, check_gaps, gap_statistics, merge
@@ -23,7 +24,7 @@ from dapo_megatron.data.batch import (
     response_tokens,
     split,
 )
-from dapo_megatron.protocols import Parts
+from dapo_megatron.protocols import Collector, Evaluations, LossFn, Policy, Recorder, Sync
 from dapo_megatron.rollout import metrics as step_metrics
 from dapo_megatron.types import (
     DapoError,
@@ -39,6 +40,31 @@ from dapo_megatron.types import (
     TooFewEnginesError,
     TrainingSequence,
 )
+
+if TYPE_CHECKING:
+    from dapo_megatron.checkpoints.saver import CheckpointSaver
+    from dapo_megatron.cluster.instruments import StepInstruments
+    from dapo_megatron.cluster.stop import Stop
+    from dapo_megatron.data.owners import DataParallelRanks
+    from dapo_megatron.rollout.engines import SamplingAhead
+
+
+@dataclass
+class Parts:
+    """The objects that the loop works with."""
+
+    policy: Policy
+    sync: Sync
+    loss: LossFn
+    data_parallel: DataParallelRanks
+    collector: Collector
+    evaluator: Evaluations
+    recorder: Recorder
+    checkpoints: CheckpointSaver
+    instruments: StepInstruments
+    stop: Stop
+    ahead: SamplingAhead | None = None
+    """Sampling for the next step while the policy trains, if engines have GPUs of their own."""
 
 
 @dataclass

@@ -7,8 +7,6 @@ otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -82,39 +80,6 @@ class Exchange(Protocol):
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        ...
-
-
-class DataParallel(Protocol):
-    """Which sequences each rank trains on; see data/owners.py."""
-
-    @property
-    def index(self) -> int:
-        """Data-parallel index of this rank."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Number of data-parallel indices."""
-        ...
-
-    @property
-    def indices(self) -> Sequence[int]:
-        """Data-parallel index of each rank."""
-        ...
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first rank of its index."""
-        ...
-
-    def owners(self, sequences: Sequence[TrainingSequence]) -> list[int]:
-        """Return the data-parallel index that trains on each sequence of a step. Not collective."""
-        ...
-
-    def all_gather(self, value: T, of: object) -> list[T]:
-        """Return the value of each data-parallel index, that of its first rank. `of` is the type of
-        the values. Collective."""
         ...
 
 
@@ -257,24 +222,6 @@ class Engines(Protocol):
         ...
 
 
-class Instruments(Protocol):
-    """Timers and meters of a step's phases; see cluster/instruments.py."""
-
-    def begin(self, step: int) -> None:
-        """Start a rollout step. Not collective."""
-        ...
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure the code in the `with` block as phase `name`, a key of config.watchdog. Not
-        collective."""
-        ...
-
-    def metrics(self, num_tokens: int) -> dict[str, float]:
-        """Return time/*, memory/* and throughput/* of the step. `num_tokens` is the number of
-        tokens that it trained on."""
-        ...
-
-
 class Tracker(Protocol):
     """Destination of a run's metrics. Only rank 0 has a real one."""
 
@@ -300,7 +247,7 @@ class Recorder(Protocol):
         step: int,
         diagnostics: Iterable[SequenceDiagnostics],
         sequences: Sequence[TrainingSequence],
-        data_parallel: DataParallel,
+        data_parallel: Any,
     ) -> None: ...
     def groups(self, done: int) -> None: ...
 
@@ -345,61 +292,3 @@ class Evaluations(Protocol):
 
     def due(self, step: int, last: int) -> bool: ...
     def run(self, version: int) -> dict[str, float]: ...
-
-
-class Checkpoints(Protocol):
-    """Saves checkpoints in the background; see checkpoints/."""
-
-    def due(self, step: int) -> bool: ...
-    def stage(self) -> None:
-        """Take a snapshot of the policy for the next `commit`."""
-        ...
-
-    def commit(
-        self, step: int, state: Mapping[str, Any], parts: Sequence[Snapshot] = ()
-    ) -> Callable[[], None]:
-        """Return a function that writes and publishes the snapshot of the policy, `state` and this
-        rank's other `parts` in the background."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until nothing is being written. Raises CheckpointError if the last save failed."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until nothing is being written, also if the last save failed. Not collective."""
-        ...
-
-
-class StopRequests(Protocol):
-    """Signals that ask a run to stop; see cluster/stop.py."""
-
-    def check(self) -> None:
-        """Raise Stopped on all ranks if one of them got a signal."""
-        ...
-
-
-class Ahead(Protocol):
-    """Sampling ahead; see rollout/engines.py."""
-
-    def sampling(self, version: int) -> AbstractContextManager[None]:
-        """Let engines sample with weights `version` for the next step during the block."""
-        ...
-
-
-@dataclass
-class Parts:
-    """The objects that the loop works with, behind their interfaces."""
-
-    policy: Policy
-    sync: Sync
-    loss: LossFn
-    data_parallel: DataParallel
-    collector: Collector
-    evaluator: Evaluations
-    recorder: Recorder
-    checkpoints: Checkpoints
-    instruments: Instruments
-    stop: StopRequests
-    ahead: Ahead | None = None
-    """Sampling for the next step while the policy trains, if engines have GPUs of their own."""

@@ -46,7 +46,7 @@ class _Job:
 
 @dataclass
 class CheckpointSaver:
-    """Implementation of protocols.Checkpoints. All ranks call every method."""
+    """Saves checkpoints in the background. All ranks call every method."""
 
     config: Config
     folder: Path

@@ -47,7 +47,7 @@ def _owners(
 
 @dataclass(frozen=True, slots=True)
 class DataParallelRanks:
-    """Implementation of protocols.DataParallel. `join` creates it.
+    """The data-parallel indices of all ranks. `join` creates it.
 
     exchange     between all ranks
     indices      data-parallel index of each rank

@@ -22,9 +22,10 @@ from dapo_megatron.config import (
 from dapo_megatron.data.owners import DataParallelRanks
 from dapo_megatron.data.prompts import PromptStream, load_source
 from dapo_megatron.data.tokenizer import load_tokenizer
+from dapo_megatron.loop import Parts
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.estimate import save_estimate
-from dapo_megatron.protocols import Parts, Policy
+from dapo_megatron.protocols import Policy
 from dapo_megatron.rewards.pool import try_graders
 from dapo_megatron.rollout.collector import EngineCollector
 from dapo_megatron.rollout.coordinator import Coordinator

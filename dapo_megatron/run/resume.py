@@ -9,8 +9,7 @@ from typing import Any
 
 from dapo_megatron.checkpoints.folder import LAST_READER, read_state, restoring, step_of
 from dapo_megatron.config import Config, EvaluationConfig
-from dapo_megatron.loop import Progress
-from dapo_megatron.protocols import Parts
+from dapo_megatron.loop import Parts, Progress
 from dapo_megatron.rollout import record
 from dapo_megatron.run.context import RunContext
 from dapo_megatron.run.folder import RunFolder

@@ -26,7 +26,7 @@ from dapo_megatron.types import DapoError, Phase, Stopped
 
 if TYPE_CHECKING:
     from dapo_megatron.cluster.instruments import StepInstruments
-    from dapo_megatron.protocols import Parts
+    from dapo_megatron.loop import Parts
     from dapo_megatron.rollout.engines import Engines
     from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
 

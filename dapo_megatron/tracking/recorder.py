@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dapo_megatron.data.owners import DataParallelRanks
 from dapo_megatron.files import write_json
 from dapo_megatron.model import Architecture
 from dapo_megatron.model.flops import model_flops
-from dapo_megatron.protocols import DataParallel, Tracker
+from dapo_megatron.protocols import Tracker
 from dapo_megatron.rollout.record import StepRecord
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_tracker import MlflowTracker
@@ -75,7 +76,7 @@ class RolloutRecorder:
         step: int,
         diagnostics: Iterable[SequenceDiagnostics],
         sequences: Sequence[TrainingSequence],
-        data_parallel: DataParallel,
+        data_parallel: DataParallelRanks,
     ) -> None:
         """Write the policy's values of the sequences that this data-parallel index trains on, on
         its first rank. `sequences` are those of all."""

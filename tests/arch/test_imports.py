@@ -72,11 +72,12 @@ ROOMS = {
         f"{LOW} config algo data rewards cluster engine bridge checkpoints",
         "torch numpy pandas pyarrow zmq",
     ),
-    "loop": room("types protocols config algo data rollout"),
+    # checkpoints and cluster for annotations only.
+    "loop": room("types protocols config algo data rollout checkpoints cluster"),
     # rollout for the file format of a group, checkpoints for the names of their folders, model for
     # FLOPs, torch for the name of the GPU.
     "tracking": room(
-        f"{LOW} literal_console config model cluster checkpoints rollout",
+        f"{LOW} literal_console config model data cluster checkpoints rollout",
         "mlflow rich torch numpy pyarrow",
     ),
     "doctor": room(
