@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -80,27 +81,20 @@ class Engines:
     def run(self, task: Callable[[Pool], T], of: object) -> T:
         """Run `task` on rank 0 while the other ranks wait. Return its result, of type `of`, on
         every rank. Collective. A DapoError of `task` is raised on every rank."""
+        outcome: T | None = None
+        error: DapoError | None = None
         if self.pool is None:
             while not self._meet(is_over=False):
                 pass
-            result = on_rank0(self.exchange, _nowhere)
         else:
             self.pool.on_second = partial(self._meet, is_over=False)
-            outcome: T | None = None
-            error: DapoError | None = None
             try:
                 outcome = task(self.pool)
             except DapoError as raised:
                 error = raised
             self.pool.on_second = None
             self._meet(is_over=True)
-
-            def end() -> T:
-                if error is not None:
-                    raise error
-                return cast(T, outcome)
-
-            result = on_rank0(self.exchange, end)
+        result = on_rank0(self.exchange, _outcome, outcome, error)
         return cast(T, self.exchange.broadcast(result, of))
 
     def _meet(self, *, is_over: bool) -> bool:
@@ -278,35 +272,28 @@ class SamplingAhead:
     def sampling(self, version: int) -> Iterator[None]:
         """Sample with weights `version` during this block. Collective. An error of the coordinator
         is raised on all ranks at the end."""
-        is_over = threading.Event()
-        failures: list[Exception] = []
-
-        def sample(coordinator: Coordinator) -> None:
+        is_over, future = threading.Event(), None
+        with ThreadPoolExecutor(1) as thread:
+            if self.coordinator is not None and not self.repeated:
+                future = thread.submit(self._sample, self.coordinator, version, is_over)
             try:
-                with self.timeline.serving():
-                    coordinator.sample_ahead(version, is_over.is_set)
-            except EnginesLost:
-                pass  # the next sync waits for engines
-            except Exception as error:  # noqa: BLE001 - raised in the thread of the loop
-                failures.append(error)
+                yield
+            finally:
+                is_over.set()
+        on_rank0(self.engines.exchange, _raise_error, future)
 
-        thread = None
-        if self.coordinator is not None and not self.repeated:
-            thread = threading.Thread(target=sample, args=(self.coordinator,), daemon=True)
-            thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            if thread is not None:
-                thread.join()
-
-        def end() -> None:
-            for error in failures:
-                raise error
-
-        on_rank0(self.engines.exchange, end)
+    def _sample(self, coordinator: Coordinator, version: int, is_over: threading.Event) -> None:
+        with self.timeline.serving(), suppress(EnginesLost):  # the next sync waits for engines
+            coordinator.sample_ahead(version, is_over.is_set)
 
 
-def _nowhere() -> Any:
-    raise AssertionError("runs on rank 0 only")
+def _raise_error(future: Future[None] | None) -> None:
+    if future is not None:
+        future.result()
+
+
+def _outcome(value: T, error: Exception | None) -> T:
+    """Return a value, or raise the error that there is instead."""
+    if error is not None:
+        raise error
+    return value

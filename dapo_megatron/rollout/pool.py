@@ -14,12 +14,13 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
 from dapo_megatron.cluster.collectives import ErrorRecord, decode, encode
 from dapo_megatron.cluster.curve import admit_engines, end_watch, watch_connection
+from dapo_megatron.cluster.instruments import TimelineRecorder
 from dapo_megatron.engine.messages import (
     CALLS,
     STEPS,
@@ -32,6 +33,7 @@ from dapo_megatron.engine.messages import (
     Sampling,
     difference,
 )
+from dapo_megatron.protocols import Recorder
 from dapo_megatron.types import EnginesLost, Finish, RankError
 
 logger = logging.getLogger(__name__)
@@ -47,22 +49,6 @@ PING_SECONDS = 0.2
 """Time after the event that a connection has ended, after which sending to its identity fails."""
 WAIT_SECONDS = 1.0
 """Maximum time that `advance` waits for news, and interval of `Pool.on_second`."""
-
-
-class Timeline(Protocol):
-    """See cluster/instruments.py."""
-
-    def change(self, replica: int, num_requests: int) -> None:
-        """Record the current number of requests of a replica."""
-        ...
-
-
-class Notes(Protocol):
-    """See protocols.Recorder."""
-
-    def note(self, text: str) -> None:
-        """Show a line to the user."""
-        ...
 
 
 @dataclass
@@ -114,9 +100,9 @@ class Pool:
         self.stop_signal = ""
         self.on_second: Callable[[], object] | None = None
         """Called every second while rank 0 waits for engines; see engines.py."""
-        self.timeline: Timeline | None = None
+        self.timeline: TimelineRecorder | None = None
         """Gets the number of requests of each replica."""
-        self.recorder: Notes | None = None
+        self.recorder: Recorder | None = None
         """Gets a line about each engine that is lost or refused; None: the log does."""
         self.failure: ErrorRecord | None = None
         """Why the last engine that could not be built failed."""
