@@ -1,6 +1,6 @@
 """One pipeline stage of the policy: weights, gradients and optimizer state on a rank.
 
-Parameters are counted with `layout_of`, the table of what a rank holds. tests/parity/test_meta.py
+Parameters are counted with `layout_of`, the table of what a rank holds. tests/parity/test_families.py
 compares it with Megatron-core's models.
 """
 

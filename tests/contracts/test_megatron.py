@@ -18,86 +18,50 @@ from tests.helpers.models import make_random_model
 from tests.helpers.ranks import run_ranks
 
 C = "megatron.core."
-RANDOM, DISPATCH = f"{C}tensor_parallel.random:", f"{C}transformer.moe.token_dispatcher:"
+DISPATCH = f"{C}transformer.moe.token_dispatcher:"
 LATENT = f"{C}transformer.multi_latent_attention:"
-SPECS, GPT = f"{C}models.gpt.gpt_layer_specs:", f"{C}models.gpt.gpt_model:GPTModel"
-STATE, DDP = f"{C}parallel_state:", f"{C}distributed:DistributedDataParallel"
-OPTIMIZER, CHAINED = f"{C}optimizer:", f"{C}optimizer.optimizer:ChainedOptimizer."
+GPT = f"{C}models.gpt.gpt_model:GPTModel"
+CHAINED = f"{C}optimizer.optimizer:ChainedOptimizer."
 SHARDED = f"{C}optimizer.distrib_optimizer:DistributedOptimizer."
-PIPELINE, MAPPINGS = f"{C}pipeline_parallel.schedules:", f"{C}tensor_parallel.mappings:"
 
 NAMES = {
     # Replaced while Megatron runs without CUDA.
-    RANDOM + "_CUDA_RNG_STATE_TRACKER": "policy/device.py",
-    RANDOM + "_CUDA_RNG_STATE_TRACKER_INITIALIZED": "policy/device.py",
-    RANDOM + "_get_cuda_rng_state": "policy/device.py",
-    RANDOM + "_set_cuda_rng_state": "policy/device.py",
-    DISPATCH + "maybe_move_tensor_to_cpu": "policy/device.py",
-    f"{C}optimizer.clip_grads:multi_tensor_applier": "policy/device.py",
-    f"{C}optimizer.clip_grads:multi_tensor_scale_impl": "policy/device.py",
-    f"{C}optimizer.clip_grads:l2_norm_impl": "policy/device.py",
-    f"{C}optimizer.optimizer:multi_tensor_applier": "policy/device.py",
-    f"{C}optimizer.optimizer:multi_tensor_scale_impl": "policy/device.py",
-    f"{C}utils:local_multi_tensor_applier": "policy/device.py",
-    f"{C}utils:local_multi_tensor_l2_norm": "policy/device.py",
-    f"{C}utils:local_multi_tensor_scale": "policy/device.py",
-    f"{C}transformer.mlp:bias_swiglu_impl": "policy/activation.py",
-    f"{C}transformer.mlp:weighted_bias_swiglu_impl": "policy/activation.py",
-    f"{C}transformer.moe.experts:weighted_bias_swiglu_impl": "policy/activation.py",
-    f"{C}transformer.moe.shared_experts:bias_swiglu_impl": "policy/activation.py",
-    f"{C}transformer.attention:apply_rotary_pos_emb": "policy/rope.py",
-    LATENT + "apply_rotary_pos_emb": "policy/rope.py",
+    "policy/device.py": f"""
+        {C}tensor_parallel.random:_CUDA_RNG_STATE_TRACKER
+        {C}tensor_parallel.random:_CUDA_RNG_STATE_TRACKER_INITIALIZED
+        {C}tensor_parallel.random:_get_cuda_rng_state
+        {C}tensor_parallel.random:_set_cuda_rng_state
+        {C}optimizer.clip_grads:multi_tensor_applier
+        {C}optimizer.clip_grads:multi_tensor_scale_impl
+        {C}optimizer.clip_grads:l2_norm_impl
+        {C}optimizer.optimizer:multi_tensor_applier
+        {C}optimizer.optimizer:multi_tensor_scale_impl
+        {C}utils:local_multi_tensor_applier
+        {C}utils:local_multi_tensor_l2_norm
+        {C}utils:local_multi_tensor_scale""",
+    "policy/activation.py": f"""
+        {C}transformer.mlp:bias_swiglu_impl
+        {C}transformer.mlp:weighted_bias_swiglu_impl
+        {C}transformer.moe.experts:weighted_bias_swiglu_impl
+        {C}transformer.moe.shared_experts:bias_swiglu_impl""",
+    "policy/rope.py": f"""
+        {LATENT}apply_rotary_pos_emb
+        {C}models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb""",
     # Replaced permanently.
-    LATENT + "Linear": "policy/attention.py",
-    LATENT + "HAVE_TE": "policy/attention.py",
-    LATENT + "TELinear": "policy/attention.py",
-    LATENT + "MLASelfAttention": "policy/attention.py",
+    "policy/attention.py": f"""
+        {LATENT}Linear {LATENT}HAVE_TE {LATENT}TELinear {LATENT}MLASelfAttention""",
     # Overridden, or called although not documented.
-    GPT + "._preprocess": "policy/model.py (Decoder)",
-    GPT + "._postprocess": "policy/model.py (Decoder)",
-    f"{C}models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": "policy/rope.py",
-    f"{C}pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes": (
-        "policy/pipeline.py"
-    ),
-    PIPELINE + "get_schedule_table": "policy/pipeline.py",
-    GPT + ".shared_embedding_or_output_weight": "policy/model.py (Decoder)",
-    SHARDED + "_get_model_param_range_map": "policy/optimizer.py",
-    CHAINED + "prepare_grads": "policy/policy.py",
-    CHAINED + "get_grad_norm": "policy/policy.py",
-    CHAINED + "step_with_ready_grads": "policy/policy.py",
-    CHAINED + "param_groups": "policy/policy.py",
-    SHARDED + "get_parameters": "policy/policy.py",
-    DDP + ".zero_grad_buffer": "policy/policy.py",
-    STATE + "destroy_model_parallel": "policy/policy.py",
-    STATE + "model_parallel_is_initialized": "policy/model.py",
-    STATE + "get_expert_data_parallel_group": "policy/communicators.py",
-    STATE + "get_expert_model_parallel_group": "policy/communicators.py",
-    f"{C}tensor_parallel:get_cuda_rng_tracker": "policy/checkpoint.py",
-    f"{C}transformer.spec_utils:ModuleSpec": "policy/model.py",
+    "policy/model.py": f"{GPT}.shared_embedding_or_output_weight",
+    "policy/optimizer.py": f"{SHARDED}_get_model_param_range_map",
+    "policy/policy.py": f"""
+        {CHAINED}prepare_grads {CHAINED}get_grad_norm {CHAINED}step_with_ready_grads
+        {CHAINED}param_groups {SHARDED}get_parameters
+        {C}distributed:DistributedDataParallel.zero_grad_buffer""",
 }
+"""Our file -> private names that it uses. What it imports is read from its source."""
 
 ARGUMENTS = {
-    STATE + "initialize_model_parallel": (
-        "tensor_model_parallel_size pipeline_model_parallel_size "
-        "virtual_pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
-        "expert_tensor_parallel_size",
-        "policy/model.py",
-    ),
-    STATE + "is_pipeline_first_stage": ("ignore_virtual vp_stage", "policy/model.py"),
-    STATE + "is_pipeline_last_stage": ("ignore_virtual vp_stage", "policy/model.py"),
-    SPECS + "get_gpt_layer_local_spec": (
-        "num_experts qk_layernorm multi_latent_attention",
-        "policy/model.py",
-    ),
-    SPECS + "get_gpt_layer_with_transformer_engine_spec": (
-        "num_experts moe_grouped_gemm qk_layernorm",
-        "policy/model.py",
-    ),
-    GPT: (
-        "config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
-        "parallel_output share_embeddings_and_output_weights position_embedding_type vp_stage",
-        "policy/model.py",
-    ),
+    DISPATCH + "maybe_move_tensor_to_cpu": ("tensor as_numpy record_stream", "policy/device.py"),
     GPT + ".forward": (
         "input_ids position_ids attention_mask packed_seq_params padding_mask",
         "policy/step.py",
@@ -112,101 +76,36 @@ ARGUMENTS = {
         "tensor_send_next tensor_send_prev recv_prev recv_next",
         "policy/pipeline.py",
     ),
-    PIPELINE + "get_schedule_table": (
+    f"{C}pipeline_parallel.schedules:get_schedule_table": (
         "num_microbatches num_model_chunks microbatch_group_size_per_vp_stage",
         "policy/pipeline.py",
-    ),
-    f"{C}transformer.transformer_block:TransformerBlockSubmodules": (
-        "layer_specs layer_norm",
-        "policy/model.py",
-    ),
-    f"{C}transformer.transformer_block:get_num_layers_to_build": (
-        "config vp_stage",
-        "policy/model.py",
-    ),
-    f"{C}transformer.transformer_layer:get_transformer_layer_offset": (
-        "config vp_stage",
-        "policy/model.py",
     ),
     f"{C}transformer.moe.moe_layer:MoELayer.forward": (
         "hidden_states intermediate_tensors padding_mask",
         "policy/moe.py",
     ),
-    f"{C}transformer.transformer_config:TransformerConfig": (
-        "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size "
-        "gated_linear_unit activation_func normalization layernorm_epsilon qk_layernorm "
-        "add_bias_linear add_qkv_bias attention_dropout hidden_dropout tensor_model_parallel_size "
-        "sequence_parallel pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
-        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage "
-        "context_parallel_size params_dtype pipeline_dtype bf16 batch_p2p_comm overlap_p2p_comm "
-        "variable_seq_lengths calculate_per_token_loss init_method output_layer_init_method "
-        "embedding_init_method use_cpu_initialization masked_softmax_fusion bias_activation_fusion "
-        "bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion persist_layer_norm "
-        "batch_p2p_sync deallocate_pipeline_outputs "
-        "recompute_granularity recompute_method recompute_num_layers recompute_modules "
-        "moe_token_dispatcher_type num_moe_experts moe_router_topk moe_ffn_hidden_size "
-        "moe_grouped_gemm moe_permute_fusion expert_model_parallel_size "
-        "expert_tensor_parallel_size moe_router_load_balancing_type moe_router_pre_softmax "
-        "moe_layer_freq moe_shared_expert_intermediate_size finalize_model_grads_func",
+    # These are used on a GPU only.
+    f"{C}models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_spec": (
+        "num_experts moe_grouped_gemm qk_layernorm",
         "policy/model.py",
     ),
-    f"{C}transformer.transformer_config:MLATransformerConfig": (
-        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
-        "rotary_scaling_factor mscale_all_dim",
-        "policy/model.py",
-    ),
-    DDP: ("config ddp_config module disable_bucketing", "policy/policy.py"),
-    f"{C}distributed:DistributedDataParallelConfig": (
-        "use_distributed_optimizer grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather "
-        "average_in_collective",
-        "policy/policy.py",
-    ),
-    f"{C}distributed:finalize_model_grads": ("model num_tokens", "policy/step.py"),
-    OPTIMIZER + "OptimizerConfig": (
-        "optimizer lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad bf16 params_dtype "
-        "use_distributed_optimizer",
-        "policy/policy.py",
-    ),
-    OPTIMIZER + "get_megatron_optimizer": (
-        "config model_chunks config_overrides",
-        "policy/policy.py",
-    ),
-    f"{C}optimizer.clip_grads:clip_grad_by_total_norm_fp32": (
-        "parameters max_norm total_norm",
-        "policy/policy.py",
-    ),
-    **{
-        PIPELINE + f"forward_backward_{kind}": (
-            "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size "
-            "forward_only p2p_communicator pg_collection",
-            "policy/step.py",
-        )
-        for kind in (
-            "no_pipelining",
-            "pipelining_without_interleaving",
-            "pipelining_with_interleaving",
-        )
-    },
-    MAPPINGS + "gather_from_sequence_parallel_region": ("group", "policy/attention.py"),
-    f"{C}packed_seq_params:PackedSeqParams": (
-        "qkv_format cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv",
-        "policy/step.py",
-    ),
-    DISPATCH + "maybe_move_tensor_to_cpu": ("tensor as_numpy record_stream", "policy/device.py"),
 }
+"""Functions that are overridden or replaced, and their arguments. Arguments of functions that are
+called on a CPU are tested by every policy that is built."""
 
 
 IMPORTS = imports_of("megatron")
 
 
-@pytest.mark.parametrize("path", IMPORTS)
-def test_imported_name_exists(path: str) -> None:
-    check_name(path, IMPORTS[path])
+@pytest.mark.parametrize("user", NAMES)
+def test_private_names_exist(user: str) -> None:
+    for path in NAMES[user].split():
+        check_name(path, user)
 
 
-@pytest.mark.parametrize("path", NAMES)
-def test_name_exists(path: str) -> None:
-    check_name(path, NAMES[path])
+def test_imported_names_exist() -> None:
+    for path, user in IMPORTS.items():
+        check_name(path, user)
 
 
 @pytest.mark.parametrize("path", ARGUMENTS)

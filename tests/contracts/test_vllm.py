@@ -74,23 +74,6 @@ NAMES = {
 }
 
 ARGUMENTS = {
-    "vllm.engine.arg_utils:EngineArgs": (
-        "model skip_tokenizer_init load_format distributed_executor_backend tensor_parallel_size "
-        "dtype max_model_len "
-        "max_num_seqs max_num_batched_tokens enforce_eager enable_expert_parallel quantization "
-        "worker_extension_cls enable_prefix_caching logprobs_mode seed disable_log_stats "
-        "use_tqdm_on_load gpu_memory_utilization enable_sleep_mode kv_cache_memory_bytes "
-        "enable_chunked_prefill compilation_config hf_overrides async_scheduling "
-        "enable_flashinfer_autotune",
-        "engine/engine.py (vllm.LLM)",
-    ),
-    "vllm:SamplingParams": (
-        "temperature top_p seed max_tokens stop_token_ids logprobs prompt_logprobs flat_logprobs "
-        "detokenize output_kind skip_clone ignore_eos",
-        "engine/engine.py",
-    ),
-    LLM + "sleep": ("level", "engine/engine.py"),
-    LLM + "wake_up": ("tags", "engine/engine.py"),
     "vllm.device_allocator:AllocationData": ("handle tag is_asleep", "engine/memory.py (CUDA)"),
     CPU_EXPERTS + ".apply": ("topk_weights topk_ids expert_map", "engine/device.py"),
     f"{LAYERS}rotary_embedding.base:RotaryEmbedding.forward_cpu": (
@@ -99,6 +82,8 @@ ARGUMENTS = {
     ),
     "vllm._custom_ops:cpu_prepack_moe_weight": ("weight isa", "engine/readback.py"),
 }
+"""Functions that are replaced, or used in one place only. Arguments of an engine and of a request
+are tested by every engine that is started."""
 
 VARIABLES = (
     "VLLM_ENABLE_V1_MULTIPROCESSING",
@@ -116,14 +101,9 @@ VARIABLES = (
 IMPORTS = imports_of("vllm")
 
 
-@pytest.mark.parametrize("path", IMPORTS)
-def test_imported_name_exists(path: str) -> None:
-    check_name(path, IMPORTS[path])
-
-
-@pytest.mark.parametrize("path", NAMES)
-def test_name_exists(path: str) -> None:
-    check_name(path, NAMES[path])
+def test_names_exist() -> None:
+    for path, user in (NAMES | IMPORTS).items():
+        check_name(path, user)
 
 
 @pytest.mark.parametrize("path", ARGUMENTS)
@@ -131,10 +111,9 @@ def test_arguments_are_accepted(path: str) -> None:
     check_arguments(path, *ARGUMENTS[path])
 
 
-@pytest.mark.parametrize("name", VARIABLES)
-def test_environment_variable_exists(name: str) -> None:
-    known = find("vllm.envs:environment_variables")
-    assert name in known, f"vLLM reads no {name}; engine/device.py or slurm/env.sh sets it"
+def test_environment_variables_exist() -> None:
+    """engine/device.py and slurm/env.sh set them."""
+    assert not {*VARIABLES} - {*find("vllm.envs:environment_variables")}
 
 
 def test_log_probs_mode_has_processed_logprobs() -> None:

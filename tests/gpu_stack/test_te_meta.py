@@ -16,8 +16,7 @@ from dapo_megatron.model import FAMILIES as RULES
 from tests.helpers.meta import differences
 from tests.helpers.models import FAMILIES
 from tests.helpers.ranks import run_ranks
-from tests.parity.test_families import small
-from tests.parity.test_meta import published_cases
+from tests.parity.test_families import published_cases, small
 
 pytestmark = pytest.mark.skipif(
     find_spec("transformer_engine") is None, reason="transformer_engine is not installed"

@@ -1,21 +1,28 @@
-"""Compare names and shapes of parameters in `layout_of` and in Megatron-core's modules.
+"""Compare `layout_of`, and the parameters that `plan` counts, with Megatron-core's modules: every
+family with small, odd sizes, and published models in their layouts.
 
-tests/gpu_stack/test_te_meta.py compares the names of Transformer Engine's layers.
+Models are built on the meta device by single ranks of fake groups. tests/gpu_stack/test_te_meta.py
+does the same with Transformer Engine's layers.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from dapo_megatron.config import PolicyConfig
+from dapo_megatron.config.file import load_config
 from dapo_megatron.model import FAMILIES as model_families
+from dapo_megatron.model import architecture
+from dapo_megatron.plan.stage import Stage
+from tests.helpers.configs import REPOSITORY, tiny_config
+from tests.helpers.meta import Case, differences, world_size
 from tests.helpers.models import FAMILIES
 from tests.helpers.published import PUBLISHED
 from tests.helpers.ranks import run_ranks
 
 ODD = {"num_attention_heads": 9, "num_key_value_heads": 3}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "dp4": ({}, {}),
-    "tp2": ({"tensor_parallel": 2}, {}),
     "tp4_two_groups": ({"tensor_parallel": 4}, {}),
     "tp4_one_group": ({"tensor_parallel": 4}, {"num_key_value_heads": 1}),
     "pp2_odd": ({"pipeline_parallel": 2, "first_stage_layers": 4}, ODD),
@@ -41,37 +48,52 @@ EXPERTS = {
 }
 
 
-def differences(rank: int, cases: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]]) -> Any:
-    """Return (layout, model, parameters on which Megatron and `layout_of` differ, number of
-    parameters) for each layout and each of its models."""
-    from megatron.core import parallel_state
+PUBLISHED_LAYOUTS: dict[str, dict[str, int | bool]] = {
+    "Qwen2.5-0.5B": {},
+    "Qwen2.5-32B": {
+        "tensor_parallel": 8,
+        "sequence_parallel": True,
+        "pipeline_parallel": 4,
+        "context_parallel": 2,
+    },
+    "Qwen3-8B": {"tensor_parallel": 4, "sequence_parallel": True},
+    "Qwen3-30B-A3B": {
+        "tensor_parallel": 4,
+        "sequence_parallel": True,
+        "pipeline_parallel": 2,
+        "expert_parallel": 8,
+    },
+    "Llama-3.1-8B-Instruct": {"pipeline_parallel": 4, "virtual_pipeline_parallel": 2},
+    "GLM-4.5": {
+        "tensor_parallel": 8,
+        "sequence_parallel": True,
+        "pipeline_parallel": 23,
+        "expert_parallel": 32,
+    },
+    "DeepSeek-V3": {
+        "tensor_parallel": 8,
+        "sequence_parallel": True,
+        "pipeline_parallel": 16,
+        "first_stage_layers": 4,
+        "last_stage_layers": 1,
+        "expert_parallel": 64,
+    },
+}
 
-    from dapo_megatron.config import PolicyConfig
-    from dapo_megatron.model import architecture, layout_of
-    from dapo_megatron.policy.device import megatron_device
-    from dapo_megatron.policy.model import build_model, initialize_parallel, place
 
-    results = []
-    for layout, configs in cases:
-        with megatron_device():
-            initialize_parallel(PolicyConfig(**layout, precision="float32"), seed=0)
-        for model, hf in configs.items():
-            sequence = "num_experts_per_tok" in hf and layout.get("tensor_parallel", 1) > 1
-            arch = architecture(hf)
-            with megatron_device():
-                policy = PolicyConfig(**layout, sequence_parallel=sequence, precision="float32")
-                chunks = build_model(arch, policy)
-            actual, expected = set(), set()
-            for number, chunk in enumerate(chunks):
-                local_parameters = layout_of(arch, place(chunk))
-                actual |= {(number, name, tuple(p.shape)) for name, p in chunk.named_parameters()}
-                expected |= {
-                    (number, name, local_parameter.shape)
-                    for name, local_parameter in local_parameters.items()
-                }
-            results.append((layout, model, sorted(actual ^ expected), len(actual)))
-        parallel_state.destroy_model_parallel()
-    return results
+def published_cases() -> dict[str, Case]:
+    """Return the layouts above, and those of the files in model_configs with a published model."""
+    cases = {
+        model: (PUBLISHED[model][1], PolicyConfig(**layout, precision="bfloat16"))
+        for model, layout in PUBLISHED_LAYOUTS.items()
+    }
+    for path in sorted((REPOSITORY / "model_configs").glob("*.yaml")):
+        config = load_config(path)
+        model = Path(config.model.path).name
+        if model in PUBLISHED:
+            cases[path.name] = (PUBLISHED[model][1], config.policy)
+    assert len(cases) > len(PUBLISHED_LAYOUTS) + 4
+    return cases
 
 
 def small(family: str, tied: bool, **sizes: Any) -> dict[str, Any]:
@@ -104,17 +126,39 @@ def small(family: str, tied: bool, **sizes: Any) -> dict[str, Any]:
     return fields
 
 
-def test_names_and_shapes_equal_those_of_megatron_in_every_layout() -> None:
-    cases = []
-    for name, (layout, sizes) in (LAYOUTS | EXPERTS).items():
-        models = {
-            f"{family} tied={tied}": small(family, tied, **sizes)
-            for family in (WITH_EXPERTS if name in EXPERTS else FAMILIES)
-            for tied in (False, True)
-        }
-        cases.append((layout, models))
-    for rank, results in enumerate(run_ranks(differences, 4, cases)):
-        assert len(results) == sum(len(models) for _, models in cases)
-        for layout, model, mismatches, num_parameters in results:
-            assert not mismatches, (rank, layout, model, mismatches)
+def small_cases() -> dict[str, Case]:
+    """Return every family in LAYOUTS and EXPERTS, with a tied head in every other of them."""
+    cases = {}
+    for number, (name, (layout, sizes)) in enumerate((LAYOUTS | EXPERTS).items()):
+        for family in WITH_EXPERTS if name in EXPERTS else FAMILIES:
+            sequence = family in WITH_EXPERTS and layout.get("tensor_parallel", 1) > 1
+            keys = {**layout, "sequence_parallel": sequence, "precision": "float32"}
+            hf = small(family, tied=number % 2 == 1, **sizes)
+            cases[f"{family} {name}"] = hf, PolicyConfig(**keys)
+    return cases
+
+
+def test_names_and_shapes_equal_those_of_megatron_in_every_family_and_layout() -> None:
+    cases = small_cases()
+    [results] = run_ranks(differences, 1, list(cases.values()), False)
+    for name, by_rank in zip(cases, results, strict=True):
+        for rank, (mismatches, num_parameters, _) in by_rank.items():
+            assert not mismatches, (name, rank, mismatches)
             assert num_parameters > 10
+
+
+def test_names_shapes_and_counts_equal_those_of_megatron_at_published_sizes() -> None:
+    cases = published_cases()
+    local = {"kernels": "local", "fp8": None}
+    changed = [(hf, policy.model_copy(update=local)) for hf, policy in cases.values()]
+    [results] = run_ranks(differences, 1, changed, False)
+    for name, by_rank in zip(cases, results, strict=True):
+        hf, policy = cases[name]
+        config = tiny_config().model_copy(update={"policy": policy})
+        world = world_size(policy)
+        for rank, (mismatches, num_parameters, num_elements) in by_rank.items():
+            assert not mismatches, (name, rank, mismatches)
+            assert num_parameters > 10
+            number = rank * policy.pipeline_parallel // world
+            stage = Stage(config, architecture(hf), "local", world, number, on_gpu=False)
+            assert stage.num_parameters == num_elements, (name, rank)

@@ -30,7 +30,6 @@ PARTS = ("weights", "gradients", "optimizer")
 SUBSETS = list(chain.from_iterable(combinations(PARTS, size) for size in range(len(PARTS) + 1)))
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2": ("qwen3", {"policy__precision": "bfloat16"}),  # float32 copies next to the weights
-    "tp2": ("qwen3", {"policy__tensor_parallel": 2}),
     "interleaved": (
         "qwen3",
         {"policy__pipeline_parallel": 2, "policy__virtual_pipeline_parallel": 2},

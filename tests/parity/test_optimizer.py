@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.types import CheckpointError, ConfigError
+from dapo_megatron.types import CheckpointError
 from tests.helpers import fused_adam
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import make_random_model
@@ -239,63 +239,3 @@ def test_bfloat16_moments_survive_a_checkpoint_and_a_change_of_layout(ranks: Any
         assert not torch.equal(copy, state[WEIGHT].float())
         assert re.search(r"\.exp_avg\..* was saved in float32 and would be rounded", refusal)
         assert "Resume with the policy.precision and optimizer.moments of the run" in refusal
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"optimizer__kernels": "apex"}, "optimizer.kernels: apex: needs an NVIDIA GPU"),
-        ({"optimizer__kernels": "transformer_engine"}, "transformer_engine: needs an NVIDIA GPU"),
-    ],
-)
-def test_kernels_without_a_gpu_are_refused(keys: dict[str, Any], message: str) -> None:
-    from dapo_megatron.policy.optimizer import build_optimizer
-
-    with pytest.raises(ConfigError, match=message):
-        build_optimizer(tiny_config(**keys), [])
-
-
-def test_auto_chooses_the_first_installed_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dapo_megatron.policy import optimizer
-
-    auto = tiny_config().optimizer
-    assert optimizer.kernels(auto) == "torch"  # on a CPU, whatever is installed
-    monkeypatch.setattr(optimizer, "has_cuda", lambda: True)
-    for missing, expected in [
-        ((), "transformer_engine"),
-        (("transformer_engine",), "apex"),
-        (("transformer_engine", "apex"), "torch"),
-    ]:
-        monkeypatch.setattr(
-            optimizer, "_why_not", lambda name, gone=missing: "gone" if name in gone else None
-        )
-        assert optimizer.kernels(auto) == expected
-
-
-def test_a_package_apex_without_fused_adamw_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from dapo_megatron.policy import optimizer
-
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(optimizer, "has_cuda", lambda: True)
-    assert "cannot be imported" in str(optimizer._why_not("apex"))
-    (tmp_path / "apex" / "optimizers.py").write_text("FusedAdam = object")
-    assert "has no fused AdamW" in str(
-        optimizer._why_not("apex")
-    )  # apex without NVIDIA's extensions
-
-
-def test_megatrons_adamw_is_replaced_only_inside_use_adam() -> None:
-    from megatron.core import optimizer as megatron
-    from megatron.core.optimizer import distrib_optimizer
-
-    from dapo_megatron.policy import optimizer
-
-    before = megatron.Adam, megatron.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam
-    with optimizer._use_adam(fused_adam.FusedAdam):
-        inside = megatron.Adam, megatron.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam
-        assert inside == (fused_adam.FusedAdam, False, fused_adam.FusedAdam)
-    assert before == (megatron.Adam, megatron.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam)

@@ -33,11 +33,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 INTERLEAVED = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dp2": ("untied", {}),
-    "dp2 tied": ("tied", {}),
-    "dp2 recomputed": ("tied", {"recompute": "full"}),
-    "cp2": ("tied", {"context_parallel": 2}),
+    "dp2": ("tied", {}),
     "ep2": ("experts", {"expert_parallel": 2}),
+    "dp2 recomputed": ("untied", {"recompute": "full"}),
+    "cp2": ("tied", {"context_parallel": 2}),
     "dp2 of experts": ("latent", {}),
     # On four ranks.
     "dp2 pp2": ("tied", {"pipeline_parallel": 2}),
@@ -47,7 +46,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TOLERANCES = {"ep2 dp2": 1e-9}
 """With more than two ranks, the order of sums depends on the position in a bucket."""
-ON_TWO_RANKS, ON_FOUR_RANKS = list(LAYOUTS)[:6], list(LAYOUTS)[6:]
+ALWAYS, ON_TWO_RANKS, ON_FOUR_RANKS = list(LAYOUTS)[:2], list(LAYOUTS)[2:5], list(LAYOUTS)[5:]
 
 
 class Abandoned(Exception):
@@ -130,21 +129,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def two_ranks(models: Path) -> list[dict[str, Any]]:
-    return run_ranks(run, 2, 2, models, ON_TWO_RANKS)
-
-
-@pytest.mark.parametrize("layout", ON_TWO_RANKS)
-def test_overlap_changes_no_result(layout: str, two_ranks: Any) -> None:
-    check(layout, two_ranks)
-
-
-@pytest.mark.long
-def test_overlap_changes_no_result_on_four_ranks(models: Path) -> None:
-    four_ranks = run_ranks(run, 4, 4, models, ON_FOUR_RANKS, timeout=900.0)
-    for layout in ON_FOUR_RANKS:
-        check(layout, four_ranks)
+@pytest.mark.parametrize(
+    ("world_size", "layouts"),
+    [
+        (2, ALWAYS),
+        pytest.param(2, ON_TWO_RANKS, marks=pytest.mark.long),
+        pytest.param(4, ON_FOUR_RANKS, marks=pytest.mark.long),
+    ],
+)
+def test_overlap_changes_no_result(world_size: int, layouts: list[str], models: Path) -> None:
+    ranks = run_ranks(run, world_size, world_size, models, layouts, timeout=900.0)
+    for layout in layouts:
+        check(layout, ranks)
 
 
 def check(layout: str, ranks: list[dict[str, Any]]) -> None:
@@ -173,13 +169,3 @@ def same(a: Any, b: Any, tolerance: float) -> bool:
             a.loss, b.loss, tolerance
         )
     return bool(abs(a - b) <= tolerance)
-
-
-def one_rank(rank: int, model: Path) -> Any:
-    policy = build(Ranks(rank, 1, rank), model, {}, overlap=True)
-    [chunk] = policy._chunks
-    return chunk.ddp_config.overlap_grad_reduce, chunk.ddp_config.overlap_param_gather
-
-
-def test_one_rank_overlaps_nothing(models: Path) -> None:
-    assert run_ranks(one_rank, 1, models / "tied") == [(False, False)]

@@ -24,8 +24,6 @@ from tests.helpers.ranks import run_ranks
 LOSS = loss_with()
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2": ("qwen3", {"policy__precision": "bfloat16", "policy__offload": "[weights,optimizer]"}),
-    "tp2": ("qwen3", {"policy__tensor_parallel": 2}),
-    "cp2": ("qwen3", {"policy__context_parallel": 2}),
     "interleaved": (
         "qwen3",
         {"policy__pipeline_parallel": 2, "policy__virtual_pipeline_parallel": 2},

@@ -20,12 +20,10 @@ from dapo_megatron.algo.correction import (
     token_weights,
 )
 from dapo_megatron.cluster.collectives import decode, encode
-from dapo_megatron.config import CorrectionConfig
 from dapo_megatron.data.batch import split
 from dapo_megatron.rollout.metrics import correction_metrics
 from dapo_megatron.types import TokenBatch
 from tests.helpers.batches import hold, random_batch
-from tests.helpers.configs import tiny_config
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "sequence_tis": {"sequence_tis_cap": 1.5},
@@ -219,17 +217,6 @@ def test_quantiles_are_exact_to_the_width_of_a_bin(scale: float, share: float, s
     assert actual == pytest.approx(exact, rel=0.05, abs=1.1e-6)
 
 
-def test_a_completion_counts_as_masked_only_if_all_its_tokens_are() -> None:
-    batch = random_batch((4, 4), vocab=50)
-    log_ratios = torch.tensor([0, 0, 0.1, 3.0, 0, 0, 3.0, -3.0])
-    batch = replace(batch, engine_logprobs=batch.old_logprobs - log_ratios)
-    numbers = Correction(token_band=(0.5, 2.0))
-    metrics = correction_metrics(correct(batch, numbers)[1], numbers.names)
-    assert metrics["correction/masked_tokens"] == 3 / 4
-    assert metrics["correction/outside/token_band"] == 3 / 4
-    assert metrics["correction/masked_sequences"] == 1 / 2
-
-
 def test_a_batch_without_loss_tokens_has_no_metrics() -> None:
     batch = random_batch((2, 2), vocab=50)
     corrected, statistics = correct(batch, Correction(sequence_mean=(0.9, 1.1)))
@@ -242,16 +229,3 @@ def test_the_effective_sample_share_of_a_batch_that_is_masked_whole_is_zero() ->
     _, statistics = correct(batch, Correction(worst_token=(0.999999, 1.000001)))
     assert statistics.counts["masked_sequences"] == 5
     assert statistics.effective_sample_share == 0.0
-
-
-def test_the_config_turns_corrections_on() -> None:
-    assert not CorrectionConfig().is_on
-    assert not CorrectionConfig(outside_band="truncate").is_on
-    assert not CorrectionConfig(measure=True).corrects
-    assert CorrectionConfig(measure=True, worst_token=(0.5, 2.0)).corrects
-    for key, value in {"measure": True, "sequence_tis_cap": 2.0, "token_band": (0.5, 2.0)}.items():
-        assert CorrectionConfig(**{key: value}).is_on
-    loss = tiny_config(loss__correction={"worst_token": [1e-4, 100]}).loss
-    assert Correction(**loss.correction_numbers) == Correction(
-        worst_token=(1e-4, 100.0), tis_cap=loss.tis_cap
-    )

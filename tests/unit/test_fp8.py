@@ -135,36 +135,6 @@ def test_values_are_written_unrounded_and_then_quantized(fp8: Any) -> None:
     assert (quantized.dequantize() + 3 * before).abs().max() <= 0.02 * 3 * float(before.abs().max())
 
 
-def test_offload_frees_all_memory_of_a_quantized_parameter(fp8: Any) -> None:
-    from types import SimpleNamespace
-
-    from dapo_megatron.policy.offload import Offload
-
-    buffer = torch.zeros(20)
-    quantized = FakeQuantized(torch.randn(4, 3))
-    quantized.codes = buffer[:12].view(4, 3).copy_(quantized.codes)  # Megatron's flat buffer
-    plain = torch.nn.Parameter(buffer[12:15])
-    fixed = torch.nn.Parameter(torch.randn(2), requires_grad=False)
-    workspaces = torch.nn.Module()
-    workspaces._fp8_workspaces = {"weight": torch.randn(3)}  # type: ignore[assignment]
-    module = SimpleNamespace(
-        parameters=lambda: [quantized, plain, fixed], modules=lambda: [workspaces]
-    )
-    gradients = SimpleNamespace(param_data=buffer, grad_data=torch.zeros(20))
-    chunk = SimpleNamespace(buffers=[gradients], expert_parallel_buffers=[], module=module)
-    stored = [buffer, quantized.codes, quantized.scale, fixed.data]
-    before, shown_before = [tensor.clone() for tensor in stored], quantized.dequantize()
-    memory = Offload(["weights"], [chunk], SimpleNamespace(chained_optimizers=[]))
-    fp8.drop_cached_weights([module])
-    memory.offload()
-    assert not workspaces._fp8_workspaces and quantized.transposed is None
-    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in stored)
-    assert list(map(id, fp8.tensors_of(quantized))) == [id(quantized.codes), id(quantized.scale)]
-    memory.reload()
-    assert all(map(torch.equal, stored, before))
-    assert torch.equal(quantized.dequantize(), shown_before)
-
-
 def test_delayed_scales_are_calibrated_without_gradients_before_the_first_logprobs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -224,10 +194,3 @@ def test_megatron_accepts_the_settings(fp8: dict[str, Any]) -> None:
     assert DistributedDataParallelConfig(**ddp_settings(config)).fp8_param_gather == has_parameters
     optimizer = OptimizerConfig(optimizer="adam", **optimizer_settings(config))
     assert optimizer.fp8_recipe == (model.fp8_recipe if has_parameters else None)
-
-
-def test_without_fp8_there_are_no_settings() -> None:
-    from dapo_megatron.policy.fp8 import ddp_settings, model_settings, optimizer_settings
-
-    for settings in (ddp_settings, model_settings, optimizer_settings):
-        assert settings(policy()) == {}

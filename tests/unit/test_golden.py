@@ -257,18 +257,3 @@ def test_torchs_gradient_clipping() -> None:
     norm = torch.nn.utils.clip_grad_norm_([weight], case["max_norm"])
     assert float(norm) == pytest.approx(case["norm"], rel=1e-12)
     torch.testing.assert_close(weight.grad, doubles(case["clipped"]), **EXACT)
-
-
-def test_torchs_adamw() -> None:
-    case = GOLDEN["adamw"]
-    weight = doubles([case["p0"]]).requires_grad_()
-    optimizer = torch.optim.AdamW(
-        [weight], betas=case["betas"], eps=case["eps"], weight_decay=case["weight_decay"]
-    )
-    after = []
-    for gradient, lr in zip(case["grads"], case["lrs"], strict=True):
-        weight.grad = doubles([gradient])
-        optimizer.param_groups[0]["lr"] = lr
-        optimizer.step()
-        after.append(float(weight.detach()))
-    assert after == pytest.approx(case["params_after"], rel=1e-14)

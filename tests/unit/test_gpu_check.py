@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from tests.helpers.commands import run
 from tests.helpers.configs import REPOSITORY
@@ -20,7 +19,7 @@ from tests.helpers.configs import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "tools"))
 
 import gpu_check
-from gpu_checks.catalog import BY_NAME, CHECKS, SHOWN, Check, Figure, at_least, at_most, merged
+from gpu_checks.catalog import BY_NAME, CHECKS, SHOWN, at_most, merged
 
 NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 H100 = {"name": "H100", "capability": [9, 0], "gib": 79.2, "count": 1}
@@ -49,73 +48,10 @@ def test_without_a_gpu_it_lists_the_skipped_checks() -> None:
     assert "transformer_engine" in " ".join(entry["reason"] for entry in line["checks"])
 
 
-def test_the_list_describes_each_check() -> None:
-    completed = tool("--list")
-    assert completed.returncode == 0, completed.stderr
-    for check in SHOWN:
-        assert len(check.title()) > 20, check.name
-        assert f"{check.name:22} {check.title()}" in completed.stdout
-    assert "reference" not in {check.name for check in SHOWN}
-
-
-def test_an_unknown_check_is_rejected() -> None:
-    completed = tool("--only", "bf17")
-    assert completed.returncode == 2 and "bf17: see --list" in completed.stderr
-
-
 def test_every_entry_of_the_catalog_can_be_imported() -> None:
     assert len(BY_NAME) == len(CHECKS)
     for check in CHECKS:
         assert callable(check.run())
-
-
-@pytest.mark.parametrize(
-    ("gpu", "check", "reason"),
-    [
-        (None, Check("x", "", 1, 1, 8.0), "needs an NVIDIA GPU with 8 GiB"),
-        (H100, Check("x", "", 1, 1, 8.0), ""),
-        (H100, Check("x", "", 1, 1, 100.0), "needs 100 GiB, there are 79"),
-        (H100, Check("x", "", 1, 1, packages=("no_such_one",)), "no_such_one is not installed"),
-        (H100, Check("x", "", 1, 1, capability=(10, 0)),
-         "needs an NVIDIA GPU with 8 GiB of compute capability 10.0"),
-    ],
-)  # fmt: skip
-def test_the_reason_for_skipping_a_check(
-    gpu: dict[str, Any] | None, check: Check, reason: str
-) -> None:
-    assert gpu_check.reason_not_to_run(check, gpu, tiny=False) == reason
-
-
-def test_the_worst_figure_is_the_verdict() -> None:
-    check = SHOWN[0]
-    fine, missed_target = at_most("a", 1.0, 2.0), at_least("b", 1.0, 2.0)
-    assert (fine.verdict, missed_target.verdict) == ("ok", "short")
-    assert at_most("a", 3.0, 2.0, binding=False).verdict == "not judged"
-    assert gpu_check.CheckResult(check, [fine]).verdict == "ok"
-    assert gpu_check.CheckResult(check, [fine, missed_target]).verdict == "short"
-    assert gpu_check.CheckResult(check, [fine], failed=True).verdict == "failed"
-    assert gpu_check.CheckResult(check, reason="no").verdict == "skipped"
-    assert Figure("a", 1.0).target == ""
-
-
-def test_more_tensor_parallel_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "read_gpu", lambda: H100)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(typer.BadParameter) as refused:
-        gpu_check.main(tensor_parallel=2)
-    assert str(refused.value) == (
-        "--tp 2 needs 2 GPUs, and 1 are visible (CUDA_VISIBLE_DEVICES is 3)"
-    )
-
-
-def test_tensor_parallel_checks_are_those_that_are_split() -> None:
-    names = [check.name for check in gpu_check.choose(None, False, 2)]
-    assert "head" not in names
-    assert {"te", "moe_repeats", "fp8_shipped", "sync_0.6b", "quickstart", "mfu_4b"} <= set(names)
-    assert {"reference", "reference_moe"}.isdisjoint(names)
-    with pytest.raises(typer.BadParameter, match="head: not split by --tp"):
-        gpu_check.choose(["te", "head"], False, 2)
-    assert [check.name for check in gpu_check.choose(["head"], False, 1)] == ["head"]
 
 
 def test_the_worst_verdict_of_all_ranks_counts() -> None:
@@ -126,17 +62,6 @@ def test_the_worst_verdict_of_all_ranks_counts() -> None:
     ]
     assert merged(ranks) == [ranks[1][0], ranks[0][1]]
     assert merged([[], ranks[1]]) == []
-
-
-def test_the_head_check_says_which_head_to_set() -> None:
-    from gpu_checks.speed import _advice
-
-    agrees, differs = at_most("gradient", 0.01, 0.02), at_most("log-prob", 0.1, 1e-4)
-    assert _advice([agrees], 0.8).name.startswith("SET policy.logprob_head=triton: ")
-    assert _advice([agrees], 1.0).name.startswith("keep policy.logprob_head=torch, ")
-    kept = _advice([agrees, differs], 0.8)
-    assert kept.name.startswith("keep policy.logprob_head=torch: differs in log-prob;")
-    assert (kept.value, kept.verdict, kept.target) == (0.8, "ok", "")
 
 
 def test_a_check_that_crashes_or_hangs_fails_and_keeps_its_figures(

@@ -12,7 +12,7 @@ from dapo_megatron.model import Architecture, architecture
 from dapo_megatron.plan.compatibility import Machine, RunFacts
 from dapo_megatron.plan.estimate import kernels_of
 from dapo_megatron.policy import kernels as module
-from dapo_megatron.policy.kernels import kernels, kernels_chosen
+from dapo_megatron.policy.kernels import kernels
 from tests.helpers.configs import TINY
 from tests.helpers.published import PUBLISHED
 
@@ -36,20 +36,6 @@ def policy(**keys: Any) -> PolicyConfig:
     return PolicyConfig(**{"precision": "bfloat16", **keys})
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("installed", [False, True])
-@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-def test_auto_uses_transformer_engine_in_bfloat16_on_a_gpu_if_installed(
-    machine: Any, gpu: bool, installed: bool, precision: str
-) -> None:
-    machine(gpu, installed)
-    fused = gpu and installed and precision == "bfloat16"
-    assert kernels(policy(precision=precision), model()) == (
-        "transformer_engine" if fused else "local"
-    )
-    assert kernels(policy(precision=precision, kernels="local"), model()) == "local"
-
-
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("setting", ["auto", "local"])
@@ -64,17 +50,3 @@ def test_policy_plan_and_compatibility_agree(
     here = Machine((9, 0) if gpu else None, (13, 0), frozenset({"transformer_engine"}))
     assert RunFacts(config, arch, here).fused == (chosen == "transformer_engine")
     assert (chosen == "transformer_engine") == (gpu and setting == "auto" and family == "qwen3")
-
-
-def test_the_chosen_kernels_are_logged(machine: Any) -> None:
-    machine(True, True)
-    logged = kernels_chosen(policy(fp8={"recipe": "blockwise", "bf16_last_layers": 2}), model())
-    assert logged["kernels"].startswith("transformer_engine ")
-    assert logged["rope"] == "plain"
-    assert logged["fp8"] == (
-        "blockwise, 0 first and 2 last layers in bfloat16, weights in bfloat16"
-    )
-    machine(False, True)
-    logged = kernels_chosen(policy(fused_rope=True), model())
-    assert logged["kernels"].startswith("local (Megatron-core 0.")
-    assert (logged["rope"], logged["fp8"]) == ("plain", "none")

@@ -97,24 +97,15 @@ def code_returning(arguments: str) -> str:
             "it must return a dapo_megatron.types.LossOutput",
         ),
         (code_returning("logprobs.detach().sum(), {}"), "must require a gradient"),
-        (code_returning("logprobs, {}"), "total is"),
-        (code_returning("logprobs.sum().reshape(1), {}"), "total is"),
         (code_returning("1.0, {}"), "total is 1.0, not a finite scalar tensor"),
         (code_returning("logprobs.sum() * float('nan'), {}"), "total is"),
-        (code_returning("logprobs.sum(), None"), "it must return a dapo_megatron.types.LossOutput"),
         (code_returning("logprobs.sum(), {'x': 1.0}"), "x is 1.0"),
-        (code_returning("logprobs.sum(), {'x': logprobs.detach()}"), "x is"),
         (code_returning("logprobs.sum(), {'x': logprobs.sum()}"), "its x: total must require"),
         (
             code_returning("logprobs.sum(), {'loss': logprobs.detach().sum()}"),
             "sums: loss would hide",
         ),
-        (
-            code_returning("logprobs.sum(), {'total': logprobs.detach().sum()}"),
-            "sums: total would hide",
-        ),
         ("loss = 1", "has no function 'loss'"),
-        ("def other(): ...", "has no function 'loss'"),
     ],
 )
 def test_an_invalid_loss_function_is_rejected_with_its_key(
@@ -124,9 +115,3 @@ def test_an_invalid_loss_function_is_rejected_with_its_key(
     with pytest.raises(ConfigError, match=re.escape(message)) as raised:
         loss_function(loss_config(f"{name}:loss"))
     assert str(raised.value).startswith(f"loss.function: {name}:loss: ")
-
-
-@pytest.mark.parametrize("name", ["my_losses", ":loss", "my losses:loss", "a:b:c"])
-def test_a_malformed_loss_name_is_rejected_with_the_expected_form(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"loss\.function: must be module:function"):
-        tiny_config(loss__function=name)

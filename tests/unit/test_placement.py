@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import chain, product
 
 import pytest
@@ -12,14 +11,11 @@ from hypothesis import strategies as st
 
 from dapo_megatron.bridge.plan import make_plan
 from dapo_megatron.model import (
-    ChunkPlace,
     Groups,
     engine_groups,
     engine_slices,
-    layout_of,
     place_engines,
 )
-from dapo_megatron.types import TensorSlice
 from tests.helpers.configs import tiny_config
 from tests.unit.test_plan_islands import MOE, slices_of_cluster
 
@@ -45,29 +41,6 @@ def consecutive(num_ranks: int, engine_tp: int) -> list[list[int]]:
     return [list(range(first, first + engine_tp)) for first in range(0, num_ranks, engine_tp)]
 
 
-@pytest.mark.parametrize(
-    ("placed", "expected"),
-    [
-        (place(8, 4, 8), [[0, 2, 4, 6], [1, 3, 5, 7]]),
-        (place(8, 2, 4), [[0, 2], [1, 3], [4, 6], [5, 7]]),
-        (place(8, 2, 8), [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        (place(8, 4, 4), consecutive(8, 4)),
-        (place(8, 4, 2), consecutive(8, 4)),
-        (place(8, 1, 4), consecutive(8, 1)),
-        (place(24, 4, 6), consecutive(24, 4)),
-        # The policy's 16 ranks are on two nodes, and engines of 8 stay on one.
-        (place(16, 8, 16), consecutive(16, 8)),
-        # Experts decide: each rank has the half of them that it needs already.
-        (place(8, 2, 4, ep=2, whole=True), consecutive(8, 2)),
-        (place(8, 2, 4, ep=2, whole=False), [[0, 2], [1, 3], [4, 6], [5, 7]]),
-        (place(8, 4, 2, ep=8, whole=True), [[0, 2, 4, 6], [1, 3, 5, 7]]),
-        (place(8, 4, 2, ep=8, whole=False), consecutive(8, 4)),
-    ],
-)
-def test_ranks_of_an_engine(placed: Groups, expected: Groups) -> None:
-    assert placed == expected
-
-
 def test_groups_follow_the_config() -> None:
     config = tiny_config(
         policy__tensor_parallel=4, engine__tensor_parallel=2, engine__expert_parallel=True,
@@ -76,13 +49,6 @@ def test_groups_follow_the_config() -> None:
     assert list(map(list, engine_groups(config, MOE, 8, 8))) == place(8, 2, 4, whole=True)
     assert list(map(list, engine_groups(config, MOE, 8, 2))) == consecutive(8, 2)
     assert list(map(list, engine_groups(tiny_config(), MOE, 2, 2))) == [[0]]  # the quickstart
-
-
-def test_ranks_beyond_the_last_engine_are_in_none() -> None:
-    config = tiny_config(policy__tensor_parallel=1, engine__tensor_parallel=2, engine__replicas=2)
-    for num_ranks in (5, 8):
-        groups = engine_groups(config, MOE, num_ranks, 8)
-        assert list(map(list, groups)) == consecutive(4, 2)
 
 
 @given(engine_tp=SIZES, policy_tp=SIZES, ep=SIZES, node=SIZES, whole=st.booleans())
@@ -130,20 +96,3 @@ def test_placed_engines_receive_less(
     after = received(place(8, engine_tp, tp, ep, whole))
     assert sum(after) < sum(before)
     assert max(after) <= max(before)
-
-
-def test_engines_of_half_the_ranks_receive_half() -> None:
-    arch = replace(MOE, num_kv_heads=8, vocab_size=1024, num_experts=0)
-    held = [
-        [
-            TensorSlice(part.name, part.global_shape, torch.bfloat16, part.region)
-            for parameter in layout_of(arch, ChunkPlace(rank, 8, 0, 4, True, True)).values()
-            for part in parameter.parts
-        ]
-        for rank in range(8)
-    ]
-    needed = [engine_slices(arch, number, 4, torch.bfloat16) for number in range(4)]
-    before = make_plan(held, [needed[rank % 4] for rank in range(8)]).missing
-    after = make_plan(held, [needed[rank // 2] for rank in range(8)]).missing
-    assert place(8, 4, 8) == [[rank for rank in range(8) if rank % 2 == n] for n in range(2)]
-    assert max(after) == min(after) == max(before) / 2

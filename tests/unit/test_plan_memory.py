@@ -1,6 +1,6 @@
 """Estimates of memory and time against published parameter counts and values worked out by hand.
 
-tests/parity/test_meta.py compares the counts with Megatron's models, and
+tests/parity/test_families.py compares the counts with Megatron's models, and
 tests/parity/test_plan_memory.py compares the estimates with measurements.
 """
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from types import SimpleNamespace
-
 import pytest
 import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads, optimizer
 
-from dapo_megatron.policy import device
 from dapo_megatron.policy.device import ALIGNMENT_BYTES, megatron_device, to_device
-from dapo_megatron.policy.model import _pipeline
-from tests.helpers.configs import tiny_config
 
 
 def _needs_a_gpu(*_: object) -> None:
@@ -56,28 +50,3 @@ def test_one_transfer_keeps_values_shapes_and_dtypes() -> None:
         assert copy.storage_offset() * copy.element_size() % ALIGNMENT_BYTES == 0
     assert len({copy.untyped_storage().data_ptr() for copy in moved}) == 1
     assert to_device([], torch.device("cpu")) == []
-
-
-def test_claiming_a_gpu_limits_its_connections_and_keeps_partial_sums_in_float32(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    matmul = SimpleNamespace(allow_bf16_reduced_precision_reduction=True)
-    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    monkeypatch.setattr(device, "has_cuda", lambda: True)
-    claimed: list[int] = []
-    monkeypatch.setattr(torch.cuda, "set_device", claimed.append)
-    device.claim(3)
-    assert claimed == [3]
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    assert matmul.allow_bf16_reduced_precision_reduction is False
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-
-
-@pytest.mark.parametrize("virtual", [None, 2])
-def test_pipeline_stages_do_not_wait_for_the_device(virtual: int | None) -> None:
-    policy = tiny_config(policy__pipeline_parallel=2).policy
-    settings = _pipeline(policy.model_copy(update={"virtual_pipeline_parallel": virtual}))
-    assert settings["batch_p2p_sync"] is False
-    # Interleaved stages may still be sending an output when Megatron would free it.
-    assert settings["deallocate_pipeline_outputs"] is (virtual is None)

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dapo_megatron.policy import vocab_parallel
-from dapo_megatron.policy.vocab_parallel import linear_logprobs
 from tests.helpers.heads import (
     Head,
     HeadResult,
@@ -36,7 +35,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@settings(deadline=None, max_examples=150)  # cores are shared
+@settings(deadline=None, max_examples=60)
 @given(
     num_tokens=st.integers(0, 6),
     num_entries=st.integers(1, 30),
@@ -91,25 +90,8 @@ def test_large_logits_neither_overflow_nor_lose_precision(shift: float) -> None:
     torch.testing.assert_close(outcome.entropy.double(), expected.entropy, rtol=0.0, atol=1e-5)
 
 
-def test_values_without_gradient_are_bitwise_the_same() -> None:
-    head = make_head(5, 40).to(torch.float32)
-    with torch.no_grad():
-        logp, entropy = linear_logprobs(
-            head.hidden,
-            head.weight,
-            head.targets,
-            temperature=1.0,
-            first_entry=0,
-            num_entries=40,
-            group=None,
-        )
-    outcome = tiled(head)
-    assert torch.equal(logp, outcome.logp) and torch.equal(entropy, outcome.entropy)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_tokens", [0, 5])
-@pytest.mark.parametrize("has_entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_tokens", "has_entropy"), [(0, True), (5, True), (5, False)])
 def test_a_gradient_added_to_main_grad_is_that_of_autograd(
     dtype: torch.dtype, num_tokens: int, has_entropy: bool
 ) -> None:
@@ -121,39 +103,6 @@ def test_a_gradient_added_to_main_grad_is_that_of_autograd(
     for name, left, right in zip(("hidden", "weight"), fused, separate, strict=True):
         assert torch.equal(left, right), name
     assert bool(fused[1][:30].any()) == (num_tokens > 0) and not fused[1][30:].any()
-
-
-def test_the_gradient_of_the_entropy_is_that_of_finite_differences() -> None:
-    head = with_entropy(make_head(3, 12))
-    head = replace(head, temperature=0.7, weight_of_logprob=torch.zeros(3).double())
-    assert head.weight_of_entropy is not None
-
-    def total(hidden: Tensor) -> float:
-        entropy = plain(replace(head, hidden=hidden)).entropy
-        return float((entropy * head.weight_of_entropy).sum())
-
-    with tiles_of(5, 2):
-        gradient = tiled(head).grad_hidden
-    step = 1e-6
-    for index in range(head.hidden.numel()):
-        shift = torch.zeros(head.hidden.numel()).double()
-        shift[index] = step
-        shift = shift.view_as(head.hidden)
-        slope = (total(head.hidden + shift) - total(head.hidden - shift)) / (2 * step)
-        assert slope == pytest.approx(float(gradient.view(-1)[index]), abs=1e-8)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_entropy_without_weight_leaves_the_gradient_as_it_is(dtype: torch.dtype) -> None:
-    """To rounding: the gradients of the log-probs multiply other factors of the matmuls."""
-    head = make_head(300, 50, hidden=16, std=0.3).to(dtype)
-    with tiles_of(8):
-        expected = tiled(head)
-        outcome = tiled(replace(head, weight_of_entropy=torch.zeros(300)))
-    for name in ("grad_hidden", "grad_weight"):
-        left, right = getattr(outcome, name).double(), getattr(expected, name).double()
-        bound = 2**-7 if dtype == torch.bfloat16 else 1e-6
-        assert 0 < float((left - right).norm() / right.norm()) < bound, name
 
 
 def test_bfloat16_rounds_logits_and_gradients_but_not_the_softmax() -> None:
@@ -208,10 +157,9 @@ def _shards(rank: int, heads: list[Head]) -> list[tuple[HeadResult, int]]:
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_tensor_parallel_ranks_agree_with_a_single_rank(dtype: torch.dtype) -> None:
-    heads = [make_head(7, num, seed=num).to(dtype) for _, num in SHARDS]
-    heads.append(make_head(0, SHARDS[0][1]).to(dtype))  # an empty micro-batch
+def test_tensor_parallel_ranks_agree_with_a_single_rank() -> None:
+    heads = [make_head(7, num, seed=num) for _, num in SHARDS]
+    heads.append(make_head(0, SHARDS[0][1]))  # an empty micro-batch
     heads = [replace(head, temperature=0.8) for head in heads]
     heads += [with_entropy(head) for head in heads]
     by_rank = run_ranks(_shards, NUM_RANKS, heads)
@@ -226,7 +174,7 @@ def test_tensor_parallel_ranks_agree_with_a_single_rank(dtype: torch.dtype) -> N
                 grad_hidden=torch.stack([outcome.grad_hidden for outcome in outcomes]).sum(0),
                 grad_weight=weight[:num],
             )
-            assert_equal(total, plain(head.to(torch.float64)), TOLERANCE[dtype])
+            assert_equal(total, plain(head), TOLERANCE[torch.float64])
         assert [calls for _, calls in parts] == [2] * NUM_RANKS, (
             "the number of all-reduces does not depend on the tiles"
         )
@@ -250,17 +198,8 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_full_logits_are_never_materialized(dtype: torch.dtype) -> None:
-    head = make_head(4096, 32_768, hidden=2).to(dtype)
+def test_full_logits_are_never_materialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocab_parallel, "TILE_BYTES", 2**19)
     with LargestTensor() as largest:
-        tiled(head)
-    tile = vocab_parallel.TILE_BYTES // 4
-    assert largest.num_elements <= tile <= 4096 * 32_768 // 8
-
-
-def test_the_recorder_of_tensor_sizes_sees_full_logits_of_the_plain_head() -> None:
-    head = make_head(32, 64)
-    with LargestTensor() as largest:
-        plain(head)
-    assert largest.num_elements == 32 * 64
+        tiled(make_head(512, 4096, hidden=2).to(torch.float32))
+    assert largest.num_elements <= 2**19 // 4 == 512 * 4096 // 16
