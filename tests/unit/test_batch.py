@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import replace
 from typing import Any
@@ -104,6 +105,20 @@ def test_sequences_are_concatenated_into_flat_tensors() -> None:
     assert batch.loss_mask.dtype is torch.bool
     floats = (batch.advantages, batch.weights, batch.engine_logprobs)
     assert {tensor.dtype for tensor in floats} == {torch.float32}
+
+
+def test_a_batch_does_not_depend_on_the_default_dtype_of_torch() -> None:
+    scores = (0.1, 0.2, 0.4, 0.7, 1.0)
+    grades = [Grade(score, score == 1.0, "7") for score in scores]
+    groups = [group(1, *(completion(n, 2, grade) for n, grade in enumerate(grades)))]
+    expected = assembled(*groups)
+    torch.set_default_dtype(torch.float64)
+    try:
+        batch = assembled(*groups)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert batch.weights.dtype is torch.float32
+    assert torch.equal(batch.advantages, expected.advantages)
 
 
 def test_eps_is_added_to_the_standard_deviation() -> None:
@@ -220,6 +235,17 @@ def test_diagnostics_cover_the_response_tokens_of_each_sequence() -> None:
     assert first.entropy.tolist() == [10 + 2 / 64, 10 + 3 / 64, 10 + 4 / 64]
     assert (first.gap_mean, first.gap_max) == (3 / 64, 4 / 64)
     assert third.entropy.tolist() == [10 + 12 / 64, 10 + 13 / 64]
+
+
+def test_a_response_without_a_token_has_no_gap() -> None:
+    groups = [group(7, completion(0, 0, WRONG), completion(1, 2, RIGHT))]
+    batch = assembled(*groups)
+    policy = LogProbs(batch.engine_logprobs, batch.engine_logprobs)
+    empty, other = diagnose(described(*groups), batch, policy)
+    assert math.isnan(empty.gap_mean)
+    assert math.isnan(empty.gap_max)
+    assert empty.logprobs.tolist() == []
+    assert other.gap_max == 0.0
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,14 @@ def test_partition_stays_within_its_published_bound(weights: list[int], num_part
     assert 3 * num_parts * largest <= (4 * num_parts - 1) * best
 
 
+def test_partition_uses_the_differencing_method() -> None:
+    # Differences 1 and 1, then 3, then 2. The greedy method (largest first, to the part with the
+    # least) ends at 17 and 13.
+    weights = [8, 7, 6, 5, 4]
+    sums = sorted(sum(weights[index] for index in part) for part in partition(weights, 2))
+    assert sums == [14, 16]
+
+
 class Measured:
     """Share of padding, work of the slowest rank over the mean rank, and size of a plan."""
 
@@ -200,6 +208,11 @@ def test_without_packing_the_costliest_micro_batch_goes_first_to_the_least_loade
     assert plan_microbatches(lengths, num_ranks, max_tokens=max_tokens, packed=False) == expected
 
 
+def test_a_rank_with_much_work_gets_less_of_the_rest() -> None:
+    plan = plan_microbatches([100, 90, 80, 70], 2, max_tokens=100, packed=False)
+    assert plan == [[[0], [3]], [[1], [2]]]
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_without_sequences_all_micro_batches_are_empty(packed: bool) -> None:
     plan = plan_microbatches([], 2, max_tokens=10, packed=packed, num_multiple=3)
@@ -232,6 +245,11 @@ def test_the_token_bound_is_exact() -> None:
     ]  # 12 tokens are padded to 16
     plan = plan_microbatches([3, 3, 3], 1, max_tokens=11, sequence_multiple=4)
     assert plan == [[[0, 1], [2]]]  # 4 + 4 + 4 is more than 11
+
+
+def test_there_are_no_more_micro_batches_than_the_tokens_need() -> None:
+    (micros,) = plan_microbatches([5] * 34, 1, max_tokens=10)
+    assert len(micros) == 17
 
 
 def test_padding_is_counted_as_rows_are_padded() -> None:
