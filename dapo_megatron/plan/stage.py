@@ -1,7 +1,7 @@
 """One pipeline stage of the policy: weights, gradients and optimizer state on a rank.
 
-Parameters are counted with `layout_of`, the table of what a rank holds. tests/parity/test_families.py
-compares it with Megatron-core's models.
+Parameters are counted with `layout_of`, the table of what a rank holds, which
+tests/parity/test_families.py compares with Megatron-core's models.
 """
 
 from __future__ import annotations
