@@ -13,9 +13,10 @@ the sum, too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from itertools import chain
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -37,8 +38,8 @@ Fingerprints = Sequence[Sequence[tuple[TensorSlice, int]]]
 """[rank] -> (slice, fingerprint) of each slice that the rank has."""
 _Print = tuple[int, int]
 """(index into a worker's slices, fingerprint) of a slice that can be read."""
-_Boxes = dict[Region, dict[int, list[int]]]
-"""Region -> fingerprint -> the ranks whose copy has it."""
+_Part = tuple[int, TensorSlice, int]
+"""(rank, slice, fingerprint)"""
 
 
 class Mismatch(NamedTuple):
@@ -61,9 +62,9 @@ def check_fingerprints(
     """Compare the policy, sharded over all ranks, with every present engine. Collective.
 
     Take this rank's policy `shards`, and the slices that each rank's policy holds and each worker
-    wants. Return the number of tensors of the first engine that cannot be read back. Raises
-    SyncError naming tensors, ranks and the engines at fault; none if copies within the policy
-    differ.
+    wants. Return the number of tensors that were not compared, because the first engine has a part
+    that cannot be read back. Raises SyncError naming tensors, ranks and the engines at fault; none
+    if copies within the policy differ.
     """
     # Ranks at the same place of both layouts send equal lists. Each distinct list travels once.
     own_prints = fingerprints((shard.read(), shard.tensor_slice.region) for shard in shards)
@@ -98,9 +99,12 @@ def check_fingerprints(
             + more,
             chain(*(mismatch.replicas for mismatch in mismatches)),
         )
-    replica, (prints, *_) = next(iter(by_replica.items()))
-    slices = wanted.slices[wanted.of_replica(replica)[0]]
-    return len({part.name for part in slices} - {slices[index].name for index, _ in prints})
+    replica, by_worker = next(iter(by_replica.items()))
+    unread = {part.name: prod(part.global_shape) for parts in held.lists for part in parts}
+    workers = zip(wanted.of_replica(replica), by_worker, strict=True)
+    for part in {wanted.slices[rank][index] for rank, prints in workers for index, _ in prints}:
+        unread[part.name] -= part.region.numel
+    return sum(numel != 0 for numel in unread.values())
 
 
 # ------------------------------------------------------------------ fingerprints
@@ -176,104 +180,55 @@ def describe_mismatches(
 ) -> list[Mismatch]:
     """Return the mismatches. `replica_of_rank` is the replica that each engine rank belongs to.
 
-    Copies of one region must be equal, among policy ranks and among engine ranks. Shards of policy
-    and engine are compared over the smallest unions of boxes that both sides cover.
+    Copies of one region must be equal, among policy ranks and among the ranks of an engine. Then
+    each tensor is compared as a whole, whose fingerprint is the sum of its parts'.
     """
-    held, wanted = _by_tensor(policy), _by_tensor(engines)
     mismatches: list[Mismatch] = []
-    for name in sorted(held.keys() | wanted.keys()):
-        trained = _boxes(held.get(name, ()))
-        unequal = list(_unequal_copies(name, "policy", trained))
+    parts_of_engines = _by_tensor(engines)
+    for name, parts in sorted(_by_tensor(policy).items()):
+        expected, unequal = _total("policy", parts)
         mismatches += [Mismatch(text, []) for text in unequal]
         if unequal:
             continue  # it is unknown which copy the engine should hold
-        replicas: dict[int, list[tuple[int, Region, int]]] = defaultdict(list)
-        for entry in wanted.get(name, ()):
-            replicas[replica_of_rank[entry[0]]].append(entry)
-        for replica, entries in sorted(replicas.items()):
-            for text in _differences(name, trained, _boxes(entries)):
-                mismatches.append(Mismatch(text, [replica]))
+        replicas: dict[int, list[_Part]] = defaultdict(list)
+        for part in parts_of_engines.get(name, ()):
+            replicas[replica_of_rank[part[0]]].append(part)
+        for replica, sampled in sorted(replicas.items()):
+            actual, texts = _total("engine", sampled)
+            if not texts and actual not in (expected, None):
+                ranks = _list({rank for rank, _, _ in sampled})
+                texts = [f"{name}: engine ranks {ranks} hold other values than the policy"]
+            mismatches += [Mismatch(text, [replica]) for text in texts]
     return mismatches
 
 
-def _by_tensor(prints: Fingerprints) -> dict[str, list[tuple[int, Region, int]]]:
-    """Return (rank, region, fingerprint) of all slices, by tensor name."""
-    tensors: dict[str, list[tuple[int, Region, int]]] = defaultdict(list)
+def _by_tensor(prints: Fingerprints) -> dict[str, list[_Part]]:
+    """Return (rank, slice, fingerprint) of all slices, by tensor name."""
+    tensors: dict[str, list[_Part]] = defaultdict(list)
     for rank, tensor_slices in enumerate(prints):
         for tensor_slice, value in tensor_slices:
-            tensors[tensor_slice.name].append((rank, tensor_slice.region, value))
+            tensors[tensor_slice.name].append((rank, tensor_slice, value))
     return tensors
 
 
-def _boxes(entries: Iterable[tuple[int, Region, int]]) -> _Boxes:
-    boxes: _Boxes = {}
-    for rank, region, value in entries:
-        ranks = boxes.setdefault(region, {}).setdefault(value, [])
-        if rank not in ranks:
-            ranks.append(rank)
-    return boxes
-
-
-def _unequal_copies(name: str, side: str, boxes: _Boxes) -> Iterator[str]:
-    """Yield a line per region with unequal copies, naming the smallest group of ranks first."""
-    for region, values in boxes.items():
+def _total(side: str, parts: Sequence[_Part]) -> tuple[int | None, list[str]]:
+    """Return the fingerprint of a tensor, and a line per region with unequal copies, naming the
+    smallest group of ranks first. The fingerprint is None if some of the tensor cannot be read."""
+    first = parts[0][1]
+    copies: dict[Region, dict[int, list[int]]] = {}
+    for rank, part, value in parts:
+        copies.setdefault(part.region, {}).setdefault(value, []).append(rank)
+    unequal = []
+    for region, values in copies.items():
         if len(values) > 1:
             fewest, *rest = sorted(values.values(), key=len)
-            yield (
-                f"{name}{region}: {side} ranks {_list(fewest)} hold other values than "
+            unequal.append(
+                f"{first.name}{region}: {side} ranks {_list(fewest)} hold other values than "
                 f"ranks {_list(chain(*rest))}"
             )
-
-
-def _differences(name: str, trained: _Boxes, sampled: _Boxes) -> Iterator[str]:
-    """Yield a line per union of boxes on which one engine's weights are not the policy's."""
-    for policy_boxes, engine_boxes in _components(trained, sampled):
-        expected = combine_fingerprints(*(next(iter(trained[region])) for region in policy_boxes))
-        if len(engine_boxes) == 1:  # compare each rank's copy by itself
-            [region] = engine_boxes
-            wrong = [
-                rank
-                for value, ranks in sampled[region].items()
-                if value != expected
-                for rank in ranks
-            ]
-        elif any(len(sampled[region]) > 1 for region in engine_boxes):
-            yield from _unequal_copies(
-                name, "engine", {region: sampled[region] for region in engine_boxes}
-            )
-            continue
-        else:
-            actual = combine_fingerprints(*(next(iter(sampled[region])) for region in engine_boxes))
-            holders = {
-                rank
-                for region in engine_boxes
-                for ranks in sampled[region].values()
-                for rank in ranks
-            }
-            wrong = sorted(holders) if actual != expected else []
-        if wrong:
-            box = engine_boxes[0] if len(engine_boxes) == 1 else ""
-            yield f"{name}{box}: engine ranks {_list(wrong)} hold other values than the policy"
-
-
-def _components(trained: _Boxes, sampled: _Boxes) -> Iterator[tuple[list[Region], list[Region]]]:
-    """Yield connected groups of policy boxes and engine boxes: they overlap, directly or through
-    others."""
-    remaining = list(trained)
-    while remaining:
-        policy_boxes, engine_boxes = [remaining.pop()], []
-        unreached = set(sampled)
-        grew = True
-        while grew:
-            more_engine = [box for box in unreached if any(map(box.intersect, policy_boxes))]
-            unreached -= set(more_engine)
-            engine_boxes += more_engine
-            more_policy = [box for box in remaining if any(map(box.intersect, engine_boxes))]
-            remaining = [box for box in remaining if box not in more_policy]
-            policy_boxes += more_policy
-            grew = bool(more_engine or more_policy)
-        if engine_boxes:  # an engine with expert parallelism has only some of the boxes
-            yield policy_boxes, sorted(engine_boxes, key=lambda region: region.start)
+    is_whole = sum(region.numel for region in copies) == prod(first.global_shape)
+    total = combine_fingerprints(*(next(iter(values)) for values in copies.values()))
+    return (total if is_whole else None), unequal
 
 
 def _list(ranks: Iterable[int]) -> str:

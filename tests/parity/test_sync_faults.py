@@ -52,7 +52,7 @@ class Run:
             engine__tensor_parallel=1,
             engine__replicas=2,
             sync__max_gap=1e-4 if is_exact else 20.0,
-            sync__max_mean_gap="null" if is_exact else 0.15,
+            sync__max_mean_gap="null" if is_exact else 0.05,
             sync__fingerprint_every=1 if is_exact else 1000,
             rollout__on_policy=True,
             rollout__dynamic_sampling=False,
@@ -206,7 +206,8 @@ def test_faults_of_all_engines_or_of_the_policy_end_the_run(reported: dict[str, 
 def test_in_bfloat16_the_mismatch_finds_gross_faults_without_fingerprints(tmp_path: Path) -> None:
     reported = observe(tmp_path, "bfloat16")
     assert reported["nothing"] == []
-    for name in set(FAULTS) - IN_TRANSFER - set(UNSEEN):
+    for name in (name for name in FAULTS if name not in IN_TRANSFER and name not in UNSEEN):
+        print(f"{name}: {reported[name]}")
         [(text, engines)] = reported[name]
         assert MISMATCH in text and engines == [FAULTY], name
         assert "on the mean of" in text or "inf on " in text
