@@ -16,7 +16,6 @@ from dapo_megatron.run.loss import loss_function
 from dapo_megatron.types import ConfigError, MicroTokens
 from tests.helpers.configs import tiny_config
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "loss.md"
 TOKENS = MicroTokens(
     old_logprobs=torch.tensor([-1.0, -2.0, -9.0]),
     advantages=torch.tensor([1.0, -1.0, 1.0]),
@@ -67,17 +66,6 @@ def test_a_loss_may_use_entropy_and_the_log_probs_of_the_reference(
     loss_function(loss_config(name))
     with_kl = tiny_config(loss__kl="{coefficient: 0.1}").loss
     loss_function(with_kl.model_copy(update={"function": name}))
-
-
-def test_the_example_in_docs_loss_md_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [code] = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
-    name = write_module(tmp_path, monkeypatch, code)
-    logprobs = torch.tensor([-0.5, -2.0, float("nan")], requires_grad=True)
-    output = loss_function(loss_config(f"{name}:reinforce"))(logprobs, TOKENS)
-    output.total.backward()
-    assert output.total.item() == -1.5
-    assert logprobs.grad is not None and logprobs.grad.tolist() == [-1.0, 1.0, 0.0]
-    assert output.sums["mean_logprob"].item() == -2.5
 
 
 def code_returning(arguments: str) -> str:
