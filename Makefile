@@ -12,6 +12,7 @@ NEXT_LOCK     := tests/contracts/next_megatron.txt
 NEXT_MEGATRON := $(shell sed -n 's/^megatron-core==\([^ ]*\).*/\1/p' $(NEXT_LOCK))
 NEXT   := $(CURDIR)/.contracts/megatron-core-$(NEXT_MEGATRON)
 CORE   := tests/contracts tests/parity/test_policy.py tests/parity/test_families.py \
+          tests/parity/test_router_replay.py tests/parity/test_overlap.py \
           tests/parity/test_checkpoint.py tests/parity/test_transfer.py \
           tests/parity/test_torch_dist.py tests/parity/test_torch_dist_models.py \
           tests/parity/test_megatron_state.py \

@@ -1,23 +1,18 @@
-"""Test the undocumented names and behavior of vLLM that this project uses.
+"""Test the undocumented names of vLLM that this project uses, also those that only a GPU uses.
 
-Names that only a GPU uses are checked as well. Behavior is that of the engine on this machine,
-observed in one process (vllm_probe.py). tests/parity/test_engine*.py test weight loading by slices,
-sampling and log-probs.
+tests/parity/test_engine*.py test what they do: loading by slices, sampling, log-probs, interrupts.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests.contracts.names import check_arguments, check_name, find, imports_of
-from tests.contracts.vllm_probe import names_of_the_extension, observe
 from tests.helpers.configs import tiny_config
 from tests.helpers.engines import run_alone
 from tests.helpers.models import make_random_model
@@ -25,53 +20,45 @@ from tests.helpers.models import make_random_model
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-LAYERS, LOADER = "vllm.model_executor.layers.", "vllm.model_executor.model_loader."
+LAYERS, RELOAD = "vllm.model_executor.layers.", "vllm.model_executor.model_loader.reload."
 CPU_EXPERTS = f"{LAYERS}fused_moe.experts.cpu_moe:CPUUnquantizedExperts"
 EXPERT_METHOD = f"{LAYERS}fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
-SHARED_MEMORY = "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed"
 LLM = "vllm:LLM."
 ENGINE = "vllm.v1.engine.llm_engine:LLMEngine."
 V2 = "vllm.v1.worker.gpu."
 
 NAMES = {
-    # Replaced.
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache": "engine/routes.py",
-    f"{V2}model_runner:GPUModelRunner.initialize_kv_cache": "engine/routes.py",
-    "vllm.v1.core.sched.scheduler:Scheduler._free_request_blocks": "engine/routes.py",
-    SHARED_MEMORY + ".make_group_name": "engine/device.py",
-    f"{LAYERS}rotary_embedding.base:RotaryEmbedding.forward_cpu": "engine/device.py",
-    f"{LAYERS}rotary_embedding.base:RotaryEmbedding.forward_native": "engine/device.py",
-    CPU_EXPERTS + ".apply": "engine/device.py",
-    # Private, or internal.
-    LOADER + "reload.layerwise:_get_original_loader": "engine/loads.py",
-    LOADER + "reload.layerwise:get_layerwise_info": "engine/loads.py, engine/loading.py",
-    LOADER + "reload.layerwise:_layerwise_process": "engine/loading.py",
-    LOADER + "reload.meta:materialize_layer": "engine/loading.py",
-    LOADER + "reload.meta:restore_layer_on_meta": "engine/loads.py",
-    "vllm._custom_ops:cpu_prepack_moe_weight": "engine/readback.py",
-    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes": (
-        "engine/device.py"
-    ),
-    f"{LAYERS}fused_moe.oracle.unquantized:UnquantizedMoeBackend.TRITON": "engine/readback.py",
-    f"{LAYERS}fused_moe.oracle.unquantized:UnquantizedMoeBackend.BATCHED_TRITON": (
-        "engine/readback.py"
-    ),
-    f"{LAYERS}vocab_parallel_embedding:ParallelLMHead": "engine/device.py",
-    f"{LAYERS}vocab_parallel_embedding:UnquantizedEmbeddingMethod": "engine/readback.py",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids": "engine/routes.py",
-    f"{LAYERS}fused_moe.router.base_router:BaseRouter.set_capture_fn": "engine/routes.py",
-    # Methods.
-    **{
-        LLM + name: "engine/engine.py"
-        for name in ("collective_rpc", "reset_prefix_cache", "sleep", "wake_up")
-    },
-    **{
-        ENGINE + name: "engine/engine.py"
-        for name in ("add_request", "step", "abort_request", "has_unfinished_requests")
-    },
-    "vllm.v1.worker.gpu_worker:Worker.get_model": "engine/extension.py",
-    "vllm.device_allocator:AllocationData": "engine/memory.py (CUDA)",
+    "engine/routes.py": f"""
+        vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache
+        {V2}model_runner:GPUModelRunner.initialize_kv_cache
+        vllm.v1.core.sched.scheduler:Scheduler._free_request_blocks
+        vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids
+        {LAYERS}fused_moe.router.base_router:BaseRouter.set_capture_fn""",
+    "engine/device.py": f"""
+        vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.make_group_name
+        {LAYERS}rotary_embedding.base:RotaryEmbedding.forward_cpu
+        {LAYERS}rotary_embedding.base:RotaryEmbedding.forward_native
+        {LAYERS}vocab_parallel_embedding:ParallelLMHead
+        vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes
+        {CPU_EXPERTS}.apply""",
+    "engine/loads.py": f"""
+        {RELOAD}layerwise:_get_original_loader {RELOAD}layerwise:get_layerwise_info
+        {RELOAD}meta:restore_layer_on_meta""",
+    "engine/loading.py": f"""
+        {RELOAD}layerwise:get_layerwise_info {RELOAD}layerwise:_layerwise_process
+        {RELOAD}meta:materialize_layer""",
+    "engine/readback.py": f"""
+        vllm._custom_ops:cpu_prepack_moe_weight
+        {LAYERS}fused_moe.oracle.unquantized:UnquantizedMoeBackend.TRITON
+        {LAYERS}fused_moe.oracle.unquantized:UnquantizedMoeBackend.BATCHED_TRITON
+        {LAYERS}vocab_parallel_embedding:UnquantizedEmbeddingMethod""",
+    "engine/engine.py": f"""
+        {LLM}collective_rpc {LLM}reset_prefix_cache {LLM}sleep {LLM}wake_up
+        {ENGINE}add_request {ENGINE}step {ENGINE}abort_request {ENGINE}has_unfinished_requests""",
+    "engine/extension.py": "vllm.v1.worker.gpu_worker:Worker.get_model",
+    "engine/memory.py (CUDA)": "vllm.device_allocator:AllocationData",
 }
+"""Our file -> private names that it uses. What it imports is read from its source."""
 
 ARGUMENTS = {
     "vllm.device_allocator:AllocationData": ("handle tag is_asleep", "engine/memory.py (CUDA)"),
@@ -98,11 +85,15 @@ VARIABLES = (
     "VLLM_USE_V2_MODEL_RUNNER",
 )
 
-IMPORTS = imports_of("vllm")
+
+@pytest.mark.parametrize("user", NAMES)
+def test_private_names_exist(user: str) -> None:
+    for path in NAMES[user].split():
+        check_name(path, user)
 
 
-def test_names_exist() -> None:
-    for path, user in (NAMES | IMPORTS).items():
+def test_imported_names_exist() -> None:
+    for path, user in imports_of("vllm").items():
         check_name(path, user)
 
 
@@ -119,6 +110,15 @@ def test_environment_variables_exist() -> None:
 def test_log_probs_mode_has_processed_logprobs() -> None:
     """engine/engine.py: processed log-probs are at the request's temperature, raw ones are not."""
     assert "processed_logprobs" in str(find("vllm.config.model:LogprobsMode"))
+
+
+def names_of_the_extension() -> set[str]:
+    from dapo_megatron.engine import device
+
+    device.prepare_environment()
+    from dapo_megatron.engine.extension import WorkerExtension
+
+    return {name for name in dir(WorkerExtension) if not name.startswith("__")}
 
 
 def test_the_extension_hides_nothing_of_a_worker() -> None:
@@ -163,54 +163,3 @@ def test_buffers_of_the_v2_sampler_are_planned(
     assert sum(tensor.nbytes for tensor in tensors) == sampler_bytes(
         config, read_architecture(config)
     )
-
-
-# ------------------------------------------------------------------- behavior, one real engine
-
-
-@pytest.fixture(scope="module")
-def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    if os.environ.get("CUDA_VISIBLE_DEVICES") is None and find("torch:cuda.is_available")():
-        pytest.skip("tests an engine on a CPU; tools/gpu_check.py tests one on a GPU")
-    folder = make_random_model("qwen3", tmp_path_factory.mktemp("contracts") / "qwen3")
-    return dict(run_alone(observe, folder))
-
-
-def test_running_requests_keep_the_ids_we_gave(observed: dict[str, Any]) -> None:
-    """engine/engine.py: output_processor.request_states, external_req_id."""
-    assert observed["names"] == {"7/0", "7/1"}
-
-
-def test_sampled_so_far_has_flat_log_probs(observed: dict[str, Any]) -> None:
-    """engine/engine.py: detokenizer.output_token_ids, logprobs_processor.logprobs.logprobs."""
-    for tokens, logprobs in observed["so_far"].values():
-        assert len(tokens) == len(logprobs) == observed["steps"]
-        assert all(isinstance(token, int) for token in tokens)
-        assert all(isinstance(logprob, float) and logprob <= 0 for logprob in logprobs)
-
-
-def test_aborted_requests_are_removed_at_once(observed: dict[str, Any]) -> None:
-    """engine/engine.py (interrupt)."""
-    assert observed["left_after_abort"] == 0
-
-
-def test_reset_prefix_cache_returns_whether_it_was_reset(observed: dict[str, Any]) -> None:
-    """engine/engine.py: False would mean that requests are in flight."""
-    assert observed["reset"] is True
-
-
-def test_linear_layers_are_packed_and_emptied(observed: dict[str, Any]) -> None:
-    """engine/readback.py: with cpu_linear, a weight is read through the kernel."""
-    assert observed["packed"]
-
-
-def test_layers_remember_how_they_were_created(observed: dict[str, Any]) -> None:
-    """engine/loads.py: restored on meta, parameters have loaders and the shapes of a checkpoint."""
-    shape, device, has_loader = observed["restored"]
-    assert (shape, device, has_loader) == ((96 * 2, 64), "meta", True)
-
-
-def test_the_embedding_has_the_number_of_rows_without_padding(observed: dict[str, Any]) -> None:
-    """engine/loads.py: shard_indices.num_org_elements; the rest is padding."""
-    real, padded = observed["rows"]
-    assert real == observed["vocab"] <= padded

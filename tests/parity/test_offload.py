@@ -2,12 +2,12 @@
 
 Offloaded parts take no device memory, onloading restores them bitwise, the other parts are
 unchanged, and shards are views of the weights again. A run that offloads at every step gives the
-results of a run without offloading.
+results of a run without offloading. Rewritten weights survive the next update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, UntypedStorage
 
 from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.types import Shard
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.losses import loss_with
@@ -137,6 +138,23 @@ def offload_and_onload(policy: Any, parts: tuple[str, ...], seed: int) -> None:
     assert bool(size) == bool({"weights", "optimizer"} & set(parts))
 
 
+def double(shards: Sequence[Shard]) -> None:
+    for shard in shards:
+        shard.write(shard.read() * 2)
+
+
+def double_weights(policy: Any) -> None:
+    """Rewrite the weights, and check that the optimizer's copies of them are replaced, too: an
+    update with a learning rate of 0 copies them into the model."""
+    before = {name: tensor.clone() for name, tensor in policy.weights()}
+    policy.rewrite(double)
+    for _ in range(2):
+        after = dict(policy.weights())
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], 2 * tensor) for name, tensor in before.items())
+        policy.update(batch(0), LOSS, 0.0)
+
+
 def run(rank: int, world_size: int, models: Path) -> dict[str, Any]:
     exchange, by_layout = Ranks(rank, world_size, rank), {}
     for layout in LAYOUTS:
@@ -147,6 +165,7 @@ def run(rank: int, world_size: int, models: Path) -> dict[str, Any]:
             if parts:
                 for seed, subset in enumerate(SUBSETS):
                     offload_and_onload(policy, subset, seed)
+                double_weights(policy)
             policy.close()
         by_layout[layout] = results
     return by_layout

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from dapo_megatron.cluster.ranks import Ranks
@@ -31,22 +32,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {"num_hidden_layers": 2}),
     "latent": ("deepseek_v3", {"num_hidden_layers": 2}),
 }
-INTERLEAVED = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2": ("tied", {}),
     "ep2": ("experts", {"expert_parallel": 2}),
     "dp2 recomputed": ("untied", {"recompute": "full"}),
     "cp2": ("tied", {"context_parallel": 2}),
     "dp2 of experts": ("latent", {}),
-    # On four ranks.
-    "dp2 pp2": ("tied", {"pipeline_parallel": 2}),
-    "dp2 interleaved": ("untied", INTERLEAVED),
-    "dp2 tp2": ("tied", {"tensor_parallel": 2, "sequence_parallel": "true"}),
-    "ep2 dp2": ("experts", {"expert_parallel": 2, "precision": "float64"}),
 }
-TOLERANCES = {"ep2 dp2": 1e-9}
-"""With more than two ranks, the order of sums depends on the position in a bucket."""
-ALWAYS, ON_TWO_RANKS, ON_FOUR_RANKS = list(LAYOUTS)[:2], list(LAYOUTS)[2:5], list(LAYOUTS)[5:]
+ALWAYS, LONG = list(LAYOUTS)[:2], list(LAYOUTS)[2:]
 
 
 class Abandoned(Exception):
@@ -87,10 +80,9 @@ def observe(exchange: Ranks, model: Path, layout: dict[str, Any], *, overlap: bo
     batch = partial(random_batch, LENGTHS, vocab=99)
     policy = build(exchange, model, layout, overlap=overlap)
     results: list[Any] = [policy.gradients(batch(seed=0), LOSS)]
-    if "pipeline_parallel" not in layout:
-        for when in (0, 1):  # before the first backward pass, and after one
-            with pytest.raises(Abandoned):
-                policy.update(batch(seed=7), abandoning(when), 1e-3)
+    for when in (0, 1):  # before the first backward pass, and after one
+        with pytest.raises(Abandoned):
+            policy.update(batch(seed=7), abandoning(when), 1e-3)
     shards = policy.shards()
     for seed in range(3):
         results.append(policy.update(batch(seed=seed), LOSS, 1e-3))
@@ -129,16 +121,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layouts"),
-    [
-        (2, ALWAYS),
-        pytest.param(2, ON_TWO_RANKS, marks=pytest.mark.long),
-        pytest.param(4, ON_FOUR_RANKS, marks=pytest.mark.long),
-    ],
-)
-def test_overlap_changes_no_result(world_size: int, layouts: list[str], models: Path) -> None:
-    ranks = run_ranks(run, world_size, world_size, models, layouts, timeout=900.0)
+@pytest.mark.parametrize("layouts", [ALWAYS, pytest.param(LONG, marks=pytest.mark.long)])
+def test_overlap_changes_no_result(layouts: list[str], models: Path) -> None:
+    ranks = run_ranks(run, 2, 2, models, layouts, timeout=900.0)
     for layout in layouts:
         check(layout, ranks)
 
@@ -146,26 +131,20 @@ def test_overlap_changes_no_result(world_size: int, layouts: list[str], models: 
 def check(layout: str, ranks: list[dict[str, Any]]) -> None:
     for plain, overlapped in (rank[layout] for rank in ranks):
         for before, after in zip(plain[:-2], overlapped[:-2], strict=True):
-            assert same(before, after, TOLERANCES.get(layout, 0.0)), layout
-        if "pp2" not in layout and "interleaved" not in layout:  # later stages have one bucket
-            assert overlapped[-2] > plain[-2]
+            assert same(before, after), layout
+        assert overlapped[-2] > plain[-2]
         assert plain[-1] == 0 < overlapped[-1], "no weight was still being gathered"
 
 
-def same(a: Any, b: Any, tolerance: float) -> bool:
-    """Compare tensors and numbers in nested containers to within `tolerance`."""
+def same(a: Any, b: Any) -> bool:
+    """Compare tensors and numbers in nested containers bitwise, and gradient norms to rounding."""
     if isinstance(a, Tensor):
-        return bool((a - b).abs().max() <= tolerance)
+        return torch.equal(a, b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key], tolerance) for key in a)
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(
-            same(left, right, tolerance) for left, right in zip(a, b, strict=True)
-        )
+        return all(same(left, right) for left, right in zip(a, b, strict=True))
     if isinstance(a, StepStats):
-        norms = a.grad_norm, b.grad_norm
-        assert norms[0] == pytest.approx(norms[1], rel=1e-6)
-        return same(list(a.means.values()), list(b.means.values()), tolerance) and same(
-            a.loss, b.loss, tolerance
-        )
-    return bool(abs(a - b) <= tolerance)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-6)
+        return a.means == b.means and a.loss == b.loss
+    return bool(a == b)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import resource
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,26 +51,6 @@ def test_the_peak_of_the_run_is_kept_when_phases_reset_the_counter() -> None:
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert meter.highest_gib() >= highest
     assert usage < highest * GIB - LARGE / 2
-
-
-class FakeTwoRanks(Ranks):
-    """Two ranks, of which the other used twice as much in one phase and half in the other."""
-
-    def all_gather(self, value: Any, of: object) -> list[Any]:
-        factors = {"memory/update_gib": 2.0, "memory/sync_gib": 0.5}
-        return [value, {name: factors[name] * gib for name, gib in value.items()}]
-
-
-def test_the_rank_with_the_highest_peak_counts() -> None:
-    meter = MemoryMeter(FakeTwoRanks(0, 2, 0))
-    for phase in ("update", "sync"):
-        with meter.phase(phase):
-            pass
-    peaks = dict(meter._peaks)
-    assert meter.metrics() == {
-        "memory/update_gib": 2 * peaks["memory/update_gib"],
-        "memory/sync_gib": peaks["memory/sync_gib"],
-    }
 
 
 @given(before=BYTES, context=BYTES, grown=BYTES, peak=BYTES, after=BYTES, offloaded=BYTES)
