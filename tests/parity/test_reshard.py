@@ -45,9 +45,9 @@ CASES = {
     # A vocabulary of 99 is padded with every even tensor-parallel size.
     "tied": ("2:tp2 2:interleaved 2:cp2 2:dp", "float64"),
     "experts": ("2:ep2 2:tp2 sp 1:dp", "float64"),
-    "bias": ("2:dp 2:tp2 2:pp2", "bfloat16"),
 }
 MORE_CASES = {
+    "bias": ("2:dp 2:tp2 2:pp2", "bfloat16"),
     "tied": ("1:dp 4:tp2 pp2 4:dp 4:tp4 4:uneven 2:tp2 sp", "float64"),
     "untied": ("4:uneven 4:cp2 2:dp 2:pp2 2:tp2", "float64"),
     "experts": ("2:ep2 4:ep2 tp2 4:ep2 pp2 4:ep4 2:pp2", "float64"),

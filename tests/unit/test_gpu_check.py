@@ -19,7 +19,7 @@ from tests.helpers.configs import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "tools"))
 
 import gpu_check
-from gpu_checks.catalog import BY_NAME, CHECKS, SHOWN, at_most, merged
+from gpu_checks.catalog import BY_NAME, CHECKS, SHOWN
 
 NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
@@ -51,16 +51,6 @@ def test_every_entry_of_the_catalog_can_be_imported() -> None:
     assert len(BY_NAME) == len(CHECKS)
     for check in CHECKS:
         assert callable(check.run())
-
-
-def test_the_worst_verdict_of_all_ranks_counts() -> None:
-    ranks = [
-        [at_most("a", 1.0, 2.0), at_most("b", 1.0, 2.0)],
-        [at_most("a", 3.0, 2.0), at_most("b", 1.5, 2.0)],
-        [at_most("a", 1.0, 2.0)],  # failed before it measured b
-    ]
-    assert merged(ranks) == [ranks[1][0], ranks[0][1]]
-    assert merged([[], ranks[1]]) == []
 
 
 def test_a_check_that_crashes_or_hangs_fails_and_keeps_its_figures(

@@ -221,13 +221,3 @@ def test_penalties_are_subtracted_from_rewards_before_advantages() -> None:
     for index, part in enumerate(parts):
         own = penalize(part, SEQUENCES, penalties, **arguments).advantages
         assert torch.equal(own, held(penalized, index).advantages)
-
-
-def test_penalties_of_zero_leave_the_advantages_as_they_are() -> None:
-    batch = step_batch()
-    assert batch.old_logprobs is not None
-    same = replace(batch, reference_logprobs=batch.old_logprobs)
-    penalties = kl.penalties(same, response_tokens(same, SEQUENCES), NUMBERS)
-    assert penalties == [0.0] * len(SEQUENCES) == of_all(same, [penalties])
-    penalized = penalize(same, SEQUENCES, penalties, eps=1e-6, divide_by_std=True)
-    assert torch.equal(penalized.advantages, batch.advantages)

