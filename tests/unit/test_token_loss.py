@@ -185,6 +185,15 @@ def test_tis_weights_of_a_completion_sampled_by_two_versions() -> None:
     assert not [name for name in plain.sums if name.startswith("tis")]
 
 
+def test_only_the_log_probs_have_a_gradient_and_sums_have_their_dtype() -> None:
+    logp, micro = random_micro(20, 2)
+    old = micro.old_logprobs.requires_grad_()
+    out = loss_with(**CLIP, tis_cap=1.1)(logp, micro)
+    out.total.backward()
+    assert logp.grad is not None and old.grad is None
+    assert {value.dtype for value in out.sums.values()} == {torch.float64}
+
+
 def test_the_limit_of_the_log_ratio_reaches_the_loss() -> None:
     zeros, ones = torch.zeros(1), torch.ones(1)
     micro = MicroTokens(zeros, -ones, ones, zeros, ones)
