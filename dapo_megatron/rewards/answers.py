@@ -119,7 +119,7 @@ def clean(text: str) -> str:
     if "overline" in text:
         text = _REPEATING.sub(_repeated, text)
     if not text.isascii():
-        text = text.replace("，", ",").replace("。", ".").replace("、", ", ")  # noqa: RUF001
+        text = text.replace("，", ",").replace("。", ".")  # noqa: RUF001
         text = _NOT_PLAIN.sub(lambda character: _latex(character[0]), text)
         text = text.replace("}^{", "").replace("}_{", "")
     if "**" in text:
@@ -277,7 +277,6 @@ _CODE = re.compile(
     r"|(?:[01]?[0-9]|2[0-4]):[0-5][0-9]|[0-9]{1,2}(?::[0-5][0-9])?[AaPp]\.?[Mm]\.?"  # times
     r"|(?=.*[A-Za-z)]_?[0-9])[0-9]*(?:\(?[A-Z][a-z]?\)?(?:_?[0-9]+)?){2,}(?:\^?[0-9]*[+-])?"  # H2O
     r"|[\w#@:.-]*[A-Za-z][0-9][\w#@:.-]*"  # B12, hashes
-    r"|(?=.*[A-Za-z]{2})[A-Za-z]\w*"  # names
     r"|[A-Z](?:-[A-Z]){2,}"  # orders of choices
 )
 _WORDS = re.compile(
@@ -329,8 +328,6 @@ def is_text(text: str) -> bool:
     if _OPERATOR.search(text):
         return False
     formula = _MATHEMATICAL.sub(",", text)
-    if not formula.strip(" ,") and text.lower() not in ("pi", "inf", "infinity"):
-        return True
     letters = re.findall(r"[A-Z]", text) if re.fullmatch(r"[A-Z](?:\s*,\s*[A-Z])+", text) else []
     return (
         letters != sorted(letters)  # a list of choices out of order is an order
@@ -362,6 +359,7 @@ def refuse_solution(truth: str) -> None:
         raise ValueError("the truth is a solution; keep only the part after ####")
 
 
+@cache  # data sets repeat truths
 def check_truth(truth: str) -> None:
     """Raise ValueError if no answer, or any answer, could equal the truth."""
     refuse_solution(truth)

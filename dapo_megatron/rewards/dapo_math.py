@@ -9,6 +9,7 @@ that ends in `= truth` are right. `math_verify` is more lenient; do not mix the 
 from __future__ import annotations
 
 import re
+from functools import cache
 
 from dapo_megatron.rewards.answers import refuse_solution
 from dapo_megatron.types import Grade
@@ -71,6 +72,7 @@ def grade(response: str, truth: str) -> Grade:
     return Grade(1.0 if correct else -1.0, correct, pred, parsed=pred != INVALID)
 
 
+@cache  # data sets repeat truths
 def check_truth(truth: str) -> None:
     """Raise ValueError if no answer, or an empty one, could equal the truth."""
     refuse_solution(truth)

@@ -11,9 +11,12 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from dapo_megatron.rewards import answers, dapo_math
+from dapo_megatron.rewards.code import SHARE_OF_LIMIT, read_tests
 from dapo_megatron.rewards.sandbox import check_sandbox
 from dapo_megatron.types import ConfigError, Grade
 
@@ -60,40 +63,38 @@ def resolve(name: str, timeout_seconds: float = 10.0) -> GraderFn:
     """
     check_grader(name)
     if name not in _LIBRARIES:
-        return _checked(name, _user_grader(name))
+        return _CheckedGrader(name, *_user_grader(name), {})
     grade = importlib.import_module(f"dapo_megatron.rewards.{name}").grade
-    if name == "reasoning_gym":
-        return _checked(name, grade)
-    if name == "code":
-        from dapo_megatron.rewards.code import SHARE_OF_LIMIT
-
-        return _checked(name, partial(grade, seconds=SHARE_OF_LIMIT * timeout_seconds))
-    return _checked(name, lambda response, truth, extra: grade(response, truth))
+    options = {"seconds": SHARE_OF_LIMIT * timeout_seconds} if name == "code" else {}
+    return _CheckedGrader(name, grade, name in ("code", "reasoning_gym"), options)
 
 
 def check_grader(name: str) -> None:
     """Raise the ConfigError that `resolve` would, without importing the library of a built-in
     grader."""
-    if name == "code":
-        check_sandbox()
-    elif name in _LIBRARIES:
-        _require_library(name)
-    else:
+    if name not in _LIBRARIES:
         _user_grader(name)
+    elif name == "code":
+        check_sandbox()
+    elif (library := _LIBRARIES[name]) and importlib.util.find_spec(library) is None:
+        raise ConfigError(
+            f"grader {name!r}: the library {library!r} is not installed; install it, or configure "
+            "another grader"
+        )
 
 
 def row_check(name: str) -> RowCheck | None:
     """Return the check that grader `name` applies to each row when data is loaded; None if it
     accepts any row. Imports no library."""
-    if name == "code":
-        from dapo_megatron.rewards.code import read_tests
+    return _ROW_CHECKS.get(name)
 
-        return read_tests
-    if name in ("dapo_math", "math_verify"):
-        module = "answers" if name == "math_verify" else name  # the latter without its library
-        check = cache(importlib.import_module(f"dapo_megatron.rewards.{module}").check_truth)
-        return lambda truth, extra: check(truth)  # cached: data sets repeat rows and truths
-    return _check_problem if name == "reasoning_gym" else None
+
+def _check_for_dapo_math(truth: str, extra: Mapping[str, Any]) -> None:
+    dapo_math.check_truth(truth)
+
+
+def _check_for_math_verify(truth: str, extra: Mapping[str, Any]) -> None:
+    answers.check_truth(truth)
 
 
 def _check_problem(truth: str, extra: Mapping[str, Any]) -> None:
@@ -102,6 +103,14 @@ def _check_problem(truth: str, extra: Mapping[str, Any]) -> None:
             "it grades problems of sources with `kind: reasoning_gym` only; configure another "
             "grader for the rows of a file"
         )
+
+
+_ROW_CHECKS: Mapping[str, RowCheck] = {
+    "code": read_tests,
+    "dapo_math": _check_for_dapo_math,
+    "math_verify": _check_for_math_verify,
+    "reasoning_gym": _check_problem,
+}
 
 
 def is_built_in(name: str) -> bool:
@@ -167,18 +176,25 @@ def _plain(value: Any) -> Any:
     return float(value) if hasattr(value, "__float__") else value
 
 
-def _checked(name: str, function: Callable[[str, str, Mapping[str, Any]], Any]) -> GraderFn:
-    def grade(response: str, truth: str, extra: Mapping[str, Any]) -> Grade:
-        result = function(response, truth, extra)
+@dataclass(frozen=True, slots=True)
+class _CheckedGrader:
+    """A GraderFn whose result is a Grade."""
+
+    name: str
+    function: Callable[..., Any]
+    takes_extra: bool
+    options: Mapping[str, Any]
+
+    def __call__(self, response: str, truth: str, extra: Mapping[str, Any]) -> Grade:
+        others = (extra,) if self.takes_extra else ()
+        result = self.function(response, truth, *others, **self.options)
         if inspect.iscoroutine(result):
             result = _event_loop().run(result)
         try:
             return as_grade(result)
         # RuntimeError: a tensor with several elements.
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise ValueError(f"grader {name!r}: {error}") from error
-
-    return grade
+            raise ValueError(f"grader {self.name!r}: {error}") from error
 
 
 @cache
@@ -186,15 +202,6 @@ def _event_loop() -> asyncio.Runner:
     """Return the event loop of this process. It is shared by all calls, so that connections that a
     grader keeps open stay usable."""
     return asyncio.Runner()
-
-
-def _require_library(name: str) -> None:
-    library = _LIBRARIES[name]
-    if library is not None and importlib.util.find_spec(library) is None:
-        raise ConfigError(
-            f"grader {name!r}: the library {library!r} is not installed; install it, or configure "
-            "another grader"
-        )
 
 
 def user_function(name: str) -> Callable[..., Any]:
@@ -214,7 +221,8 @@ def user_function(name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _user_grader(name: str) -> Callable[[str, str, Mapping[str, Any]], Any]:
+def _user_grader(name: str) -> tuple[Callable[..., Any], bool]:
+    """Return the function of a user's grader, and whether it takes the extra fields of a row."""
     if ":" not in name:
         near = difflib.get_close_matches(name, _LIBRARIES, n=3, cutoff=0.4)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
@@ -223,11 +231,9 @@ def _user_grader(name: str) -> Callable[[str, str, Mapping[str, Any]], Any]:
         )
     try:
         function = user_function(name)
-        if _takes_extra(function):
-            return function
+        return function, _takes_extra(function)
     except ConfigError as error:
         raise ConfigError(f"grader {name!r}: {error}") from error
-    return lambda response, truth, extra: function(response, truth)
 
 
 _NOT_RESPONSES = {
@@ -240,26 +246,24 @@ _NOT_RESPONSES = {
 def _takes_extra(function: Callable[..., Any]) -> bool:
     """Return whether a grader takes (response, truth, extra); if not, it takes (response, truth).
 
-    Raises ConfigError for an ambiguous signature, with the signature to write.
+    Raises ConfigError for another signature, with the signature to write.
     """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         signature = inspect.Signature()  # of a function in C
-    parameters = list(signature.parameters.values())
+    parameters = signature.parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    others = [p for p in parameters if p not in positional and p.kind is not p.VAR_KEYWORD]
-    num_required = sum(p.default is p.empty for p in positional)
-    if (
-        num_required > 3
-        or len(positional) < 2
-        or positional[0].name in _NOT_RESPONSES
-        or any(p.default is p.empty for p in others)  # required keywords, and *args
-        # A third argument with a default may or may not be the extra fields of a row.
-        or (num_required < 3 <= len(positional) and positional[2].name != "extra")
-    ):
+    # A third argument with a default is one of the function's own, unless it is named extra.
+    takes_extra = any(p.name == "extra" or p.default is p.empty for p in positional[2:])
+    try:
+        signature.bind(*[None] * (3 if takes_extra else 2))
+        is_supported = len(positional) >= 2 and positional[0].name not in _NOT_RESPONSES
+    except TypeError:
+        is_supported = False
+    if not is_supported:
         raise ConfigError(
             f"its arguments are {signature}; write it as `def grade(response, truth)` or "
             "`def grade(response, truth, extra)`, with a * before other arguments"
         )
-    return len(positional) > 2
+    return takes_extra

@@ -14,27 +14,33 @@ from typing import NamedTuple
 from dapo_megatron.rewards.answers import without_wrappers
 
 _PREFIXES = {
-    "k": "kilo", "h": "hecto", "d": "deci", "c": "centi", "m": "milli", "u": "micro", "n": "nano",
-    "M": "mega", "G": "giga",
+    "": "", "k": "kilo", "h": "hecto", "d": "deci", "c": "centi", "m": "milli", "u": "micro",
+    "n": "nano", "M": "mega", "G": "giga",
 }  # fmt: skip
-_SYMBOLS = {
-    "m": "meter", "g": "gram", "s": "second", "L": "liter", "l": "liter", "J": "joule", "W": "watt",
-    "Wh": "watthour", "V": "volt", "A": "ampere", "Hz": "hertz", "N": "newton", "Pa": "pascal",
-    "cal": "calorie", "eV": "electronvolt", "mol": "mole", "B": "byte",
+_WITH_PREFIX = {
+    "m": "meter", "metre": "meter", "g": "gram", "s": "second", "L": "liter", "l": "liter",
+    "litre": "liter", "J": "joule", "W": "watt", "Wh": "watthour", "V": "volt", "A": "ampere",
+    "Hz": "hertz", "N": "newton", "Pa": "pascal", "cal": "calorie", "eV": "electronvolt",
+    "mol": "mole", "B": "byte",
 }  # fmt: skip
-"""Symbols and names that may have a prefix."""
-_NAMES = {
+"""Symbol or spelling -> name of a unit that may have a prefix."""
+_WITHOUT_PREFIX = {
     "h": "hour", "hr": "hour", "min": "minute", "sec": "second", "yr": "year", "in": "inch",
     "ft": "foot", "feet": "foot", "inche": "inch", "yd": "yard", "mi": "mile", "lb": "pound",
     "oz": "ounce", "gal": "gallon", "qt": "quart", "pt": "pint", "deg": "degree", "rad": "radian",
-    "usd": "dollar", "amp": "ampere", "gm": "gram", "metre": "meter", "litre": "liter",
-    "teaspoon": "tsp", "tablespoon": "tbsp",
-    **{name: name for name in (
-        *("hour", "minute", "day", "week", "month", "year", "inch", "foot", "yard", "mile"),
-        *("pound", "ounce", "gallon", "quart", "pint", "degree", "radian", "dollar", "cent"),
-        *("euro", "acre", "hectare", "tsp", "tbsp"),
-    )},
+    "usd": "dollar", "amp": "ampere", "gm": "gram", "teaspoon": "tsp", "tablespoon": "tbsp",
 }  # fmt: skip
+_OTHERS = (
+    *("hour", "minute", "day", "week", "month", "year", "inch", "foot", "yard", "mile", "pound"),
+    *("ounce", "gallon", "quart", "pint", "degree", "radian", "dollar", "cent", "euro", "acre"),
+    *("hectare", "tsp", "tbsp"),
+)
+_NAMES = {
+    prefix + spelling: _PREFIXES.get(prefix, prefix) + name
+    for prefix in (*_PREFIXES, *_PREFIXES.values())
+    for spelling, name in (*_WITH_PREFIX.items(), *((name, name) for name in _WITH_PREFIX.values()))
+} | {**_WITHOUT_PREFIX, **dict(zip(_OTHERS, _OTHERS, strict=True))}
+"""Symbol or spelling, in the singular -> name of the unit."""
 _MONEY = {r"\$": "dollar", "€": "euro", "£": "pound"}
 _FACTOR = re.compile(r"\s*(?:hundred|thousand|million|billion|trillion|dozen)\b")
 """Words that multiply the number: they cannot be left out."""
@@ -145,21 +151,8 @@ def _is_certain(value: str, unit: str) -> bool:
 
 def _name(word: str) -> str:
     """Return the name of a unit, "" if it is none."""
-    for symbol, name in _SYMBOLS.items():
-        if word == symbol:
-            return name
-        if word.endswith(symbol) and word.removesuffix(symbol) in _PREFIXES:
-            return _PREFIXES[word.removesuffix(symbol)] + name
-    if word in _NAMES:
-        return _NAMES[word]
-    singular = (word.lower() if len(word) > 2 or word in ("Kg", "Km") else word).removesuffix("s")
-    if singular in _NAMES and len(word) > 2:
-        return _NAMES[singular]
-    if singular in ("kg", "km", "cm", "mm") and word != singular:
-        return _name(singular)
-    for prefix in ("", *_PREFIXES.values()):
-        base = singular.removeprefix(prefix)
-        base = _NAMES.get(base, base) if base in ("metre", "litre") else base
-        if singular.startswith(prefix) and base in _SYMBOLS.values():
-            return prefix + base
-    return ""
+    if word in _NAMES or (len(word) <= 2 and word not in ("Kg", "Km")):
+        return _NAMES.get(word, "")
+    singular = word.lower().removesuffix("s")
+    is_known = len(singular) > 2 or singular in (*_WITHOUT_PREFIX, "kg", "km", "cm", "mm")
+    return _NAMES.get(singular, "") if is_known else ""

@@ -185,7 +185,7 @@ def expected(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return dict(account)
 
 
-SLOW = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=30, suppress_health_check=list(HealthCheck))
 
 
 @SLOW

@@ -216,6 +216,7 @@ ACCEPTED = {
     "extra with a default": "response, truth, extra=None",
     "three with other names": "a, b, c",
     "four, one with a default": "response, truth, extra, seconds=1",
+    "a third with a default": "response, truth, seconds=1",
 }
 REFUSED = {
     "one argument": "response",
@@ -223,7 +224,6 @@ REFUSED = {
     "four arguments": "data, response, truth, extra",
     "any number": "*arguments",
     "a required keyword": "response, truth, *, seconds",
-    "a third with a default": "response, truth, seconds=1",
     "the truth first": "truth, response",
     "the order of another library": "data_source, solution, truth",
 }

@@ -176,6 +176,8 @@ def collect(
     batch_rows: int = BATCH_ROWS,
 ) -> Inputs:
     """Read all rows once. Keep the first row of each unique prompt, count the rest."""
+    import pyarrow
+
     inputs = Inputs()
     for source in sources:
         digest = sha256()
@@ -189,7 +191,7 @@ def collect(
                 if _add_row(inputs, row, exact, truth):
                     new.append(place)
             if new or not kept:  # the first batch for its columns
-                kept.append(batch.take(new))
+                kept.append(batch.take(pyarrow.array(new, "int64")))
             num_rows += len(rows)
         inputs.num_rows.append(num_rows)
         inputs.digests.append(digest.hexdigest())
