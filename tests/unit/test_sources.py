@@ -85,9 +85,13 @@ def gym(**changes: Any) -> ReasoningGymSource:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("index", ["b1f3", 29], ids=["string", "int64"])
 def test_rows_become_prompts(tmp_path: Path, tokenizer: Any, kind: str, index: Any) -> None:
-    source = write_source(tmp_path, kind, [row(index=index), row("4 - 1 =", index=index)])
-    first, second = load_source(source, tokenizer, 100).prompts
-    assert (first.source, first.index, first.truth) == ("file", 0, "3")
+    truth = "-98765432109876543210987"  # keeps every digit
+    rows = [row(index=index, reward_model={"ground_truth": truth}), row("4 - 1 =", index=index)]
+    # Duplicate rows are kept: AIME-2024 has 32 copies of 30 problems, for avg@32.
+    source = write_source(tmp_path, kind, [*rows, rows[1]])
+    first, second, third = load_source(source, tokenizer, 100).prompts
+    assert (first.source, first.index, first.truth) == ("file", 0, truth)
+    assert third.text == second.text
     assert first.text == "u:1 + 2 =<answer>"
     assert first.tokens == tuple(
         tokenizer.apply_chat_template(
@@ -100,15 +104,6 @@ def test_rows_become_prompts(tmp_path: Path, tokenizer: Any, kind: str, index: A
         "extra_info": {"index": index},
     }
     assert (second.index, second.text) == (1, "u:4 - 1 =<answer>")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ground_truths_keep_every_digit(tmp_path: Path, tokenizer: Any, kind: str) -> None:
-    truth = "-98765432109876543210987"
-    source = write_source(
-        tmp_path, kind, [row(reward_model={"ground_truth": truth, "style": "rule"})]
-    )
-    assert load_source(source, tokenizer, 100).prompts[0].truth == truth
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,17 +132,6 @@ def test_only_used_columns_of_parquet_are_read_in_batches(
     batches = list(parquet_batches(path, 3))
     assert [len(batch) for batch in batches] == [3, 2]
     assert {*batches[0].schema.names} == {*row(), "other"}
-
-
-def test_a_limit_stops_before_a_bad_row(tmp_path: Path, tokenizer: Any) -> None:
-    source = write_source(tmp_path, "jsonl", [row(), "bad"], limit=1)
-    assert len(load_source(source, tokenizer, 100).prompts) == 1
-
-
-def test_duplicate_rows_of_a_file_are_kept(tmp_path: Path, tokenizer: Any) -> None:
-    # AIME-2024 has 32 copies of 30 problems, for avg@32.
-    loaded = load_source(write_source(tmp_path, "parquet", [row(), row()]), tokenizer, 100)
-    assert len(loaded.prompts) == 2
 
 
 def test_excluded_texts_are_left_out_and_counted(tmp_path: Path, tokenizer: Any) -> None:
@@ -191,15 +175,11 @@ def test_bad_rows_are_refused_by_place_and_column(
     tmp_path: Path, tokenizer: Any, place: str, value: Any
 ) -> None:
     source = write_source(tmp_path, "jsonl", [row(), row(), bad(place, value)])
+    before = source.model_copy(update={"limit": 2})
+    assert len(load_source(before, tokenizer, 100).prompts) == 2
     column = re.sub(r"\.(\d+)", r"\\[\1\\]", place)
     with pytest.raises(DataError, match=rf"rows.jsonl, line 3, column {column}"):
         load_source(source, tokenizer, 100)
-
-
-def test_a_bad_parquet_row_is_refused_by_its_index(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [row() for _ in range(5)] + [row(" ")]
-    with pytest.raises(DataError, match=r"rows.parquet, row 5, column prompt"):
-        load_source(write_source(tmp_path, "parquet", rows), tokenizer, 100)
 
 
 @pytest.mark.parametrize(
@@ -212,8 +192,6 @@ def test_a_bad_parquet_row_is_refused_by_its_index(tmp_path: Path, tokenizer: An
         ),
         (b"\xef\xbb\xbf [\n  {}\n]\n", "a JSON array"),
         (b'{\n  "prompt": "x"\n}\n', "a JSON object over several lines"),
-        (b'{"prompt": "x"}\n[1]\n', "line 1, column"),
-        (b'{"prompt": "\xff"}\n', "line 1: not valid JSON"),
         (b"", "is empty; use other data"),
     ],
 )
@@ -227,14 +205,6 @@ def test_a_file_that_is_not_jsonl_is_refused(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_missing_file_is_named(tmp_path: Path, tokenizer: Any, kind: str) -> None:
-    path = str(tmp_path / "none")
-    source = FileSource(kind=kind, name="file", path=path, grader="dapo_math")  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"none: cannot be read \(.*No such file"):
-        load_source(source, tokenizer, 100)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_if_no_prompt_is_left_the_setting_to_change_is_named(
     tmp_path: Path, tokenizer: Any, kind: str
 ) -> None:
@@ -242,28 +212,14 @@ def test_if_no_prompt_is_left_the_setting_to_change_is_named(
         load_source(write_source(tmp_path, kind, [row(), row()]), tokenizer, 3)
 
 
-# ---------------------------------------------------------------------------- chat template
-
-
-def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path, tokenizer: Any) -> None:
-    plain = deepcopy(tokenizer)
-    plain.chat_template = None
-    with pytest.raises(DataError, match="no chat template"):
-        load_source(gym(), plain, 100)
-
-
-def test_a_row_that_the_chat_template_refuses_is_named(tmp_path: Path, tokenizer: Any) -> None:
-    picky = deepcopy(tokenizer)
-    picky.chat_template = "{{- raise_exception('no system message') -}}"
-    with pytest.raises(DataError, match=r"line 1, column prompt: .*no system message"):
-        load_source(write_source(tmp_path, "jsonl", [row()]), picky, 100)
-
-
 # ---------------------------------------------------------------------------- reasoning-gym
 
 
 def test_reasoning_gym_problems_become_prompts(tokenizer: Any) -> None:
-    prompt = load_source(gym(), tokenizer, 200).prompts[0]
+    prompts = load_source(gym(), tokenizer, 200).prompts
+    assert prompts == load_source(gym(), tokenizer, 200).prompts
+    assert prompts != load_source(gym(seed=500), tokenizer, 200).prompts
+    prompt = prompts[0]
     entry = prompt.extra["entry"]
     assert prompt.extra["dataset"] == "chain_sum"
     assert prompt.text == f"u:{entry['question']}<answer>"
@@ -272,24 +228,15 @@ def test_reasoning_gym_problems_become_prompts(tokenizer: Any) -> None:
     assert json.loads(json.dumps(prompt.extra))["entry"]["question"] == entry["question"]
 
 
-def test_the_same_seed_gives_the_same_prompts_and_another_seed_others(tokenizer: Any) -> None:
-    first, second = (load_source(gym(), tokenizer, 200).prompts for _ in range(2))
-    other = load_source(gym(seed=500), tokenizer, 200).prompts
-    assert first == second
-    assert first != other
-
-
-def test_duplicate_questions_are_dropped(tokenizer: Any) -> None:
-    loaded = load_source(gym(size=400), tokenizer, 200)  # sums of two digits: few are distinct
-    texts = [prompt.text for prompt in loaded.prompts]
-    assert len(set(texts)) == len(texts)
-    assert loaded.num_duplicates == DRAWS * 400 - len(texts) > 0
-
-
-def test_dropped_questions_are_replaced_by_new_ones(tokenizer: Any) -> None:
-    loaded = load_source(gym(size=60), tokenizer, 200)
-    assert loaded.num_duplicates > 0, "the test needs questions that repeat"
-    assert len(loaded.prompts) == 60
+@pytest.mark.parametrize("size", [60, 400])
+def test_repeated_questions_are_replaced_as_long_as_there_are_others(
+    tokenizer: Any, size: int
+) -> None:
+    loaded = load_source(gym(size=size), tokenizer, 200)  # sums of two digits: few are distinct
+    texts = {prompt.text for prompt in loaded.prompts}
+    assert len(texts) == len(loaded.prompts)
+    assert loaded.num_duplicates > 0
+    assert len(texts) == (60 if size == 60 else DRAWS * 400 - loaded.num_duplicates)
 
 
 def test_train_and_held_out_prompts_do_not_overlap(tokenizer: Any) -> None:
@@ -302,11 +249,6 @@ def test_train_and_held_out_prompts_do_not_overlap(tokenizer: Any) -> None:
     assert not texts & {prompt.text for prompt in train.prompts}
     assert train.num_held_out >= len(shared)
     assert len(train.prompts) == 30
-
-
-def test_a_data_set_without_a_unique_answer_has_an_empty_truth(tokenizer: Any) -> None:
-    source = gym(dataset="graph_color", options={}, size=2)
-    assert {prompt.truth for prompt in load_source(source, tokenizer, 5000).prompts} == {""}
 
 
 @pytest.mark.parametrize(
@@ -333,15 +275,11 @@ def test_unknown_data_sets_and_options_are_refused(
 
 FAILING = {
     "raises": ("{{ raise_exception('no system role') }}", "no system role"),
-    "adds text and number": ("{{ messages[0]['content'] + 1 }}", "TypeError"),
-    "divides by zero": ("{{ 1 / 0 }}", "ZeroDivisionError"),
     "index out of range": ("{{ messages[-1]['content'].split('</think>')[1] + '' }}", "Undefined"),
     "undefined variable": ("{{ thinking.mode }}", "UndefinedError"),
     "syntax": ("{% for m in messages %}", "TemplateSyntaxError"),
     "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "unsafe": ("{{ ''.__class__.__mro__ }}", "SecurityError"),
-    "unknown filter": ("{{ messages | nothing }}", "TemplateAssertionError"),
-    "no such key": ("{{ messages['x'].y.z }}", "UndefinedError"),
     "writes nothing": ("", "make no tokens of it"),
     "writes nothing for this row": ("{% if messages | length > 1 %}x{% endif %}", "no tokens"),
 }
@@ -360,6 +298,9 @@ def test_a_template_that_fails_is_refused_with_the_row(
 
 def test_named_templates_need_a_default(tmp_path: Path, tokenizer: Any) -> None:
     source, named = write_source(tmp_path, "jsonl", [row()]), deepcopy(tokenizer)
+    named.chat_template = None
+    with pytest.raises(DataError, match="no chat template"):
+        load_source(source, named, 100)
     named.chat_template = {"rag": TEMPLATE, "tool_use": TEMPLATE}
     with pytest.raises(DataError, match=r"chat templates \(rag, tool_use\) is named default"):
         load_source(source, named, 100)
@@ -416,29 +357,19 @@ def test_a_text_of_megabytes_is_dropped_before_it_is_tokenized(tokenizer: Any) -
     assert [len(prompt.tokens) > limit for prompt in prompts] == [True, False, True]
 
 
-OPTIONAL = {
-    "null": None,
-    "empty text": "",
-    "NaN of pandas": float("nan"),
-    "text": "math",
-    "integer": 3,
-    "missing": DELETE,
-}
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIONAL)
 @pytest.mark.parametrize("column", ["data_source", "ability"])
 def test_optional_columns_may_be_empty(
-    kind: str, name: str, column: str, tmp_path: Path, tokenizer: Any
+    kind: str, column: str, tmp_path: Path, tokenizer: Any
 ) -> None:
-    value, default = OPTIONAL[name], {"data_source": "file", "ability": ""}[column]
-    if kind == "jsonl" and value != value:
-        pytest.skip("JSONL has no NaN")
-    source = write_source(tmp_path, kind, [bad(column, value)])
-    (prompt,) = load_source(source, tokenizer, 100).prompts
-    expected = {"text": "math", "integer": "3"}.get(name, default)
-    assert prompt.extra[column] == expected
+    default = {"data_source": "file", "ability": ""}[column]
+    values = [(None, default), ("", default), ("math", "math"), (3, "3"), (DELETE, default)]
+    if kind == "parquet":
+        values.append((float("nan"), default))  # as pandas writes it
+    for value, expected in values:
+        source = write_source(tmp_path, kind, [bad(column, value)])
+        (prompt,) = load_source(source, tokenizer, 100).prompts
+        assert prompt.extra[column] == expected
 
 
 json_values = st.recursive(
@@ -478,9 +409,3 @@ def test_what_nothing_reads_is_not_checked(unread: Any, index: Any) -> None:
 def test_messages_as_other_programs_write_them(messages: Any, texts: list[str]) -> None:
     checked = checked_row(0, "line 1", row(prompt=messages))
     assert [message["content"] for message in checked.messages] == texts
-
-
-def test_parts_that_are_no_text_are_refused() -> None:
-    parts = [{"type": "image_url", "image_url": "x"}]
-    with pytest.raises(DataError, match=r"column prompt\[0\].content: must be a non-empty string"):
-        checked_row(0, "line 1", row(prompt=[{"role": "user", "content": parts}]))
