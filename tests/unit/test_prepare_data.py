@@ -290,10 +290,10 @@ def test_overlap_with_the_evaluation_sets_is_dropped_or_reported(
     raw, output = write_rows(tmp_path / "in.parquet", rows), tmp_path / "out.parquet"
     printed = run(raw, "--output", output, "--evaluation", held_out, "--overlap", overlap,
                   "--evaluation", in_another_frame)  # fmt: skip
-    found = {"overlap_exact": 1, "overlap_folded": 1, "overlap_near": 2}
+    reasons = {"overlap_exact": 1, "overlap_folded": 1, "overlap_near": 2}
     summary = report(output)["rows"]
     kept = {reason: count for reason, count in summary["kept"].items() if count}
-    assert (dropped(output), kept) == ((found, {}) if overlap == "drop" else ({}, found))
+    assert (dropped(output), kept) == ((reasons, {}) if overlap == "drop" else ({}, found))
     assert contents(output) == [
         made.wrapped(t) for t in (texts[:1] if overlap == "drop" else texts)
     ]
