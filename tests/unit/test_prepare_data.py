@@ -293,7 +293,7 @@ def test_overlap_with_the_evaluation_sets_is_dropped_or_reported(
     reasons = {"overlap_exact": 1, "overlap_folded": 1, "overlap_near": 2}
     summary = report(output)["rows"]
     kept = {reason: count for reason, count in summary["kept"].items() if count}
-    assert (dropped(output), kept) == ((reasons, {}) if overlap == "drop" else ({}, found))
+    assert (dropped(output), kept) == ((reasons, {}) if overlap == "drop" else ({}, reasons))
     assert contents(output) == [
         made.wrapped(t) for t in (texts[:1] if overlap == "drop" else texts)
     ]
