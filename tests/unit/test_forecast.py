@@ -11,14 +11,6 @@ from hypothesis import strategies as st
 from dapo_megatron.rollout.forecast import KeepRate
 
 
-def test_the_keep_rate_starts_at_the_prior_and_follows_observations() -> None:
-    rate = KeepRate(prior=0.5, prior_weight=10)
-    assert rate.mean == 0.5
-    for _ in range(1000):
-        rate.observe(False)
-    assert 0 < rate.mean < 0.01
-
-
 def test_older_observations_count_less() -> None:
     rate = KeepRate(prior=0.5, prior_weight=1)
     for kept in (False, True):
@@ -53,7 +45,3 @@ def test_prompts_are_enough_in_about_95_percent_of_steps(keep: float, num_groups
     num_kept = [sum(rng.random() < keep for _ in range(prompts)) for _ in range(400)]
     enough = sum(number >= num_groups for number in num_kept) / len(num_kept)
     assert 0.9 <= enough <= 0.995  # 0.95 by the normal approximation
-
-
-def test_a_keep_rate_of_one_needs_no_extra_prompts() -> None:
-    assert KeepRate(1.0, 32).prompts_for(32) == 32

@@ -6,114 +6,131 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dapo_megatron.rollout.ledger import _NEXT, Ledger, TicketState
+from dapo_megatron.rollout.ledger import Ledger, TicketState
 from dapo_megatron.types import DapoError, Outcome
 
+ALLOWED: dict[str, set[str]] = {
+    "issued": {"running", "expired"},
+    "running": {"issued", "grading", "expired"},
+    "grading": {"ready", "all_correct", "all_wrong", "overlong", "abstained", "expired"},
+    "ready": {"trained", "expired"},
+}
+TARGETS: list[TicketState | Outcome] = [*TicketState, *Outcome]
 
-def groups_of(ledger: Ledger) -> dict[int, bool]:
-    """Return the groups that a consistent coordinator has: ticket -> is_ready."""
-    return {ticket: state is TicketState.READY for ticket, state in ledger.open.items()}
 
+class LedgerMachine(RuleBasedStateMachine):
+    """A ledger and a model of it: the state or outcome of every ticket ever issued."""
 
-@given(st.data())
-def test_totals_match_after_every_move_and_after_a_resume(data: st.DataObject) -> None:
-    ledger = Ledger()
-    ended: Counter[str] = Counter()
-    for _ in range(data.draw(st.integers(1, 40), label="moves")):
-        if data.draw(st.booleans(), label="killed and resumed"):
-            ledger = Ledger.from_state(json.loads(json.dumps(ledger.state())))
-        if not ledger.open or data.draw(st.booleans(), label="issue"):
-            before = ledger.next_ticket
-            number = data.draw(st.integers(1, 4))
-            assert list(ledger.issue(number)) == list(range(before, before + number))
-            continue
-        ticket = data.draw(st.sampled_from(sorted(ledger.open)), label="ticket")
-        target = data.draw(st.sampled_from(sorted(_NEXT[ledger.open[ticket]], key=str)), label="to")
-        if isinstance(target, TicketState):
-            ledger.move(ticket, target)
-            assert ledger.open[ticket] is target
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.model: list[str] = []
+        self.step: Counter[str] = Counter()
+
+    def groups(self) -> dict[int, bool]:
+        """Return the groups that a consistent coordinator has: ticket -> is ready."""
+        return {t: now == "ready" for t, now in enumerate(self.model) if now in ALLOWED}
+
+    @rule(number=st.integers(1, 2))
+    def issue(self, number: int) -> None:
+        before = len(self.model)
+        assert self.ledger.issue(number) == range(before, before + number)
+        self.model += ["issued"] * number
+        self.step["issued"] += number
+
+    @rule(pick=st.integers(0, 99), data=st.data())
+    def move_or_end(self, pick: int, data: st.DataObject) -> None:
+        if tickets := list(self.groups()):
+            ticket = tickets[pick % len(tickets)]
+            allowed = [to for to in TARGETS if to.value in ALLOWED[self.model[ticket]]]
+            to = data.draw(st.sampled_from(allowed))
+            self.to(ticket, to)
+            self.model[ticket] = to.value
+            self.step[to.value] += isinstance(to, Outcome)
+
+    @rule(pick=st.integers(0, 99))
+    def make_ready(self, pick: int) -> None:
+        """Sample and grade all completions of a ticket, because random moves seldom do."""
+        if tickets := list(self.groups()):
+            ticket, states = tickets[pick % len(tickets)], list(TicketState)
+            for state in states[states.index(TicketState(self.model[ticket])) + 1 :]:
+                self.ledger.move(ticket, state)
+            self.model[ticket] = "ready"
+
+    @rule(pick=st.integers(0, 99))
+    def refuse_all_others(self, pick: int) -> None:
+        """Try what is not allowed, also for a ticket that ended or was never issued."""
+        ticket = pick % (len(self.model) + 1)
+        now = self.model[ticket] if ticket < len(self.model) else "not issued"
+        was = f"is {now}" if now in ALLOWED else "is not open"
+        for to in TARGETS:
+            if to.value not in ALLOWED.get(now, ()):
+                with pytest.raises(
+                    DapoError, match=f"ticket {ticket} {was}, it cannot become {to}"
+                ):
+                    self.to(ticket, to)
+
+    def to(self, ticket: int, to: TicketState | Outcome) -> None:
+        if isinstance(to, TicketState):
+            self.ledger.move(ticket, to)
         else:
-            ledger.close_ticket(ticket, target)
-            ended[target.value] += 1
-            assert ticket not in ledger.open
-        ledger.audit(groups_of(ledger))
-    assert ledger.totals == ended
-    for ticket, state in list(ledger.open.items()):
-        if state is TicketState.RUNNING:
-            ledger.move(ticket, TicketState.ISSUED)
-    counts = ledger.close_step(groups_of(ledger))
-    assert counts["issued"] == ledger.next_ticket
-    assert counts["issued"] == counts["carried"] + sum(counts[outcome.value] for outcome in Outcome)
-    assert ledger.close_step(groups_of(ledger))["issued"] == 0
+            self.ledger.close_ticket(ticket, to)
 
+    @rule(pick=st.integers(0, 99))
+    def lose(self, pick: int) -> None:
+        if tickets := list(self.groups()):
+            self.ledger.reissue(ticket := tickets[pick % len(tickets)])
+            self.model[ticket] = "issued"
+            self.step["resampled"] += 1
 
-@pytest.mark.parametrize("state", TicketState)
-@pytest.mark.parametrize("target", [*TicketState, *Outcome])
-def test_an_invalid_transition_is_rejected(
-    state: TicketState, target: TicketState | Outcome
-) -> None:
-    ledger = Ledger(next_ticket=1, open={0: state})
-    move = ledger.move if isinstance(target, TicketState) else ledger.close_ticket
-    if target in _NEXT[state]:
-        move(0, target)  # type: ignore[arg-type]
-    else:
-        with pytest.raises(DapoError, match=f"ticket 0 is {state.value}, it cannot become"):
-            move(0, target)  # type: ignore[arg-type]
+    @rule()
+    def stop_and_resume(self) -> None:
+        self.ledger = Ledger.from_state(json.loads(json.dumps(self.ledger.state())))
+        self.model = ["issued" if now == "running" else now for now in self.model]
 
+    @rule()
+    def finish_step(self) -> None:
+        if "running" in self.model:
+            with pytest.raises(DapoError, match=f"ticket {self.model.index('running')} is still"):
+                self.ledger.close_step(self.groups())
+            return
+        counts = self.ledger.close_step(self.groups())
+        assert counts.pop("carried") == len(self.groups())
+        assert counts.pop("carried_ready") == self.model.count("ready")
+        assert Counter(counts) == self.step
+        self.step.clear()
 
-def test_an_unfinished_group_can_only_expire() -> None:
-    unfinished = {TicketState.ISSUED, TicketState.RUNNING}
-    for state in unfinished:
-        assert {target for target in _NEXT[state] if isinstance(target, Outcome)} == {
-            Outcome.EXPIRED
+    @rule(pick=st.integers(0, 99), has=st.sampled_from([None, False, True]))
+    def audit_other_groups(self, pick: int, has: bool | None) -> None:
+        """Compare with a coordinator that knows otherwise about one ticket."""
+        ticket = pick % (len(self.model) + 1)
+        groups = self.groups()
+        groups.pop(ticket, None)
+        if has is not None:
+            groups[ticket] = has
+        if groups != self.groups():
+            with pytest.raises(DapoError, match=f"ticket {ticket} is .*, but the coordinator"):
+                self.ledger.audit(groups)
+
+    @invariant()
+    def equals_the_model(self) -> None:
+        self.ledger.audit(self.groups())
+        assert {t: now.value for t, now in self.ledger.open.items()} == {
+            t: now for t, now in enumerate(self.model) if now in ALLOWED
         }
-    assert _NEXT[TicketState.READY] == {Outcome.TRAINED, Outcome.EXPIRED}
+        assert self.ledger.totals == Counter(now for now in self.model if now not in ALLOWED)
+        assert self.ledger.num_ready == self.model.count("ready")
 
 
-def test_a_ticket_cannot_end_twice() -> None:
-    ledger = Ledger(next_ticket=1, open={0: TicketState.READY})
-    ledger.close_ticket(0, Outcome.TRAINED)
-    with pytest.raises(DapoError, match="ticket 0 is not open, it cannot become trained"):
-        ledger.close_ticket(0, Outcome.TRAINED)
-
-
-def test_a_step_cannot_end_while_a_ticket_is_running() -> None:
-    ledger = Ledger(next_ticket=2, open={0: TicketState.ISSUED, 1: TicketState.RUNNING})
-    with pytest.raises(DapoError, match="ticket 1 is still running"):
-        ledger.close_step(groups_of(ledger))
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def test_a_ledger_whose_totals_do_not_match_stops_the_run() -> None:
     ledger = Ledger(next_ticket=3, open={0: TicketState.ISSUED}, totals=Counter(trained=1))
     with pytest.raises(DapoError, match=r"3 tickets issued, but \{'trained': 1\} and 1 open"):
-        ledger.close_step(groups_of(ledger))
-    with pytest.raises(DapoError, match="3 tickets issued"):
-        Ledger.from_state(ledger.state()).audit(groups_of(ledger))
-
-
-@pytest.mark.parametrize(
-    ("coordinator_groups", "message"),
-    [
-        ({0: False}, "ticket 1 is ready, but the coordinator does not have it"),
-        (
-            {0: False, 1: True, 2: False},
-            "ticket 2 is not open, but the coordinator has it as undec",
-        ),
-        ({0: True, 1: True}, "ticket 0 is grading, but the coordinator has it as ready"),
-    ],
-)
-def test_the_ledger_is_compared_with_the_coordinators_groups(
-    coordinator_groups: dict[int, bool], message: str
-) -> None:
-    ledger = Ledger(next_ticket=2, open={0: TicketState.GRADING, 1: TicketState.READY})
-    ledger.audit({0: False, 1: True})
-    with pytest.raises(DapoError, match=message):
-        ledger.audit(coordinator_groups)
-
-
-def test_a_running_ticket_is_issued_again_after_a_resume() -> None:
-    ledger = Ledger(next_ticket=2, open={0: TicketState.RUNNING, 1: TicketState.GRADING})
-    assert Ledger.from_state(ledger.state()).open == {0: TicketState.ISSUED, 1: TicketState.GRADING}
+        ledger.close_step({0: False})

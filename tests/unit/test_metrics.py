@@ -119,20 +119,6 @@ def test_failed_gradings_are_counted_by_cause_and_by_data_set() -> None:
     }
 
 
-def test_failed_gradings_are_added_up_over_data_sets() -> None:
-    gradings = Counter({("sums", "timeout"): 2, ("code", "timeout"): 3})
-    metrics = rollout_metrics(replace(collected(), gradings=gradings), overlong())
-    assert metrics["grading/timeout"] == 5.0
-    assert (metrics["grading/sums/timeout"], metrics["grading/code/timeout"]) == (2.0, 3.0)
-
-
-def test_a_step_without_decided_groups_has_no_accuracy() -> None:
-    metrics = rollout_metrics(replace(collected(), decided=[]), overlong())
-    assert "accuracy/raw" not in metrics
-    assert "response_tokens/mean" not in metrics
-    assert metrics["groups/trained"] == 1.0
-
-
 def test_update_metrics_are_means_over_tokens() -> None:
     stats = [
         StepStats(loss=1.0, grad_norm=2.0, lr=0.1, num_tokens=30, means={"entropy": 1.0}),

@@ -92,19 +92,6 @@ def test_the_replayed_batch_equals_the_recorded_one_bit_for_bit(
         assert getattr(batches[0], name).equal(getattr(batches[1], name)), name
 
 
-def test_a_step_that_was_not_recorded_is_reported(tmp_path: Path) -> None:
-    replay = record(tmp_path, [(group(0), Outcome.TRAINED)], [(group(1), Outcome.TRAINED)])
-    with pytest.raises(DataError) as caught:
-        replay.collect(2)
-    assert str(caught.value).startswith(f"{tmp_path}/samples/step_000003: not recorded")
-    assert "Recorded steps: step_000001 to step_000002. " in str(caught.value)
-
-
-def test_a_run_without_records_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="Recorded steps: none"):
-        replay_of(tmp_path).collect(0)
-
-
 def test_a_step_without_trained_groups_is_reported(tmp_path: Path) -> None:
     replay = record(tmp_path, [(group(0), Outcome.ALL_WRONG)])
     with pytest.raises(DataError, match=r"step_000001: no group was trained on"):

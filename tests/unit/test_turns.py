@@ -349,11 +349,3 @@ def test_the_loop_loads_only_one_model_outside_of_syncs(monkeypatch: pytest.Monk
     phases = ("generate", "logprobs", "update", "checkpoint", "sync", "evaluate")
     memory = {name for name in world.logged if name.startswith("memory/")}
     assert memory == {f"memory/{phase}_gib" for phase in phases}
-
-
-@pytest.mark.parametrize("error", [StarvedError("none"), Stopped("by SIGUSR1")])
-def test_a_run_that_ends_early_saves_the_reloaded_policy(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    both, _ = train(monkeypatch, error)
-    assert both.calls[-5:] == ["collect 1", "sleep", "onload", "copy", "save 1"]
