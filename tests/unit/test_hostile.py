@@ -220,7 +220,8 @@ def test_hostile_completions_cost_their_limit_and_leave_nothing(
     )
     # Tests that run at the same time have engines (dapo-*) and spawned processes (sem.mp-*). A
     # program's pool of processes forks, and unlinks its semaphores before it uses them.
-    left_over = {n for n in os.listdir("/dev/shm") if not n.startswith(("dapo-", "sem.mp-", "sem.loky-"))}
+    of_other_tests = ("dapo-", "sem.mp-", "sem.loky-")
+    left_over = {n for n in os.listdir("/dev/shm") if not n.startswith(of_other_tests)}
     assert left_over <= shared_memory
     assert not [path for path in unix_sockets() if token in path]
     assert processes_with(str(tmp_path)) == []
