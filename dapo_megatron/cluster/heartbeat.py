@@ -31,6 +31,8 @@ HEARTBEAT_SECONDS = 5.0
 late has stopped."""
 NUM_NAMED = 16
 """Maximum number of suspects that a report describes in full."""
+MAX_RANKS = 1024
+"""Maximum number of further suspects that a report names."""
 
 Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -214,6 +216,7 @@ def describe_suspects(heartbeats: Sequence[Heartbeat | None]) -> str:
         return f"no rank is missing or behind; all {len(heartbeats)} are in {' or '.join(places)}"
     lines = [str(suspect) for suspect in suspects[:NUM_NAMED]]
     if len(suspects) > NUM_NAMED:
-        rest = ", ".join(str(suspect.rank) for suspect in suspects[NUM_NAMED:])
-        lines.append(f"and ranks {rest}")
+        rest = [str(suspect.rank) for suspect in suspects[NUM_NAMED:]]
+        more = f" and {len(rest) - MAX_RANKS:,} more" if len(rest) > MAX_RANKS else ""
+        lines.append(f"and ranks {', '.join(rest[:MAX_RANKS])}{more}")
     return "\n".join(lines)
