@@ -16,15 +16,13 @@ import hashlib
 import io
 import os
 import pickle
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from math import prod
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Protocol, cast
+from typing import IO, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -40,15 +38,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    ReadItem,
-)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
+from dapo_megatron.checkpoints.formats.torch_dist.records import UNREADABLE, Record, StoredTensor
 from dapo_megatron.checkpoints.formats.weights_folder import check_file_name
-from dapo_megatron.files import open_regular
-from dapo_megatron.types import CheckpointError, dtype_name
+from dapo_megatron.types import CheckpointError, Region, dtype_name
 
 METADATA = ".metadata"
 Shape = tuple[int, ...]
@@ -71,14 +67,6 @@ _ALLOWED = {
     "collections": {"OrderedDict"},
 }
 """Names that a `.metadata` may have, by module."""
-
-
-UNREADABLE = (
-    *(pickle.UnpicklingError, zipfile.BadZipFile, EOFError, AttributeError, ImportError),
-    *(IndexError, KeyError, MemoryError, RuntimeError, TypeError, ValueError, AssertionError),
-    OverflowError,
-)
-"""Exceptions of reading a damaged file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,64 +258,34 @@ class Reading:
         """Look the boxes up. Raises CheckpointError naming a tensor that is missing, has another
         shape or would be rounded although it may not, or a file that is missing or cut off."""
         self._folder, metadata = folder, read_metadata(folder)
-        # By place in the files: a stored box with many experts is read once.
-        self._reads: dict[tuple[str, int, int], list[tuple[Tensor, ReadItem]]] = {}
+        self._reads: list[tuple[Record, str, TensorInfo, Region, Tensor]] = []
         with _naming(folder, f"{METADATA} is damaged"):
             for box in boxes:
                 key, info = _source(folder, box, metadata.state_dict_metadata)
-                chunk = ChunkStorageMetadata(torch.Size(box.offset), box.values.shape)
-                items = create_read_items_for_chunk_list(key, info, [chunk])
+                wanted = ChunkStorageMetadata(torch.Size(box.offset), box.values.shape)
+                items = create_read_items_for_chunk_list(key, info, [wanted])
                 if sum(prod(item.lengths) for item in items) != box.values.numel():
                     raise CheckpointError(f"{folder}: elements of {key} are missing")
                 for item in items:
                     place = metadata.storage_data[item.storage_index]
-                    at = place.relative_path, place.offset, place.length
+                    chunk = info.chunks[cast(int, item.storage_index.index)]
+                    stored = TensorInfo(tuple(chunk.sizes), info.properties.dtype)
+                    part = Region(tuple(item.storage_offsets), tuple(item.lengths))
                     target = _part(box.values, item.dest_offsets, item.lengths)
-                    self._reads.setdefault(at, []).append((target, item))
-            check_lengths(folder, self._reads)
+                    record = Record(place.relative_path, place.offset, place.length)
+                    self._reads.append((record, key, stored, part, target))
+            check_lengths(folder, {record for record, *_ in self._reads})
 
     @torch.no_grad()
     def run(self) -> None:
-        """Read the boxes into their memory. Raises CheckpointError naming a damaged file."""
-        for name, places in groupby(sorted(self._reads), key=itemgetter(0)):
-            path = self._folder / name
-            with _naming(path, "is damaged"), open_regular(path) as file:
-                for place in places:
-                    view: Any = FilePart(file, *place[1:])
-                    stored = torch.load(view, map_location="cpu", weights_only=True)
-                    for target, item in self._reads[place]:
-                        target.copy_(_part(stored, item.storage_offsets, item.lengths))
-
-
-class FilePart(io.RawIOBase):
-    """A part of a file, as a file of its own. (torch's `_create_file_view` has another end than
-    zipfile expects.)"""
-
-    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if start + offset < 0:
-            raise ValueError("seek before the start")
-        self._at = start + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        size = max(0, min(len(buffer), self._length - self._at))
-        self._file.seek(self._offset + self._at)
-        num_read: int = self._file.readinto(memoryview(buffer)[:size])  # type: ignore[attr-defined]
-        self._at += num_read
-        return num_read
+        """Read the boxes into their memory, in the order of the files. Raises CheckpointError
+        naming a damaged file."""
+        opened: dict[Record, StoredTensor] = {}  # many experts are in one record
+        for record, key, stored, part, target in sorted(self._reads, key=itemgetter(0)):
+            if record not in opened:
+                path = self._folder / record.file
+                opened[record] = StoredTensor.open(path, record, key, stored)
+            target.copy_(opened[record].read(part))
 
 
 def _part(tensor: Tensor, offset: Iterable[int], sizes: Iterable[int]) -> Tensor:
@@ -348,11 +306,11 @@ def _naming(path: Path, fault: str) -> Iterator[None]:
         raise CheckpointError(f"{path}: {fault} ({error}); copy the checkpoint again") from error
 
 
-def check_lengths(folder: Path, places: Iterable[tuple[str, int, int]]) -> None:
+def check_lengths(folder: Path, records: Iterable[Record]) -> None:
     """Raise CheckpointError naming a file that is missing or cut off."""
     needed: dict[str, int] = {}
-    for name, start, num_bytes in places:
-        needed[name] = max(needed.get(name, 0), start + num_bytes)
+    for record in records:
+        needed[record.file] = max(needed.get(record.file, 0), record.offset + record.length)
     for name, num_bytes in needed.items():
         check_file_name(name, folder / METADATA)
         if not (folder / name).exists() or (folder / name).stat().st_size < num_bytes:

@@ -14,11 +14,8 @@ from typing import Any
 import torch
 import yaml
 
-from dapo_megatron.checkpoints.formats.torch_dist.reading import (
-    Contents,
-    Placeholder,
-    read_object,
-)
+from dapo_megatron.checkpoints.formats.torch_dist.reading import Contents
+from dapo_megatron.checkpoints.formats.torch_dist.records import Placeholder, read_object
 from dapo_megatron.files import read_file
 from dapo_megatron.model import Architecture, Rope
 from dapo_megatron.types import CheckpointError, ConfigError

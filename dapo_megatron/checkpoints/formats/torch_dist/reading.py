@@ -1,13 +1,7 @@
-"""Contents of a torch_dist checkpoint, read without running anything that it says.
-
-`.metadata` is read by boxes.py. Tensors are read with weights_only, and only the bytes that are
-wanted. Other pickles (arguments of Megatron-LM) are read with placeholders for all classes.
-"""
+"""Contents of a torch_dist checkpoint, read without running anything that it says."""
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,31 +11,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo, read_box
+from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import (
     METADATA,
-    UNREADABLE,
-    FilePart,
     check_lengths,
     read_metadata,
 )
+from dapo_megatron.checkpoints.formats.torch_dist.records import UNREADABLE, Record, StoredTensor
 from dapo_megatron.checkpoints.formats.weights_folder import check_file_name
-from dapo_megatron.files import open_regular
-from dapo_megatron.types import CheckpointError, Region, dtype_name, whole
+from dapo_megatron.types import CheckpointError, Region, whole
 
 _NOT_OF_THE_MODEL = ("optimizer.", "chained_", "rng.")
-_ZIP_HEADER = 30
-"""Bytes of a file's header in a zip archive, before its name. Lengths of name and extra field are
-at 26."""
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """`length` bytes of a file from `offset`: what one call of torch.save wrote."""
-
-    file: str
-    offset: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,104 +109,18 @@ class RecordFile:
         self.metadata: dict[str, str] = {}
         self.tensors = {key: item.info for key, item in items.items()}
         self._items = items
-        self._starts: dict[Record, int] = {}
+        self._opened: dict[Record, StoredTensor] = {}
         records = [item.chunk.record for item in items.values()]
-        check_lengths(path.parent, [(path.name, each.offset, each.length) for each in records])
+        check_lengths(path.parent, records)
 
     def read(self, key: str, box: Region | None = None) -> Tensor:
         """Return an item, or a box of it. Raises CheckpointError naming the file."""
         item = self._items[key]
         chunk, record = item.chunk, item.chunk.record
-        if record not in self._starts:
-            self._starts[record] = _start_of_elements(self.path, chunk)
+        if record not in self._opened:
+            info = TensorInfo(chunk.region.shape, chunk.dtype)
+            self._opened[record] = StoredTensor.open(self.path, record, chunk.key, info)
         box = box or whole(item.info.shape)
         ones = (1,) * len(item.leading)
         inside = Region((*item.leading, *box.start), (*ones, *box.shape))
-        info = TensorInfo(chunk.region.shape, chunk.dtype)
-        return read_box(self.path, key, info, self._starts[record], inside).reshape(box.shape)
-
-
-def _start_of_elements(path: Path, chunk: Chunk) -> int:
-    """Return the offset of a chunk's elements in the file. Raises CheckpointError unless the record
-    is a contiguous tensor of the chunk's shape and dtype."""
-    record = chunk.record
-    try:
-        with open_regular(path) as file:
-            view: Any = FilePart(file, record.offset, record.length)
-            # Without memory, so that the elements are not read.
-            tensor = torch.load(view, map_location="meta", weights_only=True)
-            with zipfile.ZipFile(view) as archive:
-                data = _entry(archive, "/data/0")
-            file.seek(record.offset + data.header_offset + _ZIP_HEADER - 4)
-            lengths = file.read(4)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {chunk.key}: {error.strerror}") from error
-    except UNREADABLE as error:
-        raise CheckpointError(f"{path}: {chunk.key} is damaged ({error}); copy it again") from error
-    is_plain = isinstance(tensor, Tensor) and tensor.is_contiguous() and not tensor.storage_offset()
-    if not is_plain or (tuple(tensor.shape), tensor.dtype) != (chunk.region.shape, chunk.dtype):
-        raise CheckpointError(
-            f"{path}: {chunk.key}{chunk.region} is no contiguous {dtype_name(chunk.dtype)} tensor "
-            f"of shape {chunk.region.shape}"
-        )
-    size = chunk.region.numel * chunk.dtype.itemsize
-    if data.compress_type != zipfile.ZIP_STORED or data.file_size < size:
-        raise CheckpointError(f"{path}: {chunk.key} is compressed or cut off; save it again")
-    name, extra = (int.from_bytes(lengths[at : at + 2], "little") for at in (0, 2))
-    return record.offset + data.header_offset + _ZIP_HEADER + name + extra
-
-
-def _entry(archive: zipfile.ZipFile, ending: str) -> zipfile.ZipInfo:
-    [entry] = [entry for entry in archive.infolist() if entry.filename.endswith(ending)]
-    return entry
-
-
-# ---------------------------------------------------------------------------- other objects
-
-
-class Placeholder:
-    """An object of any class in a pickle. Its attributes are in `state`."""
-
-    kind = ""
-    state: Any = None
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Ignore an item, as of an OrderedDict."""
-
-    def append(self, item: Any) -> None:
-        """Ignore an item, as of a deque."""
-
-
-def read_object(path: Path, record: Record | None = None) -> Any:
-    """Return an object that torch.save wrote in a record, or in a file of its own, with a
-    Placeholder for each object of a class. Raises CheckpointError."""
-    try:
-        with open_regular(path) as file:
-            view: Any = file if record is None else FilePart(file, record.offset, record.length)
-            with zipfile.ZipFile(view) as archive:
-                entry = _entry(archive, "/data.pkl")
-                if entry.compress_type != zipfile.ZIP_STORED:
-                    raise ValueError("compressed")
-                with archive.open(entry) as data:
-                    return _Unpickler(data).load()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except UNREADABLE as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); copy it again") from error
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes a placeholder instead of calling what a pickle names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return type(name, (Placeholder,), {"kind": f"{module}.{name}"})
-
-    def persistent_load(self, pid: Any) -> Any:
-        """Return nothing for the memory of a tensor."""
-        return None
+        return self._opened[record].read(inside).reshape(box.shape)
