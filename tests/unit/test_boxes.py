@@ -267,7 +267,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_before_anything_is_read(
 def test_a_damaged_record_is_refused_with_its_file(folder: Path) -> None:
     path = folder / "__0_0.distcp"
     path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(CheckpointError, match=f"^{path}: is damaged"):
+    with pytest.raises(CheckpointError, match=f"^{path}: a is damaged"):
         read_boxes(folder, [wanted()])
 
 
