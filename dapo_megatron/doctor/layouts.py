@@ -27,16 +27,16 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dapo_megatron.algo.correction import Correction, correct
-from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config, LossConfig
 from dapo_megatron.config.file import load_config
 from dapo_megatron.doctor.matrix import LayoutCase, layout_name, matrix, reference, smallest_world
@@ -64,6 +64,8 @@ from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
     from dapo_megatron.policy.policy import MegatronPolicy
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,7 @@ class LayoutProof:
         highest = "float32" if has_cuda() else "float64"
         self.exact = precision if precision == "bfloat16" else highest
         self.rows: list[dict[str, Any]] = []
+        self._width = max(len(case.name) for case in self.cases)
         terminal = session.terminal.isatty()
         self._console = LiteralConsole(
             file=session.terminal,
@@ -202,54 +205,48 @@ class LayoutProof:
     def run(self, folder: Path) -> None:
         """Compare every case with its reference. `folder` has the model. Collective."""
         first = reference(self.cases[0], self.exact)
-        self._write_logprobs(first, folder)
+        outputs = self._with_policy(first, folder, self._logprobs)
+        if outputs is not None:
+            torch.save(outputs, folder / "logprobs.pt")
         self.worlds.tell("log-probs", "written")
         logprobs, routes = torch.load(folder / "logprobs.pt")
         objectives = {
             name: self._objective(loss, logprobs, routes) for name, loss in self.losses.items()
         }
+        measured = partial(measure, objectives=objectives)
         expected: dict[LayoutCase, Measured | None] = {}
         for case in self.cases:
             exact = reference(case, self.exact)
             if exact not in expected:
-                expected[exact] = self._measure(exact, folder, objectives)
+                expected[exact] = self._with_policy(exact, folder, measured)
             started = time.perf_counter()
-            actual = self._measure(case, folder, objectives)
+            actual = self._with_policy(case, folder, measured)
             if self.worlds.rank == 0:
                 self.add(case, actual, expected[exact], time.perf_counter() - started)
 
-    def _write_logprobs(self, case: LayoutCase, folder: Path) -> None:
-        """Write the log-probs [T] of the mini-batch in a case, and with policy.router_replay also
-        the experts that it chose."""
-        with self.worlds.world(case.num_ranks, f"case {case.name!r}") as ranks:
-            if ranks is None:
-                return
-            policy = self._build(case, folder, ranks)
-            outputs = policy.logprobs(random_minibatch(self.arch.vocab_size, "token"))
-            routes = None if outputs.routes is None else outputs.routes.short().cpu()
-            torch.save((outputs.logprobs.cpu(), routes), folder / "logprobs.pt")
-            policy.close()
-            del policy
-
-    def _measure(
-        self, case: LayoutCase, folder: Path, objectives: Mapping[str, Objective]
-    ) -> Measured | None:
-        """Measure the policy of a case. Return None on ranks that it leaves out. Collective."""
+    def _with_policy(
+        self, case: LayoutCase, folder: Path, work: Callable[[MegatronPolicy], T]
+    ) -> T | None:
+        """Return the result of `work` on the policy of a case, built as a run builds it. Return
+        None on ranks that the case leaves out. Collective."""
         with self.worlds.world(case.num_ranks, f"case {case.name!r}") as ranks:
             if ranks is None:
                 return None
-            policy = self._build(case, folder, ranks)
-            result = measure(policy, objectives)
+            from dapo_megatron.policy.policy import MegatronPolicy  # Megatron prints when imported
+
+            config = case.config(self.config, str(folder))
+            policy = MegatronPolicy(config, ranks, case.planner(config))
+            result = work(policy)
             policy.close()
             del policy
             return result
 
-    def _build(self, case: LayoutCase, folder: Path, ranks: Ranks) -> MegatronPolicy:
-        """Return the policy of a case, built as a run builds it."""
-        from dapo_megatron.policy.policy import MegatronPolicy  # Megatron prints when imported
-
-        config = case.config(self.config, str(folder))
-        return MegatronPolicy(config, ranks, case.planner(config))
+    def _logprobs(self, policy: MegatronPolicy) -> tuple[Tensor, Tensor | None]:
+        """Return the log-probs [T] of the mini-batch, and with policy.router_replay also the
+        experts that it chose."""
+        outputs = policy.logprobs(random_minibatch(self.arch.vocab_size, "token"))
+        routes = None if outputs.routes is None else outputs.routes.short().cpu()
+        return outputs.logprobs.cpu(), routes
 
     def _objective(self, loss: LossConfig, logprobs: Tensor, routes: Tensor | None) -> Objective:
         """Return a loss with its mini-batch, whose old log-probs are near `logprobs`."""
@@ -284,10 +281,6 @@ class LayoutProof:
         columns = f"{'layout, split, rows':<{self._width}}  gradient     loss  updates  seconds"
         self._console.print(columns, style="bold")
 
-    @property
-    def _width(self) -> int:
-        return max(len(case.name) for case in self.cases)
-
     def add(
         self, case: LayoutCase, actual: Measured | None, expected: Measured | None, seconds: float
     ) -> None:
@@ -306,25 +299,20 @@ class LayoutProof:
             f"{'FAIL' if failures else 'ok'}  {', '.join(texts)}".rstrip(),
             style="red" if failures else "",
         )
-        # JSON has no inf and no nan.
-        finite = {
-            name: value if math.isfinite(value) else str(value)
-            for name, value in differences.items()
+        row = {
+            "layout": case.layout,
+            "yours": case.yours,
+            "num_ranks": case.num_ranks,
+            "split": case.split,
+            "packed": case.packed,
+            "tensor": tensor,
+            "seconds": seconds,
+            "failures": failures,
+            "ok": not failures,
         }
-        self.rows.append(
-            {
-                "layout": case.layout,
-                "yours": case.yours,
-                "num_ranks": case.num_ranks,
-                "split": case.split,
-                "packed": case.packed,
-                "tensor": tensor,
-                **finite,
-                "seconds": seconds,
-                "failures": failures,
-                "ok": not failures,
-            }
-        )
+        for name, value in differences.items():
+            row[name] = value if math.isfinite(value) else str(value)  # JSON has no inf and no nan
+        self.rows.append(row)
 
     def verdict(self) -> bool:
         """Print the overall result. Return whether all cases agree."""

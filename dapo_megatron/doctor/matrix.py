@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from dapo_megatron.config import Config, PolicyConfig
@@ -171,13 +173,17 @@ def matrix(config: Config, arch: Architecture, num_ranks: int, precision: str) -
     base = config.policy.model_copy(update={"precision": precision, "kernels": "auto"})
     if precision != "bfloat16":  # Transformer Engine's attention supports only bfloat16
         base = base.model_copy(update={"kernels": "local", "fused_rope": False})
-    own = own_ranks(config.policy, arch, num_ranks)
-    layouts = [(own, base, True)] if own is not None else []
-    layouts += [
-        (ranks, policy, False)
-        for ranks, policy in _layouts(base, has_experts=arch.num_experts > 0)
-        if ranks <= num_ranks and not any(policy_problems(policy, ranks, arch))
-    ]
+    fits = (n for n in range(num_ranks, 0, -1) if not any(policy_problems(config.policy, n, arch)))
+    layouts = [(ranks, base, True) for ranks in islice(fits, 1)]
+    balance = (base.moe_aux_loss or AUX_LOSS) if arch.num_experts else 0.0
+    others = [(ranks, changes, balance) for ranks, changes in LAYOUTS]
+    if balance:
+        others += [(ranks, changes, 0.0) for ranks, changes in WITHOUT_BALANCE]
+    for ranks, changes, moe_aux_loss in sorted(others, key=itemgetter(0)):
+        update = {**ONE_PROCESS, **changes, "moe_aux_loss": moe_aux_loss}
+        policy = base.model_copy(update=update)
+        if ranks <= num_ranks and not any(policy_problems(policy, ranks, arch)):
+            layouts.append((ranks, policy, False))
     return [
         LayoutCase(policy, ranks, split, packed, yours)
         for ranks, policy, yours in layouts
@@ -186,25 +192,9 @@ def matrix(config: Config, arch: Architecture, num_ranks: int, precision: str) -
     ]
 
 
-def own_ranks(policy: PolicyConfig, arch: Architecture, num_ranks: int) -> int | None:
-    """Return the largest number of processes, up to `num_ranks`, that the config's own layout can
-    use, or None."""
-    fitting = (n for n in range(num_ranks, 0, -1) if not any(policy_problems(policy, n, arch)))
-    return next(fitting, None)
-
-
 def smallest_world(policy: PolicyConfig, arch: Architecture) -> int:
     """Return the smallest number of processes that the layout can use. If no number fits, return
     that of one model copy."""
     copy = policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel
     sizes = range(copy, copy * policy.expert_parallel + 1, copy)
     return next((size for size in sizes if not any(policy_problems(policy, size, arch))), copy)
-
-
-def _layouts(base: PolicyConfig, *, has_experts: bool) -> Iterator[tuple[int, PolicyConfig]]:
-    balance = (base.moe_aux_loss or AUX_LOSS) if has_experts else 0.0
-    for ranks, changes in LAYOUTS:
-        with_balance = {**ONE_PROCESS, **changes, "moe_aux_loss": balance}
-        yield ranks, base.model_copy(update=with_balance)
-        if has_experts and (ranks, changes) in WITHOUT_BALANCE:
-            yield ranks, base.model_copy(update={**with_balance, "moe_aux_loss": 0.0})

@@ -1,7 +1,7 @@
 """`doctor run RUN_FOLDER`: show where each rank of a run is, or was when the run ended.
 
-Reads heartbeats and the exit reason. Times are from the clock of each rank's
-node; these clocks may differ slightly.
+Reads heartbeats and the exit reason. Times are from the clocks of the ranks' nodes, which may
+differ slightly.
 """
 
 from __future__ import annotations
@@ -83,15 +83,9 @@ def report(folder: Path, verdict_file: Path | None = None) -> Report:
         heartbeat and heartbeat.state is RankState.HUNG and heartbeat.attempt == attempt
         for heartbeat in heartbeats
     )
-    return Report(
-        folder=folder,
-        attempt=attempt,
-        time=time.time(),
-        heartbeats=heartbeats,
-        suspects=find_suspects(heartbeats),
-        hang=describe_suspects(heartbeats) if is_hung else "",
-        exit_reason=read_reason(verdict_file) if verdict_file is not None else None,
-    )
+    suspects, hang = find_suspects(heartbeats), describe_suspects(heartbeats) if is_hung else ""
+    reason = read_reason(verdict_file) if verdict_file is not None else None
+    return Report(folder, attempt, time.time(), heartbeats, suspects, hang, reason)
 
 
 def to_json(report: Report) -> str:
@@ -117,21 +111,16 @@ def render(report: Report, console: Console) -> None:
         "rank", "host", "where", "last activity", "ago", "attempt",
         title=Text(f"{report.folder}, attempt {report.attempt}"),
     )  # fmt: skip
-    for rank, heartbeat in enumerate(report.heartbeats):
-        style = "bold red" if rank in suspects else ""
-        if heartbeat is None:  # a damaged world_size must not make a table of 65,536 rows
-            continue
+    for heartbeat in filter(None, report.heartbeats):
+        ended = "" if heartbeat.state is RankState.RUNNING else f"; {heartbeat.state}"
         ago = ago_text(report.time - heartbeat.time + heartbeat.silent_seconds)
-        where = (
-            heartbeat.place
-            if heartbeat.state is RankState.RUNNING
-            else f"{heartbeat.place}; {heartbeat.state}"
-        )
-        cells = (str(rank), heartbeat.host, where, heartbeat.sign, ago, heartbeat.attempt)
-        table.add_row(*map(Text, cells), style=style)
+        where = heartbeat.place + ended
+        cells = (str(heartbeat.rank), heartbeat.host, where, heartbeat.sign, ago, heartbeat.attempt)
+        table.add_row(*map(Text, cells), style="bold red" if heartbeat.rank in suspects else "")
     console.print(table)
+    first = report.heartbeats[0]
     lines = [f"running: {'yes' if report.is_alive else 'no, there are no recent heartbeats'}"]
-    lines += _few([line for heartbeat in report.heartbeats[:1] for line in engines_of(heartbeat)])
+    lines += _few(first.engines if first is not None else ())
     lines += _few([f"rank {rank}: {why}" for rank, why in suspects.items()])
     if not suspects:
         lines.append("no rank is behind")
@@ -142,14 +131,9 @@ def render(report: Report, console: Console) -> None:
     console.print(Text("\n".join(lines)))
 
 
-def engines_of(heartbeat: Heartbeat | None) -> tuple[str, ...]:
-    """Return the lines about engines in the heartbeat of rank 0."""
-    return heartbeat.engines if heartbeat is not None else ()
-
-
-def _few(lines: list[str]) -> list[str]:
+def _few(lines: Sequence[str]) -> list[str]:
     num_more = len(lines) - NUM_NAMED
-    return [*lines[:NUM_NAMED], f"and {num_more:,} more"] if num_more > 0 else lines
+    return [*lines[:NUM_NAMED], *([f"and {num_more:,} more"] if num_more > 0 else [])]
 
 
 def ago_text(seconds: float) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from dapo_megatron.types import (
     SequenceTokens,
     Shard,
     SyncError,
-    SyncReport,
     TokenBatch,
     TrainingSequence,
 )
@@ -49,70 +48,14 @@ def command(config: Config, json_file: Path | None) -> None:
     Raises SyncError naming tensor and ranks, and the errors of building policy and engine.
     """
     with quiet_rank("sync") as session:
-        proof = _prove(config, session.local_rank)
+        results = _measure(config, session.local_rank)
         if session.rank == 0:
-            print(proof.text(), file=session.terminal, flush=True)
-            write_result(json_file, json.dumps(proof.to_dict()))
+            print(_text(config, results), file=session.terminal, flush=True)
+            write_result(json_file, json.dumps(facts() | results))
 
 
-@dataclass
-class SyncProof:
-    """Verified syncs of one config. (A sync that finds a difference raises SyncError.)"""
-
-    config: Config
-    num_ranks: int
-    num_tensors: int
-    num_bytes: int
-    """Bytes of the whole model."""
-    bound: int
-    """Lower bound of the bytes that the busiest rank must receive."""
-    num_rounds: int
-    reports: list[SyncReport]
-    gaps: list[float]
-    """Largest gap of any engine's log-probs to the policy's after each sync, in nats."""
-
-    def text(self) -> str:
-        """Return the results as lines of text."""
-        config, world = self.config, self.num_ranks
-        engine = config.engine_tensor_parallel
-        moved = self.reports[-1].num_bytes
-        lines = [
-            f"{config.model.path}: {self.num_tensors} tensors, {_mib(self.num_bytes)}",
-            f"policy  {describe(config.policy, world)}",
-            f"engine  tensor {engine} x {config.num_replicas(world)} replicas",
-            f"plan    {self.num_rounds} rounds; received by a rank: at most {_mib(moved)}, "
-            f"least possible {_mib(self.bound)}, whole model {_mib(self.num_bytes)}",
-        ]
-        for report, gap in zip(self.reports, self.gaps, strict=True):
-            lines.append(
-                f"sync {report.version}  moved {report.seconds:.3f} s, verified "
-                f"{report.verify_seconds:.3f} s: fingerprints equal; gap of log-probs {gap:.2g} "
-                f"(allowed {config.sync.max_gap:g})"
-            )
-        unread = self.reports[-1].unread_tensors
-        limit = f", except {unread} tensors that cannot be read back" if unread else ""
-        return "\n".join([*lines, f"engines compute with the policy's weights{limit}"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the results, with commit, machine and versions."""
-        return {
-            **facts(),
-            "model_path": self.config.model.path,
-            "policy": describe(self.config.policy, self.num_ranks),
-            "engine_tensor_parallel": self.config.engine_tensor_parallel,
-            "num_ranks": self.num_ranks,
-            "num_tensors": self.num_tensors,
-            "num_bytes": self.num_bytes,
-            "lower_bound_bytes": self.bound,
-            "num_rounds": self.num_rounds,
-            "syncs": [
-                {**asdict(report), "gap": gap}
-                for report, gap in zip(self.reports, self.gaps, strict=True)
-            ],
-        }
-
-
-def _prove(config: Config, local_rank: int) -> SyncProof:
+def _measure(config: Config, local_rank: int) -> dict[str, Any]:
+    """Run the syncs and return their results. A sync that finds a difference raises SyncError."""
     import torch.distributed as dist
 
     from dapo_megatron.policy.device import backend, claim
@@ -125,37 +68,61 @@ def _prove(config: Config, local_rank: int) -> SyncProof:
     engines = start_engines(config, ranks)
     try:
         models = build_models(config, ranks, engines)
-        reports, gaps = [], []
+        syncs = []
         sequences = _sequences(read_architecture(config).vocab_size, config)
         for version, factor in enumerate(FACTORS):
             # As in a run, the engines sleep while the policy's weights change.
             models.sync.switch_to_policy()
             models.policy.rewrite(partial(_multiply, factor))
             expected = models.policy.logprobs(_batch(sequences), temperature=1.0).logprobs
-            reports.append(models.sync(version))
+            report = models.sync(version)
             scores = engines.call("score", sequences.tolist(), of=list[list[float]])
-            gaps.append(ranks.broadcast(_gap(expected, scores), float))
-            if not gaps[-1] <= config.sync.max_gap:
+            gap = ranks.broadcast(_gap(expected, scores), float)
+            if not gap <= config.sync.max_gap:
                 raise SyncError(
                     f"sync {version}: fingerprints agree, but log-probs of policy and engine "
-                    f"differ by {gaps[-1]:.3g}; sync.max_gap is {config.sync.max_gap:g}"
+                    f"differ by {gap:.3g}; sync.max_gap is {config.sync.max_gap:g}"
                 )
+            syncs.append({**asdict(report), "gap": gap})
         route = models.sync.route
         assert route is not None
-        proof = SyncProof(
-            config=config,
-            num_ranks=ranks.world_size,
-            num_tensors=route.plan.num_tensors,
-            num_bytes=models.sync.num_bytes,
-            bound=max(route.plan.missing),
-            num_rounds=route.plan.num_rounds,
-            reports=reports,
-            gaps=gaps,
-        )
+        results = {
+            "model_path": config.model.path,
+            "policy": describe(config.policy, ranks.world_size),
+            "engine_tensor_parallel": config.engine_tensor_parallel,
+            "num_ranks": ranks.world_size,
+            "num_tensors": route.plan.num_tensors,
+            "num_bytes": models.sync.num_bytes,  # of the whole model
+            "lower_bound_bytes": max(route.plan.missing),  # what the busiest rank must receive
+            "num_rounds": route.plan.num_rounds,
+            "syncs": syncs,
+        }
     finally:
         engines.close()
     dist.destroy_process_group()
-    return proof
+    return results
+
+
+def _text(config: Config, results: Mapping[str, Any]) -> str:
+    """Return the results as lines of text."""
+    syncs, replicas = results["syncs"], config.num_replicas(results["num_ranks"])
+    model, bound = _mib(results["num_bytes"]), _mib(results["lower_bound_bytes"])
+    lines = [
+        f"{config.model.path}: {results['num_tensors']} tensors, {model}",
+        f"policy  {results['policy']}",
+        f"engine  tensor {config.engine_tensor_parallel} x {replicas} replicas",
+        f"plan    {results['num_rounds']} rounds; received by a rank: at most "
+        f"{_mib(syncs[-1]['num_bytes'])}, least possible {bound}, whole model {model}",
+    ]
+    lines += [
+        f"sync {sync['version']}  moved {sync['seconds']:.3f} s, verified "
+        f"{sync['verify_seconds']:.3f} s: fingerprints equal; gap of log-probs "
+        f"{sync['gap']:.2g} (allowed {config.sync.max_gap:g})"
+        for sync in syncs
+    ]
+    unread = syncs[-1]["unread_tensors"]
+    limit = f", except {unread} tensors that cannot be read back" if unread else ""
+    return "\n".join([*lines, f"engines compute with the policy's weights{limit}"])
 
 
 def _sequences(vocab: int, config: Config) -> Tensor:
