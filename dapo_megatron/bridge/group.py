@@ -21,7 +21,7 @@ from dapo_megatron.bridge.transfer import Transfer
 from dapo_megatron.cluster.address import LOOPBACK
 from dapo_megatron.cluster.groups import make_device_group, make_group
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.types import SyncError, TensorSlice
+from dapo_megatron.types import SyncError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -38,30 +38,19 @@ class Meeting:
     store           path of a file, or HOST:PORT
     timeout         of a collective, in seconds
     own             number in the group of each worker of the engine that gets this
-    held, wanted    distinct lists of slices, and the list of each member
+    held, wanted    slices of each member
     """
 
     store: str
     timeout: float
     ranks_per_node: int
     own: list[int]
-    held: list[list[TensorSlice]]
-    held_of: list[int]
-    wanted: list[list[TensorSlice]]
-    wanted_of: list[int]
-
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        return len(self.held_of)
+    held: RankSlices
+    wanted: RankSlices
 
     def plan(self) -> TransferPlan:
         """Return the plan of the transfer, which all members make."""
-        return make_plan(
-            RankSlices(self.held, self.held_of),
-            RankSlices(self.wanted, self.wanted_of),
-            ranks_per_node=self.ranks_per_node,
-        )
+        return make_plan(self.held, self.wanted, ranks_per_node=self.ranks_per_node)
 
 
 def new_store(host: str, folder: Path) -> tuple[Store, str]:
@@ -88,10 +77,10 @@ def open_store(name: str) -> Store:
 def join(meeting: Meeting, own: int, store: Store, secret: bytes, device: torch.device) -> Any:
     """Return the process group of a meeting. Collective over its members. Raises SyncError if it
     cannot be made, and RankError if a member does not know the run's secret."""
-    members, timeout = range(meeting.size), timedelta(seconds=meeting.timeout)
+    members, timeout = range(len(meeting.held)), timedelta(seconds=meeting.timeout)
     try:
         group = make_group(store, PURPOSE, members, own, timeout, CONNECT)
-        ranks = Ranks(own, meeting.size, 0, group=group, members=tuple(members))
+        ranks = Ranks(own, len(members), 0, group=group, members=tuple(members))
         ranks.check_members(secret)
         if device.type == "cpu":
             return group
@@ -105,5 +94,4 @@ def worker_transfer(meeting: Meeting, worker: int, secret: bytes, device: torch.
     Raises as `join` does."""
     own = meeting.own[worker]
     group = join(meeting, own, open_store(meeting.store), secret, device)
-    wanted = meeting.wanted[meeting.wanted_of[own]]
-    return Transfer(meeting.plan(), [], wanted, own, device, group)
+    return Transfer(meeting.plan(), [], meeting.wanted[own], own, device, group)

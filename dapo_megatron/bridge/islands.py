@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
 from dapo_megatron.types import TensorSlice
 
@@ -15,14 +14,15 @@ ISLAND_RANKS = 32
 sending. With fewer, planning takes less time."""
 
 
-class RankSlices(Sequence[Sequence[TensorSlice]]):
-    """The slices of each rank. Ranks at the same place of a layout share one list."""
+@dataclass(frozen=True)
+class RankSlices:
+    """The slices of each rank. Ranks at the same place of a layout share one of the `lists`."""
 
-    def __init__(self, lists: Sequence[Sequence[TensorSlice]], list_of_rank: Sequence[int]) -> None:
-        self.lists, self.list_of_rank = lists, list_of_rank
+    lists: Sequence[Sequence[TensorSlice]]
+    list_of_rank: Sequence[int]
 
     @classmethod
-    def of(cls, by_rank: Sequence[Sequence[TensorSlice]]) -> RankSlices:
+    def of(cls, by_rank: RankSlices | Sequence[Sequence[TensorSlice]]) -> RankSlices:
         """Return the lists `by_rank`, each distinct one once."""
         if isinstance(by_rank, RankSlices):
             return by_rank
@@ -35,7 +35,7 @@ class RankSlices(Sequence[Sequence[TensorSlice]]):
     def __len__(self) -> int:
         return len(self.list_of_rank)
 
-    def __getitem__(self, rank: Any) -> Any:
+    def __getitem__(self, rank: int) -> Sequence[TensorSlice]:
         return self.lists[self.list_of_rank[rank]]
 
     def select(self, ranks: Iterable[int]) -> RankSlices:
@@ -78,11 +78,8 @@ def make_islands(
         kinds.append(tuple(places[rank] for rank in node))
         nodes_of_kind.setdefault(kinds[-1], []).append(node)
     most = gcd(*map(len, nodes_of_kind.values()))
-    num = next(
-        num
-        for num in range(most, 0, -1)
-        if num == 1 or (most % num == 0 and len(places) >= num * ISLAND_RANKS)
-    )
+    largest = max(len(places) // ISLAND_RANKS, 1)
+    num = max(num for num in range(1, largest + 1) if most % num == 0)
     # The order of kinds in the first island. The other islands follow it, whatever order their own
     # nodes have, because they use the same plan.
     order: list[tuple[tuple[int, int], ...]] = []

@@ -46,11 +46,6 @@ class BoxTransfer:
     nbytes: int
     holders: tuple[int, ...]
 
-    @property
-    def is_local(self) -> bool:
-        """Whether the target holds the box itself."""
-        return self.holders == (self.target,)
-
 
 @dataclass(frozen=True)
 class Routes:
@@ -110,24 +105,14 @@ class TransferPlan:
         """Number of ranks that take part."""
         return len(self.missing)
 
-    @property
-    def num_rounds(self) -> int:
-        """Number of rounds, including those in which no bytes move."""
-        return len(self.rounds)
-
-    @property
-    def num_tensors(self) -> int:
-        """Number of tensors that some rank wants."""
-        return len({tensor.name for tensors in self.rounds for tensor in tensors})
-
     def island_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of the island of `rank`."""
         return next(island for island in self.islands if rank in island)
 
 
 def make_plan(
-    held: Sequence[Sequence[TensorSlice]],
-    wanted: Sequence[Sequence[TensorSlice]],
+    held: RankSlices | Sequence[Sequence[TensorSlice]],
+    wanted: RankSlices | Sequence[Sequence[TensorSlice]],
     *,
     bucket_bytes: int = BUCKET_BYTES,
     ranks_per_node: int = 8,
@@ -153,7 +138,8 @@ def make_plan(
         key = (tensor.shape, tensor.dtype, tuple(tensor.held), tuple(tensor.wanted))
         if key not in shared_boxes:
             boxes = _boxes(tensor, island)
-            shared_boxes[key] = boxes, sum(box.nbytes for box in boxes if not box.is_local)
+            moved = (box.nbytes for box in boxes if box.holders != (box.target,))
+            shared_boxes[key] = boxes, sum(moved)
         tensor.boxes, tensor.moved = shared_boxes[key]
     rounds, missing, sent = _fill(_in_order(tensors), len(island.ranks), bucket_bytes)
     return TransferPlan(
@@ -230,13 +216,19 @@ def _entry(tensors: dict[str, _Tensor], tensor_slice: TensorSlice, rank: int) ->
     return tensor
 
 
+def _by_list(entries: Sequence[tuple[int, Region]]) -> dict[int, list[Region]]:
+    """Return the regions of each list, from (list, region)."""
+    regions: dict[int, list[Region]] = {}
+    for number, region in entries:
+        regions.setdefault(number, []).append(region)
+    return regions
+
+
 def _by_rank(
     entries: Sequence[tuple[int, Region]], tensor_slices: RankSlices
 ) -> Iterator[tuple[int, Region]]:
     """Yield (rank, region) for all ranks that have the (list, region) of `entries`."""
-    regions: dict[int, list[Region]] = {}
-    for number, region in entries:
-        regions.setdefault(number, []).append(region)
+    regions = _by_list(entries)
     for rank, number in enumerate(tensor_slices.list_of_rank):
         for region in regions.get(number, ()):
             yield rank, region
@@ -281,10 +273,7 @@ def _boxes(tensor: _Tensor, island: _Island) -> tuple[BoxTransfer, ...]:
 
 def _check_once(tensor: _Tensor, island: _Island) -> None:
     """Raise SyncError if a rank wants an element twice: one copy would overwrite the other."""
-    wanted: dict[int, list[Region]] = {}
-    for number, region in tensor.wanted:
-        wanted.setdefault(number, []).append(region)
-    for number, regions in wanted.items():
+    for number, regions in _by_list(tensor.wanted).items():
         if pair := overlap(regions):
             both = regions[pair[0]].intersect(regions[pair[1]])
             rank = island.ranks[island.wanted.list_of_rank.index(number)]

@@ -166,10 +166,8 @@ class WeightSync:
                 timeout=0.0,
                 ranks_per_node=self._ranks_per_node,
                 own=[],
-                held=[*map(list, self._held.lists), []],
-                held_of=[*self._held.list_of_rank, *nothing],
-                wanted=[*map(list, wanted.slices.lists)],
-                wanted_of=list(wanted.slices.list_of_rank),
+                held=RankSlices([*self._held.lists, []], [*self._held.list_of_rank, *nothing]),
+                wanted=wanted.slices,
             )
             plan = meeting.plan()
             group = self._engines.connect(meeting, own)

@@ -7,6 +7,7 @@ then complete. Memory use is the buffers of one round and the tensor that is put
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,12 +49,12 @@ class Transfer:
     ) -> None:
         """`group` is the process group for tensors on `device`; None for the default group."""
         self._device, self._group = device, group
-        held: dict[str, list[Shard]] = {}
+        held: dict[str, list[Shard]] = defaultdict(list)
         for shard in shards:
-            held.setdefault(shard.tensor_slice.name, []).append(shard)
-        tensor_slices: dict[str, list[TensorSlice]] = {}
+            held[shard.tensor_slice.name].append(shard)
+        tensor_slices: dict[str, list[TensorSlice]] = defaultdict(list)
         for tensor_slice in wanted:
-            tensor_slices.setdefault(tensor_slice.name, []).append(tensor_slice)
+            tensor_slices[tensor_slice.name].append(tensor_slice)
         self._rounds = []
         island = plan.island_of(rank)
         number = island.index(rank)
@@ -64,7 +65,7 @@ class Transfer:
                 round_.is_exchange |= bool(tensor.routes.traffic[0])
                 rank_boxes = tensor.routes.by_rank.get(number, ())
                 for box, source in rank_boxes:
-                    round_.add(name, box, source, held.get(name, []))
+                    round_.add(name, box, source, held[name])
                 is_here = any(box.target == number for box, _ in rank_boxes)
                 # Slices without elements have no boxes. They are yielded when other ranks receive
                 # the tensor.
@@ -96,13 +97,8 @@ class Transfer:
             group_or_world(self._group).alltoall_base(received, sent, *splits).wait()
             del sent
         for name, tensor_slices in round_.wanted.items():
-            yield (
-                name,
-                [
-                    (tensor_slice.region, self._complete(tensor_slice, round_, received))
-                    for tensor_slice in tensor_slices
-                ],
-            )
+            complete = [self._complete(part, round_, received) for part in tensor_slices]
+            yield name, [(part.region, value) for part, value in zip(tensor_slices, complete)]
 
     def _pack(self, round_: _Round, buffer: Tensor) -> None:
         """Copy the boxes that this rank sends into `buffer`."""
@@ -125,9 +121,8 @@ class Transfer:
         ]
         if len(parts) == 1:
             return parts[0][1]
-        complete = torch.empty(
-            tensor_slice.region.shape, dtype=tensor_slice.dtype, device=self._device
-        )
+        shape, dtype = tensor_slice.region.shape, tensor_slice.dtype
+        complete = torch.empty(shape, dtype=dtype, device=self._device)
         for box, value in parts:
             complete[box.within(tensor_slice.region).slices] = value
         return complete
@@ -152,7 +147,7 @@ def gather_whole(
         TensorSlice(name, part.global_shape, part.dtype, whole(part.global_shape))
         for name, part in parts.items()
     ]
-    plan = make_plan(held, [wanted] * len(held))
+    plan = make_plan(held, RankSlices([wanted], [0] * len(held)))
     for name, regions in Transfer(plan, shards, wanted, exchange.rank, device):
         for _, tensor in regions:
             yield name, tensor

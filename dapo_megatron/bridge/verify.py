@@ -91,14 +91,12 @@ def check_fingerprints(
     policy = list(map(policy_prints, held.list_of_rank, value_of_rank))
     own = describe_mismatches(policy, of_engines, wanted.replicas)
     if mismatches := list(chain(*exchange.all_gather(own, list[Mismatch]))):
-        lines = [mismatch.text for mismatch in mismatches]
-        more = f"\n... and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
-        raise SyncError(
-            f"weights {version}: fingerprints differ after the sync\n"
-            + "\n".join(lines[:NAMED])
-            + more,
-            chain(*(mismatch.replicas for mismatch in mismatches)),
-        )
+        lines = [f"weights {version}: fingerprints differ after the sync"]
+        lines += [mismatch.text for mismatch in mismatches[:NAMED]]
+        if len(mismatches) > NAMED:
+            lines.append(f"... and {len(mismatches) - NAMED} more")
+        at_fault = chain(*(mismatch.replicas for mismatch in mismatches))
+        raise SyncError("\n".join(lines), at_fault)
     replica, by_worker = next(iter(by_replica.items()))
     unread = {part.name: prod(part.global_shape) for parts in held.lists for part in parts}
     workers = zip(wanted.of_replica(replica), by_worker, strict=True)
@@ -110,26 +108,20 @@ def check_fingerprints(
 # ------------------------------------------------------------------ fingerprints
 
 
-def fingerprint(value: Tensor, region: Region) -> int:
-    """Return the contribution of one region to its tensor's fingerprint.
-
-    `value` has the region's shape, and elements of 1, 2 or 4 bytes. Subnormal numbers (below 1e-38
-    in bfloat16 and float32) and -0.0 count as 0, because kernels through which weights are read
-    back flush them to 0.
-    """
-    [summand] = fingerprints([(value, region)])
-    return summand
-
-
 def fingerprints(values: Iterable[tuple[Tensor, Region]]) -> list[int]:
-    """Return `fingerprint` of each value. All are on one device, and it is waited for only once."""
+    """Return the contribution of each region to its tensor's fingerprint.
+
+    A value has its region's shape, and elements of 1, 2 or 4 bytes. Subnormal numbers (below 1e-38
+    in bfloat16 and float32) and -0.0 count as 0, because kernels through which weights are read
+    back flush them to 0. All values are on one device, and it is waited for only once.
+    """
     sums = [_summand(value, region) for value, region in values]
     return [total & _MASK for total in torch.stack(sums).tolist()] if sums else []
 
 
 @torch.no_grad()
 def _summand(value: Tensor, region: Region) -> Tensor:
-    """Return `fingerprint` as a signed 64-bit number on the value's device."""
+    """Return a region's contribution as a signed 64-bit number on the value's device."""
     dims = len(region.shape)
     coefficients = [
         _coefficients(dim, region.start[dim], region.shape[dim], value.device)
@@ -150,11 +142,6 @@ def _summand(value: Tensor, region: Region) -> Tensor:
             sums = sums * coefficients[0][first : first + step]
         total += sums.sum()
     return total
-
-
-def combine_fingerprints(*parts: int) -> int:
-    """Return the fingerprint of the union of disjoint parts."""
-    return sum(parts) & _MASK
 
 
 @lru_cache(maxsize=256)
@@ -227,7 +214,7 @@ def _total(side: str, parts: Sequence[_Part]) -> tuple[int | None, list[str]]:
                 f"ranks {_list(chain(*rest))}"
             )
     is_whole = sum(region.numel for region in copies) == prod(first.global_shape)
-    total = combine_fingerprints(*(next(iter(values)) for values in copies.values()))
+    total = sum(next(iter(values)) for values in copies.values()) & _MASK
     return (total if is_whole else None), unequal
 
 

@@ -91,10 +91,10 @@ def _measure(config: Config, local_rank: int) -> dict[str, Any]:
             "policy": describe(config.policy, ranks.world_size),
             "engine_tensor_parallel": config.engine_tensor_parallel,
             "num_ranks": ranks.world_size,
-            "num_tensors": route.plan.num_tensors,
+            "num_tensors": report.num_tensors,
             "num_bytes": models.sync.num_bytes,  # of the whole model
             "lower_bound_bytes": max(route.plan.missing),  # what the busiest rank must receive
-            "num_rounds": route.plan.num_rounds,
+            "num_rounds": len(route.plan.rounds),
             "syncs": syncs,
         }
     finally:

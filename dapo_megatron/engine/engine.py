@@ -154,7 +154,7 @@ class VllmEngine:
     def connect(self, meeting: Meeting) -> None:
         """Join the group in which the trainer ranks send weights, if they are on other GPUs. Raises
         SyncError."""
-        secret = run_secret(meeting.size) or b""
+        secret = run_secret(len(meeting.held)) or b""
         for error in self._llm.collective_rpc("join_group", args=(meeting, secret)):
             if error:
                 raise SyncError(error)

@@ -8,7 +8,7 @@ phase is that of its fullest moment.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
@@ -232,9 +232,8 @@ def _policy_phases(stage: Stage, engine: EngineMemory | None) -> Phases:
     """Return the moments of each phase on a device of this pipeline stage. `engine` is None if
     engines run on other GPUs."""
     config, policy = stage.config, stage.policy
-    always = [_overhead(stage)] if stage.on_gpu else []
-    if engine and stage.on_gpu:
-        always.append(_engine_overhead(config))
+    always = _cuda_of_policy(stage) if stage.on_gpu else ()
+    always += _cuda_of_engine(config) if engine and stage.on_gpu else ()
     sleeps = stage.on_gpu and config.engine.sleep
     parts, pool = (engine.parts, engine.weight_pool) if engine else ((), ())
     awake = () if sleeps else parts
@@ -271,41 +270,32 @@ def _policy_phases(stage: Stage, engine: EngineMemory | None) -> Phases:
 
 def _engine_phases(config: Config, engine: EngineMemory, *, has_gpu: bool) -> Phases:
     """Return the moments of each phase on a device with an engine and no policy."""
-    parts = (*((_engine_overhead(config),) if has_gpu else ()), *engine.parts)
+    parts = (*(_cuda_of_engine(config) if has_gpu else ()), *engine.parts)
     phases: Phases = dict.fromkeys(PHASES, (Moment("engine awake", parts),))
     return phases | {Phase.SYNC: (Moment("weights move", (*parts, BUCKETS)),)}
 
 
-def _overhead(stage: Stage) -> MemoryItem:
+def _cuda_of_policy(stage: Stage) -> tuple[MemoryItem, ...]:
     """Return the memory of CUDA and NCCL in a rank of the policy. Weights move to engines on other
     GPUs in a communicator of both."""
     layout, world = stage.policy, stage.num_processes
-    sizes = {
-        "sync": 1 if stage.config.engine.colocated else world + stage.config.separate_gpus,
-        "world": world,
-        "tensor": layout.tensor_parallel,
-        "pipeline": layout.pipeline_parallel,
-        "context": layout.context_parallel,
-        "data": data_parallel(layout, world) * layout.context_parallel,
-        "expert": layout.expert_parallel,
-    }
-    return _communicators("CUDA and NCCL", sizes)
+    sync = 1 if stage.config.engine.colocated else world + stage.config.separate_gpus
+    data = data_parallel(layout, world) * layout.context_parallel
+    split = layout.tensor_parallel, layout.pipeline_parallel, layout.context_parallel
+    return _cuda("CUDA and NCCL", sync, world, *split, data, layout.expert_parallel)
 
 
-def _engine_overhead(config: Config) -> MemoryItem:
+def _cuda_of_engine(config: Config) -> tuple[MemoryItem, ...]:
     """Return the memory of CUDA and NCCL in an engine's process on a GPU."""
-    sizes = {
-        "sync": 1 if config.engine.colocated else 1 + config.separate_gpus,
-        "engine": config.engine_tensor_parallel,
-    }
-    return _communicators("CUDA and NCCL of the engine", sizes)
+    sync = 1 if config.engine.colocated else 1 + config.separate_gpus
+    return _cuda("CUDA and NCCL of the engine", sync, config.engine_tensor_parallel)
 
 
-def _communicators(name: str, sizes: Mapping[str, int]) -> MemoryItem:
-    """Return the memory of CUDA, and of NCCL with communicators of these sizes."""
-    count = sum(number > 1 for number in sizes.values())
+def _cuda(name: str, *groups: int) -> tuple[MemoryItem, ...]:
+    """Return the memory of CUDA, and of NCCL with communicators of so many ranks."""
+    count = sum(number > 1 for number in groups)
     how = f"{CONTEXT_GIB:g} GiB, and {NCCL_GIB:g} for each of {count} communicators: assumed"
-    return MemoryItem(name, int((CONTEXT_GIB + NCCL_GIB * count) * GIB), how)
+    return (MemoryItem(name, int((CONTEXT_GIB + NCCL_GIB * count) * GIB), how),)
 
 
 # ------------------------------------------------------------------ host and disk

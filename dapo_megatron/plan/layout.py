@@ -148,43 +148,30 @@ def _tensor_problems(policy: PolicyConfig, arch: Architecture) -> Iterator[str]:
 def pipeline_problems(policy: PolicyConfig, num_layers: int) -> Iterator[str]:
     """Yield the problems of splitting the layers over pipeline stages and their chunks."""
     num_stages, num_chunks = policy.pipeline_parallel, policy.virtual_pipeline_parallel
-    ends = _ends(policy)
+    given = {key: getattr(policy, key) for key in _SPLIT if getattr(policy, key)}
     if num_stages == 1:
-        given = ends | ({"virtual_pipeline_parallel": num_chunks} if num_chunks else {})
         for key, value in given.items():
             yield f"policy.{key}: {value} needs policy.pipeline_parallel above 1; use null"
         return
-    middle_stages = num_stages - len(ends)
-    middle_layers = num_layers - sum(ends.values())
-    if middle_stages and (middle_layers < middle_stages or middle_layers % middle_stages):
-        if not ends:
-            yield (
-                f"policy.pipeline_parallel: {num_stages} does not divide the model's {num_layers} "
-                "layers (use first_stage_layers or last_stage_layers for stages of different size)"
-            )
-        else:
-            yield (
-                f"policy.{' + '.join(ends)} = {sum(ends.values())} of the model's {num_layers} "
-                f"layers leaves {middle_layers} to {middle_stages} equal stages"
-            )
-    elif not middle_stages and middle_layers:
+    sizes, num_middle = _stage_sizes(policy, num_layers), num_stages - len(_ends(policy))
+    if sum(sizes) != num_layers or min(sizes) < 1:
+        ends = "".join(f", {key} {value}" for key, value in _ends(policy).items())
         yield (
-            f"policy.first_stage_layers + last_stage_layers = {sum(ends.values())} must be the "
-            f"model's {num_layers} layers with two stages; set only one of these keys"
+            f"policy.pipeline_parallel: {num_stages} does not divide the model's {num_layers} "
+            f"layers{ends} (stages are of equal size, except for those of first_stage_layers and "
+            "last_stage_layers)"
         )
-    elif num_chunks and not middle_stages:
+    elif num_chunks and not num_middle:
         # get_transformer_layer_offset divides by the number of stages in between.
         yield (
             "policy.first_stage_layers and last_stage_layers: Megatron-core cannot interleave two "
             "stages if both keys are set; set only one of them"
         )
-    elif num_chunks:
-        sizes = _stage_sizes(policy, num_layers)
-        if any(size % num_chunks for size in sizes):
-            yield (
-                f"policy.virtual_pipeline_parallel: {num_chunks} does not divide the layers of "
-                f"each pipeline stage ({', '.join(map(str, sizes))})"
-            )
+    elif num_chunks and any(size % num_chunks for size in sizes):
+        yield (
+            f"policy.virtual_pipeline_parallel: {num_chunks} does not divide the layers of "
+            f"each pipeline stage ({', '.join(map(str, sizes))})"
+        )
 
 
 def _expert_problems(policy: PolicyConfig, world: int, arch: Architecture) -> Iterator[str]:
@@ -314,23 +301,18 @@ def _engine_misfits(
 
 
 def _ends(policy: PolicyConfig) -> dict[str, int]:
-    ends = {
-        "first_stage_layers": policy.first_stage_layers,
-        "last_stage_layers": policy.last_stage_layers,
-    }
+    ends = {key: getattr(policy, key) for key in ("first_stage_layers", "last_stage_layers")}
     return {key: value for key, value in ends.items() if value is not None}
 
 
 def _stage_sizes(policy: PolicyConfig, num_layers: int) -> list[int]:
-    """Return the layers per pipeline stage of a valid split."""
+    """Return the layers per pipeline stage. Their sum is not `num_layers` if these cannot be
+    split."""
     ends = _ends(policy)
-    middle_stages = policy.pipeline_parallel - len(ends)
-    sizes = [(num_layers - sum(ends.values())) // max(middle_stages, 1)] * middle_stages
-    if policy.first_stage_layers is not None:
-        sizes.insert(0, policy.first_stage_layers)
-    if policy.last_stage_layers is not None:
-        sizes.append(policy.last_stage_layers)
-    return sizes
+    num_middle = policy.pipeline_parallel - len(ends)
+    middle = [(num_layers - sum(ends.values())) // max(num_middle, 1)] * num_middle
+    first, last = ([ends[key]] if key in ends else [] for key in _SPLIT[1:])
+    return [*first, *middle, *last]
 
 
 # ------------------------------------------------------------------ layouts that fit

@@ -118,7 +118,7 @@ def carry(rank: int) -> dict[str, object]:
         "wrong": wrong,
         "nbytes": transfer.nbytes_received,
         "planned": plan.missing[rank],
-        "rounds": plan.num_rounds,
+        "rounds": len(plan.rounds),
         "moves": sum(
             1
             for tensors in plan.rounds
