@@ -146,7 +146,7 @@ CASES: list[tuple[int, str, dict[str, Any], str]] = [
     (2, "pp=2 vpp=2 first=1", DENSE, "policy.virtual_pipeline_parallel: 2 does not ... (1, 5)"),
     (2, "pp=2 vpp=3 first=3 last=3", DENSE, "policy.first_stage_layers and last_stage_layers: "),
     (3, "pp=3 first=3", DENSE, "policy.pipeline_parallel: 3 ... 6 layers, first_stage_layers 3"),
-    (2, "pp=2 first=2 last=2", DENSE, "policy.pipeline_parallel: 2 does not ... last_stage_layers 2"),
+    (2, "pp=2 first=2 last=2", DENSE, "policy.pipeline_parallel: 2 ... last_stage_layers 2"),
     (2, "ep=2", DENSE, "policy.expert_parallel: 2, but the model has no experts; use 1"),
     (3, "ep=3", EXPERTS, "policy.expert_parallel: 3 does not divide the model's 8 experts"),
     (4, "pp=2 ep=4", EXPERTS, "policy.expert_parallel: 4 does not divide the 2 processes of a"),
