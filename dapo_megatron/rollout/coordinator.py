@@ -339,11 +339,9 @@ class Coordinator:
         for ticket, state in self.ledger.open.items():
             if state is TicketState.RUNNING:
                 self.ledger.move(ticket, TicketState.ISSUED)
-        orphans = events.orphans & self.groups.keys()
-        for ticket in sorted(orphans):
+        for ticket in sorted(events.orphans & self.groups.keys()):
             self.groups[ticket].reset()
             self.ledger.reissue(ticket)
-        step.decided = [group for group in step.decided if group.ticket not in orphans]
 
     def _expire(self, step: StepEvents) -> None:
         """Expire ready groups that are older than `max_age` versions, but no unfinished group.

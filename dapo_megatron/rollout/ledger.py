@@ -66,8 +66,11 @@ class Ledger:
     step: Counter[str] = field(default_factory=Counter)
     """Number of tickets issued, with each outcome, and sampled again, since the last `close_step`.
     """
-    num_ready: int = 0
-    """Number of open tickets that are ready. Counted, because it is needed after every event."""
+
+    @property
+    def num_ready(self) -> int:
+        """Number of open tickets that are ready."""
+        return list(self.open.values()).count(TicketState.READY)
 
     def issue(self, num_tickets: int) -> range:
         """Issue and return the next tickets."""
@@ -81,18 +84,16 @@ class Ledger:
         """Move an open ticket to `state`. Raises DapoError if the transition is not allowed."""
         self._check(ticket, state)
         self.open[ticket] = state
-        self.num_ready += state is TicketState.READY
 
     def reissue(self, ticket: int) -> None:
         """Return an open ticket in any state to ISSUED, because completions of it were lost."""
-        self.num_ready -= self.open[ticket] is TicketState.READY
         self.open[ticket] = TicketState.ISSUED
         self.step[RESAMPLED] += 1
 
     def close_ticket(self, ticket: int, outcome: Outcome) -> None:
         """End an open ticket with `outcome`. Raises DapoError if the transition is not allowed."""
         self._check(ticket, outcome)
-        self.num_ready -= self.open.pop(ticket) is TicketState.READY
+        del self.open[ticket]
         self.totals[outcome.value] += 1  # by value, for readable messages
         self.step[outcome.value] += 1
 
@@ -113,7 +114,7 @@ class Ledger:
         if self.step[RESAMPLED]:
             counts[RESAMPLED] = self.step[RESAMPLED]
         counts["carried"] = len(self.open)
-        counts["carried_ready"] = sum(state is TicketState.READY for state in self.open.values())
+        counts["carried_ready"] = self.num_ready
         self.step = Counter()
         return counts
 
@@ -159,7 +160,6 @@ class Ledger:
         for ticket, ticket_state in ledger.open.items():
             if ticket_state is TicketState.RUNNING:
                 ledger.open[ticket] = TicketState.ISSUED
-        ledger.num_ready = list(ledger.open.values()).count(TicketState.READY)
         return ledger
 
     def _check(self, ticket: int, to: TicketState | Outcome) -> None:

@@ -33,10 +33,9 @@ class OpenGroup:
     """Whether the group is decided and waits to be trained on."""
 
     def reset(self) -> None:
-        """Forget all completions, to sample the group again. `overtaken` counts on."""
+        """Forget all completions of an undecided group. `overtaken` counts on."""
         self.completions.clear()
         self.ungradable.clear()
-        self.is_ready = False
 
     def to_sample(self) -> list[tuple[int, Completion | None]]:
         """Return (sample, completion so far or None) for every completion to be sampled."""

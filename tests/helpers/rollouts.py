@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ from dapo_megatron.types import (
     EnginesLost,
     Finish,
     Grade,
+    Outcome,
     Prompt,
     Segment,
 )
@@ -215,6 +217,8 @@ class ScriptedDriver:
 
     def _grade(self, ticket: int, sample: int) -> tuple[Grade | None, str]:
         right = self.correct(ticket, sample)
+        if self.stop:  # the signal has killed the grader
+            return None, "crash"
         if right is None:
             return None, "timeout"
         return Grade(1.0 if right else -1.0, right, "7"), "graded"
@@ -285,3 +289,109 @@ def moved(driver: ScriptedDriver, num_replicas: int) -> ScriptedDriver:
         orphaned={},
         on_advance=lambda: None,
     )
+
+
+def sample_ahead(coordinator: Coordinator, version: int, num_turns: int) -> None:
+    """Sample for some turns, as while the policy trains."""
+    turns = iter([False] * num_turns)
+    coordinator.sample_ahead(version, lambda: next(turns, True))
+
+
+def random_script(seed: int, keep: float) -> tuple[Correct, Length]:
+    """Return correctness and length functions: uneven lengths, and some gradings fail."""
+
+    def draw(ticket: int, sample: int, quantity: str) -> random.Random:
+        return random.Random(f"{seed}/{ticket}/{sample}/{quantity}")
+
+    def correct(ticket: int, sample: int) -> bool | None:
+        if draw(ticket, sample, "dead").random() < 0.02:
+            return None
+        mixed = draw(ticket, 0, "mixed").random() < keep
+        return sample == 0 if mixed else ticket % 2 == 0
+
+    def length(ticket: int, sample: int) -> int:
+        return min(MAX_TOKENS, 1 + int(draw(ticket, sample, "length").expovariate(0.4)))
+
+    return correct, length
+
+
+@dataclass
+class History:
+    """Independent record of a run's steps, which checks the promises of the coordinator.
+
+    rollout  settings of the run
+    ready    groups that were ready before the last interrupt, with which more grades may come
+    """
+
+    rollout: dict[str, Any]
+    correct: Correct
+    length: Length
+    steps: list[Collected] = field(default_factory=list)
+    ready: set[int] = field(default_factory=set)
+
+    @property
+    def ended(self) -> dict[int, Outcome]:
+        """Outcome of each ticket that has ended. No ticket ends twice."""
+        ended = [(group.ticket, outcome) for step in self.steps for group, outcome in step.ended]
+        assert len(dict(ended)) == len(ended)
+        return dict(ended)
+
+    def check_books(self, coordinator: Coordinator) -> None:
+        """Check that every ticket is open or has ended, once, and that all counts agree."""
+        ledger, ended = coordinator.ledger, self.ended
+        known = [group.ticket for group in coordinator.known_groups()]
+        assert sorted([*ended, *known]) == list(range(ledger.next_ticket))
+        ready = {ticket: group.is_ready for ticket, group in coordinator.groups.items()}
+        ledger.audit(ready)
+        for group in coordinator.groups.values():
+            assert group.ungradable <= group.completions.keys()
+        if len(known) == len(ready):  # all that ended belongs to a step
+            assert ledger.totals == Counter(outcome.value for outcome in ended.values())
+
+    def add(self, coordinator: Coordinator, collected: Collected) -> None:
+        """Check what a step collected, with the weights of as many steps as there were before."""
+        version = len(self.steps)
+        self.steps.append(collected)
+        self.check_books(coordinator)
+        tickets = [group.ticket for group in collected.train]
+        ended = {group.ticket: outcome for group, outcome in collected.ended}
+        assert tickets == [ticket for ticket in ended if ended[ticket] is Outcome.TRAINED]
+        assert tickets == sorted(tickets) and len(tickets) == self.rollout["prompts_per_step"]
+        for group, outcome in collected.ended:
+            if outcome is Outcome.EXPIRED and self.rollout["on_policy"]:
+                assert group.ticket > tickets[-1]
+                continue
+            assert outcome is self._outcome(group.ticket)
+            assert len(group.completions) == self.rollout["samples_per_prompt"]
+            for completion in group.completions:
+                self._check_completion(group.ticket, completion, version)
+        for group in coordinator.groups.values():
+            assert not (group.ticket in self.ready and group.ticket < tickets[-1])
+            assert group.overtaken <= self.rollout["max_overtake"]
+            is_later = group.ticket > tickets[-1]
+            assert is_later or (not self.rollout["on_policy"] and self.rollout["max_overtake"])
+        counts = collected.counts
+        assert counts["carried"] == len(coordinator.groups)
+        assert sum(counts[outcome] for outcome in Outcome) == len(ended)
+        issued = sum(step.counts["issued"] for step in self.steps)
+        assert issued == coordinator.ledger.next_ticket
+
+    def _outcome(self, ticket: int) -> Outcome:
+        """Return the outcome that follows from the script."""
+        grades = {self.correct(ticket, each) for each in range(self.rollout["samples_per_prompt"])}
+        if None in grades:
+            return Outcome.ABSTAINED
+        if len(grades) > 1 or not self.rollout.get("dynamic_sampling", True):
+            return Outcome.TRAINED
+        return Outcome.ALL_CORRECT if grades == {True} else Outcome.ALL_WRONG
+
+    def _check_completion(self, ticket: int, completion: Completion, version: int) -> None:
+        assert completion.num_tokens == self.length(ticket, completion.sample)
+        versions = [segment.version for segment in completion.segments]
+        assert versions == sorted(set(versions))
+        assert completion.num_tokens == sum(s.num_tokens for s in completion.segments)
+        assert completion.grade is not None or self._outcome(ticket) is Outcome.ABSTAINED
+        if self.rollout["on_policy"]:
+            assert versions == [version]
+        elif self.rollout["max_staleness"] is not None and self._outcome(ticket) is Outcome.TRAINED:
+            assert version - versions[0] <= self.rollout["max_staleness"]

@@ -1,20 +1,19 @@
-"""Dynamic sampling: the groups that a step trains on, the outcome of others, exact resuming."""
+"""Dynamic sampling: a run that is disturbed at any moment keeps its promises; and single rules."""
 
 from __future__ import annotations
 
-import itertools
+import copy
 import json
 import random
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dapo_megatron.engine.messages import sample_seed
-from dapo_megatron.rollout.coordinator import BOUND, Coordinator, SavePoint
+from dapo_megatron.rollout.coordinator import BOUND
 from dapo_megatron.types import (
     CheckpointError,
     Collected,
@@ -28,13 +27,15 @@ from dapo_megatron.types import (
 from tests.helpers.rollouts import (
     MAX_TOKENS,
     Correct,
+    History,
     Killed,
-    Length,
     ScriptedDriver,
     collect,
     make_coordinator,
     moved,
+    random_script,
     resume,
+    sample_ahead,
 )
 
 
@@ -55,83 +56,234 @@ def trained(collected: Collected) -> list[int]:
     return [group.ticket for group in collected.train]
 
 
-def fates_of(collected: Collected) -> dict[int, Outcome]:
+def outcomes_of(collected: Collected) -> dict[int, Outcome]:
     return {group.ticket: outcome for group, outcome in collected.ended}
 
 
-# ---------------------------------------------------------------------------- trained groups
+# ---------------------------------------------------------------------------- any run
+
+ROLLOUT = st.fixed_dictionaries(
+    {
+        "on_policy": st.booleans(),
+        "max_overtake": st.integers(0, 3),
+        "lookahead": st.floats(1.0, 4.0),
+        "prompts_per_step": st.integers(1, 6),
+        "samples_per_prompt": st.integers(2, 4),
+        "max_prompts_per_step": st.just(500),
+        "max_staleness": st.none() | st.integers(0, 4),
+        "dynamic_sampling": st.sampled_from([True, True, False]),
+        "deterministic": st.booleans(),
+    }
+).filter(lambda rollout: rollout["max_staleness"] is None or not rollout["on_policy"])
+DISTURBANCES = st.lists(
+    st.tuples(
+        st.sampled_from(["lose", "lose", "save", "kill", "stop"]),
+        st.sampled_from(["start", "advance", "advance", "interrupt"]),
+        st.integers(0, 15),
+    ),
+    max_size=3,
+)
+"""(what, at which call of the driver, number of the call in this step)."""
 
 
-def test_the_first_mixed_groups_are_trained_and_the_rest_gets_a_fate() -> None:
-    driver = ScriptedDriver(mixed_every(3))
+class Run(RuleBasedStateMachine):
+    """A run that loses replicas, also all of them, is stopped, and is killed and resumed from a
+    state that was saved at any moment. `History` and the driver check what it does."""
+
+    @initialize(
+        seed=st.integers(0, 10**6),
+        keep=st.sampled_from([0.15, 0.5, 0.9, 1.0]),
+        rollout=ROLLOUT,
+        num_replicas=st.integers(1, 4),
+        max_sequences=st.integers(1, 12),
+    )
+    def start(
+        self, seed: int, keep: float, rollout: dict[str, Any], num_replicas: int, max_sequences: int
+    ) -> None:
+        self.rollout, self.rng = rollout, random.Random(seed)
+        correct, length = random_script(seed, keep)
+        self.driver = ScriptedDriver(
+            correct, length, num_replicas, max_sequences, self.rng, grade_at_once=False
+        )
+        self.history = History(rollout, correct, length)
+        self.coordinator = make_coordinator(self.driver, **rollout)
+        self.disturb([])
+        self.save()
+
+    @rule(disturbances=DISTURBANCES)
+    def collect(self, disturbances: list[tuple[str, str, int]]) -> None:
+        self.disturb(disturbances)
+        start = json.dumps(self.coordinator.state())
+        try:
+            collected = collect(self.coordinator, self.driver, len(self.history.steps))
+        except EnginesLost:
+            self.driver.lost.clear()  # a sync waits for engines
+        except Stopped:
+            self.resume_stopped(start)
+        except Killed:
+            self.resume_saved()
+        else:
+            self.check_resampled(collected)
+            self.history.add(self.coordinator, collected)
+
+    @precondition(lambda self: self.history.steps and not self.rollout["on_policy"])
+    @rule(disturbances=DISTURBANCES, num_turns=st.integers(1, 30))
+    def sample_while_training(
+        self, disturbances: list[tuple[str, str, int]], num_turns: int
+    ) -> None:
+        self.disturb(disturbances)
+        self.driver.version = len(self.history.steps) - 1
+        try:
+            sample_ahead(self.coordinator, self.driver.version, num_turns)
+        except EnginesLost:
+            self.driver.lost.clear()
+        except Killed:
+            self.resume_saved()
+
+    @rule()
+    def sync_with_all_engines(self) -> None:
+        self.driver.lost.clear()
+
+    @precondition(lambda self: len(self.driver.lost) < self.driver.num_replicas)
+    @rule()
+    def a_resumed_run_continues_like_an_uninterrupted_one(self) -> None:
+        self.disturb([])
+        self.driver.stop = ""
+        other = copy.deepcopy(self.driver)
+        resumed = make_coordinator(other, **self.rollout)
+        state, completions = self.coordinator.save_point()
+        resumed.restore(json.loads(json.dumps(state)), completions)
+        version = len(self.history.steps)
+        expected = collect(resumed, other, version)
+        collected = collect(self.coordinator, self.driver, version)
+        assert collected == expected
+        self.history.add(self.coordinator, collected)
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        if hasattr(self, "history"):
+            self.history.check_books(self.coordinator)
+
+    # ------------------------------------------------------------------ disturbances
+
+    def disturb(self, disturbances: list[tuple[str, str, int]]) -> None:
+        """Let the driver disturb the next step."""
+        calls = {"start": 0, "advance": 0, "interrupt": 0}
+
+        def called(hook: str) -> None:
+            if hook == "interrupt":
+                groups = self.coordinator.groups.values()
+                self.history.ready = {group.ticket for group in groups if group.is_ready}
+            for what, where, call in disturbances:
+                if (where, call) == (hook, calls[hook]):
+                    getattr(self, what)()
+            calls[hook] += 1
+
+        self.driver.on_start = lambda: called("start")
+        self.driver.on_advance = lambda: called("advance")
+        self.driver.on_interrupt = lambda: called("interrupt")
+
+    def lose(self) -> None:
+        present = sorted(set(range(self.driver.num_replicas)) - self.driver.lost)
+        self.driver.lose(self.rng.choice(present or [0]))
+
+    def stop(self) -> None:
+        self.driver.stop = "SIGUSR1"
+
+    def kill(self) -> None:
+        raise Killed
+
+    def save(self) -> None:
+        self.saved = self.coordinator.save_point(), len(self.history.steps)
+
+    def resume_saved(self) -> None:
+        """Resume from the saved state, with another number of replicas."""
+        state, num_steps = self.saved
+        del self.history.steps[num_steps:]
+        self.driver = moved(self.driver, 1 + self.driver.num_replicas % 3)
+        self.coordinator = make_coordinator(self.driver, **self.rollout)
+        resume(self.coordinator, self.driver, state)
+
+    def resume_stopped(self, start: str) -> None:
+        """Resume with engines that refuse to continue from other tokens than they reported."""
+        self.driver.stop = ""
+        state = self.coordinator.save_point()
+        self.coordinator = make_coordinator(self.driver, **self.rollout)
+        if self.rollout["deterministic"]:  # the step is repeated
+            assert json.dumps(state[0]) == start
+            resume(self.coordinator, self.driver, state)
+        else:
+            self.coordinator.restore(json.loads(json.dumps(state[0])), state[1])
+        self.save()
+
+    def check_resampled(self, collected: Collected) -> None:
+        """Check that groups that lost replicas had were sampled again as a whole."""
+        for ticket, outcome in outcomes_of(collected).items():
+            if ticket in self.driver.orphaned and outcome is not Outcome.EXPIRED:
+                requests = self.driver.requests[self.driver.orphaned[ticket] :]
+                samples = [pair for r in requests if r.ticket == ticket for pair in r.samples]
+                new = {sample for sample, so_far in samples if so_far is None}
+                assert new == set(range(self.rollout["samples_per_prompt"]))
+
+
+TestRun = Run.TestCase
+TestRun.settings = settings(max_examples=70, stateful_step_count=12, deadline=None)
+
+
+# ---------------------------------------------------------------------------- which groups
+
+
+def test_only_tokens_of_the_step_are_trained_if_a_run_becomes_on_policy() -> None:
+    """Groups that an earlier run carries expire, also those that are not graded yet."""
+
+    class NeverGraded(ScriptedDriver):
+        def _graded(self, replica: int) -> list[Any]:
+            return []
+
+    earlier = NeverGraded(mixed_every(1), lambda ticket, sample: 1 + 7 * (ticket % 2))
+    earlier.on_advance = lambda: setattr(earlier, "stop", "SIGTERM" * (len(earlier.reported) > 4))
+    carrying = make_coordinator(earlier)
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM$"):
+        collect(carrying, earlier, 0)
+    num_carried = sum(bool(group.completions) for group in carrying.groups.values())
+    driver = ScriptedDriver(mixed_every(1))
     coordinator = make_coordinator(driver, on_policy=True)
-    first = collect(coordinator, driver, 0)
-    assert trained(first) == [0, 3, 6, 9]
-    ended = fates_of(first)
-    assert [ended[ticket] for ticket in range(10)] == [
-        Outcome.TRAINED, Outcome.ALL_WRONG, Outcome.ALL_CORRECT, Outcome.TRAINED,
-        Outcome.ALL_CORRECT, Outcome.ALL_WRONG, Outcome.TRAINED, Outcome.ALL_WRONG,
-        Outcome.ALL_CORRECT, Outcome.TRAINED,
-    ]  # fmt: skip
-    assert first.counts["issued"] == len(first.ended)
-    assert first.counts["carried"] == 0
-    # The next step starts with the next ticket, not with a group left over from this one.
-    assert trained(collect(coordinator, driver, 1))[0] >= first.counts["issued"]
+    resume(coordinator, driver, carrying.save_point())
+    collected = collect(coordinator, driver, 1)
+    assert {s.version for g in collected.train for c in g.completions for s in c.segments} == {1}
+    assert len(collected.train) == 4 and collected.counts["expired"] >= num_carried > 0
 
 
-def test_on_policy_trains_only_on_tokens_of_the_current_weights() -> None:
-    driver = ScriptedDriver(mixed_every(2), lambda ticket, sample: 1 + ticket % MAX_TOKENS)
-    coordinator = make_coordinator(driver, on_policy=True)
-    for version in range(4):
-        collected = collect(coordinator, driver, version)
-        for group in collected.train:
-            assert {p.version for c in group.completions for p in c.segments} == {version}
-        assert not coordinator.groups
+@pytest.mark.parametrize(
+    ("rollout", "step"),
+    [({"max_overtake": 0}, 0), ({"max_overtake": 1}, 1), ({"max_staleness": 0}, 0),
+     ({"max_staleness": 1}, 1), ({}, 2)],
+)  # fmt: skip
+def test_a_slow_group_is_overtaken_until_a_bound(rollout: dict[str, Any], step: int) -> None:
+    """Ticket 1 takes as long as three steps."""
+    driver = ScriptedDriver(
+        mixed_every(1), lambda ticket, sample: MAX_TOKENS if ticket == 1 else 1, 1, 8
+    )
+    coordinator = make_coordinator(driver, **rollout)
+    steps = [trained(collect(coordinator, driver, version)) for version in range(MAX_TOKENS)]
+    [at] = [at for at, tickets in enumerate(steps) if 1 in tickets]
+    assert at == step if rollout else at >= step
+    assert all(len(tickets) == 4 for tickets in steps)
 
 
-def test_a_running_group_is_overtaken_for_at_most_max_overtake_steps() -> None:
-    slow = 1
-    without_progress = {0, 1}  # versions in which the slow group gets no token
-
-    class Stubborn(ScriptedDriver):
-        def _move_on(self, replica: int) -> Any:
-            held_back, running = {}, self._running[replica]
-            if self.version in without_progress:
-                held_back = {key: running.pop(key) for key in list(running) if key[0] == slow}
-            finished = super()._move_on(replica)
-            running.update(held_back)
-            return finished
-
-    driver = Stubborn(mixed_every(1))
-    coordinator = make_coordinator(driver, max_overtake=2, lookahead=1.5)
-    assert slow not in trained(collect(coordinator, driver, 0))
-    assert slow not in trained(collect(coordinator, driver, 1))
-    assert coordinator.groups[slow].overtaken == 2
-    assert trained(collect(coordinator, driver, 2))[0] == slow
-
-
-def test_max_overtake_zero_trains_in_ticket_order() -> None:
-    driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: 1 if ticket % 3 else MAX_TOKENS)
-    coordinator = make_coordinator(driver, max_overtake=0)
-    tickets = [t for version in range(5) for t in trained(collect(coordinator, driver, version))]
-    assert tickets == list(range(20))
-
-
-def test_without_dynamic_sampling_every_group_is_trained() -> None:
-    driver = ScriptedDriver(mixed_every(3))
-    coordinator = make_coordinator(driver, on_policy=True, dynamic_sampling=False)
-    first = collect(coordinator, driver, 0)
-    assert trained(first) == [0, 1, 2, 3]
-    assert first.counts["issued"] == 4
-
-
-def test_a_group_with_an_ungraded_completion_abstains() -> None:
-    driver = ScriptedDriver(by_ticket(lambda ticket: "n" if ticket == 1 else "m"))
-    collected = collect(make_coordinator(driver, on_policy=True), driver, 0)
-    assert trained(collected) == [0, 2, 3, 4]
-    assert fates_of(collected)[1] is Outcome.ABSTAINED
-    assert collected.gradings["sums", "timeout"] == 1
-    assert collected.gradings["sums", "graded"] >= 9
+@pytest.mark.parametrize("max_age", [1, 2])
+def test_only_finished_groups_older_than_max_age_expire(max_age: int) -> None:
+    driver = ScriptedDriver(
+        mixed_every(1), lambda ticket, sample: MAX_TOKENS if ticket > 9 else 1, max_sequences=64
+    )
+    coordinator = make_coordinator(driver, max_overtake=0, max_age=max_age, lookahead=3.0)
+    collect(coordinator, driver, 0)
+    waiting = {group.ticket for group in coordinator.groups.values() if group.is_ready}
+    running = {g.ticket for g in coordinator.groups.values() if g.completions} - waiting
+    assert waiting and running
+    outcomes = outcomes_of(collect(coordinator, driver, 2))
+    expired = {ticket for ticket, outcome in outcomes.items() if outcome is Outcome.EXPIRED}
+    assert expired == (waiting if max_age == 1 else set())
 
 
 TRUNCATED = {
@@ -142,21 +294,22 @@ TRUNCATED = {
 
 
 @pytest.mark.parametrize(
-    ("overlong_samples", "overlong", "outcome"),
+    ("overlong_samples", "is_filtered", "is_in_mean", "outcome"),
     [
-        ("both", {"filter": False}, Outcome.TRAINED),
-        ("one", {"filter": True, "filtered_in_mean": True}, Outcome.TRAINED),
-        ("both", {"filter": True, "filtered_in_mean": True}, Outcome.OVERLONG),
-        ("one", {"filter": True, "filtered_in_mean": False}, Outcome.OVERLONG),
-        ("both", {"filter": True, "filtered_in_mean": False}, Outcome.OVERLONG),
+        ("both", False, False, Outcome.TRAINED),
+        ("one", True, True, Outcome.TRAINED),
+        ("both", True, True, Outcome.OVERLONG),
+        ("one", True, False, Outcome.OVERLONG),
+        ("both", True, False, Outcome.OVERLONG),
     ],
 )
 def test_overlong_filtering_decides_whether_a_group_is_trained(
-    overlong_samples: str, overlong: dict[str, Any], outcome: Outcome
+    overlong_samples: str, is_filtered: bool, is_in_mean: bool, outcome: Outcome
 ) -> None:
     driver = ScriptedDriver(mixed_every(1), TRUNCATED[overlong_samples])
+    overlong = {"filter": is_filtered, "filtered_in_mean": is_in_mean}
     coordinator = make_coordinator(driver, on_policy=True, overlong=overlong)
-    assert fates_of(collect(coordinator, driver, 0))[1] is outcome
+    assert outcomes_of(collect(coordinator, driver, 0))[1] is outcome
 
 
 # ---------------------------------------------------------------------------- issued prompts
@@ -173,26 +326,86 @@ def test_the_number_of_issued_prompts_follows_the_observed_keep_rate() -> None:
 
 
 def test_lookahead_bounds_carried_groups_and_their_age() -> None:
-    def run(lookahead: float) -> tuple[float, int]:
+    ages = []
+    for lookahead in (1.0, 2.0, 4.0):
         driver = ScriptedDriver(
             mixed_every(1), lambda ticket, sample: 1 + (7 * ticket + sample) % MAX_TOKENS,
             num_replicas=1, max_sequences=1000,
         )  # fmt: skip
         coordinator = make_coordinator(driver, lookahead=lookahead, expected_keep_rate=1.0)
-        ages, max_carried = [], 0
-        for version in range(30):
-            collected = collect(coordinator, driver, version)
-            ages += [
-                version - min(c.oldest_version for c in g.completions) for g in collected.train
-            ]
-            max_carried = max(max_carried, collected.counts["carried"])
-        return sum(ages) / len(ages), max_carried
+        steps = [collect(coordinator, driver, version) for version in range(30)]
+        tokens = [c for step in steps for group in step.train for c in group.completions]
+        ages.append(mean_age(steps))
+        assert tokens and ages[-1] <= lookahead
+        assert max(step.counts["carried"] for step in steps) <= lookahead * 4
+    assert ages[2] > ages[0]
 
-    for lookahead in (1.0, 2.0, 4.0):
-        age, carried = run(lookahead)
-        assert age <= lookahead
-        assert carried <= lookahead * 4
-    assert run(4.0)[0] > run(1.0)[0]
+
+def mean_age(steps: list[Collected]) -> float:
+    ages = [
+        step.version - min(completion.oldest_version for completion in group.completions)
+        for step in steps
+        for group in step.train
+    ]
+    return sum(ages) / len(ages)
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 40])
+def test_groups_sampled_during_training_are_bounded_and_count_in_the_next_step(
+    num_turns: int,
+) -> None:
+    driver = ScriptedDriver(mixed_every(2), max_sequences=64)
+    coordinator = make_coordinator(driver, lookahead=2.0)
+    steps: list[Collected] = []
+    for version in range(6):
+        steps.append(collect(coordinator, driver, version))
+        ended, counts = sum(len(step.ended) for step in steps), steps[-1].counts
+        assert sum(step.counts["issued"] for step in steps) == ended + counts["carried"]
+        assert sum(len(step.decided) for step in steps) == ended + counts["carried_ready"]
+        sample_ahead(coordinator, version, num_turns)
+        # lookahead 2 x 4 mixed groups, of which every second group is one, and a margin.
+        num_ready = sum(group.is_ready for group in coordinator.groups.values())
+        assert num_ready <= 12 and len(coordinator.groups) <= 32
+        assert num_ready >= 6 or num_turns < 40
+    assert mean_age(steps[-1:]) <= 3.0
+
+
+def test_no_trained_token_is_older_than_max_staleness_and_some_are_as_old() -> None:
+    """Engines could sample far ahead. A lowered bound trains on older groups in order."""
+
+    def steps_of(coordinator: Any, first: int) -> list[Collected]:
+        steps = []
+        for version in range(first, first + 12):
+            steps.append(collect(coordinator, driver, version))
+            assert len(steps[-1].train) == 4 and steps[-1].counts["expired"] == 0
+            sample_ahead(coordinator, version, 30)
+        return steps
+
+    oldest = {}
+    for bound in (None, 0, 1, 2, 3):
+        driver = ScriptedDriver(
+            mixed_every(2), lambda ticket, sample: 1 + 7 * ticket % MAX_TOKENS, max_sequences=64
+        )
+        coordinator = make_coordinator(driver, lookahead=6.0, max_staleness=bound)
+        steps = steps_of(coordinator, 0)
+        ages = [
+            step.version - completion.oldest_version
+            for step in steps
+            for group in step.train
+            for completion in group.completions
+        ]
+        oldest[bound] = max(ages)
+    assert oldest.pop(None) > 4 and oldest == {0: 0, 1: 1, 2: 2, 3: 3}
+
+    driver = ScriptedDriver(mixed_every(1), max_sequences=64)
+    before = make_coordinator(driver, lookahead=5.0)
+    collect(before, driver, 0)
+    carried = list(before.groups)
+    assert len(carried) >= 20
+    lower = make_coordinator(driver, lookahead=5.0, max_staleness=1)
+    resume(lower, driver, before.save_point())
+    tickets = [t for version in range(1, 6) for t in trained(collect(lower, driver, version))]
+    assert tickets == carried[:20]
 
 
 def test_groups_go_whole_to_the_replica_with_free_capacity() -> None:
@@ -206,15 +419,15 @@ def test_groups_go_whole_to_the_replica_with_free_capacity() -> None:
 # ---------------------------------------------------------------------------- at the bound
 
 
-def test_train_partial_trains_on_fewer_groups_at_the_bound() -> None:
+def test_at_the_bound_a_run_trains_on_fewer_groups_or_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     driver = ScriptedDriver(by_ticket(lambda ticket: "m" if ticket in (3, 9) else "w"))
     coordinator = make_coordinator(driver, on_policy=True, max_prompts_per_step=12)
     collected = collect(coordinator, driver, 0)
     assert trained(collected) == [3, 9]
     assert collected.counts["issued"] == 12
 
-
-def test_wait_continues_beyond_the_bound(caplog: pytest.LogCaptureFixture) -> None:
     driver = ScriptedDriver(by_ticket(lambda ticket: "m" if ticket > 200 else "w"))
     coordinator = make_coordinator(driver, on_policy=True, at_bound="wait")
     assert trained(collect(coordinator, driver, 0)) == [201, 202, 203, 204]
@@ -232,25 +445,22 @@ def test_starving_reports_the_data_set_and_leaves_a_resumable_state(
     at_bound: str, mixed: set[int], message: str
 ) -> None:
     driver = ScriptedDriver(by_ticket(lambda ticket: "m" if ticket in mixed else "w"))
-    settings = {"at_bound": at_bound, "max_prompts_per_step": 12, "max_overtake": 0}
-    coordinator = make_coordinator(driver, **settings)
+    rollout = {"at_bound": at_bound, "max_prompts_per_step": 12, "max_overtake": 0}
+    coordinator = make_coordinator(driver, **rollout)
     with pytest.raises(StarvedError, match=message) as raised:
         collect(coordinator, driver, 0)
-    assert "sums: 1" in str(raised.value)  # 11 or 12 all_wrong
-    assert "all_wrong" in str(raised.value)
+    assert f"sums: {12 - len(mixed)} all_wrong" in str(raised.value)
     assert "rollout.max_prompts_per_step" in str(raised.value)
     assert "change data.train" in str(raised.value)
 
     easier = ScriptedDriver(mixed_every(1))
-    resumed = make_coordinator(easier, **settings)
+    resumed = make_coordinator(easier, **rollout)
     resume(resumed, easier, coordinator.save_point())
-    collected = collect(resumed, easier, 0)
-    assert trained(collected) == sorted([*mixed, 12, 13, 14, 15])[:4]
+    assert trained(collect(resumed, easier, 0)) == sorted([*mixed, 12, 13, 14, 15])[:4]
 
 
 def test_a_grader_that_always_fails_ends_the_run_early_with_its_error() -> None:
-    driver = ScriptedDriver(by_ticket(lambda ticket: "n"))
-    driver.correct = lambda ticket, sample: None
+    driver = ScriptedDriver(lambda ticket, sample: None)
     driver.last_errors["sums"] = "ZeroDivisionError: division by zero"
     coordinator = make_coordinator(driver)
     with pytest.raises(StarvedError, match="ZeroDivisionError") as raised:
@@ -259,561 +469,31 @@ def test_a_grader_that_always_fails_ends_the_run_early_with_its_error() -> None:
     assert coordinator.ledger.next_ticket < BOUND * 4 / 2  # long before max_prompts_per_step
 
     # With a working grader the run continues, however late its first grade arrives.
-    fixed = ScriptedDriver(mixed_every(1), grade_at_once=False)
-    fixed.rng.seed(4)
+    fixed = ScriptedDriver(mixed_every(1), grade_at_once=False, rng=random.Random(4))
     resumed = make_coordinator(fixed)
     resume(resumed, fixed, coordinator.save_point())
     assert len(collect(resumed, fixed, 0).train) == 4
 
 
-# ---------------------------------------------------------------------------- kills and resumes
+# ---------------------------------------------------------------------------- refused states
 
 
-def random_script(seed: int, keep: float) -> tuple[Correct, Length]:
-    """Return correctness and length functions: uneven lengths, and some gradings fail."""
-
-    def draw(ticket: int, sample: int, quantity: str) -> random.Random:
-        return random.Random(f"{seed}/{ticket}/{sample}/{quantity}")
-
-    def correct(ticket: int, sample: int) -> bool | None:
-        if draw(ticket, sample, "dead").random() < 0.02:
-            return None
-        mixed = draw(ticket, 0, "mixed").random() < keep
-        return sample == 0 if mixed else ticket % 2 == 0
-
-    def length(ticket: int, sample: int) -> int:
-        return min(MAX_TOKENS, 1 + int(draw(ticket, sample, "length").expovariate(0.4)))
-
-    return correct, length
-
-
-RUNS = st.fixed_dictionaries(
-    {
-        "on_policy": st.booleans(),
-        "max_overtake": st.integers(0, 3),
-        "lookahead": st.floats(1.0, 4.0),
-        "prompts_per_step": st.integers(1, 6),
-        "samples_per_prompt": st.integers(2, 4),
-        "max_prompts_per_step": st.just(500),
-        "max_staleness": st.none() | st.integers(0, 4),
-    }
-).filter(lambda run: run["max_staleness"] is None or not run["on_policy"])
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    keep=st.sampled_from([0.15, 0.5, 0.9, 1.0]),
-    run=RUNS,
-    num_replicas=st.integers(1, 3),
-    max_sequences=st.integers(1, 12),
-    kills=st.lists(st.integers(1, 60), max_size=3),
-    ahead=st.integers(0, 30),
-)
-def test_no_ticket_is_lost_or_ends_twice_in_any_order_and_after_any_kill(
-    seed: int,
-    keep: float,
-    run: dict[str, Any],
-    num_replicas: int,
-    max_sequences: int,
-    kills: list[int],
-    ahead: int,
-) -> None:
-    correct, length = random_script(seed, keep)
-    driver = ScriptedDriver(
-        correct, length, num_replicas, max_sequences, random.Random(seed), grade_at_once=False
-    )
-    coordinator = make_coordinator(driver, **run)
-    history = History(coordinator, run)
-    version, pending = 0, list(kills)
-    while version < 6:
-        schedule_saves_and_kills(driver, coordinator, history, pending)
-        try:
-            history.record_step(collect(coordinator, driver, version))
-            version += 1
-            if not run["on_policy"] and version < 6:
-                turns = iter([False] * ahead)
-                coordinator.sample_ahead(version - 1, lambda turns=turns: next(turns, True))  # type: ignore[misc]
-        except Killed:
-            # Resume from any moment, also within a step, with another number of replicas.
-            driver = moved(driver, 1 + (driver.num_replicas % 3))
-            coordinator = make_coordinator(driver, **run)
-            resume(coordinator, driver, history.saved)
-            version = history.return_to_saved(coordinator)
-    history.check_totals()
-
-
-def schedule_saves_and_kills(
-    driver: ScriptedDriver, coordinator: Coordinator, history: History, kills: list[int]
-) -> None:
-    """Save the run now and at every third exchange. Kill it at the exchange that `kills` gives."""
-    calls = iter(range(1, 10**9))
-    kill_at = kills.pop() if kills else None
-
-    def on_advance() -> None:
-        call = next(calls)
-        if call % 3 == 0:
-            history.save(coordinator)
-        if call == kill_at:
-            raise Killed
-
-    driver.on_advance = on_advance
-    driver.on_interrupt = history.note_ready
-    history.save(coordinator)
-
-
-class History:
-    """Independent record of a run's steps, to check the coordinator against."""
-
-    def __init__(self, coordinator: Coordinator, run: dict[str, Any]) -> None:
-        self.coordinator = coordinator
-        self.run = run
-        self.steps: list[Collected] = []
-        self.saved: SavePoint = {}, {}
-        self._saved_steps = 0
-        self._ready: set[int] = set()
-
-    def note_ready(self) -> None:
-        """Note which groups are ready before an interrupt, with which more grades may come."""
-        groups = self.coordinator.groups.values()
-        self._ready = {group.ticket for group in groups if group.is_ready}
-
-    def save(self, coordinator: Coordinator) -> None:
-        self.saved = coordinator.save_point()
-        self._saved_steps = len(self.steps)
-
-    def return_to_saved(self, coordinator: Coordinator) -> int:
-        self.coordinator = coordinator
-        del self.steps[self._saved_steps :]
-        return self._saved_steps
-
-    def record_step(self, collected: Collected) -> None:
-        version, tickets = len(self.steps), trained(collected)
-        self.steps.append(collected)
-        self.coordinator.ledger.audit(self.coordinator._open_groups())
-        assert collected.version == version
-        assert tickets == sorted(tickets)
-        assert len(tickets) == self.run["prompts_per_step"]
-        for group in collected.train:
-            assert len(group.completions) == self.run["samples_per_prompt"]
-            for completion in group.completions:
-                assert completion.grade is not None
-                assert completion.finish is not Finish.UNFINISHED
-                versions = [part.version for part in completion.segments]
-                assert versions == sorted(set(versions))
-                num_tokens = sum(part.num_tokens for part in completion.segments)
-                assert completion.num_tokens == num_tokens
-                if self.run["max_staleness"] is not None:
-                    assert version - versions[0] <= self.run["max_staleness"]
-        self._check_order(tickets, version)
-
-    def _check_order(self, tickets: list[int], version: int) -> None:
-        """Check that overtaken groups were still running, and were not overtaken too often."""
-        for group in self.coordinator.groups.values():
-            assert not (group.ticket in self._ready and group.ticket < tickets[-1])
-            assert group.overtaken <= self.run["max_overtake"]
-        if self.run["on_policy"]:
-            assert not self.coordinator.groups
-        elif self.run["max_overtake"] == 0:
-            assert all(ticket > tickets[-1] for ticket in self.coordinator.groups)
-
-    def check_totals(self) -> None:
-        ended = [(group.ticket, outcome) for step in self.steps for group, outcome in step.ended]
-        tickets = [ticket for ticket, _ in ended]
-        assert len(set(tickets)) == len(tickets)
-        issued = set(range(self.coordinator.ledger.next_ticket))
-        assert issued == set(tickets) | set(self.coordinator.groups)
-        counted: Counter[str] = Counter(outcome.value for _, outcome in ended)
-        assert counted == self.coordinator.ledger.totals
-        assert sum(step.counts["issued"] for step in self.steps) == len(issued)
-        if not self.run["on_policy"]:
-            assert counted["expired"] == 0  # no group waits that long in this test
-
-
-LOSSES = st.lists(
-    st.tuples(st.sampled_from(["start", "advance", "interrupt"]), st.integers(0, 25)), max_size=8
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    run=RUNS,
-    num_replicas=st.integers(1, 4),
-    losses=LOSSES,
-    come_back=st.booleans(),
-    ahead=st.integers(0, 30),
-)
-def test_groups_of_lost_replicas_are_sampled_again_as_a_whole(
-    seed: int,
-    run: dict[str, Any],
-    num_replicas: int,
-    losses: list[tuple[str, int]],
-    come_back: bool,
-    ahead: int,
-) -> None:
-    """Replicas are lost at any moment, also all of them, and others come back with a sync."""
-    correct, length = random_script(seed, 0.5)
-    rng = random.Random(seed)
-    driver = ScriptedDriver(correct, length, num_replicas, 4, rng, grade_at_once=False)
-    coordinator = make_coordinator(driver, **run)
-    history = History(coordinator, run)
-
-    def losing(kind: str) -> Callable[[], None]:
-        calls = itertools.count()
-
-        def on_call() -> None:
-            if kind == "interrupt":
-                history.note_ready()
-            if (kind, next(calls)) in losses:
-                present = sorted(set(range(num_replicas)) - driver.lost)
-                driver.lose(rng.choice(present or [0]))
-
-        return on_call
-
-    driver.on_start, driver.on_advance = losing("start"), losing("advance")
-    driver.on_interrupt = losing("interrupt")
-    version = 0
-    while version < 5:
-        try:
-            history.record_step(collect(coordinator, driver, version))
-            version += 1
-            if not run["on_policy"] and version < 5:
-                turns = iter([False] * ahead)
-                coordinator.sample_ahead(version - 1, lambda turns=turns: next(turns, True))  # type: ignore[misc]
-        except EnginesLost:
-            driver.lost.clear()
-        if come_back:
-            driver.lost.clear()
-    history.check_totals()
-    for group, outcome in (item for step in history.steps for item in step.ended):
-        for completion in group.completions:
-            if completion.finish is not Finish.UNFINISHED:
-                assert completion.num_tokens == length(group.ticket, completion.sample)
-        if group.ticket in driver.orphaned and outcome is not Outcome.EXPIRED:
-            requests = driver.requests[driver.orphaned[group.ticket] :]
-            again = [s for r in requests if r.ticket == group.ticket for s, c in r.samples if not c]
-            assert sorted(set(again)) == list(range(run["samples_per_prompt"]))
-
-
-def test_a_step_without_its_last_replica_goes_on_after_a_sync() -> None:
-    driver = ScriptedDriver(mixed_every(1), lambda *_: 3, num_replicas=1, grade_at_once=False)
-    coordinator = make_coordinator(driver, lookahead=2.0)
-    collect(coordinator, driver, 0)
-    carried = set(coordinator.groups)
-    driver.on_advance = lambda: driver.lose(0)
-    with pytest.raises(EnginesLost):
-        collect(coordinator, driver, 1)
-    assert carried <= set(coordinator.groups)
-    with pytest.raises(EnginesLost):  # nothing has changed
-        collect(coordinator, driver, 1)
-    saved = coordinator.save_point()
-    driver.lost.clear()
-    driver.on_advance = lambda: None
-    other = ScriptedDriver(mixed_every(1), num_replicas=1)
-    resumed = make_coordinator(other, lookahead=2.0)
-    resume(resumed, other, saved)
-    for goes_on, its_driver in ((coordinator, driver), (resumed, other)):
-        collected = collect(goes_on, its_driver, 1)
-        assert trained(collected)[0] == min(carried)
-        assert collected.counts["resampled"] > 0
-
-
-@pytest.mark.parametrize("on_policy", [True, False])
-def test_a_resumed_run_continues_exactly_like_an_uninterrupted_one(on_policy: bool) -> None:
-    correct, length = random_script(5, 0.5)
-
-    def fresh() -> tuple[ScriptedDriver, Coordinator]:
-        driver = ScriptedDriver(correct, length, rng=random.Random(1))
-        return driver, make_coordinator(driver, on_policy=on_policy, max_overtake=2)
-
-    driver, straight = fresh()
-    expected = [collect(straight, driver, version) for version in range(3)]
-    state = straight.save_point()
-    driver.rng.seed(2)
-    expected = [collect(straight, driver, version) for version in range(3, 6)]
-
-    driver, resumed = fresh()
-    resume(resumed, driver, state)
-    driver.rng.seed(2)
-    driver.grade_seconds = expected[0].grade_seconds  # a measured time, which affects no decision
-    resumed_steps = [collect(resumed, driver, version) for version in range(3, 6)]
-    assert [trained(step) for step in resumed_steps] == [trained(step) for step in expected]
-    assert [step.train for step in resumed_steps] == [step.train for step in expected]
-    assert [step.counts for step in resumed_steps] == [step.counts for step in expected]
-
-
-@settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 10**6), stop_at=st.integers(1, 30), on_policy=st.booleans())
-def test_tokens_sampled_before_a_stop_signal_are_kept(
-    seed: int, stop_at: int, on_policy: bool
-) -> None:
-    correct, length = random_script(seed, 0.5)
-    driver = ScriptedDriver(correct, length, rng=random.Random(seed), grade_at_once=False)
-    run: dict[str, Any] = {"on_policy": on_policy, "max_prompts_per_step": 500}
-    coordinator = make_coordinator(driver, **run)
-    calls = iter(range(1, 10**9))
-
-    def on_advance() -> None:
-        driver.stop = "SIGUSR1" if next(calls) == stop_at else ""
-
-    driver.on_advance = on_advance
-    version, steps = 0, []
-    try:
-        while version < 6:
-            steps.append(collect(coordinator, driver, version))
-            version += 1
-    except Stopped as error:
-        assert str(error) == "stopped by SIGUSR1"
-    else:
-        return  # the run ended before the signal
-    state = coordinator.save_point()
-    sampled_before = {
-        (ticket, completion.sample): completion
-        for ticket, group in coordinator.groups.items()
-        for completion in group.completions.values()
-    }
-    driver = moved(driver, 1)
-    driver.stop = ""
-    coordinator = make_coordinator(driver, **run)
-    resume(coordinator, driver, state)
-    while version < 8:
-        steps.append(collect(coordinator, driver, version))
-        version += 1
-    final = {
-        (group.ticket, completion.sample): completion
-        for step in steps
-        for group, _ in step.ended
-        for completion in group.completions
-    }
-    for key, completion in sampled_before.items():
-        if key in final:
-            # Its first tokens are still those, sampled by the same weights.
-            older = completion.segments
-            assert final[key].segments[: len(older) - 1] == older[:-1]
-            assert final[key].segments[len(older) - 1].version == older[-1].version
-    ended = [group.ticket for step in steps for group, _ in step.ended]
-    assert len(ended) == len(set(ended))
-    assert set(ended) | set(coordinator.groups) == set(range(coordinator.ledger.next_ticket))
-
-
-def test_a_deterministic_run_stopped_within_a_step_repeats_that_step() -> None:
-    correct, length = random_script(5, 0.5)
-    driver = ScriptedDriver(correct, length, rng=random.Random(1))
-    coordinator = make_coordinator(driver, deterministic=True)
-    collect(coordinator, driver, 0)
-    before = json.loads(json.dumps(coordinator.state())), coordinator.completions()
-    driver.stop = "SIGTERM"
-    with pytest.raises(Stopped, match="SIGTERM"):
-        collect(coordinator, driver, 1)
-    assert (json.loads(json.dumps(coordinator.state())), coordinator.completions()) == before
-
-
-def test_a_continued_completion_gets_a_new_seed() -> None:
-    driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: MAX_TOKENS - ticket % 3)
-    coordinator = make_coordinator(driver, max_overtake=8, deterministic=True)
-    for version in range(4):
-        collect(coordinator, driver, version)
-    requests = [
-        (request.ticket, sample, 0 if so_far is None else so_far.num_tokens)
-        for request in driver.requests
-        for sample, so_far in request.samples
-    ]
-    assert any(num_tokens for _, _, num_tokens in requests)
-    # A request that was interrupted before its first token is repeated with the same seed.
-    assert len({sample_seed("0/train", *request) for request in requests}) == len(set(requests))
-
-
-def test_a_finished_group_that_waits_too_long_expires_and_is_counted() -> None:
-    driver = ScriptedDriver(mixed_every(1))
-    coordinator = make_coordinator(driver, max_overtake=0, max_age=1, lookahead=3.0)
-    collect(coordinator, driver, 0)
-    waiting = [group.ticket for group in coordinator.groups.values() if group.is_ready]
-    assert waiting
-    late = collect(coordinator, driver, 2)  # two versions later
-    assert [
-        ticket for ticket in waiting if fates_of(late).get(ticket) is Outcome.EXPIRED
-    ] == waiting
-
-
-def test_a_group_of_exactly_max_age_does_not_expire() -> None:
-    driver = ScriptedDriver(mixed_every(1))
-    coordinator = make_coordinator(driver, max_overtake=0, max_age=2, lookahead=3.0)
-    collect(coordinator, driver, 0)
-    waiting = {group.ticket for group in coordinator.groups.values() if group.is_ready}
-    assert waiting
-    collected = collect(coordinator, driver, 2)  # max_age versions later
-    assert not {ticket for ticket in waiting if fates_of(collected).get(ticket) is Outcome.EXPIRED}
-
-
-def test_a_group_missing_from_the_coordinator_stops_the_run() -> None:
-    driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: MAX_TOKENS)
-    coordinator = make_coordinator(driver)
-    collect(coordinator, driver, 0)
-    missing_ticket = min(coordinator.groups)
-    state, completions = coordinator.save_point()
-    del coordinator.groups[missing_ticket]
-    with pytest.raises(
-        DapoError, match=f"ticket {missing_ticket} is .*, but the coordinator does not have"
-    ):
-        collect(coordinator, driver, 1)
-    del state["groups"][0]
-    with pytest.raises(
-        DapoError, match=f"ticket {missing_ticket} is .*, but the coordinator does not have"
-    ):
-        make_coordinator(ScriptedDriver(mixed_every(1))).restore(state, completions)
-
-
-def test_on_policy_expires_groups_carried_by_an_earlier_off_policy_run() -> None:
-    driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: 1 + ticket % MAX_TOKENS)
-    carrying = make_coordinator(driver)
-    for version in range(3):
-        collect(carrying, driver, version)
-    resumed = make_coordinator(driver, on_policy=True)
-    resume(resumed, driver, carrying.save_point())
-    collected = collect(resumed, driver, 3)
-    assert {p.version for g in collected.train for c in g.completions for p in c.segments} == {3}
-    assert collected.counts["expired"] > 0
-
-
-def test_on_policy_needs_no_grades_of_groups_that_expired_at_the_start() -> None:
-    driver = ScriptedDriver(mixed_every(1), grade_at_once=False)
-    driver._grade = lambda *_: pytest.fail("not yet")  # type: ignore[method-assign]
-    coordinator = make_coordinator(driver)
-    driver.rng = random.Random(1)
-    driver.rng.random = lambda: 1.0  # type: ignore[method-assign] - no grade arrives
-    turns = iter(range(5))
-
-    def stop_later() -> None:
-        driver.stop = "" if next(turns, None) is not None else "SIGTERM"
-
-    driver.on_advance = stop_later
-    with pytest.raises(Stopped):
-        collect(coordinator, driver, 0)
-    assert any(group.to_grade() for group in coordinator.groups.values())
-    fresh = ScriptedDriver(mixed_every(1))
-    resumed = make_coordinator(fresh, on_policy=True)
-    resume(resumed, fresh, coordinator.save_point())
-    collected = collect(resumed, fresh, 1)
-    assert len(collected.train) == 4
-    assert collected.counts["expired"] > 0
-
-
-def test_a_response_limit_below_carried_completions_is_rejected() -> None:
+def test_states_that_do_not_fit_are_refused_by_name() -> None:
+    """A group that is missing, and a limit below completions that are carried."""
     driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: MAX_TOKENS)
     coordinator = make_coordinator(driver, lookahead=4.0)
-    for version in range(4):
-        collect(coordinator, driver, version)
-    assert any(
-        c.num_tokens > 2 and c.finish is Finish.UNFINISHED
-        for group in coordinator.groups.values()
-        for c in group.completions.values()
-    )
-    shorter = make_coordinator(driver, lookahead=4.0, max_response_tokens=2)
+    collect(coordinator, driver, 0)
+    carried = [c for group in coordinator.groups.values() for c in group.completions.values()]
+    assert any(c.num_tokens > 1 and c.finish is Finish.UNFINISHED for c in carried)
+    shorter = make_coordinator(driver, max_response_tokens=2)
     with pytest.raises(CheckpointError, match=r"rollout\.max_response_tokens: 2, but"):
         shorter.restore(*coordinator.save_point())
 
-
-def test_a_running_group_never_expires() -> None:
-    driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: MAX_TOKENS)
-    coordinator = make_coordinator(driver, max_overtake=0, max_age=1)
-    collect(coordinator, driver, 0)
-    running = [
-        group.ticket
-        for group in coordinator.groups.values()
-        if group.completions and not group.is_ready
-    ]
-    assert running
-    late = collect(coordinator, driver, 20)
-    assert not any(fates_of(late).get(ticket) is Outcome.EXPIRED for ticket in running)
-
-
-# ---------------------------------------------------------------------------- separate roles
-
-
-@pytest.mark.parametrize("num_turns", [0, 1, 40])
-@pytest.mark.parametrize("is_resumed", [False, True])
-def test_groups_sampled_during_training_are_bounded_and_count_in_the_next_step(
-    num_turns: int, is_resumed: bool
-) -> None:
-    driver = ScriptedDriver(mixed_every(2), max_sequences=64)
-    coordinator = make_coordinator(driver, lookahead=2.0)
-    issued = ended = decided = 0
-    for version in range(6):
-        collected = collect(coordinator, driver, version)
-        issued += collected.counts["issued"]
-        ended += len(collected.ended)
-        decided += len(collected.decided)
-        assert issued == ended + collected.counts["carried"]
-        assert decided == ended + collected.counts["carried_ready"]
-        turns = iter([False] * num_turns)
-        coordinator.sample_ahead(version, lambda turns=turns: next(turns, True))  # type: ignore[misc]
-        # lookahead 2 x 4 mixed groups, of which every second group is one, and a margin.
-        num_ready = sum(group.is_ready for group in coordinator.groups.values())
-        assert num_ready <= 12 and len(coordinator.groups) <= 32
-        if num_turns == 40:
-            assert num_ready >= 6
-        if is_resumed:
-            state, coordinator = coordinator.save_point(), make_coordinator(driver, lookahead=2.0)
-            resume(coordinator, driver, state)
-    ages = [version - c.segments[0].version for g in collected.train for c in g.completions]
-    assert sum(ages) / len(ages) <= 3.0
-    driver.stop = "SIGTERM"
-    coordinator.sample_ahead(version, lambda: False)  # a stop ends it
-
-
-# ---------------------------------------------------------------------------- max_staleness
-
-
-def oldest_age(max_staleness: int | None) -> int:
-    """Return the largest age of a trained token, with engines that could sample far ahead."""
-    driver = ScriptedDriver(
-        mixed_every(2), lambda ticket, sample: 1 + 7 * ticket % MAX_TOKENS, max_sequences=64
-    )
-    coordinator = make_coordinator(driver, lookahead=6.0, max_staleness=max_staleness)
-    ages = []
-    for version in range(12):
-        collected = collect(coordinator, driver, version)
-        assert len(collected.train) == 4 and collected.counts["expired"] == 0
-        ages += [version - c.oldest_version for g in collected.train for c in g.completions]
-        turns = iter([False] * 30)
-        coordinator.sample_ahead(version, lambda turns=turns: next(turns, True))  # type: ignore[misc]
-    return max(ages)
-
-
-def test_no_trained_token_is_older_than_max_staleness() -> None:
-    assert oldest_age(None) > 4
-    assert [oldest_age(bound) for bound in (0, 1, 2, 3)] == [0, 1, 2, 3]
-
-
-def test_a_step_waits_for_a_group_that_would_become_too_old() -> None:
-    """Ticket 1 takes as long as three steps. Without the bound, later groups overtake it."""
-
-    def run(max_staleness: int | None) -> int:
-        driver = ScriptedDriver(
-            mixed_every(1), lambda ticket, sample: MAX_TOKENS if ticket == 1 else 1, 1, 8
-        )
-        coordinator = make_coordinator(driver, max_staleness=max_staleness)
-        for version in range(MAX_TOKENS):
-            if 1 in trained(collect(coordinator, driver, version)):
-                return version
-        raise AssertionError("never trained")
-
-    assert run(None) >= 2
-    assert run(1) == 1
-    assert run(0) == 0
-
-
-def test_groups_older_than_a_lowered_bound_are_trained_in_order() -> None:
-    driver = ScriptedDriver(mixed_every(1), max_sequences=64)
-    coordinator = make_coordinator(driver, lookahead=5.0)
-    collect(coordinator, driver, 0)
-    carried = list(coordinator.groups)
-    assert len(carried) >= 20
-    state, lower = (
-        coordinator.save_point(),
-        make_coordinator(driver, lookahead=5.0, max_staleness=1),
-    )
-    resume(lower, driver, state)
-    tickets = [t for version in range(1, 6) for t in trained(collect(lower, driver, version))]
-    assert tickets == carried[:20]
+    ticket = min(coordinator.groups)
+    state, completions = coordinator.save_point()
+    del coordinator.groups[ticket], state["groups"][0]
+    missing = f"ticket {ticket} is .*, but the coordinator does not have"
+    with pytest.raises(DapoError, match=missing):
+        collect(coordinator, driver, 1)
+    with pytest.raises(DapoError, match=missing):
+        make_coordinator(driver).restore(state, completions)

@@ -1,4 +1,4 @@
-"""The ledger of tickets: totals match after any sequence of moves, and no ticket ends twice."""
+"""The ledger of tickets: illegal moves, and books that do not balance, stop the run."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "ready": {"trained", "expired"},
 }
 TARGETS: list[TicketState | Outcome] = [*TicketState, *Outcome]
+PICK = st.integers(0, 99)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -42,37 +43,25 @@ class LedgerMachine(RuleBasedStateMachine):
         self.model += ["issued"] * number
         self.step["issued"] += number
 
-    @rule(pick=st.integers(0, 99), data=st.data())
+    @rule(pick=PICK, data=st.data())
     def move_or_end(self, pick: int, data: st.DataObject) -> None:
-        if tickets := list(self.groups()):
-            ticket = tickets[pick % len(tickets)]
-            allowed = [to for to in TARGETS if to.value in ALLOWED[self.model[ticket]]]
-            to = data.draw(st.sampled_from(allowed))
-            self.to(ticket, to)
-            self.model[ticket] = to.value
-            self.step[to.value] += isinstance(to, Outcome)
-
-    @rule(pick=st.integers(0, 99))
-    def make_ready(self, pick: int) -> None:
-        """Sample and grade all completions of a ticket, because random moves seldom do."""
-        if tickets := list(self.groups()):
-            ticket, states = tickets[pick % len(tickets)], list(TicketState)
-            for state in states[states.index(TicketState(self.model[ticket])) + 1 :]:
-                self.ledger.move(ticket, state)
-            self.model[ticket] = "ready"
-
-    @rule(pick=st.integers(0, 99))
-    def refuse_all_others(self, pick: int) -> None:
-        """Try what is not allowed, also for a ticket that ended or was never issued."""
+        """Move a ticket, after a refusal of everything that is not allowed. It may have ended, or
+        was never issued."""
         ticket = pick % (len(self.model) + 1)
         now = self.model[ticket] if ticket < len(self.model) else "not issued"
+        allowed = [to for to in TARGETS if to.value in ALLOWED.get(now, ())]
         was = f"is {now}" if now in ALLOWED else "is not open"
         for to in TARGETS:
-            if to.value not in ALLOWED.get(now, ()):
+            if to not in allowed:
                 with pytest.raises(
                     DapoError, match=f"ticket {ticket} {was}, it cannot become {to}"
                 ):
                     self.to(ticket, to)
+        if allowed:
+            to = data.draw(st.sampled_from(allowed))
+            self.to(ticket, to)
+            self.model[ticket] = to.value
+            self.step[to.value] += isinstance(to, Outcome)
 
     def to(self, ticket: int, to: TicketState | Outcome) -> None:
         if isinstance(to, TicketState):
@@ -80,7 +69,7 @@ class LedgerMachine(RuleBasedStateMachine):
         else:
             self.ledger.close_ticket(ticket, to)
 
-    @rule(pick=st.integers(0, 99))
+    @rule(pick=PICK)
     def lose(self, pick: int) -> None:
         if tickets := list(self.groups()):
             self.ledger.reissue(ticket := tickets[pick % len(tickets)])
@@ -104,7 +93,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert Counter(counts) == self.step
         self.step.clear()
 
-    @rule(pick=st.integers(0, 99), has=st.sampled_from([None, False, True]))
+    @rule(pick=PICK, has=st.sampled_from([None, False, True]))
     def audit_other_groups(self, pick: int, has: bool | None) -> None:
         """Compare with a coordinator that knows otherwise about one ticket."""
         ticket = pick % (len(self.model) + 1)
@@ -119,15 +108,12 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def equals_the_model(self) -> None:
         self.ledger.audit(self.groups())
-        assert {t: now.value for t, now in self.ledger.open.items()} == {
-            t: now for t, now in enumerate(self.model) if now in ALLOWED
-        }
         assert self.ledger.totals == Counter(now for now in self.model if now not in ALLOWED)
         assert self.ledger.num_ready == self.model.count("ready")
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLedger.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 def test_a_ledger_whose_totals_do_not_match_stops_the_run() -> None:

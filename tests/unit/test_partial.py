@@ -5,70 +5,83 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import groupby
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.engine.continuation import append_tokens, prompt_of, tokens_left
-from dapo_megatron.types import Completion, DapoError, Finish, Prompt, SampleRequest, Segment
+from dapo_megatron.engine.messages import Sampling
+from dapo_megatron.types import DapoError, Finish, Prompt, SampleRequest, Segment
 
+PROMPT = Prompt("sums", 0, (1, 2), "3+4", "7")
 REQUEST = SampleRequest(
-    ticket=12,
-    sample=3,
-    prompt=Prompt("sums", 0, (1, 2), "3+4", "7"),
-    seed=5,
-    max_tokens=40,
-    temperature=1.0,
-    top_p=1.0,
+    ticket=12, sample=3, prompt=PROMPT, seed=5, max_tokens=40, temperature=1.0, top_p=1.0
 )
 PARTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=10)
+WIDTH = 3
+"""Experts per token, over all layers."""
 
 
-@given(PARTS)
+@given(parts=PARTS.map(sorted), last=st.integers(1, 3), has_routes=st.booleans())
 def test_parts_join_into_one_completion_with_a_segment_per_version(
-    parts: list[tuple[int, int]],
+    parts: list[tuple[int, int]], last: int, has_routes: bool
 ) -> None:
     """A sequence of (version, number of tokens it sampled), which may be 0."""
-    request, history = REQUEST, []
-    for version, num_tokens in sorted(parts):
+    request, history = REQUEST, list[int]()
+    for place, (version, num_tokens) in enumerate([*parts, (9, last)]):
         first = len(history)
         history += [version] * num_tokens
-        tokens = list(range(first, first + num_tokens))
         if not history:
             continue
-        before = request.so_far
-        completion = append_tokens(request, tokens, [-0.5 * token for token in tokens], version)
+        tokens = list(range(first, first + num_tokens))
+        # Each version would choose other experts for all tokens up to now, except the last one.
+        routes = np.full((len(PROMPT.tokens) + len(history) - 1) * WIDTH, place, np.uint8)
+        finish = Finish.STOP if version == 9 else Finish.UNFINISHED
+        completion = append_tokens(
+            request, tokens, [-0.5 * token for token in tokens], version, finish,
+            routes if has_routes else None,
+        )  # fmt: skip
         if not num_tokens:
-            assert completion is before
+            assert completion is request.so_far
+        elif has_routes:
+            assert completion.routes is not None
+            kept = request.so_far.routes if request.so_far and request.so_far.routes else []
+            new = [place] * (len(routes) - len(kept))
+            assert list(completion.routes) == [*kept, *new]
         request = replace(request, so_far=completion)
-    if not history:
-        return
     assert completion.tokens.tolist() == list(range(len(history)))
     assert completion.logprobs.tolist() == [-0.5 * token for token in completion.tokens]
     assert completion.segments == tuple(
         Segment(version, len(list(run))) for version, run in groupby(history)
     )
-    assert (completion.sample, completion.finish) == (3, Finish.UNFINISHED)
+    assert (completion.sample, completion.finish) == (3, Finish.STOP)
+    assert completion.oldest_version == history[0]
     assert prompt_of(request) == [1, 2, *completion.tokens]
     assert tokens_left(request) == 40 - len(history)
-
-
-def test_the_last_part_sets_the_finish_reason() -> None:
-    so_far = Completion(3, (7,), (-1.0,), "", Finish.UNFINISHED, (Segment(4, 1),))
-    whole = append_tokens(replace(REQUEST, so_far=so_far), [8, 9], [-2.0, -3.0], 5, Finish.STOP)
-    assert whole == Completion(
-        3, (7, 8, 9), (-1.0, -2.0, -3.0), "", Finish.STOP, (Segment(4, 1), Segment(5, 2))
-    )
-    assert whole.oldest_version == 4
-
-
-def test_a_wrong_number_of_logprobs_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ticket 12, sample 3: 1 log-probs for 2 new tokens"):
-        append_tokens(REQUEST, [7, 8], [-1.0], 0)
-
-
-def test_a_request_without_tokens_left_is_refused() -> None:
-    so_far = Completion(3, (7,), (-1.0,), "", Finish.UNFINISHED, (Segment(4, 1),))
-    request = replace(REQUEST, so_far=so_far, max_tokens=1)
     with pytest.raises(DapoError, match=r"ticket 12, sample 3: .*max_response_tokens is 1"):
-        tokens_left(request)
+        tokens_left(replace(request, max_tokens=1))
+    with pytest.raises(ValueError, match=r"ticket 12, sample 3: 1 log-probs for 2 new tokens"):
+        append_tokens(request, [7, 8], [-1.0], 0)
+    if not has_routes:
+        with pytest.raises(DapoError, match="tokens are not known"):
+            append_tokens(request, [7], [-1.0], 9, routes=np.zeros(99 * WIDTH, np.uint8))
+
+
+@given(st.sets(st.tuples(st.sampled_from("ab"), *[st.integers(0, 20)] * 3), min_size=2))
+def test_requests_are_seeded_by_use_ticket_sample_and_tokens_so_far(
+    places: set[tuple[str, int, int, int]],
+) -> None:
+    seeds = []
+    for name, ticket, sample, num_tokens in sorted(places):
+        so_far = None
+        if num_tokens:
+            tokens, logprobs = [5] * num_tokens, [-1.0] * num_tokens
+            so_far = append_tokens(REQUEST, tokens, logprobs, 0)
+        sampling = Sampling(name, 40, 1.0, 1.0, is_seeded=True)
+        request = sampling.request(ticket, PROMPT, sample, so_far)
+        assert request == sampling.request(ticket, PROMPT, sample, so_far)
+        unseeded = replace(sampling, is_seeded=False).request(ticket, PROMPT, sample, so_far)
+        assert unseeded == replace(request, seed=None)
+        seeds.append(request.seed)
+    assert len(set(seeds)) == len(places)
