@@ -26,7 +26,8 @@ from dapo_megatron.checkpoints.formats.torch_dist.boxes import (
     write_boxes,
     write_metadata,
 )
-from dapo_megatron.checkpoints.formats.torch_dist.model_config import COMMON, MARK
+from dapo_megatron.checkpoints.formats.torch_dist.model_config import MARK
+from dapo_megatron.checkpoints.formats.torch_dist.reading import COMMON, read_common
 from dapo_megatron.checkpoints.formats.torch_dist.store import write_about
 from dapo_megatron.cluster.collectives import decode, encode, on_all_ranks, on_rank0
 from dapo_megatron.files import read_json
@@ -48,6 +49,10 @@ logger = logging.getLogger(__name__)
 
 RNG = "rng"
 _PLAIN = (bool, int, float, str, tuple, type(None))
+"""Settings of a parameter group to save. Those of Megatron's optimizer for host memory contain
+classes."""
+_SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "num_steps")
+"""Numbers of Megatron-LM's schedule of learning rates, which starts from the beginning."""
 _BOX_BYTES = 1500
 """Bytes that a box takes in a file, in addition to its values."""
 
@@ -70,8 +75,10 @@ def snapshot(
         objects[key] = buffer.getvalue()
     parts = [part.optimizer.param_groups for part in optimizer.chained_optimizers]
     groups = [
-        # Those of Megatron's optimizer for host memory contain classes.
-        [{k: v for k, v in group.items() if isinstance(v, _PLAIN)} for group in part]
+        [
+            {k: v for k, v in group.items() if isinstance(v, _PLAIN) and k not in _SCHEDULE}
+            for group in part
+        ]
         for part in parts
     ]
     return PolicySnapshot(
@@ -127,19 +134,22 @@ class PolicySnapshot:
 
     def _common(self, step: float) -> dict[str, Any]:
         """Return what Megatron expects in common.pt, and the layout of this run."""
-        kind = CONTENT["distrib_optim_sharding_type"]
-        states: list[dict[str, Any]] = [
-            {
-                "optimizer": {"param_groups": [{**group, "step": step} for group in groups]},
-                "param_state_sharding_type": kind,
-            }
-            for groups in self._groups
-        ]
+
+        def state(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+            with_step = [{**group, "step": step} for group in groups]
+            # Megatron-LM has groups of biases and norms, without weight decay.
+            with_step += [{**group, "wd_mult": 0.0, "weight_decay": 0.0} for group in with_step]
+            kind = CONTENT["distrib_optim_sharding_type"]
+            return {"optimizer": {"param_groups": with_step}, "param_state_sharding_type": kind}
+
+        states = [state(groups) for groups in self._groups]
         return {
             "optimizer": states[0] if len(states) == 1 else dict(enumerate(states)),
             "iteration": int(step),
             "checkpoint_version": 3.0,
             "content_metadata": CONTENT,
+            # Megatron-LM takes its own schedule with --override-opt-param-scheduler.
+            "opt_param_scheduler": dict.fromkeys(_SCHEDULE, 0) | {"lr_decay_style": "constant"},
             MARK: self._layout,
         }
 
@@ -184,10 +194,10 @@ def load(
 
     def look_up() -> tuple[Reading, float, bool]:
         _check_model(folder, arch, ignore)
-        common = read_common(folder)
+        path, common = read_common(folder)
         is_same = common.get(MARK) == _layout()
         boxes = [*state.to_load(), *(_rng_boxes(exchange, rng) if is_same else ())]
-        return Reading(folder, boxes), _num_updates(folder, common), is_same
+        return Reading(folder, boxes), _num_updates(path, common), is_same
 
     # In this order, so that a refused checkpoint changes nothing on any rank.
     reading, number, is_same = on_all_ranks(exchange, look_up)
@@ -204,28 +214,14 @@ def load(
         )
 
 
-def read_common(folder: Path) -> dict[str, Any]:
-    """Return the contents of common.pt. Raises CheckpointError."""
-    path = folder / COMMON
-    try:
-        value = torch.load(path, weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except Exception as error:  # a damaged file may raise anything
-        raise CheckpointError(f"{path}: cannot be read ({str(error)[:200]})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: is no dictionary")
-    return value
-
-
-def _num_updates(folder: Path, common: Mapping[str, Any]) -> float:
+def _num_updates(path: Path, common: Mapping[str, Any]) -> float:
     try:
         optimizer = common["optimizer"]
         first = optimizer.get("optimizer") or optimizer[0]["optimizer"]
         return float(first["param_groups"][0]["step"])
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
-            f"{folder / COMMON}: has no number of updates of the optimizer ({error!r})"
+            f"{path}: has no number of updates of the optimizer ({error!r})"
         ) from error
 
 

@@ -3,9 +3,9 @@ computes what HF computes. What it saves is read bit by bit.
 
 Its parser, model builder, `load_checkpoint` and `save_checkpoint` run on the CPU with Megatron's
 local layers, on one rank and on two. Megatron-LM is not in a package, so the tests are skipped
-unless a checkout of it and Triton, which it imports, are on PYTHONPATH:
+unless a checkout of it without its folder `tools`, and Triton, which it imports, are on PYTHONPATH:
 
-    PYTHONPATH=MEGATRON_LM:TRITON python -m pytest tests/contracts/test_megatron_lm.py
+    PYTHONPATH=.:MEGATRON_LM:TRITON python -m pytest tests/contracts/test_megatron_lm.py
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib.util
 import os
 import shlex
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,18 @@ import pytest
 import torch
 
 from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.checkpoints.formats.weights_folder import TRACKER
+from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.model import Architecture
+from dapo_megatron.policy.device import megatron_device
+from dapo_megatron.policy.optimizer import init_state
 from tests.helpers.models import load_hf, make_random_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.torch_dist import to_torch_dist
+from tests.helpers.updates import save, update
+from tests.parity.test_megatron_state import TIED, without_steps_of_parameters
+from tests.parity.test_reshard import build as build_policy
+from tests.parity.test_reshard import equal, gathered
 from tests.parity.test_torch_dist_models import MODELS, without_transformer_engine
 from tools.converting.compare import compare
 from tools.converting.options import (
@@ -40,6 +49,7 @@ LAYOUTS = {
     "tp2": (2, "--tensor-model-parallel-size 2"),
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "ep2": (2, "--expert-model-parallel-size 2"),
+    "dp2": (2, ""),
 }
 """Layout -> (number of ranks, options)."""
 ON_CPU = (
@@ -49,14 +59,16 @@ ON_CPU = (
     "--no-persist-layer-norm"
 )
 FINETUNE = "--ckpt-format torch_dist --finetune --no-load-optim --no-load-rng"
+RESUMED = (
+    "--ckpt-format torch_dist --no-load-rng --bf16 --use-distributed-optimizer "
+    "--dist-ckpt-optim-fully-reshardable --override-opt-param-scheduler"
+)
 TRAINING = "--seq-length 128 --micro-batch-size 1 --global-batch-size 2 --train-iters 1 --lr 1e-5"
 SAVED_STEP = 100
 
 
 def measure(rank: int, world_size: int, folders: list[Path], layouts: list[str]) -> Any:
     """Return the largest difference of logits from HF for each (model, layout)."""
-    from dapo_megatron.policy.device import megatron_device
-
     torch.manual_seed(0)
     tokens = torch.randint(0, 90, (2, 24))
     results = {}
@@ -112,8 +124,67 @@ def load_and_save(
     return logits
 
 
+def trained(rank: int, model: Path, folder: Path) -> Any:
+    """Update the policy twice and save it. Return weights and optimizer state by HF name."""
+    warnings.simplefilter("ignore")
+    exchange = Ranks(rank, 2, rank)
+    policy = build_policy(exchange, model, "tp2", "bfloat16")
+    update(policy, 0)
+    update(policy, 1)
+    state = gathered(policy, exchange)
+    save(policy, exchange, model, folder)
+    policy.close()
+    return state
+
+
+def loaded(rank: int, model: Path, folder: Path) -> Any:
+    """Return weights and optimizer state of a policy that loaded a checkpoint, by HF name."""
+    warnings.simplefilter("ignore")
+    exchange = Ranks(rank, 2, rank)
+    policy = build_policy(exchange, model, "tp2", "bfloat16")
+    policy.load(folder)
+    state = gathered(policy, exchange)
+    policy.close()
+    return state
+
+
+def load_and_save_training(rank: int, root: Path) -> None:
+    """Load a training checkpoint with its optimizer in another layout, and save it."""
+    with megatron_device():
+        _load_and_save_training(rank, root, open_store(root / "model").arch)
+
+
+def _load_and_save_training(rank: int, root: Path, arch: Architecture) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+    from megatron.training import checkpointing, training
+
+    args = megatron_lm_arguments(rank, 2, root, "dp2", arch, RESUMED)
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    module = build(args)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=None)
+    parts = [DistributedDataParallel(module.config, config, Float16Module(module.config, module))]
+    settings, overrides = training.get_megatron_optimizer_config(args)
+    optimizer = get_megatron_optimizer(
+        settings, parts, config_overrides=overrides, use_gloo_process_groups=False
+    )
+    init_state(optimizer)
+    scheduler = training.get_optimizer_param_scheduler(optimizer)
+    with without_steps_of_parameters():
+        assert checkpointing.load_checkpoint(parts, optimizer, scheduler) == (2, 0)
+    module.config.hetereogenous_dist_checkpoint = True  # one key per layer
+    args.save = str(root / "saved")
+    args.no_save_rng = True
+    torch.cuda.synchronize = lambda *_: None
+    checkpointing.get_rng_state = lambda *_: None
+    checkpointing.save_checkpoint(2, parts, optimizer, scheduler, 0)
+    parallel_state.destroy_model_parallel()
+
+
 def megatron_lm_arguments(
-    rank: int, world_size: int, folder: Path, layout: str, arch: Architecture
+    rank: int, world_size: int, folder: Path, layout: str, arch: Architecture, mode: str = FINETUNE
 ) -> Any:
     """Return what Megatron-LM makes of the printed options."""
     from megatron.training import arguments, global_vars
@@ -125,7 +196,7 @@ def megatron_lm_arguments(
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     arguments.get_device_arch_version = lambda: 9  # as on an H100
-    options = " ".join((*megatron_lm_options(arch), LAYOUTS[layout][1], ON_CPU, FINETUNE, TRAINING))
+    options = " ".join((*megatron_lm_options(arch), LAYOUTS[layout][1], ON_CPU, mode, TRAINING))
     sys.argv = ["pretrain_gpt.py", *shlex.split(options), "--load", str(folder / "written")]
     sys.argv += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(arch.vocab_size - 1)]
     args = arguments.parse_args()
@@ -196,7 +267,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_megatron_lm_computes_what_hf_computes(folders: dict[str, Path], world_size: int) -> None:
-    layouts = [name for name, (num_ranks, _) in LAYOUTS.items() if num_ranks == world_size]
+    layouts = [name for name, (size, _) in LAYOUTS.items() if size == world_size and name != "dp2"]
     results = run_ranks(measure, world_size, world_size, list(folders.values()), layouts)
     differences = results[-1]
     print(differences)
@@ -207,3 +278,14 @@ def test_megatron_lm_computes_what_hf_computes(folders: dict[str, Path], world_s
         saved = open_store(folders[name] / layout, hf=folders[name] / "hf")
         assert saved.folder.name == f"iter_{SAVED_STEP:07d}"
         assert not list(compare(source, saved, lambda _: None)), (name, layout)
+
+
+def test_megatron_lm_goes_on_with_the_optimizer_of_a_training_checkpoint(tmp_path: Path) -> None:
+    model = make_random_model("qwen3", tmp_path / "model", **TIED)
+    before = run_ranks(trained, 2, model, tmp_path / "written" / "iter_0000002")[0]
+    (tmp_path / "written" / TRACKER).write_text("2")
+    run_ranks(load_and_save_training, 2, tmp_path)
+    after = run_ranks(loaded, 2, model, tmp_path / "saved" / "iter_0000002")[0]
+    assert before["step"]["step"].tolist() == [2.0]
+    for field, tensors in before.items():
+        assert equal(after[field], tensors), field

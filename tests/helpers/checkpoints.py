@@ -20,13 +20,14 @@ from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import Store, blocks, read_parameter
 from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box, write_boxes, write_metadata
-from dapo_megatron.checkpoints.formats.torch_dist.model_config import COMMON, MARK
+from dapo_megatron.checkpoints.formats.torch_dist.model_config import MARK
 from dapo_megatron.checkpoints.formats.torch_dist.names import (
     KeyEntry,
     Name,
     key_entry,
     parameters_of,
 )
+from dapo_megatron.checkpoints.formats.torch_dist.reading import COMMON
 from dapo_megatron.checkpoints.formats.torch_dist.store import write_about
 from dapo_megatron.checkpoints.formats.weights_folder import copy_companions, publish
 from dapo_megatron.model import architecture, hf_tensors

@@ -81,7 +81,6 @@ def save_by(program: str, policy: Any, exchange: Ranks, model: Path, folder: Pat
 
 def load_by(program: str, policy: Any, folder: Path) -> None:
     from megatron.core import dist_checkpointing
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     from dapo_megatron.policy.device import megatron_device
     from dapo_megatron.policy.optimizer import init_state
@@ -89,22 +88,28 @@ def load_by(program: str, policy: Any, folder: Path) -> None:
     if program == OURS:
         policy.load(folder)
         return
+    init_state(policy._optimizer)
+    with megatron_device(), without_steps_of_parameters():
+        loaded = dist_checkpointing.load(megatron_state(policy, is_loading=True), str(folder))
+        policy._models()[0].load_state_dict(loaded["model"])
+        policy._optimizer.load_state_dict(loaded["optimizer"])
+
+
+def without_steps_of_parameters() -> Any:
+    """Return a context in which Megatron-core 0.16.1 loads the state of torch's AdamW, which counts
+    updates for each parameter. It knows only those that do not."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
     set_values = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def set_without_step(optimizer: Any, param: Any, tensors: dict[str, Any]) -> None:
-        # Megatron-core 0.16.1 knows no AdamW that counts updates for each parameter.
         group, order = optimizer.model_param_group_index_map[param]
         main = optimizer.optimizer.param_groups[group]["params"][order]
         step = optimizer.optimizer.state[main]["step"]
         with torch.no_grad():
             set_values(optimizer, param, {**tensors, "step": step})
 
-    init_state(policy._optimizer)
-    patched = patch.object(DistributedOptimizer, set_values.__name__, set_without_step)
-    with megatron_device(), patched:
-        loaded = dist_checkpointing.load(megatron_state(policy, is_loading=True), str(folder))
-        policy._models()[0].load_state_dict(loaded["model"])
-        policy._optimizer.load_state_dict(loaded["optimizer"])
+    return patch.object(DistributedOptimizer, set_values.__name__, set_without_step)
 
 
 def travel(rank: int, models: Path, root: Path, cases: list[Case]) -> list[dict[str, Any]]:

@@ -14,17 +14,15 @@ from typing import Any
 import torch
 import yaml
 
-from dapo_megatron.checkpoints.formats.torch_dist.reading import Contents
-from dapo_megatron.checkpoints.formats.torch_dist.records import Placeholder, read_object
+from dapo_megatron.checkpoints.formats.torch_dist.reading import COMMON, read_common
+from dapo_megatron.checkpoints.formats.torch_dist.records import Placeholder
 from dapo_megatron.files import read_file
 from dapo_megatron.model import Architecture, Rope
 from dapo_megatron.types import CheckpointError, ConfigError
 
 RUN_CONFIG = "run_config.yaml"
-COMMON = "common.pt"
 MARK = "dapo_megatron"
 """Key of common.pt in training checkpoints of this project: the layout of the run."""
-_COMMON_OBJECT = "common_state/shard_0_1"
 _MAX_YAML_BYTES = 4 * 2**20
 _MAX_INTEGER = 2**63
 _NAMESPACES = ("Namespace", "SimpleNamespace")
@@ -317,7 +315,7 @@ def _is_same(name: str, stored: Any, wanted: Any) -> bool:
     return bool((not stored and not wanted) or stored == wanted)
 
 
-def read_config(folder: Path, contents: Contents) -> SavedConfig | None:
+def read_config(folder: Path) -> SavedConfig | None:
     """Return the configuration in a checkpoint; None if a run of this project saved it, which
     computes the model of config.json. Raises CheckpointError for a damaged file."""
     path = folder / RUN_CONFIG
@@ -326,21 +324,9 @@ def read_config(folder: Path, contents: Contents) -> SavedConfig | None:
         if not isinstance(model, dict):
             raise CheckpointError(f"{path}: has no section model; copy it again")
         return SavedConfig(path, model, False)
-    path, common = folder / COMMON, None
-    if path.exists():
-        common = read_object(path)
-    elif _COMMON_OBJECT in contents.objects:
-        record = contents.objects[_COMMON_OBJECT]
-        path = folder / record.file
-        listed = read_object(path, record)
-        common = listed[0] if isinstance(listed, list) and listed else None
-    if isinstance(common, dict) and MARK in common:
+    path, common = read_common(folder)
+    if MARK in common:
         return None
-    if not isinstance(common, dict):
-        raise CheckpointError(
-            f"{path}: missing, or not the common state of a checkpoint of Megatron; copy the whole "
-            "checkpoint again"
-        )
     arguments = common.get("args")
     if not isinstance(arguments, Placeholder) or type(arguments).__name__ not in _NAMESPACES:
         return SavedConfig(path, {}, True)  # not written by Megatron-LM

@@ -17,10 +17,18 @@ from dapo_megatron.checkpoints.formats.torch_dist.boxes import (
     check_lengths,
     read_metadata,
 )
-from dapo_megatron.checkpoints.formats.torch_dist.records import UNREADABLE, Record, StoredTensor
+from dapo_megatron.checkpoints.formats.torch_dist.records import (
+    UNREADABLE,
+    Record,
+    StoredTensor,
+    read_object,
+)
 from dapo_megatron.checkpoints.formats.weights_folder import check_file_name
 from dapo_megatron.types import CheckpointError, Region, whole
 
+COMMON = "common.pt"
+_COMMON_OBJECT = "common_state/shard_0_1"
+"""Key of the same content in checkpoints of newer Megatron-core."""
 _NOT_OF_THE_MODEL = ("optimizer.", "chained_", "rng.")
 
 
@@ -73,6 +81,24 @@ def read_contents(folder: Path) -> Contents:
     except UNREADABLE as error:
         raise CheckpointError(f"{path}: damaged ({error}); copy it again") from error
     return Contents(tensors, chunks, objects)
+
+
+def read_common(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return what is not sharded (numbers of steps, settings of the optimizer, arguments), and its
+    file. Raises CheckpointError naming it."""
+    path, common = folder / COMMON, None
+    if path.exists():
+        common = read_object(path)
+    elif record := read_contents(folder).objects.get(_COMMON_OBJECT):
+        path = folder / record.file
+        listed = read_object(path, record)
+        common = listed[0] if isinstance(listed, list) and listed else None
+    if not isinstance(common, dict):
+        raise CheckpointError(
+            f"{path}: missing, or not the common state of a checkpoint of Megatron; copy the whole "
+            "checkpoint again"
+        )
+    return path, common
 
 
 def _record(place: Any) -> Record:

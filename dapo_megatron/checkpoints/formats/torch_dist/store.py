@@ -157,7 +157,7 @@ def open_torch_dist(
     config = read_json(home / "config.json")
     arch = architecture(config, ignore)
     contents = read_contents(iteration)
-    if saved := read_config(iteration, contents):
+    if saved := read_config(iteration):
         check_config(iteration, saved, arch)
     _check_vocabulary(iteration, contents, saved, arch)
     contents, dropped = _without_mtp(iteration, contents, drop_mtp)
