@@ -3,7 +3,6 @@
     python tools/gpu_check.py --quick --json gpu.json   # the first ten minutes on a new GPU
     python tools/gpu_check.py                           # everything that fits, at most 30 minutes
     python tools/gpu_check.py --only bf16 --only head
-    python tools/gpu_check.py --tp 2 --json gpu_tp2.json   # split over two GPUs
     python tools/gpu_check.py --list
 
 Each check runs in its own process with a time limit. A check that crashes or runs out of memory
@@ -12,10 +11,6 @@ after each check. The last line is one JSON object with all results. Models have
 and random weights, which are made at the start. Checks that lack a package or memory are skipped,
 with the reason. Checks run in the order of importance. One whose estimated time is not left is
 skipped.
-
-With --tp N, policy and engine are split over N GPUs by tensor parallelism. Each check then runs in
-N processes, and each figure has the worst verdict of all ranks. Checks of what is not split do not
-run.
 
 Verdicts: ok; short (it ran, but missed a target); failed; skipped. A figure may also be "not
 judged": its target is stated for an H100 or H200 and a whole model. The exit code is 1 if any check
@@ -46,12 +41,10 @@ from gpu_checks.catalog import (
     BY_NAME,
     QUICK,
     QUICK_MINUTES,
-    SHOWN,
     WORST,
     Check,
     Figure,
     Verdict,
-    merged,
 )
 from rich.console import Console
 from rich.table import Table
@@ -102,27 +95,12 @@ class CheckResult:
 
 
 def run_child(check: Check, setting: Setting, figures: Path | None) -> None:
-    """Run one check in this process. Write each figure as a JSON line at once.
-
-    With tensor parallelism, start a process for each rank, which comes here again.
-    """
-    from dapo_megatron.cluster.launch import is_launched, launch
-
+    """Run one check in this process. Write each figure as a JSON line at once."""
     # The check's log then names the kernels that vLLM chose, and its memory.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-    if setting.tensor_parallel > 1 and check.processes == "ranks":
-        if not is_launched():
-            raise typer.Exit(launch([sys.executable, *sys.argv], setting.tensor_parallel))
-        if figures:
-            figures = rank_file(figures, int(os.environ["RANK"]))
     out = figures.open("a", encoding="utf-8") if figures else sys.stdout
     for figure in check.run()(setting):
         print(json.dumps(asdict(figure)), file=out, flush=True)
-
-
-def rank_file(figures: Path, rank: int) -> Path:
-    """Return the file of a rank's figures: `figures` itself for rank 0."""
-    return figures.with_suffix(f".rank{rank}.jsonl") if rank else figures
 
 
 # ---------------------------------------------------------------------------- the first process
@@ -150,8 +128,6 @@ def run_check(
     end of the session. A check that is ended by it has not failed."""
     outcome, started = CheckResult(check), time.monotonic()
     figures, log = workspace / f"{check.name}.jsonl", workspace / f"{check.name}.log"
-    for old in workspace.glob(f"{check.name}.*jsonl"):
-        old.unlink()
     figures.write_text("")
     command = [sys.executable, __file__, "--child", check.name, "--figures", str(figures)]
     with log.open("w") as output:
@@ -169,7 +145,8 @@ def run_check(
         finally:
             _end(process)
     outcome.seconds = time.monotonic() - started
-    outcome.figures = _read_figures(figures)
+    lines = figures.read_text(encoding="utf-8").splitlines()
+    outcome.figures = [Figure(**json.loads(line)) for line in lines]
     if outcome.cut:
         outcome.reason += ", the end of --minutes"
     elif process.returncode != 0:
@@ -177,16 +154,6 @@ def run_check(
         last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         outcome.reason = outcome.reason or " | ".join(last[-LOG_LINES:])[-400:]
     return outcome
-
-
-def _read_figures(path: Path) -> list[Figure]:
-    """Return the figures of a check, with the worst verdict of its ranks."""
-    ranks, rank = [], 0
-    while (file := rank_file(path, rank)).exists():
-        lines = file.read_text(encoding="utf-8").splitlines()
-        ranks.append([Figure(**json.loads(line)) for line in lines])
-        rank += 1
-    return merged(ranks)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -204,13 +171,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_gpu() -> dict[str, Any] | None:
-    """Return the properties of the first GPU and the number of GPUs, or None. Another process reads
-    them, so that this one uses no GPU memory."""
+    """Return the properties of the first GPU, or None. Another process reads them, so that this one
+    uses no GPU memory."""
     code = (
         "import json, torch; p = torch.cuda.is_available() and torch.cuda.get_device_properties(0);"
         "print(json.dumps(p and {'name': p.name, 'capability': [p.major, p.minor],"
-        "'gib': p.total_memory / 2**30, 'cuda': torch.version.cuda,"
-        "'count': torch.cuda.device_count()}))"
+        "'gib': p.total_memory / 2**30, 'cuda': torch.version.cuda}))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     gpu: dict[str, Any] | bool = json.loads(ran.stdout.splitlines()[-1])
@@ -312,9 +278,6 @@ def main(
     minutes: Annotated[
         float | None, typer.Option(help="Maximum duration: 30, with --quick 10.")
     ] = None,
-    tensor_parallel: Annotated[
-        int, typer.Option("--tp", min=1, help="Split policy and engine over so many GPUs.")
-    ] = 1,
     workspace: Annotated[
         Path | None, typer.Option(help="Keep models, logs and figures here (12 GB).")
     ] = None,
@@ -329,20 +292,16 @@ def main(
         from gpu_checks.rig import Setting  # imports torch
 
         assert workspace is not None
-        run_child(BY_NAME[child], Setting(workspace, tiny, tensor_parallel), figures)
+        run_child(BY_NAME[child], Setting(workspace, tiny), figures)
         return
-    checks = choose(only, quick, tensor_parallel)
+    names = only or (QUICK if quick else BY_NAME)
+    checks = [BY_NAME[name] for name in names]
     if list_checks:
         for check in checks:
             print(f"{check.name:22} {check.title()}\n{'':22} needs {check.needs()}")
         return
     gpu = read_gpu()
-    if gpu is not None and gpu["count"] < tensor_parallel:
-        raise typer.BadParameter(
-            f"--tp {tensor_parallel} needs {tensor_parallel} GPUs, and {gpu['count']} are visible "
-            f"(CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
-        )
-    options = ["--tp", str(tensor_parallel), *(["--tiny"] if tiny else [])]
+    options = ["--tiny"] if tiny else []
     limit = minutes or (QUICK_MINUTES if quick else 30.0)
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as temporary:
         folder = workspace or Path(temporary)
@@ -350,17 +309,6 @@ def main(
         outcomes, line = check_all(checks, folder.resolve(), options, limit, json_file, gpu, tiny)
     print(line)
     raise typer.Exit(int(any(outcome.verdict == "failed" for outcome in outcomes)))
-
-
-def choose(only: list[str] | None, quick: bool, tensor_parallel: int) -> list[Check]:
-    """Return the checks that the options name, without those that --tp does not split."""
-    names = only or (QUICK if quick else [check.name for check in SHOWN])
-    checks = [BY_NAME[name] for name in names]
-    if tensor_parallel == 1:
-        return checks
-    if unsplit := [name for name in only or () if BY_NAME[name].processes == "one"]:
-        raise typer.BadParameter(f"{', '.join(unsplit)}: not split by --tp; run it without --tp")
-    return [check for check in checks if check.processes != "one"]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tests.helpers.configs import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "tools"))
 
 from gpu_checks import rig, shapes, states, steps, training
-from gpu_checks.catalog import SHOWN
+from gpu_checks.catalog import BY_NAME, CHECKS
 from gpu_checks.rig import Setting
 
 HOPPER = Machine(
@@ -55,9 +55,8 @@ def built_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[l
         configs.append(config)
         raise Stopped
 
-    def run(setting: Setting, _: Any, *overrides: str, model: str = "") -> dict[str, Any]:
-        model = model or steps.dense_model(setting)
-        config = rig.make_config(setting, model, *overrides, row_tokens=steps.row_tokens(setting))
+    def run(setting: Setting, _: Any, *overrides: str, model: str = steps.DENSE) -> dict[str, Any]:
+        config = rig.make_config(setting, model, *overrides, row_tokens=steps.ROW_TOKENS)
         configs.append(config)
         return dict(FAKE_RESULTS)
 
@@ -66,7 +65,7 @@ def built_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[l
     for module in (states, training):
         monkeypatch.setattr(module, "make_policy", policy)
     for module in SUBJECTS.values():
-        monkeypatch.setattr(module, "join_ranks", lambda _: None)
+        monkeypatch.setattr(module, "join_alone", lambda: None)
         monkeypatch.setattr(module, "run", run, raising=False)
         monkeypatch.setattr(module, "reference_of", lambda *_: dict(FAKE_RESULTS), raising=False)
     monkeypatch.setattr(training, "has_te", lambda: True)
@@ -74,21 +73,18 @@ def built_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[l
     yield configs
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
 @pytest.mark.parametrize(
-    "name", [check.name for check in SHOWN if check.where.split(":")[0] in SUBJECTS]
+    "name", [check.name for check in CHECKS if check.where.split(":")[0] in SUBJECTS]
 )
 def test_the_configs_of_a_check_are_allowed_on_hopper(
-    name: str, tensor_parallel: int, built_configs: list[Any], tmp_path: Path
+    name: str, built_configs: list[Any], tmp_path: Path
 ) -> None:
-    gpu_check = next(entry for entry in SHOWN if entry.name == name)
     try:
-        setting = Setting(tmp_path, tensor_parallel=tensor_parallel)
-        figures = list(gpu_check.run()(setting))
+        figures = list(BY_NAME[name].run()(Setting(tmp_path)))
     except Stopped:
         figures = []
     assert built_configs and all(figure.verdict == "ok" for figure in figures)
     for config in built_configs:
         arch = architecture(shapes.SHAPES[Path(config.model.path).name])
-        check_layout(config, arch, tensor_parallel)
+        check_layout(config, arch, 1)
         check(config, arch, HOPPER)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -61,21 +61,6 @@ def holds(name: str, is_so: bool) -> Figure:
     return Figure(name, float(is_so), "", "yes", "ok" if is_so else "short")
 
 
-def merged(ranks: Sequence[Sequence[Figure]]) -> list[Figure]:
-    """Return rank 0's figures. Where the verdict of another rank is worse, return that rank's.
-
-    All ranks compute the same figures in the same order. A rank that failed has fewer of them.
-    """
-    first, *others = ranks
-    return [
-        min(
-            (figure, *(other[index] for other in others if index < len(other))),
-            key=lambda figure: WORST.index(figure.verdict),
-        )
-        for index, figure in enumerate(first)
-    ]
-
-
 # ---------------------------------------------------------------------------- checks
 
 
@@ -95,10 +80,6 @@ class Check:
     capability: tuple[int, int] = (7, 0)
     on_cpu: bool = True
     """Whether it also runs on CPU, in a tiny shape."""
-    hidden: bool = False
-    processes: Literal["ranks", "own", "one"] = "ranks"
-    """Processes under --tp: one per GPU ("ranks"), those that the check's command starts ("own"),
-    or only one, because nothing is split ("one"). The last kind does not run under --tp."""
 
     def run(self) -> Callable[..., Iterator[Figure]]:
         """Return the function that generates its figures. Importing it may take seconds."""
@@ -137,7 +118,7 @@ CHECKS = (
     Check("bf16", "training:bfloat16", 240, 90, 16),
     Check("te", "training:transformer_engine", 240, 60, **_FUSED),
     Check("sync_0.6b", "engines:sync_06b", 180, 70, 30, (VLLM,)),
-    Check("head", "speed:head", 120, 40, 60, processes="one"),
+    Check("head", "speed:head", 120, 40, 60),
     Check("fp8_shipped", "training:fp8_shipped", 240, 80, **_FP8),
     Check("mfu_4b", "speed:mfu_4b", 240, 110, 70),
     Check("checkpoint", "states:checkpoint", 180, 60, 20),
@@ -145,7 +126,7 @@ CHECKS = (
     Check("moe_repeats", "training:experts_repeat", 120, 30, 16),
     Check("sync_4b", "engines:sync_4b", 300, 130, 70, (VLLM,)),
     Check("optimizers", "training:optimizers", 240, 80, 20),
-    Check("quickstart", "engines:quickstart", 300, 120, 20, (VLLM,), processes="own"),
+    Check("quickstart", "engines:quickstart", 300, 120, 20, (VLLM,)),
     Check("plan", "engines:plan", 180, 80, 40, (VLLM,)),
     # Other settings.
     Check("recompute", "states:recompute", 180, 50, 16),
@@ -160,12 +141,8 @@ CHECKS = (
     Check("engine_fp8", "engines:engine_fp8", 240, 80, 30, (VLLM,), (8, 9), on_cpu=False),
     Check("mfu_fp8", "speed:mfu_fp8", 240, 100, **(_FP8 | {"gib": 70.0})),
     Check("rope", "training:rope", 120, 50, **_FUSED),
-    Check("reference", "steps:reference", 300, 60, hidden=True, processes="one"),
-    Check("reference_06b", "steps:reference_06b", 300, 80, hidden=True, processes="one"),
-    Check("reference_moe", "steps:reference_moe", 300, 30, hidden=True, processes="one"),
 )
 BY_NAME = {check.name: check for check in CHECKS}
-SHOWN = tuple(check for check in CHECKS if not check.hidden)
 QUICK = ("te", "head", "mfu_4b", "sync_0.6b", "tokens_graphs", "quickstart")
 """Checks of `--quick`, in this order: the policy first, which needs no vLLM."""
 QUICK_MINUTES = 10.0

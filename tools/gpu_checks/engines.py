@@ -19,6 +19,7 @@ from dapo_megatron.rollout.engines import Engines
 from dapo_megatron.run.models import build_models, start_engines
 from gpu_checks.catalog import Figure, at_least, at_most, holds, reported
 from gpu_checks.rig import (
+    ALONE,
     BASE,
     GIB,
     REPOSITORY,
@@ -27,8 +28,7 @@ from gpu_checks.rig import (
     generate,
     has_gpu,
     is_judged,
-    join_ranks,
-    layout,
+    join_alone,
     likelihood,
     make_config,
     memory_gib,
@@ -80,7 +80,7 @@ def engine_fp8(setting: Setting) -> Iterator[Figure]:
 def _syncs(
     setting: Setting, model: str, *overrides: str, is_exact: bool = True
 ) -> Iterator[Figure]:
-    ranks = join_ranks(setting)
+    ranks = join_alone()
     before = used_gib()
     config = make_config(setting, model, "sync.fingerprint_every=1", *overrides)
     check(config, read_architecture(config), Machine.here())
@@ -133,7 +133,7 @@ def tokens_graphs(setting: Setting) -> Iterator[Figure]:
     count, length = setting.pick((256, 512), (4, 16))
     options = (f"engine.max_sequences={count}", "engine.enforce_eager=false")
     config = make_config(setting, "0.6b_sharp", *options)
-    ranks, vocab = join_ranks(setting), read_architecture(config).vocab_size
+    ranks, vocab = join_alone(), read_architecture(config).vocab_size
     with started(config, ranks) as engines:
         models = build_models(config, ranks, engines)
         models.sync(0)
@@ -152,7 +152,7 @@ def plan(setting: Setting) -> Iterator[Figure]:
     """Compare the peak memory of each phase of a 0.6B run with the forecast of `plan`."""
     from dapo_megatron.plan.estimate import NodeSpec, estimate_memory
 
-    ranks = join_ranks(setting)
+    ranks = join_alone()
     tokens = 8192
     config = make_config(
         setting, "0.6b", "policy.offload=[weights, gradients, optimizer]", row_tokens=tokens
@@ -195,7 +195,7 @@ def quickstart(setting: Setting) -> Iterator[Figure]:
     precision = "bfloat16" if has_gpu() else "float32"
     command = [
         *(sys.executable, "-m", "dapo_megatron", "train", str(BASE)),
-        *layout(setting),
+        *ALONE,
         "engine.memory_fraction=0.3",
         f"run.directory={setting.workspace / 'runs'}",
         "run.name=quickstart",

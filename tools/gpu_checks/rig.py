@@ -1,4 +1,4 @@
-"""The ranks of a check, with policy and engines as in a run. Timers and memory readings.
+"""The process of a check, with policy and engines as in a run. Timers and memory readings.
 
 Shape letters: T tokens of a batch.
 """
@@ -43,15 +43,16 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 BASE = REPOSITORY / "model_configs" / "tiny_cpu.yaml"
 GIB = 2**30
 PROMPT_TOKENS = 16
+ALONE = ("run.processes=1", "policy.tensor_parallel=1", "policy.sequence_parallel=false")
+"""Overrides for one process, with policy and engine on one GPU."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Folder, scale and number of GPUs of a check."""
+    """Folder and scale of a check."""
 
     workspace: Path
     tiny: bool = False
-    tensor_parallel: int = 1
 
     def model(self, name: str) -> Path:
         """Return the folder of a model of this shape, or of the corresponding tiny shape."""
@@ -95,27 +96,26 @@ def used_gib() -> float:
     return (total - free) / GIB
 
 
-def join_ranks(setting: Setting) -> Ranks:
-    """Join the ranks that `launch` started under --tp, else a world of only this process."""
-    if setting.tensor_parallel == 1:
-        alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        os.environ.update({name: str(value) for name, value in alone.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+def join_alone() -> Ranks:
+    """Join a world of only this process."""
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    os.environ.update({name: str(value) for name, value in alone.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     prepare_scratch()
-    claim(int(os.environ["LOCAL_RANK"]))
+    claim(0)
     return join(backend())
 
 
 def make_config(setting: Setting, model: str, *overrides: str, row_tokens: int = 4096) -> Config:
-    """Return a complete config for this model and the setting's GPUs. `row_tokens` is the size of a
-    packed row and the maximum length of a sequence."""
+    """Return a complete config for this model and one process. `row_tokens` is the size of a packed
+    row and the maximum length of a sequence."""
     row_tokens = setting.pick(row_tokens, 256)
     precision = "bfloat16" if has_gpu() else "float32"
     texts = [
         f"model.path={setting.model(model)}",
         "run.name=gpu_check",
         f"run.directory={setting.workspace}",
-        *layout(setting),
+        *ALONE,
         f"policy.precision={precision}",
         f"rollout.max_prompt_tokens={PROMPT_TOKENS}",
         f"rollout.max_response_tokens={row_tokens - PROMPT_TOKENS}",
@@ -129,15 +129,6 @@ def make_config(setting: Setting, model: str, *overrides: str, row_tokens: int =
         "tracking.mlflow=false",
     ]
     return load_config(BASE, [*texts, *overrides])
-
-
-def layout(setting: Setting) -> tuple[str, ...]:
-    """Return overrides that split policy and engine over the setting's GPUs."""
-    return (
-        f"run.processes={setting.tensor_parallel}",
-        f"policy.tensor_parallel={setting.tensor_parallel}",
-        f"policy.sequence_parallel={str(setting.tensor_parallel > 1).lower()}",
-    )
 
 
 def make_policy(config: Config, ranks: Ranks) -> Any:

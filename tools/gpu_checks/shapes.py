@@ -97,11 +97,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny_moe": _QWEN3 | _TINY | _EXPERTS | {"moe_intermediate_size": 48},
 }
 SHAPES |= {f"{name}_top8": SHAPES[name] | _TOP_8 for name in ("moe", "tiny_moe")}
-# The 4B model with fewer layers, for GPUs that cannot hold a step of it: fewer of the same matmuls.
-LAYERS_OF_4B = (36, 30, 24, 18, 12, 9, 6)
-SHAPES |= {
-    f"4b_{count}_layers": SHAPES["4b"] | {"num_hidden_layers": count} for count in LAYERS_OF_4B
-}
+SHAPES["4b_18_layers"] = SHAPES["4b"] | {"num_hidden_layers": 18}
 INIT_STD = 0.02
 LOGIT_STD = 5.0
 """Standard deviation of logits of the models NAME_sharp. Their largest logits are about 25, as in a
@@ -146,16 +142,6 @@ def _make_model(name: str, folder: Path) -> None:
     )
     # Last, because its existence marks a complete folder.
     (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
-
-
-def config_folder(name: str, workspace: Path) -> Path:
-    """Write only the config.json of a shape, which is all that `plan` reads. Return its folder."""
-    folder = workspace / "configs" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    with made_once(folder / "config.json") as is_missing:
-        if is_missing:
-            (folder / "config.json").write_text(json.dumps(SHAPES[name]), encoding="utf-8")
-    return folder
 
 
 def _random_weights(hf: dict[str, Any], *, is_sharp: bool) -> dict[str, Tensor]:

@@ -19,14 +19,14 @@ from gpu_checks.rig import (
     Setting,
     has_gpu,
     has_te,
-    join_ranks,
+    join_alone,
     likelihood,
     make_config,
     make_policy,
     random_batch,
     seconds_of,
 )
-from gpu_checks.steps import FUSED, LR, SHORT, batch_of_steps, dense_model, ratios, row_tokens, run
+from gpu_checks.steps import DENSE, FUSED, LR, ROW_TOKENS, SHORT, batch_of_steps, ratios, run
 from gpu_checks.training import fp8, shipped_fp8
 
 # ---------------------------------------------------------------------------- recomputation
@@ -46,7 +46,7 @@ def recompute_fp8(setting: Setting) -> Iterator[Figure]:
 def _recomputed(
     setting: Setting, what: str, kinds: tuple[str, ...], *overrides: str
 ) -> Iterator[Figure]:
-    ranks, runs = join_ranks(setting), {}
+    ranks, runs = join_alone(), {}
     for kind in ("none", *kinds):
         if has_gpu():
             torch.cuda.reset_peak_memory_stats()
@@ -79,7 +79,7 @@ class _Next:
 
 def checkpoint(setting: Setting) -> Iterator[Figure]:
     """Save a bfloat16 checkpoint with the AdamW of `auto`, load it, and continue."""
-    ranks = join_ranks(setting)
+    ranks = join_alone()
     yield from _round_trip(setting, ranks, "auto", SHORT)
     if has_te():
         fused = ("optimizer.kernels=transformer_engine", "optimizer.moments=bfloat16")
@@ -88,7 +88,7 @@ def checkpoint(setting: Setting) -> Iterator[Figure]:
 
 def checkpoint_fp8(setting: Setting) -> Iterator[Figure]:
     """Save, load and continue checkpoints of weights that exist only in FP8."""
-    ranks = join_ranks(setting)
+    ranks = join_alone()
     for name, settings in (
         ("current", fp8("current", parameters=True)),
         ("shipped", shipped_fp8(parameters=True)),
@@ -99,7 +99,7 @@ def checkpoint_fp8(setting: Setting) -> Iterator[Figure]:
 def _round_trip(setting: Setting, ranks: Ranks, what: str, *overrides: str) -> Iterator[Figure]:
     """Make two updates, a checkpoint, and one more update. A new policy loads the checkpoint and
     makes the same update."""
-    config = make_config(setting, dense_model(setting), *overrides, row_tokens=row_tokens(setting))
+    config = make_config(setting, DENSE, *overrides, row_tokens=ROW_TOKENS)
     folders = [setting.workspace / f"checkpoint_{number}" for number in range(2)]
     checksums, nexts = [], []
     for number, folder in enumerate(folders):
@@ -152,12 +152,12 @@ def _next(policy: Any, batch: Any) -> _Next:
 
 def offload(setting: Setting) -> Iterator[Figure]:
     """Move weights and optimizer state to host memory and back, and copy them for a checkpoint."""
-    yield from _offloaded(setting, join_ranks(setting))
+    yield from _offloaded(setting, join_alone())
 
 
 def offload_fp8(setting: Setting) -> Iterator[Figure]:
     """Move FP8 policies to host memory and back, with weights in bfloat16 and only in FP8."""
-    ranks = join_ranks(setting)
+    ranks = join_alone()
     for parameters in (False, True):
         yield from _offloaded(setting, ranks, FUSED, SHORT, shipped_fp8(parameters=parameters))
 

@@ -18,9 +18,10 @@ from dapo_megatron.types import LossOutput, MicroTokens, TokenBatch
 from gpu_checks.catalog import Figure, at_most, holds, reported
 from gpu_checks.rig import (
     PROMPT_TOKENS,
+    REPOSITORY,
     Setting,
     has_gpu,
-    join_ranks,
+    join_alone,
     likelihood,
     make_config,
     make_policy,
@@ -28,12 +29,11 @@ from gpu_checks.rig import (
 )
 from gpu_checks.shapes import made_once
 
-DENSE, DENSE_SPLIT = "0.5b", "0.6b"
-EXPERTS, EXPERTS_TOP_8 = "moe", "moe_top8"
+DENSE, EXPERTS, EXPERTS_TOP_8 = "0.5b", "moe", "moe_top8"
 NUM_STEPS = 4
 LR = 1e-4
 # More than one row. Lengths are not multiples of 16, so FP8 has to pad.
-LENGTHS, ROW_TOKENS, ROW_TOKENS_SPLIT = (97, 61, 131, 45, 83, 89, 71), 304, 512
+LENGTHS, ROW_TOKENS = (97, 61, 131, 45, 83, 89, 71), 304
 TINY_LENGTHS = (17, 101, 149)
 LOCAL = "policy.kernels=local"
 FUSED = "policy.kernels=transformer_engine"
@@ -51,29 +51,15 @@ def batch_of_steps(setting: Setting, vocab: int) -> TokenBatch:
     return random_batch(setting.pick(LENGTHS, TINY_LENGTHS), vocab)
 
 
-def dense_model(setting: Setting) -> str:
-    """Return the shape of dense models. The 14 attention heads of the 0.5B model cannot be split in
-    a way that FP8 supports."""
-    return DENSE if setting.tensor_parallel == 1 else DENSE_SPLIT
-
-
-def row_tokens(setting: Setting) -> int:
-    """Return the size of a row, which FP8 rounds down to a multiple of up to 128 tokens per GPU."""
-    tensor_parallel = setting.tensor_parallel
-    return ROW_TOKENS if tensor_parallel == 1 else max(ROW_TOKENS_SPLIT, 128 * tensor_parallel)
-
-
-def run(setting: Setting, ranks: Ranks, *overrides: str, model: str = "") -> dict[str, Any]:
+def run(setting: Setting, ranks: Ranks, *overrides: str, model: str = DENSE) -> dict[str, Any]:
     """Compute log-probs of a fixed batch, then training steps on it.
 
     `ratios`: the largest |log-prob - old log-prob| of each micro-batch in the first update. The old
     log-probs were computed just before. `ratios_prompts`: the same for one more update, with
     prompts outside the loss, so that the head gets fewer tokens than in the pass for log-probs.
-    `model` is by default the dense one.
     """
     clip = "optimizer.clip_grad=1.0"
-    model = model or dense_model(setting)
-    config = make_config(setting, model, clip, *overrides, row_tokens=row_tokens(setting))
+    config = make_config(setting, model, clip, *overrides, row_tokens=ROW_TOKENS)
     policy = make_policy(config, ranks)
     batch = batch_of_steps(setting, policy.architecture.vocab_size)
     before = policy.logprobs(batch).logprobs
@@ -112,47 +98,26 @@ class Watched:
 # ---------------------------------------------------------------------------- the reference
 
 
-def reference(setting: Setting) -> Iterator[Figure]:
-    """Compute the dense model's reference, in a process that sees no GPU. This is not a check."""
-    yield from _make_reference(setting, DENSE)
-
-
-def reference_06b(setting: Setting) -> Iterator[Figure]:
-    """Compute the reference of the dense model that can be split. This is not a check."""
-    yield from _make_reference(setting, DENSE_SPLIT)
-
-
-def reference_moe(setting: Setting) -> Iterator[Figure]:
-    """Compute the reference of the mixture of experts. This is not a check."""
-    yield from _make_reference(setting, EXPERTS)
-
-
-_MAKER = {DENSE: "reference", DENSE_SPLIT: "reference_06b", EXPERTS: "reference_moe"}
-
-
-def _make_reference(setting: Setting, model: str) -> Iterator[Figure]:
-    assert not has_gpu()
-    exact = (LOCAL, "policy.precision=float32", "optimizer.kernels=torch")
-    result = run(setting, join_ranks(setting), *exact, model=model)
-    torch.save(result, setting.workspace / f"{_MAKER[model]}.pt")
-    yield reported("reference loss", result["losses"][0])
-
-
-def reference_of(setting: Setting, model: str = "") -> dict[str, Any]:
-    """Return the results of the same steps in float32 on the CPU, computed once per workspace."""
-    model = model or dense_model(setting)
-    name = _MAKER[model]
-    path = setting.workspace / f"{name}.pt"
+def reference_of(setting: Setting, model: str = DENSE) -> dict[str, Any]:
+    """Return the results of the same steps in float32 on the CPU, computed once per workspace in a
+    process that sees no GPU."""
+    path = setting.workspace / f"reference_{model}.pt"
     setting.model(model)  # made by this process, because random numbers of a GPU are different
     with made_once(path) as is_missing:
         if is_missing:
-            command = [sys.executable, str(Path(__file__).parents[1] / "gpu_check.py")]
-            command += ["--child", name, "--workspace", str(setting.workspace)]
+            folders = map(str, (REPOSITORY, *(REPOSITORY / "tools" / at for at in ("", "bench"))))
+            environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(folders)}
+            command = [sys.executable, "-m", "gpu_checks.steps", model, str(path)]
             command += ["--tiny"] if setting.tiny else []
-            environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-            subprocess.run(command, env=environment, check=True)
+            subprocess.run(command, env=os.environ | environment, check=True)
     result: dict[str, Any] = torch.load(path)
     return result
+
+
+def _make_reference(setting: Setting, model: str, path: Path) -> None:
+    assert not has_gpu()
+    exact = (LOCAL, "policy.precision=float32", "optimizer.kernels=torch")
+    torch.save(run(setting, join_alone(), *exact, model=model), path)
 
 
 # ---------------------------------------------------------------------------- figures
@@ -201,3 +166,8 @@ def difference(
 
 def _relative(result: dict[str, Any], wanted: dict[str, Any], name: str) -> float:
     return float(abs(result[name][0] / wanted[name][0] - 1.0))
+
+
+if __name__ == "__main__":
+    _model, _path, *_options = sys.argv[1:]
+    _make_reference(Setting(Path(_path).parent, "--tiny" in _options), _model, Path(_path))

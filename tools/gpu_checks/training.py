@@ -16,26 +16,27 @@ from gpu_checks.rig import (
     Setting,
     has_gpu,
     has_te,
-    join_ranks,
+    join_alone,
     likelihood,
     make_config,
     make_policy,
 )
 from gpu_checks.steps import (
     BFLOAT16_LIMITS,
+    DENSE,
     EXPERTS,
     EXPERTS_TOP_8,
     FP8_LIMITS,
     FUSED,
     LOCAL,
     NUM_STEPS,
+    ROW_TOKENS,
     SHORT,
     batch_of_steps,
     compared,
     difference,
     ratios,
     reference_of,
-    row_tokens,
     run,
 )
 
@@ -45,14 +46,14 @@ SHIPPED = REPOSITORY / "model_configs" / "qwen3_8b_fp8.yaml"
 
 def bfloat16(setting: Setting) -> Iterator[Figure]:
     """Compare bfloat16 steps with Megatron's own layers to float32 on CPU."""
-    result = run(setting, join_ranks(setting), LOCAL, SHORT)
+    result = run(setting, join_alone(), LOCAL, SHORT)
     yield from compared(result, reference_of(setting), BFLOAT16_LIMITS)
     yield from ratios(result)
 
 
 def transformer_engine(setting: Setting) -> Iterator[Figure]:
     """Compare Transformer Engine's layers to float32 on CPU, and to Megatron's own layers."""
-    ranks = join_ranks(setting)
+    ranks = join_alone()
     capability = torch.cuda.get_device_capability()
     if capability < HOPPER:
         what = "not a Hopper GPU: only bfloat16, other attention kernels. Compute capability"
@@ -66,7 +67,7 @@ def transformer_engine(setting: Setting) -> Iterator[Figure]:
 
 def experts(setting: Setting) -> Iterator[Figure]:
     """Compare a mixture of experts (2 of 8 per token), local and grouped, to float32 on CPU."""
-    ranks, wanted = join_ranks(setting), reference_of(setting, EXPERTS)
+    ranks, wanted = join_alone(), reference_of(setting, EXPERTS)
     local = run(setting, ranks, LOCAL, SHORT, model=EXPERTS)
     yield from compared(local, wanted, BFLOAT16_LIMITS, "local: ")
     yield from ratios(local, "local: ")
@@ -79,7 +80,7 @@ def experts(setting: Setting) -> Iterator[Figure]:
 
 def experts_repeat(setting: Setting) -> Iterator[Figure]:
     """Compute log-probs and gradients with 8 experts per token twice. The bits must be the same."""
-    ranks = join_ranks(setting)
+    ranks = join_alone()
     for name, kernels in {"local": LOCAL, "grouped": FUSED}.items():
         if kernels == LOCAL or has_te():
             # Megatron's own unpermute adds a token's experts by atomics on a GPU.
@@ -90,7 +91,7 @@ def experts_repeat(setting: Setting) -> Iterator[Figure]:
 def _repeated(
     setting: Setting, ranks: Ranks, name: str, kernels: str, *, is_held: bool
 ) -> Iterator[Figure]:
-    config = make_config(setting, EXPERTS_TOP_8, kernels, SHORT, row_tokens=row_tokens(setting))
+    config = make_config(setting, EXPERTS_TOP_8, kernels, SHORT, row_tokens=ROW_TOKENS)
     policy = make_policy(config, ranks)
     arch = policy.architecture
     batch = batch_of_steps(setting, arch.vocab_size)
@@ -118,7 +119,7 @@ def _zero(name: str, value: float, is_held: bool) -> Figure:
 
 def padded(setting: Setting) -> Iterator[Figure]:
     """Compare padded rows, with all layer implementations, to float32 on CPU with packed rows."""
-    ranks = join_ranks(setting)
+    ranks = join_alone()
     for name, kernels in {"local: ": LOCAL, "fused: ": FUSED}.items():
         if kernels == LOCAL or has_te():
             result = run(setting, ranks, kernels, SHORT, "train.packing=false")
@@ -128,7 +129,7 @@ def padded(setting: Setting) -> Iterator[Figure]:
 
 def rope(setting: Setting) -> Iterator[Figure]:
     """Compare the fused rotary embedding to the plain one (NVIDIA-NeMo/RL issue 1801)."""
-    ranks = join_ranks(setting)
+    ranks = join_alone()
     plain = run(setting, ranks, FUSED, SHORT)
     fused = run(setting, ranks, FUSED, SHORT, "policy.fused_rope=true")
     yield from difference("fused from plain", fused, plain)
@@ -138,7 +139,7 @@ def rope(setting: Setting) -> Iterator[Figure]:
 def optimizers(setting: Setting) -> Iterator[Figure]:
     """Compare AdamW of Transformer Engine and Apex to torch's, with float32 steps. Then compare
     bfloat16 moments and state in host memory."""
-    ranks, exact = join_ranks(setting), (LOCAL, "policy.precision=float32")
+    ranks, exact = join_alone(), (LOCAL, "policy.precision=float32")
     wanted = run(setting, ranks, *exact, "optimizer.kernels=torch")
     packages = [name for name in ("transformer_engine", "apex") if has_gpu() and find_spec(name)]
     for name in packages:
@@ -171,14 +172,14 @@ def shipped_fp8(**more: object) -> str:
 def fp8_shipped(setting: Setting) -> Iterator[Figure]:
     """Compare FP8 as in model_configs/qwen3_8b_fp8.yaml to float32 on CPU, also with FP8 weights
     and float32 main copies."""
-    ranks = join_ranks(setting)
+    ranks = join_alone()
     for name, settings in {"": shipped_fp8(), "parameters: ": shipped_fp8(parameters=True)}.items():
         yield from _fp8_steps(setting, ranks, name, settings)
 
 
 def fp8_recipes(setting: Setting) -> Iterator[Figure]:
     """Compare the other FP8 recipes, FP8 weights and padded rows to float32 on CPU."""
-    ranks = join_ranks(setting)
+    ranks = join_alone()
     for recipe in ("current", "delayed", "blockwise"):
         moves = recipe == "delayed"
         yield from _fp8_steps(setting, ranks, f"{recipe}: ", fp8(recipe), moves=moves)
@@ -190,13 +191,18 @@ def fp8_recipes(setting: Setting) -> Iterator[Figure]:
 
 def fp8_experts(setting: Setting) -> Iterator[Figure]:
     """Compare FP8 in a mixture of experts, which pads per expert, to float32 on CPU."""
-    ranks = join_ranks(setting)
+    ranks = join_alone()
     for recipe in ("current", "blockwise"):
         yield from _fp8_steps(setting, ranks, f"{recipe}: ", fp8(recipe), model=EXPERTS)
 
 
 def _fp8_steps(
-    setting: Setting, ranks: Ranks, name: str, *overrides: str, model: str = "", moves: bool = False
+    setting: Setting,
+    ranks: Ranks,
+    name: str,
+    *overrides: str,
+    model: str = DENSE,
+    moves: bool = False,
 ) -> Iterator[Figure]:
     result = run(setting, ranks, FUSED, SHORT, *overrides, model=model)
     yield from compared(result, reference_of(setting, model), FP8_LIMITS, name)

@@ -55,7 +55,7 @@ class Setting:
     overhead_seconds: float = 0.5
     """Seconds of each step outside engines and training, whatever the step's size."""
     overhead_per_token: float = 5e-8
-    """The same, per token that the step trains on (tools/bench/data_plane.py, rounded up)."""
+    """The same, per token that the step trains on (docs/results.md, rounded up)."""
     training_seconds: float = 60.0
     """Seconds of training per step. Only ASYNCHRONOUS generates meanwhile."""
     prompts_per_step: int = 512
