@@ -1,23 +1,19 @@
 """Splits the text of a completion into one piece per token. The pieces join to the full text.
 
-A byte-level token may end in the middle of a character. That character then belongs to the piece of
-the token that completes it.
+A token may end in the middle of a character. That character then belongs to the piece of the token
+that completes it.
 """
 
 from __future__ import annotations
 
-import codecs
-import json
 from collections.abc import Iterable, Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
 from dapo_megatron.files import read_file
 
-_MAX_HELD = 16
+_MAX_HELD = 64
 """Maximum number of tokens to hold until a character is complete. A stream decodes all held tokens
 again with every token, so its cost is quadratic."""
 
@@ -30,9 +26,6 @@ class TokenPieces:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        decoder = json.loads(tokenizer.to_str()).get("decoder")
-        self._is_byte_level = _is_byte_level(decoder)
-        self._bytes_of = cache(self._to_bytes)
         added = tokenizer.get_added_tokens_decoder()
         self.special = {token for token, entry in added.items() if entry.special}
         """Control tokens, such as the end of the sequence."""
@@ -46,25 +39,8 @@ class TokenPieces:
             return None
 
     def split(self, tokens: Sequence[int]) -> list[str]:
-        """Return a piece per token, including special tokens. Joined, they equal the decoded
-        text."""
-        if not tokens:
-            return []
-        if not self._is_byte_level:
-            return self._split_stream(tokens)
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        pieces = [decoder.decode(self._bytes_of(token)) for token in tokens]
-        pieces[-1] += decoder.decode(b"", final=True)
-        return pieces
-
-    def _to_bytes(self, token: int) -> bytes:
-        text = self._tokenizer.id_to_token(token) or ""
-        try:
-            return bytes(_BYTES[letter] for letter in text)
-        except KeyError:  # an added token is plain text, not byte letters
-            return text.encode()
-
-    def _split_stream(self, tokens: Sequence[int]) -> list[str]:
+        """Return a piece per token, including special tokens. Joined, they equal the decoded text,
+        except for bytes that are no text."""
         pieces: list[str] = []
         stream = decoders.DecodeStream(skip_special_tokens=False)
         held: list[int] = []
@@ -75,7 +51,8 @@ class TokenPieces:
                 piece, held = self._decode(held), []
                 stream = decoders.DecodeStream(skip_special_tokens=False)
             pieces.append(piece or "")
-        pieces[-1] += self._decode(held)
+        if held:
+            pieces[-1] = self._decode(held)
         return pieces
 
     def _decode(self, tokens: list[int]) -> str:
@@ -91,25 +68,3 @@ def find_tokenizer(
     folders = [run, *([Path(model_path)] if model_path else []), *checkpoints]
     tokenizers = (TokenPieces.of_file(folder / "tokenizer.json") for folder in folders)
     return next(filter(None, tokenizers), None)
-
-
-def _is_byte_level(decoder: Any) -> bool:
-    if not isinstance(decoder, dict):
-        return False
-    if decoder.get("type") == "Sequence":
-        parts = decoder.get("decoders") or []
-        return len(parts) == 1 and _is_byte_level(parts[0])
-    return decoder.get("type") == "ByteLevel"
-
-
-def _byte_table() -> dict[str, int]:
-    """Return letter -> byte of byte-level tokenizers (GPT-2's table). Printable Latin-1 bytes map
-    to themselves, the others to U+0100 and up, in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + index): byte for index, byte in enumerate(others)
-    }
-
-
-_BYTES = _byte_table()
