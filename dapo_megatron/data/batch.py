@@ -8,13 +8,14 @@ this rank holds, and T the number of these tokens (all held sequences concatenat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 from torch import Tensor
 
 from dapo_megatron.algo.advantage import group_advantage
@@ -34,6 +35,13 @@ from dapo_megatron.types import (
 )
 
 T = TypeVar("T")
+
+_OF_SEQUENCES = ("lengths", "loss_tokens", "group_ids", "sequence_names", "owners")
+_OF_TOKENS = (
+    *("tokens", "loss_mask", "advantages", "weights"),
+    *("engine_logprobs", "old_logprobs", "reference_logprobs", "routes"),
+)
+"""Fields of TokenBatch with an element per sequence of the step, and per held token."""
 
 
 def valid_completions(group: Group, overlong: OverlongConfig) -> list[Completion]:
@@ -129,12 +137,18 @@ def assemble(
         lengths=_int64([sequence.num_tokens for sequence in sequences]),
         loss_tokens=_int64([s.response_tokens if s.in_loss else 0 for s in sequences]),
         group_ids=_int64([sequence.ticket for sequence in sequences]),
-        tokens=torch.from_numpy(_concatenate_tokens(values, num_tokens)),
+        tokens=_concatenated(
+            chain.from_iterable((v.prompt, v.response) for v in values), np.int32, num_tokens
+        ),
         loss_mask=_on_responses(own, np.array([s.in_loss for s in own], np.bool_)),
         advantages=_on_responses(own, np.array([s.advantage for s in own], np.float32)),
         # A single 1 in memory, seen from every token.
         weights=torch.ones(1, dtype=torch.float32).expand(num_tokens),
-        engine_logprobs=torch.from_numpy(_concatenate_logprobs(values, num_tokens)),
+        engine_logprobs=_concatenated(
+            chain.from_iterable((np.zeros(len(v.prompt)), v.logprobs) for v in values),
+            np.float32,
+            num_tokens,
+        ),
         routes=_concatenate_routes(own, values) if with_routes and own else None,
         sequence_names=tuple(map(str, sequences)),
         owners=None if owners is None else _int64(owners),
@@ -272,21 +286,10 @@ def _check_tokens(sequence: TrainingSequence, values: SequenceTokens | None) -> 
         )
 
 
-def _concatenate_tokens(values: Sequence[SequenceTokens], num_tokens: int) -> NDArray[np.int32]:
-    spans = [np.asarray(span) for value in values for span in (value.prompt, value.response)]
-    result = np.empty(num_tokens, dtype=np.int32)
-    return np.concatenate(spans, out=result) if spans else result
-
-
-def _concatenate_logprobs(values: Sequence[SequenceTokens], num_tokens: int) -> NDArray[np.float32]:
-    """Return the engine's log-probs, with zeros for the prompts."""
-    result = np.zeros(num_tokens, dtype=np.float32)
-    end = 0
-    for value in values:
-        start = end + len(value.prompt)
-        end = start + len(value.response)
-        result[start:end] = np.asarray(value.logprobs)
-    return result
+def _concatenated(spans: Iterable[ArrayLike], dtype: DTypeLike, num_tokens: int) -> Tensor:
+    """Return the values of all spans in memory of their own."""
+    result = np.empty(num_tokens, dtype=dtype)
+    return torch.from_numpy(np.concatenate([result[:0], *spans], out=result))
 
 
 def _concatenate_routes(
@@ -341,25 +344,13 @@ def _slice(batch: TokenBatch, minibatch: range) -> TokenBatch:
         positions = slice(*torch.searchsorted(batch.held, bounds).tolist())
     starts = [0, *batch.held_lengths.cumsum(0).tolist()]
     tokens = slice(starts[positions.start], starts[positions.stop])
-    return replace(
-        batch,
-        lengths=batch.lengths[rows],
-        loss_tokens=batch.loss_tokens[rows],
-        group_ids=batch.group_ids[rows],
-        tokens=batch.tokens[tokens],
-        loss_mask=batch.loss_mask[tokens],
-        advantages=batch.advantages[tokens],
-        weights=batch.weights[tokens],
-        engine_logprobs=batch.engine_logprobs[tokens],
-        old_logprobs=None if batch.old_logprobs is None else batch.old_logprobs[tokens],
-        reference_logprobs=(
-            None if batch.reference_logprobs is None else batch.reference_logprobs[tokens]
-        ),
-        routes=None if batch.routes is None else batch.routes[tokens],
-        sequence_names=batch.sequence_names[rows],
-        owners=None if batch.owners is None else batch.owners[rows],
-        held=None if batch.held is None else batch.held[positions] - minibatch.start,
-    )
+    parts = dict.fromkeys(_OF_SEQUENCES, rows) | dict.fromkeys(_OF_TOKENS, tokens)
+    values = {name: getattr(batch, name) for name in parts}
+    sliced: dict[str, Any] = {
+        name: None if value is None else value[parts[name]] for name, value in values.items()
+    }
+    held = None if batch.held is None else batch.held[positions] - minibatch.start
+    return replace(batch, **sliced, held=held)
 
 
 def _reweigh(mini: TokenBatch, aggregation: Aggregation, divisor: int | None) -> TokenBatch:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Self, TypeVar, cast
 
 from dapo_megatron.data.packing import minibatch_ranges
@@ -39,9 +40,8 @@ def _owners(
     for minibatch in minibatch_ranges(len(lengths), num_updates):
         shares = plan(lengths[minibatch.start : minibatch.stop], num_ranks)
         for rank, micros in enumerate(shares):
-            for micro in micros:
-                for index in micro:
-                    result[minibatch.start + index] = rank
+            for index in chain.from_iterable(micros):
+                result[minibatch.start + index] = rank
     return result
 
 

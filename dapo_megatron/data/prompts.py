@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import random
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -49,13 +50,6 @@ class LoadedSource:
     """Prompts among the texts to exclude."""
 
 
-@dataclass(slots=True)
-class _Dropped:
-    long: int = 0
-    duplicates: int = 0
-    held_out: int = 0
-
-
 def load_source(
     source: Source,
     tokenizer: PreTrainedTokenizerBase,
@@ -80,7 +74,7 @@ def load_source(
     never grade. Raises ConfigError for an unknown reasoning-gym data set or option.
     """
     check_template(tokenizer, "model.path")
-    dropped = _Dropped()
+    dropped = Counter[str]()
     wanted: int | None = None
     if isinstance(source, ReasoningGymSource):
         rows, wanted = _problems(source, dropped), source.size
@@ -94,20 +88,20 @@ def load_source(
         if len(prompts) == wanted:
             break
         if prompt.text in exclude:
-            dropped.held_out += 1
+            dropped["held out"] += 1
         elif len(prompt.tokens) > max_prompt_tokens:
-            dropped.long += 1
+            dropped["long"] += 1
         else:
             prompts.append(prompt)
-    if not prompts and dropped == _Dropped():
+    if not prompts and not dropped:
         raise DataError(f"source {source.name!r} is empty; use other data")
     if not prompts:
         raise DataError(
-            f"source {source.name!r}: no prompt left ({dropped.long} longer than "
-            f"rollout.max_prompt_tokens = {max_prompt_tokens}, {dropped.held_out} held out, "
-            f"{dropped.duplicates} duplicates); raise max_prompt_tokens or use other data"
+            f"source {source.name!r}: no prompt left ({dropped['long']} longer than "
+            f"rollout.max_prompt_tokens = {max_prompt_tokens}, {dropped['held out']} held out, "
+            f"{dropped['duplicates']} duplicates); raise max_prompt_tokens or use other data"
         )
-    return LoadedSource(tuple(prompts), dropped.long, dropped.duplicates, dropped.held_out)
+    return LoadedSource(tuple(prompts), dropped["long"], dropped["duplicates"], dropped["held out"])
 
 
 def _gradable(rows: Iterator[PromptRow], source: Source) -> Iterator[PromptRow]:
@@ -124,12 +118,11 @@ def _gradable(rows: Iterator[PromptRow], source: Source) -> Iterator[PromptRow]:
                     f"{data_source!r}; known: {', '.join(sorted(grader))}"
                 )
             grader = grader[data_source]
-        check = checks[grader]
-        if check is not None:
-            try:
+        try:
+            if check := checks[grader]:
                 check(row.truth, row.extra)
-            except ValueError as error:
-                raise DataError(f"{row.where}, grader {grader!r}: {error}") from error
+        except ValueError as error:
+            raise DataError(f"{row.where}, grader {grader!r}: {error}") from error
         yield row
 
 
@@ -211,12 +204,12 @@ def _tokens(
 # ---------------------------------------------------------------------------- reasoning-gym
 
 
-def _problems(source: ReasoningGymSource, dropped: _Dropped) -> Iterator[PromptRow]:
+def _problems(source: ReasoningGymSource, dropped: Counter[str]) -> Iterator[PromptRow]:
     questions: set[str] = set()
     for index, entry in enumerate(_entries(source)):
         question = entry["question"]
         if question in questions:
-            dropped.duplicates += 1
+            dropped["duplicates"] += 1
         else:
             questions.add(question)
             yield PromptRow(
@@ -225,11 +218,7 @@ def _problems(source: ReasoningGymSource, dropped: _Dropped) -> Iterator[PromptR
                 messages=[{"role": "user", "content": question}],
                 # Data sets with many right answers give none; their scorers do not need it.
                 truth=entry["answer"] or "",
-                extra={
-                    "dataset": source.dataset,
-                    "options": dict(source.options),
-                    "entry": entry,
-                },
+                extra={"dataset": source.dataset, "options": dict(source.options), "entry": entry},
             )
 
 
@@ -267,12 +256,9 @@ def _entries(source: ReasoningGymSource) -> Iterable[dict[str, Any]]:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the nearest names, or all of them."""
-    near = difflib.get_close_matches(name, known, n=3)
-    return (
-        f"; did you mean {' or '.join(map(repr, near))}?"
-        if near
-        else (f"; known: {', '.join(sorted(known))}")
-    )
+    if near := difflib.get_close_matches(name, known, n=3):
+        return f"; did you mean {' or '.join(map(repr, near))}?"
+    return f"; known: {', '.join(sorted(known))}"
 
 
 # ---------------------------------------------------------------------------- files

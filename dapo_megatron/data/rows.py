@@ -189,20 +189,15 @@ def _messages(value: Any, where: str, column: str) -> list[dict[str, str]]:
     if isinstance(value, str):
         return [{"role": "user", "content": _string(value, where, column)}]
     if not isinstance(value, list) or not value:
-        raise DataError(
-            f"{where}, column {column}: must be text, or a list of messages {{content, role}}, "
-            f"found {_shown(value)}"
-        )
+        wanted = "text, or a list of messages {content, role}"
+        raise _wrong(where, column, wanted, value)
     messages = []
     for number, entry in enumerate(value):
         message_column = f"{column}[{number}]"
         message = _mapping(entry, where, message_column)
         role = message.get("role")
         if role not in ROLES:
-            raise DataError(
-                f"{where}, column {message_column}.role: must be one of {', '.join(ROLES)}, "
-                f"found {_shown(role)}"
-            )
+            raise _wrong(where, f"{message_column}.role", f"one of {', '.join(ROLES)}", role)
         content = _content(message.get("content"))
         if role == "user" or not isinstance(content, str):
             content = _string(content, where, f"{message_column}.content")
@@ -244,10 +239,8 @@ def _truth(value: Any, where: str, column: str) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     remedy = next(text for kind, text in _REMEDIES if isinstance(value, kind))
-    raise DataError(
-        f"{where}, column {column}: must be a non-empty string or an integer, "
-        f"found {_shown(value)}; {remedy.format(column=column)}"
-    )
+    error = _wrong(where, column, "a non-empty string or an integer", value)
+    raise DataError(f"{error}; {remedy.format(column=column)}")
 
 
 def _optional_string(row: Mapping[str, Any], column: str, where: str) -> str:
@@ -256,7 +249,7 @@ def _optional_string(row: Mapping[str, Any], column: str, where: str) -> str:
     if value is None:
         return ""
     if isinstance(value, list | dict):
-        raise DataError(f"{where}, column {column}: must be text, found {_shown(value)}")
+        raise _wrong(where, column, "text", value)
     return str(value)
 
 
@@ -267,15 +260,13 @@ def _or_none(value: Any) -> Any:
 
 def _mapping(value: Any, where: str, column: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f"{where}, column {column}: must be a mapping, found {_shown(value)}")
+        raise _wrong(where, column, "a mapping", value)
     return value
 
 
 def _string(value: Any, where: str, column: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise DataError(
-            f"{where}, column {column}: must be a non-empty string, found {_shown(value)}"
-        )
+        raise _wrong(where, column, "a non-empty string", value)
     return value
 
 
@@ -301,7 +292,11 @@ def _check_plain(value: Any, where: str, column: str) -> None:
     elif isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{where}, column {column}: must be a finite number or null, found {value}")
     elif not isinstance(value, int | float | None):
-        raise DataError(f"{where}, column {column}: must be a JSON value, found {_shown(value)}")
+        raise _wrong(where, column, "a JSON value", value)
+
+
+def _wrong(where: str, column: str, wanted: str, value: Any) -> DataError:
+    return DataError(f"{where}, column {column}: must be {wanted}, found {_shown(value)}")
 
 
 def _shown(value: Any) -> str:

@@ -77,11 +77,8 @@ def read_file(folder: Path) -> Tokenizer:
 
 def _program(folder: Path) -> str | None:
     """Return the name of the class that defines the tokenizer, if that is not in transformers."""
-    classes = _fields(folder / "tokenizer_config.json").get("auto_map")
+    file = folder / "tokenizer_config.json"
+    classes = read_json(file, error=DataError).get("auto_map") if file.exists() else None
     name = classes.get("AutoTokenizer") if isinstance(classes, dict) else classes
     names = name if isinstance(name, list) else [name]
     return next((str(each) for each in names if each), None)
-
-
-def _fields(path: Path) -> dict[str, object]:
-    return read_json(path, error=DataError) if path.exists() else {}
