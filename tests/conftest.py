@@ -41,7 +41,7 @@ _LONGEST = (
     "parity/test_engine_weights",
     "unit/test_report_damage",
     "unit/test_hostile",
-    "parity/test_engine_sleep",
+    "parity/test_engine_routes",
 )
 """Test files that take half a minute or more, longest first."""
 

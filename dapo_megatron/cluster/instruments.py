@@ -191,7 +191,7 @@ def thinned(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     """Return at most `limit` of the points, evenly chosen: the first, the last and every nth."""
     if len(points) <= limit:
         return list(points)
-    return [*points[:: ceil((len(points) - 1) / (limit - 1))][: limit - 1], points[-1]]
+    return [*points[: -1 : ceil((len(points) - 1) / (limit - 1))], points[-1]]
 
 
 class TimelineFiles(Protocol):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
@@ -12,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -80,6 +83,11 @@ def requests(
         for ticket in tickets
         for sample in range(4)
     ]
+
+
+def unseeded() -> list[SampleRequest]:
+    """Return requests at temperatures 1, 0.7 and 0 whose samples are not repeatable."""
+    return [replace(request, seed=None) for request in requests(range(6))]
 
 
 def run(engine: Any, to_sample: Sequence[SampleRequest], num_steps: int | None = None) -> Results:
@@ -222,6 +230,22 @@ def message(call: Callable[[], object]) -> str:
     except DapoError as error:
         return str(error)
     return ""
+
+
+def closed(engine: Any) -> dict[str, Any]:
+    """Close an engine twice. Return what is left of it."""
+    model = None
+    if not psutil.Process().children():
+        (model,) = engine._llm.apply_model(weakref.ref)
+    engine.close()
+    engine.close()
+    threads = [thread for thread in threading.enumerate() if not thread.daemon]
+    return {
+        "refused": message(lambda: engine.submit(requests([0]))).endswith("it is closed"),
+        "is freed": model is None or model() is None,
+        "children": [child.cmdline() for child in psutil.Process().children(recursive=True)],
+        "threads": [thread.name for thread in threads if "Main" not in thread.name],
+    }
 
 
 def differing(engine: Any, sent: Mapping[str, Tensor]) -> list[str]:

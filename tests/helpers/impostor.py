@@ -1,7 +1,7 @@
 """Pretend to be rank 1 of 2. Arguments: PORT ATTACK FILE.
 
-ATTACK selects what it sends instead of a proof. With `pickle` it sends an object that creates FILE
-when it is unpickled. A process of root first becomes `nobody`.
+Instead of a proof, it sends an object that creates FILE when it is unpickled (ATTACK `pickle`), or
+leaves (`leave`). A process of root first becomes `nobody`.
 """
 
 from __future__ import annotations
@@ -41,16 +41,9 @@ def main(port: str, attack: str, file: str) -> None:
     store = dist.TCPStore("127.0.0.1", int(port), 2, is_master=False)
     dist.init_process_group("gloo", store=store, rank=1, world_size=2)
     print("joined", flush=True)
-    if attack == "guess":
-        send_bytes(32)
-        send_bytes(32)
-    elif attack == "pickle":
+    send_bytes(32)
+    if attack == "pickle":
         dist.all_gather_object([None, None], Payload(file))
-    elif attack == "pickle after nonce":
-        send_bytes(32)
-        dist.all_gather_object([None, None], Payload(file))
-    elif attack == "leave":
-        send_bytes(32)
     os._exit(0)
 
 

@@ -66,17 +66,23 @@ def test_the_launcher_imports_nothing_heavy() -> None:
     assert not HEAVY & set(run_python(LAUNCHER, TINY).split())
 
 
-def test_a_rank_imports_only_what_it_uses(tmp_path: Path) -> None:
+def test_ranks_and_engines_import_only_what_they_use(tmp_path: Path) -> None:
     short = ("train.rollout_steps=1", "rollout.prompts_per_step=2", "evaluation.every=0")
     folder = (f"run.directory={tmp_path}", "run.name=run", "tracking.mlflow=false")
     alone = ("run.processes=1", "policy.tensor_parallel=1", "tracking.report=false")
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     modules = tmp_path / "modules"
     arguments = ("train", TINY, *short, *folder, *alone, modules)
-    run_python(RANK, *arguments, **place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    run_python(RANK, *arguments, **place, PYTHONPROFILEIMPORTTIME="1")
     imported = set(modules.read_text().split())
     assert "megatron.core" in imported and "vllm" not in imported
     assert not NOT_ON_A_RANK & imported
+    log = (tmp_path / "run" / "logs" / "engine_0.log").read_text().splitlines()
+    lines = [line for line in log if line.startswith("import time:")]
+    of_engine = {line.rpartition("|")[2].strip() for line in lines}
+    assert "vllm" in of_engine
+    assert not {name for name in of_engine if name.partition(".")[0] == "megatron"}
 
 
 @pytest.mark.long

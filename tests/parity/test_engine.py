@@ -1,69 +1,52 @@
-"""Compare the vLLM engine with HF: log-probs, seeds and cached prefixes, before and after syncs.
+"""Test what an engine samples: log-probs as HF's, seeds, cached prefixes, and interrupted
+completions that continue correctly, under the same and under new weights.
 
-An engine of two workers starts in 20 s, so each is started once, and tests check what it returned.
+An engine takes long to start, so each is started once, and tests check what it returned.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
-import weakref
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import Tensor
 
-from dapo_megatron.types import Finish, Segment
+from dapo_megatron.types import Completion, Finish, Segment
 from tests.helpers.engines import (
     GAP,
     PROMPT_TOKENS,
     RESPONSE_TOKENS,
     Results,
-    differing,
+    closed,
     gap,
     hf_model,
-    message,
+    interrupted,
     requests,
+    rest,
     run,
     run_alone,
+    segment_gap,
     start,
     sync,
-    weights,
+    unseeded,
 )
 from tests.helpers.models import make_random_model, randomize
 
+MAX_SEQUENCES = 8
 Observations = dict[str, Any]
 
 
-# ------------------------------------------------------------------ inside the processes
+# ------------------------------------------------------------------ inside the process
 
 
-def _over_syncs(engine: Any, folder: Path, num_syncs: int) -> Observations:
-    """Return the gaps before the first sync and after each, the versions of the completions, and
-    the tensors that differ from those sent."""
-    model = hf_model(folder)
-    gaps, versions, differ = [], [], []
-    for version in range(num_syncs + 1):
-        if version:
-            randomize(model, seed=100 + version)
-            sync(engine, model, version)
-            differ += differing(engine, weights(model))
-        results = run(engine, requests(range(6)))
-        gaps.append(gap(model, requests(range(6)), results))
-        versions += sorted(
-            {segment.version for completion in results.values() for segment in completion.segments}
-        )
-    return {"gaps": gaps, "versions": versions, "differ": differ}
-
-
-def _one_worker(folder: Path) -> Observations:
+def _observe(folder: Path) -> Observations:
     engine = start(folder)
     observed: Observations = {"batch": run(engine, requests(range(6)))}
+    observed["gap"] = gap(hf_model(folder), requests(range(6)), observed["batch"])
     observed["again"] = run(engine, requests(range(6)))
     observed["alone"] = {}
     for request in requests(range(6)):
@@ -71,55 +54,21 @@ def _one_worker(folder: Path) -> Observations:
     observed["counts"], observed["expected"] = _first_tokens(engine, folder, 2_000)
     # More prompt tokens than fit into one vLLM step (4096), with no cached prefix.
     observed["flood"] = len(run(engine, requests(range(12), num_tokens=120, temperature=1.0)))
-    observed["unseeded"] = [run(engine, _unseeded()) for _ in range(2)]
-    observed |= _over_syncs(engine, folder, 3)
-    observed["prefix"] = _gap_of_cached_prompt(engine, folder)
-    observed["end"] = _closed(engine)
-    other = start(folder, seed=1)
-    observed["other seed"] = run(other, _unseeded())
+    observed["unseeded"] = run(engine, unseeded())
+    closed(engine)
+    other = start(folder, seed=1, engine__max_sequences=MAX_SEQUENCES)
+    observed["other seed"] = run(other, unseeded())
     observed["same requests"] = run(other, requests(range(6)))
+    observed["idle"] = other.interrupt()
+    other.submit(requests([0]))
+    observed["no step"] = other.interrupt()
+    observed["same"] = _same_weights(other, folder)
+    observed["again and again"] = _again_and_again(other, folder)
+    observed["queued"] = _queued(other)
+    observed["new"] = _new_weights(other, folder)
     other.sleep()
-    observed["end asleep"] = _closed(other)
+    observed["end asleep"] = closed(other)
     return observed
-
-
-def _two_workers(folder: Path) -> Observations:
-    engine = start(folder, 2)
-    unseeded = [run(engine, _unseeded()) for _ in range(2)]
-    observed: Observations = {
-        "modules": engine._llm.collective_rpc(_modules_of_the_policy),
-        "unseeded": unseeded,
-        # Each worker draws the tokens that it continues with.
-        "unseeded gap": max(gap(hf_model(folder), _unseeded(), each) for each in unseeded),
-        "in /dev/shm": [str(path) for path in Path("/dev/shm").glob(f"dapo-*-{os.getpid()}-*")],
-    }
-    observed |= _over_syncs(engine, folder, 3)
-    observed["end"] = _closed(engine)
-    return observed
-
-
-def _unseeded() -> list[Any]:
-    return [replace(request, seed=None) for request in requests(range(6))]
-
-
-def _modules_of_the_policy(worker: Any) -> list[str]:
-    return [name for name in sys.modules if name.partition(".")[0] == "megatron"]
-
-
-def _closed(engine: Any) -> Observations:
-    """Close an engine twice. Return what is left of it."""
-    freed = None
-    if not psutil.Process().children():
-        (model,) = engine._llm.apply_model(weakref.ref)
-        freed = lambda: model() is None  # noqa: E731
-    engine.close()
-    engine.close()
-    return {
-        "refused": message(lambda: engine.submit(requests([0]))),
-        "is freed": freed is None or freed(),
-        "children": [child.cmdline() for child in psutil.Process().children(recursive=True)],
-        "threads": [t.name for t in threading.enumerate() if not t.daemon and "Main" not in t.name],
-    }
 
 
 def _first_tokens(engine: Any, folder: Path, num: int) -> tuple[Tensor, Tensor]:
@@ -133,84 +82,139 @@ def _first_tokens(engine: Any, folder: Path, num: int) -> tuple[Tensor, Tensor]:
     return torch.tensor(tokens).bincount(minlength=len(logits)), num * logits.softmax(-1)
 
 
-def _gap_of_cached_prompt(engine: Any, folder: Path) -> float:
-    """Return the gap after a sync for a prompt that vLLM cached before the sync.
+def _same_weights(engine: Any, folder: Path) -> Observations:
+    """Interrupt at every step and continue. 12 sequences at temperatures 1, 0.7 and 0; at most 8
+    run at once."""
+    model = hf_model(folder)
+    requested = requests(range(3))
+    observed: Observations = {"whole": run(engine, requested), "gaps": [], "cut": []}
+    for num_steps in range(RESPONSE_TOKENS + 4):
+        done = run(engine, requested, num_steps)
+        partial = interrupted(engine)
+        results = done | run(engine, rest(requested, done, partial))
+        observed["cut"].append((done, partial, results))
+        observed["gaps"].append(gap(model, requested, results))
+    return observed
 
-    The prompt is longer than a block of 128 tokens, because vLLM caches only full blocks.
+
+def _again_and_again(engine: Any, folder: Path) -> Observations:
+    """Interrupt after each step, so that each token is sampled after a prefill of all tokens before
+    it. The prompt has the maximum length."""
+    requested = requests([0], num_tokens=PROMPT_TOKENS)[:1]
+    done: Results = {}
+    partial: Results = {}
+    while not done:
+        done = run(engine, rest(requested, {}, partial), 1)
+        partial |= interrupted(engine)
+    (completion,) = done.values()
+    return {
+        "completion": completion,
+        "gap": gap(hf_model(folder), requested, done),
+        "scored": engine.score([[*requested[0].prompt.tokens, *completion.tokens][:-1]])[0],
+    }
+
+
+def _queued(engine: Any) -> Observations:
+    """Submit more continuations than can run, and interrupt while some are queued."""
+    requested = requests(range(3), temperature=1.0)
+    partials = [
+        Completion(request.sample, (5, 6), (-1.0, -2.0), "", Finish.UNFINISHED, (Segment(0, 2),))
+        for request in requested
+    ]
+    continued = [
+        replace(request, so_far=so_far) for request, so_far in zip(requested, partials, strict=True)
+    ]
+    new = [replace(request, ticket=request.ticket + 10) for request in requested]
+    done = run(engine, [*continued, *new], 3)
+    partial = interrupted(engine)
+    places = [(request.ticket, request.sample) for request in continued]
+    same = [
+        partial[place] is so_far
+        for place, so_far in zip(places, partials, strict=True)
+        if place in partial
+    ]
+    return {"same": same, "order": list(partial), "places": places, "done": done}
+
+
+def _new_weights(engine: Any, folder: Path) -> Observations:
+    """Interrupt three times, each time followed by a sync of other weights.
+
+    Prompts are longer than a cached block of 128 tokens. All requests are finished under the last
+    weights.
     """
     model = hf_model(folder)
-    long_prompt = requests([3], num_tokens=PROMPT_TOKENS)
-    run(engine, long_prompt)
-    randomize(model, seed=7)
-    sync(engine, model, 4)
-    return gap(model, long_prompt, run(engine, long_prompt))
+    first = engine.version
+    models = {first: copy.deepcopy(model)}
+    requested = requests(range(3), num_tokens=PROMPT_TOKENS - 8)
+    done: Results = {}
+    partial: Results = {}
+    clean = []
+    for version in range(first + 1, first + 4):
+        done |= run(engine, rest(requested, done, partial), 4)
+        partial = interrupted(engine)
+        clean.append((bool(engine.requests), engine._llm.llm_engine.has_unfinished_requests()))
+        randomize(model, seed=200 + version)
+        sync(engine, model, version)
+        models[version] = copy.deepcopy(model)
+    done |= run(engine, rest(requested, done, partial))
+    versions = [
+        [segment.version - first for segment in completion.segments] for completion in done.values()
+    ]
+    return {
+        "gap": segment_gap(models, requested, done),
+        "gap under one version": segment_gap({}, requested, done, other=models[first]),
+        "versions": versions,
+        "clean": clean,
+    }
 
 
-# ------------------------------------------------------------------ the tests
+# ------------------------------------------------------------------ sampling
 
 
 @pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_model("qwen3", tmp_path_factory.mktemp("qwen3"), tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model("qwen2", tmp_path_factory.mktemp("qwen2"))
+def observed(folder: Path) -> Observations:
+    return run_alone(_observe, folder)
 
 
-@pytest.fixture(scope="module")
-def single(qwen3: Path) -> Observations:
-    return run_alone(_one_worker, qwen3)
+def test_the_same_seed_gives_the_same_completion_in_any_batch_and_engine(
+    observed: Observations,
+) -> None:
+    """With the log-probs of HF, at temperature 1, 0.7 and 0."""
+    assert observed["gap"] < GAP
+    assert observed["batch"] == observed["again"]
+    for place, completion in observed["batch"].items():
+        for other in (observed["alone"][place], observed["same requests"][place]):
+            assert other.tokens == completion.tokens
+            assert other.logprobs == pytest.approx(completion.logprobs, abs=GAP)
+    answers = [
+        {tuple(observed["batch"][ticket, sample].tokens) for sample in range(4)}
+        for ticket in (0, 2)
+    ]
+    assert [len(tokens) for tokens in answers] == [4, 1]  # the second is greedy
 
 
-@pytest.fixture(scope="module")
-def pair(qwen2: Path) -> Observations:
-    return run_alone(_two_workers, qwen2)
-
-
-def test_log_probs_equal_those_of_hf_before_and_after_each_sync(single: Observations) -> None:
-    """At temperature 1, 0.7 and 0, with a tied head and four sets of weights."""
-    assert len(single["gaps"]) == 4
-    assert all(gap < GAP for gap in single["gaps"])
-    assert single["versions"] == [0, 1, 2, 3] and single["differ"] == []
-
-
-def test_a_prompt_cached_under_old_weights_is_recomputed(single: Observations) -> None:
-    assert single["prefix"] < GAP
-
-
-def test_the_same_seed_gives_the_same_completion_in_any_batch(single: Observations) -> None:
-    assert single["batch"] == single["again"]
-    for place, completion in single["batch"].items():
-        assert single["alone"][place].tokens == completion.tokens
-        assert single["alone"][place].logprobs == pytest.approx(completion.logprobs, abs=GAP)
-
-
-def test_tokens_sampled_without_seeds_follow_the_distribution(single: Observations) -> None:
+def test_tokens_sampled_without_seeds_follow_the_distribution(observed: Observations) -> None:
     """64 sequences per step: rows of a step, and steps, must have random numbers of their own."""
-    counts, expected = single["counts"], single["expected"]
+    counts, expected = observed["counts"], observed["expected"]
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     freedom = len(counts) - 1
     assert expected.min() > 1  # enough for the approximation by a normal distribution
     assert abs(chi_square - freedom) < 4 * (2 * freedom) ** 0.5
+    for (ticket, sample), completion in observed["unseeded"].items():
+        other = observed["other seed"][ticket, sample]
+        assert (completion.tokens == other.tokens) == (ticket % 3 == 2)  # greedy
 
 
-def test_random_samples_of_a_prompt_differ_and_greedy_samples_do_not(
-    single: Observations,
-) -> None:
-    def answers(ticket: int) -> set[tuple[int, ...]]:
-        return {tuple(single["batch"][ticket, sample].tokens) for sample in range(4)}
-
-    assert len(answers(0)) == 4
-    assert len(answers(2)) == 1
-
-
-def test_completions_end_at_eos_or_at_the_limit(single: Observations, qwen3: Path) -> None:
+def test_completions_end_at_eos_or_at_the_limit(observed: Observations, folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(qwen3)
-    for completion in single["batch"].values():
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for completion in observed["batch"].values():
         assert len(completion.tokens) == len(completion.logprobs)
         stopped = completion.tokens[-1] == tokenizer.eos_token_id
         assert tokenizer.eos_token_id not in completion.tokens[:-1]
@@ -219,48 +223,74 @@ def test_completions_end_at_eos_or_at_the_limit(single: Observations, qwen3: Pat
         assert completion.text == tokenizer.decode(completion.tokens, skip_special_tokens=True)
         (segment,) = completion.segments
         assert segment == Segment(0, len(completion.tokens))
-    finishes = {completion.finish for completion in single["batch"].values()}
+    finishes = {completion.finish for completion in observed["batch"].values()}
     assert finishes == {Finish.STOP, Finish.LENGTH}
+    assert observed["flood"] == 48  # prompts that exceed one step
 
 
-def test_prompts_that_exceed_one_step_are_all_completed(single: Observations) -> None:
-    assert single["flood"] == 48
+def test_an_engine_closed_asleep_leaves_nothing_behind(observed: Observations) -> None:
+    nothing = {"refused": True, "is freed": True, "children": [], "threads": []}
+    assert observed["end asleep"] == nothing
 
 
-def test_samples_without_seeds_differ_between_runs_and_engines(
-    single: Observations, pair: Observations
+# ------------------------------------------------------------------ interrupts
+
+
+def test_completions_interrupted_at_any_step_continue_under_the_same_weights(
+    observed: Observations,
 ) -> None:
-    _check_random(*single["unseeded"])
-    _check_random(*pair["unseeded"])
-    _check_random(single["unseeded"][0], single["other seed"])
+    assert observed["idle"] == observed["no step"] == []
+    assert len(observed["same"]["gaps"]) == RESPONSE_TOKENS + 4
+    assert all(gap < GAP for gap in observed["same"]["gaps"])
+    finishes = set()
+    for done, partial, results in observed["same"]["cut"]:
+        assert results.keys() == observed["same"]["whole"].keys()
+        assert not done.keys() & partial.keys()
+        for place, whole in observed["same"]["whole"].items():
+            assert results[place].segments == (Segment(0, len(results[place].tokens)),)
+            assert 1 <= len(results[place].tokens) <= RESPONSE_TOKENS
+            finishes.add(results[place].finish)
+            if place in done or place[0] == 2:  # ticket 2 is greedy
+                assert results[place].tokens == whole.tokens
+                assert results[place].text == whole.text
+        for place, part in partial.items():
+            assert part.finish is Finish.UNFINISHED
+            assert 1 <= len(part.tokens) < RESPONSE_TOKENS
+            # The partial tokens are a prefix of the uninterrupted completion.
+            num = len(part.tokens)
+            assert part.tokens == observed["same"]["whole"][place].tokens[:num]
+            assert part.logprobs == results[place].logprobs[:num]
+    assert finishes == {Finish.STOP, Finish.LENGTH}
+    # Some interruptions came while sequences were queued, others after some had finished.
+    cuts = [(len(done), len(partial)) for done, partial, _ in observed["same"]["cut"]]
+    assert (0, MAX_SEQUENCES) in cuts
+    assert any(done and partial for done, partial in cuts)
 
 
-def _check_random(first: Results, second: Results) -> None:
-    """Check that samples at temperature 1 or 0.7 differ, and that greedy ones do not."""
-    for (ticket, sample), completion in first.items():
-        assert (completion.tokens == second[ticket, sample].tokens) == (ticket % 3 == 2)
+def test_interruptions_after_each_token_keep_log_probs_exact(observed: Observations) -> None:
+    again = observed["again and again"]
+    completion, scored = again["completion"], again["scored"]
+    assert len(completion.tokens) > 4
+    assert completion.segments == (Segment(0, len(completion.tokens)),)
+    assert again["gap"] < GAP
+    assert completion.logprobs[:-1] == pytest.approx(scored[PROMPT_TOKENS - 1 :], abs=GAP)
 
 
-def test_engines_give_the_same_completions_for_the_same_requests(single: Observations) -> None:
-    assert single["same requests"] == single["batch"]
+def test_each_token_was_sampled_by_the_version_of_its_segment(observed: Observations) -> None:
+    """This also shows that syncs reach the engine, and that blocks cached under older weights are
+    not reused."""
+    new = observed["new"]
+    assert new["gap"] < GAP
+    assert new["gap under one version"] > 100 * GAP  # the versions do differ
+    assert [0, 1, 2, 3] in new["versions"]
+    assert all(versions == sorted(set(versions)) for versions in new["versions"])
+    assert new["clean"] == [(False, False)] * 3
 
 
-def test_two_workers_agree_with_hf_before_and_after_each_sync(pair: Observations) -> None:
-    assert len(pair["gaps"]) == 4
-    assert max(*pair["gaps"], pair["unseeded gap"]) < GAP
-    assert pair["versions"] == [0, 1, 2, 3] and pair["differ"] == []
-
-
-def test_workers_import_nothing_of_the_policy_and_share_unnamed_memory(
-    pair: Observations,
-) -> None:
-    assert pair["modules"] == [[], []]
-    assert pair["in /dev/shm"] == []
-
-
-def test_a_closed_engine_leaves_nothing_behind_and_another_can_be_made(
-    single: Observations, pair: Observations
-) -> None:
-    for end in (single["end"], single["end asleep"], pair["end"]):
-        assert end["refused"].endswith("it is closed")
-        assert end["is freed"] and end["children"] == end["threads"] == []
+def test_queued_continuations_are_returned_unchanged(observed: Observations) -> None:
+    same, order, places = (observed["queued"][key] for key in ("same", "order", "places"))
+    assert order == [place for place in places if place not in observed["queued"]["done"]]
+    # The first eight ran, the other continuations were queued, and new requests are not returned.
+    num_queued = len(places) - MAX_SEQUENCES
+    assert same[:-num_queued].count(True) == 0
+    assert same[-num_queued:] == [True] * num_queued

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,43 +50,43 @@ def test_a_memory_shortage_is_reported_with_both_keys(free: int, needed: int) ->
         assert "policy.offload" in message and "of 80.00 GiB" in message
 
 
+def test_waking_a_part_needs_its_own_memory_and_that_of_tags_that_wake_with_it() -> None:
+    from vllm.device_allocator import DEFERRABLE_TAGS, AllocationData
+
+    assert set(memory.MEMORY_TAGS) == set(DEFERRABLE_TAGS)
+    sizes = {"weights": 1, "kv_cache": 10, "workspace": 100, "runtime": 1000}
+    asleep = [AllocationData((0, n, 0, 0), tag, is_asleep=True) for tag, n in sizes.items()]
+    awake = [AllocationData((0, 10_000, 0, 0), tag) for tag in sizes]
+    assert memory.bytes_asleep([*asleep, *awake], "weights") == 1101
+    assert memory.bytes_asleep([*asleep, *awake], "kv_cache") == 1110
+
+
 # ------------------------------------------------------------------ arguments
 
-
-def test_on_a_gpu_prefill_is_chunked_and_decoding_uses_cuda_graphs(gpu: None) -> None:
-    config = tiny_config(
-        engine__enforce_eager="false", engine__max_batched_tokens=8192, engine__max_sequences=96
-    )
-    arguments = device.arguments(config)
-    assert arguments.pop("compilation_config")["cudagraph_capture_sizes"][-1] == 96
-    assert arguments == {
-        "enforce_eager": False,
-        "max_num_batched_tokens": 8192,
-        "gpu_memory_utilization": config.engine.memory_fraction,
-        "enable_sleep_mode": True,
-        "enable_chunked_prefill": True,
-        "enable_flashinfer_autotune": False,
-    }
+GRAPHS = {"engine__enforce_eager": "false", "engine__max_batched_tokens": 8192}
 
 
-def test_arguments_of_an_eager_engine_without_sleep(gpu: None) -> None:
-    arguments = device.arguments(
-        tiny_config(engine__sleep="false", engine__max_batched_tokens="null")
-    )
-    assert arguments["enforce_eager"] and not arguments["enable_sleep_mode"]
-    assert not {"compilation_config", "max_num_batched_tokens", "quantization"} & arguments.keys()
-
-
-def test_on_a_gpu_logits_of_a_bfloat16_model_are_float32(gpu: None) -> None:
-    arguments = device.arguments(tiny_config(policy__precision="bfloat16"))
-    assert arguments["hf_overrides"] == {"head_dtype": "float32"}
-
-
-@pytest.mark.parametrize("setting", [None, "true", "false"])
-def test_async_scheduling_is_set_only_if_the_config_sets_it(setting: str | None) -> None:
-    keys = {} if setting is None else {"engine__async_scheduling": setting}
-    arguments = device.arguments(tiny_config(**keys)).get("async_scheduling")
-    assert arguments == {None: None, "true": True, "false": False}[setting]
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (GRAPHS, {"enforce_eager": False, "max_num_batched_tokens": 8192,
+                  "enable_sleep_mode": True, "enable_chunked_prefill": True,
+                  "enable_flashinfer_autotune": False, "async_scheduling": None}),
+        ({"engine__sleep": "false", "engine__max_batched_tokens": "null"},
+         {"enforce_eager": True, "enable_sleep_mode": False, "compilation_config": None,
+          "max_num_batched_tokens": None, "quantization": None}),
+        ({"policy__precision": "bfloat16"}, {"hf_overrides": {"head_dtype": "float32"}}),
+        ({"engine__async_scheduling": "true"}, {"async_scheduling": True}),
+        ({"engine__async_scheduling": "false"}, {"async_scheduling": False}),
+    ],
+)  # fmt: skip
+def test_arguments_on_a_gpu_follow_the_config(
+    gpu: None, keys: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    arguments = device.arguments(tiny_config(**keys))
+    assert {name: arguments.get(name) for name in expected} == expected
+    fraction = tiny_config(**keys).engine.memory_fraction
+    assert arguments["gpu_memory_utilization"] == fraction
 
 
 @pytest.mark.parametrize(("setting", "variable"), [("auto", None), ("v1", "0"), ("v2", "1")])
@@ -96,10 +97,6 @@ def test_the_model_runner_is_chosen_by_an_environment_variable(
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
     device.choose_model_runner(tiny_config(engine__model_runner=setting).engine)
     assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == variable
-
-
-def test_model_runner_v2_is_rejected_without_a_gpu() -> None:
-    assert refusal(HF, engine__model_runner="v2").startswith("engine.model_runner: v2 needs")
 
 
 @pytest.mark.parametrize("is_gpu", [True, False])
@@ -117,6 +114,19 @@ def test_kernels_compiled_at_run_time_are_off_by_default(
     assert os.environ["VLLM_USE_DEEP_GEMM"] == "1"
     values = [os.environ.get(name) for name in names if name != "VLLM_USE_DEEP_GEMM"]
     assert values == (["0"] * 3 if is_gpu else [None] * 3)
+
+
+def test_cuda_graphs_capture_full_decode_without_compilation() -> None:
+    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+    from vllm.config.quantization import _ONLINE_SHORTHANDS
+
+    graphs = CompilationConfig(**device._graphs(96))
+    assert graphs.mode == CompilationMode.NONE
+    assert graphs.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+    assert not graphs.cudagraph_mode.requires_piecewise_compilation()
+    assert graphs.cudagraph_capture_sizes[-1] == 96
+    methods = _ONLINE_SHORTHANDS[device.FP8]
+    assert methods.linear is not None and methods.moe is not None
 
 
 @given(st.integers(1, 4096))
@@ -157,38 +167,37 @@ def refusal(hf: dict[str, Any], **keys: Any) -> str:
 
 
 FP8 = {"engine__quantization": "fp8", "policy__precision": "bfloat16"}
-
-
-def test_quantized_experts_are_rejected_on_cpu() -> None:
-    assert "no FP8 experts for this CPU" in refusal({**HF, **EXPERTS}, **FP8)
-
-
-def test_quantized_experts_are_rejected_with_engine_sleep(gpu: None) -> None:
-    assert "not for experts in an engine that sleeps" in refusal({**HF, **EXPERTS}, **FP8)
+TWO_RANKS = {**FP8, "engine__tensor_parallel": 2, "engine__sleep": "false"}
 
 
 @pytest.mark.parametrize(
-    ("wrong", "dimension"),
+    ("is_gpu", "hf", "keys", "message"),
     [
-        ({"intermediate_size": 640}, "intermediate_size = 640"),
-        ({"head_dim": 32}, "attention heads x head size = 128"),
-        (EXPERTS, "moe_intermediate_size = 384"),
-        ({"hidden_size": 320}, "hidden_size = 320"),
+        (False, {}, {"engine__model_runner": "v2"}, "engine.model_runner: v2 needs"),
+        (False, EXPERTS, FP8, "no FP8 experts for this CPU"),
+        (True, EXPERTS, FP8, "not for experts in an engine that sleeps"),
+        (True, {"intermediate_size": 640}, TWO_RANKS, "intermediate_size = 640"),
+        (True, {"head_dim": 32}, TWO_RANKS, "attention heads x head size = 128"),
+        (True, EXPERTS, TWO_RANKS, "moe_intermediate_size = 384"),
+        (True, {"hidden_size": 320}, TWO_RANKS, "hidden_size = 320"),
+        (True, {}, TWO_RANKS, ""),
+        (False, {}, {"engine__max_batched_tokens": 8}, "engine.max_batched_tokens: 8 is less than"),
+        (True, {}, {"engine__max_batched_tokens": 8}, ""),
     ],
 )
-def test_quantization_blocks_that_ranks_would_split_are_rejected(
-    gpu: None, wrong: dict[str, Any], dimension: str
+def test_configs_that_vllm_cannot_run_are_rejected(
+    is_gpu: bool,
+    hf: dict[str, Any],
+    keys: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    two_ranks = {**FP8, "engine__tensor_parallel": 2, "engine__sleep": "false"}
-    message = refusal({**HF, **wrong}, **two_ranks)
-    assert dimension in message and "engine.tensor_parallel = 2" in message
-    device.check_config(tiny_config(**two_ranks), architecture(HF))
-
-
-def test_on_cpu_max_batched_tokens_must_hold_a_whole_prompt() -> None:
-    message = refusal(HF, engine__max_batched_tokens=8)
-    assert message.startswith("engine.max_batched_tokens: 8 is less than")
-
-
-def test_on_a_gpu_max_batched_tokens_may_be_less_than_a_prompt(gpu: None) -> None:
-    device.check_config(tiny_config(engine__max_batched_tokens=8), architecture(HF))
+    monkeypatch.setattr(device, "has_cuda", lambda: is_gpu)
+    config = tiny_config(**keys)
+    if not message:
+        device.check_config(config, architecture({**HF, **hf}))
+        return
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
+        device.check_config(config, architecture({**HF, **hf}))
+    is_split = keys is TWO_RANKS
+    assert ("engine.tensor_parallel = 2" in str(raised.value)) == is_split

@@ -1,4 +1,4 @@
-"""Recorded rollouts for people and for other programs: the command `samples`, and `datasets`."""
+"""Recorded rollouts for people: the command `samples`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from dapo_megatron.report.samples_command import Selection, samples
 from dapo_megatron.rollout.record import COMPLETIONS, read_groups
-from dapo_megatron.types import ConfigError, DataError
+from dapo_megatron.types import ConfigError
 from tests.helpers.configs import REPOSITORY
 from tests.helpers.made_run import MadeRun
 
@@ -86,19 +86,6 @@ def test_a_selection_without_groups_is_an_error(selection: Selection, message: s
         samples(RECORDED, selection)
 
 
-def test_runs_without_rollouts_and_damaged_files_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="samples has no recorded steps; name the folder"):
-        samples(tmp_path, Selection())
-    folder = tmp_path / "samples" / "step_000002"
-    folder.mkdir(parents=True)
-    with pytest.raises(ConfigError, match=f"^{folder}: recorded by an earlier version; use commit"):
-        samples(tmp_path, Selection())
-    file = folder / COMPLETIONS
-    file.write_text("{}")
-    with pytest.raises(DataError, match=f"^{file}: cannot be read"):
-        samples(tmp_path, Selection())
-
-
 def test_hidden_characters_are_printed_visibly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,26 +93,3 @@ def test_hidden_characters_are_printed_visibly(
     text = printed(capsys, Selection(num=6), run.write(tmp_path / "run"))
     assert len(tickets_of(text)) == 6
     assert not {"\x1b", "\x00", "\u202e", "\ud800"} & set(text)
-
-
-def test_datasets_loads_recorded_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    import datasets
-
-    files = str(RECORDED / "samples" / "step_*" / COMPLETIONS)
-    loaded = datasets.load_dataset(
-        "parquet", data_files=files, split="train", cache_dir=str(tmp_path)
-    )
-    rows = [
-        (recorded.group, completion)
-        for folder in sorted((RECORDED / "samples").iterdir())
-        for recorded in read_groups(folder / COMPLETIONS)
-        for completion in recorded.group.completions
-    ]
-    assert len(loaded) == len(rows) > 100
-    for values, (group, completion) in zip(loaded.select(range(20)), rows, strict=False):
-        assert (values["ticket"], values["sample"]) == (group.ticket, completion.sample)
-        assert values["tokens"] == list(completion.tokens)
-        assert values["logprobs"] == pytest.approx(list(completion.logprobs), abs=0.0)
-        assert values["text"] == completion.text
-        assert values["prompt"] == group.prompt.text

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import dapo_megatron.engine.server as module
 from dapo_megatron.cluster.collectives import decode, encode
@@ -20,7 +23,8 @@ from dapo_megatron.engine.messages import GroupRequest, Hello, Order, OrderKind,
 from dapo_megatron.engine.server import EngineServer, Left, Link
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.pool import Pool
-from dapo_megatron.types import Completion, Finish, SampleRequest, Segment, SyncError
+from dapo_megatron.types import Completion, Finish, Grade, SyncError
+from tests.helpers.rollouts import Key
 from tests.helpers.servers import (
     PATIENCE_SECONDS,
     SECRET,
@@ -103,13 +107,7 @@ def serve(
     return link  # type: ignore[no-any-return]
 
 
-def finished(sample: int, text: str) -> Completion:
-    return Completion(
-        sample, array("i", [5, 5]), array("f", [-1, -1]), text, Finish.STOP, (Segment(0, 2),)
-    )
-
-
-def test_a_free_phase_returns_each_completion_once_with_its_grade(grading: GradingPool) -> None:
+def test_real_graders_grade_a_free_phase(grading: GradingPool) -> None:
     script: list[Item] = [sample_order(3, 0, 1), sample_order(4, 2, 3)]
     script.append(lambda: len(link.returned) == 4)
     script.append(Order(OrderKind.INTERRUPT))
@@ -131,84 +129,110 @@ def test_a_free_phase_returns_each_completion_once_with_its_grade(grading: Gradi
     assert numbers == sorted(numbers) and numbers[-1] == 4
 
 
-def test_an_interrupt_returns_everything_once_and_the_next_phase_starts_anew(
-    grading: GradingPool,
+class LateGrading:
+    """Grading pool in this process, whose results come late and in any order."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.last_errors: dict[str, str] = {}
+        self._rng = rng
+        self._pending: list[tuple[int, Grade | None, str]] = []
+
+    @property
+    def pending(self) -> int:
+        return len(self._pending)
+
+    def submit(self, number: int, source: str, text: str, truth: str, extra: Any) -> None:
+        is_graded = WHYS[text] == "graded"
+        grade = Grade(1.0, text == truth, text) if is_graded else None
+        self._pending.append((number, grade, WHYS[text]))
+
+    def collect(self, wait: bool) -> list[tuple[int, Grade | None, str]]:
+        arrived = [item for item in self._pending if self._rng.random() < 0.3]
+        self._pending = [item for item in self._pending if item not in arrived]
+        self._rng.shuffle(arrived)
+        return arrived
+
+    def drop_queued(self) -> None:
+        """Drop nothing: all results still come."""
+
+
+class Rank0:
+    """Link to a rank 0 that asks for samples in several phases, and interrupts each after a number
+    of polls, or when all is answered. It checks that each request is answered once: graded, or with
+    what the next phase continues from."""
+
+    def __init__(self, engine: CannedEngine, rng: random.Random, limits: Sequence[int]) -> None:
+        self.sent_at = math.inf
+        self.num_graded = 0
+        self._engine, self._rng, self._limits = engine, rng, list(limits)
+        self._asked: dict[Key, Completion | None] = {}
+        self._open: dict[Key, Completion | None] = {}
+        self._num_polls = self._num_sampled = 0
+
+    def orders(self, seconds: float) -> Iterator[Order]:
+        self._num_polls += 1
+        if self._num_polls == 1:
+            self._engine._texts = self._rng.choices(list(WHYS), k=4)
+            keys = [(ticket, sample) for ticket in range(3) for sample in range(4)]
+            self._open |= {key: None for key in keys if self._rng.random() < 0.5} | self._open
+            self._asked, self._open = self._open, {}
+            for key, so_far in self._asked.copy().items():
+                yield sample_order(key[0], key[1] if so_far is None else so_far)
+        elif self._num_polls > self._limits[0] or not self._asked:
+            del self._limits[0]
+            self._num_polls = 0
+            yield Order(OrderKind.INTERRUPT)
+            if not self._limits:
+                raise Left("all phases are over", 0)
+
+    def send(self, report: Report) -> None:
+        for ticket, completion, why in report.returned:
+            key = ticket, completion.sample
+            so_far = self._asked.pop(key)
+            is_new = so_far is None or so_far.finish is Finish.UNFINISHED
+            assert completion.num_tokens == (so_far.num_tokens if so_far else 0) + is_new
+            if why:
+                assert why == WHYS[completion.text]
+                is_right = completion.grade and completion.grade.correct
+                assert is_right == (completion.text == "7" if why == "graded" else None)
+                self.num_graded += 1
+            else:
+                assert report.is_interrupted and completion.grade is None
+                self._open[key] = completion
+            self._num_sampled += is_new and completion.finish is not Finish.UNFINISHED
+        if report.is_interrupted:
+            assert self._asked == {} and report.num_sampled == self._num_sampled
+            self._num_sampled = 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    limits=st.lists(st.integers(1, 12), max_size=4),
+    report_seconds=st.sampled_from([0.0, 1e9]),
+)
+def test_each_request_is_answered_once_with_its_grade_in_interrupted_phases(
+    seed: int, limits: list[int], report_seconds: float
 ) -> None:
-    """Two completions are graded, two are still graded, and one is unfinished."""
-    texts = ("7", "wrong", "hang", "hang", "7")
-    engine = CannedEngine(texts, holds=lambda request: request.sample == 4)
-    first = [
-        sample_order(3, 0, 1, 2, 3, 4),
-        lambda: {item[1].sample for item in link.returned} == {0, 1},
-        Order(OrderKind.INTERRUPT),
-    ]
-    link = ScriptedLink(first)
-    hanging = GradingPool({"sums": "tests.helpers.graders:moody"}, 4, timeout_seconds=60.0)
-    with hanging:
-        serve(engine, hanging, [], link)
-    last = link.sent[-1]
-    assert last.is_interrupted and last.num_sampled == 4
-    rest = {each.sample: (each, why) for _, each, why in last.returned}
-    assert sorted(rest) == [2, 3, 4] and len(last.returned) == 3
-    assert {why for _, why in rest.values()} == {""}
-    assert all(each.grade is None for each, _ in rest.values())
-    assert rest[4][0].finish is Finish.UNFINISHED and rest[4][0].num_tokens == 1
-    assert rest[2][0].finish is rest[3][0].finish is Finish.STOP
-    assert engine.requests == []
-
-    # The unfinished one goes on, and a finished one is only graded.
-    other = CannedEngine(TEXTS)
-    submitted: list[SampleRequest] = []
-    submit = other.submit
-    other.submit = lambda requests: (submitted.extend(requests), submit(requests))[1]  # type: ignore[method-assign]
-    so_far = replace(rest[4][0], sample=3)
-    graded_only = replace(rest[2][0], text="7")
-    link = ScriptedLink([sample_order(3, so_far, graded_only), lambda: len(link.returned) == 2])
-    serve(other, grading, [], link)
-    assert [request.so_far for request in submitted] == [so_far]
-    assert submitted[0].seed == sampling().request(3, prompt(3), 3, so_far).seed is not None
-    results = {each.sample: each for _, each, _ in link.returned}
-    assert results[3].num_tokens == 2
-    assert replace(results[2], grade=None) == graded_only
-    assert results[2].grade is not None and results[2].grade.correct
-    assert link.sent[-1].num_sampled == 1  # since the interrupt, and only what was sampled
+    rng = random.Random(seed)
+    engine = CannedEngine(TEXTS, holds=lambda request: rng.random() < 0.5)
+    link = Rank0(engine, rng, [*limits, 10_000])
+    serve(engine, LateGrading(rng), [], link, report_seconds)  # type: ignore[arg-type]
+    assert not link._open and not engine.requests
 
 
-def test_an_interrupt_returns_grades_that_were_not_due_to_be_reported(
-    grading: GradingPool,
-) -> None:
-    engine = CannedEngine(TEXTS, holds=lambda request: request.sample == 3)
-    script: list[Item] = [
-        sample_order(3, 0, 1, 2, 3),
-        lambda: engine.num_steps >= 2 and not grading.pending,
-        Order(OrderKind.INTERRUPT),
-    ]
-    link = ScriptedLink(script)
-    serve(engine, grading, [], link, report_seconds=1e9)
-    [last] = [report for report in link.sent if report.is_news]
-    assert last.is_interrupted and last.num_sampled == 3
-    assert sorted(each.sample for _, each, _ in link.returned) == [0, 1, 2, 3]
-    whys = {each.sample: why for _, each, why in link.returned}
-    assert whys == {0: "graded", 1: "graded", 2: "error", 3: ""}
-
-
-def test_a_deterministic_order_runs_its_steps_and_waits_for_all_grades(
-    grading: GradingPool,
-) -> None:
-    def run(slow: bool) -> list[Report]:
+def test_a_deterministic_order_runs_its_steps_and_waits_for_all_grades() -> None:
+    def run(seed: int) -> list[Report]:
         engine = CannedEngine(TEXTS)
-        graders = grading
-        if slow:
-            graders = SlowGrading(grading)  # type: ignore[assignment]
         orders = [sample_order(3, 0, 1, 2, num_steps=1), sample_order(4, 0, 3, num_steps=3)]
         empty = Order(OrderKind.SAMPLE, sampling=sampling(), num_steps=3)
+        graders: Any = LateGrading(random.Random(seed))
         link = serve(engine, graders, [*orders, empty, Order(OrderKind.INTERRUPT)])
         assert engine.num_steps == 3
-        news = [report for report in link.sent if report.is_news]
-        assert any(report.grade_seconds for report in news)
-        return [replace(report, grade_seconds=0.0) for report in news]
+        assert any(report.grade_seconds for report in link.sent if report.is_news)
+        return [replace(report, grade_seconds=0.0) for report in link.sent if report.is_news]
 
-    reports = run(slow=False)
+    reports = run(0)
     assert [[(t, c.sample) for t, c, _ in report.returned] for report in reports] == [
         [(3, 2), (3, 1)],  # the newest first
         [(4, 3), (4, 0), (3, 0)],
@@ -218,57 +242,7 @@ def test_a_deterministic_order_runs_its_steps_and_waits_for_all_grades(
     assert [report.num_sampled for report in reports] == [2, 5, 5, 5]
     assert all(why for report in reports for _, _, why in report.returned)
     assert [report.is_interrupted for report in reports] == [False] * 3 + [True]
-    assert run(slow=True) == reports
-
-
-class SlowGrading:
-    """Grading pool whose results come late, and in another order."""
-
-    def __init__(self, pool: GradingPool) -> None:
-        self._pool = pool
-        self._results: list[Any] = []
-        self._waits = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)
-
-    def collect(self, wait: bool) -> list[Any]:
-        self._results += self._pool.collect(wait)
-        self._waits = self._waits + 1 if self._results and not self._pool.pending else 0
-        if self._waits < 10:
-            return []
-        results, self._results, self._waits = self._results[::-1], [], 0
-        return results
-
-
-def test_grades_of_an_interrupted_phase_do_not_reach_the_next(grading: GradingPool) -> None:
-    """The same ticket and sample is asked for again, with another text."""
-    slow = SlowGrading(grading)
-    engine = CannedEngine(["wrong"])
-    answers = iter(["wrong", "7"])
-
-    def step() -> list[tuple[SampleRequest, Completion]]:
-        engine._texts = [next(answers)]
-        return CannedEngine.step(engine)
-
-    engine.step = step  # type: ignore[method-assign]
-    link = ScriptedLink(
-        [
-            sample_order(3, 0),
-            lambda: slow._results,
-            Order(OrderKind.INTERRUPT),
-            sample_order(3, 0),
-            lambda: len(link.returned) == 2,
-            Order(OrderKind.INTERRUPT),
-        ]
-    )
-    serve(engine, slow, [], link)  # type: ignore[arg-type]
-    (_, first, first_why), (_, second, second_why) = link.returned
-    assert (first.text, first_why, first.grade) == ("wrong", "", None)
-    assert (second.text, second_why) == ("7", "graded")
-    assert second.grade is not None and second.grade.correct
-    last = link.sent[-1]
-    assert last.is_interrupted and (last.returned, last.num_sampled) == ([], 1)
+    assert run(1) == reports
 
 
 def test_calls_return_results_and_errors_of_the_engine(grading: GradingPool) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
@@ -29,9 +28,9 @@ from dapo_megatron.cluster.instruments import (
     thinned,
 )
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.recorder import RunRecorder
 from dapo_megatron.types import EnginesLost
+from tests.helpers.console import Console
 from tests.helpers.ranks import run_ranks
 from tests.helpers.saving import ALONE
 
@@ -52,7 +51,7 @@ def at(where: list[Point], seconds: float) -> int:
     return [count for when, count in where if when <= seconds][-1]
 
 
-@given(points(), st.integers(4, 250))
+@given(points(), st.integers(2, 250))
 def test_thinning_keeps_both_ends_and_the_order(made: list[Point], limit: int) -> None:
     kept = thinned(made, limit)
     assert len(kept) <= limit
@@ -235,45 +234,34 @@ def test_a_timeline_that_cannot_be_written_is_only_a_warning(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    out = io.StringIO()
-    console = RunConsole(num_steps=3, file=out)
-    recorder = RunRecorder(
-        trackers=[],
-        console=console,
-        num_devices=1,
-        timeline_folder=tmp_path / "timeline",
-    )
+    console, folder = Console(), tmp_path / "timeline"
+    recorder = RunRecorder(trackers=[], console=console, num_devices=1, timeline_folder=folder)
     with monkeypatch.context() as patch:
         patch.setattr("dapo_megatron.tracking.recorder.write_json", full)
         recorder.timeline(1, {"step": 1})
     recorder.timeline(2, {"step": 2})
-    [written] = (tmp_path / "timeline").iterdir()
+    [written] = folder.iterdir()
     assert written.name == "step_000002.json"
     assert json.loads(written.read_text()) == {"step": 2}
-    assert "WARNING: the timeline of step 1 was not written: " in out.getvalue()
+    assert console.warnings[0].startswith("the timeline of step 1 was not written: ")
 
 
-def test_a_phase_that_fails_counts_in_its_step() -> None:
+def test_a_phase_that_fails_counts_in_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """After EnginesLost, the step goes on with another phase of this name."""
-
-    class Watched:
-        @contextmanager
-        def phase(self, name: str, step: int) -> Iterator[None]:
-            yield
-
-    timeline = TimelineRecorder(ALONE, every=0)
+    clock, timeline = Clock(monkeypatch), TimelineRecorder(ALONE, every=0)
     timeline.follow(num_replicas=1, max_sequences=8)
-    instruments = StepInstruments(cast(Any, Watched()), MemoryMeter(ALONE), timeline)
+    instruments = StepInstruments(MagicMock(), MemoryMeter(ALONE), timeline)
     instruments.begin(5)
     with suppress(EnginesLost), instruments.phase("generate"):
         timeline.change(0, 2)
-        time.sleep(0.05)
+        clock.now += 3.0
         raise EnginesLost("no engine is left")
     timeline.change(0, 0)
     with instruments.phase("generate"):
-        time.sleep(0.05)
+        clock.now += 4.0
     metrics = instruments.metrics(100)
-    assert 0.1 <= metrics["time/generate"] <= metrics["time/step"]
-    assert 0.05 <= metrics["time/engine_idle"] <= metrics["time/generate"] - 0.05
+    assert (metrics["time/generate"], metrics["time/engine_idle"]) == (7.0, 4.0)
+    assert metrics["time/step"] >= 7.0
     instruments.begin(6)
+    clock.now += 1.0
     assert "time/generate" not in instruments.metrics(100)

@@ -7,10 +7,10 @@ that sleeping engines or an offloaded policy could not serve.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -27,9 +27,7 @@ from dapo_megatron.types import (
     LogProbs,
     Rollouts,
     Shard,
-    StarvedError,
     StepStats,
-    Stopped,
     SyncError,
     TensorSlice,
     TokenBatch,
@@ -261,85 +259,31 @@ def test_syncs_that_fail_again_and_again_end_the_run() -> None:
 # ------------------------------------------------------------------ the loop
 
 
-class World:
-    """The other parts of a run."""
-
-    def __init__(self, both: Accelerator, error: Exception | None = None) -> None:
-        self.both, self.error = both, error
-
-    def collect(self, version: int) -> Rollouts:
-        self.both.record(f"collect {version}", "engine weights", "engine cache")
-        if self.error is not None and version == 1:
-            raise self.error
-        completions = (completion(0, 1, RIGHT), completion(1, 1, WRONG))
-        groups = [group(1, *completions)]
-        return Rollouts(described(groups, overlong()), tokens_of(groups, overlong()), {})
-
-    def run(self, version: int) -> dict[str, float]:
-        self.both.record("evaluate", "engine weights", "engine cache")
-        return {}
-
-    def stage(self) -> None:
-        self.both.record("copy", "policy")
-
-    def commit(self, step: int, state: Any, parts: Any) -> Callable[[], None]:
-        self.both.record(f"save {step}")
-        return lambda: None
-
-    def wait(self) -> None:
-        pass
-
-    def due(self, step: int, last: int = 0) -> bool:
-        return True
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.logged = metrics
-
-    def snapshot(self) -> None:
-        pass
-
-    def sequence_diagnostics(self, *_: Any) -> None:
-        pass
-
-    @contextmanager
-    def phase(self, name: str, step: int = 0) -> Iterator[None]:
-        yield
-
-    def check(self) -> None:
-        """No signal asks to stop."""
-
-    def trained(self, lengths: Sequence[int], num_scored: int) -> None:
-        pass
-
-    def groups(self, done: int) -> None:
-        pass
-
-
-def train(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> tuple[Any, World]:
+def test_the_loop_loads_only_one_model_outside_of_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run two steps of the real loop, each on two mini-batches of one sequence."""
-    both, ranks = Accelerator(), Ranks(0, 1, 0)
-    world = World(both, error)
+    both, ranks, world = Accelerator(), Ranks(0, 1, 0), MagicMock()
     sync = make_sync(both)
     both.sleep()
     both.calls.clear()
+    groups = [group(1, completion(0, 1, RIGHT), completion(1, 1, WRONG))]
+    rollouts = Rollouts(described(groups, overlong()), tokens_of(groups, overlong()), {})
+
+    engine = ("engine weights", "engine cache")
+    world.collect.side_effect = lambda version: (
+        both.record(f"collect {version}", *engine) or rollouts
+    )
+    world.run.side_effect = lambda version: both.record("evaluate", *engine) or {}
+    world.stage.side_effect = lambda: both.record("copy", "policy")
+    world.commit.side_effect = lambda step, *_: both.record(f"save {step}") or (lambda: None)
+    world.state.return_value = {}
     monkeypatch.setattr(loop, "check_gaps", lambda *_, **__: None)
     parts: Any = SimpleNamespace(
         policy=both, sync=sync, collector=world, evaluator=world, recorder=world,
-        checkpoints=world, data_parallel=ONE_INDEX, loss=None,
-        stop=world, ahead=None,
+        checkpoints=world, data_parallel=ONE_INDEX, loss=None, stop=world, ahead=None,
         instruments=StepInstruments(world, MemoryMeter(ranks), TimelineRecorder(ranks, every=0)),
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=2)
-    with suppress(StarvedError, Stopped):
-        loop.train(config, parts, loop.Progress(), started=time.time())
-    return both, world
-
-
-def test_the_loop_loads_only_one_model_outside_of_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
-    both, world = train(monkeypatch)
+    loop.train(config, parts, loop.Progress(), started=time.time())
     step = ["sleep", "onload", "logprobs", "update", "update", "copy", *SYNC, "evaluate"]
     assert both.calls == [
         *SYNC, "evaluate",
@@ -347,5 +291,5 @@ def test_the_loop_loads_only_one_model_outside_of_syncs(monkeypatch: pytest.Monk
         "collect 1", *step, "save 2",
     ]  # fmt: skip
     phases = ("generate", "logprobs", "update", "checkpoint", "sync", "evaluate")
-    memory = {name for name in world.logged if name.startswith("memory/")}
+    memory = {name for name in world.log.call_args.args[1] if name.startswith("memory/")}
     assert memory == {f"memory/{phase}_gib" for phase in phases}
