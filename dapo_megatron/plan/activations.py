@@ -102,7 +102,7 @@ def _norms(stage: Stage, layer: int) -> float:
 def _attention(stage: Stage) -> float:
     """Return the bytes per token saved from the QKV projection to the input of the output
     projection."""
-    arch, width, split = stage.arch, stage.width, stage.by_heads
+    arch, width, split = stage.arch, stage.width, stage.policy.tensor_parallel
     if arch.latent:
         return _latent_attention(stage, arch.latent)
     query, group = arch.query_rows / split, arch.group_rows / split
@@ -133,7 +133,7 @@ def _attention(stage: Stage) -> float:
 def _latent_attention(stage: Stage, latent: Latent) -> float:
     """Return the bytes per token that latent attention saves. Its values are narrower than its
     queries; torch's only kernel for this case saves the full matrix of scores."""
-    arch, width, split = stage.arch, stage.width, stage.by_heads
+    arch, width, split = stage.arch, stage.width, stage.policy.tensor_parallel
     heads = arch.num_heads / split
     down = 0.0
     if latent.q_lora_rank:
@@ -156,15 +156,13 @@ def _scores(stage: Stage) -> float:
 def _mlp(stage: Stage, layer: int) -> float:
     """Return the bytes per token that an MLP saves: gate and up (one tensor), and the input of the
     second matmul (policy/activation.py)."""
-    arch, width = stage.arch, stage.width
+    arch, split = stage.arch, stage.policy.tensor_parallel
+    column = 2 * stage.width + stage.input_width
     if not arch.has_experts(layer):
-        return (2 * width + stage.input_width) * arch.intermediate_size / stage.by_heads
-    expert = (
-        2 * width + stage.input_width
-    ) * arch.moe_intermediate_size + stage.input_width * arch.hidden_size
+        return column * arch.intermediate_size / split
+    expert = column * arch.moe_intermediate_size + stage.input_width * arch.hidden_size
     routed = arch.experts_per_token * (expert + 24) + (2 * FLOAT32 + 1) * arch.num_experts
-    shared = (2 * width + stage.input_width) * arch.shared_intermediate_size / stage.by_heads
-    return routed / stage.by_tokens + shared
+    return routed / stage.by_tokens + column * arch.shared_intermediate_size / split
 
 
 # ------------------------------------------------------------------ temporary memory
@@ -185,7 +183,7 @@ def passing(stage: Stage, *, backward: bool) -> dict[str, MemoryItem]:
 def _forward_of_layer(stage: Stage, layer: int) -> float:
     """Return the peak bytes of a layer's forward pass."""
     hidden, columns, routed = _sizes(stage, layer)
-    heads = 2.5 * _scores(stage) * stage.arch.num_heads / stage.by_heads
+    heads = 2.5 * _scores(stage) * stage.arch.num_heads / stage.policy.tensor_parallel
     of_mlp = stage.width * (4 * columns + 4 * hidden + routed)
     return stage.num_tokens * max(of_mlp, heads + stage.width * 4 * hidden)
 
@@ -198,9 +196,9 @@ def _backward_of_layer(stage: Stage, layer: int) -> float:
     per_token = stage.width * (4 * columns + 3 * hidden + routed)
     if stage.policy.recompute == "full":
         per_token += kept_by_layer(stage, layer) - _layer_input(stage)
-    arch = stage.arch
-    of_experts = arch.has_experts(layer)
-    width = arch.moe_intermediate_size if of_experts else arch.intermediate_size / stage.by_heads
+    arch, width = stage.arch, stage.arch.intermediate_size / stage.policy.tensor_parallel
+    if arch.has_experts(layer):
+        width = arch.moe_intermediate_size
     return stage.num_tokens * per_token + stage.width * 2 * width * arch.hidden_size
 
 
@@ -209,13 +207,11 @@ def _sizes(stage: Stage, layer: int) -> tuple[float, float, float]:
     of tokens sent to experts and back."""
     arch = stage.arch
     hidden = arch.hidden_size / stage.by_tokens
+    split = stage.policy.tensor_parallel
     if arch.has_experts(layer):
-        return (
-            hidden,
-            arch.shared_intermediate_size / stage.by_heads,
-            2 * arch.experts_per_token * hidden,
-        )
-    return hidden, arch.intermediate_size / stage.by_heads, 0.0
+        shared = arch.shared_intermediate_size / split
+        return hidden, shared, 2 * arch.experts_per_token * hidden
+    return hidden, arch.intermediate_size / split, 0.0
 
 
 def _head_rows(stage: Stage) -> int:

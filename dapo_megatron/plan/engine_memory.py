@@ -24,28 +24,25 @@ GRAPHS_GIB = 1.0
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Memory of one rank of an engine."""
+    """Memory of one rank of an engine.
+
+    sampler         allocated in vLLM's memory pool of weights, and woken with them
+    others          workspace, and routes if they are captured
+    token_bytes     of the KV cache, per token
+    received_bytes  of the weights that a sync brings, before quantization
+    """
 
     weights: MemoryItem
     sampler: MemoryItem
     cache: MemoryItem
-    workspace: MemoryItem
-    routes: MemoryItem
+    others: tuple[MemoryItem, ...]
     token_bytes: int
-    """Bytes of the KV cache per token."""
     received_bytes: int
-    """Bytes of the weights that a sync brings, before quantization."""
 
     @property
     def parts(self) -> tuple[MemoryItem, ...]:
-        """All of it; routes only if they are captured."""
-        routes = (self.routes,) if self.routes.num_bytes else ()
-        return *self.weight_pool, self.workspace, self.cache, *routes
-
-    @property
-    def weight_pool(self) -> tuple[MemoryItem, ...]:
-        """Parts that vLLM allocates in its memory pool of weights, and wakes with them."""
-        return self.weights, self.sampler
+        """All of it."""
+        return self.weights, self.sampler, self.cache, *self.others
 
     def sequences(self, tokens: float) -> int:
         """Return how many sequences of `tokens` tokens the KV cache holds."""
@@ -71,24 +68,20 @@ def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) ->
         taken = weights + workspace + sampler
         cache = max(int(config.engine.memory_fraction * memory_bytes) - taken, 0)
         rest = f"engine.memory_fraction {config.engine.memory_fraction:g} less the rest"
-    is_captured = config.policy.router_replay == "engine"
-    routes = cache // token_bytes * arch.route_bytes if is_captured else 0
+    how_work = "a step of most tokens, logits, CUDA graphs: assumed"
+    others = [MemoryItem("engine workspace", workspace, how_work)]
+    if config.policy.router_replay == "engine":
+        routes = cache // token_bytes * arch.route_bytes
+        how_routes = "experts of each token in the cache: policy.router_replay"
+        others.append(MemoryItem("engine routes", routes, how_routes))
+    counts = "counts of each token per sequence, in vLLM's model runner V2"
     return EngineMemory(
-        MemoryItem("engine weights", weights, how),
-        MemoryItem(
-            "engine sampler",
-            sampler,
-            "counts of each token per sequence, in vLLM's model runner V2",
-        ),
-        MemoryItem("KV cache", cache, f"{rest}, {token_bytes:,} bytes a token"),
-        MemoryItem(
-            "engine workspace", workspace, "a step of most tokens, logits, CUDA graphs: assumed"
-        ),
-        MemoryItem(
-            "engine routes", routes, "experts of each token in the cache: policy.router_replay"
-        ),
-        token_bytes,
-        received,
+        weights=MemoryItem("engine weights", weights, how),
+        sampler=MemoryItem("engine sampler", sampler, counts),
+        cache=MemoryItem("KV cache", cache, f"{rest}, {token_bytes:,} bytes a token"),
+        others=tuple(others),
+        token_bytes=token_bytes,
+        received_bytes=received,
     )
 
 
@@ -97,13 +90,9 @@ def _weights(
     arch: Architecture, size: int, dtype: torch.dtype, expert_parallel: bool
 ) -> tuple[int, int]:
     """Return the bytes of a rank's weights, and how many of them are in linear layers."""
-    tensor_slices = engine_slices(arch, 0, size, dtype, expert_parallel=expert_parallel)
-    linear = [
-        tensor_slice.nbytes
-        for tensor_slice in tensor_slices
-        if tensor_slice.name.endswith("_proj.weight") and len(tensor_slice.global_shape) == 2
-    ]
-    return sum(tensor_slice.nbytes for tensor_slice in tensor_slices), sum(linear)
+    slices = engine_slices(arch, 0, size, dtype, expert_parallel=expert_parallel)
+    linear = (s for s in slices if s.name.endswith("_proj.weight") and len(s.global_shape) == 2)
+    return sum(part.nbytes for part in slices), sum(part.nbytes for part in linear)
 
 
 def _workspace(config: Config, arch: Architecture) -> int:

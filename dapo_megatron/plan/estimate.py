@@ -235,7 +235,7 @@ def _policy_phases(stage: Stage, engine: EngineMemory | None) -> Phases:
     always = _cuda_of_policy(stage) if stage.on_gpu else ()
     always += _cuda_of_engine(config) if engine and stage.on_gpu else ()
     sleeps = stage.on_gpu and config.engine.sleep
-    parts, pool = (engine.parts, engine.weight_pool) if engine else ((), ())
+    parts = engine.parts if engine else ()
     awake = () if sleeps else parts
     made = {"weights": stage.weights, "gradients": stage.gradients, "optimizer": stage.optimizer}
     # FP8 copies stay from one micro-batch to the next, and so also during a sync.
@@ -252,7 +252,8 @@ def _policy_phases(stage: Stage, engine: EngineMemory | None) -> Phases:
     start = [Moment("policy made", (*always, *made.values(), *at_first, *awake))]
     if sleeps:
         start.insert(0, Moment("engine made", (*always, *parts)))
-    moving = Moment("weights move", (*whole, *(awake or pool), BUCKETS))
+    receiving = (engine.weights, engine.sampler) if engine and sleeps else awake
+    moving = Moment("weights move", (*whole, *receiving, BUCKETS))
     return {
         Phase.START: tuple(start),
         Phase.GENERATE: (generating,),

@@ -19,7 +19,7 @@ from rich.table import Table
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_result
 from dapo_megatron.literal_console import LiteralConsole
-from dapo_megatron.model import Architecture, planned_architecture, published_notes
+from dapo_megatron.model import planned_architecture, published_notes
 from dapo_megatron.plan import GIB, MemoryItem
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.estimate import (
@@ -77,7 +77,9 @@ def fitting_layouts(estimate: MemoryEstimate, assumptions: Assumptions) -> list[
         for recompute in dict.fromkeys([config.policy.recompute, "full"]):
             policy = other.policy.model_copy(update={"recompute": recompute})
             changed = other.model_copy(update={"policy": policy})
-            if not _is_valid(changed, estimate.arch):
+            try:
+                check_compatibility(changed, estimate.arch)
+            except ConfigError:
                 continue
             tried = estimate_memory(changed, estimate.num_processes, estimate.nodes)
             if tried.fits() and not any(tried.gpu_warnings()):
@@ -86,14 +88,6 @@ def fitting_layouts(estimate: MemoryEstimate, assumptions: Assumptions) -> list[
                 fitting.append((float(f"{seconds:.2g}"), seconds, changes(config, changed)))
                 break
     return [(seconds, text) for _, seconds, text in sorted(fitting, key=itemgetter(0))]
-
-
-def _is_valid(config: Config, arch: Architecture) -> bool:
-    try:
-        check_compatibility(config, arch)
-    except ConfigError:
-        return False
-    return True
 
 
 # ------------------------------------------------------------------ tables

@@ -87,11 +87,6 @@ class Stage:
         return self.config.train.max_tokens_per_microbatch
 
     @property
-    def by_heads(self) -> int:
-        """Number of ranks over which heads and columns are split."""
-        return self.policy.tensor_parallel
-
-    @property
     def by_tokens(self) -> int:
         """Number of ranks over which sequence parallelism splits tokens; 1 without it."""
         return self.policy.tensor_parallel if self.policy.sequence_parallel else 1
