@@ -120,9 +120,9 @@ class BucketSender:
         tensors: list[tuple[str, list[_Slice]]] = []
 
         def flush(*, is_last: bool) -> None:
-            bucket = self._buckets[number]
-            bucket.synchronize()
-            filled = _Filled(number, handles[number], len(bucket.memory), tensors, is_last)
+            memory = self._buckets[number].memory
+            _await_copies(memory)
+            filled = _Filled(number, handles[number], len(memory), tensors, is_last)
             self._wait(zmq.POLLOUT)  # for the worker to connect
             self._socket.send(encode(filled))
 
@@ -178,8 +178,7 @@ def received(address: str, seconds: float) -> Iterator[ReceivedTensor]:
                 opened[number] = _opened(filled.handle, filled.num_bytes)
             for name, slices in filled.tensors:
                 yield name, [(part.region, _view(opened[number], part)) for part in slices]
-            if opened[number].is_cuda:
-                torch.cuda.current_stream().synchronize()
+            _await_copies(opened[number])
             socket.send(encode(_Freed(number)))
             if filled.is_last:
                 return
@@ -214,17 +213,11 @@ class _Bucket:
         from torch.multiprocessing.reductions import reduce_tensor
 
         _, arguments = reduce_tensor(self.memory)
-        kept = dict(zip(_CUDA_ARGUMENTS, arguments, strict=True))
         return {
             name: list(value) if isinstance(value, torch.Size) else value
-            for name, value in kept.items()
+            for name, value in zip(_CUDA_ARGUMENTS, arguments, strict=True)
             if name not in _KNOWN
         }
-
-    def synchronize(self) -> None:
-        """Wait until the bucket's copies are done."""
-        if self.memory.is_cuda:
-            torch.cuda.current_stream().synchronize()
 
 
 _CUDA_ARGUMENTS = (
@@ -251,6 +244,11 @@ def _opened(handle: Handle, num_bytes: int) -> Tensor:
         storage_device=torch.cuda.current_device(),
     )
     return memory
+
+
+def _await_copies(memory: Tensor) -> None:
+    if memory.is_cuda:
+        torch.cuda.current_stream().synchronize()
 
 
 def _view(memory: Tensor, part: _Slice) -> Tensor:

@@ -20,6 +20,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby
+from operator import itemgetter
 
 import torch
 
@@ -203,15 +204,14 @@ def _index(island: _Island) -> list[_Tensor]:
 
 def _entry(tensors: dict[str, _Tensor], tensor_slice: TensorSlice, rank: int) -> _Tensor:
     """Return the entry of a tensor slice's tensor. Raises SyncError for another shape or dtype."""
-    tensor = tensors.get(tensor_slice.name)
-    if tensor is None:
-        tensor = tensors[tensor_slice.name] = _Tensor(
-            tensor_slice.name, tensor_slice.global_shape, tensor_slice.dtype, rank
-        )
-    elif tensor_slice.global_shape != tensor.shape or tensor_slice.dtype != tensor.dtype:
+    name, shape, dtype = tensor_slice.name, tensor_slice.global_shape, tensor_slice.dtype
+    if name not in tensors:
+        tensors[name] = _Tensor(name, shape, dtype, rank)
+    tensor = tensors[name]
+    if shape != tensor.shape or dtype != tensor.dtype:
         raise SyncError(
-            f"{tensor_slice.name} is {list(tensor.shape)} {tensor.dtype} on rank {tensor.first}, "
-            f"but {list(tensor_slice.global_shape)} {tensor_slice.dtype} on rank {rank}"
+            f"{name} is {list(tensor.shape)} {tensor.dtype} on rank {tensor.first}, but "
+            f"{list(shape)} {dtype} on rank {rank}"
         )
     return tensor
 
@@ -336,7 +336,7 @@ def _interleave(streams: Sequence[Sequence[_Tensor]]) -> list[_Tensor]:
         for tensor in stream:
             progress.append((before / max(total, 1), tensor))
             before += tensor.moved
-    return [tensor for _, tensor in sorted(progress, key=lambda entry: entry[0])]
+    return [tensor for _, tensor in sorted(progress, key=itemgetter(0))]
 
 
 def _fill(
@@ -362,16 +362,10 @@ def _fill(
             arriving.update(more_in)
             leaving.update(more_out)
             rounds[-1].append((tensor.stage, TensorTransfer(tensor.name, routes)))
-    return (
-        # Within a round, tensors of one stage, and so of one layer, follow each other.
-        tuple(
-            tuple(transfer for _, transfer in sorted(entries, key=lambda entry: entry[0]))
-            for entries in rounds
-            if entries
-        ),
-        tuple(missing),
-        tuple(sent),
-    )
+    # Within a round, tensors of one stage, and so of one layer, follow each other.
+    by_stage = (sorted(entries, key=itemgetter(0)) for entries in rounds if entries)
+    transfers = tuple(tuple(transfer for _, transfer in entries) for entries in by_stage)
+    return transfers, tuple(missing), tuple(sent)
 
 
 class _Routing:
