@@ -44,11 +44,6 @@ def broken(response: str, truth: str, extra: object) -> bool:
     raise LookupError("no such table")
 
 
-def never(response: str, truth: str, extra: object) -> bool:
-    """Grade every response as wrong."""
-    return False
-
-
 def near(response: str, truth: str, extra: object) -> bool:
     """Grade by the parity of the sum of the character codes, so that groups of any model are
     mixed."""

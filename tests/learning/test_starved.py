@@ -1,4 +1,4 @@
-"""Test that a run without mixed groups names the data set and the fix, and saves a checkpoint."""
+"""Test that a run whose grader fails names the data set and the fix, and saves a checkpoint."""
 
 from __future__ import annotations
 
@@ -75,15 +75,3 @@ def test_a_grader_that_always_raises_is_named_and_the_run_resumes_with_another(
     ]
     assert len(tickets) == len(set(tickets))
     assert min(tickets) == 0  # groups that abstained before the restart are written as well
-
-
-@pytest.mark.long
-def test_without_any_mixed_group_the_run_ends_at_max_prompts_per_step(
-    tmp_path: Path, rows: Path
-) -> None:
-    done = train(tmp_path, rows, "tests.helpers.graders:never")
-    assert done.returncode != 0
-    assert "0 of 4 mixed groups after 12 prompts (rollout.max_prompts_per_step)" in done.stdout
-    assert "sums: 12 all_wrong" in done.stdout
-    assert "change data.train or its grader" in done.stdout
-    assert (tmp_path / "tiny_cpu" / "checkpoints" / "step_000000" / "state.json").exists()

@@ -9,16 +9,22 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from dapo_megatron.cluster.secret import SECRET
 from dapo_megatron.rollout import record
 from dapo_megatron.rollout.record import recorded_steps
 from dapo_megatron.tracking.policy_files import policy_files, read_policy
-from tests.helpers.commands import Running, run, started
+from tests.helpers.commands import run, started
 from tests.helpers.configs import REPOSITORY, TINY
+from tests.helpers.runs import wait_for_row
+from tests.helpers.sockets import children, listening
 
 STEPS = 7
 OVERRIDES = (
@@ -103,17 +109,70 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
+@dataclass
+class Seen:
+    """What others on the machine can see of a run's processes."""
+
+    secrets: set[str] = field(default_factory=set)
+    addresses: set[str] = field(default_factory=set)
+    commands: set[str] = field(default_factory=set)
+    inheriting: set[str] = field(default_factory=set)
+    """Command lines of children of ranks and engines that inherited the secret."""
+
+    def look(self, pid: int) -> None:
+        process = psutil.Process(pid)
+        line = " ".join(process.cmdline())
+        self.commands.add(line)
+        self.addresses |= set(listening([pid]))
+        if secret := process.environ().get(SECRET):
+            self.secrets.add(secret)
+            if "dapo_megatron train" not in line and "dapo_megatron engine" not in line:
+                self.inheriting.add(line)
+
+
 @pytest.fixture(scope="module")
-def straight(directory: Path) -> Path:
-    """Folder of an uninterrupted run, started with the command that a user types."""
+def watched(directory: Path) -> tuple[Path, Seen]:
+    """Folder of an uninterrupted run, started with the command that a user types, and what was seen
+    of it."""
     program = [sys.executable, "-m", "dapo_megatron", *command(directory, "straight")]
-    done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "accuracy before" in done.stdout
-    assert "mlflow ui --backend-store-uri" in done.stdout
-    assert f"  report           {directory / 'straight' / 'report.html'}\n" in done.stdout
-    assert "WARNING" not in done.stdout
-    return directory / "straight"
+    environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}
+    seen, output = Seen(), directory / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            program, cwd=REPOSITORY, env=environment, stdout=file, stderr=file
+        )
+        while process.poll() is None:
+            for pid in children(process.pid):
+                with suppress(psutil.Error):  # it may have ended
+                    seen.look(pid)
+            time.sleep(0.25)
+    out = output.read_text()
+    assert process.returncode == 0, out
+    assert "accuracy before" in out
+    assert "mlflow ui --backend-store-uri" in out
+    assert f"  report           {directory / 'straight' / 'report.html'}\n" in out
+    assert "WARNING" not in out
+    return directory / "straight", seen
+
+
+@pytest.fixture(scope="module")
+def straight(watched: tuple[Path, Seen]) -> Path:
+    return watched[0]
+
+
+def test_a_run_listens_only_on_loopback_and_its_secret_does_not_leak(
+    directory: Path, watched: tuple[Path, Seen]
+) -> None:
+    seen = watched[1]
+    [secret] = seen.secrets
+    assert len(secret) == 64
+    assert not seen.inheriting, "child processes of a rank inherited the secret"
+    hosts = {address.rpartition(":")[0] for address in seen.addresses}
+    assert hosts == {"127.0.0.1"}
+    assert not [line for line in seen.commands if secret in line]
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
 
 
 def test_a_short_run_learns(straight: Path) -> None:
@@ -211,9 +270,16 @@ def test_policy_log_probs_are_written_for_every_trained_completion(straight: Pat
     assert num_fresh
 
 
-def test_the_folder_records_the_provenance_of_the_run(straight: Path) -> None:
+def test_the_folder_explains_the_run(straight: Path) -> None:
+    """It has the provenance, the tokenizer, the config, and a report that says how it ended."""
     from tokenizers import Tokenizer
 
+    from dapo_megatron.config.file import load_config
+
+    assert load_config(straight / "config.yaml").train.rollout_steps == STEPS
+    text = (straight / "report.html").read_text(encoding="utf-8")
+    assert straight.name in text
+    assert f"it wrote its summary after step {STEPS}" in text, "the report calls the run unfinished"
     provenance = json.loads((straight / "provenance.json").read_text())
     assert provenance["num_processes"] == 2
     assert provenance["devices"]
@@ -224,18 +290,6 @@ def test_the_folder_records_the_provenance_of_the_run(straight: Path) -> None:
     prompt = next(record.read_groups(path)).group.prompt
     tokens = list(prompt.tokens)
     assert prompt.text in tokenizer.decode(tokens, skip_special_tokens=False)
-
-
-def test_the_report_shows_that_the_run_ended(straight: Path) -> None:
-    text = (straight / "report.html").read_text(encoding="utf-8")
-    assert straight.name in text
-    assert f"it wrote its summary after step {STEPS}" in text, "the report calls the run unfinished"
-
-
-def test_the_resolved_config_loads(straight: Path) -> None:
-    from dapo_megatron.config.file import load_config
-
-    assert load_config(straight / "config.yaml").train.rollout_steps == STEPS
 
 
 def test_mlflow_has_every_metric_and_the_true_status(directory: Path, straight: Path) -> None:
@@ -274,18 +328,6 @@ def test_evaluate_gives_the_result_of_the_final_evaluation(directory: Path, stra
 
 
 @pytest.mark.long
-def test_pipeline_parallel_policy_with_two_engines_learns(directory: Path) -> None:
-    layout = ("policy.tensor_parallel=1", "policy.pipeline_parallel=2", "tracking.mlflow=false")
-    done = run(*command(directory, "pp2", *layout, "engine.replicas=2"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "pipeline 2 x data 1" in done.stdout
-    assert "tensor 1 x 2 replicas" in done.stdout
-    summary = json.loads((directory / "pp2" / "summary.json").read_text())
-    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1
-    assert summary["max_gap"] < 1e-4
-
-
-@pytest.mark.long
 def test_a_run_resumes_in_another_layout(directory: Path, straight: Path) -> None:
     """Repeat the last step from the checkpoint before it, with pipeline instead of tensor
     parallelism and two engines instead of one."""
@@ -309,7 +351,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
 ) -> None:
     folder = directory / "killed"
     with started(*command(directory, "killed", "resume=auto"), new_session=True) as running:
-        wait_for_step(folder, 4, running)
+        wait_for_row(folder, 4, running)
         os.killpg(running.pid, signal.SIGKILL)
     run_id = (folder / "mlflow_run.json").read_text()
     assert not (folder / "summary.json").exists()
@@ -323,16 +365,6 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
     kept = ("accuracy_before", "accuracy_after", "steps", "max_gap")
     both = [json.loads((run / "summary.json").read_text()) for run in (folder, straight)]
     assert [both[0][key] for key in kept] == [both[1][key] for key in kept]
-
-
-def wait_for_step(folder: Path, step: int, process: Running) -> None:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and process.poll() is None:
-        path = folder / "metrics.jsonl"
-        if path.exists() and path.read_text().count("\n") > step:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"step {step} not reached")
 
 
 def wait_until_unlocked(folder: Path) -> None:
