@@ -118,7 +118,7 @@ class ScriptedDriver:
         return f"replica {replica}"
 
     def start(self, sampling: Sampling) -> None:
-        assert not any(self._running) and not any(self._to_grade)
+        assert not self.is_running
         self.on_start()
         if len(self.lost) == self.num_replicas:
             raise EnginesLost("no replica is left")
@@ -167,6 +167,16 @@ class ScriptedDriver:
             running.clear()
             self._to_grade[replica].clear()
         return reports
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a replica has something to sample or to grade."""
+        return any(self._running) or any(self._to_grade)
+
+    def accept(self, groups: Sequence[GroupRequest]) -> None:
+        """Submit requests to the only replica."""
+        for group in groups:
+            self._start(0, group)
 
     def _start(self, replica: int, group: GroupRequest) -> None:
         assert replica not in self.lost

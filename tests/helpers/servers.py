@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -17,17 +17,15 @@ import zmq
 from dapo_megatron.cluster.collectives import decode, encode
 from dapo_megatron.cluster.curve import trust_rank0
 from dapo_megatron.engine.messages import (
-    GroupRequest,
     Hello,
     Order,
     OrderKind,
     Report,
-    Returned,
     Sampling,
 )
 from dapo_megatron.rollout.pool import Facts, Pool
-from dapo_megatron.types import Completion, Finish, Grade, Prompt, SampleRequest, Segment
-from tests.helpers.rollouts import MAX_TOKENS, Correct, Key, Length, completion_of, longer
+from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest, Segment
+from tests.helpers.rollouts import MAX_TOKENS, Correct, Length, ScriptedDriver
 
 PATIENCE_SECONDS = 60.0
 """Time after which a test gives up. Only a failing test waits so long."""
@@ -78,7 +76,10 @@ class PlayedServer:
         self.send(hello=Hello(replica, f"process of {replica}", dict(facts)))
 
     def send(self, **report: Any) -> None:
-        self._socket.send(encode(Report(**report)))
+        self.send_report(Report(**report))
+
+    def send_report(self, report: Report) -> None:
+        self._socket.send(encode(report))
 
     def send_bytes(self, message: bytes) -> None:
         self._socket.send(message)
@@ -175,72 +176,34 @@ class Player(threading.Thread):
     def _serve(self, server: PlayedServer) -> None:
         """Serve until the connection is to end."""
         server.hello(self._replica)
-        running: dict[Key, Completion | None] = {}
-        to_grade: dict[Key, Completion] = {}
-        num_sampled = 0
-        while not self._script.is_over.is_set():
+        script, rng = self._script, self._rng
+        replica = ScriptedDriver(
+            script.correct, script.length, num_replicas=1, rng=rng, grade_at_once=False
+        )
+        while not script.is_over.is_set():
             for order in server.orders(0.005):
                 if order.kind in (OrderKind.LEAVE, OrderKind.END):
                     return
                 if order.kind is OrderKind.WELCOME:
                     server.send(ready=MODEL)
                 if order.kind is OrderKind.SAMPLE:
-                    if self._script.losses and self._rng.random() < 0.3:
-                        self._script.losses -= 1
+                    if script.losses and rng.random() < 0.3:
+                        script.losses -= 1
                         return
-                    for request in order.requests:
-                        self._accept(request, running, to_grade)
+                    # Another replica may have sampled what is to be continued.
+                    replica.reported |= {
+                        (request.ticket, sample): so_far.segments if so_far else ()
+                        for request in order.requests
+                        for sample, so_far in request.samples
+                    }
+                    replica.version = script.version
+                    replica.accept(order.requests)
                 if order.kind is OrderKind.INTERRUPT:
-                    rest = [(key[0], each, "") for key, each in to_grade.items()]
-                    rest += [(key[0], each, "") for key, each in running.items() if each]
-                    server.send(returned=rest, num_sampled=num_sampled, is_interrupted=True)
-                    running.clear()
-                    to_grade.clear()
-                    num_sampled = 0
-            if running or to_grade:
-                returned = [self._graded(key, to_grade.pop(key)) for key in self._some(to_grade)]
-                for key in self._some(running):
-                    self._move_on(key, running)
-                    if (each := running[key]) and each.finish is not Finish.UNFINISHED:
-                        to_grade[key] = each
-                        del running[key]
-                        num_sampled += 1
-                server.send(returned=returned, num_sampled=num_sampled)
-
-    def _some(self, keys: Mapping[Key, object]) -> list[Key]:
-        return [key for key in keys if self._rng.random() < 0.6]
-
-    def _accept(
-        self,
-        request: GroupRequest,
-        running: dict[Key, Completion | None],
-        to_grade: dict[Key, Completion],
-    ) -> None:
-        for sample, so_far in request.samples:
-            key = request.ticket, sample
-            assert key not in running and key not in to_grade
-            if so_far is None or so_far.finish is Finish.UNFINISHED:
-                running[key] = so_far
-            else:
-                to_grade[key] = so_far
-
-    def _move_on(self, key: Key, running: dict[Key, Completion | None]) -> None:
-        so_far = running[key]
-        segments = so_far.segments if so_far else ()
-        num_tokens = so_far.num_tokens if so_far else 0
-        more = min(self._rng.randint(1, 3), self._script.length(*key) - num_tokens)
-        segments = longer(segments, more, self._script.version)
-        finish = Finish.UNFINISHED
-        if num_tokens + more == self._script.length(*key):
-            finish = Finish.LENGTH if num_tokens + more == MAX_TOKENS else Finish.STOP
-        running[key] = completion_of(key[1], segments, finish)
-
-    def _graded(self, key: Key, completion: Completion) -> Returned:
-        right = self._script.correct(*key)
-        if right is None:
-            return key[0], completion, "timeout"
-        grade = Grade(1.0 if right else -1.0, right, "7")
-        return key[0], replace(completion, grade=grade), "graded"
+                    [(_, report)] = replica.interrupt()
+                    server.send_report(report)
+            if replica.is_running:
+                [(_, report)] = replica.advance([[]])
+                server.send_report(report)
 
 
 class CannedEngine:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import pytest
@@ -17,24 +14,10 @@ from hypothesis import strategies as st
 
 from dapo_megatron.algo.evaluation import avg_at_k, bootstrap_interval, cons_at_k, pass_at_k
 from dapo_megatron.config import EvaluationConfig
-from dapo_megatron.engine.messages import (
-    GroupRequest,
-    Report,
-    Returned,
-    Sampling,
-    sample_seed,
-)
+from dapo_megatron.engine.messages import Sampling
 from dapo_megatron.rollout.evaluate import Evaluator, evaluation_metrics, sample_all
-from dapo_megatron.types import (
-    EnginesLost,
-    Finish,
-    Grade,
-    Group,
-    Prompt,
-    Segment,
-    Stopped,
-)
-from tests.helpers.rollouts import completion_of
+from dapo_megatron.types import Finish, Grade, Group, Prompt, Segment, Stopped
+from tests.helpers.rollouts import MAX_TOKENS, ScriptedDriver, completion_of, random_script
 
 # ------------------------------------------------------------------------ bootstrap
 
@@ -131,92 +114,41 @@ def test_metrics_agree_with_the_formulas_and_intervals_are_valid(rows: list[str]
 # ------------------------------------------------------------------------ sampling
 
 
-class AnsweringDriver:
-    """Driver of two replicas that answer newest first; grades arrive one exchange later.
+@dataclass
+class EvaluationDriver(ScriptedDriver):
+    """Driver that notes the phases, in which nothing is continued.
 
-    Sample 0 of an even row is right. Sample 1 of row 1 gets no grade.
-
-    lose_at  turn -> replica that is lost then, with all that it has
+    lose_at  turn -> replica that is lost then
     """
 
-    num_replicas, max_sequences, grade_seconds = 2, 3, 0.0
-
-    def __init__(
-        self, stop_at: int = -1, lose_at: Mapping[int, int] = MappingProxyType({})
-    ) -> None:
-        self.requests: list[tuple[int, int]] = []
-        """(ticket, sample) of all requests, in the order of the answers."""
-        self.phases: list[Sampling] = []
-        self.num_turns = self.interrupted = 0
-        self.lost: set[int] = set()
-        self.stop_signal = ""
-        self.last_errors: dict[str, str] = {}
-        self._stop_at, self._lose_at = stop_at, lose_at
-        self._rows: dict[int, int] = {}
-        self._ungraded: list[tuple[int, int, int]] = []
-        self._num_sampled = [0, 0]
-
-    def name(self, replica: int) -> str:
-        return f"replica {replica}"
+    phases: list[Sampling] = field(default_factory=list)
+    lose_at: dict[int, int] = field(default_factory=dict)
+    num_turns: int = 0
 
     def start(self, sampling: Sampling) -> None:
-        if len(self.lost) == 2:
-            raise EnginesLost("none is left")
+        super().start(sampling)
         self.phases.append(sampling)
+        self.reported.clear()
 
-    def advance(self, requests: Sequence[Sequence[GroupRequest]]) -> list[tuple[int, Report]]:
-        assert len(requests) == 2
+    def advance(self, requests: Any) -> Any:
         self.num_turns += 1
-        self.stop_signal = "SIGTERM" if self.num_turns == self._stop_at else ""
-        ungraded, self._ungraded = self._ungraded, []
-        reports = []
-        for replica, groups in reversed(list(enumerate(requests))):
-            assert not (groups and replica in self.lost)
-            self._rows |= {group.ticket: group.prompt.index for group in groups}
-            new = [(group.ticket, sample) for group in groups for sample, _ in group.samples][::-1]
-            assert len(new) <= 3
-            assert all(so_far is None for g in groups for _, so_far in g.samples)
-            self.requests += new
-            self._ungraded += [(replica, *key) for key in new]
-            self._num_sampled[replica] += len(new)
-            returned = [
-                self._graded(ticket, sample)
-                for holder, ticket, sample in ungraded
-                if holder == replica
-            ]
-            reports.append(
-                (replica, Report(returned=returned, num_sampled=self._num_sampled[replica]))
-            )
-        if (lost := self._lose_at.get(self.num_turns)) is not None:
-            self.lost.add(lost)
-        return [item for item in reports if item[0] not in self.lost]
-
-    def interrupt(self) -> list[tuple[int, Report]]:
-        self.interrupted += 1
-        self._num_sampled, self._ungraded = [0, 0], []
-        return [(replica, Report(is_interrupted=True)) for replica in {0, 1} - self.lost]
-
-    def _graded(self, ticket: int, sample: int) -> Returned:
-        row = self._rows[ticket]
-        answer = replace(completion_of(0, (Segment(0, 2),), Finish.STOP), sample=sample)
-        if (row, sample) == (1, 1):
-            return ticket, answer, "timeout"
-        right = sample == 0 and row % 2 == 0
-        grade = Grade(1.0 if right else -1.0, right, "7" if right else "8")
-        return ticket, replace(answer, grade=grade), "graded"
+        if (replica := self.lose_at.pop(self.num_turns, None)) is not None:
+            requests = [[] if number == replica else r for number, r in enumerate(requests)]
+            self.lose(replica)
+        return super().advance(requests)
 
 
 class DriverOnly:
     """Engines of which the test sees the driver only."""
 
-    def __init__(self, driver: AnsweringDriver) -> None:
+    def __init__(self, driver: ScriptedDriver) -> None:
         self._driver = driver
 
     def run(self, task: Any, of: object) -> Any:
         return task(self._driver)
 
 
-SAMPLING = Sampling("use", 8, 0.5, 0.25, is_seeded=True)
+SAMPLING = Sampling("use", MAX_TOKENS, 0.5, 0.25, is_seeded=True)
 
 
 def never(version: int) -> NoReturn:
@@ -228,80 +160,79 @@ def problems(number: int) -> list[Prompt]:
     return [Prompt("set", index, (5,), "4 + 3 =", "7") for index in range(number)]
 
 
-def test_groups_are_returned_in_order_with_grades_and_progress_is_reported() -> None:
-    driver, progress = AnsweringDriver(), []
-    tickets = [(ticket, prompt) for ticket, prompt in zip((8, 4, 6), problems(3))]
-    groups = sample_all(driver, tickets, SAMPLING, 3, progress.append)
-    assert [(group.ticket, group.prompt.index) for group in groups] == [(8, 0), (4, 1), (6, 2)]
-    assert [[c.sample for c in group.completions] for group in groups] == [[0, 1, 2]] * 3
-    grades = [[c.grade and c.grade.correct for c in group.completions] for group in groups]
-    assert grades == [[True, False, False], [False, None, False], [True, False, False]]
-    # Six requests fill the engines: those of tickets 4 and 6.
-    assert [ticket for ticket, _ in driver.requests] == [6, 6, 6, 4, 4, 4, 8, 8, 8]
-    assert progress == [0, 2, 3]
-    assert driver.phases == [SAMPLING]
-    assert driver.interrupted == 1  # the phase ends
-    stopped = AnsweringDriver(stop_at=2)
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    tickets=st.lists(st.integers(0, 99), min_size=1, max_size=12, unique=True),
+    lose_at=st.none() | st.integers(1, 12),
+)
+def test_all_groups_are_returned_in_order_with_their_grades(
+    seed: int, tickets: list[int], lose_at: int | None
+) -> None:
+    """Also if a replica is lost, whose groups are sampled again."""
+    correct, length = random_script(seed, 0.5)
+    driver = EvaluationDriver(
+        correct, length, 2, 3, random.Random(seed), grade_at_once=False,
+        lose_at={} if lose_at is None else {lose_at: seed % 2},
+    )  # fmt: skip
+    progress: list[int] = []
+    prompts = list(zip(tickets, problems(len(tickets)), strict=True))
+    groups = sample_all(driver, prompts, SAMPLING, 3, progress.append)
+    assert [(group.ticket, group.prompt) for group in groups] == prompts
+    for group in groups:
+        assert [c.sample for c in group.completions] == [0, 1, 2]
+        grades = [c.grade and c.grade.correct for c in group.completions]
+        assert grades == [correct(group.ticket, sample) for sample in range(3)]
+    assert progress == sorted(progress) and progress[-1] == len(tickets)
+    for ticket, num_requests in driver.orphaned.items():
+        again = [r for r in driver.requests[num_requests:] if r.ticket == ticket]
+        assert {sample for r in again for sample, _ in r.samples} == {0, 1, 2}
+    assert not any(driver._running)  # the phase has ended
+    driver.stop = "SIGTERM"
     with pytest.raises(Stopped, match=r"^stopped by SIGTERM$"):
-        sample_all(stopped, tickets, SAMPLING, 3)
-    assert (stopped.interrupted, stopped.num_turns) == (1, 2)
+        sample_all(driver, prompts, SAMPLING, 3)
+    assert not any(driver._running)
 
 
-def without_engine(group: Group) -> Group:
-    """Return the group without the replica that sampled it, which a loss changes."""
-    completions = tuple(replace(c, segments=(Segment(0, 2),)) for c in group.completions)
-    return replace(group, completions=completions)
+def correct(ticket: int, sample: int) -> bool | None:
+    """Let sample 0 of an even row be right, and sample 1 of row 1 get no grade."""
+    return None if (ticket, sample) == (1, 1) else sample == 0 and ticket % 2 == 0
 
 
-def test_groups_of_a_lost_replica_are_sampled_again_as_a_whole() -> None:
-    intact, driver, progress = AnsweringDriver(), AnsweringDriver(lose_at={2: 0}), []
-    tickets = list(enumerate(problems(5)))
-    expected = sample_all(intact, tickets, SAMPLING, 3)
-    groups = sample_all(driver, tickets, SAMPLING, 3, progress.append)
-    assert list(map(without_engine, groups)) == list(map(without_engine, expected))
-    assert progress == sorted(progress) and progress[-1] == 5
-    counts = Counter(driver.requests)
-    assert set(counts.values()) == {1, 2}
-    assert all(counts[ticket, 0] == counts[ticket, sample] for ticket, sample in counts)
+SETS = {"easy": problems(2), "hard": problems(4)}
 
 
 def test_a_set_is_evaluated_again_with_new_weights_if_all_engines_are_lost() -> None:
     syncs: list[int] = []
-    driver = AnsweringDriver(lose_at={1: 0, 2: 1})
+    driver = EvaluationDriver(correct, lose_at={1: 0, 2: 1})
 
     def sync(version: int) -> Any:
         syncs.append(version)
         driver.lost.clear()
 
-    sets = {"easy": problems(2), "hard": problems(4)}
     config = EvaluationConfig(samples=2)
-    lossy = Evaluator(config, sets, DriverOnly(driver), sync, max_tokens=16, seed=5)  # type: ignore[arg-type]
-    other = DriverOnly(AnsweringDriver())
-    intact = Evaluator(config, sets, other, never, max_tokens=16, seed=5)  # type: ignore[arg-type]
+    other = DriverOnly(EvaluationDriver(correct))
+    lossy = Evaluator(config, SETS, DriverOnly(driver), sync, MAX_TOKENS, seed=5)  # type: ignore[arg-type]
+    intact = Evaluator(config, SETS, other, never, MAX_TOKENS, seed=5)  # type: ignore[arg-type]
     assert lossy.run(7) == intact.run(7)
     assert syncs == [7]
 
 
-@pytest.mark.parametrize(("limit", "max_tokens"), [(None, 16), (12, 12)])
+@pytest.mark.parametrize(("limit", "max_tokens"), [(None, MAX_TOKENS), (7, 7)])
 def test_each_set_is_sampled_with_the_configured_settings(
     limit: int | None, max_tokens: int
 ) -> None:
     config = EvaluationConfig(
         samples=2, temperature=0.75, top_p=0.5, max_response_tokens=limit, resamples=20
     )
-    driver = AnsweringDriver()
-    sets = {"easy": problems(2), "hard": problems(4)}
-    evaluator = Evaluator(config, sets, DriverOnly(driver), never, max_tokens=16, seed=5)  # type: ignore[arg-type]
+    driver = EvaluationDriver(correct)
+    evaluator = Evaluator(config, SETS, DriverOnly(driver), never, MAX_TOKENS, seed=5)  # type: ignore[arg-type]
     metrics = evaluator.run(3)
     assert metrics == evaluator.run(4)
     expected = [
-        Sampling(f"5/evaluate/{name}", max_tokens, 0.75, 0.5, is_seeded=True) for name in sets
+        Sampling(f"5/evaluate/{name}", max_tokens, 0.75, 0.5, is_seeded=True) for name in SETS
     ]
     assert driver.phases == expected * 2
-    assert len(driver.requests) == 2 * 12
-    request = driver.phases[0].request(3, sets["easy"][0], 1)
-    assert (request.temperature, request.top_p, request.max_tokens) == (0.75, 0.5, max_tokens)
-    assert request.seed == sample_seed("5/evaluate/easy", 3, 1)
     assert {name.split("/")[1] for name in metrics} == {"easy", "hard"}
     assert (metrics["eval/easy/avg@2"], metrics["eval/hard/pass@2"]) == (0.25, 0.5)
     assert metrics["eval/easy/ungraded"] == metrics["eval/hard/ungraded"] == 1.0
