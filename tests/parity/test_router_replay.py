@@ -8,8 +8,7 @@ a balance loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -57,7 +56,7 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "ep2": {"policy__expert_parallel": 2},
 }
 LAYOUTS = {
-    "qwen3_moe": tuple(TWO_RANKS),
+    "qwen3_moe": ("dp2", "tp2_selective", "pp2_padded", "cp2", "ep2"),
     "deepseek_v3": ("dp2", "tp2_padded_full", "vpp2_full", "cp2_padded_full"),
 }
 """Layouts on two ranks, by model."""
@@ -99,7 +98,6 @@ class Observed:
     minis           the same per mini-batch of a split step, and its tokens with given experts
     moved           free routes after the weights moved
     kept            routes that a pass with the recorded routes used then
-    chosen          experts that the routers of one rank would have chosen in that pass
     local           of a batch of which this rank holds its own sequences: data-parallel index that
                     owns each, log-probs, recorded routes, and gradients
 
@@ -115,7 +113,6 @@ class Observed:
     minis: list[tuple[int, dict[str, float]]]
     moved: Tensor
     kept: Tensor
-    chosen: Tensor | None
     local: tuple[list[int], Tensor, Tensor, dict[str, Tensor]] | None
     refusals: dict[str, str]
 
@@ -168,13 +165,7 @@ def _observe(exchange: Ranks, model: str, folder: str, layout: dict[str, Any]) -
         local = planned, recorded.logprobs, recorded.routes, policy.gradients(mini, loss)[1]
     before = policy.update(replayed, loss, LR)
     moved = policy.logprobs(free).routes
-    chosen = None
-    if exchange.world_size == 1:
-        with choices(policy) as seen:
-            kept = policy.logprobs(replayed).routes
-        chosen = seen(replayed)
-    else:
-        kept = policy.logprobs(replayed).routes
+    kept = policy.logprobs(replayed).routes
     after = policy.update(replayed, loss, 0.0)
     minis = [
         (int((mini.lengths - 1).sum()), dict(policy.update(mini, loss, 0.0).router))
@@ -193,41 +184,9 @@ def _observe(exchange: Ranks, model: str, folder: str, layout: dict[str, Any]) -
         minis,
         moved,
         kept,
-        chosen,
         local,
         refusals,
     )
-
-
-@contextmanager
-def choices(policy: Any) -> Iterator[Callable[[TokenBatch], Tensor]]:
-    """Record what the routers of a policy on one rank would choose in a pass over a packed or
-    padded batch. Yield a function that returns it, [T, layers * k]."""
-    from dapo_megatron.policy.moe import Router, routers
-
-    seen: list[tuple[Any, Tensor]] = []
-    original = Router._replay
-
-    def spy(router: Router, chosen: Tensor, routes: Tensor) -> Tensor:
-        seen.append((router, chosen.clone()))
-        return original(router, chosen, routes)
-
-    Router._replay = spy  # type: ignore[method-assign]
-
-    def result(batch: TokenBatch) -> Tensor:
-        (chunk,) = policy._models()
-        topk = policy.architecture.experts_per_token
-        whole = torch.zeros_like(batch.routes, dtype=torch.int64).unflatten(1, (-1, topk))
-        micro = policy._microbatches(batch, policy._share(batch))
-        for layer, router in enumerate(routers(chunk)):
-            calls = [chosen for caller, chosen in seen if caller is router]
-            for rows, chosen in zip(micro, calls, strict=True):
-                indices = rows.indices.T.flatten()
-                whole[indices[indices >= 0], layer] = chosen[indices >= 0]
-        return whole.flatten(1)
-
-    yield result
-    Router._replay = original  # type: ignore[method-assign]
 
 
 def refusals_of(policy: Any, batch: TokenBatch) -> dict[str, str]:
@@ -340,27 +299,7 @@ def test_after_weights_moved_old_experts_are_used_and_changes_are_counted(
         assert rank.router[1][f"changed/layer_{num_dense}"] == pytest.approx(share, abs=1e-12)
         if layout != "plain":
             assert rank.router[1] == pytest.approx(expected.router[1], abs=1e-12)
-
-
-@pytest.mark.parametrize("layout", ONE_RANK)
-@pytest.mark.parametrize("model", MODELS)
-def test_the_share_of_changed_choices_is_that_of_a_comparison(
-    model: str, layout: str, one_rank: Any
-) -> None:
-    rank, num_dense = one_rank[model, layout], MODELS[model][0]
-    assert rank.chosen is not None
-    is_changed = experts(rank.chosen, model) != experts(rank.recorded, model)
-    shares = is_changed.any(-1)[IS_GIVEN].double().mean(0)
-    expected = {f"changed/layer_{num_dense + n}": float(share) for n, share in enumerate(shares)}
-    assert rank.router[1] == pytest.approx({"changed": float(shares.mean()), **expected}, abs=1e-12)
-
-
-@ranks_of
-def test_mini_batches_get_the_routes_of_their_tokens(
-    model: str, layout: str, ranks: list[Observed]
-) -> None:
-    """The weights are the same in both mini-batches and in the update on all tokens."""
-    for rank in ranks:
+        # Mini-batches get the routes of their tokens. The weights stay the same.
         for name, share in rank.router[1].items():
             count = sum(number * router[name] for number, router in rank.minis)
             assert count == pytest.approx(share * int(IS_GIVEN.sum()), abs=1e-6)
