@@ -114,15 +114,11 @@ def _evaluations(step: int, line: Mapping[str, Any]) -> Iterator[Evaluation]:
 def _check_is_run(path: Path) -> None:
     if _is_run(path):
         return
-    problem = "is not a run's folder" if path.is_dir() else "is not a folder"
-    parent = path if path.is_dir() else path.parent
-    folders = []
+    parent, runs = path if path.is_dir() else path.parent, list[str]()
     with suppress(OSError):
-        folders = [parent, *sorted(folder for folder in parent.iterdir() if folder.is_dir())]
-    runs = [str(folder) for folder in folders if _is_run(folder)]
+        runs = [str(folder) for folder in (parent, *sorted(parent.iterdir())) if _is_run(folder)]
     raise ConfigError(
-        f"RUN_FOLDER: {path} {problem if path.exists() else 'does not exist'} (a run's folder has "
-        f"{MARKS[0]} and {MARKS[1]}); name a run's folder, "
+        f"RUN_FOLDER: {path} is not a run's folder, which has {MARKS[0]} and {MARKS[1]}; name one, "
         + (f"such as {first_few(runs)}" if runs else "runs/<name>")
     )
 

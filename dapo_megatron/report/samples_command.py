@@ -12,6 +12,7 @@ from rich.text import Text
 from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.report.rollouts import SIGNS, age_of, graded_as
 from dapo_megatron.report.token_text import TokenPieces, find_tokenizer
+from dapo_megatron.report.viewer_data import versions_of
 from dapo_megatron.report.wording import significant
 from dapo_megatron.rollout.record import COMPLETIONS, RecordedGroup, read_groups, require_steps
 from dapo_megatron.text import visible
@@ -51,7 +52,17 @@ def samples(run_folder: Path, selection: Selection, *, with_tokens: bool = False
     pieces = find_tokenizer(run_folder, None, checkpoints) if with_tokens else None
     console = LiteralConsole(highlight=False, soft_wrap=True)
     for step, recorded in chosen:
-        _print_group(console, step, recorded, pieces, with_tokens=with_tokens)
+        group, prompt = recorded.group, recorded.group.prompt
+        title = f"step {step}, ticket {group.ticket}: {recorded.outcome}, {prompt.source}"
+        console.rule(Text(title), align="left")
+        console.print(Text(visible(prompt.text), style="bold"))
+        console.print(Text(f"truth: {visible(prompt.truth) or 'none'}"))
+        for completion, reward in zip(group.completions, recorded.rewards, strict=True):
+            console.print()
+            console.print(_headline(step, completion, reward))
+            text = _tokens(completion, pieces) if with_tokens else visible(completion.text)
+            console.print(Text(text))
+        console.print()
 
 
 def _select(steps: dict[int, Path], selection: Selection) -> Iterator[tuple[int, RecordedGroup]]:
@@ -77,29 +88,6 @@ def _nothing(steps: dict[int, Path], selection: Selection) -> str:
     return f"no group{tickets}{kind} in {step}; leave out --ticket, --outcome or --step"
 
 
-def _print_group(
-    console: LiteralConsole,
-    step: int,
-    recorded: RecordedGroup,
-    pieces: TokenPieces | None,
-    *,
-    with_tokens: bool,
-) -> None:
-    group, prompt = recorded.group, recorded.group.prompt
-    title = f"step {step}, ticket {group.ticket}: {recorded.outcome}, {prompt.source}"
-    console.rule(Text(title), align="left")
-    console.print(Text(visible(prompt.text), style="bold"))
-    console.print(Text(f"truth: {visible(prompt.truth) or 'none'}"))
-    for completion, reward in zip(group.completions, recorded.rewards, strict=True):
-        console.print()
-        console.print(_headline(step, completion, reward))
-        if with_tokens:
-            _print_tokens(console, completion, pieces)
-        else:
-            console.print(Text(visible(completion.text)))
-    console.print()
-
-
 def _headline(step: int, completion: Completion, reward: float | None) -> Text:
     age, logprob = age_of(completion, step), significant(completion.logprob_mean)
     graded = graded_as(completion.grade)
@@ -119,16 +107,12 @@ def _headline(step: int, completion: Completion, reward: float | None) -> Text:
     )
 
 
-def _print_tokens(
-    console: LiteralConsole, completion: Completion, pieces: TokenPieces | None
-) -> None:
+def _tokens(completion: Completion, pieces: TokenPieces | None) -> str:
+    """Return a line per token."""
     tokens = completion.tokens
     texts = pieces.split(tokens) if pieces is not None else [""] * len(tokens)
-    versions = [
-        part.version
-        for part in completion.segments
-        for _ in range(min(part.num_tokens, len(tokens)))
-    ]
-    columns = zip(tokens, texts, completion.logprobs, versions, strict=False)
-    for token, text, logprob, version in columns:
-        console.print(Text(f"{token:>8} {logprob:>10.4f}  v{version}  {visible(text)!r}"))
+    columns = zip(tokens, texts, completion.logprobs, versions_of(completion), strict=False)
+    return "\n".join(
+        f"{token:>8} {logprob:>10.4f}  v{version}  {visible(text)!r}"
+        for token, text, logprob, version in columns
+    )

@@ -48,11 +48,6 @@ def _completion(
     indices: dict[tuple[int, str], int],
 ) -> dict[str, Any]:
     num, logprobs, grade = completion.num_tokens, completion.logprobs, completion.grade
-    versions = [
-        segment.version
-        for segment in completion.segments
-        for _ in range(min(segment.num_tokens, num))
-    ]
     data: dict[str, Any] = {
         "sample": completion.sample,
         "correct": None if grade is None else grade.correct,
@@ -61,7 +56,7 @@ def _completion(
         "logprob": _rounded(logprobs),
         "entropy": None,
         "gap": None,
-        "version": versions,
+        "version": versions_of(completion),
     }
     policy_logprobs, entropy = (policy.logprobs, policy.entropy) if policy else (None, None)
     if policy_logprobs is not None and len(policy_logprobs) == num:
@@ -75,6 +70,15 @@ def _completion(
         tokens = zip(completion.tokens, pieces.split(completion.tokens), strict=True)
         data["tokens"] = [indices.setdefault(token, len(indices)) for token in tokens]
     return data
+
+
+def versions_of(completion: Completion) -> list[int]:
+    """Return the version of the weights that sampled each token."""
+    return [
+        segment.version
+        for segment in completion.segments
+        for _ in range(min(segment.num_tokens, completion.num_tokens))
+    ]
 
 
 def _rounded(values: Iterable[float]) -> list[float | None]:
