@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from converting.compare import Difference, compare
 from converting.options import print_options
 from rich import progress as bars
 from rich.table import Table
+from user_errors import user_errors
 
 from dapo_megatron.checkpoints.folder import MANIFEST, damaged_file
 from dapo_megatron.checkpoints.formats.hf import HfWriter
@@ -45,9 +43,15 @@ from dapo_megatron.checkpoints.formats.weights_folder import (
 from dapo_megatron.cluster.output import protect_streams
 from dapo_megatron.cluster.processes import resident_bytes
 from dapo_megatron.literal_console import LiteralConsole
-from dapo_megatron.types import CheckpointError, DapoError, torch_dtype
+from dapo_megatron.types import CheckpointError, torch_dtype
 
 GIB = 2**30
+OPTIONS = {
+    "model.path:": "config.json:",
+    "Set model.drop_mtp=true": "Use --drop-mtp",
+    "model.ignore_fields": "--ignore",
+}
+"""Words of a run's messages -> the options of this tool."""
 NUM_SHOWN = 10
 """How many differences are printed. The JSON file has all of them."""
 Advance = Callable[[int], object]
@@ -62,13 +66,7 @@ app = typer.Typer(
 )
 
 
-class Dtype(StrEnum):
-    """Data types that weights can be converted to."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
+Dtype = Literal["float32", "bfloat16"]
 Source = Annotated[Path, typer.Argument(help="Folder to read.", show_default=False)]
 Target = Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)]
 HfConfig = Annotated[
@@ -283,23 +281,11 @@ def read_back(source: Store, written: Store, *, same_dtype: bool) -> None:
 
 @contextmanager
 def report_errors(json_file: Path | None) -> Iterator[dict[str, Any]]:
-    """Yield a dictionary for results, and write it to `json_file` at the end.
-
-    User errors and interrupts (SIGINT, SIGTERM) end as a message and exit code 2 or 130, without a
-    traceback.
-    """
+    """Yield a dictionary for results, and write it to `json_file` at the end. Errors of the user
+    end as a message."""
     results: dict[str, Any] = {}
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+    with user_errors(OPTIONS):
         yield results
-    except DapoError as error:
-        text = str(error).replace("model.path:", "config.json:")
-        text = text.replace("Set model.drop_mtp=true", "Use --drop-mtp")
-        print(f"error: {text.replace('model.ignore_fields', '--ignore')}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        print("interrupted; no incomplete files are left", file=sys.stderr)
-        raise typer.Exit(130) from None
     if json_file is not None:
         json_file.write_text(json.dumps(results, indent=1), encoding="utf-8")
 

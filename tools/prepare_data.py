@@ -14,22 +14,19 @@ from __future__ import annotations
 import json
 import platform
 import re
-import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from functools import partial
-from hashlib import file_digest
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from preparing.prepare import LABELS, Settings, prepare
 from preparing.unique import Source
 from pydantic import ValidationError
+from user_errors import user_errors
 
 from dapo_megatron.cluster.output import protect_streams
 from dapo_megatron.cluster.processes import resident_bytes
@@ -38,29 +35,14 @@ from dapo_megatron.config.yaml12 import parse_yaml
 from dapo_megatron.data.prompts import report_path
 from dapo_megatron.data.rows import DAPO_MATH_COLUMNS
 from dapo_megatron.data.tokenizer import load_tokenizer
-from dapo_megatron.files import partial_folder
-from dapo_megatron.types import ConfigError, DapoError, DataError
+from dapo_megatron.files import partial_folder, sha256
+from dapo_megatron.types import ConfigError, DataError
 
 HUB = re.compile(r"hub:(?P<name>[^@#]+)(?:@(?P<revision>[^#]+))?(?:#(?P<split>.+))?")
 MIB = 2**20
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-class Action(StrEnum):
-    """Action for rows that match an evaluation set."""
-
-    DROP = "drop"
-    REPORT = "report"
-
-
-class NearAction(StrEnum):
-    """Action for near-duplicates. OFF does not look for them."""
-
-    DROP = "drop"
-    REPORT = "report"
-    OFF = "off"
 
 
 InputNames = Annotated[
@@ -81,8 +63,12 @@ Tokenizer = Annotated[Path | None, typer.Option(help="Folder of a tokenizer with
 MaxTokens = Annotated[
     int | None, typer.Option(min=1, help="Drop prompts of more tokens, chat template included.")
 ]
-Near = Annotated[NearAction, typer.Option(help="What to do with near-duplicates.")]
-Overlap = Annotated[Action, typer.Option(help="What to do with prompts of an evaluation set.")]
+Near = Annotated[
+    Literal["drop", "report", "off"], typer.Option(help="What to do with near-duplicates.")
+]
+Overlap = Annotated[
+    Literal["drop", "report"], typer.Option(help="What to do with prompts of an evaluation set.")
+]
 Threshold = Annotated[
     float, typer.Option(min=0.1, max=1.0, help="Jaccard similarity from which prompts are near.")
 ]
@@ -104,8 +90,8 @@ def main(
     evaluation: Evaluation = None,
     tokenizer: Tokenizer = None,
     max_prompt_tokens: MaxTokens = None,
-    near_duplicates: Near = NearAction.REPORT,
-    overlap: Overlap = Action.DROP,
+    near_duplicates: Near = "report",
+    overlap: Overlap = "drop",
     similarity: Threshold = 0.8,
     columns: ColumnNames = None,
     evaluation_columns: EvaluationColumnNames = None,
@@ -113,12 +99,12 @@ def main(
 ) -> None:
     """Write the distinct prompts of published data, and report what was dropped and why."""
     started = time.monotonic()
-    with report_errors():
+    with user_errors({}):
         files = outputs_of(output, inputs, evaluation or [], force)
         settings = Settings(
             similarity=similarity,
-            overlap=overlap.value,
-            near_duplicates=near_duplicates.value,
+            overlap=overlap,
+            near_duplicates=near_duplicates,
             tokenizer=tokenizer_of(tokenizer, max_prompt_tokens),
             max_prompt_tokens=max_prompt_tokens or 0,
             columns=parse_columns("--columns", columns),
@@ -220,7 +206,7 @@ def report_on(
             "name": data.name,
             "rows": outcome["rows"]["out"],
             "bytes": data.stat().st_size,
-            "sha256": sha256_of(data),
+            "sha256": sha256(data),
         },
         "rows": outcome["rows"],
         "prompts": outcome["prompts"],
@@ -228,12 +214,12 @@ def report_on(
             {
                 "name": source.name,
                 "rows": num_rows,
-                "sha256": sha256_of(source.path) if source.path else f"{digest} (of the rows)",
+                "sha256": sha256(source.path) if source.path else f"{digest} (of the rows)",
             }
             for source, (num_rows, digest) in zip(sources, outcome["files"], strict=True)
         ],
         "evaluation": [
-            {"name": source.name, "rows": num_rows, "sha256": sha256_of(Path(source.name))}
+            {"name": source.name, "rows": num_rows, "sha256": sha256(Path(source.name))}
             for source, num_rows in zip(evaluation, outcome["evaluation_rows"], strict=True)
         ],
         "settings": {**options, "frame": outcome["frame"]},
@@ -245,27 +231,7 @@ def report_on(
     }
 
 
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()
-
-
 # ------------------------------------------------------------------------------- output
-
-
-@contextmanager
-def report_errors() -> Iterator[None]:
-    """End user errors and interrupts as a message and exit code 2 or 130, without a traceback."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    except DapoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        print("interrupted; no incomplete files are left", file=sys.stderr)
-        raise typer.Exit(130) from None
 
 
 def show(report: dict[str, Any], files: list[Path], seconds: float) -> None:

@@ -2,7 +2,7 @@
 values that contradict each other.
 
 Numbers of the objective have no default, except log_ratio_limit, so that the YAML of a run shows
-the algorithm it ran (docs/decisions.md, 3 and 90). Settings that only affect speed or bookkeeping
+the algorithm it ran (docs/decisions.md, 3). Settings that only affect speed or bookkeeping
 have defaults. No heavy library is imported here, so that config errors are reported within a
 second.
 """

@@ -27,10 +27,11 @@ from typer.testing import CliRunner
 from dapo_megatron.config import Columns, FileSource
 from dapo_megatron.data.prompts import load_source, report_of
 from dapo_megatron.data.rows import DAPO_MATH_COLUMNS, checked_row, read_jsonl, read_parquet
+from dapo_megatron.files import sha256
 from dapo_megatron.types import DataError
 from tests.helpers import published_data as made
 from tools.make_tiny_model import make_tokenizer
-from tools.prepare_data import app, sha256_of
+from tools.prepare_data import app
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = REPOSITORY / "tools" / "prepare_data.py"
@@ -539,8 +540,8 @@ def test_the_report_records_checksums_and_is_found_only_for_the_same_data(tmp_pa
     run(raw, "--output", output)
     assert report_of(output) == tmp_path / "some.v2.report.json"
     summary = report(output)
-    assert summary["inputs"] == [{"name": str(raw), "rows": 1, "sha256": sha256_of(raw)}]
-    assert summary["output"]["sha256"] == sha256_of(output)
+    assert summary["inputs"] == [{"name": str(raw), "rows": 1, "sha256": sha256(raw)}]
+    assert summary["output"]["sha256"] == sha256(output)
     assert summary["output"]["bytes"] == output.stat().st_size
     output.write_bytes(output.read_bytes() + b"more")
     assert report_of(output) is None, "the report describes another file"
