@@ -70,7 +70,6 @@ class BucketSender:
     """Sender of one trainer rank.
 
     folder           for sockets; only this user can open it
-    slices           that the worker takes
     silence_seconds  time that a worker may take for a bucket
     """
 

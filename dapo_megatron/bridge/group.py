@@ -11,9 +11,10 @@ import tempfile
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from dapo_megatron.bridge.islands import RankSlices
 from dapo_megatron.bridge.plan import TransferPlan, make_plan
@@ -22,9 +23,6 @@ from dapo_megatron.cluster.address import LOOPBACK
 from dapo_megatron.cluster.groups import make_device_group, make_group
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import SyncError
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 CONNECT = timedelta(seconds=20)
 """Timeout of making the group."""
@@ -55,8 +53,6 @@ class Meeting:
 
 def new_store(host: str, folder: Path) -> tuple[Store, str]:
     """Return a new store on rank 0, and its name for the others. `host` is rank 0's address."""
-    from torch._C._distributed_c10d import FileStore, TCPStore
-
     if host == LOOPBACK:  # only this user can open the file, and everybody could open a port
         path = tempfile.mktemp(prefix="sync_", dir=folder)
         return FileStore(path, -1), path
@@ -66,8 +62,6 @@ def new_store(host: str, folder: Path) -> tuple[Store, str]:
 
 def open_store(name: str) -> Store:
     """Return the store that rank 0 has made."""
-    from torch._C._distributed_c10d import FileStore, TCPStore
-
     if name.startswith("/"):
         return FileStore(name, -1)
     host, _, port = name.rpartition(":")
