@@ -7,11 +7,11 @@ memory is graded as wrong; its group does not abstain.
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from dapo_megatron.files import parse_json
@@ -32,19 +32,28 @@ _FENCE = re.compile(
 _LANGUAGE = re.compile(r"[{.]*\w[\w.+#-]*}?")
 _PYTHON = re.compile(r"[{.\s]*i?py(?:thon)?[\d.]*(?![\w+-])", re.IGNORECASE)
 
-_FUNCTION_KEYS = re.compile(
-    r"(fn|func|function|method)(name|signature)?|signature|entrypoint|(challenge)?testlist|"
-    r"assertcase|assert(ion)?s|iscallbased"
+_CALLS_FUNCTION = re.compile(
+    r"""\\*" (?:
+        # keys whose value names or calls the tested function, unless it is empty
+        (?: (?:fn|func|function|method) (?:_?name|_?signature)? | signature | entry_?point
+          | (?:challenge_)?test_list | assert_?case | assert(?:ion)?s? | is_call_based
+        ) \\*" \s*+ : \s*+ (?! \\*" \s* (?:none|null)? \s* \\*" | null | nan | false | \[\] | \{\} )
+        # other keys whose value shows it
+      | (?: test | test_?code | unit_?tests? | check ) \\*" \s* : [^"]*" [^"]* \b(?:assert|def)\b
+      | starter_code \\*" \s* : [^"]*" [^"]* class\ Solution
+      | (?:test|call)?_?type \\*" \s* : [^"]*" [^"]* (?:fun|fn|call)
+    )""",
+    re.VERBOSE | re.IGNORECASE,
 )
-"""Keys whose value names or calls the tested function, in lower case without `_` and `-`."""
-_CODE_KEYS = frozenset({"test", "testcode", "unittest", "unittests", "check"})
-_CODE = re.compile(r"^[ \t]*(?:assert|def|class)\b|\bassert\b.*==|\bcandidate\(", re.MULTILINE)
+"""In JSON, which may contain JSON as text: a field of tests that call a function."""
 _ARGUMENT = re.compile(
     r"[A-Za-z_]\w* = (?:[\[\"']|[^,\n]*,\s*[A-Za-z_]\w* = )|[A-Za-z_]\w*\(.*\)\s*$"
 )
 """Arguments by name, as LeetCode writes them, or a call."""
-_EMPTY = frozenset({"", "none", "null", "nan", "false", "[]", "{}"})
-_STDIN_TYPES = frozenset({"stdin", "stdinstdout", "stdio", "std", "standardinput", "io"})
+_STDIN_ONLY = (
+    "`code` runs programs that read stdin and write stdout; configure another grader for tests "
+    "that call a function, or drop the row"
+)
 
 
 class ProgramTest(NamedTuple):
@@ -121,77 +130,40 @@ def read_tests(truth: str, extra: Mapping[str, Any]) -> list[ProgramTest]:
         try:
             tests = parse_json(tests)
         except ValueError as error:
-            _refuse_code(tests)
-            raise ValueError(f"tests: not valid JSON: {error}") from error
-    for mapping in (*_mappings(extra_info), *_mappings(tests)):
-        _refuse_function_keys(mapping)
+            raise ValueError(f"tests: not valid JSON ({error}); {_STDIN_ONLY}") from error
+    cases = tests if isinstance(tests, list) else [tests]
+    if not all(isinstance(case, Mapping) for case in cases):
+        raise ValueError(f"tests: {tests!r:.60} is not in a supported form; {_STDIN_ONLY}")
+    beside = [_without(extra_info, "tests")]
+    beside += [_without(case, "input", "output", "inputs", "outputs") for case in cases]
+    if match := _CALLS_FUNCTION.search(json.dumps(beside)):
+        raise ValueError(f"tests: {match[0]!r:.60} shows that they call a function; {_STDIN_ONLY}")
     if isinstance(tests, Mapping):
         inputs, outputs = tests.get("inputs"), tests.get("outputs")
-    elif isinstance(tests, list) and all(isinstance(test, Mapping) for test in tests):
+    else:
         inputs = [test.get("input") for test in tests]
         outputs = [test.get("output") for test in tests]
-    else:
-        _refuse_code(str(tests))
-        inputs = outputs = None
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
         raise ValueError('tests: need {"inputs": [...], "outputs": [...]} with at least one test')
     if len(inputs) != len(outputs):
         raise ValueError(f"tests: {len(inputs)} inputs and {len(outputs)} outputs")
-    cases = [
+    pairs = [
         ProgramTest(_text(stdin, f"input {number}"), _text(stdout, f"output {number}"))
         for number, (stdin, stdout) in enumerate(zip(inputs, outputs))
     ]
-    if all(_ARGUMENT.match(case.stdin) for case in cases):
-        raise ValueError(_CALLS.format(f"the input {cases[0].stdin!r:.60}"))
-    if not any(case.stdout.strip() for case in cases):
+    if all(_ARGUMENT.match(pair.stdin) for pair in pairs):
+        shown = f"the input {pairs[0].stdin!r:.60}"
+        raise ValueError(f"tests: {shown} shows that they call a function; {_STDIN_ONLY}")
+    if not any(pair.stdout.strip() for pair in pairs):
         raise ValueError(
             "tests: every output is empty: a program that does nothing would pass, and the policy "
             "would learn that; add a test with an output, or drop the row"
         )
-    return cases
+    return pairs
 
 
-_CALLS = (
-    "tests: {} shows that they call a function; `code` runs programs that read stdin and write "
-    "stdout: configure another grader for these rows, or drop them"
-)
-
-
-def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the mappings in the tests, which may be JSON text again under `metadata`."""
-    if isinstance(value, list):
-        for item in value:
-            if isinstance(item, Mapping):
-                yield from _mappings(item)
-    elif isinstance(value, Mapping):
-        yield value
-        for key in ("tests", "test_cases", "metadata", "input_output"):
-            item = value.get(key)
-            with suppress(ValueError):  # other text
-                item = parse_json(item) if isinstance(item, str) else item
-            yield from _mappings(item)
-
-
-def _refuse_function_keys(mapping: Mapping[str, Any]) -> None:
-    """Raise ValueError if a key of the tests, or next to them, shows that they call a function."""
-    for key, value in mapping.items():
-        name = re.sub(r"[_-]", "", str(key).lower())
-        text = str(value).strip()
-        if text.lower() in _EMPTY:
-            continue
-        calls = bool(_FUNCTION_KEYS.fullmatch(name) or (name in _CODE_KEYS and _CODE.search(text)))
-        if name == "startercode":  # stdin problems have some too
-            calls = "class Solution" in text
-        elif name in ("type", "testtype", "calltype"):
-            kind = re.sub(r"[\W_]", "", text.lower())
-            calls = kind not in _STDIN_TYPES and (name != "type" or "fun" in kind or "call" in kind)
-        if calls:
-            raise ValueError(_CALLS.format(f"`{key}` ({value!r:.60})"))
-
-
-def _refuse_code(text: str) -> None:
-    if match := _CODE.search(text):
-        raise ValueError(_CALLS.format(f"the code {text[match.start() :].strip()!r:.60}"))
+def _without(mapping: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in mapping.items() if key not in keys}
 
 
 def _passes(program: str, test: ProgramTest, deadline: float) -> bool:

@@ -16,7 +16,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from dapo_megatron.cluster.processes import helper_environment, kill_descendants, remove_folder
+from dapo_megatron.cluster.processes import (
+    END_SECONDS,
+    helper_environment,
+    kill_descendants,
+    remove_folder,
+)
 from dapo_megatron.rewards.registry import MAX_PRED, MAX_SCORE
 from dapo_megatron.types import ConfigError, DapoError, Grade
 
@@ -26,16 +31,12 @@ START_SECONDS = 120.0
 MAX_FAILED_STARTS = 3
 """Number of workers in a row that may die while starting before the pool gives up."""
 
-END_SECONDS = 5.0
-"""Time limit for a killed worker to exit. A process that waits for a dead disk exits later."""
-
 MAX_MESSAGE_BYTES = 2**20
 """Maximum size of a worker's message. A longer one counts as a crash of the worker."""
 
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 """Environment variables passed to workers. Tokens, passwords and launcher variables are withheld,
 because graders are untrusted code that reads the output of a model."""
-
 
 MAX_DETAIL = 2000
 """Maximum length of `Answer.detail` in characters."""
@@ -111,7 +112,7 @@ class Worker:
             kill_descendants(self._process.pid)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired):  # if it waits for a dead disk
             self._process.wait(END_SECONDS)
         self._socket.close()
         remove_folder(self._folder)

@@ -118,7 +118,7 @@ def test_tests_are_read_in_the_formats_of_public_data_sets(truth: str, tests: An
     ("truth", "message"),
     [
         ("42 apples", "not valid JSON"),
-        ("42", "need"),
+        ("42", "not in a supported form"),
         ("{}", "need"),
         ('{"inputs": [], "outputs": []}', "at least one test"),
         ('{"inputs": ["1"], "outputs": ["1", "2"]}', "1 inputs and 2 outputs"),
@@ -130,7 +130,7 @@ def test_tests_are_read_in_the_formats_of_public_data_sets(truth: str, tests: An
         ('{"inputs": ["", ""], "outputs": [" ", [" ", ""]]}', "every output is empty"),
         ('{"inputs": ["\\ud83d"], "outputs": ["1"]}', "input 0 has half a character"),
         ('{"inputs": ["1"], "outputs": ["\\udead"]}', "output 0 has half a character"),
-        ("[" * 100_000, "not valid JSON: nested more than 64 deep"),
+        ("[" * 100_000, "not valid JSON .nested more than 64 deep"),
     ],
 )
 def test_unusable_tests_are_rejected(truth: str, message: str) -> None:
@@ -153,8 +153,12 @@ FUNCTION_CALLS: list[tuple[str, Any, dict[str, Any]]] = [
     ("test_list", {"test_list": ["assert f(1) == 2"], "test_setup_code": ""}, {}),
     ("test", {**IO, "test": "def check(candidate):\n    assert candidate(1) == 2"}, {}),
     ("assert f", [CASE, "assert f(2) == 4"], {}),
-    ("assert f", "assert f(1) == 2\nassert f(2) == 4", {}),
-    ("def check", "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(1) == 2\n", {}),
+    ("not valid JSON", "assert f(1) == 2\nassert f(2) == 4", {}),
+    (
+        "not valid JSON",
+        "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(1) == 2\n",
+        {},
+    ),
     ("entry_point", IO, {"entry_point": "Solution().twoSum"}),
     ("func_name", IO, {"metadata": '{"func_name": "f"}'}),
     ("starter_code", IO, {"starter_code": "class Solution:\n    def f(self, a):"}),
