@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,6 @@ from dapo_megatron.tracking.mlflow_tracker import MlflowTracker, tracking_uri
 from dapo_megatron.tracking.policy_files import FOLDER as POLICY_FOLDER
 from dapo_megatron.tracking.provenance import cpu_name, flatten, run_tags
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder, Speedometer
-from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.tracking.run_report import WAIT_SECONDS, RunReport
 from dapo_megatron.tracking.trackers import JsonlTracker
 from dapo_megatron.types import ConfigError, DapoError
@@ -49,8 +49,7 @@ def open_recorder(context: RunContext, start: StartingPoint) -> RunRecorder | Ra
     again are deleted.
     """
     return on_rank0(context.ranks, _open_on_rank0, context, start) or RankRecorder(
-        writer=_writer(context.config, context.folder, RunConsole(file=sys.stderr)),
-        inspected_groups=context.config.tracking.inspected_groups,
+        console=RunConsole(file=sys.stderr), **_rollouts(context.config, context.folder)
     )
 
 
@@ -85,18 +84,21 @@ def _open_on_rank0(context: RunContext, start: StartingPoint) -> RunRecorder:
     return RunRecorder(
         trackers=trackers,
         console=console,
-        writer=_writer(config, folder, console),
         num_devices=num_ranks,
-        inspected_groups=config.tracking.inspected_groups,
         timeline_folder=folder.timeline,
         speedometer=Speedometer(read_architecture(config), num_ranks, _peak_flops()),
         mlflow=mlflow,
         report=report,
+        **_rollouts(config, folder),
     )
 
 
-def _writer(config: Config, folder: RunFolder, console: RunConsole) -> RolloutWriter | None:
-    return RolloutWriter(folder.path, console) if config.tracking.samples else None
+def _rollouts(config: Config, folder: RunFolder) -> dict[str, Any]:
+    """Return where a recorder writes rollouts, and for how many groups in detail."""
+    return {
+        "run": folder.path if config.tracking.samples else None,
+        "inspected_groups": config.tracking.inspected_groups,
+    }
 
 
 def _peak_flops() -> float | None:

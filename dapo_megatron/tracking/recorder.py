@@ -3,23 +3,19 @@ has a RunRecorder; every other rank has a RankRecorder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.data.owners import DataParallelRanks
 from dapo_megatron.files import write_json
 from dapo_megatron.model import Architecture
 from dapo_megatron.model.flops import model_flops
 from dapo_megatron.protocols import Tracker
-from dapo_megatron.rollout.record import StepRecord
-from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_tracker import MlflowTracker
 from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.tracking.run_report import RunReport
-from dapo_megatron.types import SequenceDiagnostics, TrainingSequence
 
 TERA = 1e12
 
@@ -55,49 +51,8 @@ class Speedometer:
         return throughput
 
 
-@dataclass(frozen=True)
-class RolloutRecorder:
-    """Recorder of the rollouts that a rank has. Files are written in the background.
-
-    writer             None writes nothing
-    inspected_groups   first groups of a step whose per-token policy log-probs are written
-    """
-
-    writer: RolloutWriter | None = None
-    inspected_groups: int = 0
-
-    def record(self, step: int, record: StepRecord) -> None:
-        """Write what a step collected."""
-        if self.writer is not None:
-            self.writer.record(step, record)
-
-    def sequence_diagnostics(
-        self,
-        step: int,
-        diagnostics: Iterable[SequenceDiagnostics],
-        sequences: Sequence[TrainingSequence],
-        data_parallel: DataParallelRanks,
-    ) -> None:
-        """Write the policy's values of the sequences that this data-parallel index trains on, on
-        its first rank. `sequences` are those of all."""
-        if self.writer is not None and data_parallel.is_first:
-            tickets = dict.fromkeys(sequence.ticket for sequence in sequences)
-            inspected = list(tickets)[: self.inspected_groups]
-            self.writer.policy(step, data_parallel.index, diagnostics, inspected)
-
-    def flush(self) -> None:
-        """Wait until everything recorded so far is on disk."""
-        if self.writer is not None:
-            self.writer.flush()
-
-    def close(self) -> None:
-        """Wait until everything recorded is on disk, and record no more."""
-        if self.writer is not None:
-            self.writer.close()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunRecorder(RolloutRecorder):
+@dataclass(kw_only=True)
+class RunRecorder(RolloutWriter):
     """Recorder of rank 0.
 
     trackers           get the metrics, in this order: local files before servers
@@ -106,7 +61,6 @@ class RunRecorder(RolloutRecorder):
     """
 
     trackers: Sequence[Tracker]
-    console: RunConsole
     num_devices: int
     timeline_folder: Path | None = None
     speedometer: Speedometer | None = None
@@ -179,7 +133,7 @@ class RunRecorder(RolloutRecorder):
         )
 
 
-class RankRecorder(RolloutRecorder):
+class RankRecorder(RolloutWriter):
     """Recorder of every rank except 0. It records this rank's rollouts; the other methods have no
     effect."""
 

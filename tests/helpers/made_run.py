@@ -113,7 +113,7 @@ class _Writer:
         self._tokenizer()
         self._answers()
         console = Console()
-        writer = RolloutWriter(self.folder, console)
+        writer = RolloutWriter(run=self.folder, console=console)
         tracker = JsonlTracker(self.folder / "metrics.jsonl", console)
         tracker.log(0, self._evaluation(0))
         for step in range(1, self.run.num_steps + 1):

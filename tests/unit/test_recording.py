@@ -40,7 +40,7 @@ def session(tmp_path: Path, **changes: Any) -> Any:
 
 def test_the_tokenizer_in_the_run_folder_equals_that_of_the_model(tmp_path: Path) -> None:
     this_session = session(tmp_path)
-    record.keep_tokenizer(this_session.config, this_session.folder, RankRecorder())
+    record.keep_tokenizer(this_session.config, this_session.folder, RankRecorder(console=Console()))
     kept = Tokenizer.from_file(str(this_session.folder.path / "tokenizer.json"))
     model = AutoTokenizer.from_pretrained(this_session.config.model.path)
     assert kept.get_vocab() == model.get_vocab()

@@ -36,7 +36,7 @@ EMPTY = step_record([])
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[RolloutWriter]:
-    writer = RolloutWriter(tmp_path, Console())
+    writer = RolloutWriter(run=tmp_path, console=Console())
     yield writer
     writer.close()
 
@@ -70,7 +70,7 @@ def test_files_are_written_in_the_background(writer: RolloutWriter, tmp_path: Pa
 
 def test_a_full_queue_makes_the_caller_wait_for_the_disk(tmp_path: Path) -> None:
     first: Any = Waiting()
-    writer = RolloutWriter(tmp_path, Console(), max_waiting=1)
+    writer = RolloutWriter(run=tmp_path, console=Console(), max_waiting=1)
     writer.record(1, first)
 
     def fill() -> None:
@@ -93,8 +93,8 @@ def test_an_error_that_is_not_of_the_disk_is_raised_by_flush(writer: RolloutWrit
         writer.flush()
 
 
-def recorder(writer: RolloutWriter | None) -> RunRecorder:
-    return RunRecorder(writer, trackers=[], console=Console(), num_devices=1)
+def recorder(run: Path, console: Console) -> RunRecorder:
+    return RunRecorder(run=run, console=console, trackers=[], num_devices=1)
 
 
 def full_disk(after: int) -> Callable[[int], None]:
@@ -115,7 +115,7 @@ def test_a_full_disk_is_a_warning_and_the_next_step_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     console = Console()
-    recording = recorder(RolloutWriter(tmp_path, console))
+    recording = recorder(tmp_path, console)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk(room))
         recording.record(1, EMPTY)
@@ -136,13 +136,13 @@ def test_a_step_with_metrics_is_on_disk(tmp_path: Path) -> None:
         def log(self, step: int, metrics: Any) -> None:
             logged_after.append([*recorded_steps(tmp_path / "samples")])
 
-    recording = replace(recorder(RolloutWriter(tmp_path, Console())), trackers=[Watching()])
+    recording = replace(recorder(tmp_path, Console()), trackers=[Watching()])
     delayed: Any = Waiting()
     recording.record(1, delayed)
     threading.Timer(0.05, delayed.may_continue.set).start()
     recording.log(1, {})
     assert logged_after == [[1]]
-    RankRecorder(recording.writer).record(2, EMPTY)  # rank 0 records for all
+    RankRecorder(run=tmp_path, console=Console()).record(2, EMPTY)  # rank 0 records for all
     recording.finish("FINISHED")
     assert [*recorded_steps(tmp_path / "samples")] == [1]
 
@@ -209,8 +209,7 @@ def test_a_recorder_keeps_token_values_of_a_limited_number_of_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console = Console()
-    writer = RolloutWriter(tmp_path, console)
-    limited_recorder = replace(recorder(writer), inspected_groups=1)
+    limited_recorder = replace(recorder(tmp_path, console), inspected_groups=1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk(0))
         limited_recorder.sequence_diagnostics(1, [inspected(7, 0)], sequences(7), ONE_INDEX)
@@ -222,7 +221,7 @@ def test_a_recorder_keeps_token_values_of_a_limited_number_of_groups(
     limited_recorder.flush()
     rows = read_policy(policy_path(tmp_path, 2, 0))
     assert [row.logprobs is None for row in rows] == [False, False, True]
-    silent = replace(limited_recorder, writer=None)
+    silent = replace(limited_recorder, run=None)
     silent.sequence_diagnostics(3, [inspected(7, 0)], sequences(7), ONE_INDEX)
     limited_recorder.finish("FINISHED")
     assert [*policy_files(tmp_path)] == [2]
