@@ -145,6 +145,11 @@ class BucketSender:
     def _freed(self) -> int:
         """Wait until the worker has emptied a bucket. Return its number. Raises SyncError."""
         self._wait(zmq.POLLIN)
+        return self._read()
+
+    def _read(self) -> int:
+        """Return the number of a bucket that the worker says is empty. Raises SyncError if it says
+        why it loads no more."""
         freed: _Freed = decode(self._socket.recv(), _Freed, "an engine worker")
         if freed.error:
             raise SyncError(freed.error)
@@ -155,6 +160,10 @@ class BucketSender:
         end = time.monotonic() + self._silence_seconds
         while not self._socket.poll(POLL_MS, event):
             if self._monitor.poll(0):
+                if self._socket.poll(0, event):  # it came between the two polls
+                    return
+                while self._socket.poll(0):
+                    self._read()
                 raise SyncError("its worker ended while it loaded weights")
             if time.monotonic() > end:
                 raise SyncError(f"its worker loaded nothing for {self._silence_seconds:g} s")
