@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -81,11 +82,10 @@ class BucketSender:
 
     def expect(self, slices: Iterable[TensorSlice]) -> None:
         """Make buckets with room for each tensor of these slices."""
-        by_tensor: dict[str, int] = {}
+        by_tensor: Counter[str] = Counter()
         for part in slices:
-            by_tensor[part.name] = by_tensor.get(part.name, 0) + _aligned(part.nbytes)
-        needed = min(max(sum(by_tensor.values()), 1), BUCKET_BYTES)
-        needed = max(needed, *by_tensor.values(), 1)
+            by_tensor[part.name] += _aligned(part.nbytes)
+        needed = max(min(sum(by_tensor.values()), BUCKET_BYTES), *by_tensor.values(), 1)
         if any(len(bucket.memory) < needed for bucket in self._buckets) or not self._buckets:
             self._buckets = [_Bucket(needed, self._device) for _ in range(2)]
 

@@ -27,9 +27,7 @@ class RankSlices:
         if isinstance(by_rank, RankSlices):
             return by_rank
         numbers: dict[tuple[TensorSlice, ...], int] = {}
-        list_of_rank = [
-            numbers.setdefault(tuple(tensor_slices), len(numbers)) for tensor_slices in by_rank
-        ]
+        list_of_rank = [numbers.setdefault(tuple(parts), len(numbers)) for parts in by_rank]
         return cls(list(numbers), list_of_rank)
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, groupby
 from operator import itemgetter
 
@@ -164,6 +164,11 @@ class _Island:
     wanted: RankSlices
     ranks_per_node: int
 
+    def distance(self, target: int, source: int) -> int:
+        """Return 0 for the target itself, 1 for a rank of its node, 2 for one of another node."""
+        is_near = source // self.ranks_per_node == target // self.ranks_per_node
+        return 0 if source == target else 1 if is_near else 2
+
 
 @dataclass(slots=True)
 class _Tensor:
@@ -242,24 +247,15 @@ def _boxes(tensor: _Tensor, island: _Island) -> tuple[BoxTransfer, ...]:
     _check_once(tensor, island)
     transfers = []
     for target, region in _by_rank(tensor.wanted, island.wanted):
-        node = target // island.ranks_per_node
-
-        def distance(source: int, target: int = target, node: int = node) -> int:
-            # The target itself, a rank of its node, a rank of another node.
-            return 0 if source == target else 1 if source // island.ranks_per_node == node else 2
-
+        distance = partial(island.distance, target)
         nearest_first = sorted(holders, key=lambda held: min(map(distance, holders[held])))
         rest = [region]
         for source in nearest_first:
             boxes = [box for part in rest if (box := part.intersect(source))]
             rest = [outside for part in rest for outside in _without(part, source)]
             for box in boxes:
-                candidates = {
-                    rank
-                    for held, ranks in holders.items()
-                    if held.intersect(box) == box
-                    for rank in ranks
-                }
+                whole = (ranks for held, ranks in holders.items() if held.intersect(box) == box)
+                candidates = set(chain.from_iterable(whole))
                 shortest = min(map(distance, candidates))
                 nearest = tuple(sorted(rank for rank in candidates if distance(rank) == shortest))
                 nbytes = box.numel * tensor.dtype.itemsize

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,9 +69,8 @@ class Transfer:
                 is_here = any(box.target == number for box, _ in rank_boxes)
                 # Slices without elements have no boxes. They are yielded when other ranks receive
                 # the tensor.
-                if name in tensor_slices and (
-                    is_here or not any(tensor_slice.nbytes for tensor_slice in tensor_slices[name])
-                ):
+                is_empty = not any(part.nbytes for part in tensor_slices.get(name, ()))
+                if name in tensor_slices and (is_here or is_empty):
                     round_.wanted[name] = tensor_slices.pop(name)
             self._rounds.append(round_)
         if tensor_slices:
@@ -114,10 +113,10 @@ class Transfer:
         key = (tensor_slice.name, tensor_slice.region)
         parts = [
             (box, shard.read()[box.within(shard.tensor_slice.region).slices])
-            for box, shard in round_.local.get(key, [])
+            for box, shard in round_.local[key]
         ] + [
             (packed.box, round_.arriving.window(received, packed, tensor_slice.dtype))
-            for packed in round_.remote.get(key, [])
+            for packed in round_.remote[key]
         ]
         if len(parts) == 1:
             return parts[0][1]
@@ -143,10 +142,7 @@ def gather_whole(
     """
     held = gather_slices(exchange, [shard.tensor_slice for shard in shards])
     parts = {part.name: part for tensor_slices in held.lists for part in tensor_slices}
-    wanted = [
-        TensorSlice(name, part.global_shape, part.dtype, whole(part.global_shape))
-        for name, part in parts.items()
-    ]
+    wanted = [replace(part, region=whole(part.global_shape)) for part in parts.values()]
     plan = make_plan(held, RankSlices([wanted], [0] * len(held)))
     for name, regions in Transfer(plan, shards, wanted, exchange.rank, device):
         for _, tensor in regions:
@@ -200,19 +196,17 @@ class _Round:
         self.is_exchange = False  # whether any rank moves anything
         self.sends: list[tuple[Shard, _PackedBox]] = []
         self.wanted: dict[str, list[TensorSlice]] = {}
-        self.local: dict[_Key, list[tuple[Region, Shard]]] = {}
-        self.remote: dict[_Key, list[_PackedBox]] = {}
+        self.local: dict[_Key, list[tuple[Region, Shard]]] = defaultdict(list)
+        self.remote: dict[_Key, list[_PackedBox]] = defaultdict(list)
         self._island, self._number = island, number
 
     def add(self, name: str, transfer: BoxTransfer, source: int, held: Sequence[Shard]) -> None:
         """Add a box of the tensor `name` that this rank sends, receives or keeps."""
         key = (name, transfer.region)
         if transfer.target == source:
-            self.local.setdefault(key, []).append((transfer.box, _holder(name, held, transfer.box)))
+            self.local[key].append((transfer.box, _holder(name, held, transfer.box)))
         elif transfer.target == self._number:
-            self.remote.setdefault(key, []).append(
-                self.arriving.add(self._island[source], transfer)
-            )
+            self.remote[key].append(self.arriving.add(self._island[source], transfer))
         else:
             shard = _holder(name, held, transfer.box)
             self.sends.append((shard, self.leaving.add(self._island[transfer.target], transfer)))

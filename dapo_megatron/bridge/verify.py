@@ -36,8 +36,6 @@ _INCREMENT, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB6
 
 Fingerprints = Sequence[Sequence[tuple[TensorSlice, int]]]
 """[rank] -> (slice, fingerprint) of each slice that the rank has."""
-_Print = tuple[int, int]
-"""(index into a worker's slices, fingerprint) of a slice that can be read."""
 _Part = tuple[int, TensorSlice, int]
 """(rank, slice, fingerprint)"""
 
@@ -69,7 +67,8 @@ def check_fingerprints(
     # Ranks at the same place of both layouts send equal lists. Each distinct list travels once.
     own_prints = fingerprints((shard.read(), shard.tensor_slice.region) for shard in shards)
     values, value_of_rank = gather_distinct(exchange, own_prints, list[int])
-    by_replica = engines.call("fingerprints", of=list[list[_Print]])
+    # (index into a worker's slices, fingerprint) of each slice that can be read
+    by_replica = engines.call("fingerprints", of=list[list[tuple[int, int]]])
     # Each rank compares some of the tensors.
     names = sorted({part.name for parts in held.lists for part in parts})
     compared = set(names[exchange.rank :: exchange.world_size])
@@ -81,13 +80,9 @@ def check_fingerprints(
 
     of_engines: list[list[tuple[TensorSlice, int]]] = [[] for _ in wanted.replicas]
     for replica, by_worker in by_replica.items():
-        for worker_rank, prints in zip(wanted.of_replica(replica), by_worker, strict=True):
-            slices = wanted.slices[worker_rank]
-            of_engines[worker_rank] = [
-                (slices[index], number)
-                for index, number in prints
-                if slices[index].name in compared
-            ]
+        for rank, prints in zip(wanted.of_replica(replica), by_worker, strict=True):
+            pairs = ((wanted.slices[rank][index], number) for index, number in prints)
+            of_engines[rank] = [(part, number) for part, number in pairs if part.name in compared]
     policy = list(map(policy_prints, held.list_of_rank, value_of_rank))
     own = describe_mismatches(policy, of_engines, wanted.replicas)
     if mismatches := list(chain(*exchange.all_gather(own, list[Mismatch]))):
