@@ -200,7 +200,9 @@ def _plan_padded(
     ordered = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     fewest = max(len(_cut(ordered, rows, max_tokens)), 1)
     num = _round_up(fewest, num_ranks * num_multiple)
-    runs = _cut_evenly(ordered, rows, max_tokens, num)
+    bounds = range(max_tokens)  # the smallest that needs no more runs makes them even
+    bound = bisect_left(bounds, True, key=lambda bound: len(_cut(ordered, rows, bound)) <= num)
+    runs = _cut(ordered, rows, bound)
     costs = [microbatch_work([lengths[index] for index in run], packed=False) for run in runs]
     costliest = sorted(range(len(runs)), key=lambda run: -costs[run])
     plan: MicrobatchPlan = [[] for _ in range(num_ranks)]
@@ -211,15 +213,6 @@ def _plan_padded(
             plan[rank].append(runs[run])
             load[rank] += costs[run]
     return [micros + [[] for _ in range(num // num_ranks - len(micros))] for micros in plan]
-
-
-def _cut_evenly(
-    ordered: Sequence[int], rows: Sequence[int], max_tokens: int, num: int
-) -> list[list[int]]:
-    """Return at most `num` runs with the smallest possible token bound, found by bisection."""
-    bounds = range(max_tokens)
-    bound = bisect_left(bounds, True, key=lambda bound: len(_cut(ordered, rows, bound)) <= num)
-    return _cut(ordered, rows, bound)
 
 
 def _cut(ordered: Sequence[int], rows: Sequence[int], bound: int) -> list[list[int]]:
