@@ -5,6 +5,7 @@ Shapes: T is the number of tokens of all sequences, concatenated; S is the numbe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -152,20 +153,13 @@ def compare(actual: Measured, expected: Measured) -> dict[str, float]:
     """
     values = [(value, expected.values[name]) for name, value in actual.values.items()]
     losses = zip(actual.losses, expected.losses, strict=True)
-    # A norm of 0 has a distance of 0 or inf, as when an objective has clipped all sequences.
-    norms = [
-        {
-            str(number): torch.tensor(norm, dtype=torch.float64)
-            for number, norm in enumerate(side.grad_norms)
-        }
-        for side in (actual, expected)
-    ]
+    norms = zip(actual.grad_norms, expected.grad_norms, strict=True)
     return {
         "gradient": max(distances(actual.gradients, expected.gradients).values()),
         "logprobs": float((actual.logprobs - expected.logprobs).abs().max()),
         "loss": _largest_gap(values),
         "losses": _largest_gap(losses),
-        "grad_norm": max(distances(*norms).values()),
+        "grad_norm": max(_distance(*torch.tensor(pair, dtype=torch.float64)) for pair in norms),
         "weights": max(distances(actual.weights, expected.weights).values()),
     }
 
@@ -179,17 +173,18 @@ def _largest_gap(pairs: Iterable[tuple[float, float]]) -> float:
 def distances(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
     """Return |actual - expected| / |expected| of each tensor.
 
-    If `expected` is 0 (an expert without tokens), the distance is 0 or inf. It is inf for a tensor
-    with a nan, of different shapes, or that only one side has.
+    If `expected` is 0 (an expert without tokens, or clipped sequences only), the distance is 0 or
+    inf. It is inf for a tensor with a nan, of different shapes, or that only one side has.
     """
-    result = dict.fromkeys(actual.keys() | expected.keys(), float("inf"))
-    for name in actual.keys() & expected.keys():
-        if actual[name].shape != expected[name].shape:
-            continue
-        difference = float((actual[name] - expected[name]).norm())
-        length = float(expected[name].norm())
-        if difference == 0.0:
-            result[name] = 0.0
-        elif difference < float("inf") and length > 0.0:
-            result[name] = difference / length
-    return result
+    result = dict.fromkeys(actual.keys() | expected.keys(), math.inf)
+    both = actual.keys() & expected.keys()
+    return result | {name: _distance(actual[name], expected[name]) for name in both}
+
+
+def _distance(actual: Tensor, expected: Tensor) -> float:
+    if actual.shape != expected.shape:
+        return math.inf
+    difference, length = float((actual - expected).norm()), float(expected.norm())
+    if difference == 0.0:
+        return 0.0
+    return difference / length if difference < math.inf and length > 0.0 else math.inf
