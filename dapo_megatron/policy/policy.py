@@ -259,16 +259,6 @@ class MegatronPolicy:
         """Return this rank's chunks without Megatron's wrapper."""
         return [chunk.module for chunk in self._chunks]
 
-    def _named_parameters(self) -> dict[str, Tensor]:
-        """Return this rank's parameters by Megatron name, with the chunk's number if there are
-        several."""
-        models = self._models()
-        return {
-            f"chunk_{number}.{name}" if len(models) > 1 else name: parameter
-            for number, model in enumerate(models)
-            for name, parameter in model.named_parameters()
-        }
-
     def _shards_of(
         self, models: list[Decoder], value: Callable[[Any], Tensor] = lambda parameter: parameter
     ) -> list[Shard]:

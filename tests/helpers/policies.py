@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.plan.rows import row_multiple, sequence_multiple
@@ -13,6 +15,17 @@ from tests.helpers.configs import tiny_config
 
 if TYPE_CHECKING:
     from dapo_megatron.policy.policy import MegatronPolicy
+
+
+def named_parameters(policy: MegatronPolicy) -> dict[str, Tensor]:
+    """Return this rank's parameters by Megatron name, with the chunk's number if there are
+    several."""
+    models = policy._models()
+    return {
+        f"chunk_{number}.{name}" if len(models) > 1 else name: parameter
+        for number, model in enumerate(models)
+        for name, parameter in model.named_parameters()
+    }
 
 
 def build_policy(

@@ -17,6 +17,7 @@ import torch
 
 from dapo_megatron.cluster.ranks import Ranks
 from tests.helpers.models import make_random_model
+from tests.helpers.policies import named_parameters
 from tests.helpers.ranks import run_ranks
 from tests.helpers.updates import save, update
 from tests.parity.test_reshard import build, equal, gathered
@@ -129,7 +130,7 @@ def travel(rank: int, models: Path, root: Path, cases: list[Case]) -> list[dict[
             "saved": gathered(policy, exchange),
             "buckets": sum(len(buffer.buckets) for buffer in policy._chunks[0].buffers),
             "owned": len(list(owned_parts(policy._optimizer))),
-            "params": len(policy._named_parameters()),
+            "params": len(named_parameters(policy)),
         }
         save_by(saver, policy, exchange, models / name, root / f"{number}")
         policy.close()

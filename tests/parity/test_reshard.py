@@ -21,6 +21,7 @@ from torch import Tensor
 from dapo_megatron.cluster.ranks import Ranks
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import make_random_model
+from tests.helpers.policies import named_parameters
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training_state import state_tensors, stored_tensors
 from tests.helpers.updates import save, update
@@ -91,7 +92,7 @@ def build(exchange: Ranks, model: Path, layout: str, precision: str) -> Any:
 
 def gathered(policy: Any, exchange: Ranks) -> dict[str, dict[str, Tensor]]:
     """Gather full weights and optimizer fields by HF name from memory, with Megatron's groups."""
-    params = policy._named_parameters()
+    params = named_parameters(policy)
     state = state_tensors(policy._optimizer, params)
     fields = {"weights": kept(policy.weights())}
     steps = {float(value) for key, value in state.items() if key.endswith("/step")}
@@ -136,7 +137,7 @@ def padding(policy: Any) -> float:
     """
     from megatron.core import parallel_state
 
-    largest, params = 0.0, policy._named_parameters()
+    largest, params = 0.0, named_parameters(policy)
     state = state_tensors(policy._optimizer, params)
     for name, param in params.items():
         if name.endswith(("word_embeddings.weight", "output_layer.weight")):
