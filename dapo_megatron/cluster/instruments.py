@@ -26,19 +26,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import fmean
-from typing import Any, Protocol
 
 import torch
 
 from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.processes import forget_peak, resident_bytes
 from dapo_megatron.cluster.watchdog import Watchdog
-from dapo_megatron.protocols import Exchange
+from dapo_megatron.protocols import Exchange, Recorder
 from dapo_megatron.types import Phase
 
 GIB = 2**30
@@ -194,14 +193,6 @@ def thinned(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     return [*points[: -1 : ceil((len(points) - 1) / (limit - 1))], points[-1]]
 
 
-class TimelineFiles(Protocol):
-    """Recorder of a run, on rank 0 and on others."""
-
-    def timeline(self, step: int, record: Mapping[str, Any]) -> None:
-        """Write timeline/step_*.json."""
-        ...
-
-
 class TimelineRecorder:
     """Timeline of one rank, and on rank 0 of all engines.
 
@@ -209,9 +200,7 @@ class TimelineRecorder:
     none.
     """
 
-    def __init__(
-        self, exchange: Exchange, every: int, recorder: TimelineFiles | None = None
-    ) -> None:
+    def __init__(self, exchange: Exchange, every: int, recorder: Recorder | None = None) -> None:
         self._exchange = exchange
         self._every = every
         self._recorder = recorder
@@ -252,7 +241,8 @@ class TimelineRecorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record the time of this block. Requests count in the `generate` phase only."""
+        """Record the time of this block, also if it raises: the step may go on after EnginesLost.
+        Requests count in the `generate` phase only."""
         started = time.perf_counter()
         try:
             with self._counting(self._running) if name == Phase.GENERATE else nullcontext():
@@ -278,6 +268,13 @@ class TimelineRecorder:
                 ended = time.perf_counter()
                 for running in intervals:
                     running.end(ended)
+
+    def seconds(self) -> dict[str, float]:
+        """Return time/<phase> of the phases of the step so far."""
+        seconds: dict[str, float] = {}
+        for name, started, ended in self._spans:
+            seconds[f"time/{name}"] = seconds.get(f"time/{name}", 0.0) + ended - started
+        return seconds
 
     def metrics(self) -> dict[str, float]:
         """Record the timeline of the step if it is due. Return on rank 0 time/engine_idle and
@@ -345,7 +342,6 @@ class StepInstruments:
     def begin(self, step: int) -> None:
         """Start a rollout step. Earlier measurements do not count in its metrics."""
         self._step = step
-        self._seconds: dict[str, float] = {}
         self.memory.begin()
         self.timeline.begin(step)
         self._started = time.perf_counter()
@@ -353,16 +349,12 @@ class StepInstruments:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure this block as phase `name`, which is a key of config.watchdog."""
-        started = time.perf_counter()
-        try:
-            with (
-                self.timeline.phase(name),
-                self._watchdog.phase(name, self._step),
-                self.memory.phase(name),
-            ):
-                yield
-        finally:  # the step may go on after EnginesLost
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+        with (
+            self.timeline.phase(name),
+            self._watchdog.phase(name, self._step),
+            self.memory.phase(name),
+        ):
+            yield
 
     def serving(self) -> AbstractContextManager[None]:
         """See TimelineRecorder."""
@@ -373,7 +365,7 @@ class StepInstruments:
         prompt and response tokens. Collective."""
         seconds = time.perf_counter() - self._started
         return {
-            **{f"time/{name}": value for name, value in self._seconds.items()},
+            **self.timeline.seconds(),
             **self.memory.metrics(),
             **self.timeline.metrics(),
             "time/step": seconds,

@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 END_SECONDS = 5.0
-"""Time from asking a process to end to killing it."""
+"""Time from asking a process to end to killing it. An engine gets as long to answer after the
+transfer of weights to it has failed."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 _PROCESS = Path("/proc/self")
 

@@ -37,6 +37,7 @@ from dapo_megatron.cluster.attempt import (
 )
 from dapo_megatron.cluster.heartbeat import Heartbeat, RankState
 from dapo_megatron.cluster.join import node_name
+from dapo_megatron.protocols import Recorder
 from dapo_megatron.types import Phase
 
 REPORT_SECONDS = 5.0
@@ -48,14 +49,6 @@ class Engines(Protocol):
 
     def describe(self) -> tuple[str, ...]:
         """Return a line about each engine."""
-        ...
-
-
-class PhaseView(Protocol):
-    """Recorder of a run, on rank 0 and on others."""
-
-    def phase(self, phase: str, step: int) -> None:
-        """Show a new phase."""
         ...
 
 
@@ -71,7 +64,7 @@ class Watchdog:
         self, folder: Path, rank: int, world_size: int, limits: Mapping[str, float]
     ) -> None:
         self.engines: Engines | None = None
-        self.view: PhaseView | None = None
+        self.view: Recorder | None = None
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._limits = {**limits, "": limits.get(Phase.START, max(limits.values()))}
         self._phase, self._step = "", 0

@@ -23,6 +23,7 @@ from dapo_megatron.bridge.buckets import BucketSender
 from dapo_megatron.bridge.group import Meeting, join, new_store, open_store
 from dapo_megatron.cluster.collectives import ErrorRecord, on_rank0
 from dapo_megatron.cluster.instruments import TimelineRecorder
+from dapo_megatron.cluster.processes import END_SECONDS
 from dapo_megatron.cluster.servers import Server, process_name
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.protocols import Exchange, ReceivedTensor
@@ -37,8 +38,6 @@ from dapo_megatron.types import (
 )
 
 T = TypeVar("T")
-ANSWER_SECONDS = 5.0
-"""Time that an engine has to answer after the transfer of weights to it has failed."""
 
 
 @dataclass
@@ -175,10 +174,10 @@ class Engines:
         errors = [text for text in self.exchange.all_gather(error, str) if text]
         if not errors or self.workers:
             # A worker that failed has answered, unless it is gone or hangs.
-            self._settle(None, ANSWER_SECONDS if errors else None)
+            self._settle(None, END_SECONDS if errors else None)
             return
         # A lost engine breaks the group for all others.
-        results, failures = self._finish(None, ANSWER_SECONDS)
+        results, failures = self._finish(None, END_SECONDS)
         self.present = {replica: self.present[replica] for replica in (*results, *failures)}
         raise EnginesLost(errors[0])
 

@@ -24,6 +24,7 @@ from dapo_megatron.checkpoints.folder import (
 )
 from dapo_megatron.cluster.attempt import ATTEMPTS, attempt
 from dapo_megatron.cluster.heartbeat import HEARTBEATS
+from dapo_megatron.cluster.launch import GRACE_SECONDS
 from dapo_megatron.cluster.ownership import check_entries, check_tree
 from dapo_megatron.cluster.servers import process_name
 from dapo_megatron.files import open_lock, try_lock
@@ -36,8 +37,6 @@ _NOT_WRITABLE = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.EROFS),
 )
-LOCK_SECONDS = 15.0
-"""Time to wait for the lock. Ranks that were just killed hold it until they have exited."""
 
 
 class RunFolder:
@@ -84,10 +83,11 @@ class RunFolder:
             if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
                 raise PermissionError(errno.EACCES, "Cannot be written")
 
-    def acquire(self, lock_seconds: float = LOCK_SECONDS) -> None:
+    def acquire(self, lock_seconds: float = GRACE_SECONDS) -> None:
         """Lock the folder. Called on rank 0.
 
-        If another start still holds the lock after `lock_seconds`, raises ConfigError naming it, or
+        Ranks that were just killed hold the lock until they have exited. If another start still
+        holds it after `lock_seconds`, raises ConfigError naming it, or
         CheckpointError under Slurm, where its node may have been cut off: a later start may find
         the folder free. Raises ConfigError if another user may have created an entry, and for a
         file system without locks.
