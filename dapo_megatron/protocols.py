@@ -53,34 +53,27 @@ class Exchange(Protocol):
     @property
     def rank(self) -> int:
         """Index of this rank, from 0."""
-        ...
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        ...
 
     @property
     def names(self) -> Sequence[int]:
         """Numbers of these ranks in the run, which errors name."""
-        ...
 
     def all_gather(self, value: T, of: object) -> list[T]:
         """Return the values of all ranks, in rank order."""
-        ...
 
     def broadcast(self, value: T, of: object, source: int = 0) -> T:
         """Return the value of rank `source` on every rank."""
-        ...
 
     def scatter(self, parts: Sequence[bytearray] | None, size: int) -> memoryview:
         """Send `parts[r]` from rank 0 to rank r. Return this rank's part, which has `size` bytes;
         otherwise raise RankError."""
-        ...
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        ...
 
 
 class Snapshot(Protocol):
@@ -89,20 +82,16 @@ class Snapshot(Protocol):
     @property
     def num_bytes(self) -> int:
         """Size on disk in bytes."""
-        ...
 
     @property
     def checksums(self) -> Mapping[str, str]:
         """SHA-256 checksums of the files written so far, by file name."""
-        ...
 
     def write(self, folder: Path) -> None:
         """Write the snapshot to `folder` and fsync it. Raises OSError or CheckpointError."""
-        ...
 
     def finish(self, folder: Path, exchange: Exchange) -> None:
         """Complete the files after all ranks have written theirs. Collective."""
-        ...
 
 
 class Policy(Protocol):
@@ -111,7 +100,6 @@ class Policy(Protocol):
     @property
     def data_parallel_index(self) -> int:
         """Data-parallel index of this rank."""
-        ...
 
     def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
         """Return log-prob and entropy of each held token of `batch`, without grad. `temperature`
@@ -120,16 +108,13 @@ class Policy(Protocol):
         Without `batch.owners`, the sequences are distributed over all ranks, and every rank gets
         the complete result. Otherwise each rank gets that of the sequences it holds.
         """
-        ...
 
     def keep_reference(self, write: Callable[[Sequence[Shard]], None] | None = None) -> None:
         """Keep weights in host memory for `reference_logprobs`: the current ones, or those that
         `write` writes into shards. The policy's own weights stay the same. Not collective."""
-        ...
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """Return the log-probs of `logprobs` under the weights of `keep_reference`."""
-        ...
 
     def update(
         self,
@@ -146,37 +131,30 @@ class Policy(Protocol):
         return for the loss tokens of `mini` (0 for its other tokens). It may raise. Raises Diverged
         before the optimizer step if the loss or the gradient is not finite.
         """
-        ...
 
     def shards(self) -> Sequence[Shard]:
         """Return the slices of HF tensors that this rank holds. They alias its parameters, so they
         always contain the current weights. Not collective."""
-        ...
 
     def rewrite(self, change: Callable[[Sequence[Shard]], None]) -> None:
         """Call `change` with shards that it may read and overwrite, all of them or some.
         Afterwards update the other copies of the weights, such as FP8 parameters and the
         optimizer's main copies."""
-        ...
 
     def snapshot(self) -> Snapshot:
         """Copy this rank's weights, optimizer and RNG state to host memory. Not collective."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint that `snapshot` wrote in this or another layout. Raises
         CheckpointError naming file and key."""
-        ...
 
     def offload(self) -> None:
         """Free accelerator memory for the engine: move what policy.offload lists to host memory,
         and discard gradients. Idempotent. Only `onload` may be called next. The views of shards
         are empty until then."""
-        ...
 
     def onload(self) -> None:
         """Undo `offload`. Weights and optimizer state are restored bit for bit. Idempotent."""
-        ...
 
 
 class Engines(Protocol):
@@ -188,38 +166,31 @@ class Engines(Protocol):
     def await_ready(self) -> None:
         """Wait until enough engines can take part in a sync, and set `present`. Raises
         TooFewEnginesError and Stopped."""
-        ...
 
     def call(self, method: str, *arguments: Any, of: object) -> dict[int, Any]:
         """Call a method of the present engines, see engine/messages.py. Return the results, of type
         `of`, by replica. Engines that fail while others do not are out. Raises EnginesLost if none
         is left, and the error if all that are left fail."""
-        ...
 
     def places(self) -> dict[int, list[int]]:
         """Return the number in the transfer plan of each worker of the present engines, by replica:
         that of the rank on whose GPU it runs. Workers of other GPUs come after all ranks. Not
         collective."""
-        ...
 
     def connect(self, meeting: Any, slices: Sequence[TensorSlice]) -> Any:
         """Get ready to send weights to the present engines by the plan of `meeting`
         (bridge/group.py), `slices` to the worker on this rank's GPU. Return the process group in
         which engines on other GPUs take part; None without any. Raises as `call` does."""
-        ...
 
     def load(self, weights: Iterator[ReceivedTensor], version: int) -> None:
         """Send each present engine its weights as `version`. The worker on this rank's GPU gets
         `weights`, which is drained in any case. Raises as `call` does."""
-        ...
 
     def lose(self, replicas: Sequence[int], why: str) -> None:
         """Go on without engines at fault. Not collective."""
-        ...
 
     def note_sync(self) -> None:
         """Note that the present engines have the new weights. Not collective."""
-        ...
 
 
 class Tracker(Protocol):
@@ -227,11 +198,9 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a rollout step."""
-        ...
 
     def finish(self, status: str) -> None:
         """Close the run with status FINISHED, FAILED or KILLED."""
-        ...
 
 
 class Recorder(Protocol):
@@ -260,19 +229,15 @@ class Collector(Protocol):
 
     def collect(self, version: int) -> Rollouts:
         """Return the rollouts of a step that starts from weights `version`."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return JSON-compatible state for a checkpoint; rank 0's counts. Not collective."""
-        ...
 
     def snapshot(self) -> Snapshot:
         """Return this rank's completions of open groups, for a checkpoint. Not collective."""
-        ...
 
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
         """Continue from `state` and the completions in the checkpoint `folder`."""
-        ...
 
 
 class Sync(Protocol):
@@ -282,11 +247,9 @@ class Sync(Protocol):
     def __call__(self, version: int) -> SyncReport:
         """Copy the policy's weights to the engines as `version`, and give the accelerator to the
         engines."""
-        ...
 
     def switch_to_policy(self) -> None:
         """Give the accelerator to the policy, whichever model has it."""
-        ...
 
 
 class Evaluations(Protocol):

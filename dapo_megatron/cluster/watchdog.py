@@ -49,7 +49,6 @@ class Engines(Protocol):
 
     def describe(self) -> tuple[str, ...]:
         """Return a line about each engine."""
-        ...
 
 
 class Watchdog:

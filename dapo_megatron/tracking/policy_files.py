@@ -89,16 +89,6 @@ def read_policy(path: Path, tickets: Collection[int] | None = None) -> Iterator[
         yield from rows
 
 
-def read_gaps(path: Path) -> list[tuple[float, int, int]]:
-    """Return (gap_max, ticket, sample) of every row. Raises DataError as `read_policy` does."""
-    names = ("gap_max", "ticket", "sample")
-    gaps = []
-    for table in read_tables(path, _schema(), names):
-        with data_errors(path):
-            gaps += [tuple(map(row.__getitem__, names)) for row in rows_of(table)]
-    return gaps
-
-
 @cache
 def _schema() -> Any:
     import pyarrow as pa

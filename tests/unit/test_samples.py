@@ -20,7 +20,6 @@ from dapo_megatron.tracking.policy_files import (
     PolicyRow,
     policy_files,
     policy_path,
-    read_gaps,
     read_policy,
     write_policy,
 )
@@ -181,7 +180,6 @@ def test_the_policy_file_has_token_values_only_of_inspected_groups(
     assert last.logprobs.tolist() == [-1.5, -2.5]
     assert (without.logprobs, without.entropy) == (None, None)
     assert [row.sample for row in read_policy(path, [7])] == [0, 3]
-    assert read_gaps(path)[0] == (0.0004567891, 4, 1)
 
 
 def test_policy_values_are_restored_bit_for_bit(tmp_path: Path) -> None:
