@@ -26,7 +26,7 @@ from dapo_megatron.types import DapoError, Phase, Stopped
 
 if TYPE_CHECKING:
     from dapo_megatron.cluster.instruments import StepInstruments
-    from dapo_megatron.loop import Parts
+    from dapo_megatron.loop import Parts, Progress
     from dapo_megatron.rollout.engines import Engines
     from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
 
@@ -37,16 +37,26 @@ def train(config: Config, replay: Path | None = None) -> None:
     with open_context(config, with_folder=True) as context, ExitStack() as at_end:
         engines = None
         if replay is None:
-            engines = _start_engines(context)
+            from dapo_megatron.run.models import start_engines
+
+            engines = start_engines(
+                config,
+                context.ranks,
+                logs=context.folder.logs,
+                start=str(context.resume_from),
+                stop=context.stop,
+            )
             at_end.callback(engines.close)
         import_libraries()
         from dapo_megatron import loop
         from dapo_megatron.run import build, record, resume
+        from dapo_megatron.run.other_weights import dropped_layers
 
         notes = check(config, read_architecture(config), Machine.here(), has_engine=replay is None)
         start = resume.starting_point(context, replay)
         recorder = record.open_recorder(context, start)
-        for note in (*notes, *start.notes, *_dropped_layers(context)):
+        dropped = on_rank0(context.ranks, dropped_layers, config) or []
+        for note in (*notes, *start.notes, *dropped):
             recorder.note(f"  {note}")
         with _ending(context, recorder), recorder.live():
             context.watchdog.view = recorder
@@ -63,24 +73,6 @@ def train(config: Config, replay: Path | None = None) -> None:
                 loop.train(context.config, parts, start.progress, started=since)
             summary = _conclude(context, start.progress, instruments.memory.highest_gib())
         recorder.summary(summary, context.folder.path)
-
-
-def _start_engines(context: RunContext) -> Engines:
-    from dapo_megatron.run.models import start_engines
-
-    return start_engines(
-        context.config,
-        context.ranks,
-        logs=context.folder.logs,
-        start=str(context.resume_from),
-        stop=context.stop,
-    )
-
-
-def _dropped_layers(context: RunContext) -> list[str]:
-    from dapo_megatron.run.other_weights import dropped_layers
-
-    return on_rank0(context.ranks, dropped_layers, context.config) or []
 
 
 def _without_gap_limits(config: Config) -> Config:
@@ -178,25 +170,18 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
         return metrics if ranks.rank == 0 else None
 
 
-def _conclude(context: RunContext, progress: Any, highest_gib: float) -> dict[str, Any]:
+def _conclude(context: RunContext, progress: Progress, highest_gib: float) -> dict[str, Any]:
     """Write and return the summary. From now on the run counts as finished, and a signal no longer
-    limits its time."""
-    summary = _summary(context, progress, highest_gib)
-    if context.ranks.rank == 0:
-        write_json(context.folder.summary, summary)
-    context.stop.lift_deadline()
-    return summary
+    limits its time.
 
-
-def _summary(context: RunContext, progress: Any, highest_gib: float) -> dict[str, Any]:
-    """Return the contents of summary.json. `highest_gib` is the largest resident memory of this
-    rank, without its child processes: a forked child would count the memory that it shares with its
-    parent. (A grading process needs 0.1 GiB.)"""
+    `highest_gib` is the largest resident memory of this rank, without its child processes: a forked
+    child would count the memory that it shares with its parent. (A grading process needs 0.1 GiB.)
+    """
     from dapo_megatron.cluster.versions import versions
     from dapo_megatron.tracking.provenance import commit
 
     peaks = context.ranks.all_gather(highest_gib, float)
-    return {
+    summary = {
         "accuracy_before": _accuracy(progress.first_evaluation),
         "accuracy_after": _accuracy(progress.last_evaluation),
         "steps": progress.step,
@@ -210,6 +195,10 @@ def _summary(context: RunContext, progress: Any, highest_gib: float) -> dict[str
         "versions": versions(),
         "commit": commit(),
     }
+    if context.ranks.rank == 0:
+        write_json(context.folder.summary, summary)
+    context.stop.lift_deadline()
+    return summary
 
 
 def _accuracy(metrics: Mapping[str, float]) -> float | None:
