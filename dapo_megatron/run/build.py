@@ -38,7 +38,7 @@ from dapo_megatron.run.loss import loss_function
 from dapo_megatron.run.models import Models, build_policy, planner
 from dapo_megatron.run.other_weights import keep_reference
 from dapo_megatron.run.resume import facts_of
-from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
+from dapo_megatron.tracking.recorder import RankRecorder
 from dapo_megatron.types import Prompt
 
 
@@ -122,7 +122,7 @@ def build_parts(
     models: Models,
     prompts: Prompts,
     repeated: dict[int, Path],
-    recorder: RunRecorder | RankRecorder,
+    recorder: RankRecorder,
     instruments: StepInstruments,
 ) -> Parts:
     """Build the loop's parts for training with engines. The recorded steps `repeated`, given on
@@ -169,7 +169,7 @@ def build_parts(
 def build_replay(
     context: RunContext,
     recorded: Path,
-    recorder: RunRecorder | RankRecorder,
+    recorder: RankRecorder,
     instruments: StepInstruments,
 ) -> Parts:
     """Build the loop's parts for training on the rollouts recorded in the run folder `recorded`.
@@ -214,7 +214,7 @@ def _coordinator(config: Config, engines: Engines, prompts: Prompts) -> Coordina
     )
 
 
-def build_instruments(context: RunContext, recorder: RunRecorder | RankRecorder) -> StepInstruments:
+def build_instruments(context: RunContext, recorder: RankRecorder) -> StepInstruments:
     """Build the timers and meters of this rank."""
     ranks, every = context.ranks, context.config.tracking.timeline_every
     timeline = TimelineRecorder(ranks, every, recorder)
@@ -233,9 +233,7 @@ def _delivery(config: Config, ranks: Ranks, data_parallel: DataParallelRanks) ->
     return Delivery(data_parallel, ranks.subgroup(peers), route_size(config))
 
 
-def _checkpoints(
-    context: RunContext, policy: Policy, recorder: RunRecorder | RankRecorder
-) -> CheckpointSaver:
+def _checkpoints(context: RunContext, policy: Policy, recorder: RankRecorder) -> CheckpointSaver:
     config, ranks, folder = context.config, context.ranks, context.folder
     return CheckpointSaver(
         config,

@@ -41,7 +41,7 @@ RISKS = {
 """Prefix of a key -> what its change means in a resumed run, if that may be a mistake."""
 
 
-def open_recorder(context: RunContext, start: StartingPoint) -> RunRecorder | RankRecorder:
+def open_recorder(context: RunContext, start: StartingPoint) -> RankRecorder:
     """Return the recorder of rank 0; other ranks get a RankRecorder. Collective.
 
     Rank 0 also prints the run's header, and writes its config and provenance. A run that has logged
@@ -134,7 +134,7 @@ def keep_reports(config: Config, folder: RunFolder) -> None:
             shutil.copyfile(report, folder.data / f"{source_file_name(source.name)}.report.json")
 
 
-def keep_tokenizer(config: Config, folder: RunFolder, recorder: RunRecorder | RankRecorder) -> None:
+def keep_tokenizer(config: Config, folder: RunFolder, recorder: RankRecorder) -> None:
     """Write the run's tokenizer in the format of the `tokenizers` library. Called on rank 0.
 
     The tokens in samples/ can then be shown without the model's folder. A tokenizer without this

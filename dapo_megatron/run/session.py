@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dapo_megatron.cluster.instruments import StepInstruments
     from dapo_megatron.loop import Parts, Progress
     from dapo_megatron.rollout.engines import Engines
-    from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
+    from dapo_megatron.tracking.recorder import RankRecorder
 
 
 def train(config: Config, replay: Path | None = None) -> None:
@@ -86,7 +86,7 @@ def _parts(
     context: RunContext,
     engines: Engines,
     repeated: dict[int, Path],
-    recorder: RunRecorder | RankRecorder,
+    recorder: RankRecorder,
     instruments: StepInstruments,
 ) -> Parts:
     """Load the prompts, and build models and the loop's parts. Collective."""
@@ -110,7 +110,7 @@ def _parts(
 
 
 @contextmanager
-def _ending(context: RunContext, recorder: RunRecorder | RankRecorder) -> Iterator[None]:
+def _ending(context: RunContext, recorder: RankRecorder) -> Iterator[None]:
     """Close the recorder with the run's status: FINISHED, FAILED or KILLED. An error is reported
     first, because MLflow may take longer than a launcher waits."""
     status, is_together = "FAILED", False

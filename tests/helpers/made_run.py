@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.files import write_json
-from dapo_megatron.tracking.rollout_writer import RolloutWriter
+from dapo_megatron.tracking.recorder import RankRecorder
 from dapo_megatron.tracking.trackers import JsonlTracker
 from dapo_megatron.types import (
     Completion,
@@ -113,7 +113,7 @@ class _Writer:
         self._tokenizer()
         self._answers()
         console = Console()
-        writer = RolloutWriter(run=self.folder, console=console)
+        writer = RankRecorder(run=self.folder, console=console)
         tracker = JsonlTracker(self.folder / "metrics.jsonl", console)
         tracker.log(0, self._evaluation(0))
         for step in range(1, self.run.num_steps + 1):

@@ -24,7 +24,6 @@ from dapo_megatron.tracking.policy_files import (
     write_policy,
 )
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
-from dapo_megatron.tracking.rollout_writer import RolloutWriter
 from dapo_megatron.types import DataError, Segment, SequenceDiagnostics, TrainingSequence
 from tests.helpers.batches import ONE_INDEX
 from tests.helpers.console import Console
@@ -34,8 +33,8 @@ EMPTY = step_record([])
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> Iterator[RolloutWriter]:
-    writer = RolloutWriter(run=tmp_path, console=Console())
+def writer(tmp_path: Path) -> Iterator[RankRecorder]:
+    writer = RankRecorder(run=tmp_path, console=Console())
     yield writer
     writer.close()
 
@@ -54,7 +53,7 @@ class Waiting:
 # ---------------------------------------------------------------------------- the writer
 
 
-def test_files_are_written_in_the_background(writer: RolloutWriter, tmp_path: Path) -> None:
+def test_files_are_written_in_the_background(writer: RankRecorder, tmp_path: Path) -> None:
     """The writer's thread waits inside the first file; until it continues, the caller does not."""
     first: Any = Waiting()
     writer.record(1, first)
@@ -69,7 +68,7 @@ def test_files_are_written_in_the_background(writer: RolloutWriter, tmp_path: Pa
 
 def test_a_full_queue_makes_the_caller_wait_for_the_disk(tmp_path: Path) -> None:
     first: Any = Waiting()
-    writer = RolloutWriter(run=tmp_path, console=Console(), max_waiting=1)
+    writer = RankRecorder(run=tmp_path, console=Console(), max_waiting=1)
     writer.record(1, first)
 
     def fill() -> None:
@@ -86,7 +85,7 @@ def test_a_full_queue_makes_the_caller_wait_for_the_disk(tmp_path: Path) -> None
     assert [*recorded_steps(tmp_path / "samples")] == [1, 2, 3, 4, 5]
 
 
-def test_an_error_that_is_not_of_the_disk_is_raised_by_flush(writer: RolloutWriter) -> None:
+def test_an_error_that_is_not_of_the_disk_is_raised_by_flush(writer: RankRecorder) -> None:
     writer.record(1, step_record([], state={1, 2}))  # JSON has no sets
     with pytest.raises(TypeError, match="not JSON serializable"):
         writer.flush()
@@ -141,7 +140,6 @@ def test_a_step_with_metrics_is_on_disk(tmp_path: Path) -> None:
     threading.Timer(0.05, delayed.may_continue.set).start()
     recording.log(1, {})
     assert logged_after == [[1]]
-    RankRecorder(run=tmp_path, console=Console()).record(2, EMPTY)  # rank 0 records for all
     recording.finish("FINISHED")
     assert [*recorded_steps(tmp_path / "samples")] == [1]
 
@@ -158,7 +156,7 @@ def inspected(ticket: int, sample: int, **changes: Any) -> SequenceDiagnostics:
 
 
 def test_the_policy_file_has_token_values_only_of_inspected_groups(
-    writer: RolloutWriter, tmp_path: Path
+    writer: RankRecorder, tmp_path: Path
 ) -> None:
     sequences = [inspected(7, 3), inspected(7, 0), inspected(4, 1), inspected(9, 0)]
     tokens = torch.tensor([-1.5, -2.5])
