@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-_SIZE_BYTES, _INLINE_BYTES = 8, 504
-"""Bytes of a broadcast's first part: the size of the message, and the message if it is so small."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _making_decoder = threading.Lock()
 
@@ -172,22 +170,15 @@ def broadcast(value: T, of: object, group: Any, names: Sequence[int], source: in
 
     group = group_or_world(group)
     is_sender = group.rank() == source
-    message = encode(value) if is_sender else b""
-    # A small message travels with its size, which saves a second broadcast.
-    header = _tensor(len(message).to_bytes(_SIZE_BYTES, "little") + message[:_INLINE_BYTES])
-    frame = torch.zeros(_SIZE_BYTES + _INLINE_BYTES, dtype=torch.uint8)
-    frame[: header.numel()] = header
-    group.broadcast(frame, source).wait()
-    view = _view(frame, frame.numel())
-    size = int.from_bytes(view[:_SIZE_BYTES], "little")
-    received = view[_SIZE_BYTES:][:size]
-    if size > _INLINE_BYTES:
-        tensor = _tensor(message) if is_sender else torch.empty(size, dtype=torch.uint8)
-        group.broadcast(tensor, source).wait()
-        received = _view(tensor, size)
+    message = _tensor(encode(value)) if is_sender else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([message.numel()])
+    group.broadcast(size, source).wait()
+    if not is_sender:
+        message = torch.empty(int(size), dtype=torch.uint8)
+    group.broadcast(message, source).wait()
     if is_sender:
         return value
-    return cast(T, decode(received, of, f"rank {names[source]}"))
+    return cast(T, decode(_view(message, int(size)), of, f"rank {names[source]}"))
 
 
 def scatter(

@@ -77,29 +77,28 @@ class Ranks:
         return ranks
 
     def all_gather(self, value: T, of: object) -> list[T]:
-        """Return the value of each rank, in rank order. `of` is the type of the values."""
+        """See Exchange."""
         with self._exchanging("all_gather"):
             if self.world_size == 1:
                 return [value]
             return collectives.all_gather(value, of, self.group, self.names)
 
     def broadcast(self, value: T, of: object, source: int = 0) -> T:
-        """Return the value of rank `source`. `of` is its type."""
+        """See Exchange."""
         with self._exchanging("broadcast"):
             if self.world_size == 1:
                 return value
             return collectives.broadcast(value, of, self.group, self.names, source)
 
     def scatter(self, parts: Sequence[bytearray] | None, size: int) -> memoryview:
-        """Send `parts[r]` from rank 0 to rank r. Return this rank's part, which has `size` bytes;
-        otherwise raise RankError."""
+        """See Exchange."""
         with self._exchanging("scatter"):
             if self.world_size == 1 and parts is not None:
                 return memoryview(parts[0])
             return collectives.scatter(parts, size, self.group, self.names)
 
     def barrier(self) -> None:
-        """Wait for every rank."""
+        """See Exchange."""
         if self.world_size > 1:
             with self._exchanging("barrier"):
                 group_or_world(self.group).barrier().wait()

@@ -15,7 +15,9 @@ import secrets
 import stat
 from collections.abc import Callable, MutableMapping
 from functools import cache
+from pathlib import Path
 
+from dapo_megatron.files import open_regular
 from dapo_megatron.types import ConfigError, RankError
 
 SECRET = "DAPO_MEGATRON_SECRET"
@@ -101,28 +103,14 @@ def take_secret(environ: MutableMapping[str, str]) -> bytes | None:
 def _read_private(path: str) -> str:
     """Read a file that belongs to this user and that only this user can read."""
     try:
-        # O_NONBLOCK because the path may be a pipe.
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open_regular(Path(path)) as file:
+            status, text = os.fstat(file.fileno()), file.read(1000).decode("ascii", "replace")
     except OSError as error:
-        hint = " (a link is refused)" if os.path.islink(path) else ""
-        raise ConfigError(f"{SECRET_FILE}: {path}: {error.strerror}{hint}. {_HOW}") from None
-    try:
-        # Check the open file, because the path could be replaced between a check and the open.
-        status = os.fstat(handle)
-        if fault := _fault(status):
-            raise ConfigError(f"{SECRET_FILE}: {path} {fault}. {_HOW}")
-        return os.read(handle, 1000).decode("ascii", "replace")
-    finally:
-        os.close(handle)
-
-
-def _fault(status: os.stat_result) -> str:
-    """Return why a file must not be used for a secret, or "" if it can."""
-    if not stat.S_ISREG(status.st_mode):
-        return "is not a regular file"
-    if status.st_uid != os.geteuid():
-        return "belongs to another user"
-    if status.st_mode & 0o077:
-        mode = stat.S_IMODE(status.st_mode)
-        return f"can be read or written by others (mode {mode:o}; `chmod 600` it first)"
-    return ""
+        raise ConfigError(f"{SECRET_FILE}: {path}: {error.strerror}. {_HOW}") from None
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != os.geteuid() or mode & 0o077:
+        raise ConfigError(
+            f"{SECRET_FILE}: {path} has to belong to you alone, and belongs to user "
+            f"{status.st_uid} with mode {mode:o}; `chmod 600` it, or make a new one. {_HOW}"
+        )
+    return text

@@ -52,21 +52,17 @@ def test_the_secret_is_read_from_a_private_file(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda file: file.chmod(0o640), "can be read or written by others (mode 640;"),
-        (lambda file: file.chmod(0o602), "can be read or written by others (mode 602;"),
+        (lambda file: file.chmod(0o640), "with mode 640;"),
+        (lambda file: file.chmod(0o602), "with mode 602;"),
         (lambda file: file.rename(file.with_name("x")), "No such file"),
-        (lambda file: (file.unlink(), file.mkdir()), "is not a regular file"),
-        (lambda file: (file.unlink(), os.mkfifo(file, 0o600)), "is not a regular file"),
-        (
-            lambda file: (file.rename(file.with_name("x")), file.symlink_to(file.with_name("x"))),
-            "a link is refused",
-        ),
+        (lambda file: (file.unlink(), file.mkdir()), "Is a directory"),
+        (lambda file: (file.unlink(), os.mkfifo(file, 0o600)), "Not a regular file"),
         (lambda file: file.write_text(TEXT[:-1]), "not 64 hexadecimal digits"),
         (lambda file: file.write_bytes(b"\xff" * 64), "not 64 hexadecimal digits"),
         (lambda file: file.write_text(""), "not 64 hexadecimal digits"),
         pytest.param(
             lambda file: os.chown(file, 65534, 65534),
-            "belongs to another user",
+            "belongs to user 65534",
             marks=pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user"),
         ),
     ],
