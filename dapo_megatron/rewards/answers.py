@@ -130,11 +130,11 @@ def clean(text: str) -> str:
 
 @cache
 def _latex(character: str) -> str:
-    kind, _, _plain = unicodedata.decomposition(character).rpartition(" ")
-    if character in _SYMBOLS or not kind.startswith("<"):
-        return _SYMBOLS.get(character, str(unicodedata.decimal(character, character)))
-    text = unicodedata.normalize("NFKC", character)
-    text = "".join(_SYMBOLS.get(part, part) for part in text)
+    kind = unicodedata.decomposition(character)
+    text = "".join(
+        _SYMBOLS.get(part, str(unicodedata.decimal(part, part)))
+        for part in unicodedata.normalize("NFKC", character)
+    )
     if kind.startswith("<fraction>"):
         return r" \frac{{{}}}{{{}}}".format(*text.split("\u2044")) if text[-1].isdigit() else text
     if kind.startswith(("<super>", "<sub>")):
