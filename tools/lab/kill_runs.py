@@ -1,13 +1,13 @@
-"""Kill a small run with SIGKILL in every phase, and compare the result with an undisturbed run.
+"""Kill a small run or one of its ranks in every phase, and compare it with an undisturbed run.
 
     python tools/lab/kill_runs.py --kills 30
     python tools/lab/kill_runs.py --kills 30 --carrying
 
-Each run is killed several times at random moments, resumed each time, and then runs to its end. Its
-last checkpoint (weights, optimizer, random states), its metrics and its ledger must equal those of
-the undisturbed run bit for bit. That is possible because the runs are deterministic
-(rollout.deterministic). It prints a table and, at the end, one JSON line. It exits with 1 if
-anything differs.
+Each run is killed with SIGKILL several times at random moments, as a whole or one rank of it,
+resumed each time, and then runs to its end. Its last checkpoint (weights, optimizer, random
+states), its metrics and its ledger must equal those of the undisturbed run bit for bit. That is
+possible because the runs are deterministic (rollout.deterministic). It prints a table and, at the
+end, one JSON line. It exits with 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -63,17 +63,22 @@ OVERRIDES = (
     "tracking.mlflow=false",
     "resume=auto",
 )
+KILLED = "killed"
+"""Last line of the journal of a victim, instead of a phase."""
 JOURNAL, AIM = "KILL_RUNS_JOURNAL", "KILL_RUNS_AIM"
-"""Environment variables: the file in which rank 0 notes the start of each phase, and when to kill
-the run: "PHASE OCCURRENCES_TO_SKIP SECONDS_INTO_THE_PHASE"."""
+"""Environment variables: the file in which a rank notes the start of each phase, and whom to kill
+when: "VICTIM PHASE OCCURRENCES_TO_SKIP SECONDS_INTO_THE_PHASE"."""
+VICTIMS = ("run", *map(str, range(RANKS)))
+"""The whole run, or a rank. Its phases decide the moment; those of rank 0 for the whole run."""
 
 
 @dataclass
 class Kill:
-    """One SIGKILL to all processes of a run."""
+    """One SIGKILL."""
 
+    victim: str
     phase: str
-    """Phase that rank 0 had entered last."""
+    """Phase that the victim had entered last."""
     step: int
     lost_steps: int
     """Finished rollout steps that had to be repeated."""
@@ -105,22 +110,23 @@ class Runs:
         """Kill a run `num_kills` times, or until it ends before a kill, and let it end."""
         kills: list[Kill] = []
         while True:
-            aim = ""
+            aim, victim = "", rng.choice(VICTIMS)
             if len(kills) < num_kills:
                 phase = self._next_phase(rng)
                 num_skipped = 0 if phase in ("start", "evaluate") else rng.randrange(4)
-                aim = f"{phase} {num_skipped} {rng.random() * self._typical.get(phase, 0.5)}"
+                seconds = rng.random() * self._typical.get(phase, 0.5)
+                aim = f"{victim} {phase} {num_skipped} {seconds}"
             code = self._start(name, aim)
             if kills:
                 kills[-1].recovery_seconds = self._seconds_to_prompt
             if code == 0:
                 return kills
-            if code != -signal.SIGKILL or not aim:
+            if not self._is_killed:
                 raise SystemExit(f"{name} failed: see {self._directory / name}.err")
             folder = self._directory / name
             _, phase, step = self._entered[-1] if self._entered else (0.0, "start", 0)
             done = max((row["step"] for row in _metrics_rows(folder)), default=0)
-            kills.append(Kill(phase, step, max(0, done - _newest_step(folder))))
+            kills.append(Kill(victim, phase, step, max(0, done - _newest_step(folder))))
 
     def _next_phase(self, rng: random.Random) -> str:
         """Return each phase once in random order, then again."""
@@ -149,6 +155,8 @@ class Runs:
                 process.wait()
         lines = (line.split() for line in journal.read_text().splitlines())
         self._entered = [(float(moment), phase, int(step)) for moment, phase, step in lines]
+        self._is_killed = bool(self._entered) and self._entered[-1][1] == KILLED
+        self._entered = [line for line in self._entered if line[1] != KILLED]
         prompts = [moment for moment, phase, _ in self._entered if phase == "generate"]
         self._seconds_to_prompt = prompts[0] - started_at if prompts else 0.0
         return code
@@ -217,7 +225,7 @@ def _ended(folder: Path) -> list[RecordedGroup]:
 
 def show(kills: list[Kill]) -> Table:
     """Return a table of the kills by phase."""
-    table = Table("phase of rank 0", "kills", "steps repeated", "seconds to recover")
+    table = Table("phase of the victim", "kills", "steps repeated", "seconds to recover")
     for phase in dict.fromkeys(kill.phase for kill in kills):
         of_phase = [kill for kill in kills if kill.phase == phase]
         lost = [kill.lost_steps for kill in of_phase]
@@ -263,25 +271,34 @@ def main(
 # ---------------------------------------------------------------------------- inside the run
 
 
-class Rank0:
-    """Note the start of each phase, and kill the whole run some seconds into one of them. The
-    launcher leads the process group."""
+class Victim:
+    """Note the start of each phase, and kill the run or this rank some seconds into one of them.
+    The launcher leads the process group of the run."""
 
     def __init__(self, journal: str, aim: str) -> None:
         self._journal = os.open(journal, os.O_WRONLY | os.O_APPEND)
-        self._phase, num_skipped, seconds = aim.split() if aim else ("", "0", "0")
+        self._victim, self._phase, num_skipped, seconds = aim.split() if aim else ("", "", "0", "0")
         self._num_skipped, self._seconds = int(num_skipped), float(seconds)
         self.enter("start", 0)
 
     def enter(self, phase: str, step: int) -> None:
         """Handle the start of a phase."""
-        os.write(self._journal, f"{time.time()} {phase} {step}\n".encode())
+        self._note(phase, step)
         if phase == self._phase:
             if self._num_skipped == 0:
-                timer = threading.Timer(self._seconds, os.killpg, (0, signal.SIGKILL))
+                timer = threading.Timer(self._seconds, self._kill)
                 timer.daemon = True
                 timer.start()
             self._num_skipped -= 1
+
+    def _kill(self) -> None:
+        self._note(KILLED, 0)
+        if self._victim == "run":
+            os.killpg(0, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _note(self, phase: str, step: int) -> None:
+        os.write(self._journal, f"{time.time()} {phase} {step}\n".encode())
 
 
 def run_rank(arguments: list[str]) -> None:
@@ -290,18 +307,19 @@ def run_rank(arguments: list[str]) -> None:
     from dapo_megatron.checkpoints.saver import CheckpointSaver
     from dapo_megatron.cluster.watchdog import Watchdog
 
-    if os.environ["RANK"] == "0":
-        rank0 = Rank0(os.environ[JOURNAL], os.environ[AIM])
+    aim = os.environ[AIM]
+    if os.environ["RANK"] == (aim.split()[0] if aim else "run").replace("run", "0"):
+        victim = Victim(os.environ[JOURNAL], aim)
         watch_phase, write = Watchdog.phase, CheckpointSaver._run
 
         @contextmanager
         def phase(self: Watchdog, name: str, step: int = 0) -> Iterator[None]:
-            rank0.enter(name, step)
+            victim.enter(name, step)
             with watch_phase(self, name, step):
                 yield
 
         def run(self: CheckpointSaver, job: Any) -> None:
-            rank0.enter("write", job.step)
+            victim.enter("write", job.step)
             write(self, job)
 
         Watchdog.phase, CheckpointSaver._run = phase, run  # type: ignore[method-assign]
