@@ -19,7 +19,7 @@ CORE   := tests/contracts tests/parity/test_policy.py tests/parity/test_families
           tests/unit/test_torch_dist_layouts.py
 
 .PHONY: help env env-gpu quickstart ladder test test-long test-layouts test-sync test-slurm \
-        test-browser test-contracts test-triton test-mutations test-gpu-stack lint mlflow-ui clean
+        test-browser test-contracts test-triton test-te-cpu test-mutations test-gpu-stack lint mlflow-ui clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -86,6 +86,17 @@ build/triton/.ready: $(READY) requirements.txt
 	tools/pins.sh requirements.txt triton > build/triton/pins.txt
 	$(VENV)/bin/pip install -qq --no-deps --require-hashes --only-binary :all: --upgrade --target build/triton \
 		-r build/triton/pins.txt
+	touch $@
+
+test-te-cpu: env build/te_cpu/.ready  ## compute with Transformer Engine's layers on the CPU, its kernels replaced by torch, and compare with Megatron's own
+	$(VENV)/bin/python -m pytest tests/te_cpu $(ARGS)
+
+# Only its Python, 1.2 MB: tests/te_cpu takes the place of its compiled modules.
+build/te_cpu/.ready: $(READY) requirements.txt
+	mkdir -p build/te_cpu
+	tools/pins.sh requirements.txt transformer-engine > build/te_cpu/pins.txt
+	$(VENV)/bin/pip install -qq --no-deps --require-hashes --only-binary :all: --upgrade --target build/te_cpu \
+		-r build/te_cpu/pins.txt
 	touch $@
 
 test-mutations: env build/mutations/.ready  ## put faults into algo, bridge, data and rollout, and list those that no unit test finds: an hour, tests/mutations/README.md

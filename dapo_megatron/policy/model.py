@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -294,6 +295,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     _accumulate_in_place(model)
+    _mark_experts(model)
     for slot, router in enumerate(routers(model)):
         router.slot = slot
     return model
@@ -310,6 +312,17 @@ def _accumulate_in_place(model: Decoder) -> None:
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
+
+
+def _mark_experts(model: Decoder) -> None:
+    """Mark the expert weights of Transformer Engine as parts of a tensor-parallel group, as
+    Megatron's own are. Otherwise the norm of the gradient counts those of the group's first rank
+    only (NVIDIA/Megatron-LM#5916, later than 0.16.1)."""
+    for module in model.modules():
+        for number in range(getattr(module, "num_gemms", 0)):
+            weight = getattr(module, f"weight{number}")
+            if not hasattr(weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(weight, True, 0, 1)
 
 
 def _to_device(model: Decoder, arch: Architecture) -> None:

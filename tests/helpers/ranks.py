@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,16 +24,21 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 400.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 400.0,
+    context: BaseContext | None = None,
 ) -> list[Any]:
     """Return `[fn(rank, *args) for each rank]`. Each call runs in a new process with torchrun's
     variables.
 
     `fn` must be importable (a module-level function). Arguments and results are pickled. The ranks
     form a gloo process group before `fn` is called, like those of `launch`. Raise RankFailed with
-    the traceback of the first rank to fail, and kill the others.
+    the traceback of the first rank to fail, and kill the others. `context` starts the processes
+    (None: warm ones).
     """
-    context = warm_context()
+    context = context or warm_context()
     processes, pipes = [], {}
     folder = TemporaryDirectory(prefix="dapo-ranks-")
     # Names of shared memory contain the port. Keep it bound, so that no other world gets the same.
@@ -42,7 +48,7 @@ def run_ranks(
     try:
         for rank in range(world_size):
             parent_end, child_end = context.Pipe(duplex=False)
-            process = context.Process(
+            process: Any = context.Process(  # type: ignore[attr-defined]
                 target=_rank_main,
                 args=(child_end, shared, rank, world_size, fn, args),
                 daemon=False,
