@@ -42,12 +42,6 @@ modules = Path(sys.argv.pop())
 atexit.register(lambda: modules.write_text(" ".join(sys.modules)))
 main()
 """
-PLAIN = """
-import sys
-import vllm.multimodal.audio
-import transformers.generation.candidate_generator
-print(*sys.modules)
-"""
 
 
 def run_python(code: str, *arguments: str | Path, **variables: str) -> str:
@@ -85,13 +79,6 @@ def test_ranks_and_engines_import_only_what_they_use(tmp_path: Path) -> None:
     assert not {name for name in of_engine if name.partition(".")[0] == "megatron"}
 
 
-@pytest.mark.long
-def test_libraries_would_import_the_hidden_modules() -> None:
-    """If this fails, quick_imports has fewer modules to hide."""
-    imported = set(run_python(PLAIN, TORCHDYNAMO_DISABLE="1").split())
-    assert {"sklearn.metrics", "scipy.signal", COMPILER} <= imported
-
-
 def test_modules_are_hidden_only_inside_quick_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     for name in (*UNUSED, COMPILER):
@@ -106,10 +93,7 @@ def test_modules_are_hidden_only_inside_quick_imports(monkeypatch: pytest.Monkey
     assert gc.isenabled()
     assert importlib.util.find_spec("sklearn") is not None
     assert COMPILER not in sys.modules
-
-
-def test_modules_that_are_already_imported_stay_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn", sys)
+    monkeypatch.setitem(sys.modules, "sklearn", sys)  # what is imported already stays visible
     with quick_imports():
         assert sys.modules["sklearn"] is sys
     assert sys.modules["sklearn"] is sys

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dapo_megatron.checkpoints.folder import write_manifest
 from dapo_megatron.cluster.instruments import TimelineRecorder
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.rollout.collector import EngineCollector
@@ -30,6 +31,7 @@ from dapo_megatron.rollout.record import (
     StepRecord,
     check,
     read_groups,
+    read_state,
     recorded_steps,
     write_groups,
 )
@@ -173,22 +175,32 @@ def test_a_run_repeats_what_it_recorded_and_goes_on(
         assert max(recorded_steps(samples)) == num_steps + 1
 
 
-@pytest.mark.parametrize("name", [OPEN, "state.json"])
+@pytest.mark.parametrize("name", [OPEN, "manifest.json", "state.json"])
 def test_a_damaged_step_and_those_after_it_are_sampled_again(tmp_path: Path, name: str) -> None:
+    """Or one whose state is whole, but cannot be restored."""
     first = Attempt(tmp_path)
-    state, _ = first.state()
+    start, _ = first.state()
     expected = [first.collect(step) for step in range(1, 5)]
-    damaged = recorded_steps(tmp_path)[2] / name
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    again = first.again(state, tmp_path, repeated=recorded_steps(tmp_path))
+    folder = recorded_steps(tmp_path)[2]
+    if name == "state.json":
+        state = read_state(folder)
+        del state["coordinator"]["fates"]
+        (folder / name).write_text(json.dumps(state))
+        write_manifest(folder, {})
+    else:
+        (folder / name).write_bytes((folder / name).read_bytes()[:-1])
+    again = first.again(start, tmp_path, repeated=recorded_steps(tmp_path))
     check_equal(again.collect(1), expected[0])
     assert list(recorded_steps(tmp_path)) == [1, 2, 3, 4]
+    before, at_start = again.state(), list[object]()
+    again.driver.on_start = lambda: at_start.append(again.state())
     again.collect(2)
+    assert at_start == [before]
     assert again.driver.requests and list(recorded_steps(tmp_path)) == [1, 2]
     check(recorded_steps(tmp_path)[2])
     assert again.collect(3).sequences != expected[2].sequences
     [note] = again.notes
-    assert note.startswith(f"  step 2 is sampled again: {damaged}: ")
+    assert note.startswith(f"  step 2 is sampled again: {folder}")
 
 
 def test_engines_do_not_sample_ahead_of_a_repeated_step() -> None:

@@ -59,6 +59,9 @@ def test_a_file_with_two_columns_gives_prompts(tmp_path: Path, ending: str) -> N
     ]
     assert prompts[0].source == "sums"
     assert prompts[0].extra == {"data_source": "sums", "ability": "", "extra_info": {}}
+    setting = r"write columns: \{prompt: question, answer: solution\}"
+    with pytest.raises(DataError, match=rf"sums\.{ending}, .*{setting}"):
+        load(str(tmp_path / f"sums.{ending}"), Columns())
 
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
@@ -120,17 +123,6 @@ def test_missing_columns_are_rejected_with_the_files_columns_and_a_suggestion(
     assert message.startswith("mine.parquet, column ")
     assert f"is missing; the columns are {', '.join(names)}; " in message
     assert f"columns: {suggestion}" in message
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_a_file_without_configured_columns_is_rejected_with_the_setting_to_write(
-    tmp_path: Path, ending: str
-) -> None:
-    path = write(tmp_path / f"sums.{ending}", ROWS)
-    with pytest.raises(DataError) as raised:
-        load(path, Columns())
-    assert f"{path}, " in str(raised.value)
-    assert "write columns: {prompt: question, answer: solution}" in str(raised.value)
 
 
 def test_chat_messages_are_read_from_a_column_of_any_name(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import pickle
 import struct
-import subprocess
 import sys
 from array import array
-from dataclasses import fields
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, make_dataclass
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -273,34 +274,25 @@ def test_ranks_exchange_values_of_different_lengths() -> None:
         assert result["refused"].startswith("rank 1: sent a message that cannot be read")
 
 
-THREADS_DECODE_NEW_TYPES = """
-import sys, threading
-from dataclasses import make_dataclass
-from dapo_megatron.cluster.collectives import decode, encode
-
-sys.setswitchinterval(1e-5)
-for _ in range(40):
-    inner = [make_dataclass(f"Inner{n}", [(f"f{k}", int) for k in range(8)]) for n in range(6)]
-    outer = make_dataclass("Outer", [(f"g{n}", kind) for n, kind in enumerate(inner)])
-    for kind in (*inner, outer):
-        kind.__module__ = "builtins"
-    message = encode(outer(*(kind(*range(8)) for kind in inner)))
-    start = threading.Barrier(8)
-
-    def read():
-        start.wait()
-        assert encode(decode(message, outer, "rank 1")) == message
-
-    threads = [threading.Thread(target=read) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-"""
-
-
 def test_threads_may_decode_a_type_for_the_first_time_at_once() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", THREADS_DECODE_NEW_TYPES], capture_output=True, check=False
-    )
-    assert (ended.returncode, ended.stderr) == (0, b"")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(40):
+            names = [f"f{number}" for number in range(8)]
+            inner = [make_dataclass(f"Inner{n}", [(f, int) for f in names]) for n in range(6)]
+            outer = make_dataclass("Outer", [(f"g{n}", kind) for n, kind in enumerate(inner)])
+            for kind in (*inner, outer):
+                kind.__module__ = "builtins"
+            message = encode(outer(*(kind(*range(8)) for kind in inner)))
+            start = Barrier(8)
+
+            def read(start: Barrier = start, kind: Any = outer, message: bytes = message) -> bytes:
+                start.wait()
+                return encode(decode(message, kind, "rank 1"))
+
+            with ThreadPoolExecutor(8) as threads:
+                results = [threads.submit(read) for _ in range(8)]
+            assert {result.result() for result in results} == {message}
+    finally:
+        sys.setswitchinterval(interval)

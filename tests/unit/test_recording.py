@@ -20,7 +20,7 @@ from dapo_megatron.data.prompts import report_path
 from dapo_megatron.run import record
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.tracking import run_report
-from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
+from dapo_megatron.tracking.recorder import RankRecorder
 from dapo_megatron.tracking.run_report import RunReport
 from tests.helpers.configs import tiny_config
 from tests.helpers.console import Console
@@ -68,36 +68,6 @@ def test_the_report_of_a_data_set_named_owner_slash_name_is_kept(tmp_path: Path)
 # ---------------------------------------------------------------------------- at the end
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run."""
-    small = MadeRun(num_steps=3, groups_per_step=2, samples_per_group=2)
-    return small.write(tmp_path_factory.mktemp("runs") / "made")
-
-
-class Watching(Console):
-    """Keeps calls of `finish`, and whether the report exists by then."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-        self._report = folder / "report.html"
-
-    def finish(self, status: str) -> None:
-        self.calls.append(f"finish {status}{', with a report' * self._report.is_file()}")
-
-
-def test_a_run_writes_its_report_before_the_trackers_finish(made: Path) -> None:
-    console = Watching(made)
-    report = RunReport(made, console)
-    ending = RunRecorder(trackers=[console], console=console, num_devices=1, report=report)
-    ending.finish("FINISHED")
-    assert console.calls == ["finish FINISHED, with a report"]
-    assert (made / "report.html").read_text().startswith("<!doctype html>")
-    assert report.is_written
-    assert not console.warnings
-
-
 def test_a_report_that_cannot_be_written_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,11 +109,12 @@ def slow_writers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Po
 
 @pytest.mark.parametrize("status", ["FINISHED", "KILLED"])
 def test_a_run_does_not_wait_long_for_a_slow_report(
-    made: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     slow_writers: list[subprocess.Popen[bytes]],
     status: str,
 ) -> None:
+    made = MadeRun(num_steps=3, groups_per_step=2, samples_per_group=2).write(tmp_path / "made")
     (made / "report.html").unlink(missing_ok=True)
     console, seconds = Console(), 0.01 if status == "FINISHED" else 1000.0
     monkeypatch.setattr(run_report, "SHORT_WAIT_SECONDS", 0.01)

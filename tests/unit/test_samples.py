@@ -53,20 +53,8 @@ class Waiting:
 # ---------------------------------------------------------------------------- the writer
 
 
-def test_files_are_written_in_the_background(writer: RankRecorder, tmp_path: Path) -> None:
-    """The writer's thread waits inside the first file; until it continues, the caller does not."""
-    first: Any = Waiting()
-    writer.record(1, first)
-    writer.record(2, EMPTY)
-    assert list(tmp_path.iterdir()) == []
-    first.may_continue.set()
-    writer.flush()
-    assert [*recorded_steps(tmp_path / "samples")] == [1, 2]
-    writer.close()
-    assert not any("rollout writer" in thread.name for thread in threading.enumerate())
-
-
-def test_a_full_queue_makes_the_caller_wait_for_the_disk(tmp_path: Path) -> None:
+def test_files_are_written_in_the_background_until_the_queue_is_full(tmp_path: Path) -> None:
+    """The writer's thread waits inside the first file."""
     first: Any = Waiting()
     writer = RankRecorder(run=tmp_path, console=Console(), max_waiting=1)
     writer.record(1, first)
@@ -79,10 +67,13 @@ def test_a_full_queue_makes_the_caller_wait_for_the_disk(tmp_path: Path) -> None
     filling.start()
     filling.join(0.05)
     assert filling.is_alive()
+    assert list(tmp_path.iterdir()) == []
     first.may_continue.set()
     filling.join(60)
-    writer.close()
+    writer.flush()
     assert [*recorded_steps(tmp_path / "samples")] == [1, 2, 3, 4, 5]
+    writer.close()
+    assert not any("rollout writer" in thread.name for thread in threading.enumerate())
 
 
 def test_an_error_that_is_not_of_the_disk_is_raised_by_flush(writer: RankRecorder) -> None:

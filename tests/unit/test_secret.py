@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dapo_megatron.cluster import secret as secrets
-from dapo_megatron.cluster.secret import answer, prove, run_secret, secret_variable, take_secret
+from dapo_megatron.cluster.secret import answer, prove, secret_variable, take_secret
 from dapo_megatron.types import ConfigError, RankError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -235,13 +235,6 @@ def test_without_a_secret_no_connection_is_made(port: int) -> None:
         "ConfigError DAPO_MEGATRON_SECRET: not set, and this is one of 2 ranks"
     )
     assert "export DAPO_MEGATRON_SECRET=$(openssl rand -hex 32)" in output
-
-
-def test_a_single_rank_needs_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secrets, "_process_secret", lambda: None)
-    assert run_secret(1) is None
-    with pytest.raises(ConfigError, match="one of 2 ranks"):
-        run_secret(2)
 
 
 # --------------------------------------------------------------------- ranks on one machine

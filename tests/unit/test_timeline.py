@@ -93,12 +93,12 @@ class Clock:
         monkeypatch.setattr(instruments.time, "perf_counter", lambda: self.now)
 
 
-def test_sequences_of_evaluation_do_not_count_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, kept = Clock(monkeypatch), {}
+def test_requests_are_counted_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an evaluation do not count, those during training are overlap. Requests that go on
+    count from the start of an interval. Two replicas are averaged."""
+    clock, kept = Clock(monkeypatch), dict[int, Any]()
     timeline = TimelineRecorder(Ranks(0, 1, 0), 2, files(kept))
-    timeline.follow(num_replicas=1, max_sequences=8)
-    timeline.change(0, 7)
-    timeline.change(0, 0)
+    timeline.follow(num_replicas=2, max_sequences=8)
     timeline.begin(1)
     clock.now += 1.0
     with timeline.phase("generate"):
@@ -107,43 +107,38 @@ def test_sequences_of_evaluation_do_not_count_as_running(monkeypatch: pytest.Mon
         clock.now += 2.0
         timeline.change(0, 0)
         clock.now += 1.5
-    with timeline.phase("evaluate"):
-        timeline.change(0, 8)
-        clock.now += 50.0
-        timeline.change(0, 0)
-    metrics = timeline.metrics()
-    assert metrics == {
-        "time/engine_idle": pytest.approx(2.0),
-        "throughput/running_mean": pytest.approx(4 * 2.0 / 4.0 / 8),
-    }
-    assert kept[1]["replicas"] == [
-        {"replica": 0, "running": [[1.0, 0], [1.5, 4], [3.5, 0], [5.0, 0]]}
-    ]
-    assert kept[1]["ranks"][0]["spans"] == [["generate", 1.0, 5.0], ["evaluate", 5.0, 55.0]]
-
-
-def test_requests_during_training_count_as_overlap(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock, kept = Clock(monkeypatch), {}
-    timeline = TimelineRecorder(Ranks(0, 1, 0), 2, files(kept))
-    timeline.follow(num_replicas=1, max_sequences=8)
-    timeline.begin(1)
-    with timeline.phase("generate"):
-        clock.now += 2.0
     with timeline.phase("update"), timeline.serving():
         clock.now += 1.0
         timeline.change(0, 4)
         clock.now += 6.0
         timeline.change(0, 0)
+        timeline.change(1, 3)
+        clock.now += 1.0
+        assert timeline.requests == 3
+    with timeline.phase("evaluate"):
+        timeline.change(0, 8)
+        clock.now += 50.0
+        timeline.change(0, 0)
+    assert timeline.metrics() == {
+        "time/engine_idle": pytest.approx((2.0 + 4.0) / 2),
+        "throughput/running_mean": pytest.approx(4 * 2.0 / 4.0 / 2 / 8),
+        "throughput/overlap": pytest.approx((6.0 + 1.0) / 8.0 / 2),
+    }
+    first, second = (replica["running"] for replica in kept[1]["replicas"])
+    assert first[:4] == [[1.0, 0], [1.5, 4], [3.5, 0], [5.0, 0]]
+    assert first[4:] == [[5.0, 0], [6.0, 4], [12.0, 0], [13.0, 0]]
+    assert second[-1] == [13.0, 3]
+    assert kept[1]["ranks"][0]["spans"] == [
+        ["generate", 1.0, 5.0], ["update", 5.0, 13.0], ["evaluate", 13.0, 63.0],
+    ]  # fmt: skip
+    timeline.begin(2)
+    with timeline.phase("generate"):
+        clock.now += 3.0
+        timeline.change(1, 0)
         clock.now += 1.0
     metrics = timeline.metrics()
-    assert metrics["throughput/overlap"] == pytest.approx(0.75)
-    assert metrics["time/engine_idle"] == pytest.approx(2.0)  # of the phase generate only
-    assert kept[1]["replicas"][0]["running"] == [
-        [0.0, 0], [2.0, 0], [2.0, 0], [3.0, 4], [9.0, 0], [10.0, 0],
-    ]  # fmt: skip
-    assert kept[1]["ranks"][0]["spans"] == [["generate", 0.0, 2.0], ["update", 2.0, 10.0]]
+    assert metrics["time/engine_idle"] == pytest.approx((4.0 + 1.0) / 2)
+    assert metrics["throughput/running_mean"] == pytest.approx(3 * 3.0 / 4.0 / 2 / 8)
 
 
 @pytest.mark.parametrize(
@@ -159,29 +154,6 @@ def test_timelines_are_kept_for_the_first_step_and_every_nth(
         assert timeline.metrics() == {}, "no metrics without an engine"
     assert list(kept) == expected
     assert all(record["step"] == step for step, record in kept.items())
-
-
-def test_requests_that_go_on_count_from_the_start_of_an_interval(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They were submitted while the policy trained. Two replicas are averaged."""
-    clock = Clock(monkeypatch)
-    timeline = TimelineRecorder(Ranks(0, 1, 0), every=0)
-    timeline.follow(num_replicas=2, max_sequences=8)
-    with timeline.serving():
-        timeline.change(0, 4)
-        timeline.change(1, 2)
-        clock.now += 1.0
-        assert timeline.requests == 6
-    timeline.begin(1)
-    with timeline.phase("generate"):
-        clock.now += 3.0
-        timeline.change(1, 0)
-        clock.now += 1.0
-    assert timeline.metrics() == {
-        "time/engine_idle": pytest.approx(0.5),
-        "throughput/running_mean": pytest.approx((4 * 4 + 2 * 3) / 4 / 2 / 8),
-    }
 
 
 def watch(rank: int) -> Any:

@@ -198,25 +198,20 @@ def test_fingerprints_are_compared_at_first_then_every_so_many_syncs_and_with_ne
     assert compared == [True, False, False, True, False, True, False, False]
 
 
-def test_an_engine_without_memory_to_wake_up_ends_the_run_with_the_config_key() -> None:
-    both = Accelerator()
-    sync = make_sync(both)
-    both.sleep()
-    both.failures["wake kv_cache"] = [ConfigError("engine.memory_fraction: too much")]
-    with pytest.raises(ConfigError, match=r"engine\.memory_fraction: too much"):
-        sync(0)
-    assert both.calls[-1] == "wake kv_cache"
-
-
 # ------------------------------------------------------------------ lost engines
+
+
+def asleep(*connected: int) -> tuple[Accelerator, WeightSync]:
+    """Return engines that sleep, as after a training step, and their sync."""
+    both = Accelerator(*connected)
+    both.sleep()
+    both.calls.clear()
+    return both, make_sync(both)
 
 
 @pytest.mark.parametrize("place", ["load", "fingerprints", "wake kv_cache"])
 def test_a_sync_whose_engines_are_lost_begins_again_with_others(place: str) -> None:
-    both = Accelerator(0, 1)
-    sync = make_sync(both)
-    both.sleep()
-    both.calls.clear()
+    both, sync = asleep(0, 1)
     both.failures[place] = [EnginesLost("no engine is left")]
     sync(3)
     until = SYNC[: SYNC.index(place) + 1]
@@ -226,34 +221,36 @@ def test_a_sync_whose_engines_are_lost_begins_again_with_others(place: str) -> N
     assert both.loaded == {"engine weights", "engine cache"}
 
 
-def test_only_engines_at_fault_are_left_out() -> None:
-    both = Accelerator(0, 1, 2)
-    sync = make_sync(both)
-    both.sleep()
+def test_only_engines_at_fault_are_left_out_unless_all_are() -> None:
+    both, sync = asleep(0, 1, 2)
     both.wrong = {1}
     sync(3)
     [(replicas, why)] = both.lost
     assert replicas == [1] and NAME in why
     assert both.synced == {0: 1, 2: 1}
-
-
-def test_a_fault_of_all_engines_ends_the_run() -> None:
-    both = Accelerator(0, 1)
-    sync = make_sync(both)
-    both.sleep()
+    both, sync = asleep(0, 1)
     both.wrong = {0, 1}
     with pytest.raises(SyncError, match=NAME):
         sync(3)
     assert both.lost == []
 
 
-def test_syncs_that_fail_again_and_again_end_the_run() -> None:
-    both = Accelerator(0)
-    sync = make_sync(both)
-    both.sleep()
-    both.failures["load"] = [EnginesLost(f"loss {number}") for number in range(99)]
-    with pytest.raises(TooFewEnginesError, match=r"10 syncs in a row failed, .* loss 9"):
+@pytest.mark.parametrize(
+    ("place", "failures", "error"),
+    [
+        ("load", [EnginesLost(f"loss {number}") for number in range(99)],
+         TooFewEnginesError(r"10 syncs in a row failed, .* loss 9")),
+        ("wake kv_cache", [ConfigError("memory_fraction: too much")], ConfigError("memory_frac")),
+    ],
+)  # fmt: skip
+def test_syncs_that_fail_again_and_again_or_cannot_be_made_end_the_run(
+    place: str, failures: list[Exception], error: Exception
+) -> None:
+    both, sync = asleep(0)
+    both.failures[place] = list(failures)
+    with pytest.raises(type(error), match=str(error)):
         sync(3)
+    assert place in both.calls
 
 
 # ------------------------------------------------------------------ the loop
