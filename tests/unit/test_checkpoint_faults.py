@@ -267,27 +267,6 @@ def test_a_completely_full_disk_with_the_logs_on_it_does_not_end_the_run(small_d
     assert left == "['step_000001', 'step_000004'] 2"
 
 
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from tests.helpers.saving import MIB, Run, part
-run = Run(Path(sys.argv[1]))
-run.save(1)
-resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
-run.save(2, part(2 * MIB))
-"""
-
-
-def test_a_file_size_limit_fails_only_that_checkpoint(tmp_path: Path) -> None:
-    completed = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path / "x")],
-        capture_output=True, text=True, cwd=REPOSITORY, check=False,
-    )  # fmt: skip
-    assert "CheckpointError: step_000002 was NOT saved: rank 0: " in completed.stderr
-    assert "File too large" in completed.stderr
-    assert Run(tmp_path / "x").source == tmp_path / "x" / "checkpoints" / "step_000001"
-
-
 @IN_THREAD
 def test_an_unexpected_error_is_raised_in_the_main_thread(tmp_path: Path) -> None:
     run = Run(tmp_path / "x")

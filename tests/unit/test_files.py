@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
@@ -80,14 +79,12 @@ def test_unreadable_json_is_rejected_with_its_path(tmp_path: Path, name: str) ->
     assert str(raised.value).startswith(f"{path}: cannot be read ({problem}")
     with pytest.raises(ConfigError):
         read_json(path, error=ConfigError)
-
-
-@pytest.mark.parametrize("content", [b"[]", b"1", b"null", b'"{}"'])
-def test_json_that_is_not_an_object_is_rejected(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "state.json"
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"state.json: not a manifest$"):
-        read_json(path, "not a manifest")
+    with pytest.raises(CheckpointError, match=r"cannot be read \(embedded null byte"):
+        read_json(path.with_name("a\0b"))
+    for no_object in ("[]", "1", "null", '"{}"'):
+        path.write_text(no_object)
+        with pytest.raises(CheckpointError, match=r"state.json: not a manifest$"):
+            read_json(path, "not a manifest")
 
 
 def link(path: Path, target: Path | str, owner: int) -> None:
@@ -151,29 +148,25 @@ READERS: dict[str, Callable[[Path], object]] = {
     "checksum": sha256,
     "recorded rollouts": lambda path: next(read_groups(path)),
 }
+READS_PARTS = ("checksum", "header of weights", "recorded rollouts")
 
 
-@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_only_regular_files_are_read_and_in_a_second(
-    tmp_path: Path, kind: str, reader: str
-) -> None:
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
     make, problem = FOREIGN[kind]
     if "another user" in kind and os.geteuid() != 0:
         pytest.skip("needs root, to make a link of another user")
     path = tmp_path / "file"
     make(path)
-    reads_parts = reader in ("checksum", "header of weights", "recorded rollouts")
-    if reads_parts and problem.startswith("longer"):
-        return
-    if reader == "attempts" and not path.exists():
-        return  # a run without attempts
-    started = time.monotonic()
-    with pytest.raises((OSError, DapoError)) as raised:
-        READERS[reader](path)
-    assert problem in str(raised.value)
-    assert "hunter2" not in str(raised.value)
-    assert time.monotonic() - started < 1.0
+    for reader, read in READERS.items():
+        if problem.startswith("longer") and reader in READS_PARTS:
+            continue
+        if reader == "attempts" and not path.exists():
+            continue  # a run without attempts
+        with pytest.raises((OSError, DapoError)) as raised:
+            read(path)
+        assert problem in str(raised.value), reader
+        assert "hunter2" not in str(raised.value), reader
 
 
 def test_links_of_the_hugging_face_cache_are_read(tmp_path: Path) -> None:
@@ -184,15 +177,6 @@ def test_links_of_the_hugging_face_cache_are_read(tmp_path: Path) -> None:
         os.chown(blob, OTHER, OTHER)
         os.lchown(tmp_path / "config.json", OTHER, OTHER)
     assert read_json(tmp_path / "config.json") == {"a": 1}
-
-
-def test_a_missing_file_a_folder_and_an_invalid_name_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"none: cannot be read \(No such file"):
-        read_json(tmp_path / "none")
-    with pytest.raises(CheckpointError, match=r"cannot be read \(Is a directory"):
-        read_json(tmp_path)
-    with pytest.raises(CheckpointError, match=r"cannot be read \(embedded null byte"):
-        read_json(tmp_path / "a\0b")
 
 
 def test_the_nesting_depth_is_limited() -> None:
@@ -222,14 +206,6 @@ def test_any_bytes_give_json_or_a_value_error(content: bytes) -> None:
         parse_json(content, unique_keys=True)
     except ValueError as error:
         assert str(error)
-
-
-def test_a_duplicate_key_is_found_quickly_among_many() -> None:
-    keys = ",".join(f'"{number}":1' for number in range(200_000))
-    started = time.process_time()
-    with pytest.raises(ValueError, match="the key '199999' is given twice"):
-        parse_json(f'{{{keys},"199999":1}}', unique_keys=True)
-    assert time.process_time() - started < 5.0
 
 
 def test_a_link_with_the_name_of_the_partial_file_is_not_followed(tmp_path: Path) -> None:
