@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from operator import attrgetter
 from pathlib import Path
@@ -116,6 +116,12 @@ class MemoryEstimate:
         sizes = {kind: fullest(phases[phase]).num_bytes for kind, phases in self.kinds.items()}
         kind = max(sizes, key=sizes.__getitem__)
         return kind, fullest(self.kinds[kind][phase])
+
+    def shown_kinds(self) -> list[str]:
+        """Return the kinds to show: stages that are the fullest in a phase, and engines."""
+        policy = {kind: phases for kind, phases in self.kinds.items() if kind != ENGINE_RANKS}
+        stages = (replace(self, kinds=policy).fullest(phase)[0] for phase in PHASES)
+        return [*dict.fromkeys(stages), *(self.kinds.keys() - policy.keys())]
 
     def num_bytes(self, phase: str) -> int:
         """Return the bytes of the fullest rank in a phase."""

@@ -98,7 +98,7 @@ def render(estimate: MemoryEstimate, console: Console, speed: Speed | None = Non
     for note in published_notes(estimate.config):
         console.print(f"model: {note}", highlight=False, soft_wrap=True)
     console.print(_title(estimate), highlight=False, markup=False)
-    for kind in dict.fromkeys(estimate.fullest(phase)[0] for phase in PHASES):
+    for kind in estimate.shown_kinds():
         console.print(_memory(estimate, kind, estimate.kinds[kind]))
     for title, parts in (*estimate.hosts.items(), ("disk", estimate.disk)):
         table = Table("part", "GiB", "how", title=title)
