@@ -7,8 +7,8 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 HIDDEN = "..."
-_LOCAL = ("sqlite", "file")
-_END_OF_HOST = re.compile(r"[/?#]")
+_ADDRESS = re.compile(r"([^:/?#]+://)(?:[^/?#]*@)?([^/?#]*)([^?#]*)(.*)", re.DOTALL)
+"""Scheme, user, password (not a group), host, path, and the rest."""
 _SEPARATORS = re.compile(r"[@:&=;?#]")
 
 
@@ -26,17 +26,12 @@ def without_password(uri: str) -> str:
 
     Example: without_password("https://me:pw@host:1/x?token=t") == "https://host:1/x"
     """
-    scheme, separator, rest = uri.partition("://")
-    if not separator:  # a path, or a word such as databricks
+    if (match := _ADDRESS.fullmatch(uri)) is None:  # a path, or a word such as databricks
         return HIDDEN if ":" in uri and "@" in uri else uri
-    if scheme.startswith(_LOCAL) and rest.startswith("/"):
-        return f"{scheme}://{rest.partition('?')[0]}"
-    host_end = match.start() if (match := _END_OF_HOST.search(rest)) else len(rest)
-    host = rest[:host_end].rpartition("@")[2]
-    if "@" in rest[host_end:]:
-        return f"{scheme}://{HIDDEN}"
-    path = re.split(r"[?#]", rest[host_end:], maxsplit=1)[0]
-    return f"{scheme}://{host}{path}"
+    scheme, host, path, rest = match.groups()
+    if scheme.startswith(("sqlite", "file")) and not host:
+        return uri.partition("?")[0]
+    return f"{scheme}{HIDDEN}" if "@" in path + rest else scheme + host + path
 
 
 def hide_password(text: str, uri: str) -> str:
