@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -129,36 +128,19 @@ class RunConsole:
         if not self._is_terminal and now - self._printed_at >= PLAIN_SECONDS:
             self.note(f"rollout {done}/{self._num_groups} groups")
 
-    def summary(
-        self,
-        *,
-        accuracy_before: float | None,
-        accuracy_after: float | None,
-        seconds: float,
-        folder: Path,
-        report: Path | None = None,
-        ui: str | None = None,
-    ) -> None:
-        """Print the summary at the end of a run.
-
-        report   path of the HTML report, None if it was not written
-        ui       URL of the run in MLflow, or the command that starts MLflow's UI
-        """
+    def summary(self, metrics: Mapping[str, Any], pages: Mapping[str, str]) -> None:
+        """Print the end of a run: `metrics` are those of summary.json, `pages` where to look."""
         self._print("done", style="bold green")
-        change = ""
-        if accuracy_before is not None and accuracy_after is not None:
-            change = f" ({accuracy_after - accuracy_before:+.3f})"
-        facts = {
-            "accuracy before": _number(accuracy_before, ".3f"),
-            "accuracy after": _number(accuracy_after, ".3f") + change,
-            "time": f"{seconds:.1f} s",
-            "run folder": str(folder),
-        }
-        if report is not None:
-            facts["report"] = str(report)
-        if ui is not None:
-            facts["look at it"] = ui
-        self._facts(facts)
+        before, after = metrics["accuracy_before"], metrics["accuracy_after"]
+        change = "" if before is None or after is None else f" ({after - before:+.3f})"
+        self._facts(
+            {
+                "accuracy before": _number(before, ".3f"),
+                "accuracy after": _number(after, ".3f") + change,
+                "time": f"{metrics['seconds']:.1f} s",
+                **pages,
+            }
+        )
 
     def _facts(self, facts: Mapping[str, Any]) -> None:
         width = max(map(len, facts), default=0)

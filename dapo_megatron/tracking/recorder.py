@@ -226,11 +226,9 @@ class RunRecorder(RankRecorder):
 
     def summary(self, metrics: Mapping[str, Any], folder: Path) -> None:
         """Print the summary of the run. `metrics` are those of summary.json."""
-        self.console.summary(
-            accuracy_before=metrics["accuracy_before"],
-            accuracy_after=metrics["accuracy_after"],
-            seconds=metrics["seconds"],
-            folder=folder,
-            report=self.report.path if self.report and self.report.is_written else None,
-            ui=self.mlflow.ui if self.mlflow else None,
-        )
+        pages = {"run folder": str(folder)}
+        if self.report is not None and self.report.is_written:
+            pages["report"] = str(self.report.path)
+        if self.mlflow is not None:
+            pages["look at it"] = self.mlflow.ui
+        self.console.summary(metrics, pages)

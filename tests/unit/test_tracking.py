@@ -249,11 +249,8 @@ def show_everything(console: RunConsole) -> None:
         console.log(3, {"time/step": 30.0, "time/update": 29.0})
         console.log(3, {"time/update": 29.0})  # one warning is enough
     console.summary(
-        accuracy_before=0.31,
-        accuracy_after=0.82,
-        seconds=312.0,
-        folder=Path("runs/tiny"),
-        ui="mlflow ui --backend-store-uri sqlite:///x",
+        {"accuracy_before": 0.31, "accuracy_after": 0.82, "seconds": 312.0},
+        {"run folder": "runs/tiny", "look at it": "mlflow ui --backend-store-uri sqlite:///x"},
     )
     console.finish("FINISHED")
     console.finish("KILLED")
