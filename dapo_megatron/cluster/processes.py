@@ -59,6 +59,17 @@ def forget_peak() -> None:
     (_PROCESS / "clear_refs").write_text("5", encoding="ascii")
 
 
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether a child has ended. It is not reaped, so that its number is not used again
+    before its process group is killed."""
+    if process.returncode is not None:
+        return True
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # another process waits for it (tests/helpers/warm.py)
+        return process.poll() is not None
+
+
 def kill_descendants(root: int) -> None:
     """Kill all descendants of process `root`, which adopts orphans, but not `root` itself.
 

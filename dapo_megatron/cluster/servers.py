@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dapo_megatron.cluster.join import node_name
-from dapo_megatron.cluster.processes import END_SECONDS, die_with_parent
+from dapo_megatron.cluster.processes import END_SECONDS, die_with_parent, has_ended
 from dapo_megatron.cluster.secret import SECRET
 
 MAX_QUICK_ENDS = 5
@@ -82,7 +82,7 @@ class Server:
 
     def watch(self, *, is_given_up: bool = False) -> None:
         """Start the server again if it has ended, or hangs (`is_given_up`)."""
-        if not is_given_up and not self._has_ended():
+        if not is_given_up and not has_ended(self._process):
             return
         self._kill()
         if time.monotonic() - self._started_at > QUICK_SECONDS:
@@ -94,19 +94,9 @@ class Server:
     def close(self) -> None:
         """Wait for the end of the server, which rank 0 has told to end, but not for long."""
         end = time.monotonic() + END_SECONDS
-        while not self._has_ended() and time.monotonic() < end:
+        while not has_ended(self._process) and time.monotonic() < end:
             time.sleep(0.02)
         self._kill()
-
-    def _has_ended(self) -> bool:
-        """Return whether the process has ended, without giving its number free."""
-        if self._process.returncode is not None:
-            return True
-        try:
-            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            return os.waitid(os.P_PID, self._process.pid, options) is not None
-        except ChildProcessError:  # another process waits for it (tests/helpers/warm.py)
-            return self._process.poll() is not None
 
     def _kill(self) -> None:
         """End the process and its workers. Once it is waited for, its number may be another's."""

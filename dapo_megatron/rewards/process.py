@@ -18,6 +18,7 @@ import msgspec
 
 from dapo_megatron.cluster.processes import (
     END_SECONDS,
+    has_ended,
     helper_environment,
     kill_descendants,
     remove_folder,
@@ -138,9 +139,7 @@ class Worker:
     def _wait_until_started(self) -> None:
         """Wait until the process has imported its graders. Replace one that died while idle."""
         for _ in range(MAX_FAILED_STARTS):
-            # It is not reaped here, so that its group id cannot be reused before `stop`.
-            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            if os.waitid(os.P_PID, self._process.pid, options) is not None:
+            if has_ended(self._process):
                 self.stop()
                 self._start()
             if self._has_started:
