@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from dapo_megatron.checkpoints.folder import check_folder
 from dapo_megatron.cluster.attempt import end_attempt, is_secondary
 from dapo_megatron.cluster.collectives import on_rank0
+from dapo_megatron.cluster.imports import disable_compiler, quick_imports
 from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_json
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import Machine, check
 from dapo_megatron.run.context import RunContext, open_context, report_error
-from dapo_megatron.run.libraries import import_libraries
 from dapo_megatron.types import DapoError, Phase, Stopped
 
 if TYPE_CHECKING:
@@ -73,6 +74,20 @@ def train(config: Config, replay: Path | None = None) -> None:
                 loop.train(context.config, parts, start.progress, started=since)
             summary = _conclude(context, start.progress, instruments.memory.highest_gib())
         recorder.summary(summary, context.folder.path)
+
+
+def import_libraries() -> None:
+    """Import Megatron and transformers, on all ranks at the same time.
+
+    Otherwise each library is imported at its first use, sometimes on rank 0 while other ranks wait.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        disable_compiler()
+    with quick_imports():
+        import_module("dapo_megatron.policy.policy")
+        import_module("transformers.models.auto.auto_factory")
 
 
 def _without_gap_limits(config: Config) -> Config:

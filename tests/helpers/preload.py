@@ -10,7 +10,7 @@ import warnings
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from dapo_megatron.engine import device
-from dapo_megatron.run.libraries import import_libraries
+from dapo_megatron.run.session import import_libraries
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
