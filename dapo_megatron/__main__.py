@@ -397,17 +397,13 @@ def _on_ranks(processes: int, run: Path | None = None) -> None:
     run_secret(int(os.environ["WORLD_SIZE"]))
 
 
-PIPE_COLUMNS = "160"
-"""Width of tables in a pipe or a file."""
-
-
 def main() -> None:
     """Run the command line. A DapoError is printed as a message, without a traceback."""
     protect_streams()
     interrupt.listen()
     if not sys.stdout.isatty():
-        # rich would squeeze tables into 80 columns.
-        os.environ.setdefault("COLUMNS", PIPE_COLUMNS)
+        # rich would squeeze tables in a pipe or a file into 80 columns.
+        os.environ.setdefault("COLUMNS", "160")
     try:
         adopt_step()
         if is_launched():

@@ -12,7 +12,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
@@ -172,7 +171,9 @@ class Completion:
     @property
     def logprob_mean(self) -> float | None:
         """Mean of the engine's log-probs; None without tokens."""
-        with _infinities_of_both_signs():
+        import numpy as np
+
+        with np.errstate(invalid="ignore"):  # infinities of both signs
             return float(self._logprobs().mean(dtype="float64")) if self.logprobs else None
 
     @property
@@ -184,13 +185,6 @@ class Completion:
         import numpy as np
 
         return np.frombuffer(self.logprobs, np.float32)
-
-
-def _infinities_of_both_signs() -> AbstractContextManager[None]:
-    """Return a context in which numpy adds infinities of both signs without a warning."""
-    import numpy as np
-
-    return np.errstate(invalid="ignore")
 
 
 @dataclass(frozen=True, slots=True)
