@@ -45,22 +45,22 @@ def launch(
     before they are terminated. SIGTERM, SIGUSR1 and SIGHUP are forwarded; SIGINT reaches the ranks
     from the terminal. The ranks are killed if this process dies.
     """
-    with private_folder() as folder:
-        shared = {**os.environ, **attempt_variables(folder), **meeting_variables(folder)}
-        port = free_port()
-        ranks = [
-            subprocess.Popen(
-                command,
-                env={**shared, **_environment(rank, num_processes, port)},
-                preexec_fn=_prepare_rank,
-            )
-            for rank in range(num_processes)
-        ]
-        with _forward_signals(ranks):
-            code = _wait(ranks, grace_seconds)
-        reason = read_reason(Path(shared[REASON_FILE])) if code else None
-        if reason is not None and reason.reason.startswith("hung: "):
-            print(f"error: {reason.reason}", file=sys.stderr)
+    folder = private_folder()
+    shared = {**os.environ, **attempt_variables(folder), **meeting_variables(folder)}
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**shared, **_environment(rank, num_processes, port)},
+            preexec_fn=_prepare_rank,
+        )
+        for rank in range(num_processes)
+    ]
+    with _forward_signals(ranks):
+        code = _wait(ranks, grace_seconds)
+    reason = read_reason(Path(shared[REASON_FILE])) if code else None
+    if reason is not None and reason.reason.startswith("hung: "):
+        print(f"error: {reason.reason}", file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 

@@ -37,6 +37,7 @@ _MAX_SOCKET_FOLDER = 107 - len("/01234567-89ab-cdef-0123-456789abcdef")
 """Maximum length of the folder's path: a socket address has at most 107 characters (unix(7)), and
 vLLM appends a UUID."""
 
+_PREFIX = f"dapo-{os.geteuid()}"
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _locked_folders: list[int] = []
 """Descriptors of folders that are locked until this process ends."""
@@ -60,18 +61,18 @@ def prepare_scratch(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _prepare(parent: Path, environ: MutableMapping[str, str]) -> None:
-    prefix, job = f"dapo-{os.geteuid()}", environ.get("SLURM_JOB_ID")
     if not environ.keys() >= CACHES.keys():
-        caches = parent / (f"{prefix}-{job}" if job else prefix)
+        job = environ.get("SLURM_JOB_ID")
+        caches = parent / (f"{_PREFIX}-{job}" if job else _PREFIX)
         try:
             _locked_folders.append(_open(caches))
         except _Refused as refused:
-            warning, caches = f"warning: {caches}: {refused}", _create(parent, prefix)
+            warning, caches = f"warning: {caches}: {refused}", private_folder(parent)
             print(f"{warning}. Compile caches are in {caches}", file=sys.stderr)
         for variable, name in CACHES.items():
             environ.setdefault(variable, str(caches / name))
     if SOCKETS not in environ:
-        sockets = _create(parent, prefix)
+        sockets = private_folder(parent)
         if len(str(sockets)) <= _MAX_SOCKET_FOLDER:
             environ[SOCKETS] = str(sockets)
     clear_abandoned(parent)
@@ -84,15 +85,18 @@ def socket_folder() -> Path:
     return Path(os.environ[SOCKETS])
 
 
-@contextmanager
-def private_folder() -> Iterator[Path]:
-    """Create a folder for this process, deleted at the end of the block. If the process is killed,
-    a later start deletes it."""
-    folder = _create(Path(tempfile.gettempdir()), f"dapo-{os.geteuid()}")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def private_folder(parent: Path | None = None) -> Path:
+    """Create a folder for this process, by default in the temporary directory. It is deleted when
+    the process ends, or by a later start if the process is killed."""
+    parent = parent or Path(tempfile.gettempdir())
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-", dir=parent))
+        try:
+            _locked_folders.append(_open(folder))
+        except _Refused:  # deleted by another start before it was locked
+            continue
+        atexit.register(_remove_at_exit, folder, os.getpid())
+        return folder
 
 
 @contextmanager
@@ -116,20 +120,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 def clear_abandoned(parent: Path) -> None:
     """Delete this user's unlocked folders in `parent`, and the files FOLDER-... next to them."""
-    for folder in parent.glob(f"dapo-{os.geteuid()}-*"):
+    for folder in parent.glob(f"{_PREFIX}-*"):
         _clear(folder)
-
-
-def _create(parent: Path, prefix: str) -> Path:
-    """Create a new folder for this process only. It is deleted when the process ends."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=parent))
-        try:
-            _locked_folders.append(_open(folder))
-        except _Refused:  # deleted by another start before it was locked
-            continue
-        atexit.register(_remove_at_exit, folder, os.getpid())
-        return folder
 
 
 def _remove_at_exit(folder: Path, pid: int) -> None:
