@@ -167,20 +167,18 @@ def start_attempt(attempts_file: Path, step: int, environ: Mapping[str, str] = o
         )
 
 
-def end_attempt(attempts_file: Path, end: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Record how this attempt ended: stopped, crashed or hung.
+def end_attempt(attempts_file: Path, environ: Mapping[str, str] = os.environ, **how: str) -> None:
+    """Record how this attempt ended: `end` is stopped, crashed or hung, `status` is MLflow's.
 
-    A stopped run may be started again any number of times. An attempt without this record was cut
-    short. Never raises OSError, because the run is ending.
+    A stopped run may be started again any number of times. An attempt without `end` was cut short.
+    Never raises OSError, because the run is ending.
     """
-    _update(attempts_file, {"end": end, "time": time.time()}, environ)
-
-
-def close_attempt(
-    attempts_file: Path, status: str, environ: Mapping[str, str] = os.environ
-) -> None:
-    """Record the MLflow status of this attempt. Never raises OSError, because the run is ending."""
-    _update(attempts_file, {"status": status, "closed": time.time()}, environ)
+    name = attempt(environ)
+    with suppress(OSError):
+        starts = [past for past in read_attempts(attempts_file) if past["attempt"] == name]
+        if starts:
+            current = {key: value for key, value in starts[-1].items() if key != "began"}
+            _append(attempts_file, {**current, **how, "time": time.time()})
 
 
 def read_attempts(attempts_file: Path) -> list[dict[str, Any]]:
@@ -204,16 +202,6 @@ def read_attempts(attempts_file: Path) -> list[dict[str, Any]]:
                 recorded.update(value)
                 break
     return attempts
-
-
-def _update(attempts_file: Path, values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Append a line with the current values of this attempt, updated by `values`."""
-    name = attempt(environ)
-    with suppress(OSError):
-        starts = [past for past in read_attempts(attempts_file) if past["attempt"] == name]
-        if starts:
-            current = {key: value for key, value in starts[-1].items() if key != "began"}
-            _append(attempts_file, current | values)
 
 
 def _append(attempts_file: Path, value: dict[str, Any]) -> None:

@@ -202,7 +202,7 @@ class Watchdog:
             text = beats.describe_suspects(beats.read_heartbeats(self._folder))
             # The suspect comes first, because scripts show the log of the first rank in the reason.
             record_reason(1, f"hung: {text.splitlines()[0]}; noticed by {why}", text)
-            end_attempt(self._folder / ATTEMPTS, "hung")
+            end_attempt(self._folder / ATTEMPTS, end="hung")
             lines.append(f"hung: {text}")
         print(*lines, sep="\n", file=sys.stderr, flush=True)
         faulthandler.dump_traceback_later(0.01, exit=True, file=2)

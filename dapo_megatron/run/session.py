@@ -141,7 +141,7 @@ def _ending(context: RunContext, recorder: RankRecorder) -> Iterator[None]:
         # only rank 0 records it.
         is_first = not is_secondary(str(error))
         if is_first and (context.ranks.rank == 0 or not isinstance(error, DapoError)):
-            end_attempt(context.folder.attempts, "stopped" if is_stop else "crashed")
+            end_attempt(context.folder.attempts, end="stopped" if is_stop else "crashed")
         raise
     finally:
         with ExitStack() as at_end:

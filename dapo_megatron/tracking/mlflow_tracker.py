@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.checkpoints.folder import newest
-from dapo_megatron.cluster.attempt import close_attempt, read_attempts
+from dapo_megatron.cluster.attempt import end_attempt, read_attempts
 from dapo_megatron.cluster.ownership import check_tree
 from dapo_megatron.config.file import load_config
 from dapo_megatron.files import open_lock, read_json, try_lock, write_json
@@ -272,7 +272,7 @@ class MlflowTracker:
         seconds = self._wait_seconds
         if status != "FINISHED":
             seconds = min(seconds, SHORT_WAIT_SECONDS)
-        close_attempt(self._folder / "attempts.jsonl", status)
+        end_attempt(self._folder / "attempts.jsonl", status=status)
         self.close(status, int(1000 * time.time()), seconds)
 
     def close(self, status: str, ended: int | None, seconds: float) -> None:
@@ -345,7 +345,7 @@ def track(folder: Path, seconds: float) -> bool:
         status = starts[-1].get("status")
         if status is None:
             status = "FAILED" if starts[-1].get("end") == "crashed" else "KILLED"
-        ended = starts[-1].get("closed") or starts[-1].get("time")
+        ended = starts[-1].get("time")
         tracker.close(status, ended and int(1000 * ended), seconds)
         return tracker.is_complete
 

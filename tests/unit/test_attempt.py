@@ -116,7 +116,7 @@ def record_start(
     environ = slurm(restart, job)
     start_attempt(attempts_file, step, environ)
     if end is not None:
-        end_attempt(attempts_file, end, environ)
+        end_attempt(attempts_file, environ, end=end)
 
 
 @pytest.mark.parametrize("end", ["crashed", "hung"])
@@ -149,4 +149,4 @@ def test_without_slurm_restarts_are_not_limited(tmp_path: Path) -> None:
     for number in range(10):
         environ = {"DAPO_MEGATRON_ATTEMPT": str(number)}
         start_attempt(tmp_path / "attempts.jsonl", 0, environ)
-        end_attempt(tmp_path / "attempts.jsonl", "crashed", environ)
+        end_attempt(tmp_path / "attempts.jsonl", environ, end="crashed")

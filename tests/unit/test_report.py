@@ -255,7 +255,7 @@ def test_the_state_of_a_run_from_its_start_to_its_end(tmp_path: Path) -> None:
     # A run records its end, then writes its report, and only then exits.
     heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time() + 60))
     for end in ("stopped", "crashed", "hung"):
-        end_attempt(attempts, end, SLURM)
+        end_attempt(attempts, SLURM, end=end)
         assert state() == end
     (folder / "summary.json").write_text(json.dumps({"steps": 30}))  # of a shorter run
     assert state() == "hung"
