@@ -12,7 +12,6 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Self
 
 from dapo_megatron.rewards.process import Answer, Worker
@@ -24,6 +23,9 @@ logger = logging.getLogger(__name__)
 CAUSES = ("timeout", "crash", "memory", "error")
 """Reasons for a missing grade: time limit exceeded, process died, memory limit exceeded, grader
 raised."""
+
+
+_Graders = Mapping[str, str | Mapping[str, str]]
 
 
 class GradingPool:
@@ -52,7 +54,7 @@ class GradingPool:
 
     def __init__(
         self,
-        graders: Mapping[str, str | Mapping[str, str]],
+        graders: _Graders,
         workers: int,
         timeout_seconds: float,
         memory_mib: int = 2048,
@@ -89,7 +91,7 @@ class GradingPool:
         Raises ValueError for an unknown source or data_source, TypeError or ValueError if `extra`
         contains values that JSON does not support, RuntimeError if the pool is closed.
         """
-        task = json.dumps([self._grader_of(source, extra), response, truth, dict(extra)])
+        task = json.dumps([_grader_of(self._graders, source, extra), response, truth, dict(extra)])
         future = self._threads.submit(self._grade, task.encode())
         self._submitted[future] = key, source
         future.add_done_callback(self._finished.put)
@@ -136,26 +138,8 @@ class GradingPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _grader_of(self, source: str, extra: Mapping[str, Any]) -> str:
-        if source not in self._graders:
-            raise ValueError(f"no grader for source {source!r}; known: {sorted(self._graders)}")
-        grader = self._graders[source]
-        if isinstance(grader, str):
-            return grader
-        kind = str(extra.get("data_source"))
-        if kind not in grader:
-            raise ValueError(
-                f"source {source!r}: no grader for data_source {kind!r}; known: {sorted(grader)}"
-            )
-        return grader[kind]
 
     def _grade(self, task: bytes) -> Answer:
         """Grade a task with an idle worker. Runs in as many threads as there are workers."""
@@ -175,8 +159,23 @@ class GradingPool:
         self.last_errors[source] = answer.detail.strip().rpartition("\n")[2]
 
 
+def _grader_of(graders: _Graders, source: str, extra: Mapping[str, Any]) -> str:
+    """Return the grader of a row."""
+    grader = graders.get(source)
+    if isinstance(grader, str):
+        return grader
+    if grader is None:
+        raise ValueError(f"no grader for source {source!r}; known: {sorted(graders)}")
+    kind = str(extra.get("data_source"))
+    if kind not in grader:
+        raise ValueError(
+            f"source {source!r}: no grader for data_source {kind!r}; known: {sorted(grader)}"
+        )
+    return grader[kind]
+
+
 def try_graders(
-    graders: Mapping[str, str | Mapping[str, str]],
+    graders: _Graders,
     prompts: Iterable[Prompt],
     timeout_seconds: float,
     memory_mib: int,
@@ -192,8 +191,7 @@ def try_graders(
     """
     chosen: dict[str, Prompt] = {}
     for prompt in prompts:
-        grader = graders[prompt.source]
-        name = grader if isinstance(grader, str) else grader[prompt.extra["data_source"]]
+        name = _grader_of(graders, prompt.source, prompt.extra)
         if not is_built_in(name):
             chosen.setdefault(name, prompt)
     if not chosen:
