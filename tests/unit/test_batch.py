@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from dataclasses import replace
 from typing import Any
@@ -107,41 +106,9 @@ def test_sequences_are_concatenated_into_flat_tensors() -> None:
     assert {tensor.dtype for tensor in floats} == {torch.float32}
 
 
-def test_a_batch_does_not_depend_on_the_default_dtype_of_torch() -> None:
-    scores = (0.1, 0.2, 0.4, 0.7, 1.0)
-    grades = [Grade(score, score == 1.0, "7") for score in scores]
-    groups = [group(1, *(completion(n, 2, grade) for n, grade in enumerate(grades)))]
-    expected = assembled(*groups)
-    torch.set_default_dtype(torch.float64)
-    try:
-        batch = assembled(*groups)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert batch.weights.dtype is torch.float32
-    assert torch.equal(batch.advantages, expected.advantages)
-
-
-def test_eps_is_added_to_the_standard_deviation() -> None:
-    groups = [group(1, completion(0, 1, RIGHT), completion(1, 1, WRONG))]
-    batch = assemble_groups(groups, overlong(), eps=1.0)
-    assert advantages(batch) == pytest.approx([2**0.5 - 1, 1 - 2**0.5])
-
-
 def test_a_completion_without_a_grade_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"ticket 7, sample 1: no grade"):
         assembled(group(7, completion(0, 2, RIGHT), completion(1, 5, None)))
-
-
-def test_overlong_penalty_lowers_the_reward_of_long_answers() -> None:
-    # 6 tokens of 8, buffer 4: penalty -0.5. Rewards 1, 0.5, -1; mean 1/6, ddof-1 std 1.0408.
-    long = group(1, completion(0, 2, RIGHT), completion(1, 6, RIGHT), completion(2, 2, WRONG))
-    shaped = assembled(long, penalty=True)
-    firsts = [shaped.advantages[2], shaped.advantages[6], shaped.advantages[14]]
-    assert [float(value) for value in firsts] == pytest.approx(
-        [0.80064, 0.32026, -1.12090], abs=1e-4
-    )
-    plain = assembled(long)
-    assert float(plain.advantages[2]) == float(plain.advantages[6])
 
 
 # Completions of 2 and 6 tokens, and one truncated at 8. Rewards 1, -1, 1; penalties 0, -.5, -1.
@@ -174,16 +141,6 @@ def test_overlong_modes(mode: dict[str, bool], expected: list[float]) -> None:
     assert not mode.get("filter") or not batch.loss_mask[12:].any()
     fresh = fresh_mask(described(TRUNCATED, **mode), batch, version=3)
     assert fresh.numel() == batch.tokens.numel()
-
-
-def test_filtered_completions_have_no_effect_on_the_rest_of_the_group() -> None:
-    without = replace(TRUNCATED, completions=TRUNCATED.completions[:2])
-    for penalty in (False, True):
-        left = assembled(TRUNCATED, filter=True, penalty=penalty)
-        right = assembled(without, penalty=penalty)
-        assert left.sequence_names == right.sequence_names
-        for name in ("tokens", "lengths", "loss_mask", "advantages", "engine_logprobs"):
-            assert torch.equal(getattr(left, name), getattr(right, name)), name
 
 
 def test_a_group_with_only_truncated_completions_gives_an_empty_batch() -> None:
@@ -235,17 +192,6 @@ def test_diagnostics_cover_the_response_tokens_of_each_sequence() -> None:
     assert first.entropy.tolist() == [10 + 2 / 64, 10 + 3 / 64, 10 + 4 / 64]
     assert (first.gap_mean, first.gap_max) == (3 / 64, 4 / 64)
     assert third.entropy.tolist() == [10 + 12 / 64, 10 + 13 / 64]
-
-
-def test_a_response_without_a_token_has_no_gap() -> None:
-    groups = [group(7, completion(0, 0, WRONG), completion(1, 2, RIGHT))]
-    batch = assembled(*groups)
-    policy = LogProbs(batch.engine_logprobs, batch.engine_logprobs)
-    empty, other = diagnose(described(*groups), batch, policy)
-    assert math.isnan(empty.gap_mean)
-    assert math.isnan(empty.gap_max)
-    assert empty.logprobs.tolist() == []
-    assert other.gap_max == 0.0
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
@@ -42,7 +41,6 @@ READ_AS = {
     torch.uint8: (torch.uint8,),
 }
 """Data types that represent all values of a stored one."""
-MAX_SECONDS = 2.0
 
 
 def slices(offset: Shape, sizes: Shape) -> tuple[slice, ...]:
@@ -285,34 +283,3 @@ def test_elements_that_are_missing_or_written_twice_are_refused_by_name(
 
 
 # ---------------------------------------------------------------------------- large models
-
-
-def state_of(rank: int) -> Iterator[Box]:
-    """Yield as many boxes as a rank has of Qwen3-30B-A3B with expert parallelism 8, of tiny size:
-    weights, main weights and moments of 48 layers with 128 experts."""
-    element = torch.zeros(1, 1, 1)
-    for field, layer in product(("", "param.", "exp_avg.", "exp_avg_sq."), range(48)):
-        start = f"{field}decoder.layers.{layer}"
-        for expert in range(16 * rank, 16 * rank + 16):
-            for row in (0, 1):  # gate and up
-                yield Box(f"{start}.fc1", (expert, row, 0), (128, 2, 1), element)
-            yield Box(f"{start}.fc2", (expert, 0, 0), (128, 1, 1), element)
-        yield Box(f"{start}.{rank}", (0, 0), (1, 1), element[0])  # of the 8 other parameters
-
-
-def test_a_model_with_many_experts_has_few_boxes_and_its_metadata_is_written_fast(
-    tmp_path: Path,
-) -> None:
-    boxes = [list(state_of(rank)) for rank in range(8)]
-    stored = [
-        StoredBox(box.key, box.offset, box.sizes, box.shape, box.dtype, f"__{rank}_0.distcp", 0, 1)
-        for rank in range(8)
-        for box in HostCopies().copy(boxes[rank])
-    ]
-    num_boxes = sum(map(len, boxes))
-    assert num_boxes > 75_000 and len(stored) == 8 * 4 * 48 * (3 + 1)
-    started = time.process_time()
-    write_metadata(tmp_path, stored)
-    seconds = time.process_time() - started
-    print(f"{num_boxes:,} boxes become {len(stored):,}; metadata takes {seconds:.2f} CPU s")
-    assert seconds < MAX_SECONDS

@@ -128,11 +128,6 @@ def test_all_features_together_are_allowed_on_an_h100() -> None:
     assert check(config, EXPERTS, H100) == []
 
 
-def test_all_refusals_are_reported_at_once() -> None:
-    text = messages(config_of(f"{fp8('current')} {LOCAL} {FP32}"), QWEN3, None)
-    assert len(text.splitlines()) == 2
-
-
 @pytest.mark.parametrize(
     ("recipe", "tensor_parallel", "changed", "dimension"),
     [

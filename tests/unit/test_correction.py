@@ -105,18 +105,6 @@ def test_a_batch_is_corrected_by_sequence(name: str) -> None:
     assert torch.equal(batch.weights, torch.ones(len(batch.tokens)))  # the argument is unchanged
 
 
-def test_a_ratio_at_a_bound_is_inside() -> None:
-    log_ratio = torch.tensor([2.0, 0.5], dtype=torch.float64).log()
-    for name, bounds in (
-        ("worst_token", (0.5, 2.0)),
-        ("sequence_product", (1.0, 2.0)),
-        ("sequence_mean", (0.5, 1.0)),
-    ):
-        weights, applied = token_weights(log_ratio, Correction(**{name: bounds}))
-        assert weights.tolist() == [1.0, 1.0]
-        assert not applied[name]
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["sequence_mean", "sequence_product", "worst_token"])
 def test_a_sequence_with_a_value_that_is_not_finite_is_masked(name: str, bad: float) -> None:
@@ -215,17 +203,3 @@ def test_quantiles_are_exact_to_the_width_of_a_bin(scale: float, share: float, s
     exact = values[math.ceil(share * len(values)) - 1]
     actual = math.log(statistics.quantile("token", share))
     assert actual == pytest.approx(exact, rel=0.05, abs=1.1e-6)
-
-
-def test_a_batch_without_loss_tokens_has_no_metrics() -> None:
-    batch = random_batch((2, 2), vocab=50)
-    corrected, statistics = correct(batch, Correction(sequence_mean=(0.9, 1.1)))
-    assert torch.equal(corrected.weights, batch.weights)
-    assert correction_metrics(merge([statistics, statistics]), ["sequence_mean"]) == {}
-
-
-def test_the_effective_sample_share_of_a_batch_that_is_masked_whole_is_zero() -> None:
-    batch = mismatched_batch()
-    _, statistics = correct(batch, Correction(worst_token=(0.999999, 1.000001)))
-    assert statistics.counts["masked_sequences"] == 5
-    assert statistics.effective_sample_share == 0.0

@@ -10,26 +10,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from dapo_megatron import __main__ as command_line
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.doctor.layouts import TOLERANCES, check_options, other_losses
-from dapo_megatron.doctor.matrix import LayoutCase, layout_name, matrix, reference, smallest_world
+from dapo_megatron.doctor.matrix import LayoutCase, matrix, smallest_world
 from dapo_megatron.doctor.measure import (
     LENGTHS,
     NO_LOSS,
     Measured,
     compare,
-    distances,
     random_minibatch,
     with_old_logprobs,
 )
 from dapo_megatron.doctor.shrink import shrink, write_random_model
-from dapo_megatron.model import Architecture, architecture, read_architecture
-from dapo_megatron.plan.layout import check_layout
+from dapo_megatron.model import Architecture, architecture
 from dapo_megatron.types import ConfigError
-from tests.helpers.configs import TINY, tiny_config
+from tests.helpers.configs import tiny_config
 from tests.helpers.published import PUBLISHED
 
 QWEN3_8B = {
@@ -59,25 +55,6 @@ EXPERTS = {
 
 
 # ------------------------------------------------------------------ the small model
-
-
-def test_a_shrunk_model_keeps_features_and_has_small_sizes() -> None:
-    large, shrunk = architecture(QWEN3_8B | EXPERTS), small(QWEN3_8B | EXPERTS)
-    for kept in (
-        "family",
-        "tie_word_embeddings",
-        "qkv_bias",
-        "qk_norm",
-        "norm_eps",
-        "rope",
-        "normalize_topk",
-    ):
-        assert getattr(shrunk, kept) == getattr(large, kept)
-    assert shrunk.num_heads // shrunk.num_kv_heads == large.num_heads // large.num_kv_heads
-    assert shrunk.head_dim * shrunk.num_heads != shrunk.hidden_size  # as in the large one
-    assert (shrunk.num_layers, shrunk.num_experts, shrunk.experts_per_token) == (4, 8, 2)
-    assert shrunk.vocab_size % 2 == 1
-    assert shrunk.hidden_size <= 128
 
 
 def policy(**changes: Any) -> PolicyConfig:
@@ -223,15 +200,6 @@ def test_the_users_layout_is_first_if_it_fits() -> None:
     assert smallest_world(tiny_config(**policy_config).policy, arch) == 4
 
 
-def test_the_reference_is_one_process_in_float64_without_packing() -> None:
-    arch = small(QWEN3_8B)
-    [case] = {reference(case) for case in matrix(tiny_config(), arch, 4, "float32")}
-    assert layout_name(case.policy, case.num_ranks) == "one process"
-    assert (case.policy.precision, case.split, case.packed) == ("float64", "single", False)
-    plans = case.planner(tiny_config())(LENGTHS, 1)
-    assert plans == [[[index] for index in range(len(LENGTHS))]]
-
-
 @given(ranks=st.integers(1, 5), lengths=st.lists(st.integers(1, 300), min_size=2, max_size=20))
 def test_a_skewed_plan_contains_every_sequence_once(ranks: int, lengths: list[int]) -> None:
     plan = LayoutCase(policy(), ranks, "skewed", packed=True).planner(tiny_config())(lengths, ranks)
@@ -298,13 +266,6 @@ def test_each_difference_fails_with_its_name(changes: dict[str, Any], failures: 
     assert TOLERANCES["float64"].failures(differences) == failures
 
 
-@given(st.floats(1e-6, 1e3), st.integers(0, 5))
-def test_a_distance_is_relative_and_euclidean(scale: float, seed: int) -> None:
-    weights = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    by_tensor = distances({"w": weights * scale * 1.25}, {"w": weights * scale})
-    assert by_tensor["w"] == pytest.approx(0.25)
-
-
 # ------------------------------------------------------------------ the command
 
 
@@ -332,16 +293,3 @@ def test_other_losses_are_the_loss_sections_with_each_overlay_of_the_folders(
         other_losses(config, [], [], [tmp_path, tmp_path])
     with pytest.raises(ConfigError, match=r"--losses: .*/empty has no \.yaml files"):
         other_losses(config, [], [], [tmp_path / "empty"])
-
-
-def test_a_layout_that_does_not_fit_is_rejected_before_anything_starts() -> None:
-    completed = CliRunner().invoke(
-        command_line.app, ["doctor", "layouts", str(TINY), "policy.tensor_parallel=3"]
-    )
-    assert isinstance(completed.exception, ConfigError)
-    assert "policy.tensor_parallel: 3 does not divide" in str(completed.exception)
-
-
-def test_float64_is_allowed_without_an_engine() -> None:
-    config = tiny_config(policy__precision="float64")
-    check_layout(config, read_architecture(config), 2, has_engine=False)

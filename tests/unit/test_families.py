@@ -196,51 +196,6 @@ def expected_copies(name: str, arch: Architecture, layout: Layout) -> int:
     return layout.dp * (2 if has_second else 1)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@settings(max_examples=20, deadline=None)
-@given(data=st.data())
-def test_fused_rows_have_the_order_that_megatron_expects(tp: int, data: st.DataObject) -> None:
-    arch = data.draw(models("qwen2", False, tp))
-    checkpoint = checkpoint_of(arch)
-    prefix = "model.layers.1."
-
-    def heads(part: str, kind: str) -> Tensor:
-        rows = checkpoint[f"{prefix}self_attn.{part}_proj.{kind}"]
-        return rows.view(arch.num_kv_heads, -1, arch.head_dim, *rows.shape[1:])
-
-    fused = {
-        kind: torch.cat([heads(part, kind) for part in "qkv"], dim=1).flatten(0, 2).chunk(tp)
-        for kind in ("weight", "bias")
-    }
-    gate, up = (checkpoint[f"{prefix}mlp.{part}_proj.weight"].chunk(tp) for part in ("gate", "up"))
-    out = checkpoint[prefix + "self_attn.o_proj.weight"].chunk(tp, dim=1)
-    for place in Layout(tp, first_layers=1).places(arch):
-        if place.first_layer == 0:
-            continue
-        params = filled(arch, place, False, checkpoint)
-        rank, layer = place.tp_rank, "decoder.layers.0."
-        for kind, rows in fused.items():
-            name = f"{layer}self_attention.linear_qkv.{kind}"
-            assert torch.equal(params[name], rows[rank]), name
-        stacked = torch.cat([gate[rank], up[rank]])
-        assert torch.equal(params[layer + "mlp.linear_fc1.weight"], stacked)
-        assert torch.equal(params[layer + "self_attention.linear_proj.weight"], out[rank])
-
-
-def test_experts_have_local_numbers_and_are_replicated_over_data_parallel_ranks() -> None:
-    arch = architecture(small_config())
-    checkpoint = checkpoint_of(arch)
-    hf_name = "model.layers.3.mlp.experts.6.{}_proj.weight"
-    fused_fc1 = "decoder.layers.1.mlp.experts.linear_fc1.weight2"
-    expected = torch.cat([checkpoint[hf_name.format(part)] for part in ("gate", "up")])
-    holders = []
-    for place in Layout(tp=2, dp=2, ep=2, first_layers=2, fused=True).places(arch):
-        params = filled(arch, place, True, checkpoint)
-        if place.first_layer == 2 and torch.equal(params[fused_fc1], expected):
-            holders.append((place.tp_rank, place.ep_rank))
-    assert holders == [(1, 1), (1, 1)]
-
-
 def test_transformer_engine_fuses_norms_into_the_following_linear_layers() -> None:
     place = ChunkPlace(0, 1, 0, 1, False, False)
     names = {
@@ -260,24 +215,6 @@ def test_transformer_engine_fuses_norms_into_the_following_linear_layers() -> No
     # The norm before experts is not fused, because the router also reads its output.
     experts = {f"mlp.experts.linear_fc{n}.weight{e}" for n in (1, 2) for e in range(8)}
     assert names["qwen3_moe", True] == {in_qkv, "pre_mlp_layernorm.weight", *qk, *experts}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mlp.experts.weight1",  # Megatron's grouped experts in one tensor
-        "mlp.experts.local_experts.0.linear_fc1.bias",
-        "mlp.shared_experts.linear_fc1.weight",
-        "mlp.router.bias",
-    ],
-)
-def test_a_parameter_without_a_rule_is_rejected_with_its_name(name: str) -> None:
-    arch = architecture(small_config())
-    [place] = Layout().places(arch)
-    params = filled(arch, place, False, checkpoint_of(arch))
-    extra = f"decoder.layers.0.{name}"
-    with pytest.raises(ConfigError, match=f"no rule for the parameter {extra}"):
-        shards_of({**params, extra: torch.zeros(4, 4)}, arch, place)
 
 
 def test_a_missing_or_misshapen_parameter_is_rejected_with_its_name() -> None:

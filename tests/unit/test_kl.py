@@ -119,35 +119,6 @@ def test_penalty_and_bonus_are_added_to_the_loss_of_any_objective(
     assert not any(value.requires_grad for value in output.sums.values())
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_the_mean_gradient_is_the_documented_one(estimator: str) -> None:
-    """Over the policy's own tokens: 0 for k1, of KL(policy || reference) for k2, of KL(reference ||
-    policy) for k3."""
-    generator = torch.Generator().manual_seed(3)
-    logits, other = 0.3 * torch.randn(2, 6, dtype=torch.float64, generator=generator)
-    logits.requires_grad_()
-    logp, reference = logits.log_softmax(0), other.log_softmax(0)
-    numbers = KL(coefficient=1.0, estimator=estimator, log_ratio_limit=20.0)  # type: ignore[arg-type]
-    estimates = numbers.per_token(logp, reference, torch.ones(6).bool())
-    [actual] = torch.autograd.grad((logp.exp().detach() * estimates).sum(), logits)
-    logp = logits.log_softmax(0)
-    divergence = {
-        "k1": 0.0 * logp,
-        "k2": logp.exp() * (logp - reference),
-        "k3": reference.exp() * (reference - logp),
-    }[estimator]
-    [expected] = torch.autograd.grad(divergence.sum(), logits)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_without_coefficients_the_loss_is_the_objective() -> None:
-    plain, function = objective(loss_config()), loss_function(loss_config())
-    assert function.func is plain.func  # type: ignore[attr-defined]
-    assert function.keywords == plain.keywords  # type: ignore[attr-defined]
-    in_reward = with_kl("k1", kl__place="reward")
-    assert loss_function(in_reward).func is plain.func  # type: ignore[attr-defined]
-
-
 # ------------------------------------------------------------------ of a step
 
 GROUPS = [

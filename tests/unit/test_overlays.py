@@ -57,16 +57,6 @@ def test_an_objective_is_the_same_on_any_config_and_overlay(config: Path, overla
         assert objective(load(below, overlay, config=config).loss) == expected
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda path: path.stem)
-def test_masks_can_be_combined_with_every_objective(objective: Path) -> None:
-    masks = [path for path in CORRECTIONS if path.stem in ("sequence_mask", "veto")]
-    assert len(masks) == 2
-    correction = load(objective, *masks).loss.correction
-    assert correction.is_on
-    assert correction.sequence_mean == (0.99, 1.01)
-    assert correction.worst_token == (1e-4, 100.0)
-
-
 def test_regularization_can_be_combined_with_every_objective() -> None:
     for objective in OBJECTIVES:
         loss = load(objective, *REGULARIZATION).loss
@@ -79,8 +69,3 @@ def test_gspo_can_follow_every_correction(correction: Path) -> None:
     [gspo] = [path for path in OBJECTIVES if path.stem == "gspo"]
     loss = load(correction, gspo).loss
     assert loss.tis_cap is None and loss.correction.token_band is None
-
-
-def test_the_overlay_of_the_default_changes_nothing() -> None:
-    [default] = [path for path in OBJECTIVES if path.stem == "dapo"]
-    assert load(default) == load()

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.algo.loss import Aggregation
-from dapo_megatron.cluster.collectives import decode, encode
 from dapo_megatron.data.batch import assemble, fresh_mask, split
-from dapo_megatron.data.owners import DataParallelRanks, owners
+from dapo_megatron.data.owners import owners
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.types import Segment
 from tests.helpers.batches import described, tokens_of
@@ -88,36 +85,3 @@ def of_held(values_T: torch.Tensor, whole: Any, batch: Any) -> torch.Tensor:
     """Return the values of a whole batch at the tokens of the sequences that `batch` holds."""
     parts = values_T.split(whole.lengths.tolist())
     return torch.cat([values_T[:0], *(parts[index] for index in batch.held.tolist())])
-
-
-def test_starts_locate_held_sequences_only() -> None:
-    groups = groups_of([[3, 1, 2]])
-    sequences, tokens = (
-        described(groups, overlong()),
-        tokens_of(groups, overlong()),
-    )
-    batch = assemble(sequences, {2: tokens[2], 0: tokens[0]}, [1, 0, 1])
-    assert batch.starts.tolist() == [0, -1, 4]
-    assert batch.tokens.tolist() == [10, 100, 101, 102, 10, 100, 101]
-    assert batch.num_loss_tokens == 6
-    assert assemble(sequences, tokens).starts.tolist() == [0, 4, 6]
-    with pytest.raises(ValueError, match=r"ticket 0, sample 1: its tokens are missing"):
-        assemble(sequences, {0: tokens[0], 2: tokens[2]})
-
-
-@dataclass
-class Recorded:
-    """Exchange of rank 0 with ranks whose messages are known."""
-
-    others: list[Any]
-    rank = 0
-
-    def all_gather(self, value: Any, of: Any) -> list[Any]:
-        return [decode(encode(part), of, "rank 0") for part in (value, *self.others)]
-
-
-def test_one_value_is_gathered_of_each_index() -> None:
-    ranks = DataParallelRanks.join(Recorded([1, 0, 1]), 0, PLAN, 2)  # type: ignore[arg-type]
-    assert (ranks.index, ranks.size, ranks.firsts) == (0, 2, [0, 1])
-    ranks.exchange.others = ["of 1", None, None]  # type: ignore[attr-defined]
-    assert ranks.all_gather("of 0", str) == ["of 0", "of 1"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 import dapo_megatron.cluster.ranks as module
 from dapo_megatron.cluster import collectives
@@ -24,50 +26,24 @@ def content(receiver: int, size: int) -> bytes:
     return random.Random(f"{receiver} {size}").randbytes(size)
 
 
-def receive_parts(rank: int) -> None:
-    ranks = Ranks(rank, NUM_RANKS, rank)
+def check_scatter(world: Ranks) -> None:
     for sizes in SIZES:
         parts = [bytearray(content(other, size)) for other, size in enumerate(sizes)]
-        received = ranks.scatter(parts if rank == 0 else None, sizes[rank])
-        assert bytes(received) == content(rank, sizes[rank])
+        received = world.scatter(parts if world.rank == 0 else None, sizes[world.rank])
+        assert bytes(received) == content(world.rank, sizes[world.rank])
 
 
-def test_every_rank_gets_the_bytes_that_are_sent_to_it() -> None:
-    run_ranks(receive_parts, NUM_RANKS)
+def check_late_sender(rank: int) -> None:
+    """The timeout of connecting does not limit an exchange: rank 0 sends after twice that time."""
+    if rank < 2:
+        group = make_group(default_store(), "slow", [0, 1], rank, TIMEOUT, timedelta(seconds=1))
+        time.sleep(2.0 * (rank == 0))
+        parts = [bytearray(b"a"), bytearray(b"b")] if rank == 0 else None
+        assert bytes(collectives.scatter(parts, 1, group, [0, 1])) == b"ab"[rank : rank + 1]
 
 
-def receive_late(rank: int) -> bytes:
-    """Scatter in a group that had to connect within a second. Rank 0 sends after two."""
-    group = make_group(default_store(), "slow", [0, 1], rank, TIMEOUT, timedelta(seconds=1))
-    time.sleep(2.0 * (rank == 0))
-    parts = [bytearray(b"a"), bytearray(b"b")] if rank == 0 else None
-    return bytes(collectives.scatter(parts, 1, group, [0, 1]))
-
-
-def test_the_timeout_of_connecting_does_not_limit_an_exchange() -> None:
-    assert run_ranks(receive_late, 2) == [b"a", b"b"]
-
-
-def expect_another_size(rank: int, expected: int) -> str:
-    try:
-        Ranks(rank, 2, rank).scatter(
-            [bytearray(3)] * 2 if rank == 0 else None, 3 if rank == 0 else expected
-        )
-    except RankError as error:
-        return str(error)
-    except RuntimeError:  # from gloo, on the rank that the other one leaves
-        pass
-    return ""
-
-
-@pytest.mark.parametrize("expected", [2, 4])
-def test_another_size_raises_an_error_with_the_sender(expected: int) -> None:
-    message = run_ranks(expect_another_size, 2, expected)[1]
-    assert message == f"rank 0: sends 3 bytes where {expected} are expected"
-
-
-def use_subgroups(rank: int) -> None:
-    world = Ranks(rank, NUM_RANKS, rank)
+def check_subgroups(world: Ranks) -> None:
+    rank = world.rank
     pair = world.subgroup([0, 1] if rank < 2 else [3, 2])
     assert (pair.rank, pair.world_size) == (rank % 2, 2)
     first = rank - rank % 2
@@ -86,7 +62,6 @@ def use_subgroups(rank: int) -> None:
         some = outer.subgroup([0, 2, 3])
         assert some.all_gather(rank, int) == [0, 2, 3]
         check_error_names_the_rank_of_the_world(some, rank)
-    world.barrier()
 
 
 def check_error_names_the_rank_of_the_world(some: Ranks, rank: int) -> None:
@@ -100,39 +75,49 @@ def check_error_names_the_rank_of_the_world(some: Ranks, rank: int) -> None:
         some.broadcast("text", str, source=2)
 
 
-def test_subgroups_are_worlds_of_their_own() -> None:
-    run_ranks(use_subgroups, NUM_RANKS)
-
-
-def prove_in_subgroup(rank: int) -> str:
-    if rank == 2:
-        module.run_secret = lambda _: b"another"  # type: ignore[assignment]
-    if rank > 0:
-        try:
-            Ranks(rank, 3, rank).subgroup([1, 2])
-        except RankError as error:
-            return str(error)
-    return ""
-
-
-def test_members_of_a_subgroup_prove_the_secret() -> None:
-    results = run_ranks(prove_in_subgroup, 3)
-    assert all("did not prove that it knows" in text for text in results[1:]), results
-
-
-def make_pairs(rank: int) -> list[list[int]]:
-    """Make the group of members 0 and 1 twice with process 1, then on another store with process 2,
-    which takes the place of process 1."""
-    import torch.distributed as dist
-
-    gathered = []
+def check_made_again(rank: int) -> None:
+    """A group can be made again, also with a process that made none: members 0 and 1 meet twice
+    with process 1, then on another store with process 2 in its place."""
     for name, processes in (("a", (0, 1)), ("a", (0, 1)), ("b", (0, 2))):
         if rank in processes:
             store = dist.PrefixStore(name, default_store())
             group = make_group(store, "pair", [0, 1], processes.index(rank))
-            gathered.append(collectives.all_gather(rank, int, group, [0, 1]))
-    return gathered
+            assert collectives.all_gather(rank, int, group, [0, 1]) == [*processes]
 
 
-def test_a_group_can_be_made_again_also_with_a_process_that_made_none() -> None:
-    assert run_ranks(make_pairs, 3) == [[[0, 1], [0, 1], [0, 2]], [[0, 1], [0, 1]], [[0, 2]]]
+def check_secret(world: Ranks) -> None:
+    """Members of a subgroup prove that they know the secret."""
+    if world.rank in (1, 2):
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == 2:
+                patch.setattr(module, "run_secret", lambda _: b"another")
+            with pytest.raises(RankError, match="did not prove that it knows"):
+                world.subgroup([1, 2])
+
+
+def check_sizes(world: Ranks) -> None:
+    """Another size than that expected is refused with its sender. One pair expects too little, the
+    other too much. The sender waits until the other rank has ended, so this check is the last."""
+    first, expected = (0, 2) if world.rank < 2 else (2, 4)
+    pair = world.subgroup([first, first + 1])
+    parts = [bytearray(3)] * 2 if pair.rank == 0 else None
+    message = f"^rank {first}: sends 3 bytes where {expected} are expected"
+    # The sender gets an error of gloo, or none.
+    refused = pytest.raises(RankError, match=message) if pair.rank else suppress(RuntimeError)
+    with refused:
+        pair.scatter(parts, expected if pair.rank else 3)
+
+
+def use_groups(rank: int) -> None:
+    world = Ranks(rank, NUM_RANKS, rank)
+    check_scatter(world)
+    check_subgroups(world)
+    check_late_sender(rank)
+    check_made_again(rank)
+    check_secret(world)
+    world.barrier()
+    check_sizes(world)
+
+
+def test_groups_of_some_ranks_exchange_what_is_sent_and_refuse_all_else() -> None:
+    run_ranks(use_groups, NUM_RANKS)

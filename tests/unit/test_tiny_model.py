@@ -15,19 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from dapo_megatron.data.prompts import load_source
 from tests.helpers.configs import tiny_config
-from tests.helpers.models import FAMILIES, make_random_model
 from tools.make_tiny_model import (
-    CHAIN_SUM,
     Recipe,
     accuracy,
-    answer_loss,
-    corrupt,
     held_out_problems,
     make_config,
-    make_problems,
-    make_tokenizer,
     publish,
-    shared_length,
 )
 
 COMMITTED = Path(__file__).parents[2] / "model_configs" / "tiny_qwen3"
@@ -70,18 +63,6 @@ def test_the_committed_folder_is_small_and_its_weights_are_finite_float32() -> N
     assert all(bool(weight.isfinite().all()) for weight in model.parameters())
 
 
-def test_dimensions_are_divisible_by_two() -> None:
-    config = make_config()
-    for name in (
-        "num_attention_heads",
-        "num_key_value_heads",
-        "num_hidden_layers",
-        "vocab_size",
-        "intermediate_size",
-    ):
-        assert getattr(config, name) % 2 == 0, name
-
-
 def test_tokenizer_round_trip() -> None:
     tokenizer = AutoTokenizer.from_pretrained(COMMITTED)
     rng = random.Random(0)
@@ -107,14 +88,6 @@ def test_the_chat_template_adds_only_the_answer_token() -> None:
     assert whole == QUESTION + "<answer>46<eos>"
 
 
-def test_the_eos_token_is_the_same_in_all_files() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(COMMITTED)
-    for name in ("config.json", "generation_config.json"):
-        assert read(COMMITTED, name)["eos_token_id"] == tokenizer.eos_token_id
-        assert read(COMMITTED, name)["pad_token_id"] == tokenizer.pad_token_id
-    assert tokenizer.eos_token_id != tokenizer.pad_token_id
-
-
 def test_the_committed_model_samples_moderately_and_is_mostly_correct_greedily() -> None:
     """Bounds are coarse, because the script measures on more samples."""
     torch.manual_seed(0)
@@ -133,62 +106,3 @@ def test_the_quickstart_evaluates_on_prompts_not_seen_in_pretraining() -> None:
     assert [p.text for p in prompts] == [p.prompt for p in held_out_problems(Recipe())]
     (train,) = config.data.train
     assert (train.dataset, train.options) == (Recipe().task, Recipe().options)
-
-
-def test_problems_are_distinct_and_depend_on_the_seed() -> None:
-    problems = make_problems(Recipe(), 1, 500)
-    assert len({problem.prompt for problem in problems}) == len(problems)
-    assert problems == make_problems(Recipe(), 1, 500)
-    assert Recipe().options == CHAIN_SUM
-
-
-@pytest.mark.parametrize("answer", ["0", "7", "-12", "100", "-9", "x y", "True", "3/4"])
-def test_a_corrupted_answer_is_never_correct(answer: str) -> None:
-    rng = random.Random(0)
-    wrong = {corrupt(answer, rng) for _ in range(300)}
-    assert answer not in wrong
-    assert len(wrong) > 3
-    if answer.lstrip("-").isdigit():
-        assert all(int(text) != int(answer) for text in wrong)
-
-
-def test_the_answer_loss_with_a_shared_prefix_equals_the_plain_loss() -> None:
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(make_config())
-    tokenizer = make_tokenizer()
-    prompts, answers = ["sum: 1 + 2<answer>", "sum: 10 + 20<answer>"], ["3", "30"]
-    texts = [p + a + "<eos>" for p, a in zip(prompts, answers, strict=True)]
-    ids = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").input_ids
-    lengths = torch.tensor([len(tokenizer(prompt).input_ids) for prompt in prompts])
-    shared = shared_length([tokenizer(prompt).input_ids for prompt in prompts])
-    assert shared == len("sum: 1")
-    loss = answer_loss(model, ids, lengths, shared)
-    torch.autograd.backward(loss)
-    shared_grad = model.model.embed_tokens.weight.grad.clone()
-    model.zero_grad()
-    labels = ids.masked_fill(ids == model.config.pad_token_id, -100)
-    labels = labels.masked_fill(torch.arange(ids.shape[1]) < lengths[:, None], -100)
-    plain = model(ids, labels=labels).loss
-    plain.backward()
-    torch.testing.assert_close(loss, plain)
-    torch.testing.assert_close(shared_grad, model.model.embed_tokens.weight.grad)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [True, False])
-def test_random_models_are_reproducible_and_random_in_every_weight(
-    family: str, tied: bool, tmp_path: Path
-) -> None:
-    state = torch.get_rng_state()
-    make_random_model(family, tmp_path / "a", 3, tie_word_embeddings=tied)
-    torch.set_rng_state(state)
-    make_random_model(family, tmp_path / "b", 3, tie_word_embeddings=tied)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype=torch.float32)
-    second = AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype=torch.float32)
-    weights = dict(model.named_parameters())
-    assert ("lm_head.weight" in weights) == (not tied)
-    has_bias = any(name.endswith("q_proj.bias") for name in weights)
-    assert has_bias == (family in ("qwen2", "glm4_moe"))
-    for name, weight in second.named_parameters():
-        assert torch.equal(weight, weights[name])
-        assert weight.std() > 0.05, name

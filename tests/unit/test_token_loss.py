@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -15,43 +13,8 @@ from dapo_megatron.algo.loss import (
     aggregation_weights,
     dapo_token_loss,
 )
-from dapo_megatron.config import OverlongConfig
-from dapo_megatron.data.batch import fresh_mask
-from dapo_megatron.types import (
-    Completion,
-    Finish,
-    Grade,
-    Group,
-    MicroTokens,
-    Prompt,
-    Segment,
-)
-from tests.helpers.batches import assemble_groups, described
-from tests.helpers.losses import loss_with
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
-FIELDS = ("old_logprobs", "advantages", "weights", "engine_logprobs", "mask")
-
-
-def random_micro(num_tokens: int, seed: int) -> tuple[torch.Tensor, MicroTokens]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal() -> torch.Tensor:
-        return torch.randn(num_tokens, generator=generator, dtype=torch.float64)
-
-    old = -normal().abs()
-    micro = MicroTokens(
-        old_logprobs=old,
-        advantages=normal(),
-        weights=normal().abs(),
-        engine_logprobs=old + 0.3 * normal(),
-        mask=torch.rand(num_tokens, generator=generator) < 0.7,
-    )
-    return (old + normal()).requires_grad_(), micro
-
-
-def select(micro: MicroTokens, index: torch.Tensor) -> MicroTokens:
-    return MicroTokens(*(getattr(micro, name)[index] for name in FIELDS))
 
 
 # ------------------------------------------------------------------------ loss
@@ -75,27 +38,6 @@ def test_a_nan_inside_the_mask_is_not_hidden() -> None:
         assert result.total.isnan()
 
 
-@settings(deadline=None)
-@given(seed=st.integers(0, 10**6), cuts=st.lists(st.integers(0, 30), max_size=5))
-def test_micro_batches_add_up_to_the_loss_of_the_batch(seed: int, cuts: list[int]) -> None:
-    logp, micro = random_micro(30, seed)
-    loss = loss_with(**CLIP, tis_cap=2.0)
-    whole = loss(logp, micro)
-    (gradient,) = torch.autograd.grad(whole.total, logp)
-
-    edges = sorted([0, *cuts, 30])
-    parts = [
-        loss(logp[start:stop], select(micro, torch.arange(start, stop)))
-        for start, stop in pairwise(edges)
-    ]
-    total = sum(part.total for part in parts)
-    (split_gradient,) = torch.autograd.grad(total, logp)
-    torch.testing.assert_close(total, whole.total)
-    torch.testing.assert_close(split_gradient, gradient)
-    for name, value in whole.sums.items():
-        torch.testing.assert_close(sum(part.sums[name] for part in parts), value)
-
-
 def test_clip_fractions_count_the_bound_that_determined_the_loss() -> None:
     ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 5.0, 1.0])
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0])
@@ -110,23 +52,6 @@ def test_clip_fractions_count_the_bound_that_determined_the_loss() -> None:
     )
     assert float(without.per_token[4]) == pytest.approx(5.0)
     assert float(without.dual_clip_fraction) == 0.0
-
-
-def test_clip_fractions_of_one_token_and_of_none() -> None:
-    ones = torch.ones(1)
-    result = dapo_token_loss(torch.tensor([1.5]).log(), torch.zeros(1), ones / 2, ones, **CLIP)
-    assert (result.clip_fraction_high, result.clip_fraction_low) == (1.0, 0.0)
-    empty = dapo_token_loss(ones, ones, ones, torch.zeros(1), **CLIP)
-    assert empty.clip_fraction_high == empty.clip_fraction_low == empty.dual_clip_fraction == 0.0
-
-
-def test_a_loss_exactly_at_the_dual_clip_does_not_count_as_clipped() -> None:
-    ones = torch.ones(2)
-    result = dapo_token_loss(
-        torch.zeros(2), torch.zeros(2), -ones, ones, clip_low=0.2, clip_high=0.28, dual_clip=1.0
-    )
-    assert result.per_token.tolist() == [1.0, 1.0]
-    assert float(result.dual_clip_fraction) == 0.0
 
 
 def test_the_ratio_is_constant_beyond_its_limit() -> None:
@@ -144,68 +69,6 @@ def test_the_ratio_is_constant_beyond_its_limit() -> None:
 def test_shapes_of_the_loss_must_agree() -> None:
     with pytest.raises(ValueError, match=r"old_logp \(2,\)"):
         dapo_token_loss(torch.zeros(3), torch.zeros(2), torch.zeros(3), torch.ones(3), **CLIP)
-
-
-def test_tis_weights_of_a_completion_sampled_by_two_versions() -> None:
-    """The TIS weight of a token uses the version that sampled it; the ratio uses the old policy.
-
-    The old policy gives 0.25 to each token. Version 1 sampled the first two tokens at 0.5 and
-    0.0625: policy / engine is 0.5 and 4, capped at 2. Version 2, that of the policy, sampled the
-    others at 0.25 and 0.2: 1 and 1.25.
-    """
-    engine = (0.5, 0.0625, 0.25, 0.2)
-    prompt = Prompt("s", 0, (10,), "4 + 3 =", "7")
-    segments = (Segment(1, 2), Segment(2, 2))
-    logprobs = tuple(map(math.log, engine))
-    mixed = Completion(0, (5, 6, 7, 8), logprobs, "7", Finish.STOP, segments, Grade(1.0, True, "7"))
-    other = replace(mixed, sample=1, grade=Grade(-1.0, False, "8"))
-    overlong = OverlongConfig(
-        max_tokens=8, buffer_tokens=4, penalty=False, filter=False, filtered_in_mean=False
-    )
-    groups = [Group(0, prompt, (mixed, other))]
-    batch = assemble_groups(groups, overlong)
-    fresh = fresh_mask(described(groups, overlong), batch, version=2)
-    assert fresh.tolist() == 2 * [False, False, False, True, True]
-    response = slice(1, 5)  # the tokens of `mixed`, whose advantage is 2 ** -0.5
-    old = torch.full((4,), math.log(0.25))
-    micro = MicroTokens(
-        old_logprobs=old,
-        advantages=batch.advantages[response],
-        weights=batch.weights[response],
-        engine_logprobs=batch.engine_logprobs[response],
-        mask=batch.loss_mask[response],
-    )
-    # The policy now gives 0.275, a ratio of 1.1 for every token, within the clip range.
-    out = loss_with(**CLIP, tis_cap=2.0)(torch.full((4,), math.log(0.275)), micro)
-    assert float(out.total) == pytest.approx(-(2**-0.5) * 1.1 * (0.5 + 2 + 1 + 1.25), rel=1e-5)
-    assert float(out.sums["tis_weight"]) == pytest.approx(0.5 + 2 + 1 + 1.25)
-    assert float(out.sums["tis_capped_fraction"]) == 1.0
-    plain = loss_with(**CLIP)(torch.full((4,), math.log(0.275)), micro)
-    assert float(plain.total) == pytest.approx(-(2**-0.5) * 1.1 * 4, rel=1e-5)
-    assert not [name for name in plain.sums if name.startswith("tis")]
-
-
-def test_only_the_log_probs_have_a_gradient_and_sums_have_their_dtype() -> None:
-    logp, micro = random_micro(20, 2)
-    old = micro.old_logprobs.requires_grad_()
-    out = loss_with(**CLIP, tis_cap=1.1)(logp, micro)
-    out.total.backward()
-    assert logp.grad is not None and old.grad is None
-    assert {value.dtype for value in out.sums.values()} == {torch.float64}
-
-
-def test_the_limit_of_the_log_ratio_reaches_the_loss() -> None:
-    zeros, ones = torch.zeros(1), torch.ones(1)
-    micro = MicroTokens(zeros, -ones, ones, zeros, ones)
-    limits = {"clip_low": 0.2, "clip_high": 0.28, "log_ratio_limit": 2.0}
-    assert float(loss_with(**limits)(5 * ones, micro).total) == pytest.approx(math.exp(2))
-
-
-def test_a_tis_weight_exactly_at_the_cap_does_not_count_as_capped() -> None:
-    like, ones = torch.zeros(2), torch.ones(2)
-    out = loss_with(**CLIP, tis_cap=1.0)(like, MicroTokens(like, ones, ones, like, ones))
-    assert float(out.sums["tis_weight"]) == 2.0
-    assert float(out.sums["tis_capped_fraction"]) == 0.0
 
 
 # ------------------------------------------------------------------------ aggregation
