@@ -186,6 +186,7 @@ def test_a_damaged_step_and_those_after_it_are_sampled_again(tmp_path: Path, nam
         state = read_state(folder)
         del state["coordinator"]["fates"]
         (folder / name).write_text(json.dumps(state))
+        (folder / "manifest.json").unlink()
         write_manifest(folder, {})
     else:
         (folder / name).write_bytes((folder / name).read_bytes()[:-1])
@@ -201,6 +202,7 @@ def test_a_damaged_step_and_those_after_it_are_sampled_again(tmp_path: Path, nam
     assert again.collect(3).sequences != expected[2].sequences
     [note] = again.notes
     assert note.startswith(f"  step 2 is sampled again: {folder}")
+    assert ("its state cannot be restored" in note) == (name == "state.json")
 
 
 def test_engines_do_not_sample_ahead_of_a_repeated_step() -> None:
