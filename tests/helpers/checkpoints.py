@@ -1,12 +1,8 @@
-"""Write random checkpoints of any size, block by block, and convert, compare and damage them.
-
-PYTHONPATH=tools python -m tests.helpers.checkpoints qwen2_7b FOLDER
-"""
+"""Write random checkpoints of any size, block by block, and convert, compare and damage them."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,36 +33,20 @@ from tools import convert_checkpoint
 from tools.converting.compare import compare
 
 SHARED = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen2_7b": {  # dimensions of Qwen2.5-7B: 7.6 B parameters
-        **SHARED,
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-    },
-    "large_tensors": {  # embedding and head have 64 MiB each in bfloat16
-        **SHARED,
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 1024,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "vocab_size": 32768,
-        "rope_theta": 10_000.0,
-        "tie_word_embeddings": False,
-    },
+LARGE_TENSORS: dict[str, Any] = {
+    **SHARED,
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32768,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
 }
-"""HF configs by name."""
+"""HF config of a model whose embedding and head have 64 MiB each in bfloat16."""
 
 
 def write_random(
@@ -249,7 +229,3 @@ def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
-
-
-if __name__ == "__main__":
-    write_random(Path(sys.argv[2]), CONFIGS[sys.argv[1]])

@@ -96,14 +96,11 @@ def replace_record(folder: Path, key: str, data: bytes) -> None:
     edit_metadata(folder, change)
 
 
-def archive(
-    value: Any, *, compression: int = zipfile.ZIP_STORED, replaced: dict[str, bytes] | None = None
-) -> bytes:
-    """Return what torch.save writes for `value`, with some files replaced, or compressed."""
+def archive(value: Any, *, compression: int = zipfile.ZIP_STORED) -> bytes:
+    """Return what torch.save writes for `value`, perhaps compressed."""
     saved, changed = io.BytesIO(), io.BytesIO()
     torch.save(value, saved)
     with zipfile.ZipFile(saved) as source, zipfile.ZipFile(changed, "w", compression) as target:
         for name in source.namelist():
-            data = (replaced or {}).get(name.partition("/")[2], source.read(name))
-            target.writestr(name, data)
+            target.writestr(name, source.read(name))
     return changed.getvalue()

@@ -174,7 +174,7 @@ def ranks(models: Path, root: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_updates_after_loading_are_bitwise_those_of_the_saved_policy(
-    layout: str, ranks: Any
+    layout: str, ranks: Any, root: Path
 ) -> None:
     for rank in ranks:
         saved, continued, loaded, resumed, fault = rank[layout]
@@ -184,6 +184,8 @@ def test_updates_after_loading_are_bitwise_those_of_the_saved_policy(
         assert equal(resumed[1], continued[1])
         assert torch.equal(resumed[2], continued[2])
         assert not equal(continued[1], saved)
+    store = open_store(checkpoint(root, layout))
+    assert equal({name: store.read(name) for name in store.tensors}, ranks[0][layout][0])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -203,15 +205,6 @@ def test_transformers_loads_the_export_with_the_same_weights(
         if path.suffix != ".safetensors":
             assert (export / path.name).read_bytes() == path.read_bytes()
     assert AutoTokenizer.from_pretrained(export)("12").input_ids
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_full_tensors_are_read_from_a_checkpoint_of_any_layout(
-    layout: str, ranks: Any, root: Path
-) -> None:
-    store = open_store(checkpoint(root, layout))
-    read = {name: store.read(name) for name in store.tensors}
-    assert equal(read, ranks[0][layout][0])
 
 
 def test_damaged_files_and_missing_tensors_are_refused_by_name(ranks: Any, root: Path) -> None:

@@ -205,15 +205,24 @@ def is_output_closed(launcher: Launcher) -> bool:
     return bool(readable) and launcher.stdout.read() == ""
 
 
-def test_every_rank_gets_the_variables_of_torchrun(start: Start) -> None:
+@pytest.mark.parametrize("threads", [None, "5"])
+def test_every_rank_gets_the_variables_of_torchrun_and_its_share_of_the_cores(
+    start: Start, threads: str | None
+) -> None:
     code = """
-        names = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        names = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR",
+                 "MASTER_PORT")
         say(" ".join([str(rank), *(os.environ[name] for name in names)]))
     """
-    launcher = start(code, 3)
+    environment = environment_without_launcher()
+    environment.pop("OMP_NUM_THREADS", None)
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = threads  # set by the user
+    launcher = start(code, 3, environment=environment)
     split_lines = [line.rpartition(" ") for line in lines(launcher, 3)]
+    share = threads or max(1, (os.cpu_count() or 1) // 3)
     assert [rest for rest, _, _ in split_lines] == [
-        f"{rank} {rank} 3 3 127.0.0.1" for rank in range(3)
+        f"{rank} {rank} 3 3 {share} 127.0.0.1" for rank in range(3)
     ]
     ports = {port for _, _, port in split_lines}
     assert len(ports) == 1
@@ -221,21 +230,15 @@ def test_every_rank_gets_the_variables_of_torchrun(start: Start) -> None:
     assert launcher.wait(TIMEOUT) == 0
 
 
-@pytest.mark.parametrize("given", [None, "5"])
-def test_ranks_share_the_cores_unless_the_user_sets_omp_num_threads(
-    start: Start, given: str | None
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL)],
+)
+def test_a_failing_rank_ends_the_others_and_sets_the_exit_code_of_a_shell(
+    start: Start, end: str, code: int
 ) -> None:
-    environment = environment_without_launcher()
-    environment.pop("OMP_NUM_THREADS", None)
-    if given is not None:
-        environment["OMP_NUM_THREADS"] = given
-    launcher = start('say(os.environ["OMP_NUM_THREADS"])', 2, environment=environment)
-    assert lines(launcher, 2) == [given or str(max(1, (os.cpu_count() or 1) // 2))] * 2
-
-
-def test_a_failing_rank_ends_the_others_and_sets_the_exit_code(start: Start) -> None:
-    launcher = start("sys.exit(7) if rank == 1 else time.sleep(1000)", 3)
-    assert launcher.wait(TIMEOUT) == 7
+    launcher = start(f"{end} if rank == 1 else time.sleep(1000)", 3)
+    assert launcher.wait(TIMEOUT) == code
     assert is_output_closed(launcher)
 
 
@@ -260,11 +263,6 @@ def test_after_a_failure_the_others_have_time_to_clean_up(start: Start, tmp_path
     launcher = start(code, 2, grace=TIMEOUT)
     assert lines(launcher, 1) == ["cleaned up"]
     assert launcher.wait(TIMEOUT) == 9
-
-
-def test_a_killed_rank_gives_the_exit_code_that_a_shell_would(start: Start) -> None:
-    launcher = start("os.kill(os.getpid(), signal.SIGKILL)", 1)
-    assert launcher.wait(TIMEOUT) == 128 + signal.SIGKILL
 
 
 def test_sigterm_is_forwarded_to_the_ranks(start: Start) -> None:

@@ -80,12 +80,6 @@ def test_a_config_with_every_kind_of_value_survives_a_dump(tmp_path: Path) -> No
     assert load_config(path) == config
 
 
-def test_a_config_is_frozen() -> None:
-    config = load_config(TINY)
-    with pytest.raises(ValidationError, match="frozen"):
-        config.loss.clip_high = 0.5
-
-
 # ---------------------------------------------------------------------------- overrides
 
 
@@ -119,29 +113,6 @@ def test_an_override_fills_an_empty_section(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**tiny_values(), "tracking": None}), encoding="utf-8")
     assert load_config(path, ["tracking.mlflow=false"]).tracking.mlflow is False
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("loss.clip_high", "'loss.clip_high': an override must have the form key.path=value"),
-        ("=0.3", "'=0.3': an override must have the form key.path=value"),
-        ("seed.x=3", "seed: is a single value and has no keys below it"),
-        (
-            "data.train.3.size=4",
-            "data.train.3: no such entry; the list has 1 entries, numbered from 0",
-        ),
-        (
-            "data.train.first.size=4",
-            "data.train.first: no such entry; the list has 1 entries, numbered from 0",
-        ),
-        ("data.train.1={}", "data.train.1: no such entry; the list has 1 entries, numbered from 0"),
-        ("loss.clip_high=[", "loss.clip_high: not valid YAML"),
-        ("loss..clip_high=3", "loss.: unknown key"),
-    ],
-)
-def test_a_malformed_override_is_rejected(override: str, expected: str) -> None:
-    assert refusal(override).startswith(expected)
 
 
 # ---------------------------------------------------------------------------- overlays
@@ -270,9 +241,7 @@ def test_all_errors_are_reported_at_once() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "dotted", ["seed", "loss", "model.path", "optimizer.lr", "loss.dual_clip", "data.shuffle"]
-)
+@pytest.mark.parametrize("dotted", ["loss", "model.path", "loss.dual_clip"])
 def test_a_missing_field_is_reported(dotted: str) -> None:
     values = tiny_values()
     node = values
@@ -395,22 +364,15 @@ def test_values_that_contradict_each_other_are_refused_with_the_key(
         assert message.startswith(f"{key}: ") and "\n" not in message
 
 
-@pytest.mark.parametrize(
-    "name", ["dapo_math", "AIME 2024 (I+II)", "BytedTsinghua-SIA/DAPO-Math-17k", "x" * 128]
-)
-def test_a_source_name_may_include_an_owner(name: str) -> None:
-    config = load_config(TINY, [f"data.train.0.name={name}"])
-    assert config.data.train[0].name == name
+BAD_NAMES = ("../../../escaped", "/absolute", "a/../b", "a/b/c", "a/", ".hidden", "", "x" * 129)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["../../../escaped", "/absolute", "a/../b", "a/b/c", "a/", ".hidden", "", "x" * 129, "a\\nb"],
-)
-def test_a_source_name_that_cannot_be_a_file_name_is_rejected(name: str) -> None:
-    message = refusal(f'data.train.0.name="{name}"')
-    assert message.startswith("data.train.0.name: must be NAME or OWNER/NAME"), message
-    assert "for example " in message
+def test_a_source_name_may_include_an_owner_and_is_otherwise_a_file_name() -> None:
+    for name in ("AIME 2024 (I+II)", "BytedTsinghua-SIA/DAPO-Math-17k", "x" * 128):
+        assert load_config(TINY, [f"data.train.0.name={name}"]).data.train[0].name == name
+    for name in (*BAD_NAMES, "a\\nb"):
+        message = refusal(f'data.train.0.name="{name}"')
+        assert message.startswith("data.train.0.name: must be NAME or OWNER/NAME"), message
 
 
 @given(st.text(max_size=140))
@@ -425,30 +387,22 @@ def test_a_file_named_for_a_source_stays_in_its_folder(name: str) -> None:
 # ---------------------------------------------------------------------------- the model
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
+def test_an_unreadable_model_config_is_rejected_with_its_path(tmp_path: Path) -> None:
+    """tests/unit/test_files.py has all kinds of unreadable JSON."""
+    path = tmp_path / "config.json"
+    config = load_config(TINY, [f"model.path={tmp_path}"])
+    for content, expected in (
         (None, "cannot be read (No such file or directory)"),
         (b"{", "cannot be read (Expecting property name"),
         (b"[]", "not a JSON object"),
-        (b"[" * 100_000, "cannot be read (nested more than 64 deep)"),
-        (b'{"hidden_size": ' + b"9" * 5000 + b"}", "cannot be read (a number has too many digits"),
-        (b'{"hidden_act": "\xff"}', "cannot be read ('utf-8' codec can't decode byte 0xff"),
-    ],
-)
-def test_an_unreadable_model_config_is_rejected_with_its_path(
-    tmp_path: Path, content: bytes | None, expected: str
-) -> None:
-    path = tmp_path / "config.json"
-    if content is not None:
-        path.write_bytes(content)
-    config = load_config(TINY, [f"model.path={tmp_path}"])
-    with pytest.raises(ConfigError) as raised:
-        read_architecture(config)
-    assert str(raised.value).startswith(f"model.path: {path}: {expected}")
-    assert "; set it to a folder with an HF checkpoint, or download one: `hf download " in str(
-        raised.value
-    )
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ConfigError) as raised:
+            read_architecture(config)
+        message = str(raised.value)
+        assert message.startswith(f"model.path: {path}: {expected}")
+        assert "; set it to a folder with an HF checkpoint, or download one: `hf down" in message
 
 
 def test_the_number_of_processes_comes_from_the_launcher_if_there_is_one(

@@ -10,8 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import read_metadata
 from tests.helpers.checkpoints import (
-    CONFIGS,
+    LARGE_TENSORS,
     config_of,
     differences,
     flip_bit,
@@ -60,10 +58,10 @@ def hf(tmp_path: Path) -> Path:
 # ------------------------------------------------------------------------------- converting
 
 
-# Megatron does not have the factors of this llama3.
-@pytest.mark.parametrize("name", sorted(RANDOM_MODELS.keys() - {"llama3"}))
-def test_every_family_survives_a_round_trip(tmp_path: Path, name: str) -> None:
-    """transformers then loads and tokenizes the same."""
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+def test_transformers_loads_and_tokenizes_the_same_after_a_round_trip(
+    tmp_path: Path, name: str
+) -> None:
     family, overrides = RANDOM_MODELS[name]
     source, written = make_random_model(family, tmp_path / "source", **overrides), tmp_path / "m"
     code, output = invoke("hf-to-megatron", source, written)
@@ -281,35 +279,6 @@ def test_unknown_config_fields_and_models_are_rejected(hf: Path, tmp_path: Path)
 # ------------------------------------------------------------------------------- faults
 
 
-def test_an_interrupt_leaves_no_files(
-    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @contextmanager
-    def interrupted(what: str, total: int) -> Iterator[Any]:
-        left = iter(range(5))
-
-        def advance(_: int) -> None:
-            assert (tmp_path / "m.partial").is_dir() and not (tmp_path / "m").exists()
-            if next(left, None) is None:
-                raise KeyboardInterrupt
-
-        yield advance
-
-    monkeypatch.setattr(convert_checkpoint, "bar", interrupted)
-    code, output = invoke("hf-to-megatron", hf, tmp_path / "m")
-    assert code == 130 and "interrupted" in output
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
-def test_files_left_by_a_killed_command_are_removed(hf: Path, tmp_path: Path) -> None:
-    (tmp_path / "m.partial").mkdir()
-    (tmp_path / "m.partial" / "old").touch()
-    (tmp_path / ".m.lock").touch()
-    assert invoke("hf-to-megatron", hf, tmp_path / "m")[0] == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m"]
-    assert not (tmp_path / "m" / "old").exists()
-
-
 def test_a_foreign_folder_with_the_partial_name_is_not_touched(hf: Path, tmp_path: Path) -> None:
     (tmp_path / "m.partial").mkdir()
     (tmp_path / "m.partial" / "thesis").touch()
@@ -348,6 +317,7 @@ def test_the_next_command_recovers_from_a_kill_during_replacement(
     assert invoke("hf-to-megatron", hf, tmp_path / "m")[0] == 0
     (tmp_path / "m").rename(tmp_path / ".m.replaced")
     (tmp_path / "m.partial").mkdir()
+    (tmp_path / "m.partial" / "old").touch()
     (tmp_path / ".m.lock").touch()
     code, output = invoke("megatron-to-hf", tmp_path / "m", tmp_path / "n")
     assert code == 2 and f"killed while replacing it: rename {tmp_path}/.m.replaced" in output
@@ -355,7 +325,9 @@ def test_the_next_command_recovers_from_a_kill_during_replacement(
     code, output = invoke("hf-to-megatron", hf, tmp_path / "m", *options)
     assert code == (0 if overwrite else 2) and overwrite != ("m: exists; choose" in output)
     assert dtype_of(tmp_path / "m") == (torch.float32 if overwrite else torch.bfloat16)
-    assert not (tmp_path / ".m.replaced").exists()
+    assert not (tmp_path / ".m.replaced").exists() and not (tmp_path / "m" / "old").exists()
+    if overwrite:
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m"]
 
 
 def test_two_commands_cannot_write_the_same_folder(hf: Path, tmp_path: Path) -> None:
@@ -406,7 +378,7 @@ def test_the_tool_imports_neither_megatron_nor_vllm_nor_transformers() -> None:
 
 def test_memory_use_and_signals_with_large_tensors(tmp_path: Path) -> None:
     """Memory follows the largest tensor. SIGTERM leaves no file."""
-    source = write_random(tmp_path / "hf", CONFIGS["large_tensors"])
+    source = write_random(tmp_path / "hf", LARGE_TENSORS)
     target, report = tmp_path / "m", tmp_path / "figures.json"
     interrupted = start("hf-to-megatron", source, target)
     while not list(tmp_path.glob("m.partial/*")):

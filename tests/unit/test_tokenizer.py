@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +193,9 @@ def write_model(folder: Path, tokenizer: Tokenizer, family: str, name: str | Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_and_texts_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
-    tokenizer = KINDS[kind]()
-    for family, name in product(FAMILIES, CLASSES):
+    """Every kind of file with every family and every class, in other pairs for each kind."""
+    tokenizer, shift = KINDS[kind](), list(KINDS).index(kind)
+    for family, name in zip(FAMILIES, CLASSES[shift:] + CLASSES[:shift], strict=True):
         write_model(tmp_path, tokenizer, family, name)
         loaded = load_tokenizer(tmp_path, "model.path")
         assert difference(read_file(tmp_path), loaded) is None, (family, name)
