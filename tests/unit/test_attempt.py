@@ -132,11 +132,6 @@ def test_a_crash_loop_is_refused_after_the_limit(tmp_path: Path, end: str) -> No
     record_start(attempts_file, 0, None, job="8")  # a new job, submitted by a person, may start
 
 
-def test_stopped_starts_do_not_count_as_crashes(tmp_path: Path) -> None:
-    for restart in range(100):
-        record_start(tmp_path / "attempts.jsonl", restart, "stopped")
-
-
 def test_starts_cut_short_are_refused_only_after_a_higher_limit(tmp_path: Path) -> None:
     attempts_file = tmp_path / "attempts.jsonl"
     for restart in range(MAX_CUT_SHORT):
@@ -145,7 +140,9 @@ def test_starts_cut_short_are_refused_only_after_a_higher_limit(tmp_path: Path) 
         record_start(attempts_file, MAX_CUT_SHORT, None)
 
 
-def test_without_slurm_restarts_are_not_limited(tmp_path: Path) -> None:
+def test_stops_and_restarts_without_slurm_are_not_limited(tmp_path: Path) -> None:
+    for restart in range(2 * MAX_CUT_SHORT):
+        record_start(tmp_path / "attempts.jsonl", restart, "stopped")
     for number in range(10):
         environ = {"DAPO_MEGATRON_ATTEMPT": str(number)}
         start_attempt(tmp_path / "attempts.jsonl", 0, environ)

@@ -73,7 +73,6 @@ READABLE = {
 }
 UNREADABLE = {
     "unclosed objects": (b'{"a":' * 100_000, "not valid JSON: nested more than 64 deep"),
-    "nested 70 deep": (with_extra(b'"x": ' + b"[" * 70 + b"]" * 70), "nested more than 64 deep"),
     "NaN": (with_extra(b'"x": NaN'), "column extra_info.x: must be a finite number or null"),
     "Infinity": (with_extra(b'"x": [1, -Infinity]'), "column extra_info.x[1]: must be a finite"),
     "1e999": (with_extra(b'"x": {"y": 1e999}'), "column extra_info.x.y: must be a finite"),
@@ -90,9 +89,7 @@ UNREADABLE = {
         "column extra_info.tests.inputs[0]: half a character (a lone surrogate) at 0",
     ),
     "lone surrogate in a key": (with_extra(b'"\\ud800": 1'), "half a character"),
-    "UTF-16": (json.dumps(GOOD).encode("utf-16"), "not valid JSON: 'utf-8' codec can't decode"),
     "Latin-1": (LINE.replace(b"42", b"\xe9"), "not valid JSON: 'utf-8' codec can't decode"),
-    "cut off": (LINE[:40], "not valid JSON: Invalid control character"),
     "gzip": (gzip.compress(LINE, mtime=0), "not valid JSON: 'utf-8' codec can't decode"),
 }
 
@@ -283,7 +280,7 @@ def test_a_row_that_the_code_grader_cannot_grade_is_rejected_on_load(
     )
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
-    with pytest.raises(DataError, match="line 2, grader 'code': tests: `fn_name`"):
+    with pytest.raises(DataError, match=r"line 2, grader 'code': tests: .*fn_name.* call"):
         load_source(source(path, grader), Words(), 10)  # type: ignore[arg-type]
 
 
@@ -307,5 +304,5 @@ def test_generated_problems_are_checked_by_their_grader() -> None:
     gym = ReasoningGymSource(
         kind="reasoning_gym", name="gym", dataset="chain_sum", size=1, seed=1, grader="code"
     )
-    with pytest.raises(DataError, match="'gym', problem 0, grader 'code': tests: need"):
+    with pytest.raises(DataError, match=r"'gym', problem 0, grader 'code': tests: .* is not in a"):
         load_source(gym, Words(), 1000)  # type: ignore[arg-type]

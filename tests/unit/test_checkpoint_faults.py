@@ -24,8 +24,6 @@ from dapo_megatron.types import CheckpointError
 from tests.helpers.configs import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.saving import (
-    KIB,
-    MIB,
     OnTheWay,
     Run,
     Source,
@@ -177,26 +175,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def test_a_full_disk_fails_the_save_and_keeps_the_older_checkpoint(small_disk: Path) -> None:
-    run = Run(small_disk / "x", keep=1)
-    kept = run.save(1, part(200 * KIB))
-    with pytest.raises(CheckpointError, match=r"no room; it needs 2,10\d,\d{3} bytes"):
-        run.save(2, part(2 * MIB))
-    # The check for free space passes, but then another file takes the space.
-    filler = small_disk / "filler"
-    full = OnTheWay(lambda: filler.write_bytes(bytes(600 * KIB)), part(300 * KIB))
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        run.save(3, full)
-    assert names(run.folder.checkpoints) == ["step_000001"]
-    assert not half_written(run)
-    filler.unlink()
-    run.unlock()
-    run = Run(small_disk / "x", keep=1)
-    assert run.source == kept
-    run.save(4, part(300 * KIB))
-    assert names(run.folder.checkpoints) == ["step_000004"]
 
 
 FULL_DISK = """

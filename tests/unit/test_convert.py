@@ -58,7 +58,7 @@ def hf(tmp_path: Path) -> Path:
 # ------------------------------------------------------------------------------- converting
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_moe"])
 def test_transformers_loads_and_tokenizes_the_same_after_a_round_trip(
     tmp_path: Path, name: str
 ) -> None:

@@ -99,18 +99,6 @@ def test_a_folder_without_config_json_needs_the_hf_model(source: Path, tmp_path:
     assert names == {path.name for path in hf.iterdir()}
 
 
-def test_the_tool_writes_a_checkpoint_of_megatron(source: Path, tmp_path: Path) -> None:
-    hf, target = source.parent / "hf", tmp_path / "m"
-    code, output = invoke("hf-to-megatron", hf, target)
-    assert code == 0 and "read back and compared" in output
-    assert "options of Megatron-LM for this model:\n    --num-layers 2 " in output
-    assert invoke("verify", hf, target)[0] == 0
-    output = invoke("inspect", target)[1]
-    assert "torch_dist (files 1, checkpoint release), qwen2" in output
-    assert "    --num-layers 2 " in output
-    assert invoke("hf-to-megatron", hf, target, "--overwrite")[0] == 0  # ours
-
-
 def remove_mark(release: Path) -> None:
     (release / "dapo_megatron.json").unlink()
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box, read_boxes, read_metadata
 from dapo_megatron.types import CheckpointError, ConfigError
-from tests.helpers.checkpoints import edit_json, invoke, make_checkpoint
+from tests.helpers.checkpoints import invoke, make_checkpoint
 from tests.helpers.torch_dist import (
     HEAD,
     NORM,
@@ -135,12 +135,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
             lambda c: setattr(c.state_dict_metadata[HEAD].chunks[0], "sizes", torch.Size((30, 36)))
         ),
         r"only 1,080 of 1,332 elements of lm_head\.weight exist",
-    ),
-    "head although tied": (
-        lambda folder: edit_json(
-            folder / "config.json", lambda c: c.update(tie_word_embeddings=True)
-        ),
-        r"share_embeddings_and_output_weights is False there, True by config\.json",
     ),
     "other backend": (
         lambda folder: part(folder, "metadata.json").write_text(
