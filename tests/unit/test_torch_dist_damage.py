@@ -204,8 +204,8 @@ FILES = (
 def test_any_damage_is_refused_by_name_or_changes_values_only(
     source: Path, victim: Path, name: str, where: float, damage: str | int
 ) -> None:
-    """Of a file with the weights or their places, other values may be read, but not more of them
-    and not from elsewhere. Training verifies checksums, too."""
+    """Damage of weights or of their places may change values, as training's checksums detect. It
+    never changes which tensors there are, or their shapes."""
     path, intact = victim / name, (source / name).read_bytes()
     at = int(where * len(intact))
     changed = bytearray(intact)
