@@ -16,16 +16,15 @@ from typing import Any
 from dapo_megatron import __main__ as program
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.policy.policy import MegatronPolicy
-from dapo_megatron.protocols import Exchange
 
 
 def stop_before(step: int) -> None:
     check, calls = Stop.check, count(1)
 
-    def counted(self: Stop, exchange: Exchange) -> None:
+    def counted(self: Stop) -> None:
         if next(calls) == step:
             self.signal = "SIGUSR1"
-        check(self, exchange)
+        check(self)
 
     Stop.check = counted  # type: ignore[method-assign]
 
