@@ -48,9 +48,7 @@ from dapo_megatron.types import CheckpointError
 logger = logging.getLogger(__name__)
 
 RNG = "rng"
-_PLAIN = (bool, int, float, str, tuple, type(None))
-"""Settings of a parameter group to save. Those of Megatron's optimizer for host memory contain
-classes."""
+_PLAIN = (bool, int, float, str, tuple)
 _SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "num_steps")
 """Numbers of Megatron-LM's schedule of learning rates, which starts from the beginning."""
 _BOX_BYTES = 1500
@@ -75,10 +73,8 @@ def snapshot(
         objects[key] = buffer.getvalue()
     parts = [part.optimizer.param_groups for part in optimizer.chained_optimizers]
     groups = [
-        [
-            {k: v for k, v in group.items() if isinstance(v, _PLAIN) and k not in _SCHEDULE}
-            for group in part
-        ]
+        # Those of Megatron's optimizer for host memory contain classes.
+        [{k: v for k, v in group.items() if isinstance(v, _PLAIN)} for group in part]
         for part in parts
     ]
     return PolicySnapshot(
@@ -137,8 +133,10 @@ class PolicySnapshot:
 
         def state(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             with_step = [{**group, "step": step} for group in groups]
-            # Megatron-LM has groups of biases and norms, without weight decay.
+            # Megatron-LM has groups of biases and norms, without weight decay, and a minimum of the
+            # learning rate.
             with_step += [{**group, "wd_mult": 0.0, "weight_decay": 0.0} for group in with_step]
+            with_step += [{**group, "min_lr": 0.0} for group in with_step]
             kind = CONTENT["distrib_optim_sharding_type"]
             return {"optimizer": {"param_groups": with_step}, "param_state_sharding_type": kind}
 

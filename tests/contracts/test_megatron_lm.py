@@ -41,7 +41,7 @@ from tools.converting.options import (
     megatron_lm_options,
 )
 
-if importlib.util.find_spec("megatron.training") is None:
+if importlib.util.find_spec("gpt_builders") is None:
     pytest.skip("Megatron-LM is not on PYTHONPATH", allow_module_level=True)
 
 LAYOUTS = {
@@ -61,7 +61,7 @@ ON_CPU = (
 FINETUNE = "--ckpt-format torch_dist --finetune --no-load-optim --no-load-rng"
 RESUMED = (
     "--ckpt-format torch_dist --no-load-rng --bf16 --use-distributed-optimizer "
-    "--dist-ckpt-optim-fully-reshardable --override-opt-param-scheduler"
+    "--dist-ckpt-optim-fully-reshardable --override-opt-param-scheduler --lr 1e-4"
 )
 TRAINING = "--seq-length 128 --micro-batch-size 1 --global-batch-size 2 --train-iters 1 --lr 1e-5"
 SAVED_STEP = 100
@@ -196,7 +196,7 @@ def megatron_lm_arguments(
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     arguments.get_device_arch_version = lambda: 9  # as on an H100
-    options = " ".join((*megatron_lm_options(arch), LAYOUTS[layout][1], ON_CPU, mode, TRAINING))
+    options = " ".join((*megatron_lm_options(arch), LAYOUTS[layout][1], ON_CPU, TRAINING, mode))
     sys.argv = ["pretrain_gpt.py", *shlex.split(options), "--load", str(folder / "written")]
     sys.argv += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(arch.vocab_size - 1)]
     args = arguments.parse_args()
