@@ -1,5 +1,5 @@
-"""Test passes over micro-batches: the host does not wait for the GPU, and padding rows changes no
-gradient."""
+"""Test passes over micro-batches: the host does not wait for the GPU, padding rows changes no
+gradient, and the weight gradient of the log-prob head is added to Megatron's buffer."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.helpers.models import make_random_model
 from tests.helpers.policies import build_policy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.synchronizations import Synchronizations, policy_tensors
+from tests.helpers.tensors import same
 
 LENGTHS = (5, 40, 17, 9, 30, 22, 38, 11)
 PREFERRED = 64
@@ -62,10 +63,40 @@ class Observed:
 
 def observe(rank: int, world_size: int, folders: dict[str, str], cases: Any) -> dict[str, Observed]:
     """Return the observations of this rank in each case."""
+    exchange = Ranks(rank, world_size, rank)
+    if world_size == 2:
+        for model in ("dense", "deep"):
+            check_head(exchange, folders[model], is_tied=model == "dense")
     return {
-        name: _observe(Ranks(rank, world_size, rank), folders[model], overrides)
+        name: _observe(exchange, folders[model], overrides)
         for name, (model, overrides) in cases.items()
     }
+
+
+def check_head(exchange: Ranks, folder: str, *, is_tied: bool) -> None:
+    """Check that the gradient of an untied head is added to the buffer, bitwise as autograd's."""
+    from dapo_megatron.policy import step
+
+    policy, _ = build_policy(exchange, folder, {})
+    batch, loss, chunk = random_batch(LENGTHS, vocab=90), loss_with(), policy._chunks[0]
+    weight = chunk.module.head_weight
+    group = chunk.param_to_bucket_group[weight]
+    fused = policy.gradients(batch, loss)
+    assert weight.grad_added_to_main_grad != is_tied
+    # Megatron's hook ran for this weight, and expects it before it reduces the bucket.
+    assert chunk.ddp_config.overlap_grad_reduce
+    assert dict(group.per_param_grad_ready_counts)[weight] == 1
+    head = step.linear_logprobs
+
+    def separately(*args: Any, **keys: Any) -> Any:
+        return head(*args, **{**keys, "gradient_accumulation_fusion": False})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "linear_logprobs", separately)
+        assert same(policy.gradients(batch, loss), fused)
+    assert group.golden_per_param_grad_ready_counts[weight] == 1
+    assert all(gradient.any() for gradient in fused[1].values())
+    policy.close()
 
 
 def _observe(exchange: Ranks, folder: str, overrides: dict[str, Any]) -> Observed:

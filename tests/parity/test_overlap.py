@@ -6,13 +6,12 @@ an update, when weights are still being gathered.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import StepStats
@@ -21,6 +20,7 @@ from tests.helpers.configs import tiny_config
 from tests.helpers.losses import loss_with
 from tests.helpers.models import make_random_model
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tensors import same
 
 LOSS = loss_with()
 LENGTHS = (5, 40, 17, 9, 33, 4, 40, 12) * 2
@@ -76,16 +76,27 @@ def build(exchange: Ranks, model: Path, layout: dict[str, Any], *, overlap: bool
     return MegatronPolicy(config, exchange, planner(config.policy, config.train))
 
 
-def observe(exchange: Ranks, model: Path, layout: dict[str, Any], *, overlap: bool) -> Any:
+@dataclass
+class Observed:
+    """Results that overlap must not change, and what shows that there was overlap."""
+
+    results: list[Any]
+    stats: list[StepStats]
+    num_buckets: int
+    num_gathering: int
+    """Groups of buckets whose weights were still being gathered after the last update."""
+
+
+def observe(exchange: Ranks, model: Path, layout: dict[str, Any], *, overlap: bool) -> Observed:
     batch = partial(random_batch, LENGTHS, vocab=99)
     policy = build(exchange, model, layout, overlap=overlap)
     results: list[Any] = [policy.gradients(batch(seed=0), LOSS)]
     for when in (0, 1):  # before the first backward pass, and after one
         with pytest.raises(Abandoned):
             policy.update(batch(seed=7), abandoning(when), 1e-3)
-    shards = policy.shards()
+    shards, stats = policy.shards(), []
     for seed in range(3):
-        results.append(policy.update(batch(seed=seed), LOSS, 1e-3))
+        stats.append(policy.update(batch(seed=seed), LOSS, 1e-3))
         if seed == 1:
             logprobs = policy.logprobs(batch(seed=seed))
             results += [logprobs.logprobs, logprobs.entropy]
@@ -96,55 +107,30 @@ def observe(exchange: Ranks, model: Path, layout: dict[str, Any], *, overlap: bo
         for group in chunk.bucket_groups
     )
     policy.onload()
-    local = [shard.read().clone() for shard in shards]
-    whole = {name: tensor.clone() for name, tensor in policy.weights()}
+    results.append([shard.read().clone() for shard in shards])
+    results.append({name: tensor.clone() for name, tensor in policy.weights()})
     num_buckets = sum(len(buffer.buckets) for chunk in policy._chunks for buffer in chunk.buffers)
     policy.close()
-    return [*results, local, whole, num_buckets, num_gathering]
+    return Observed(results, stats, num_buckets, num_gathering)
 
 
-def run(rank: int, world_size: int, models: Path, names: list[str]) -> Any:
-    exchange, by_layout = Ranks(rank, world_size, rank), {}
+def check(rank: int, models: Path, names: list[str]) -> None:
     for name in names:
         model, layout = LAYOUTS[name]
-        by_layout[name] = [
-            observe(exchange, models / model, layout, overlap=on) for on in (False, True)
-        ]
-    return by_layout
+        plain, overlapped = (
+            observe(Ranks(rank, 2, rank), models / model, layout, overlap=on)
+            for on in (False, True)
+        )
+        assert same(plain.results, overlapped.results), name
+        for before, after in zip(plain.stats, overlapped.stats, strict=True):
+            assert before.grad_norm == pytest.approx(after.grad_norm, rel=1e-6)
+            assert (before.means, before.loss) == (after.means, after.loss)
+        assert plain.num_buckets < overlapped.num_buckets
+        assert plain.num_gathering == 0 < overlapped.num_gathering
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("models")
-    for name, (family, overrides) in MODELS.items():
-        make_random_model(family, root / name, seed=1, **overrides)
-    return root
-
-
-@pytest.mark.parametrize("layouts", [ALWAYS, pytest.param(LONG, marks=pytest.mark.long)])
-def test_overlap_changes_no_result(layouts: list[str], models: Path) -> None:
-    ranks = run_ranks(run, 2, 2, models, layouts, timeout=900.0)
-    for layout in layouts:
-        check(layout, ranks)
-
-
-def check(layout: str, ranks: list[dict[str, Any]]) -> None:
-    for plain, overlapped in (rank[layout] for rank in ranks):
-        for before, after in zip(plain[:-2], overlapped[:-2], strict=True):
-            assert same(before, after), layout
-        assert overlapped[-2] > plain[-2]
-        assert plain[-1] == 0 < overlapped[-1], "no weight was still being gathered"
-
-
-def same(a: Any, b: Any) -> bool:
-    """Compare tensors and numbers in nested containers bitwise, and gradient norms to rounding."""
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return all(same(left, right) for left, right in zip(a, b, strict=True))
-    if isinstance(a, StepStats):
-        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-6)
-        return a.means == b.means and a.loss == b.loss
-    return bool(a == b)
+@pytest.mark.parametrize("names", [ALWAYS, pytest.param(LONG, marks=pytest.mark.long)])
+def test_overlap_changes_no_result(names: list[str], tmp_path: Path) -> None:
+    for model, (family, overrides) in MODELS.items():
+        make_random_model(family, tmp_path / model, seed=1, **overrides)
+    run_ranks(check, 2, tmp_path, names, timeout=900.0)
