@@ -259,6 +259,7 @@ _MATHEMATICAL = re.compile(
     r"(?<![A-Za-z])(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|(?<![A-Za-z])(?:log|ln|lg|exp|sqrt|pi|"
     r"inf|infinity|infty|max|min|gcd|lcm|mod|det|and|or)(?![A-Za-z])"
 )
+_CONSTANTS = frozenset({"pi", "inf", "infinity", "infty"})
 _RELATION = re.compile(
     r"\\(?:[pb]?mod|equiv|mid)\b|(?:\\left\s*\\\{\s*\\begin\s*\{array|\\begin\s*\{cases)"
 )
@@ -327,6 +328,8 @@ def is_text(text: str) -> bool:
         return True
     if _OPERATOR.search(text):
         return False
+    if _MATHEMATICAL.fullmatch(text):  # a function of nothing is a word, not a product of letters
+        return text not in _CONSTANTS
     formula = _MATHEMATICAL.sub(",", text)
     letters = re.findall(r"[A-Z]", text) if re.fullmatch(r"[A-Z](?:\s*,\s*[A-Z])+", text) else []
     return (
