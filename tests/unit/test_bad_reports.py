@@ -221,16 +221,11 @@ LIES: dict[str, tuple[Callable[[Reports], Reports | None], str]] = {
         change(lambda item: (9999, *item[1:])),
         r"ticket 9999, sample \d: a completion that this replica was not asked for",
     ),
-    "a negative ticket": (change(lambda item: (-1, *item[1:])), r"ticket -1, sample \d: "),
-    "a completion it was not asked for": (
-        change(changed(sample=7)), r"ticket \d+, sample 7: a completion that this replica"
-    ),
     "a completion of another replica": (of_another_replica, TICKET + "a completion that this"),
     "a token without a log-prob": (
         change(lambda item: changed(logprobs=item[1].logprobs[1:])(item)),
         TICKET + r"\d log-probs for \d tokens",
     ),
-    "tokens without segments": (change(changed(segments=())), TICKET + "segments"),
     "segments that do not add up": (
         change(
             lambda item: changed(segments=item[1].segments)(
@@ -239,37 +234,13 @@ LIES: dict[str, tuple[Callable[[Reports], Reports | None], str]] = {
         ),
         TICKET + "segments",
     ),
-    "more than max_tokens": (
-        change(tokens(MAX_TOKENS + 1)), TICKET + "9 tokens, with a limit of 8"
-    ),
-    "no tokens": (change(tokens(0)), TICKET + "0 tokens"),
     "fewer than before": (change(carried(fewer_than_before)), TICKET + "segments"),
     "a new start": (change(carried(restarted)), TICKET + "segments"),
     "an empty segment": (change(carried(empty)), TICKET + "segments"),
     "a stale version": (change(older), TICKET + "its last tokens are of weights"),
-    "a version to come": (
-        change(lambda item: changed(segments=(
-            *item[1].segments[:-1], Segment(99, item[1].segments[-1].num_tokens)
-        ))(item)),
-        TICKET + "its last tokens are of weights 99",
-    ),
-    "truncated before the limit": (
-        change(
-            lambda item: changed(finish=Finish.LENGTH)(item)
-            if item[1].num_tokens < MAX_TOKENS
-            else None
-        ),
-        TICKET + "length with",
-    ),
     "unfinished without an interrupt": (
         change(lambda item: ungraded(changed(finish=Finish.UNFINISHED)(item))),
         TICKET + "returned without a grade, but",
-    ),
-    "not graded without an interrupt": (
-        change(ungraded), TICKET + "returned without a grade, but"
-    ),
-    "a grade that failed": (
-        change(lambda item: (*item[:2], "timeout")), TICKET + ".*grading it gave 'timeout'"
     ),
     "graded without a grade": (change(changed(grade=None)), TICKET + ".*grading it gave 'graded'"),
     "twice in a report": (twice, TICKET + "returned twice"),
@@ -281,14 +252,7 @@ INTERRUPT_LIES: dict[str, tuple[Callable[[Reports], Reports | None], str]] = {
     "unfinished at the limit": (
         change(unfinished(tokens(MAX_TOKENS))), TICKET + "unfinished with 8"  # type: ignore[arg-type]
     ),
-    "unfinished of nobody": (
-        change(unfinished(lambda item: (9999, *item[1:]))), "ticket 9999, sample"
-    ),
     "stale unfinished": (change(unfinished(older)), TICKET + "its last tokens are of weights"),
-    "finished of nobody": (change(finished(lambda item: (9999, *item[1:]))), "ticket 9999, sample"),
-    "finished with a grade": (
-        change(finished(changed(grade=RIGHT))), TICKET + ".*grading it gave ''"
-    ),
     "twice unfinished": (twice, TICKET + "returned twice"),
 }  # fmt: skip
 CARRYING = {"lookahead": 3.0, "max_overtake": 4}

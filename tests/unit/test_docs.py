@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import textwrap
 from collections.abc import Iterator
@@ -11,16 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dapo_megatron.__main__ import __file__ as main_file
-from dapo_megatron.config import Columns
 from dapo_megatron.config.file import load_config
 from dapo_megatron.data.rows import checked_row
 from dapo_megatron.rewards.registry import resolve
-from dapo_megatron.run.loss import loss_function
-from dapo_megatron.types import MicroTokens
-from tests.helpers.configs import tiny_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
@@ -65,11 +59,6 @@ def anchors(page: Path) -> set[str]:
 
 
 @all_pages
-def test_no_placeholder_is_left(page: Path) -> None:
-    assert not re.findall(r"@[A-Z][A-Z0-9_]+@", read(page))
-
-
-@all_pages
 def test_relative_links_have_a_target(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?[^)]*\)", read(page))
     for path, anchor in links:
@@ -78,11 +67,6 @@ def test_relative_links_have_a_target(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), path
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
-
-
-@current_pages
-def test_lines_are_short(page: Path) -> None:
-    assert not [n for n, line in prose(page) if len(line) > 100 and not line.startswith("|")]
 
 
 @current_pages
@@ -153,13 +137,6 @@ def test_paths_exist(page: Path) -> None:
             assert any(candidate.exists() for candidate in known), path
 
 
-def test_the_readme_is_short_and_shows_the_main_commands() -> None:
-    text = read(README)
-    assert len(text.splitlines()) <= 170
-    assert {"quickstart", "env-gpu"} <= set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
-    assert {"train", "plan"} <= set(re.findall(r"python -m dapo_megatron ([a-z]+)", text))
-
-
 def test_the_index_lists_every_page() -> None:
     index = read(REPOSITORY / "docs" / "index.md")
     pages = {page.name for page in REPOSITORY.glob("docs/*.md")} - {"index.md"}
@@ -211,62 +188,9 @@ def test_the_readmes_example_of_own_model_and_data_works(
     assert not grade("", row.truth, row.extra).correct
 
 
-def test_the_grader_example_of_extending_md_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [text] = blocks(EXTENDING, "json")
-    row = checked_row(0, "mine.jsonl", row_of(text), Columns(prompt="q", answer="a"))
-    _, _, code = blocks(EXTENDING, "python")
-    write_module(tmp_path, monkeypatch, code, "extending_grader")
-    grade = resolve("extending_grader:grade")
-    assert grade("It is 17.", row.truth, row.extra).correct
-    assert not grade("It is 18.", row.truth, row.extra).correct
-    assert not grade("", row.truth, row.extra).parsed
-
-
-def test_the_loss_example_of_extending_md_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, _, _ = blocks(EXTENDING, "python")
-    write_module(tmp_path, monkeypatch, code, "extending_losses")
-    loss = tiny_config(loss__clip_high="4.0").loss
-    function = loss_function(loss.model_copy(update={"function": "extending_losses:cispo"}))
-    logprobs = torch.tensor([-1.0, -1.0, float("nan")], requires_grad=True)
-    tokens = MicroTokens(
-        old_logprobs=torch.tensor([-1.0, -9.0, 0.0]),
-        advantages=torch.tensor([1.0, -1.0, 1.0]),
-        weights=torch.ones(3),
-        engine_logprobs=torch.zeros(3),
-        mask=torch.tensor([True, True, False]),
-    )
-    output = function(logprobs, tokens)
-    output.total.backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [-1.0, 5.0, 0.0]  # ratios 1, and e^8 capped at 5
-    assert float(output.sums["capped"]) == 1.0
-
-
-def test_the_sequence_loss_example_of_extending_md_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, code, _ = blocks(EXTENDING, "python")
-    write_module(tmp_path, monkeypatch, code, "extending_sequence_losses")
-    loss = tiny_config().loss
-    name = "extending_sequence_losses:sequence_ratio"
-    function = loss_function(loss.model_copy(update={"function": name}))
-    logprobs = torch.tensor([-1.0, -2.0, float("nan")], requires_grad=True)
-    tokens = MicroTokens(
-        old_logprobs=torch.tensor([-1.0, -4.0, 0.0]),
-        advantages=torch.ones(3),
-        weights=torch.ones(3),
-        engine_logprobs=torch.zeros(3),
-        mask=torch.tensor([True, True, False]),
-    )
-    output = function(logprobs, tokens)
-    output.total.backward()
-    assert float(output.total.detach()) == pytest.approx(-2 * math.e)  # e^1 for both tokens
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx([-math.e, -math.e, 0.0])
+@pytest.mark.parametrize("code", blocks(EXTENDING, "python"), ids=["loss", "sequence", "grader"])
+def test_names_in_examples_of_extending_md_exist(code: str) -> None:
+    exec(code, {})
 
 
 @pytest.mark.parametrize("diff", blocks(EXTENDING, "diff"), ids=lambda diff: diff.splitlines()[1])

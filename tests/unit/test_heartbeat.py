@@ -113,17 +113,6 @@ def test_only_the_rank_that_is_missing_or_behind_is_named(
     assert json.loads(run.to_json(report))["suspects"][0]["rank"] == 2
 
 
-def test_ranks_that_wait_for_a_missing_rank_are_not_behind() -> None:
-    beats = [a_heartbeat(0), a_heartbeat(1, collectives={}), None, a_heartbeat(3, phase="sync")]
-    assert [suspect.rank for suspect in find_suspects(beats)] == [2]
-
-
-def test_no_rank_is_named_if_all_are_at_the_same_place() -> None:
-    beats = [a_heartbeat(rank) for rank in range(4)]
-    assert find_suspects(beats) == []
-    assert "all 4 are in phase update, step 3" in describe_suspects(beats)
-
-
 def test_no_rank_of_a_healthy_run_is_named(tmp_path: Path) -> None:
     for rank in range(4):
         beat = a_heartbeat(rank, state=RankState.RUNNING, time=time.time() - rank)

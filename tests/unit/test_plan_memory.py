@@ -92,13 +92,6 @@ def test_parts_of_one_gpu_match_the_parameter_count(
     assert [item.num_bytes for item in estimate.disk] == [14 * count] * 2
 
 
-def test_data_parallel_ranks_shard_only_the_optimizer(tmp_path: Path) -> None:
-    estimate = estimate_memory(config_of(tmp_path, policy__context_parallel=2), 8)
-    assert part(estimate, "update", "policy weights").num_bytes == 2 * DENSE
-    assert part(estimate, "update", "optimizer").num_bytes == 12 * DENSE // 8
-    assert estimate.disk[1].num_bytes == (2 + 12) * DENSE
-
-
 def test_experts_are_sharded_over_expert_parallel_ranks(tmp_path: Path) -> None:
     layout = {"tensor_parallel": 4, "sequence_parallel": True, "expert_parallel": 8}
     keys = {f"policy__{key}": value for key, value in layout.items()}
@@ -317,18 +310,6 @@ def test_host_memory_and_kv_cache_can_be_too_small(tmp_path: Path) -> None:
     no_cache = estimate_memory(config_of(tmp_path, engine__memory_fraction=0.24, **keys), 8)
     assert any("cannot hold one sequence" in text for text in no_cache.problems())
     assert estimate_memory(tiny_config(), 2, NodeSpec(gpus_per_node=0, host_memory_gib=1.0)).fits()
-
-
-@pytest.mark.parametrize(("left_gib", "warned"), [(3.9, True), (4.1, False)])
-def test_a_plan_with_little_memory_left_warns(
-    tmp_path: Path, left_gib: float, warned: bool
-) -> None:
-    """The limit is 5% of 80 GiB. The KV cache, a share of the memory, does not matter."""
-    config = config_of(tmp_path, policy__offload=ALL_PARTS, policy__recompute="full")
-    update = estimate_memory(config, 8).num_bytes("update") / GIB
-    room = update + left_gib * update / (80.0 - left_gib)
-    warnings = list(estimate_memory(config, 8, NodeSpec(gpu_memory_gib=room)).warnings())
-    assert any(text.startswith("update leaves") for text in warnings) == warned
 
 
 def test_a_reference_model_takes_a_second_pass(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import time
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,12 @@ from dapo_megatron.cluster import heartbeat
 from dapo_megatron.cluster.attempt import end_attempt, start_attempt
 from dapo_megatron.cluster.heartbeat import Heartbeat, RankState
 from dapo_megatron.report.charts import PALETTE, all_charts
-from dapo_megatron.report.command import parse_steps, report
+from dapo_megatron.report.command import report
 from dapo_megatron.report.figures import thin
 from dapo_megatron.report.page import Options, contents
 from dapo_megatron.report.reading import read_metrics, read_run
 from dapo_megatron.report.run_data import StateWord
-from dapo_megatron.report.timeline import WAITING, cells, timelines
+from dapo_megatron.report.timeline import WAITING, timelines
 from dapo_megatron.types import ConfigError
 from tests.helpers.commands import run
 from tests.helpers.configs import REPOSITORY
@@ -196,15 +195,6 @@ def test_a_timeline_shows_phases_and_requests(tmp_path: Path) -> None:
     assert timelines(apart)[0][0].phases[0]["label"] == WAITING
 
 
-@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 9)), min_size=2, max_size=9))
-def test_cells_of_a_strip_preserve_the_number_of_requests(
-    points: list[tuple[float, float]],
-) -> None:
-    points.sort()
-    area = sum(value * (until - at) for (at, value), (until, _) in pairwise(points))
-    assert sum(cells(points, 0, 100, 50)) * 2 == pytest.approx(area, abs=50 * 0.05 * 2)
-
-
 # ---------------------------------------------------------------------------- reading a folder
 
 
@@ -264,14 +254,6 @@ def test_the_state_of_a_run_from_its_start_to_its_end(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------- the command
-
-
-def test_ranges_of_steps() -> None:
-    assert parse_steps(None) == (None, None)
-    assert [parse_steps(text) for text in ("2:5", "2:", ":5")] == [(2, 5), (2, None), (None, 5)]
-    for text in ("", ":", "5", "5:2", "a:b", "-1:3"):
-        with pytest.raises(ConfigError, match="--steps"):
-            parse_steps(text)
 
 
 def test_the_command_writes_a_report_and_names_its_errors(tmp_path: Path) -> None:

@@ -195,14 +195,6 @@ def test_findings_of_other_files_than_the_metrics() -> None:
     assert new["Evaluation is below its start: b"] == "bad"
 
 
-def test_the_worst_findings_come_first_and_learning_before_notes() -> None:
-    series = {"accuracy/raw": ramp(0.3, 0.7), "groups/trained": 20.0, "time/engine_idle": 20.0}
-    levels = [(item.level, item.metric == "accuracy/raw") for item in findings(run_of(series))]
-    assert levels[:2] == [("bad", False), ("warn", False)]
-    assert ("good", True) in levels
-    assert levels.index(("good", True)) < levels.index(("note", False))
-
-
 @pytest.mark.parametrize("num_steps", [1, 8, 40, 150])
 def test_noise_gives_no_warnings(num_steps: int) -> None:
     """Noise of each metric as in a small run, where it is the largest."""

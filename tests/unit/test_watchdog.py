@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from dapo_megatron.cluster import attempt, heartbeat
-from dapo_megatron.cluster.heartbeat import RankState, heartbeat_file, read_heartbeat
 from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.doctor import run
 
@@ -182,24 +180,3 @@ def test_phases_nest(tmp_path: Path) -> None:
         ("other", 3, 30.0),
         ("", 3, 60.0),
     ]
-
-
-def test_recording_activity_costs_less_than_5_microseconds(tmp_path: Path) -> None:
-    watch = Watchdog(tmp_path, 0, 1, {"update": 600.0})
-    watch.start()
-    try:
-        best = min(
-            timeit.timeit(
-                lambda: watch.record_activity("all_gather 123 done"),
-                number=10_000,
-                timer=time.thread_time,
-            )
-            / 10_000
-            for _ in range(5)
-        )
-    finally:
-        watch.close()
-    assert best < 5e-6
-    ended = read_heartbeat(heartbeat_file(tmp_path, 0))
-    assert ended is not None
-    assert ended.state is RankState.ENDED
