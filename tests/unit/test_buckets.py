@@ -198,6 +198,17 @@ def test_a_rank_learns_soon_why_its_worker_does_not_load(
     receiver.close()
 
 
+def test_a_worker_that_ends_right_after_it_has_loaded_everything_is_no_error(
+    shared_worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, tensors = BucketSender(tmp_path, CPU, 60.0), tensors_of(MANY[:1], 1)
+    expect(sender, tensors)
+    start(sender, shared_worker)
+    wait_for_the_end(sender, monkeypatch)
+    assert sender.send(iter(tensors)) == ""
+    assert len(shared_worker.pipe.recv()) == 1
+
+
 def test_neither_side_waits_for_one_that_never_comes(tmp_path: Path) -> None:
     sender = BucketSender(tmp_path, CPU, 1.0)
     tensors = tensors_of([[([3], torch.float32)]], 1)
