@@ -354,7 +354,7 @@ def _load(
     config = load_config(path, overrides or [], overlays or [])
     arch = read_architecture(config)
     num_ranks = num_processes(config)
-    if is_on_all_nodes and is_launched():  # those of separate engines are included
+    if is_on_all_nodes and is_launched():  # separate engines are included
         num_ranks = policy_ranks(config, num_ranks)
     check_layout(config, arch, num_ranks, has_engine=has_engine)
     check_compatibility(config, arch, has_engine=has_engine)

@@ -106,7 +106,7 @@ class Policy(Protocol):
         None means rollout.temperature.
 
         Without `batch.owners`, the sequences are distributed over all ranks, and every rank gets
-        the complete result. Otherwise each rank gets that of the sequences it holds.
+        the complete result. Otherwise each rank gets the result of the sequences it holds.
         """
 
     def keep_reference(self, write: Callable[[Sequence[Shard]], None] | None = None) -> None:
@@ -174,7 +174,7 @@ class Engines(Protocol):
 
     def places(self) -> dict[int, list[int]]:
         """Return the number in the transfer plan of each worker of the present engines, by replica:
-        that of the rank on whose GPU it runs. Workers of other GPUs come after all ranks. Not
+        the rank on whose GPU it runs. Workers of other GPUs come after all ranks. Not
         collective."""
 
     def connect(self, meeting: Any, slices: Sequence[TensorSlice]) -> Any:

@@ -190,7 +190,7 @@ class Completion:
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
     """Description of a sequence that a step trains on: a prompt and its completion. Every rank
-    knows those of all sequences; the tokens are only on ranks that train on them.
+    knows all sequences; the tokens are only on ranks that train on them.
 
     `segments` add up to `response_tokens`.
     `in_loss` is False for a truncated response that overlong.filter excludes from the loss.
@@ -218,7 +218,7 @@ class TrainingSequence:
 @dataclass(frozen=True, slots=True)
 class SequenceTokens:
     """Tokens of one training sequence. `logprobs` are the engine's, one per response token;
-    `routes` those of `Completion`."""
+    `routes` see `Completion`."""
 
     prompt: NDArray[np.int32]
     response: NDArray[np.int32]
@@ -295,7 +295,7 @@ class TokenBatch:
     only, concatenated in order: those that this rank trains on. All ranks of a data-parallel index
     hold the same ones.
 
-    The log-prob at position t is that of `tokens[t]` given the preceding tokens of its sequence.
+    The log-prob at position t belongs to `tokens[t]`, given the preceding tokens of its sequence.
 
     lengths         int64 [S]    tokens of each sequence
     loss_tokens     int64 [S]    tokens of each sequence that enter the loss

@@ -1,7 +1,7 @@
 """Corrections for the mismatch between engine and policy: loss weights from probability ratios.
 
 Let r_t = policy / engine be the probability ratio of token t of a completion, both before the
-step's first update. The engine's is that of the weights that sampled the token, so tokens of older
+step's first update. The engine's comes from the weights that sampled the token, so tokens of older
 weights are included. A completion is weighed or masked by
 
     sequence_tis_cap   weight min(prod_t r_t, cap)              truncated importance sampling

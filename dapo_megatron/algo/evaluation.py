@@ -32,7 +32,7 @@ def avg_at_k(correct: Correct) -> float:
 def pass_at_k(correct: Correct, *, k: int | None = None) -> float:
     """Return the probability that at least one of k samples of a problem is correct.
 
-    It is 1 - C(n-c, k) / C(n, k) for n samples of which c are correct. `k=None` takes all samples
+    It is 1 - C(n-c, k) / C(n, k) for n samples with c correct ones. `k=None` takes all samples
     of each problem. Raises ValueError if a problem has fewer than k samples, or if k < 1.
     """
     return _mean(pass_per_problem(correct, k=k))

@@ -5,7 +5,7 @@ KL Divergence" (2020), estimates KL(policy || reference) by the mean of
 
     k1 = d                    unbiased, of either sign
     k2 = d^2 / 2              never negative, biased (little while d is small)
-    k3 = exp(-d) - 1 + d      unbiased, never negative; that of GRPO (arXiv 2402.03300, eq. 4)
+    k3 = exp(-d) - 1 + d      unbiased, never negative; GRPO's (arXiv 2402.03300, eq. 4)
 
 Where the estimate is used decides what it does:
 

@@ -135,7 +135,7 @@ def clipped_loss(
     dual_clip: float | None,
 ) -> TokenLoss:
     """Return the loss of each token from its ratio, which must be finite. `keep` is a bool mask.
-    The other arguments are those of `dapo_token_loss`."""
+    Other arguments: see `dapo_token_loss`."""
     advantage = torch.where(keep, advantage, 0.0).detach()
     plain = -advantage * ratio
     clipped = -advantage * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -197,7 +197,7 @@ def weighted_sum(
     tis_cap: float | None,
 ) -> LossOutput:
     """Return sum(weights * [tis *] per_token) over the masked-in tokens, and `sums` with the
-    statistics that all objectives have: approx_kl and those of `tis_cap`.
+    statistics that all objectives have: approx_kl and the statistics of `tis_cap`.
 
     `per_token` must be finite everywhere. Its values where the mask is 0 do not count.
     """
@@ -225,7 +225,7 @@ def regularized_loss(
 
         sum(weights * (kl.coefficient * k - entropy_coefficient * entropy))
 
-    over the masked-in tokens. The weights are those of the objective's token losses (aggregation
+    over the masked-in tokens. The weights are the objective's for token losses (aggregation
     and corrections), without `tis_cap`. `sums` gets the two terms that are in use, with their
     coefficients and weights: kl_penalty and entropy_bonus. Without `kl` there is no KL penalty.
     """

@@ -26,7 +26,7 @@ def grpo_loss(logprobs: Tensor, tokens: MicroTokens, **numbers: Any) -> LossOutp
 
         1/G sum_i 1/|o_i| sum_t min(r_t A_i, clip(r_t, 1 - eps, 1 + eps) A_i)
 
-    The token loss is that of DAPO. `aggregation: sequence` gives both means, over the mini-batch
+    The token loss is DAPO's. `aggregation: sequence` gives both means, over the mini-batch
     instead of one group. Departures: `clip_low` and `clip_high` may differ, and `dual_clip` may
     bound the loss. The paper's KL term is `loss.kl`, which is off by default.
     """
@@ -38,7 +38,7 @@ def dr_grpo_loss(logprobs: Tensor, tokens: MicroTokens, **numbers: Any) -> LossO
 
         1/G sum_i sum_t min(r_t A_i, clip(r_t, 1 - eps, 1 + eps) A_i),   A_i = R_i - mean(R)
 
-    The token loss is that of DAPO. `advantage_std: false` removes the standard deviation, and
+    The token loss is DAPO's. `advantage_std: false` removes the standard deviation, and
     `aggregation: constant` divides by a constant instead of |o_i|, as the authors' code does: here
     rollout.max_response_tokens. Departures: as in `grpo_loss`.
     """
@@ -96,7 +96,7 @@ def cispo_loss(
         1/(sum_i |o_i|) sum_i sum_t sg(clip(r_t, 1 - eps_low, 1 + eps_high)) A_i log pi(o_t)
 
     sg stops the gradient: the weight is clipped, and every token keeps a gradient. The paper sets
-    no lower bound, which is `clip_low: 1.0`. The sum is that of `aggregation: token`. Departures:
+    no lower bound, which is `clip_low: 1.0`. The sum is as with `aggregation: token`. Departures:
     other aggregations are allowed, and the mean is over the mini-batch instead of one group.
     """
     keep = tokens.mask.bool()

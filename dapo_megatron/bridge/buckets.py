@@ -1,7 +1,7 @@
 """Weights from a trainer rank to the engine worker on the same GPU, through two shared buckets.
 
 The rank packs tensors into a bucket and tells the worker where they are. Meanwhile the worker loads
-those of the other bucket. On a CPU a bucket is memory without a name, which the kernel frees with
+the other bucket. On a CPU a bucket is memory without a name, which the kernel frees with
 the last process that uses it. On a GPU it is memory that the rank exports by CUDA IPC. (vLLM's own
 transfer sends whole HF tensors to each worker. Here each gets only its slices.)
 """

@@ -137,7 +137,7 @@ def gather_whole(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every HF tensor, complete, on all ranks, from all ranks' shards.
 
-    Collective: all ranks iterate to the end. Raises SyncError naming a tensor of which no rank
+    Collective: all ranks iterate to the end. Raises SyncError naming a tensor if no rank
     holds some part.
     """
     held = gather_slices(exchange, [shard.tensor_slice for shard in shards])

@@ -42,7 +42,7 @@ def cluster_address(world_size: int, environ: Mapping[str, str] = os.environ) ->
     """Return the IP address of this machine that the other ranks can reach.
 
     It is loopback if all ranks are on one machine, else the address of the interface in
-    GLOO_SOCKET_IFNAME, else that of MASTER_ADDR. Raises ConfigError if this machine has none.
+    GLOO_SOCKET_IFNAME, else the one of MASTER_ADDR. Raises ConfigError if this machine has none.
     """
     if is_one_machine(world_size, environ):
         return LOOPBACK

@@ -206,7 +206,7 @@ def scatter(
             if rank and part
         ]
         for work in works:
-            work.wait(TIMEOUT)  # explicit: gloo's own is that of connecting
+            work.wait(TIMEOUT)  # explicit: gloo's own is for connecting
         return memoryview(parts[0])
     received = torch.empty(size, dtype=torch.uint8)
     if size:

@@ -68,7 +68,7 @@ class Heartbeat:
     sign: str
     """Description of the last sign of life."""
     collectives: Mapping[str, Natural] = field(default_factory=dict)
-    """Number of collectives that the rank has entered, by process group; "exchanges" are those of
+    """Number of collectives that the rank has entered, by process group; "exchanges" send
     plain values between all ranks (cluster/ranks.py)."""
     engines: tuple[str, ...] = ()
     """Lines about the engines that are connected, from rank 0."""

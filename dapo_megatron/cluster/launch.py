@@ -103,7 +103,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> int
                 rank.kill()
         time.sleep(0.05)
     if code < 0 or (code and ranks[0].returncode != code):
-        # The terminal shows at most rank 0's error, and that of no rank which a signal has ended.
+        # The terminal shows at most rank 0's error, and none of a rank which a signal has ended.
         print(f"rank {first} ended first, with {ending(code)}; see its log", file=sys.stderr)
     return code or next((rank.returncode for rank in ranks if rank.returncode), 0)
 

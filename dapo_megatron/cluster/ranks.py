@@ -35,7 +35,7 @@ class Ranks:
     """Process group for plain values; None for the default group. It is a gloo group, because NCCL
     would copy all values, padded to the longest, into the memory of every GPU."""
     store: Store | None = None
-    """Rendezvous store of the run, for further groups; None for that of the default group."""
+    """Rendezvous store of the run, for further groups; None for the default group's."""
     members: tuple[int, ...] = ()
     """Numbers of these ranks in the run; empty if they are all ranks."""
     watchdog: Watchdog | None = None

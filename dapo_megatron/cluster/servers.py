@@ -32,7 +32,7 @@ class Server:
 
     address  of rank 0's pool
     devices  visible GPUs of the server; None without GPUs
-    log      gets its output; None: that of this process
+    log      gets its output; None: this process's own
     threads  of each of its workers without GPUs: more than there are cores wait for one another
     """
 

@@ -136,7 +136,7 @@ class Config(Section):
 
     @property
     def separate_gpus(self) -> int:
-        """GPUs on which engines run beside those of the policy."""
+        """GPUs on which engines run beside the policy's."""
         if self.engine.colocated:
             return 0
         return (self.engine.replicas or 0) * self.engine_tensor_parallel

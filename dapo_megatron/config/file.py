@@ -1,6 +1,6 @@
 """Load a Config from YAML, overlays and `key.path=value` overrides. Errors name the dotted key.
 
-An overlay is a YAML file with some of the keys. Its mappings are merged into those of the config;
+An overlay is a YAML file with some of the keys. Its mappings are merged into the config's;
 all other values replace the config's values.
 """
 

@@ -56,7 +56,7 @@ class ReasoningGymSource(Section):
 
 class Columns(Section):
     """Names of the two columns that a row must have. `a.b` is the field b of column a, which
-    contains mappings. The defaults are those of the DAPO-Math schema (docs/data.md)."""
+    contains mappings. The defaults fit the DAPO-Math schema (docs/data.md)."""
 
     prompt: str = "prompt"
     """Column of the question: a text, which becomes one user message, or a list of chat

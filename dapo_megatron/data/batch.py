@@ -75,7 +75,7 @@ def describe(
 
     The advantage of a completion is relative to the valid completions of its group. Truncated
     completions that are filtered but valid are excluded from the loss. `eps` and `divide_by_std`
-    are those of `group_advantage`. Raises ValueError naming a completion that has no grade.
+    are arguments of `group_advantage`. Raises ValueError naming a completion that has no grade.
     """
     completions = [(group, c) for group in groups for c in valid_completions(group, overlong)]
     rewards: list[float] = []
@@ -233,7 +233,7 @@ def penalize(
     sequences  those that `assemble` made `batch` from
     penalties  one per sequence
 
-    `eps` and `divide_by_std` are those of `group_advantage`.
+    `eps` and `divide_by_std`: see `group_advantage`.
     """
     rewards = [s.reward - penalty for s, penalty in zip(sequences, penalties, strict=True)]
     advantages = group_advantage(
@@ -257,8 +257,8 @@ def split(
 ) -> list[TokenBatch]:
     """Return the mini-batches of a step; see `minibatch_ranges`.
 
-    Loss weights are multiplied by those of `aggregation`, with the denominators of each mini-batch
-    over all ranks. `divisor` is that of `sequence_weights`.
+    Loss weights are multiplied by `aggregation`'s, with the denominators of each mini-batch
+    over all ranks. `divisor`: see `sequence_weights`.
     """
     return [
         _reweigh(_slice(batch, minibatch), aggregation, divisor)

@@ -64,7 +64,7 @@ class DataParallelRanks:
     def join(
         cls, exchange: Exchange, index: int, plan: MicrobatchPlanner, num_updates: int
     ) -> Self:
-        """Return the data-parallel ranks of a run. `index` is that of this rank. Collective."""
+        """Return the data-parallel ranks of a run. `index` is this rank's. Collective."""
         return cls(exchange, tuple(exchange.all_gather(index, int)), plan, num_updates)
 
     @property
@@ -93,7 +93,7 @@ class DataParallelRanks:
         return owners(lengths, self.num_updates, self.plan, self.size)
 
     def all_gather(self, value: T, of: object) -> list[T]:
-        """Return the value of each data-parallel index, that of its first rank. Collective."""
+        """Return the value of each data-parallel index, given by its first rank. Collective."""
         if self.size == 1:
             return [value]
         values = self.exchange.all_gather(value if self.is_first else None, cast(Any, of) | None)

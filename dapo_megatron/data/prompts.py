@@ -63,7 +63,7 @@ def load_source(
     """Return all prompts of `source`, rendered with the tokenizer's chat template.
 
     columns          columns of the config section, used if the source names none
-    exclude          prompt texts to drop: those of the held-out sets
+    exclude          prompt texts to drop: all of the held-out sets
     template_kwargs  variables of the chat template
     vocab_size       rows of the model's embedding; None: not checked
 

@@ -50,7 +50,7 @@ def load_tokenizer(folder: Path, key: str) -> PreTrainedTokenizerBase:
             split_special_tokens=False,
             clean_up_tokenization_spaces=False,
         )
-        # Without the tokens that transformers adds to those of the file.
+        # Without the tokens that transformers adds to the file's.
         tokenizer._tokenizer = read_file(folder)
         return tokenizer
     except (KeyboardInterrupt, SystemExit):

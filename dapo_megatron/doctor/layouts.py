@@ -8,12 +8,12 @@ and any split into micro-batches, packed or padded, must give the gradient of
 How this is checked:
 1. The model is shrunk to small sizes, with all its features (shrink.py) and random weights.
 2. The mini-batch has random tokens, sequences of 3 to 300 tokens, and ratios on both sides of the
-   clip (measure.py). The losses are the config's own and those of --losses.
+   clip (measure.py). The losses are the config's own and the ones in --losses.
 3. The reference is one process in float64 (on a GPU float32, because Megatron's optimizer has no
    float64 there), with one sequence per micro-batch and without packing.
 4. Each case (matrix.py) builds the policy as a run does, in a new world (worlds.py), and computes
    the whole gradient of each loss, then three updates with the config's own (measure.py).
-5. Each gradient tensor, the loss, and the weights after the updates must equal those of the
+5. Each gradient tensor, the loss, and the weights after the updates must equal the values of the
    reference (measure.compare), up to rounding (TOLERANCES).
 
 Float32 cases are also compared with the float64 reference, so their differences include the

@@ -194,7 +194,7 @@ def matrix(config: Config, arch: Architecture, num_ranks: int, precision: str) -
 
 def smallest_world(policy: PolicyConfig, arch: Architecture) -> int:
     """Return the smallest number of processes that the layout can use. If no number fits, return
-    that of one model copy."""
+    the number of one model copy."""
     copy = policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel
     sizes = range(copy, copy * policy.expert_parallel + 1, copy)
     return next((size for size in sizes if not any(policy_problems(policy, size, arch))), copy)

@@ -163,7 +163,7 @@ class WorkerExtension:
     def read_slices(
         self, names: Container[str] | None = None
     ) -> Iterator[tuple[TensorSlice, Tensor | None]]:
-        """Return each wanted slice, or those of the tensors in `names`, with its value as
+        """Return each wanted slice, or only slices of the tensors in `names`, with its value as
         `read_back` yields it."""
         loads = self.slice_loads
         if names is not None:

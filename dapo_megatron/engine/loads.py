@@ -34,7 +34,7 @@ class LoadedSlice:
 
     tensor_slice: TensorSlice
     source: BoxView
-    """The view of the HF tensor that is copied. Its region is that of the slice."""
+    """The view of the HF tensor that is copied. Its region is the slice's."""
     module: str
     parameter: str
     """Name within the module."""

@@ -1,4 +1,4 @@
-"""Proxies for whole HF tensors of which this rank has only some slices.
+"""Proxies for whole HF tensors, for a rank that has only some slices of each.
 
 vLLM's loaders take whole HF tensors and slice them for their rank. Here they get proxies, which
 have the shape of the whole tensor and no elements. Slicing a proxy gives another proxy. Copying a

@@ -23,7 +23,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
 }
-"""Optional fields, whose defaults are those of `Rope`."""
+"""Optional fields, with the defaults of `Rope`."""
 _LATENT_KINDS = ("default", "yarn")
 """The types for latent attention, where vLLM treats every type except `default` as yarn."""
 

@@ -57,7 +57,7 @@ class ShardSpec(Protocol):
         """Return Megatron-core's local parameter."""
 
     def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
-        """Return vLLM's local part of each HF tensor, without tensors of which it has none."""
+        """Return vLLM's local part of each HF tensor, without tensors that it has no part of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ def _specs(arch: Architecture) -> Iterator[tuple[str, int | None, ShardSpec]]:
 def _parameters(
     arch: Architecture, layer: int
 ) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-    """Return the parameters of a layer, and those of each of its routed experts."""
+    """Return the parameters of a layer, and of each of its routed experts."""
     family = FAMILIES[arch.family]
     of_layer = tuple(parameter for parameter in family.layer if parameter.only(arch, layer))
     return of_layer, family.expert if arch.has_experts(layer) else ()

@@ -2,7 +2,7 @@
 
 A phase has several moments with different parts in memory. In a pass these are a layer's
 computation and the output head; in a sync first both models, then only the engine. The size of a
-phase is that of its fullest moment.
+phase is the size of its fullest moment.
 """
 
 from __future__ import annotations
@@ -368,7 +368,7 @@ def _host(
 
 def _route_bytes(stage: Stage, num_ranks: int) -> int:
     """Return the bytes of routes on a node: those of each rank for a step (TokenBatch.routes), and
-    on rank 0 those of all issued groups. Each twice: with the message that brings them."""
+    on rank 0 of all issued groups. Each twice: with the message that brings them."""
     config, rollout = stage.config, stage.config.rollout
     if config.policy.router_replay == "off":
         return 0

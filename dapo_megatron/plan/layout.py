@@ -1,7 +1,7 @@
 """Check parallel layouts against a model and a number of processes, and derive sizes from them.
 
 A layout that cannot work is refused before anything starts, with every key at fault and the nearest
-layouts that fit. No heavy library is imported. The rules are those of Megatron-core 0.16.1
+layouts that fit. No heavy library is imported. The rules are Megatron-core's, 0.16.1
 (TransformerConfig, initialize_model_parallel), stated with the config's keys.
 """
 

@@ -110,7 +110,7 @@ class Block:
 
     queries_SQ    int64  indices of the queries among the rank's tokens, 0 on padding
     keys_SK       int64  indices of the keys among the tokens of all ranks, 0 on padding
-    places_2      int64  rows and columns of `queries_SQ` without those of padding
+    places_2      int64  rows and columns of `queries_SQ` without padding
     visible       bool   [S, 1, Q, K], the keys that a query sees; None if the mask is causal
     """
 
@@ -136,7 +136,7 @@ def attention_plan(
     """Return which queries of this rank attend to which keys.
 
     `bounds` are the cumulative padded lengths of the sequences over all context-parallel ranks.
-    Keys are those of all ranks, rank after rank. Indices are computed on the host: a GPU would have
+    Keys come from all ranks, rank after rank. Indices are computed on the host: a GPU would have
     to report how many there are.
     """
     blocks, sources = [], []
@@ -174,7 +174,7 @@ def attend(
 ) -> Tensor:
     """Attend from each query to the keys of its sequence up to its position; return [T, N*D].
 
-    Keys and values are those of all context-parallel ranks, rank after rank. `scale` defaults to
+    Keys and values come from all context-parallel ranks, rank after rank. `scale` defaults to
     D^-0.5.
     """
     repeats = query_TND.shape[1] // key_UGD.shape[1]

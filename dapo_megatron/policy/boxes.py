@@ -3,7 +3,7 @@
 Megatron's `sharded_state_dict` says where each local parameter is in the whole model: key, shape
 and offset. A rank's optimizer owns a flat range of each parameter. A range of a row-major tensor
 is at most 2 x dims - 1 boxes, so weights, main weights and moments are written as boxes by the rank
-that owns them, each once. The keys are those of Megatron's format "fully_reshardable".
+that owns them, each once. The keys follow Megatron's format "fully_reshardable".
 
 Megatron-core's own saving of the optimizer (0.16.1, 0.19.2) gathers each tensor first, and with
 several buckets of gradients it saves wrong values (NVIDIA/Megatron-LM issues 5077 and 6342).

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 ALIGNMENT_BYTES = 512
-"""Alignment of tensors that share a transfer: that of torch's own allocations on a GPU."""
+"""Alignment of tensors that share a transfer, as torch allocates them on a GPU."""
 
 
 def has_cuda() -> bool:

@@ -70,7 +70,7 @@ def ddp_settings(config: PolicyConfig) -> dict[str, Any]:
 
 
 def optimizer_settings(config: PolicyConfig) -> dict[str, Any]:
-    """Return arguments for Megatron's OptimizerConfig. Its recipe is that of quantized parameters,
+    """Return arguments for Megatron's OptimizerConfig. Its recipe is for quantized parameters,
     so it is only set if parameters are in FP8."""
     if config.fp8 is None or not _has_parameters(config):
         return {}

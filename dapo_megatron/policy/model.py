@@ -64,7 +64,7 @@ def _sizes(config: PolicyConfig) -> tuple[int, int, int, int]:
 def destroy_parallel() -> None:
     """Destroy Megatron's process groups, which `destroy_model_parallel` only forgets.
 
-    Each gloo group has three threads, one of which wakes up a hundred times per second.
+    Each gloo group has three threads, and one wakes up a hundred times per second.
     """
     groups = parallel_state._global_process_group_list or ()
     parallel_state.destroy_model_parallel()
@@ -316,7 +316,7 @@ def _accumulate_in_place(model: Decoder) -> None:
 
 def _mark_experts(model: Decoder) -> None:
     """Mark the expert weights of Transformer Engine as parts of a tensor-parallel group, as
-    Megatron's own are. Otherwise the norm of the gradient counts those of the group's first rank
+    Megatron's own are. Otherwise the norm of the gradient counts them on the group's first rank
     only (NVIDIA/Megatron-LM#5916, later than 0.16.1)."""
     for module in model.modules():
         for number in range(getattr(module, "num_gemms", 0)):

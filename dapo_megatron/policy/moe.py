@@ -199,7 +199,7 @@ class ExpertLayer(MoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Any = None
     ) -> Any:
-        """Run MoELayer.forward. `padding_mask` [length, rows, columns] is that of routes.py."""
+        """Run MoELayer.forward. `padding_mask` [length, rows, columns] is as in routes.py."""
         if padding_mask is not None:
             # A view, because the router may write to it.
             columns = padding_mask.view(-1, padding_mask.shape[-1])

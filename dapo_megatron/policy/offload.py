@@ -109,7 +109,7 @@ class HostMemory:
         _wait_for_copies()
 
     def swap(self, storages: Iterable[UntypedStorage]) -> None:
-        """Exchange saved bytes with those of `storages`, which must have the sizes and order of the
+        """Exchange saved bytes with `storages`, which must have the sizes and order of the
         last `save`. The device needs memory for one chunk meanwhile."""
         for host, device_bytes in self._pairs(storages):
             on_device = device_bytes.clone()

@@ -127,7 +127,7 @@ class MegatronPolicy:
         assert self._reference is not None, "call keep_reference() first"
         self._finish_update()
         with self._reference.in_place():
-            # With its own experts, not with those of the policy.
+            # With its own experts, not the policy's.
             return self._score(replace(batch, routes=None)).logprobs
 
     def update(

@@ -1,7 +1,7 @@
 """Weights of the reference model of loss.kl: in host memory, except during a pass.
 
 For a pass they trade places with the policy's weights, byte by byte, so the accelerator never holds
-both. Each rank keeps those of its shards, in the layout and precision of the policy. Main
+both. Each rank keeps its shards, in the layout and precision of the policy. Main
 copies, moments and gradients do not move.
 """
 
@@ -45,6 +45,6 @@ class Reference:
         self._host.swap(storages)
 
     def _storages(self) -> list[Any]:
-        # Copies that Transformer Engine makes of its weights would be those of the other model.
+        # Copies that Transformer Engine makes of its weights would belong to the other model.
         fp8.drop_cached_weights(chunk.module for chunk in self._chunks)
         return weight_storages(self._chunks)

@@ -258,7 +258,7 @@ def _loss_inputs(batch: TokenBatch, indices: Tensor) -> list[Tensor]:
 
 
 def _micro_tokens(tensors: Sequence[Tensor], num_sequences: int) -> MicroTokens:
-    """Return the inputs of the loss, from those of `_loss_inputs` and the sequence numbers."""
+    """Return the inputs of the loss, from `_loss_inputs` and the sequence numbers."""
     old_logprobs, advantages, weights, engine_logprobs, mask, *reference, sequences = tensors
     return MicroTokens(
         old_logprobs=old_logprobs,

@@ -3,7 +3,7 @@
 Only `Runner` scales the loss. Let N be the number of loss tokens of the whole mini-batch (all
 ranks, all micro-batches). Each micro-batch contributes sum(loss) / N. The schedule adds
 micro-batches (calculate_per_token_loss), data- and context-parallel ranks add (gradient scaling
-factor 1), and nothing else divides. So the gradient is that of
+factor 1), and nothing else divides. So this is the gradient of
 
     1/N * sum over all loss tokens   (arXiv 2503.14476 eq. 8 with one global token mean)
 
@@ -77,7 +77,7 @@ class Runner:
     ) -> list[TokenValues]:
         """Return the values of each micro-batch's tokens.
 
-        The list is empty except on the last pipeline stage. Temperature None: that of rollouts.
+        The list is empty except on the last pipeline stage. Temperature None: as in rollouts.
         The routes of all tokens in this rank's layers are appended to `recorded`.
         """
         temperature = temperature or self._temperature

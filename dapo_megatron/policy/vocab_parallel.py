@@ -109,7 +109,7 @@ def linear_logprobs(
     ranks or None. All of them have the same hidden states and targets. T may be 0.
 
     Gradients flow through the log-probs, and with `entropy_gradient` also through the entropy. The
-    gradient of the hidden states is this rank's summand: the caller adds those of all ranks. The
+    gradient of the hidden states is this rank's summand: the caller adds all ranks' summands. The
     gradient of a padding row is 0.
 
     With `gradient_accumulation_fusion` the gradient of the weight is added to `weight_VH.main_grad`

@@ -91,7 +91,7 @@ def timelines(run: RunData) -> tuple[list[Timeline], str]:
 
 
 def _selected(files: list[Path], run: RunData) -> list[Path]:
-    """Return at most MAX_TIMELINES files: that of the slowest step, and others evenly spread."""
+    """Return at most MAX_TIMELINES files: of the slowest step, and others evenly spread."""
     if len(files) <= MAX_TIMELINES:
         return files
     seconds = {

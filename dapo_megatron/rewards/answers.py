@@ -233,7 +233,7 @@ def same_number(number: PlainNumber, other: PlainNumber) -> bool:
 def rounds_to(value: Fraction, decimal: Fraction, places: int | None) -> bool:
     """Whether `decimal`, written with `places` decimal places, is `value` rounded to them.
 
-    It needs six places, of which five digits are significant, and `value` must have more. From
+    It needs six places with five significant digits, and `value` must have more. From
     seven places and significant digits on, `value` may also be cut off instead of rounded.
     """
     if not value or places is None or places < 6 or (value * 10**places).denominator == 1:

@@ -198,7 +198,7 @@ def _same_value(truth: Any, answer: Any) -> bool:
 
 
 def _places(decimal: Fraction) -> int:
-    """Return the decimal places of a parsed decimal, of which one zero at the end is unknown."""
+    """Return the decimal places of a parsed decimal; one zero at the end is unknown."""
     places = next((n for n in range(60) if (decimal * 10**n).denominator == 1), 0)
     return max(places, 6) if places >= 5 else places
 

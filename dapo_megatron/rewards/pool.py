@@ -184,7 +184,7 @@ def try_graders(
     """Grade the truth of a prompt, as a response, with each grader that is not built in.
 
     A grader whose result is not understood would otherwise end a run after engine and policy are
-    built and the first groups are sampled. The arguments are those of `GradingPool`.
+    built and the first groups are sampled. Arguments: see `GradingPool`.
 
     Raises DataError naming row and grader if there is no grade, and ConfigError for a grader that
     cannot be imported.

@@ -127,7 +127,7 @@ def as_grade(result: Any) -> Grade:
     """Convert the result of a grader to a Grade of plain values, with `pred` cut to MAX_PRED
     characters. Raises TypeError, ValueError or OverflowError.
 
-    A mapping has a `score` and may have `acc` (or `correct`) and `pred`, as those of verl.
+    A mapping has a `score` and may have `acc` (or `correct`) and `pred`, as in verl.
     """
     parts: tuple[Any, Any, Any, Any]
     match result:

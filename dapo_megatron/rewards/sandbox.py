@@ -2,7 +2,7 @@
 
 The program sees the interpreter, its installed packages and the system's libraries, all read-only,
 and an empty folder in memory. It has no network, no home, no data and no /proc. Each run starts a
-new interpreter on the program's file, so the exit status is that of Python.
+new interpreter on the program's file, so the exit status is Python's.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Coordinator:
         self._ended: list[tuple[OpenGroup, Outcome]] = []  # not returned by `collect` yet
         self._outcomes: dict[str, Counter[str]] = {}  # counts by data set, over the whole run
         self._graders = GraderHealth(config.prompts_per_step)
-        self._step = StepEvents()  # since the last step, also those of `sample_ahead`
+        self._step = StepEvents()  # since the last step, also in `sample_ahead`
         self._bound = config.max_prompts_per_step or BOUND * config.prompts_per_step
         self._max_overtake = 0 if config.on_policy else config.max_overtake
         self._staleness = StalenessBound(config.max_staleness, config.prompts_per_step)

@@ -1,7 +1,7 @@
 """The record of a run's rollouts: a folder per step, written when the step is collected.
 
     samples/step_000012/completions.parquet   completions of the groups that ended, one per row
-    samples/step_000012/open.parquet          those of the groups that are carried on
+    samples/step_000012/open.parquet          completions of the groups that are carried on
     samples/step_000012/state.json            metrics, and the coordinator's state
     samples/step_000012/manifest.json         size and SHA-256 of these files
 
@@ -351,7 +351,7 @@ def _utf8(text: str) -> str:
 
 
 def read_groups(path: Path, tickets: Collection[int] | None = None) -> Iterator[RecordedGroup]:
-    """Yield the groups of a file in order, or those of `tickets`, reading one row group at a time.
+    """Yield the groups of a file in order, or of `tickets` only, reading one row group at a time.
     Raises DataError naming the file if it is damaged or cannot be read."""
     for table in read_tables(path, _schema(""), tickets=tickets):
         with data_errors(path):

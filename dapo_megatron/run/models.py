@@ -188,7 +188,7 @@ def _own_replicas(config: Config, ranks: Ranks, workers: Groups | None) -> list[
 
 
 def _gpus_after(num_ranks: int, replica: int, size: int) -> list[int]:
-    """Return the GPUs of an engine of `size` workers, after those of the trainers."""
+    """Return the GPUs of an engine of `size` workers, after the trainers' GPUs."""
     start = num_ranks + replica * size
     return list(range(start, start + size))
 

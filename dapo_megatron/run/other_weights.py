@@ -30,7 +30,7 @@ def dropped_layers(config: Config) -> list[str]:
 
 def open_checkpoint(config: Config, checkpoint: Path, key: str = "checkpoint") -> Store:
     """Open the weights of the checkpoint that `key` names. Raises ConfigError if its architecture
-    differs from that of model.path: a different rope, for example, would load without an error and
+    differs from model.path's: a different rope, for example, would load without an error and
     compute wrong values."""
     store = open_store(checkpoint, config.model.ignore_fields, drop_mtp=config.model.drop_mtp)
     expected, actual = (asdict(arch) for arch in (read_architecture(config), store.arch))
@@ -55,7 +55,7 @@ def open_reference(config: Config) -> Store | None:
 
 
 def keep_reference(config: Config, ranks: Exchange, policy: Policy) -> None:
-    """Let `policy`, which still has the weights of model.path, keep those of loss.kl's reference.
+    """Let `policy`, which still has the weights of model.path, keep loss.kl's reference.
     Without a KL penalty nothing is kept. Collective."""
     if config.loss.kl.is_on:
         if config.loss.kl.reference is not None:

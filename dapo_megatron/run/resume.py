@@ -92,7 +92,7 @@ def _progress(source: Path, state: dict[str, Any], replay: Path | None) -> Progr
                 "checkpoint as model.path"
             )
         progress = Progress(**state["progress"])
-        if progress.not_logged is not None:  # its times are those of another start
+        if progress.not_logged is not None:  # its times belong to another start
             progress.not_logged = progress.not_logged[0], 0
         return progress
 

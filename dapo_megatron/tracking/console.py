@@ -129,7 +129,7 @@ class RunConsole:
             self.note(f"rollout {done}/{self._num_groups} groups")
 
     def summary(self, metrics: Mapping[str, Any], pages: Mapping[str, str]) -> None:
-        """Print the end of a run: `metrics` are those of summary.json, `pages` where to look."""
+        """Print the end of a run: `metrics` as in summary.json, `pages` where to look."""
         self._print("done", style="bold green")
         before, after = metrics["accuracy_before"], metrics["accuracy_after"]
         change = "" if before is None or after is None else f" ({after - before:+.3f})"

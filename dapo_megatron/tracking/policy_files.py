@@ -81,7 +81,7 @@ def write_policy(path: Path, rows: Iterable[PolicyRow]) -> None:
 
 
 def read_policy(path: Path, tickets: Collection[int] | None = None) -> Iterator[PolicyRow]:
-    """Yield the rows of a file in order, or those of `tickets`. Raises DataError naming the file if
+    """Yield the rows of a file in order, or of `tickets` only. Raises DataError naming the file if
     it is damaged or cannot be read."""
     for table in read_tables(path, _schema(), tickets=tickets):
         with data_errors(path):

@@ -94,7 +94,7 @@ class RankRecorder:
         data_parallel: DataParallelRanks,
     ) -> None:
         """Write the policy's values of the sequences that this data-parallel index trains on, on
-        its first rank. `sequences` are those of all."""
+        its first rank. `sequences` are everybody's."""
         if data_parallel.is_first:
             tickets = dict.fromkeys(sequence.ticket for sequence in sequences)
             inspected = list(tickets)[: self.inspected_groups]
@@ -225,7 +225,7 @@ class RunRecorder(RankRecorder):
                     stack.callback(tracker.finish, status)
 
     def summary(self, metrics: Mapping[str, Any], folder: Path) -> None:
-        """Print the summary of the run. `metrics` are those of summary.json."""
+        """Print the summary of the run. `metrics` go to summary.json."""
         pages = {"run folder": str(folder)}
         if self.report is not None and self.report.is_written:
             pages["report"] = str(self.report.path)

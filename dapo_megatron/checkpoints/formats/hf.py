@@ -43,7 +43,7 @@ def open_hf(folder: Path, ignore: Collection[str] = (), *, drop_mtp: bool = Fals
     """Open an HF folder; `ignore` lists fields of its config.json to ignore. `drop_mtp` leaves out
     layers for multi-token prediction.
 
-    Raises CheckpointError if the tensors are not exactly those of the model in config.json, and
+    Raises CheckpointError if the tensors are not exactly the model's in config.json, and
     ConfigError for an unsupported model.
     """
     config = read_json(folder / "config.json")

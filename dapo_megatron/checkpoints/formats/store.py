@@ -126,7 +126,7 @@ def checked_tensors(
 ) -> dict[str, TensorInfo]:
     """Return the stored tensors in the model's order.
 
-    Raises CheckpointError unless they are exactly those of the model in config.json, with at least
+    Raises CheckpointError unless they are exactly the model's in config.json, with at least
     16 bits per element.
     """
     wanted = hf_tensors(arch)

@@ -120,7 +120,7 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None
 
 
 def declare_without_mtp(folder: Path) -> None:
-    """Make the folder's config.json that of a model without layers for multi-token prediction."""
+    """Make the folder's config.json one of a model without layers for multi-token prediction."""
     config = read_json(folder / "config.json")
     if (fields := without_mtp(config)) != config:
         _write_config(folder, fields)

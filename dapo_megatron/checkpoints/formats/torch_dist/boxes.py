@@ -156,7 +156,7 @@ def write_boxes(
 
 
 def _save(values: Tensor, stream: _HashedStream) -> None:
-    # torch.save would write the whole memory of which the values are a part.
+    # torch.save would write the whole memory that the values are a part of.
     is_part = values.untyped_storage().nbytes() != values.nbytes
     try:
         torch.save(values.clone() if is_part else values, cast(IO[bytes], stream))
@@ -166,7 +166,7 @@ def _save(values: Tensor, stream: _HashedStream) -> None:
 
 def write_metadata(folder: Path, stored: Iterable[StoredBox]) -> None:
     """Write `.metadata` for the boxes of all ranks. Raises OSError, and CheckpointError naming a
-    tensor of which elements are missing or were written twice."""
+    tensor with elements that are missing or were written twice."""
     by_key: dict[str, list[StoredBox]] = {}
     results = []
     for box in stored:

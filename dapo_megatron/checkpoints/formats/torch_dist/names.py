@@ -56,7 +56,7 @@ class Name:
 
     @property
     def num_leading(self) -> int:
-        """Number of axes before those of the parameter."""
+        """Number of axes before the parameter's own."""
         return self.stacks_layers + self.stacks_experts
 
     def entry(self, index: tuple[int, ...]) -> Name:

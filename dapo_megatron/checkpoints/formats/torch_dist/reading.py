@@ -52,7 +52,7 @@ class Contents:
 
 
 def read_contents(folder: Path) -> Contents:
-    """Return the contents of a checkpoint, without those of the optimizer. Raises CheckpointError
+    """Return the contents of a checkpoint, without the optimizer's. Raises CheckpointError
     naming the file or the tensor that does not make sense."""
     path = folder / METADATA
     metadata = read_metadata(folder)

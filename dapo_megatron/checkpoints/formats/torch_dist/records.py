@@ -76,7 +76,7 @@ class FilePart(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A contiguous tensor in a record, of which any box can be read."""
+    """A contiguous tensor in a record. Any box of it can be read."""
 
     path: Path
     key: str

@@ -230,7 +230,7 @@ def _tensors(
         for index in product(*map(range, sizes[: name.num_leading])):
             at = tuple(a + b for a, b in zip(start, index, strict=False))
             entry = name.entry(at)
-            # A tensor with two names, of which one is an alias.
+            # A tensor with two names; one is an alias.
             identity = (entry.local, chunk.region, chunk.record)
             if identity in seen:
                 continue
