@@ -23,7 +23,7 @@ from dapo_megatron.types import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-    from dapo_megatron.config import Config, EngineConfig
+    from dapo_megatron.config import Config
     from dapo_megatron.model import Architecture
 
 _ENVIRONMENT = {
@@ -114,10 +114,14 @@ def arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def choose_model_runner(config: EngineConfig) -> None:
-    """Choose vLLM's model runner for the engines made from now on (engine.model_runner)."""
-    if config.model_runner != "auto":
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(config.model_runner == "v2"))
+def choose_kernels(config: Config) -> None:
+    """Choose vLLM's model runner (engine.model_runner) and all-reduce for the engines made from now
+    on."""
+    if config.engine.model_runner != "auto":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(config.engine.model_runner == "v2"))
+    if config.rollout.deterministic:
+        # With NVLS the switch adds the values of the ranks, in no fixed order.
+        os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
 
 
 def _graphs(max_sequences: int) -> dict[str, Any]:
@@ -161,9 +165,13 @@ def _check_fp8(config: Config, arch: Architecture) -> None:
     key = "engine.quantization: fp8"
     if arch.num_experts and not has_cuda():
         raise ConfigError(f"{key}: vLLM has no FP8 experts for this CPU. Set it to none")
-    if arch.num_experts and config.engine.sleep:
-        # At each reload vLLM makes new scales for experts, outside the memory that sleeps.
-        raise ConfigError(f"{key}: not for experts in an engine that sleeps. Set it to none")
+    if arch.num_experts and (config.engine.sleep or not config.engine.enforce_eager):
+        # At each reload vLLM makes a new expert kernel with new strides, and maybe scales. They are
+        # outside the memory that sleeps, and CUDA graphs go on reading the old ones.
+        raise ConfigError(
+            f"{key}: not for experts in an engine that sleeps or uses CUDA graphs. Set it to none, "
+            "or engine.sleep false and engine.enforce_eager true"
+        )
     if not has_cuda():
         return
     ranks = config.engine_tensor_parallel

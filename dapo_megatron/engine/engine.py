@@ -311,7 +311,7 @@ def _start(config: Config, load_format: str, seed: int) -> LLM:
         from vllm import LLM
 
         device.check_config(config, read_architecture(config))
-        device.choose_model_runner(config.engine)
+        device.choose_kernels(config)
         return LLM(
             model=config.model.path,
             skip_tokenizer_init=True,  # it would be another one than the file's

@@ -95,8 +95,20 @@ def test_the_model_runner_is_chosen_by_an_environment_variable(
 ) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "")
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
-    device.choose_model_runner(tiny_config(engine__model_runner=setting).engine)
+    device.choose_kernels(tiny_config(engine__model_runner=setting))
     assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == variable
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_a_deterministic_run_sums_over_ranks_in_a_fixed_order(
+    is_deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import envs
+
+    monkeypatch.setenv("VLLM_ALLREDUCE_USE_SYMM_MEM", "")
+    monkeypatch.delenv("VLLM_ALLREDUCE_USE_SYMM_MEM")
+    device.choose_kernels(tiny_config(rollout__deterministic=str(is_deterministic).lower()))
+    assert envs.VLLM_ALLREDUCE_USE_SYMM_MEM is not is_deterministic
 
 
 @pytest.mark.parametrize("is_gpu", [True, False])
@@ -175,7 +187,8 @@ TWO_RANKS = {**FP8, "engine__tensor_parallel": 2, "engine__sleep": "false"}
     [
         (False, {}, {"engine__model_runner": "v2"}, "engine.model_runner: v2 needs"),
         (False, EXPERTS, FP8, "no FP8 experts for this CPU"),
-        (True, EXPERTS, FP8, "not for experts in an engine that sleeps"),
+        (True, EXPERTS, FP8, "not for experts in an engine that sleeps or uses CUDA graphs"),
+        (True, EXPERTS, {**TWO_RANKS, "engine__enforce_eager": "false"}, "uses CUDA graphs"),
         (True, {"intermediate_size": 640}, TWO_RANKS, "intermediate_size = 640"),
         (True, {"head_dim": 32}, TWO_RANKS, "attention heads x head size = 128"),
         (True, EXPERTS, TWO_RANKS, "moe_intermediate_size = 384"),
