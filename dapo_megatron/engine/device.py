@@ -265,6 +265,9 @@ def _adapt_cpu_platform() -> None:
     _CPUSHMDistributed.make_group_name = staticmethod(
         lambda communicator: f"/{name}-{original(communicator).replace('/', '')}"
     )
+    # vLLM's AMX kernels refuse some sizes of small models, and pack weights in forms of their own,
+    # which a weight update does not make again.
+    torch.cpu._is_amx_tile_supported = lambda: False
     _patch_expert_parallel()
     _patch_interleaved_rope()
     _add_fp8_kernel()
@@ -272,7 +275,7 @@ def _adapt_cpu_platform() -> None:
 
 @cache
 def _add_fp8_kernel() -> None:
-    """Add FP8 linear layers for a CPU without AMX, which vLLM's kernels need.
+    """Add FP8 linear layers without AMX, which vLLM's kernels need.
 
     vLLM quantizes weights and activations in blocks as on a GPU, and torch multiplies them with
     float32 sums. This is slow, but lets quantized rollouts be tested without a GPU.

@@ -60,7 +60,6 @@ ONE_KV_HEAD = "qwen2 tied, one kv head"
 # Name of the engine: (family, overrides of the model's config, overrides of the run's config).
 ALONE: Cases = {
     UNPADDED: ("qwen3_moe", {"moe_intermediate_size": 64}, {}),
-    "qwen3_moe": ("qwen3_moe", {}, {}),
     # vLLM keeps its routers in float32, and skips the layer for multi-token prediction.
     "glm4_moe, bfloat16": ("glm4_moe", {"has_mtp": True}, {"policy__precision": "bfloat16"}),
     "llama, awake": ("llama", {"intermediate_size": 600}, {"engine__sleep": "false"}),
@@ -68,11 +67,14 @@ ALONE: Cases = {
     "qwen3, fp8": ("qwen3", {"intermediate_size": 600}, FP8),
 }
 PAIRS: Cases = {
-    "qwen3_moe": ("qwen3_moe", {"tie_word_embeddings": True}, {}),
     "qwen3_moe, experts by worker": ("qwen3_moe", {}, {"engine__expert_parallel": "true"}),
     ONE_KV_HEAD: ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}, {}),
+}
+MORE_PAIRS: Cases = {
+    "qwen3_moe": ("qwen3_moe", {"tie_word_embeddings": True}, {}),
     "qwen2, fp8": ("qwen2", {}, FP8),
 }
+"""Those of `make test-sync`."""
 
 
 # ------------------------------------------------------------------ inside the processes
@@ -390,6 +392,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Observations:
     return _observations(tmp_path_factory, PAIRS, 2)
 
 
+@pytest.fixture(scope="module")
+def more_pairs(tmp_path_factory: pytest.TempPathFactory) -> Observations:
+    return _observations(tmp_path_factory, MORE_PAIRS, 2)
+
+
 def _check(observed: Observations, name: str, num_syncs: int) -> None:
     """Check that log-probs equal HF's after each sync, and that the weights read back are bitwise
     as sent. In bfloat16 a token may go to another expert."""
@@ -416,20 +423,29 @@ def test_an_engine_computes_with_the_weights_sent_last(alone: Observations, name
         assert tensor_slice.region.shape == tensor_slice.global_shape
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_workers_request_slices_and_compute_with_them(pairs: Observations, name: str) -> None:
-    _check(pairs[name], name, SYNCS[2])
-    first, second = ({(p.name, p.region) for p in slices} for slices in pairs[name]["slices"])
+@pytest.mark.parametrize(
+    ("name", "fixture"),
+    [
+        *((name, "pairs") for name in PAIRS),
+        *(pytest.param(name, "more_pairs", marks=pytest.mark.sync) for name in MORE_PAIRS),
+    ],
+)
+def test_workers_request_slices_and_compute_with_them(
+    name: str, fixture: str, request: pytest.FixtureRequest
+) -> None:
+    observed = request.getfixturevalue(fixture)[name]
+    _check(observed, name, SYNCS[2])
+    first, second = ({(p.name, p.region) for p in slices} for slices in observed["slices"])
     split = ("q_proj.weight", "o_proj.weight", "down_proj.weight", "embed_tokens.weight")
     for tensor, region in first & second:  # tensors that both workers request in full
         assert not tensor.endswith(split), (tensor, region)
     if name == ONE_KV_HEAD:
-        for slices in pairs[name]["slices"]:
+        for slices in observed["slices"]:
             assert all(p.region.shape == p.global_shape for p in slices if "k_proj" in p.name)
     if "experts by worker" in name:
         experts = [
             {part.name: part for part in slices if ".experts." in part.name}
-            for slices in pairs[name]["slices"]
+            for slices in observed["slices"]
         ]
         assert not experts[0].keys() & experts[1].keys()
         for of_worker in experts:

@@ -104,14 +104,11 @@ LOSSES = {
 }
 """Loss sections besides those of model_configs/objectives."""
 FAST = [
-    ("tiny_cpu", "float64", "skewed, packed"),
-    # The padded layout of objectives with sums over sequences: they span context-parallel ranks.
-    ("tiny_cpu", "float64", "CP2, skewed, padded"),
-    ("tiny_moe", "float64", "CP2, balance loss, skewed, padded"),
+    ("tiny_cpu", "float64", "P2, skewed"),  # data, pipeline and context parallel
     # Rounding moves tokens across the bounds of some losses, so float32 has only the config's own.
-    ("tiny_moe", "float32", "skewed, packed"),
+    ("tiny_moe", "float32", "2, balance loss, skewed, packed"),
 ]
-"""(config, precision, --only). test_policy.py tests padded rows with tensor parallelism."""
+"""(config, precision, --only). test_policy.py tests tensor parallelism."""
 
 
 def every_loss(folder: Path) -> tuple[Any, ...]:

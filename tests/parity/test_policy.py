@@ -226,10 +226,10 @@ def check_same(actual: Observed, expected: Observed) -> None:
     assert max(d / wanted[name].abs().max() for name, d in differences.items()) < 1e-5  # 4.1e-6
     assert actual.losses[0] == pytest.approx(expected.losses[0], abs=3e-7, rel=0)  # 7.7e-8
     assert actual.grad_norms[0] == pytest.approx(expected.grad_norms[0], rel=3e-6)  # 9.9e-7
-    # After an update, one element whose gradient is near 0 is enough for 6.8e-7 and 4.9e-6: AdamW
-    # divides noise by noise (GLM-4.7-Flash on Megatron-core 0.19.2).
+    # After an update, one element whose gradient is near 0 is enough for 6.8e-7 and 2.2e-5: AdamW
+    # divides noise by noise (GLM-4.7-Flash on Megatron-core 0.19.2, DeepSeek-V3 on some CPUs).
     assert actual.losses == pytest.approx(expected.losses, abs=2e-6, rel=0)
-    assert actual.grad_norms == pytest.approx(expected.grad_norms, rel=1.5e-5)
+    assert actual.grad_norms == pytest.approx(expected.grad_norms, rel=6e-5)
     moved, wanted = (rotating(trained(observed.moved)) for observed in (actual, expected))
     assert moved.keys() == wanted.keys()
     assert max(distances(moved, wanted).values()) < 2e-3  # 7.5e-4

@@ -56,10 +56,15 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "ep2": {"policy__expert_parallel": 2},
 }
 LAYOUTS = {
-    "qwen3_moe": ("dp2", "tp2_selective", "pp2_padded", "cp2", "ep2"),
-    "deepseek_v3": ("dp2", "tp2_padded_full", "vpp2_full", "cp2_padded_full"),
+    "qwen3_moe": ("dp2", "tp2_selective", "ep2"),
+    "deepseek_v3": ("vpp2_full", "cp2_padded_full"),
 }
 """Layouts on two ranks, by model."""
+MORE_LAYOUTS = {
+    "qwen3_moe": ("pp2_padded", "cp2"),
+    "deepseek_v3": ("dp2", "tp2_padded_full"),
+}
+"""Layouts of `make test-layouts`."""
 SECONDS = 1500.0
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 
@@ -118,15 +123,17 @@ class Observed:
 
 
 def observe(
-    rank: int, world_size: int, folders: dict[str, str], layouts: Any
+    rank: int, world_size: int, folders: dict[str, str], layouts: dict[str, Sequence[str]]
 ) -> dict[tuple[str, str], Observed]:
     """Return the observations of this rank for each (model, layout)."""
     torch.set_num_threads(1)
+    settings = ONE_RANK | TWO_RANKS
     return {
-        (model, name): _observe(Ranks(rank, world_size, rank), model, folder, layout)
-        for model, folder in folders.items()
-        for name, layout in layouts.items()
-        if world_size == 1 or name in LAYOUTS[model]
+        (model, name): _observe(
+            Ranks(rank, world_size, rank), model, folders[model], settings[name]
+        )
+        for model in layouts
+        for name in layouts[model]
     }
 
 
@@ -228,12 +235,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def one_rank(folders: dict[str, str]) -> dict[tuple[str, str], Observed]:
-    return run_ranks(observe, 1, 1, folders, ONE_RANK, timeout=SECONDS)[0]
+    layouts = dict.fromkeys(MODELS, tuple(ONE_RANK))
+    return run_ranks(observe, 1, 1, folders, layouts, timeout=SECONDS)[0]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(folders: dict[str, str]) -> list[dict[tuple[str, str], Observed]]:
-    return run_ranks(observe, 2, 2, folders, TWO_RANKS, timeout=SECONDS)
+    return run_ranks(observe, 2, 2, folders, LAYOUTS, timeout=SECONDS)
+
+
+@pytest.fixture(scope="module")
+def more_ranks(folders: dict[str, str]) -> list[dict[tuple[str, str], Observed]]:
+    return run_ranks(observe, 2, 2, folders, MORE_LAYOUTS, timeout=SECONDS)
 
 
 def check_close(actual: Tensor, expected: Tensor, name: str = "") -> None:
@@ -246,14 +259,23 @@ def check_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> N
         check_close(actual[name], gradient, name)
 
 
-CASES = [(model, layout) for model in MODELS for layout in (*ONE_RANK, *LAYOUTS[model])]
+CASES = [
+    *((model, layout) for model in MODELS for layout in (*ONE_RANK, *LAYOUTS[model])),
+    *(
+        pytest.param(model, layout, marks=pytest.mark.layouts)
+        for model in MODELS
+        for layout in MORE_LAYOUTS[model]
+    ),
+]
 ranks_of = pytest.mark.parametrize(("model", "layout"), CASES)
 
 
 @pytest.fixture
-def ranks(model: str, layout: str, one_rank: Any, two_ranks: Any) -> list[Observed]:
-    results = [one_rank] if layout in ONE_RANK else two_ranks
-    return [result[model, layout] for result in results]
+def ranks(model: str, layout: str, request: pytest.FixtureRequest) -> list[Observed]:
+    if layout in ONE_RANK:
+        return [request.getfixturevalue("one_rank")[model, layout]]
+    name = "two_ranks" if layout in LAYOUTS[model] else "more_ranks"
+    return [result[model, layout] for result in request.getfixturevalue(name)]
 
 
 @ranks_of
@@ -305,11 +327,17 @@ def test_after_weights_moved_old_experts_are_used_and_changes_are_counted(
             assert count == pytest.approx(share * int(IS_GIVEN.sum()), abs=1e-6)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("qwen3_moe", "dp2"),
+        pytest.param("deepseek_v3", "dp2", marks=pytest.mark.layouts),
+    ],
+)
 def test_a_rank_that_holds_its_own_sequences_records_and_replays_theirs(
-    model: str, two_ranks: Any
+    model: str, ranks: list[Observed]
 ) -> None:
-    for index, rank in enumerate(result[model, "dp2"] for result in two_ranks):
+    for index, rank in enumerate(ranks):
         planned, logprobs, recorded, gradients = rank.local
         is_own = torch.tensor(planned).repeat_interleave(torch.tensor(LENGTHS)) == index
         assert bool(is_own.any()) and not bool(is_own.all())
