@@ -1,8 +1,8 @@
 """The process group in which trainer ranks send weights to engines on other GPUs.
 
 It is made when the set of engines changed, on a store of its own, and given up after any error. A
-gloo collective with an engine that is gone fails on all members, at the latest after the group's
-timeout. (NCCL: not run.)
+collective with an engine that is gone fails on all members, at the latest after the group's
+timeout. (NCCL: not run, only a group over gloo that behaves like it.)
 """
 
 from __future__ import annotations
@@ -76,9 +76,11 @@ def join(meeting: Meeting, own: int, store: Store, secret: bytes, device: torch.
         group = make_group(store, PURPOSE, members, own, timeout, CONNECT)
         ranks = Ranks(own, len(members), 0, group=group, members=tuple(members))
         ranks.check_members(secret)
-        if device.type == "cpu":
-            return group
-        return make_device_group(store, PURPOSE, members, own, device.index or 0, timeout)
+        group = make_device_group(group, store, PURPOSE, members, own, device, timeout, CONNECT)
+        # NCCL connects in the first collective. Here a member that is gone is noticed early.
+        sent = torch.zeros(len(members), dtype=torch.uint8, device=device)
+        group.alltoall_base(torch.empty_like(sent), sent, [], []).wait(CONNECT)
+        return group
     except RuntimeError as error:  # of gloo, NCCL or the store
         raise SyncError(f"the group of trainers and engines was not made: {error}") from error
 

@@ -10,11 +10,13 @@ would become a ValueError, because they look up the group in the registry to log
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch._C._distributed_c10d import ProcessGroup, Store
 
 TIMEOUT = timedelta(hours=2)
@@ -57,24 +59,49 @@ def make_group(
     return _wrapped(store, name, backend, torch.device("cpu"), ProcessGroup.BackendType.GLOO)
 
 
+_SURVIVES_ERRORS = {
+    # Abort the communicator, but do not end the process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    # Otherwise the process first waits a minute for the flight recorders of all members.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""Settings of a group whose members may die. torch reads them when it makes a group."""
+
+
 def make_device_group(
+    host: ProcessGroup,
     store: Store,
     purpose: str,
     members: Sequence[int],
     own: int,
-    device: int,
-    timeout: timedelta = TIMEOUT,
+    device: torch.device,
+    timeout: timedelta,
+    connect_timeout: timedelta,
 ) -> ProcessGroup:
-    """Return a new NCCL group for tensors on the GPU with this index; see `make_group`."""
-    import torch
+    """Return the group for tensors on `device` of the same members as `host`: `host` itself on a
+    CPU, a new NCCL group on a GPU (see `make_group`). The death of a member is an error of a
+    collective, and does not end this process."""
+    if device.type == "cpu":
+        return host
     from torch.distributed import ProcessGroup, ProcessGroupNCCL
 
     store, name = _place(store, purpose, members, own)
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    backend = ProcessGroupNCCL(store, own, len(members), options)
-    place = torch.device("cuda", device)
-    return _wrapped(store, name, backend, place, ProcessGroup.BackendType.NCCL)
+    # The first collective makes the communicator. If a member is gone, this would block for ever.
+    options.config.blocking = 0
+    seconds = str(int(connect_timeout.total_seconds()))
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", seconds)
+    before = {name: os.environ.get(name) for name in _SURVIVES_ERRORS}
+    os.environ.update(_SURVIVES_ERRORS)
+    try:
+        backend = ProcessGroupNCCL(store, own, len(members), options)
+    finally:
+        for variable, value in before.items():
+            del os.environ[variable]
+            if value is not None:
+                os.environ[variable] = value
+    return _wrapped(store, name, backend, device, ProcessGroup.BackendType.NCCL)
 
 
 def _place(store: Store, purpose: str, members: Sequence[int], own: int) -> tuple[Store, str]:

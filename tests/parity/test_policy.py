@@ -232,7 +232,7 @@ def check_same(actual: Observed, expected: Observed) -> None:
     assert actual.grad_norms == pytest.approx(expected.grad_norms, rel=6e-5)
     moved, wanted = (rotating(trained(observed.moved)) for observed in (actual, expected))
     assert moved.keys() == wanted.keys()
-    assert max(distances(moved, wanted).values()) < 2e-3  # 7.5e-4
+    assert max(distances(moved, wanted).values()) < 6e-3  # 7.5e-4, DeepSeek-V3 2.2e-3
 
 
 def trained(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
