@@ -17,6 +17,7 @@ from dapo_megatron.cluster.address import engines_endpoint
 from dapo_megatron.cluster.join import adopt_step
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.output import protect_streams
+from dapo_megatron.cluster.processes import raise_file_limit
 from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.cluster.stop import leave_when_asked
@@ -406,6 +407,7 @@ def main() -> None:
         os.environ.setdefault("COLUMNS", "160")
     try:
         adopt_step()
+        raise_file_limit()
         if is_launched():
             leave_when_asked()
             prepare_scratch()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,10 @@ END_SECONDS = 5.0
 transfer of weights to it has failed."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 _PROCESS = Path("/proc/self")
+MAX_FILES = 65536
+"""Open files and sockets that a process may have. 128 ranks come near the usual 1,024."""
+STARTED_ON = os.sched_getaffinity(0)
+"""CPUs of this process before `bind_near`."""
 
 
 def helper_environment(names: Collection[str] | None = None) -> dict[str, str]:
@@ -29,6 +34,42 @@ def helper_environment(names: Collection[str] | None = None) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
+
+
+def raise_file_limit() -> None:
+    """Raise this process's limit of open files to MAX_FILES, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs in CUDA_VISIBLE_DEVICES; without it, an empty list."""
+    return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+
+
+def bind_near(gpus: Sequence[str]) -> None:
+    """Bind this process, and the memory that it will allocate, to the CPUs near these GPUs, named
+    as in CUDA_VISIBLE_DEVICES. Do nothing if Slurm or the user has bound it."""
+    if len(STARTED_ON) < (os.cpu_count() or 1):
+        return
+    import pynvml
+
+    # NVML refuses it in some virtual machines, and for a MIG device.
+    with suppress(OSError, pynvml.NVMLError):
+        pynvml.nvmlInit()
+        os.sched_setaffinity(0, set[int]().union(*map(_cpus_near, gpus)) or STARTED_ON)
+
+
+def _cpus_near(gpu: str) -> set[int]:
+    import pynvml
+
+    is_number = gpu.isdecimal()
+    find = pynvml.nvmlDeviceGetHandleByIndex if is_number else pynvml.nvmlDeviceGetHandleByUUID
+    num_words = -(-(os.cpu_count() or 1) // 64)
+    words = pynvml.nvmlDeviceGetCpuAffinity(find(int(gpu) if is_number else gpu), num_words)
+    return {64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1}
 
 
 def die_with_parent() -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dapo_megatron.cluster.join import node_name
-from dapo_megatron.cluster.processes import END_SECONDS, die_with_parent, has_ended
+from dapo_megatron.cluster.processes import END_SECONDS, STARTED_ON, die_with_parent, has_ended
 from dapo_megatron.cluster.secret import SECRET
 
 MAX_QUICK_ENDS = 5
@@ -20,6 +20,11 @@ QUICK_SECONDS = 600.0
 """An end within so many seconds after the start is quick."""
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of a rank's launcher, by which vLLM would join a world."""
+
+
+def _prepare_server() -> None:
+    os.sched_setaffinity(0, STARTED_ON)  # it binds itself near its own GPUs
+    die_with_parent()
 
 
 def process_name(process_id: int) -> str:
@@ -68,7 +73,7 @@ class Server:
                 stdout=output,
                 stderr=output,
                 process_group=0,
-                preexec_fn=die_with_parent,
+                preexec_fn=_prepare_server,
             )
         finally:
             if not isinstance(output, int):

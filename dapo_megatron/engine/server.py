@@ -22,6 +22,7 @@ import zmq
 from dapo_megatron.cluster.collectives import ErrorRecord, decode, encode
 from dapo_megatron.cluster.curve import trust_rank0, watch_connection
 from dapo_megatron.cluster.imports import quick_imports
+from dapo_megatron.cluster.processes import bind_near, visible_gpus
 from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.cluster.servers import OF_A_RANK, process_name
@@ -45,6 +46,8 @@ from dapo_megatron.types import Completion, DapoError, Finish, Prompt
 if TYPE_CHECKING:
     from dapo_megatron.engine.engine import VllmEngine
 
+FLIGHT_RECORDER = "TORCH_FR_DUMP_TEMP_FILE"
+"""Environment variable with the start of the path of torch's record of collectives."""
 ALIVE_SECONDS = 1.0
 """Interval at which a server with work shows rank 0 that it is alive."""
 GRADING_SECONDS = 0.002
@@ -264,6 +267,8 @@ def command(address: str, replica: int | None) -> None:
     or gave up this server."""
     for name in OF_A_RANK:  # a task of Slurm has them
         os.environ.pop(name, None)
+    if FLIGHT_RECORDER in os.environ:  # not in the file of the rank with the same number
+        os.environ[FLIGHT_RECORDER] += f"engine{os.getpid() if replica is None else replica}_"
     prepare_scratch()
     for number in (*SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides, and saves what engines have
@@ -275,6 +280,8 @@ def command(address: str, replica: int | None) -> None:
     process = process_name(os.getpid())
     link.send(Report(hello=Hello(replica, process, engine_facts())))
     device.prepare_environment()
+    if device.has_cuda():
+        bind_near(visible_gpus())
     with quick_imports():
         device.import_vllm()
         import dapo_megatron.engine.engine  # noqa: F401

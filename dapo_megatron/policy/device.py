@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dapo_megatron.cluster.processes import bind_near, visible_gpus
+
 ALIGNMENT_BYTES = 512
 """Alignment of tensors that share a transfer, as torch allocates them on a GPU."""
 
@@ -44,7 +46,12 @@ def claim(local_rank: int) -> None:
     # the order in which Megatron's communication and computation are launched is lost, and they do
     # not overlap.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Transformer Engine reads it when it is imported. It would compile small operations of context
+    # parallelism on half of the ranks, again for new shapes, while the others wait.
+    os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
     if has_cuda():
+        gpus = visible_gpus()
+        bind_near([gpus[local_rank] if gpus else str(local_rank)])
         torch.cuda.set_device(local_rank)
         # Partial sums of a matmul stay float32. torch would let cuBLAS round them to bfloat16.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

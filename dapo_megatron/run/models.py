@@ -14,6 +14,7 @@ import torch
 from dapo_megatron.bridge.buckets import BucketSender
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.cluster.address import ENGINES, pool_endpoint
+from dapo_megatron.cluster.processes import visible_gpus
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.scratch import socket_folder
 from dapo_megatron.cluster.secret import run_secret
@@ -197,8 +198,7 @@ def _devices(gpus: list[int]) -> str | None:
     """Return the GPUs that an engine sees, of those that this process sees; None without GPUs."""
     if not _has_cuda():
         return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    names = visible_gpus() or list(map(str, range(torch.cuda.device_count())))
     return ",".join(names[gpu] for gpu in gpus)
 
 

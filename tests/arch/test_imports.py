@@ -54,7 +54,7 @@ ROOMS = {
     ),
     # cluster for child processes.
     "rewards": room("types files cluster", "math_verify msgspec reasoning_gym sympy"),
-    "cluster": room(f"{LOW} text", "torch msgspec psutil rich zmq"),
+    "cluster": room(f"{LOW} text", "torch msgspec psutil pynvml rich zmq"),
     "plan": room("types files literal_console config model bridge", "torch rich"),
     # cluster for ranks that fail together.
     "bridge": room("types protocols config cluster", "torch zmq"),

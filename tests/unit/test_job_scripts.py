@@ -112,6 +112,30 @@ def test_cache_folders_are_not_set_to_predictable_names(checkout: Checkout) -> N
         assert variable not in task
 
 
+@pytest.mark.parametrize(
+    ("driver", "link_layer", "is_infiniband"),
+    [
+        ("mlx5_core", "InfiniBand", True),
+        ("mlx5_core", "Ethernet", False),  # RoCE
+        ("efa", "Unspecified", False),
+    ],
+)
+def test_only_infiniband_makes_nccl_use_it(
+    checkout: Checkout, driver: str, link_layer: str, is_infiniband: bool
+) -> None:
+    """AWS EFA is in /sys/class/infiniband, too, and NCCL does not start with NCCL_NET=IB there."""
+    devices = checkout.folder / "infiniband"
+    port = devices / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "link_layer").write_text(f"{link_layer}\n")
+    (devices / "mlx5_0" / "device").mkdir()
+    (devices / "mlx5_0" / "device" / "driver").symlink_to(f"../../../bus/pci/drivers/{driver}")
+    completed = checkout.run(f"source slurm/env.sh; has_infiniband {devices}", {})
+    assert (completed.returncode == 0, completed.stdout) == (is_infiniband, "")
+    nothing = checkout.run("source slurm/env.sh; has_infiniband nowhere", {})
+    assert (nothing.returncode, nothing.stdout) == (1, "")
+
+
 # ------------------------------------------------------------------ files that are read back
 
 
@@ -153,13 +177,14 @@ def test_a_log_folder_that_is_a_link_is_refused(checkout: Checkout, tmp_path: Pa
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_percent_sign_in_a_log_path_is_not_a_pattern_of_srun(checkout: Checkout) -> None:
+def test_consecutive_tasks_share_a_socket_and_paths_are_no_patterns_of_srun(
+    checkout: Checkout,
+) -> None:
     fake = 'printf "%s\\n" "$@" >"$DAPO_HOME/arguments"'
     checkout.train(FAKE=fake, DAPO_LOGS=str(checkout.folder / "100%j"))
-    assert (
-        f"--output={checkout.folder}/100%%j/dapo/7.0/%N-%t.log"
-        in (checkout.folder / "arguments").read_text().splitlines()
-    )
+    options = (checkout.folder / "arguments").read_text().splitlines()
+    assert {"--distribution=block:block", "--cpu-bind=sockets"} <= {*options}
+    assert f"--output={checkout.folder}/100%%j/dapo/7.0/%N-%t.log" in options
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,17 @@ def test_claiming_a_gpu_limits_its_connections_and_keeps_partial_sums_in_float32
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     claimed: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", claimed.append)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4")
+    bound: list[list[str]] = []
+    monkeypatch.setattr(device, "bind_near", bound.append)
+    monkeypatch.delenv("NVTE_TORCH_COMPILE", raising=False)
     device.claim(3)
-    assert claimed == [3]
+    assert claimed == [3] and bound == [["4"]]
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert os.environ["NVTE_TORCH_COMPILE"] == "0"  # read when Transformer Engine is imported
     assert matmul.allow_bf16_reduced_precision_reduction is False
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.delenv("NVTE_TORCH_COMPILE")
 
 
 @pytest.mark.parametrize("virtual", [None, 2])

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 
 from dapo_megatron.cluster import servers
+from dapo_megatron.cluster.processes import STARTED_ON
 from dapo_megatron.cluster.servers import MAX_QUICK_ENDS, Server
 from tests.helpers.graders import processes_with
 
 STUB = """#!{python}
 import json, os, subprocess, sys, time
 lines = dict(pid=os.getpid(), arguments=sys.argv[1:], environment=dict(os.environ))
+lines["cpus"] = sorted(os.sched_getaffinity(0))
 with open({record!r}, "a") as file:
     file.write(json.dumps(lines) + "\\n")
 print("a line for the log", flush=True)
@@ -99,6 +101,18 @@ def test_a_server_gets_its_address_and_secret_but_not_the_rank(
     stub.end.touch()
     server.close()
     wait_until(lambda: not stub.processes)  # its worker neither
+
+
+def test_a_server_is_not_bound_to_the_cpus_of_its_rank(stub: Stub) -> None:
+    try:
+        os.sched_setaffinity(0, {min(STARTED_ON)})
+        server = stub.server()
+    finally:
+        os.sched_setaffinity(0, STARTED_ON)
+    wait_until(lambda: stub.starts)
+    assert stub.starts[0]["cpus"] == sorted(STARTED_ON)
+    stub.end.touch()
+    server.close()
 
 
 def test_a_server_that_ended_or_was_given_up_is_started_again(stub: Stub) -> None:
