@@ -44,7 +44,7 @@ from dapo_megatron.policy.offload import Offload
 from dapo_megatron.policy.optimizer import build_optimizer, copy_to_main
 from dapo_megatron.policy.reference import Reference
 from dapo_megatron.policy.routes import Recorded, RouteShape, gather, replay_statistics
-from dapo_megatron.policy.rows import Rows, RowShape, make_rows
+from dapo_megatron.policy.rows import Microbatches, RowShape
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.policy.step import Runner, TokenValues
 from dapo_megatron.protocols import Exchange, LossFn, MicrobatchPlanner
@@ -306,7 +306,7 @@ class MegatronPolicy:
 
     def _microbatches(
         self, batch: TokenBatch, plan: Sequence[Sequence[int]], *, with_loss: bool = False
-    ) -> list[Rows]:
+    ) -> Microbatches:
         """Return the rows of micro-batches. Raises ValueError naming a sequence whose tokens this
         rank does not hold."""
         starts = batch.starts.tolist()
@@ -316,17 +316,7 @@ class MegatronPolicy:
                     f"{batch.sequence_name(sequence)}: data-parallel index "
                     f"{self.data_parallel_index} trains on it but does not hold its tokens"
                 )
-        return [
-            make_rows(
-                batch,
-                sequences,
-                self._rows,
-                self._device,
-                with_loss=with_loss,
-                route_shape=self._route_shape,
-            )
-            for sequences in plan
-        ]
+        return Microbatches(batch, plan, self._rows, self._device, with_loss, self._route_shape)
 
     def _accumulate(
         self, mini: TokenBatch, loss: LossFn, num_tokens: int
@@ -339,7 +329,7 @@ class MegatronPolicy:
         self._optimizer.zero_grad()
         micro = self._microbatches(mini, self._share(mini), with_loss=True)
         balance = self._config.policy.moe_aux_loss / max(mini.num_sequences, 1)
-        start_minibatch(self._chunks, balance, max(rows.num_sequences for rows in micro))
+        start_minibatch(self._chunks, balance, max(1, *map(len, micro.plan)))
         results = self._runner.gradients(micro, loss, num_tokens)
         return [sums for sums, _ in results], [values for _, values in results]
 

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dapo_megatron.model import Architecture, ChunkPlace
@@ -90,15 +92,16 @@ def local_routes(
             f"model, with {len(shape.layers)} layers of experts and {shape.topk} experts per "
             f"token, need {expected}"
         )
-    local = torch.tensor(shape.local, dtype=torch.int64)
-    routes = torch.full((len(index_n), len(local), shape.topk), -1, dtype=torch.int16)
     last_S = batch.starts + batch.lengths - 1
-    is_given = (index_n >= 0) & (index_n != last_S[sequence_n])
-    given = batch.routes[index_n[is_given]].unflatten(1, (len(shape.layers), shape.topk))
-    routes[is_given] = given[:, local].to(torch.int16)
-    impossible = (~_is_possible(routes, shape)).nonzero()
+    rows = ((index_n >= 0) & (index_n != last_S[sequence_n])).nonzero().squeeze(1)
+    given = batch.routes[index_n[rows]].unflatten(1, (len(shape.layers), shape.topk))
+    if shape.local != tuple(range(len(shape.layers))):
+        given = given[:, list(shape.local)]
+    routes = torch.full((len(index_n), *given.shape[1:]), -1, dtype=torch.int16)
+    routes.flatten(1).index_copy_(0, rows, given.flatten(1).to(torch.int16))
+    impossible = np.argwhere(~_is_possible(given.numpy(), shape.num_experts))
     if len(impossible):
-        row, layer = impossible[0].tolist()
+        row, layer = int(rows[impossible[0, 0]]), impossible[0, 1]
         sequence = int(sequence_n[row])
         position = int(index_n[row] - batch.starts[sequence])
         raise ValueError(
@@ -109,14 +112,15 @@ def local_routes(
     return routes
 
 
-def _is_possible(routes: Tensor, shape: RouteShape) -> Tensor:
-    """Return a mask [n, layers] of the routes that are k different experts, or none at all."""
-    # Contiguous per position, because comparisons of strided values are slow.
-    experts = routes.movedim(-1, 0).contiguous()
-    is_possible = ((experts >= 0) & (experts < shape.num_experts)).all(0)
+def _is_possible(routes: NDArray[Any], num_experts: int) -> NDArray[np.bool_]:
+    """Return a mask [n, layers] of the routes [n, layers, k] that are k different experts."""
+    # Contiguous per position, because comparisons of strided values are slow. numpy takes 3 ms for
+    # 10,240 tokens of 48 layers, torch 30 to 60.
+    experts = np.ascontiguousarray(np.moveaxis(routes, -1, 0))
+    is_possible = np.logical_and.reduce((experts >= 0) & (experts < num_experts))
     for expert, other in combinations(experts, 2):
         is_possible &= expert != other
-    return is_possible | (experts == -1).all(0)
+    return is_possible
 
 
 def router_inputs(sequences: Tensor, routes: Tensor | None) -> Tensor:

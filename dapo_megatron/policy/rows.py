@@ -10,7 +10,7 @@ Shape letters: B rows, L tokens of a row on this rank, n scored tokens of a micr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,34 @@ class Rows:
     def num_sequences(self) -> int:
         """Number of sequences; 1 if there is only padding."""
         return len(self.tokens) if self.packed is None else len(self.packed.bounds) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """The rows of micro-batches. Each is made when a pass comes to it, while the device still
+    computes the one before, and is then forgotten."""
+
+    batch: TokenBatch
+    plan: Sequence[Sequence[int]]
+    """Sequences of each micro-batch."""
+    shape: RowShape
+    device: torch.device
+    with_loss: bool
+    route_shape: RouteShape | None
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __iter__(self) -> Iterator[Rows]:
+        for sequences in self.plan:
+            yield make_rows(
+                self.batch,
+                sequences,
+                self.shape,
+                self.device,
+                with_loss=self.with_loss,
+                route_shape=self.route_shape,
+            )
 
 
 def make_rows(

@@ -15,7 +15,7 @@ size. rows.py lays out rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from torch import Tensor
 from dapo_megatron.policy import fp8, pipeline
 from dapo_megatron.policy.device import to_host
 from dapo_megatron.policy.routes import Recorded, RouteShape, router_inputs
-from dapo_megatron.policy.rows import Rows, Scored
+from dapo_megatron.policy.rows import Microbatches, Rows, Scored
 from dapo_megatron.policy.vocab_parallel import Head, linear_logprobs
 from dapo_megatron.protocols import LossFn
 
@@ -71,7 +71,7 @@ class Runner:
 
     def logprobs(
         self,
-        micro: Sequence[Rows],
+        micro: Microbatches,
         temperature: float | None = None,
         recorded: list[Recorded] | None = None,
     ) -> list[TokenValues]:
@@ -97,7 +97,7 @@ class Runner:
             return self._run(micro, output, forward_only=True, recorded=recorded)
 
     def gradients(
-        self, micro: Sequence[Rows], loss: LossFn, num_tokens: int
+        self, micro: Microbatches, loss: LossFn, num_tokens: int
     ) -> list[tuple[dict[str, Tensor], TokenValues]]:
         """Accumulate the gradient of the mini-batch's mean loss. Rows were made `with_loss`.
 
@@ -150,7 +150,7 @@ class Runner:
 
     def _run(
         self,
-        micro: Sequence[Rows],
+        micro: Microbatches,
         output: Output,
         *,
         forward_only: bool,
@@ -180,17 +180,22 @@ class Runner:
             return value, torch.zeros((), dtype=torch.int, device=hidden.device), results
 
         schedule = get_forward_backward_func()
-        iterators = [iter(micro) for _ in self._chunks]
+        every: Iterable[Rows] = micro
+        shapes: list[torch.Size] = []
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            every = list(micro)  # stages know all shapes in advance, and chunks share the rows
+            shapes = [rows.tokens.shape for rows in every]
+        iterators = [iter(every) for _ in self._chunks]
         return schedule(
             forward_step_func=forward,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._chunks,
             num_microbatches=len(micro),
             # Ignored: pipeline stages receive the shapes of KnownShapes.
-            seq_length=micro[0].tokens.shape[1],
-            micro_batch_size=micro[0].tokens.shape[0],
+            seq_length=shapes[0][1] if shapes else 1,
+            micro_batch_size=shapes[0][0] if shapes else 1,
             forward_only=forward_only,
-            **pipeline.communication(self._chunks, [rows.tokens.shape for rows in micro]),
+            **pipeline.communication(self._chunks, shapes),
         )
 
     def _router_inputs(self, rows: Rows, chunk: Any, *, with_routes: bool) -> Tensor | None:

@@ -62,7 +62,7 @@ ROOMS = {
     # plan for the layout only.
     "policy": room(
         "types files protocols config model plan bridge checkpoints cluster",
-        "torch megatron transformer_engine safetensors triton",
+        "torch numpy megatron transformer_engine safetensors triton",
     ),
     # data for the tokenizer, rewards for the graders of a server, bridge for its weights.
     "engine": room(f"{LOW} config model data cluster bridge rewards", "torch vllm numpy zmq"),

@@ -55,6 +55,8 @@ class Observed:
     num_micro: int
     in_logprobs: Counter[str]
     in_update: Counter[str]
+    order: str
+    """In a pass for log-probs: r for rows made, c for a call of a chunk."""
     lengths: set[int]
     gradients: dict[str, Tensor]
     padded_lengths: set[int]
@@ -100,11 +102,15 @@ def check_head(exchange: Ranks, folder: str, *, is_tied: bool) -> None:
 
 
 def _observe(exchange: Ranks, folder: str, overrides: dict[str, Any]) -> Observed:
+    from dapo_megatron.policy import rows
+
+    make_rows = rows.make_rows
     policy, _ = build_policy(exchange, folder, overrides)
     batch, loss = random_batch(LENGTHS, vocab=99), loss_with()
 
     def lengths() -> set[int]:
-        return {rows.tokens.shape[1] for rows in policy._microbatches(batch, policy._share(batch))}
+        made = policy._microbatches(batch, policy._share(batch))
+        return {each.tokens.shape[1] for each in made}
 
     not_padded = lengths(), policy.gradients(batch, loss)[1]
     shape = policy._rows
@@ -118,9 +124,20 @@ def _observe(exchange: Ranks, folder: str, overrides: dict[str, Any]) -> Observe
     with synchronizations.counted() as places:
         policy.update(batch, loss, 1e-3)
         in_update = Counter(places)
+    order: list[str] = []
+    for chunk in policy._chunks:
+        chunk.register_forward_pre_hook(lambda *_: order.append("c"))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def made(*args: Any, **keys: Any) -> rows.Rows:
+            order.append("r")
+            return make_rows(*args, **keys)
+
+        patch.setattr(rows, "make_rows", made)
+        policy.logprobs(batch)
     num_micro = len(policy._microbatches(batch, policy._share(batch)))
     policy.close()
-    return Observed(num_micro, in_logprobs, in_update, *not_padded, *padded)
+    return Observed(num_micro, in_logprobs, in_update, "".join(order), *not_padded, *padded)
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +178,14 @@ def test_the_host_waits_only_where_it_must(case: str, observed: dict[str, list[O
         ):
             excess = places - Counter(allowed)
             assert not [place for place in excess if not place.startswith(EXPERTS)]
+
+
+def test_rows_are_made_while_the_device_computes_those_before(
+    observed: dict[str, list[Observed]],
+) -> None:
+    for case in ONE_RANK:
+        [rank] = observed[case]
+        assert rank.order == "rc" * rank.num_micro
 
 
 def test_waits_are_counted(observed: dict[str, list[Observed]]) -> None:
