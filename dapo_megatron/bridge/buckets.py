@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dapo_megatron.cluster.collectives import decode, encode
 from dapo_megatron.cluster.curve import end_watch, watch_connection
+from dapo_megatron.cluster.processes import use_expandable_segments
 from dapo_megatron.protocols import ReceivedTensor
 from dapo_megatron.types import Region, SyncError, TensorSlice
 
@@ -202,7 +203,12 @@ class _Bucket:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         if device.type == "cuda":
-            self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            # To open an expandable segment, the worker needs the right to trace this process.
+            use_expandable_segments(False)
+            try:
+                self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            finally:
+                use_expandable_segments(True)
             return
         self._file = os.memfd_create("weights")
         os.ftruncate(self._file, num_bytes)

@@ -44,6 +44,15 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+def use_expandable_segments(is_on: bool) -> None:
+    """Let torch's GPU memory grow by pages, or not, from now on: rows of many lengths leave gaps in
+    segments of fixed size. Do nothing if the user has configured torch's allocator."""
+    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        import torch
+
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_on}")
+
+
 def visible_gpus() -> list[str]:
     """Return the GPUs in CUDA_VISIBLE_DEVICES; without it, an empty list."""
     return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dapo_megatron.cluster.processes import bind_near, visible_gpus
+from dapo_megatron.cluster.processes import bind_near, use_expandable_segments, visible_gpus
 
 ALIGNMENT_BYTES = 512
 """Alignment of tensors that share a transfer, as torch allocates them on a GPU."""
@@ -53,6 +53,7 @@ def claim(local_rank: int) -> None:
         gpus = visible_gpus()
         bind_near([gpus[local_rank] if gpus else str(local_rank)])
         torch.cuda.set_device(local_rank)
+        use_expandable_segments(True)
         # Partial sums of a matmul stay float32. torch would let cuBLAS round them to bfloat16.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 

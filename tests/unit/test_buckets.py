@@ -217,3 +217,17 @@ def test_neither_side_waits_for_one_that_never_comes(tmp_path: Path) -> None:
     assert sender.send(iter(tensors)) == "its worker loaded nothing for 1 s"
     with pytest.raises(SyncError, match="no weights arrived for"):
         list(received(address, 0.5))
+
+
+def test_a_bucket_on_a_gpu_is_in_no_expandable_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker could not open it: that needs the right to trace the rank's process."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setattr(torch, "empty", lambda *_, **keys: calls.append(keys["device"].type))
+    buckets._Bucket(64, torch.device("cuda", 0))
+    assert calls == ["expandable_segments:False", "cuda", "expandable_segments:True"]
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")  # the user's wins
+    buckets._Bucket(64, torch.device("cuda", 0))
+    assert calls[3:] == ["cuda"]

@@ -26,8 +26,13 @@ def test_claiming_a_gpu_limits_its_connections_and_keeps_partial_sums_in_float32
     bound: list[list[str]] = []
     monkeypatch.setattr(device, "bind_near", bound.append)
     monkeypatch.delenv("NVTE_TORCH_COMPILE", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    settings: list[str] = []
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # torch knows it
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     device.claim(3)
-    assert claimed == [3] and bound == [["4"]]
+    assert claimed == [3] and bound == [["4"]] and settings == ["expandable_segments:True"]
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert os.environ["NVTE_TORCH_COMPILE"] == "0"  # read when Transformer Engine is imported
     assert matmul.allow_bf16_reduced_precision_reduction is False
