@@ -21,7 +21,7 @@ from dapo_megatron.data.batch import (
     fresh_mask,
     of_all,
     penalize,
-    response_tokens,
+    sampled_mask,
     split,
 )
 from dapo_megatron.protocols import Collector, Evaluations, LossFn, Policy, Recorder, Sync
@@ -232,7 +232,8 @@ def check_mismatch(
     # A completion that continued replays the experts of older weights in front of its new tokens.
     replays = config.policy.router_replay == "engine"
     compared = dataclasses.replace(batch, old_logprobs=outputs.logprobs)
-    engines = sorted({part.engine for sequence in sequences for part in sequence.segments})
+    segments = [part for sequence in sequences for part in sequence.segments]
+    engines = sorted({part.engine for part in segments if not part.is_observed})
     own_gaps = []
     for engine in engines:
         mask = fresh_mask(sequences, batch, version=step - 1, engine=engine, only_whole=replays)
@@ -284,7 +285,7 @@ def compare_with_reference(
     metrics |= step_metrics.kl_metrics(kl.merge(statistics))
     if config.loss.kl.is_in_loss:
         return compared
-    own = kl.penalties(compared, response_tokens(batch, sequences), numbers)
+    own = kl.penalties(compared, sampled_mask(batch, sequences), numbers)
     penalties = of_all(batch, parts.data_parallel.all_gather(own, list[float]))
     metrics |= step_metrics.penalty_metrics(penalties)
     eps, divide_by_std = config.loss.advantage_eps, config.loss.advantage_std

@@ -113,14 +113,42 @@ class Grade:
     parsed: bool = True
 
 
+ENVIRONMENT = -1
+"""Takes the place of the engine in segments that an environment wrote."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`num_tokens` consecutive tokens of a completion that weights of one version sampled. `engine`
-    is the replica, as rank 0 knows it."""
+    """`num_tokens` consecutive tokens of a completion, either sampled by weights of one version or
+    observed.
+
+    An environment writes observed tokens: they are read like a prompt, and not trained on. Their
+    log-probs are 0, and their `version` is the one of the tokens before them. `engine` is the
+    replica that sampled the tokens, as rank 0 knows it, or ENVIRONMENT.
+    """
 
     version: int
     num_tokens: int
     engine: int = 0
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether an environment wrote these tokens."""
+        return self.engine == ENVIRONMENT
+
+
+def num_sampled(segments: Iterable[Segment]) -> int:
+    """Return the number of tokens of these segments that were sampled."""
+    return sum(segment.num_tokens for segment in segments if not segment.is_observed)
+
+
+def is_sampled(segments: Iterable[Segment]) -> NDArray[np.bool_]:
+    """Return for each token of these segments whether it was sampled."""
+    import numpy as np
+
+    parts = [(not segment.is_observed, segment.num_tokens) for segment in segments]
+    kinds, lengths = zip(*parts) if parts else ((), ())
+    return np.repeat(np.array(kinds, np.bool_), np.array(lengths, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +157,8 @@ class Completion:
 
     `tokens` holds only the response, including its end-of-sequence token. `logprobs` are the
     engine's log-probs of these tokens under the sampling distribution, temperature included.
-    `segments` lists, in token order, which weight version sampled how many tokens. `grade` is None
+    `segments` lists, in token order, which weight version sampled how many tokens, and how many
+    were observed. The first segment is a sampled one. `grade` is None
     until the completion is graded. It stays None if the grader hung, died or raised; the group then
     abstains. `routes` are the experts of the tokens of prompt and response, except the last one,
     flattened [tokens, layers, k], each under the weights that sampled its segment; None without
@@ -164,13 +193,18 @@ class Completion:
         return len(self.tokens)
 
     @property
+    def num_sampled(self) -> int:
+        """Number of tokens of the response that were sampled."""
+        return num_sampled(self.segments)
+
+    @property
     def oldest_version(self) -> int:
         """Version of the weights that sampled the first token."""
         return self.segments[0].version
 
     @property
     def logprob_mean(self) -> float | None:
-        """Mean of the engine's log-probs; None without tokens."""
+        """Mean of the engine's log-probs of sampled tokens; None without tokens."""
         import numpy as np
 
         with np.errstate(invalid="ignore"):  # infinities of both signs
@@ -178,13 +212,16 @@ class Completion:
 
     @property
     def logprob_min(self) -> float | None:
-        """Lowest of the engine's log-probs; None without tokens."""
+        """Lowest of the engine's log-probs of sampled tokens; None without tokens."""
         return float(self._logprobs().min()) if self.logprobs else None
 
     def _logprobs(self) -> NDArray[np.float32]:
         import numpy as np
 
-        return np.frombuffer(self.logprobs, np.float32)
+        logprobs = np.frombuffer(self.logprobs, np.float32)
+        if not any(segment.is_observed for segment in self.segments):
+            return logprobs
+        return logprobs[is_sampled(self.segments)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +247,11 @@ class TrainingSequence:
     def num_tokens(self) -> int:
         """Number of tokens of prompt and response."""
         return self.prompt_tokens + self.response_tokens
+
+    @property
+    def loss_tokens(self) -> int:
+        """Number of tokens that enter the loss."""
+        return num_sampled(self.segments) if self.in_loss else 0
 
     def __str__(self) -> str:
         return f"ticket {self.ticket}, sample {self.sample}"
@@ -302,11 +344,11 @@ class TokenBatch:
     group_ids       int64 [S]    ticket of the group that each sequence belongs to
     sequence_names  S strings    "ticket 12, sample 3", to name a token in an error
     tokens          int32 [T]    prompt and response
-    loss_mask       bool  [T]    response tokens that enter the loss
-    advantages      float [T]    group advantage, 0 outside the response
+    loss_mask       bool  [T]    sampled tokens that enter the loss
+    advantages      float [T]    group advantage, 0 where no token was sampled
     weights         float [T]    factor of each token's loss: of corrections for mismatch, and of
                                  aggregations other than the token mean
-    engine_logprobs float [T]    the engine's log-probs, 0 outside the response
+    engine_logprobs float [T]    the engine's log-probs, 0 where no token was sampled
     old_logprobs    float [T]    the policy's log-probs before the step's first update; or None
     reference_logprobs  float [T]  log-probs of the reference of loss.kl; None without one
     routes          integer [T, layers * k]  experts that each token uses in the model's layers

@@ -100,20 +100,19 @@ def merge(parts: Sequence[KLStatistics]) -> KLStatistics:
     )
 
 
-def penalties(batch: TokenBatch, response_tokens: Sequence[int], kl: KL) -> list[float]:
-    """Return the penalty of each held sequence: coefficient * sum of the estimates over its
-    response, whether or not it enters the loss.
+def penalties(batch: TokenBatch, is_sampled: Tensor, kl: KL) -> list[float]:
+    """Return the penalty of each held sequence: coefficient * sum of the estimates over its sampled
+    tokens, whether or not they enter the loss.
 
-    batch            has old and reference log-probs
-    response_tokens  number of response tokens of each held sequence
+    batch       has old and reference log-probs
+    is_sampled  bool [T]
     """
     assert batch.old_logprobs is not None and batch.reference_logprobs is not None
     result = []
-    ends = batch.held_lengths.cumsum(0).tolist()
-    for end, num_tokens in zip(ends, response_tokens, strict=True):
-        response = slice(end - num_tokens, end)
-        old = batch.old_logprobs[response].double()
-        reference = batch.reference_logprobs[response].double()
+    lengths = batch.held_lengths.tolist()
+    parts = [values.split(lengths) for values in (batch.old_logprobs, batch.reference_logprobs)]
+    for old, reference, mask in zip(*parts, is_sampled.split(lengths), strict=True):
+        old, reference = old[mask].double(), reference[mask].double()
         estimates = kl.per_token(old, reference, torch.ones_like(old, dtype=torch.bool))
         result.append(kl.coefficient * float(estimates.sum()))
     return result

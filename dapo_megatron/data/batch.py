@@ -32,6 +32,7 @@ from dapo_megatron.types import (
     SequenceTokens,
     TokenBatch,
     TrainingSequence,
+    is_sampled,
 )
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ def reward(completion: Completion, overlong: OverlongConfig) -> Reward | None:
         return None
     return completion_reward(
         completion.grade.score,
-        completion.num_tokens,
+        completion.num_sampled,
         penalty=overlong.penalty,
         max_tokens=overlong.max_tokens,
         buffer_tokens=overlong.buffer_tokens,
@@ -135,13 +136,13 @@ def assemble(
     num_tokens = sum(sequence.num_tokens for sequence in own)
     return TokenBatch(
         lengths=_int64([sequence.num_tokens for sequence in sequences]),
-        loss_tokens=_int64([s.response_tokens if s.in_loss else 0 for s in sequences]),
+        loss_tokens=_int64([sequence.loss_tokens for sequence in sequences]),
         group_ids=_int64([sequence.ticket for sequence in sequences]),
         tokens=_concatenated(
             chain.from_iterable((v.prompt, v.response) for v in values), np.int32, num_tokens
         ),
-        loss_mask=_on_responses(own, np.array([s.in_loss for s in own], np.bool_)),
-        advantages=_on_responses(own, np.array([s.advantage for s in own], np.float32)),
+        loss_mask=_on_sampled(own, np.array([s.in_loss for s in own], np.bool_)),
+        advantages=_on_sampled(own, np.array([s.advantage for s in own], np.float32)),
         # A single 1 in memory, seen from every token.
         weights=torch.ones(1, dtype=torch.float32).expand(num_tokens),
         engine_logprobs=_concatenated(
@@ -165,8 +166,8 @@ def fresh_mask(
     only_whole: bool = False,
 ) -> Tensor:
     """Return a bool mask [T] over the batch that `assemble` makes of the same sequences: True for
-    response tokens sampled by weights `version`, with `engine` only by this one, and with
-    `only_whole` only in responses without tokens of other weights.
+    tokens sampled by weights `version`, with `engine` only by this one, and with `only_whole` only
+    in responses without tokens of other weights.
 
     The gap between engine and policy is measured on these tokens only, because log-probs of older
     weights differ anyway.
@@ -179,10 +180,10 @@ def fresh_mask(
         fresh = [part.version == version for part in sequence.segments]
         if only_whole:
             fresh = [all(fresh)] * len(fresh)
-        if engine is not None:
-            pairs = zip(fresh, sequence.segments, strict=True)
-            fresh = [is_new and part.engine == engine for is_new, part in pairs]
-        is_fresh += [False, *fresh]
+        is_fresh += [False]
+        for is_new, part in zip(fresh, sequence.segments, strict=True):
+            is_right = not part.is_observed and engine in (None, part.engine)
+            is_fresh.append(is_new and is_right)
     return _repeat(np.array(is_fresh, dtype=np.bool_), spans)
 
 
@@ -200,6 +201,8 @@ def diagnose(
         response = slice(end - sequence.response_tokens, end)
         logprobs = policy.logprobs[response]
         gap = (logprobs - batch.engine_logprobs[response]).abs()
+        if any(part.is_observed for part in sequence.segments):
+            gap = gap[torch.from_numpy(is_sampled(sequence.segments))]
         yield SequenceDiagnostics(
             ticket=sequence.ticket,
             sample=sequence.sample,
@@ -244,12 +247,13 @@ def penalize(
     ).numpy()
     held = list(_held(batch))
     own = [sequences[index] for index in held]
-    return replace(batch, advantages=_on_responses(own, advantages[held]))
+    return replace(batch, advantages=_on_sampled(own, advantages[held]))
 
 
-def response_tokens(batch: TokenBatch, sequences: Sequence[TrainingSequence]) -> list[int]:
-    """Return the number of response tokens of each held sequence, in order."""
-    return [sequences[index].response_tokens for index in _held(batch)]
+def sampled_mask(batch: TokenBatch, sequences: Sequence[TrainingSequence]) -> Tensor:
+    """Return a bool mask [T]: True for sampled tokens, whether or not they enter the loss."""
+    own = [sequences[index] for index in _held(batch)]
+    return _on_sampled(own, np.ones(len(own), np.bool_))
 
 
 def split(
@@ -313,11 +317,13 @@ def _concatenate_routes(
     return torch.from_numpy(result)
 
 
-def _on_responses(sequences: Sequence[TrainingSequence], values: NDArray[Any]) -> Tensor:
-    """Return the value of each sequence on all tokens of its response, and 0 on its prompt."""
-    with_prompts = np.stack([np.zeros_like(values), values], axis=1).reshape(-1)
-    spans = [span for s in sequences for span in (s.prompt_tokens, s.response_tokens)]
-    return _repeat(with_prompts, spans)
+def _on_sampled(sequences: Sequence[TrainingSequence], values: NDArray[Any]) -> Tensor:
+    """Return the value of each sequence on all tokens that were sampled, and 0 on the others."""
+    spans, repeated = [], []
+    for sequence, value in zip(sequences, values, strict=True):
+        spans += [sequence.prompt_tokens, *(part.num_tokens for part in sequence.segments)]
+        repeated += [0, *(0 if part.is_observed else value for part in sequence.segments)]
+    return _repeat(np.array(repeated, values.dtype), spans)
 
 
 def _repeat(values: NDArray[np.generic], counts: Sequence[int]) -> Tensor:

@@ -26,6 +26,9 @@ LENGTHS = (120, 17, 3, 300, 60, 9, 5, 200, 33, 90)
 """Tokens of each sequence, prompt and response."""
 PROMPT = 2
 """Tokens of each prompt."""
+OBSERVED = {0: (40, 60), 3: (100, 200)}
+"""Sequence -> first and end of its tokens that an environment wrote. Context-parallel ranks share
+the second span."""
 NO_LOSS = 5
 """Index of a sequence without loss tokens, like a truncated one with overlong.filter."""
 GROUP = 2
@@ -44,7 +47,10 @@ def random_minibatch(
     group_ids_S = torch.arange(len(LENGTHS)) // GROUP
     number_T = torch.arange(len(LENGTHS)).repeat_interleave(lengths_S)
     start_T = (lengths_S.cumsum(0) - lengths_S)[number_T]
-    mask_T = (torch.arange(len(number_T)) - start_T >= PROMPT) & (number_T != NO_LOSS)
+    position_T = torch.arange(len(number_T)) - start_T
+    mask_T = (position_T >= PROMPT) & (number_T != NO_LOSS)
+    for number, (first, end) in OBSERVED.items():
+        mask_T &= (number_T != number) | (position_T < first) | (position_T >= end)
     advantages_S = torch.randn(len(LENGTHS), generator=generator)
     return TokenBatch(
         lengths=lengths_S,

@@ -16,7 +16,7 @@ from dapo_megatron.algo.mismatch import GapStatistics
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import reward
 from dapo_megatron.rewards.pool import CAUSES
-from dapo_megatron.types import Collected, Finish, Group, StepStats, SyncReport
+from dapo_megatron.types import Collected, Finish, Group, StepStats, SyncReport, num_sampled
 
 OUTCOMES = ("unparsed", *CAUSES)
 """Outcomes that grading/* counts."""
@@ -50,7 +50,7 @@ def _age_metrics(collected: Collected) -> dict[str, float]:
     for group in collected.train:
         for completion in group.completions:
             for segment in completion.segments:
-                tokens[collected.version - segment.version] += segment.num_tokens
+                tokens[collected.version - segment.version] += num_sampled([segment])
     return {
         "groups/age_mean": fmean(ages),
         "groups/age_max": float(max(ages)),
@@ -76,7 +76,7 @@ def _decided_metrics(groups: Sequence[Group], overlong: OverlongConfig) -> dict[
     rewards = [shaped for c in completions if (shaped := reward(c, overlong)) is not None]
     if not rewards:
         return {}
-    lengths = [c.num_tokens for c in completions]
+    lengths = [c.num_sampled for c in completions]
     truncated = fmean(c.finish is Finish.LENGTH for c in completions)
     penalties = [shaped.penalty for shaped in rewards]
     return {

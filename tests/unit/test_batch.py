@@ -16,10 +16,13 @@ from dapo_megatron.data.batch import (
     assemble,
     diagnose,
     fresh_mask,
+    reward,
+    sampled_mask,
     split,
     valid_completions,
 )
 from dapo_megatron.types import (
+    ENVIRONMENT,
     Completion,
     Finish,
     Grade,
@@ -168,6 +171,57 @@ def test_fresh_tokens_are_response_tokens_of_this_version() -> None:
     short = completion(5, 3, RIGHT, segments=(Segment(1, 2),))
     with pytest.raises(ValueError, match=r"ticket 9, sample 5: .* for 3 tokens"):
         assembled(group(9, short))
+
+
+PARTS = st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=5)
+"""Segments of a response: number of tokens, and whether they were observed. The first was not."""
+
+
+@settings(deadline=None)
+@given(parts=st.lists(PARTS, min_size=2, max_size=4), version=st.integers(1, 4))
+def test_observed_tokens_are_read_and_never_trained_on(
+    parts: list[list[tuple[int, bool]]], version: int
+) -> None:
+    completions = []
+    for sample, of_response in enumerate(parts):
+        segments, logprobs = [], []
+        for place, (num_tokens, is_observed) in enumerate(of_response):
+            is_observed &= place > 0
+            segments.append(Segment(1 + place, num_tokens, ENVIRONMENT if is_observed else 0))
+            logprobs += [0.0 if is_observed else -1.0] * num_tokens
+        made = completion(
+            sample, len(logprobs), (RIGHT, WRONG)[sample % 2], segments=tuple(segments)
+        )
+        completions.append(replace(made, logprobs=array("f", logprobs)))
+    groups = [group(5, *completions)]
+    sequences, batch = described(*groups), assembled(*groups)
+
+    # Token by token, from the segments.
+    mask, fresh, advantage = [], [], []
+    for made, sequence in zip(completions, sequences, strict=True):
+        numbers = [None, None]
+        for segment in made.segments:
+            sampled_by = None if segment.engine == ENVIRONMENT else segment.version
+            numbers += [sampled_by] * segment.num_tokens
+        mask += [number is not None for number in numbers]
+        fresh += [number == version for number in numbers]
+        advantage += [0.0 if number is None else sequence.advantage for number in numbers]
+    assert batch.loss_mask.tolist() == mask == sampled_mask(batch, sequences).tolist()
+    assert batch.num_loss_tokens == sum(mask)
+    assert fresh_mask(sequences, batch, version=version, engine=0).tolist() == fresh
+    assert batch.advantages.tolist() == pytest.approx(advantage)
+    weights = split(batch, 1, "sequence")[0].weights
+    assert not weights[~batch.loss_mask].any()
+    assert float(weights.sum()) == pytest.approx(sum(mask))
+
+    # Neither log-probs, entropies nor lengths count them.
+    policy = LogProbs(torch.where(batch.loss_mask, -3.0, -9.0), batch.engine_logprobs)
+    for made, diagnostics in zip(completions, diagnose(sequences, batch, policy), strict=True):
+        assert (made.logprob_mean, made.logprob_min) == (-1.0, -1.0)
+        assert (diagnostics.gap_mean, diagnostics.gap_max) == (2.0, 2.0)
+        shaped = reward(made, overlong(penalty=True))
+        penalty = min(0.0, max(-1.0, (4 - made.num_sampled) / 4))
+        assert shaped is not None and shaped.penalty == pytest.approx(penalty)
 
 
 def test_diagnostics_cover_the_response_tokens_of_each_sequence() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from dapo_megatron.algo import kl
 from dapo_megatron.algo.kl import KL, KLStatistics
 from dapo_megatron.config import LossConfig
-from dapo_megatron.data.batch import assemble, of_all, penalize, response_tokens
+from dapo_megatron.data.batch import assemble, of_all, penalize, sampled_mask
 from dapo_megatron.run.loss import loss_function, objective
 from dapo_megatron.types import LossOutput, MicroTokens, TokenBatch
 from tests.helpers.batches import described, hold, tokens_of
@@ -160,7 +160,7 @@ def test_statistics_are_over_the_loss_tokens_of_all_parts() -> None:
 def test_penalties_are_subtracted_from_rewards_before_advantages() -> None:
     batch = step_batch()
     parts = [held(batch, index) for index in range(3)]
-    owned = [kl.penalties(part, response_tokens(part, SEQUENCES), NUMBERS) for part in parts]
+    owned = [kl.penalties(part, sampled_mask(part, SEQUENCES), NUMBERS) for part in parts]
     penalties = of_all(parts[0], owned)
     arguments: dict[str, Any] = {"eps": 1e-6, "divide_by_std": True}
 
