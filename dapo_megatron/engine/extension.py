@@ -170,9 +170,12 @@ class WorkerExtension:
             loads = [load for load in loads if load.tensor_slice.name in names]
         return read_back(self.get_model(), loads)
 
-    def read_routes(self, blocks: Sequence[int]) -> NDArray[np.generic]:
-        """Return the routes in these blocks of the KV cache (routes.py)."""
-        rows: NDArray[np.generic] = self.model_runner.dapo_routes.rows(blocks)
+    def read_routes(self, blocks: Sequence[int], waits: bool) -> NDArray[np.generic] | None:
+        """Return the routes in these blocks of the KV cache (routes.py); None except from the first
+        worker, because all have the same."""
+        if self.rank:
+            return None
+        rows: NDArray[np.generic] = self.model_runner.dapo_routes.rows(blocks, waits=waits)
         return rows
 
     def clear_cache(self) -> None:

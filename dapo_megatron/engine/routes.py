@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ class RouteCapture:
         self._routes = torch.empty(0)
         """[slots + 1, layers, k]. The last row takes the padding of a batch, whose slot is -1."""
         self._block_size = 0
+        self._reading: torch.cuda.Stream | None = None
 
     def bind(self, model: torch.nn.Module, kv_cache_config: Any, device: torch.device) -> None:
         """Capture the experts of `model`, whose KV cache has a size now. Call before CUDA graphs
@@ -58,6 +59,8 @@ class RouteCapture:
         # The policy refuses routes that were never captured: k times the same expert.
         unknown = torch.iinfo(self._dtype).max
         self._routes = torch.full(shape, unknown, dtype=self._dtype, device=device)
+        if device.type == "cuda":
+            self._reading = torch.cuda.Stream(device, priority=-1)
         columns = dict(self._columns)
         for module in model.modules():
             if isinstance(module, MoERunner):
@@ -79,11 +82,14 @@ class RouteCapture:
         if slots is not None:  # else a profiling run, without a KV cache
             self._routes[slots, column] = experts_Tk.to(self._dtype)
 
-    def rows(self, blocks: Sequence[int]) -> NDArray[np.generic]:
-        """Return the routes in these blocks, [slots, layers, k]."""
-        by_block = self._routes[:-1].unflatten(0, (-1, self._block_size))
-        indices = torch.tensor(blocks, dtype=torch.int64, device=self._routes.device)
-        return by_block[indices].flatten(0, 1).cpu().numpy()
+    def rows(self, blocks: Sequence[int], *, waits: bool) -> NDArray[np.generic]:
+        """Return the routes in these blocks, [slots, layers, k]. With `waits` they include those of
+        the pass that the GPU still computes. Without, a stream of its own reads what was complete
+        when the host got the tokens of the pass before."""
+        with torch.cuda.stream(None if waits else self._reading):
+            by_block = self._routes[:-1].unflatten(0, (-1, self._block_size))
+            indices = torch.tensor(blocks, dtype=torch.int64, device=self._routes.device)
+            return by_block[indices].flatten(0, 1).cpu().numpy()
 
 
 def capture_routes() -> None:
@@ -122,8 +128,9 @@ class RouteReader:
 
         def copy_and_free(request: Any) -> None:
             # Of a finished request, or of one that is preempted. Its blocks may be overwritten in
-            # the next forward pass. The copy waits for the pass in flight.
-            rows = self._rows(request.request_id)
+            # the next forward pass. The pass in flight, if there is one, may still compute tokens
+            # of a preempted request, but none of a finished one that are needed.
+            rows = self._rows(request.request_id, waits=not request.is_finished())
             if len(rows):
                 self._copies[request.request_id] = rows
             free(request)
@@ -138,7 +145,7 @@ class RouteReader:
         """
         request = self._scheduler.requests.get(request_id)
         if request is not None and request.num_computed_tokens >= num_tokens:
-            rows = self._rows(request_id)
+            rows = self._rows(request_id, waits=False)
         else:  # finished, or preempted and not computed again yet
             rows = self._copies.pop(request_id, self._empty)
         if len(rows) < num_tokens:
@@ -152,8 +159,8 @@ class RouteReader:
         """Drop what is kept. No request is in flight."""
         self._copies.clear()
 
-    def _rows(self, request_id: str) -> NDArray[np.generic]:
+    def _rows(self, request_id: str, *, waits: bool) -> NDArray[np.generic]:
         """Return the routes in the blocks of a request."""
         (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
-        rows: NDArray[np.generic] = self._llm.collective_rpc("read_routes", args=(blocks,))[0]
-        return rows
+        rows = self._llm.collective_rpc("read_routes", args=(blocks, waits))
+        return cast("NDArray[np.generic]", rows[0])

@@ -7,11 +7,12 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.engine import device, memory
+from dapo_megatron.engine import device, memory, routes
 from dapo_megatron.model import architecture
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import tiny_config
@@ -214,3 +215,32 @@ def test_configs_that_vllm_cannot_run_are_rejected(
         device.check_config(config, architecture({**HF, **hf}))
     is_split = keys is TWO_RANKS
     assert ("engine.tensor_parallel = 2" in str(raised.value)) == is_split
+
+
+# ------------------------------------------------------------------ routes
+
+
+def test_only_routes_of_preempted_requests_wait_for_the_pass_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[bool] = []
+
+    def collective_rpc(name: str, args: tuple[list[int], bool]) -> list[Any]:
+        waits.append(args[1])
+        return [np.zeros((1, 1, 2)), None]
+
+    manager = SimpleNamespace(get_block_ids=lambda _: ([0],))
+    running = SimpleNamespace(num_computed_tokens=1)
+    scheduler = SimpleNamespace(
+        kv_cache_manager=manager, _free_request_blocks=lambda _: None, requests={"2": running}
+    )
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+    llm_engine = SimpleNamespace(engine_core=core)
+    monkeypatch.setenv(routes.ROUTES, "")
+    reader = routes.RouteReader(architecture({**HF, **EXPERTS}))
+    reader.follow(SimpleNamespace(collective_rpc=collective_rpc, llm_engine=llm_engine))  # type: ignore[arg-type]
+    for is_finished in (True, False):
+        request = SimpleNamespace(request_id=str(is_finished), is_finished=lambda: is_finished)  # noqa: B023
+        scheduler._free_request_blocks(request)
+    assert reader.read("2", 1).tolist() == [0, 0]
+    assert waits == [False, True, False]
