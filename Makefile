@@ -43,6 +43,7 @@ ladder: env  ## run the paper's ladder on the tiny task, six rungs and three see
 # because tests start hundreds of processes, and each would compile this package again.
 test test-long: export PYTHONDONTWRITEBYTECODE =
 test: env  ## run the tests, three files at a time (JOBS=3), without those of the next four; ARGS="-k name" adds arguments
+	@$(MAKE) -s build/te_cpu/.ready || echo "no wheel of Transformer Engine: tests/te_cpu will be skipped"
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-long: env  ## run only the tests marked long
@@ -89,7 +90,7 @@ build/triton/.ready: $(READY) requirements.txt
 	touch $@
 
 test-te-cpu: env build/te_cpu/.ready  ## compute with Transformer Engine's layers on the CPU, its kernels replaced by torch, and compare with Megatron's own
-	$(VENV)/bin/python -m pytest tests/te_cpu $(ARGS)
+	$(VENV)/bin/python -m pytest tests/te_cpu -m "long or not long" $(ARGS)
 
 # Only its Python, 1.2 MB: tests/te_cpu takes the place of its compiled modules.
 build/te_cpu/.ready: $(READY) requirements.txt
@@ -109,7 +110,8 @@ build/mutations/.ready: $(READY) tests/mutations/requirements.txt
 		-r tests/mutations/requirements.txt
 	touch $@
 
-test-gpu-stack: env-gpu  ## test the H100 stack of requirements.txt in .venv-gpu: PYTHON=python3.12, 10 GB, no GPU needed
+# Transformer Engine's layers are computed in .venv: .venv-gpu has the same Python of them.
+test-gpu-stack: env-gpu test-te-cpu  ## test the H100 stack of requirements.txt in .venv-gpu, and test-te-cpu: PYTHON=python3.12, 10 GB, no GPU needed
 	$(GPU)/bin/python -m pytest tests/gpu_stack tests/contracts/test_transformer_engine.py $(ARGS)
 
 lint: env  ## run ruff and mypy, and check the language of docstrings and names

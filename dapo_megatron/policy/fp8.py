@@ -13,8 +13,8 @@ and an update give the same log-probs. Scales of `delayed` are computed from ear
 they change after each micro-batch with gradients, do not change after one without, and are 1 at
 the start (Transformer Engine 2.20, FP8GlobalStateManager.autocast_exit). So the old log-probs and
 the first micro-batch of an update have the same scales, and later micro-batches have others. The
-first pass of log-probs, also after a resume, is preceded by two passes that find scales
-(policy/step.py).
+first pass of log-probs, also after a resume, is preceded by two passes that find scales, and the
+first scale of gradients is the number of tokens (policy/step.py).
 """
 
 from __future__ import annotations
@@ -171,3 +171,19 @@ def update_scales() -> None:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
+
+
+def set_gradient_scales(num_tokens: int) -> None:
+    """Set the first scales of gradients of `delayed`, after a forward pass.
+
+    The loss is divided by the number of tokens, perhaps a million. With Transformer Engine's first
+    scale of 1, gradients would be below the smallest FP8 value, thus 0. A scale is found from what
+    arrives at a layer, so this would go on for several micro-batches: behind a layer whose gradient
+    is 0, the next one finds none.
+    """
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    for key, scales in FP8GlobalStateManager.quantization_state.global_scale_buffer.items():
+        is_forward, _ = FP8GlobalStateManager.split_key_in_buffer(key)
+        for scale in () if is_forward else scales:
+            scale.fill_(num_tokens)

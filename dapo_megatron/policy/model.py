@@ -319,8 +319,9 @@ def _mark_experts(model: Decoder) -> None:
     Megatron's own are. Otherwise the norm of the gradient counts them on the group's first rank
     only (NVIDIA/Megatron-LM#5916, later than 0.16.1)."""
     for module in model.modules():
-        for number in range(getattr(module, "num_gemms", 0)):
-            weight = getattr(module, f"weight{number}")
+        if not hasattr(module, "num_gemms"):
+            continue
+        for weight in module.parameters(recurse=False):  # none of the padding that FP8 adds
             if not hasattr(weight, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(weight, True, 0, 1)
 

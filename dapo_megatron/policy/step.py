@@ -67,6 +67,7 @@ class Runner:
         self._entropy_gradient = entropy_gradient
         config = self._chunks[0].config
         self._needs_scales = bool(config.fp8) and config.fp8_recipe == "delayed"
+        self._needs_gradient_scales = self._needs_scales
         config.finalize_model_grads_func = _finalize_without_division
 
     def logprobs(
@@ -116,6 +117,9 @@ class Runner:
             sums["mean_prob"] = logp.exp().sum()
             return result.total / num_tokens, (sums, (rows.scored.indices, logp, entropy))
 
+        if self._needs_gradient_scales:
+            fp8.set_gradient_scales(num_tokens)
+            self._needs_gradient_scales = False
         return self._run(micro, output, forward_only=False)
 
     def _head(

@@ -35,6 +35,7 @@ NAMES = {
     "transformer_engine.common.recipe:Float8CurrentScaling": "policy/fp8.py",
     "transformer_engine.common.recipe:Float8BlockScaling": "policy/fp8.py",
     SCALES + "reduce_and_update_fp8_tensors": "policy/fp8.py",
+    SCALES + "split_key_in_buffer": "policy/fp8.py",
 }
 
 GONE = {

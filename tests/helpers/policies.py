@@ -32,14 +32,14 @@ def build_policy(
     exchange: Ranks, folder: str, overrides: dict[str, Any]
 ) -> tuple[MegatronPolicy, MicrobatchPlanner]:
     """Build a float64 policy of the model in `folder`. Return it and its planner, which makes
-    micro-batches of at most 64 tokens per rank. Collective."""
+    micro-batches of at most 64 tokens per rank, or of one row. Collective."""
     from dapo_megatron.policy.policy import MegatronPolicy
 
     settings = {"policy__tensor_parallel": 1, "policy__precision": "float64", **overrides}
     config = tiny_config(model__path=folder, **settings)
     plan = partial(
         plan_microbatches,
-        max_tokens=64 * config.policy.context_parallel,
+        max_tokens=max(64 * config.policy.context_parallel, row_multiple(config.policy)),
         packed=config.train.packing,
         sequence_multiple=sequence_multiple(config.policy),
         row_multiple=row_multiple(config.policy),

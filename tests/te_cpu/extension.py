@@ -1,9 +1,9 @@
 """The compiled module `transformer_engine_torch` in plain torch, for tests without a GPU.
 
 It has the functions that Transformer Engine's own Python calls for the layers of this project:
-matrix products, norms, attention (padded and packed) and the helpers of context parallelism. All
-other names exist, and raise NotImplementedError when they are called. Matrices are multiplied and
-summed in float32, or in higher precision if they have it.
+matrix products, norms, attention (padded and packed), the helpers of context parallelism, and FP8
+(float8.py). All other names exist, and raise NotImplementedError when they are called. Matrices are
+multiplied and summed in float32, or in higher precision if they have it.
 
 Names and arguments are those of Transformer Engine 2.20 (`transformer_engine/pytorch/csrc`).
 """
@@ -128,9 +128,22 @@ def _wide(value: Tensor) -> Tensor:
     return value if value.dtype == torch.float64 else value.float()
 
 
-def _matrix(value: Tensor, transposed: bool) -> Tensor:
+def _matrix(value: Any, transposed: bool, *, columnwise: bool = False) -> Tensor:
+    """Return a matrix; of an FP8 tensor the copy that was stored in this direction."""
+    if hasattr(value, "_fp8_dtype"):
+        value = _dequantized(value, columnwise)
     flat = _wide(value.reshape(-1, value.shape[-1]))
     return flat.t() if transposed else flat
+
+
+def _dequantized(value: Any, columnwise: bool) -> Tensor:
+    """Return the values of one of the copies. Raise if it was not made or is out of date."""
+    assert not (columnwise and getattr(value, "_transpose_invalid", False))
+    others = ("data", "rowwise_data") if columnwise else ("data_transpose", "columnwise_data")
+    kept = {name: None if name in others else part for name, part in value.get_metadata().items()}
+    storage: Any = next(each for each in type(value).__mro__ if each.__name__.endswith("Storage"))
+    values: Tensor = storage(**kept).dequantize(dtype=torch.float32)
+    return values
 
 
 def _store(value: Tensor, out: Tensor, *, accumulate: bool) -> None:
@@ -167,7 +180,7 @@ def generic_gemm(
     beta: Any = None,
 ) -> tuple[Any, ...]:
     """Return op(B) @ op(A) in row-major order, the gradient of the bias, and unused values."""
-    left, right = _matrix(B, transb), _matrix(A, transa)
+    left, right = _matrix(B, transb, columnwise=transb), _matrix(A, transa, columnwise=not transa)
     product = left @ right * alpha
     bias_grad = None
     if bias is not None and grad:
@@ -177,9 +190,12 @@ def generic_gemm(
     if out is not None:
         _store(product, out, accumulate=accumulate)
         return out, bias_grad, gelu_in, extra_output
-    result = product.to(A.dtype if out_dtype is None else TORCH[DType(int(out_dtype))])
+    dtype = getattr(A, "dtype", None) if out_dtype is None else TORCH[DType(int(out_dtype))]
+    result = product.to(dtype)
     if not transb:
-        result = result.view(*B.shape[:-1], result.shape[-1])
+        result = result.view(*B.size()[:-1], result.shape[-1])
+    if quantizer is not None:
+        result = quantizer(result)
     return result, bias_grad, gelu_in, extra_output
 
 
@@ -206,7 +222,9 @@ def te_general_grouped_gemm(
     """Multiply the matrices of each expert."""
     first = 0
     for number, (right, left) in enumerate(zip(A, B, strict=True)):
-        product = _matrix(left, transb) @ _matrix(right, transa)
+        product = _matrix(left, transb, columnwise=transb) @ _matrix(
+            right, transa, columnwise=not transa
+        )
         if single_output:
             rows = out[0].view(-1, out[0].shape[-1])[first : first + len(product)]
             first += len(product)
@@ -235,7 +253,9 @@ def rmsnorm_fwd(
     inverse = torch.rsqrt(wide.pow(2).mean(-1) + eps)
     gamma = _wide(weight) + (1 if zero_centered_gamma else 0)
     result = (wide * inverse[..., None] * gamma).to(TORCH[DType(int(out_dtype))])
-    if out is not None:
+    if quantizer is not None:
+        result = quantizer.quantize(result, out=out)
+    elif out is not None:
         out.copy_(result)
         result = out
     return result, None, inverse.reshape(-1)

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from tests.te_cpu import extension, stand_in
 
 LENGTHS = (5, 40, 17, 9)
+LARGER = 30_000
+"""How many times larger the mini-batch is, of which this is a part, except in float32. Gradients
+are then as small as in a run."""
+SETTINGS: dict[str, Any] = {"policy__precision": "float32", "optimizer__eps": 1e-2}
+"""With AdamW's usual eps, the first step has the same size for every gradient, also for those that
+are only rounding errors."""
 
 
 def compute(
@@ -33,14 +43,21 @@ def _compute(
     from tests.helpers.losses import loss_with
     from tests.helpers.policies import build_policy
 
-    settings = {"policy__precision": "float32", "policy__kernels": kernels, **overrides}
+    settings = SETTINGS | {"policy__kernels": kernels} | overrides
     extension.calls.clear()
     policy, _ = build_policy(Ranks(rank, world_size, rank), str(folder), settings)
     batch = random_batch(LENGTHS, vocab=90, seed=7 + policy.data_parallel_index)
+    if settings.get("policy__router_replay") == "engine":
+        batch = replace(batch, routes=_routes(len(batch.tokens), policy.architecture))
     before = policy.logprobs(batch)
+    if settings["policy__precision"] != "float32":
+        # Ratios of 1, as in the first update of a step. Otherwise rounding decides what is clipped.
+        batch = replace(batch, old_logprobs=before.logprobs, loss_tokens=batch.loss_tokens * LARGER)
     loss, gradients = policy.gradients(batch, loss_with())
-    stats = policy.update(batch, loss_with(), 1e-3)
+    stats = policy.update(batch, loss_with(), 0.01)
+    weights = {name: weight.clone() for name, weight in policy.weights()}
     after = policy.logprobs(batch)
+    scales = _scales(policy) if settings.get("policy__fp8") else {}
     policy.close()
     return {
         "before": before.logprobs,
@@ -49,5 +66,33 @@ def _compute(
         "loss": loss,
         "gradients": gradients,
         "grad_norm": stats.grad_norm,
+        "weights": weights,
+        "scales": scales,
         "calls": dict(extension.calls),
     }
+
+
+def _routes(num_tokens: int, architecture: Any) -> Tensor:
+    """Return random experts of each token, so that rounding does not choose other ones."""
+    shape = num_tokens, architecture.num_layers, architecture.num_experts
+    order = torch.rand(shape, generator=torch.Generator().manual_seed(3)).argsort(-1)
+    return order[..., :2].flatten(1).to(torch.uint8)
+
+
+def _scales(policy: Any) -> dict[str, Tensor]:
+    """Return what ranks must share: delayed scales, and weights that are only in FP8."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    from tests.helpers.policies import named_parameters
+
+    state = FP8GlobalStateManager.quantization_state
+    shared = {
+        f"{number} {key.split('_')[0]}": torch.cat([scale.flatten() for scale in scales])
+        for number, (key, scales) in enumerate(state.global_scale_buffer.items())
+    }
+    for name, parameter in named_parameters(policy).items():
+        if hasattr(parameter, "_fp8_dtype"):
+            parts = parameter.get_metadata().items()
+            shared |= {f"{name} {part}": value for part, value in parts if torch.is_tensor(value)}
+    FP8GlobalStateManager.reset()
+    return shared

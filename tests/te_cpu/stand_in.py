@@ -18,8 +18,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from tests.te_cpu import extension, permutation
+from tests.te_cpu import extension, float8, permutation
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "te_cpu"
 """Folder with the unpacked wheel of transformer-engine: `make build/te_cpu/.ready`."""
@@ -50,7 +51,11 @@ class _Wide(ModuleType):
 def install() -> None:
     """Put Transformer Engine into `sys.modules`."""
     os.environ |= {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}
+    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # delayed scales: in Python, not by a kernel
+    torch.version.cuda = "13.0"  # FP8 asks for 12.1, blockwise for 12.9
+    assert float8.__name__  # its functions are in the module
     sys.path.append(str(FOLDER))
+    _gather_as_nccl()
     sources = (path.read_text() for path in (FOLDER / _NAME / "pytorch").rglob("*.py"))
     names = {name for source in sources for name in re.findall(r"\btex\.([A-Za-z_]\w*)", source)}
     sys.modules["transformer_engine_torch"] = extension.module(names)
@@ -98,6 +103,22 @@ def install() -> None:
     base.__init__ = with_gpu
 
 
+def _gather_as_nccl() -> None:
+    """Let all-gathers of several dtypes be coalesced. gloo copies their values, not their bytes,
+    into one tensor, and does not take a device."""
+    distributed: Any = torch.distributed
+    gather, manager = distributed.all_gather_into_tensor, distributed._coalescing_manager
+
+    def gather_bytes(output: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return gather(output.view(torch.uint8), tensor.view(torch.uint8), *args, **kwargs)
+
+    def without_device(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+        return manager(group, async_ops=async_ops)
+
+    distributed.all_gather_into_tensor = gather_bytes
+    distributed._coalescing_manager = without_device
+
+
 class _WaitsOnce:
     """A transfer that may be waited for twice. gloo would wait forever."""
 
@@ -135,9 +156,27 @@ class _OnCpu:
         return self._function(*args, **kwargs)
 
 
+class _WithDtype(ModuleType):
+    """torch, with products that have another dtype than their factors, as on a GPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def mm(*factors: Tensor, out_dtype: torch.dtype | None = None, out: Tensor) -> Tensor:
+        """Multiply, in the wide dtype."""
+        return torch.mm(*(each.to(out_dtype or each.dtype) for each in factors), out=out)
+
+    @staticmethod
+    def addmm(total: Tensor, *factors: Tensor, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        """Add a product, in the wide dtype."""
+        return torch.addmm(total, *(each.to(out_dtype) for each in factors), out=out)
+
+
 def complete_device() -> None:
-    """Add to the project's stand-ins for CUDA what only Transformer Engine's layers call."""
-    from dapo_megatron.policy import device
+    """Add to the project's stand-ins for CUDA what only Transformer Engine's layers call, and what
+    the log-prob head calls on a GPU only."""
+    from dapo_megatron.policy import device, vocab_parallel
 
     random: Any = device._NoRandomness
     random.is_initialized = lambda self: False
@@ -148,3 +187,4 @@ def complete_device() -> None:
     stream.wait_event = lambda self, *_: None
     stream.record = lambda self, *_: self
     stream.cuda_stream = 0
+    vocab_parallel.torch = _WithDtype("torch")  # type: ignore[attr-defined]
