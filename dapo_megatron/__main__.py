@@ -260,6 +260,16 @@ def grades(
 
 
 @doctor.command()
+def template(config: ConfigPath, overrides: Overrides = None, json_file: JsonPath = None) -> None:
+    """Check that the model's chat template can continue conversations token by token."""
+    checked = load_config(config, overrides or [])
+    from dapo_megatron.doctor import template
+
+    if not template.command(checked, json_file):
+        raise typer.Exit(1)
+
+
+@doctor.command()
 def layouts(
     config: ConfigPath,
     overrides: Overrides = None,

@@ -27,7 +27,7 @@ from dapo_megatron.engine.continuation import (
     tokens_left,
 )
 from dapo_megatron.engine.routes import RouteReader
-from dapo_megatron.model import read_architecture
+from dapo_megatron.model import read_architecture, stop_ids
 from dapo_megatron.types import (
     Completion,
     ConfigError,
@@ -84,8 +84,9 @@ class VllmEngine:
         self._llm = _start(config, "dummy" if is_empty else "auto", seed)
         if self._routes is not None:
             self._routes.follow(self._llm)
-        self._tokenizer = load_tokenizer(Path(config.model.path), "model.path")
-        self._stop_ids = _stop_ids(self._llm, self._tokenizer.eos_token_id)
+        folder = Path(config.model.path)
+        self._tokenizer = load_tokenizer(folder, "model.path")
+        self._stop_ids = stop_ids(folder, self._tokenizer.eos_token_id)
         self._knows_slices = False
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
@@ -330,20 +331,6 @@ def _start(config: Config, load_format: str, seed: int) -> LLM:
             use_tqdm_on_load=False,
             **device.arguments(config),
         )
-
-
-def _stop_ids(llm: LLM, eos_token_id: int | None) -> list[int]:
-    """Return the end-of-sequence ids of tokenizer, model config and generation config."""
-    model = llm.llm_engine.model_config
-    sources = (
-        eos_token_id,
-        getattr(model.hf_config, "eos_token_id", None),
-        model.try_get_generation_config().get("eos_token_id"),
-    )
-    ids: set[int] = set()
-    for source in sources:
-        ids |= {source} if isinstance(source, int) else set(source or ())
-    return sorted(ids)
 
 
 def _scoring() -> SamplingParams:

@@ -16,6 +16,7 @@ from dapo_megatron.model.hf_config import (
     planned_architecture,
     published_notes,
     read_architecture,
+    stop_ids,
     to_hf_config,
     without_mtp,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "planned_architecture",
     "published_notes",
     "read_architecture",
+    "stop_ids",
     "to_hf_config",
     "without_mtp",
 ]

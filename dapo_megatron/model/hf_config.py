@@ -37,6 +37,16 @@ def read_architecture(config: Config) -> Architecture:
     return architecture(hf, config.model.ignore_fields)
 
 
+def stop_ids(folder: Path, eos_token_id: int | None) -> list[int]:
+    """Return the tokens that end a response: those of the tokenizer (`eos_token_id`), of
+    config.json and of generation_config.json."""
+    ids = set() if eos_token_id is None else {eos_token_id}
+    for name in ("config.json", "generation_config.json"):
+        value = read_json(folder / name).get("eos_token_id") if (folder / name).exists() else None
+        ids |= {value} if isinstance(value, int) else set(value or ())
+    return sorted(ids)
+
+
 def planned_architecture(config: Config) -> Architecture:
     """Return the architecture for planning a run.
 

@@ -1,0 +1,200 @@
+"""Tokens between two turns of a conversation, for a policy that continues its own tokens.
+
+Sampled tokens are never decoded and encoded again, because encoding does not invert decoding.
+Instead the chat template is rendered with a mark as the assistant's turn, and what follows the mark
+is encoded: the end of that turn, the messages of an environment, and the start of the next turn.
+This is right only for templates in which it does not depend on what was said before. `findings`
+checks this, and what else differs between templates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from dapo_megatron.types import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+"""With the keys `role` and `content`."""
+MARK = "TURN-{}-OF-THE-MODEL"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Continues the turns of a model whose chat template the tokenizer has.
+
+    stop_ids         tokens at which the engine ends a turn
+    template_kwargs  of the chat template (data.chat_template_kwargs)
+    tools            descriptions of tools, as the template takes them
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: Collection[int]
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+    def between(self, last_token: int, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens from a turn that ended with `last_token` to the start of the next one,
+        with `messages` between the two.
+
+        A turn that was cut off is closed first. Raises DataError if the template cannot render
+        them.
+        """
+        tokens = self.encode(self.after_turn(messages))
+        first = tokens[0]
+        is_closed = last_token == first or (
+            # This token also closes the messages, so it says nothing but that a turn has ended.
+            # Llama has two such tokens. In GLM the first token is the role of the next message.
+            last_token in self.stop_ids and first in tokens[1:]
+        )
+        return tokens[1:] if is_closed else tokens
+
+    def after_turn(
+        self,
+        messages: Sequence[Message],
+        before: Sequence[Message] = ({"role": "user", "content": "?"},),
+        *,
+        starts_turn: bool = True,
+    ) -> str:
+        """Return the text after a turn of the model in a conversation that begins with `before`."""
+        mark = MARK.format(0)
+        turn = {"role": "assistant", "content": mark}
+        text = self.render([*before, turn, *messages], starts_turn=starts_turn)
+        _, shown_mark, rest = text.rpartition(mark)
+        if not shown_mark:
+            raise DataError("the chat template does not show the text of an assistant's turn")
+        return rest
+
+    def render(self, messages: Sequence[Message], *, starts_turn: bool) -> str:
+        """Return the text of a conversation. Raises DataError if the template cannot render it."""
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=None if self.tools is None else list(self.tools),
+                    add_generation_prompt=starts_turn,
+                    tokenize=False,
+                    **self.template_kwargs,
+                )
+            )
+        except Exception as error:  # a template is a program of the model's author
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise DataError(
+                f"the chat template failed for the roles {roles}: {type(error).__name__}: {error}"
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text that may contain special ones."""
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of one check of a template. `error` is empty if the check passed, and `note` says what
+    else to know."""
+
+    check: str
+    error: str = ""
+    note: str = ""
+
+
+def findings(conversation: Conversation, role: str) -> Iterator[Finding]:
+    """Check that conversations can be continued whose messages between turns have `role` ("tool" or
+    "user"). Yields the findings up to the first error that the others depend on."""
+    message, messages = _messages(role, 1), _messages(role, 2)
+    try:
+        tail = conversation.after_turn(message)
+        tail_of_both = conversation.after_turn(messages)
+    except DataError as error:
+        yield Finding(f"messages of the role {role}", str(error))
+        return
+    yield Finding(f"messages of the role {role}")
+    yield _stops(conversation, tail)
+    yield _independent(conversation, message, tail)
+    missing = [each["content"] for each in messages if each["content"] not in tail_of_both]
+    yield Finding(
+        "several messages after one turn", f"the template leaves out {missing}" if missing else ""
+    )
+    yield _cut_off(conversation, message)
+    whole = "a conversation of three turns"
+    yield _whole(conversation, messages, "{}", f"{whole} without thinking")
+    yield _whole(conversation, messages, "<think>\nhm\n</think>\n\n{}", f"{whole} with thinking")
+
+
+def _messages(role: str, number: int) -> list[Message]:
+    return [{"role": role, "content": f"result {place}"} for place in range(number)]
+
+
+def _stops(conversation: Conversation, tail: str) -> Finding:
+    """Check that the engine ends a turn where the template does."""
+    check = "a turn ends with a stop token"
+    first = conversation.encode(tail)[0]
+    shown = conversation.tokenizer.convert_ids_to_tokens(first)
+    if first in conversation.stop_ids:
+        return Finding(check, note=f"{shown!r}")
+    return Finding(
+        check,
+        f"the template ends it with {shown!r}, which is no stop token, so the model would go on "
+        "and write the next message itself. Add it to eos_token_id in generation_config.json",
+    )
+
+
+def _independent(conversation: Conversation, messages: list[Message], tail: str) -> Finding:
+    """Check that what follows a turn does not depend on what was before."""
+    question = {"role": "user", "content": "what?"}
+    answer = {"role": "assistant", "content": "this"}
+    histories = (
+        [question, answer, question],
+        [question, answer, *messages],
+        [{"role": "system", "content": "be brief"}, question],
+    )
+    for history in histories:
+        try:
+            other = conversation.after_turn(messages, history)
+        except DataError:  # for example without system messages; such rows are refused when loaded
+            continue
+        if other != tail:
+            return Finding(
+                "what follows a turn depends on no other turn",
+                f"after {len(history)} messages it is {other!r}, after one {tail!r}",
+            )
+    return Finding("what follows a turn depends on no other turn")
+
+
+def _cut_off(conversation: Conversation, messages: list[Message]) -> Finding:
+    """Check that a turn that was cut off is closed like one that ended by itself."""
+    whole = conversation.encode(conversation.after_turn(messages))
+    other = next(token for token in range(len(whole) + 1) if token not in whole)
+    closed, cut = (conversation.between(last, messages) for last in (whole[0], other))
+    is_right = cut == whole and closed == whole[1:]
+    return Finding("a turn that was cut off is closed", "" if is_right else f"{closed} and {cut}")
+
+
+def _whole(conversation: Conversation, messages: list[Message], text: str, check: str) -> Finding:
+    """Compare a conversation of three turns, continued token by token, with its whole render."""
+    history: list[Message] = [{"role": "user", "content": "?"}]
+    tokens = conversation.encode(conversation.render(history, starts_turn=True))
+    turns = [text.format(MARK.format(number)) for number in range(3)]
+    for turn in turns:
+        history += [{"role": "assistant", "content": turn}, *messages]
+        closing = conversation.encode(conversation.after_turn(messages))[0]
+        tokens += [*conversation.encode(turn), closing]
+        tokens += conversation.between(closing, messages)
+    rendered = conversation.render(history, starts_turn=True)
+    if tokens == conversation.encode(rendered):
+        return Finding(check)
+    # Templates may drop thinking and empty thinking from earlier turns. Sampled tokens stay as they
+    # are. But everything after a turn must be there, as it was inserted.
+    inserted = conversation.after_turn(messages, starts_turn=False)
+    starts = [rendered.find(MARK.format(number)) for number in range(3)]
+    for number, (start, end) in enumerate(pairwise([*starts, len(rendered)])):
+        after = rendered[start + len(MARK.format(number)) : end]
+        if start < 0 or not after.startswith(inserted):
+            return Finding(check, f"turn {number + 1} is followed by {after!r}, not {inserted!r}")
+    return Finding(check, note="the template changes earlier turns. They stay as they were sampled")

@@ -1,0 +1,157 @@
+"""Conversations continue token by token: with each kind of chat template, what is inserted between
+two turns is what the template itself would put there, and templates that cannot be continued are
+found."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from dapo_megatron.__main__ import app
+from dapo_megatron.data.conversation import Conversation, findings
+from tests.helpers.configs import REPOSITORY
+
+HEADERS = """
+{%- for m in messages %}
+{{- '<start>' + m.role + '<head>' + (m.content | trim) + CLOSE }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start>assistant<head>' }}{% endif %}"""
+TEMPLATES = {
+    # Qwen: all results are in one message, and a newline follows the closing token.
+    "merged": """
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<start>user' }}{% endif %}
+{{- '\n[result]\n' + m.content + '\n[/result]' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<end>\n' }}{% endif %}
+{%- else %}{{ '<start>' + m.role + '\n' + m.content + '<end>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}""",
+    # Llama: a message for each result, and nothing after the closing token.
+    "headers": HEADERS.replace("CLOSE", "'<end>'"),
+    # GLM: the role of the next message ends a turn.
+    "roles": """
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{%- if messages[loop.index0 - 1].role != 'tool' %}{{ '<tool>' }}{% endif %}
+{{- '\n[' + m.content + ']' }}
+{%- else %}{{ '<' + m.role + '>' + m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}""",
+    # Thinking is dropped from all turns but the last, and marked as empty in the next one.
+    "thinking": """
+{%- for m in messages %}
+{%- set text = m.content.split('</think>')[-1].strip() if not loop.last else m.content %}
+{{- '<start>' + m.role + '\n' + text + '<end>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start>assistant\n<think>\n\n</think>\n\n' }}{% endif %}""",
+}
+SPECIAL = ("<end>", "<eom>", "<start>", "<head>", "<tool>", "<user>", "<assistant>", "<system>")
+STOPS = {"roles": ("<tool>", "<user>", "<end>")}
+
+
+def conversation(template: str, stops: tuple[str, ...] = ("<end>", "<eom>")) -> Conversation:
+    """Return a conversation of a model whose tokens are bytes and SPECIAL."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = Tokenizer(models.BPE({letter: place for place, letter in enumerate(alphabet)}, []))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, chat_template=template)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    return Conversation(tokenizer, tokenizer.convert_tokens_to_ids(list(stops)))
+
+
+def of(name: str) -> Conversation:
+    return conversation(TEMPLATES[name], STOPS.get(name, ("<end>", "<eom>")))
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_characters="<>"), min_size=1, max_size=9)
+turns = st.lists(
+    st.tuples(texts.map(str.strip), st.lists(texts, min_size=1, max_size=3)), max_size=4
+)
+
+
+@settings(max_examples=30)
+@pytest.mark.parametrize("name", ["merged", "headers", "roles"])
+@pytest.mark.parametrize("role", ["tool", "user"])
+@given(turns=turns)
+def test_a_continued_conversation_is_the_rendered_one(
+    name: str, role: str, turns: list[tuple[str, list[str]]]
+) -> None:
+    talk = of(name)
+    history: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
+    tokens = talk.encode(talk.render(history, starts_turn=True))
+    for answer, results in turns:
+        messages = [{"role": role, "content": result.strip()} for result in results]
+        closing = talk.encode(talk.after_turn(messages))[0]
+        assert closing in talk.stop_ids
+        tokens += [*talk.encode(answer), closing, *talk.between(closing, messages)]
+        history += [{"role": "assistant", "content": answer}, *messages]
+    assert tokens == talk.encode(talk.render(history, starts_turn=True))
+
+
+def test_a_turn_is_closed_once_whatever_ended_it() -> None:
+    messages = [{"role": "tool", "content": "4"}]
+    for name in TEMPLATES:
+        talk = of(name)
+        whole = talk.encode(talk.after_turn(messages))
+        (letter,) = talk.encode("x")
+        assert talk.between(letter, messages) == whole  # cut off
+        assert talk.between(whole[0], messages) == whole[1:]
+    end, eom, user = of("headers").tokenizer.convert_tokens_to_ids(["<end>", "<eom>", "<user>"])
+    # Another token that ends a turn, as Llama has it before a tool's result.
+    assert of("headers").between(eom, messages) == of("headers").between(end, messages)
+    # But another role is not the role of a tool's result.
+    assert of("roles").between(user, messages) == of("roles").encode("<tool>\n[4]<assistant>")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_templates_that_can_be_continued_have_no_error(name: str, role: str) -> None:
+    results = list(findings(of(name), role))
+    assert not [finding for finding in results if finding.error]
+    notes = [finding.note for finding in results[-2:]]
+    kept = "the template changes earlier turns. They stay as they were sampled"
+    assert notes == ([kept, kept] if name == "thinking" else ["", ""])
+
+
+BROKEN = {
+    "messages of the role tool": """
+{%- for m in messages %}
+{%- if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}
+{{- '<start>' + m.role + m.content + '<end>' }}{% endfor %}""",
+    "a turn ends with a stop token": HEADERS.replace("CLOSE", "'\\n\\n'"),
+    "what follows a turn depends on no other turn": HEADERS.replace(
+        "CLOSE", "'<end>' + (messages | length | string)"
+    ),
+    "several messages after one turn": """
+{%- for m in messages %}
+{%- if m.role != 'tool' or loop.last or messages[loop.index0 + 1].role != 'tool' %}
+{{- '<start>' + m.role + m.content + '<end>' }}{% endif %}{% endfor %}""",
+    "a conversation of three turns without thinking": """
+{%- for m in messages %}
+{%- if loop.index0 < 5 or not loop.last %}{{- '<start>' + m.role + m.content + '<end>' }}{% endif %}
+{%- endfor %}""",
+}
+
+
+@pytest.mark.parametrize("check", BROKEN)
+def test_templates_that_cannot_be_continued_are_found(check: str) -> None:
+    errors = {each.check: each.error for each in findings(conversation(BROKEN[check]), "tool")}
+    assert errors[check]
+
+
+def test_the_command_names_what_is_wrong(tmp_path: Any) -> None:
+    config = str(REPOSITORY / "model_configs" / "tiny_cpu.yaml")
+    arguments = ["doctor", "template", config, "--json", str(tmp_path / "found.json")]
+    result = CliRunner().invoke(app, arguments)
+    by_role = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert {"results of tools (tool)", "messages of a user (user)"} == by_role.keys()
+    assert result.exit_code == int(all(role["status"] == "fail" for role in by_role.values()))
