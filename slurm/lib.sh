@@ -160,14 +160,14 @@ step() {
     # Without --overlap, a step that is requested while the one before it still ends sometimes waits
     # for 60 s. Without --container-env, variables of the image would override those of the job.
     [[ -n ${DAPO_CONTAINER:-} ]] && STEP_OPTIONS+=("--container-env=$(env_names)")
-    # Tasks are bound to the socket of their GPU: consecutive ones share a socket, and with it the
-    # cores, because an engine's processes and graders are children of one of them.
+    # Slurm does not know which CPUs are near a task's GPU, and by default alternates sockets. Ranks
+    # and engines bind themselves (dapo_megatron/cluster/processes.py).
     # Bash before 4.4 treats an empty array as unset.
     exec ${limit[@]+"${limit[@]}"} srun --overlap --nodes="${#STEP_NODES[@]}" --nodelist="$nodes" \
         --ntasks="$((TASKS * ${#STEP_NODES[@]}))" --ntasks-per-node="$TASKS" \
-        --cpus-per-task="$DAPO_CPUS_PER_TASK" --distribution=block:block --cpu-bind=sockets \
-        --kill-on-bad-exit=0 \
-        --wait="${DAPO_GRACE_SECONDS:-20}" --output="${ATTEMPT_LOGS//%/%%}/$log" \
+        --cpus-per-task="$DAPO_CPUS_PER_TASK" --cpu-bind=none --distribution=block \
+        --kill-on-bad-exit=0 --wait="${DAPO_GRACE_SECONDS:-20}" \
+        --output="${ATTEMPT_LOGS//%/%%}/$log" \
         ${STEP_OPTIONS[@]+"${STEP_OPTIONS[@]}"} "$@"
 }
 

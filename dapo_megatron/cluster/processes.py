@@ -59,16 +59,14 @@ def visible_gpus() -> list[str]:
 
 
 def bind_near(gpus: Sequence[str]) -> None:
-    """Bind this process, and the memory that it will allocate, to the CPUs near these GPUs, named
-    as in CUDA_VISIBLE_DEVICES. Do nothing if Slurm or the user has bound it."""
-    if len(STARTED_ON) < (os.cpu_count() or 1):
-        return
+    """Bind this process, and the memory that it will allocate, to those of its CPUs that are near
+    these GPUs, named as in CUDA_VISIBLE_DEVICES."""
     import pynvml
 
-    # NVML refuses it in some virtual machines, and for a MIG device.
-    with suppress(OSError, pynvml.NVMLError):
+    with suppress(pynvml.NVMLError):  # in some virtual machines, and for a MIG device
         pynvml.nvmlInit()
-        os.sched_setaffinity(0, set[int]().union(*map(_cpus_near, gpus)) or STARTED_ON)
+        if near := set[int]().union(*map(_cpus_near, gpus)) & STARTED_ON:
+            os.sched_setaffinity(0, near)
 
 
 def _cpus_near(gpu: str) -> set[int]:
@@ -76,7 +74,7 @@ def _cpus_near(gpu: str) -> set[int]:
 
     is_number = gpu.isdecimal()
     find = pynvml.nvmlDeviceGetHandleByIndex if is_number else pynvml.nvmlDeviceGetHandleByUUID
-    num_words = -(-(os.cpu_count() or 1) // 64)
+    num_words = max(STARTED_ON) // 64 + 1
     words = pynvml.nvmlDeviceGetCpuAffinity(find(int(gpu) if is_number else gpu), num_words)
     return {64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1}
 

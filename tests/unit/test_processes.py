@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_allowed(
     assert limits == ([] if raised is None else [(raised, hard)])
 
 
-def test_a_process_is_bound_to_the_cpus_of_its_gpus_unless_it_is_bound_already(
+def test_a_process_is_bound_to_those_of_its_cpus_that_are_near_its_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM ships a copy of the package pynvml."""
@@ -46,14 +46,13 @@ def test_a_process_is_bound_to_the_cpus_of_its_gpus_unless_it_is_bound_already(
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCpuAffinity", affinity)
     bound: list[set[int]] = []
-    fake = SimpleNamespace(
-        cpu_count=lambda: 96, sched_setaffinity=lambda _, cpus: bound.append(cpus)
-    )
-    monkeypatch.setattr(processes, "os", fake)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.append(cpus))
     monkeypatch.setattr(processes, "STARTED_ON", set(range(96)))
     bind_near(["0", "GPU-ab"])
     bind_near(["5"])  # in a virtual machine
     assert bound == [{0, 1, 67}]
-    monkeypatch.setattr(processes, "STARTED_ON", set(range(48)))
+    monkeypatch.setattr(processes, "STARTED_ON", {1, 2})  # of a job that shares the node
     bind_near(["0"])
-    assert len(bound) == 1
+    monkeypatch.setattr(processes, "STARTED_ON", {2, 3})
+    bind_near(["0"])
+    assert bound[1:] == [{1}]

@@ -118,6 +118,7 @@ CHECKS = (
     Check("bf16", "training:bfloat16", 240, 90, 16),
     Check("te", "training:transformer_engine", 240, 60, **_FUSED),
     Check("sync_0.6b", "engines:sync_06b", 180, 70, 30, (VLLM,)),
+    Check("tokens_graphs", "engines:tokens_graphs", 240, 120, 40, (VLLM,), on_cpu=False),
     Check("head", "speed:head", 120, 40, 60),
     Check("fp8_shipped", "training:fp8_shipped", 240, 80, **_FP8),
     Check("mfu_4b", "speed:mfu_4b", 240, 110, 70),
@@ -130,7 +131,6 @@ CHECKS = (
     Check("plan", "engines:plan", 180, 80, 40, (VLLM,)),
     # Other settings.
     Check("recompute", "states:recompute", 180, 50, 16),
-    Check("tokens_graphs", "engines:tokens_graphs", 240, 120, 40, (VLLM,), on_cpu=False),
     Check("padded", "training:padded", 180, 40, 16),
     Check("fp8_recipes", "training:fp8_recipes", 480, 200, **_FP8),
     Check("checkpoint_fp8", "states:checkpoint_fp8", 180, 60, **(_FP8 | {"gib": 20.0})),
