@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -29,23 +31,24 @@ def compute(
     if kernels == "transformer_engine":
         stand_in.install()
         stand_in.complete_device()
+    from dapo_megatron.cluster.ranks import Ranks
+
     return {
-        name: _compute(rank, world_size, kernels, folder, overrides)
+        name: _compute(Ranks(rank, world_size, rank), kernels, folder, overrides)
         for name, (folder, overrides) in cases.items()
     }
 
 
 def _compute(
-    rank: int, world_size: int, kernels: str, folder: Path, overrides: dict[str, Any]
+    exchange: Any, kernels: str, folder: Path, overrides: dict[str, Any]
 ) -> dict[str, Any]:
-    from dapo_megatron.cluster.ranks import Ranks
     from tests.helpers.batches import random_batch
     from tests.helpers.losses import loss_with
     from tests.helpers.policies import build_policy
 
     settings = SETTINGS | {"policy__kernels": kernels} | overrides
     extension.calls.clear()
-    policy, _ = build_policy(Ranks(rank, world_size, rank), str(folder), settings)
+    policy, _ = build_policy(exchange, str(folder), settings)
     batch = random_batch(LENGTHS, vocab=90, seed=7 + policy.data_parallel_index)
     if settings.get("policy__router_replay") == "engine":
         batch = replace(batch, routes=_routes(len(batch.tokens), policy.architecture))
@@ -57,6 +60,7 @@ def _compute(
     stats = policy.update(batch, loss_with(), 0.01)
     weights = {name: weight.clone() for name, weight in policy.weights()}
     after = policy.logprobs(batch)
+    restored = _restored(exchange, policy, batch) if settings.get("policy__offload") else {}
     scales = _scales(policy) if settings.get("policy__fp8") else {}
     policy.close()
     return {
@@ -68,6 +72,7 @@ def _compute(
         "grad_norm": stats.grad_norm,
         "weights": weights,
         "scales": scales,
+        "restored": restored,
         "calls": dict(extension.calls),
     }
 
@@ -77,6 +82,30 @@ def _routes(num_tokens: int, architecture: Any) -> Tensor:
     shape = num_tokens, architecture.num_layers, architecture.num_experts
     order = torch.rand(shape, generator=torch.Generator().manual_seed(3)).argsort(-1)
     return order[..., :2].flatten(1).to(torch.uint8)
+
+
+def _restored(exchange: Any, policy: Any, batch: Any) -> dict[str, Tensor]:
+    """Return log-probs of the current weights after they were away: in host memory, as those of a
+    reference, and in a checkpoint."""
+    from tests.helpers.losses import loss_with
+    from tests.parity.test_checkpoint import STEP, saver
+
+    root = Path(exchange.broadcast(tempfile.mkdtemp() if exchange.rank == 0 else "", str))
+    policy.keep_reference()
+    checkpoints = saver(exchange, policy._config, policy, root)
+    checkpoints.commit(STEP, {})()
+    checkpoints.wait()
+    policy.offload()
+    policy.onload()
+    onloaded = policy.logprobs(batch).logprobs
+    policy.update(batch, loss_with(), 0.01)
+    reference = policy.reference_logprobs(batch)
+    policy.load(root / f"step_{STEP:06d}")
+    loaded = policy.logprobs(batch).logprobs
+    exchange.barrier()
+    if exchange.rank == 0:
+        shutil.rmtree(root)
+    return {"onloaded": onloaded, "reference": reference, "loaded": loaded}
 
 
 def _scales(policy: Any) -> dict[str, Tensor]:
@@ -93,6 +122,11 @@ def _scales(policy: Any) -> dict[str, Tensor]:
     for name, parameter in named_parameters(policy).items():
         if hasattr(parameter, "_fp8_dtype"):
             parts = parameter.get_metadata().items()
-            shared |= {f"{name} {part}": value for part, value in parts if torch.is_tensor(value)}
+            shared |= {
+                f"{name} {part}": value
+                for part, value in parts
+                # The padding of this one is not initialized.
+                if torch.is_tensor(value) and part != "columnwise_scale_inv"
+            }
     FP8GlobalStateManager.reset()
     return shared

@@ -150,7 +150,7 @@ class _OnCpu:
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs and kwargs["device"] != torch.device("meta"):
+        if "device" in kwargs and str(kwargs["device"]) != "meta":
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
         return self._function(*args, **kwargs)
@@ -178,6 +178,9 @@ def complete_device() -> None:
     the log-prob head calls on a GPU only."""
     from dapo_megatron.policy import device, vocab_parallel
 
+    distributed: Any = importlib.import_module(f"{_NAME}.pytorch.distributed")  # recomputation
+    distributed._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
+    distributed._set_cuda_rng_state = lambda *_, **__: None
     random: Any = device._NoRandomness
     random.is_initialized = lambda self: False
     stream: Any = device._SynchronousStream

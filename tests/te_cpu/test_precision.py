@@ -33,6 +33,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP": {},
     "TP": TP,
     "CP": {"policy__context_parallel": 2},
+    "PP, recompute": {"policy__pipeline_parallel": 2, "policy__recompute": "selective"},
+    "recompute all": {"policy__recompute": "full"},
     "EP": EP,
     "TP, EP": {**TP, **EP},
 }
@@ -43,6 +45,7 @@ ONE_RANK: list[Name] = [
     *((family, "one rank", each) for family in ("qwen3", "qwen2") for each in OF_GRADIENTS),
     *(("qwen3_moe", "one rank", each) for each in OF_GRADIENTS),
     ("qwen3", "one rank", "current+"),
+    *(("qwen3", "recompute all", each) for each in ("delayed", "blockwise")),
 ]
 TWO_RANKS: list[Name] = [
     ("qwen3", "TP", "bfloat16"),
@@ -51,6 +54,7 @@ TWO_RANKS: list[Name] = [
     *(("qwen3_moe", "TP, EP", each) for each in OF_GRADIENTS),
     *(("qwen3", "DP", each) for each in ("delayed", "current+", "blockwise+")),
     ("qwen3", "CP", "delayed"),
+    *(("qwen3", "PP, recompute", each) for each in ("delayed", "blockwise+")),
     ("qwen3_moe", "EP", "blockwise+"),
 ]
 
@@ -63,9 +67,17 @@ def settings(family: str, layout: str, recipe: str) -> dict[str, Any]:
         fp8["bf16_first_layers"] = 1
     replay = {"policy__router_replay": "engine"} if family.endswith("moe") else {}
     kept = {} if recipe == "bfloat16" else {"policy__fp8": fp8}
+    if restores(family, recipe):
+        kept["policy__offload"] = ["weights", "gradients", "optimizer"]
     eps = 1e-2 / LARGER  # as gradients
     common = {"policy__precision": "bfloat16", "optimizer__eps": eps}
     return {**LAYOUTS[layout], **replay, **kept, **common}
+
+
+def restores(family: str, recipe: str) -> bool:
+    """Return whether weights are offloaded, kept as a reference, and saved. References choose their
+    own experts, and delayed scales change, so log-probs would not be equal."""
+    return recipe in ("blockwise", "blockwise+", "current+") and not family.endswith("moe")
 
 
 def errors(result: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
@@ -121,7 +133,8 @@ def make_cases(folder: Path, names: list[Name]) -> tuple[dict[str, Case], dict[s
         model = make_model(folder, family, for_fp8=True)
         overrides = settings(family, layout, recipe)
         cases[f"{family}, {layout}, {recipe}"] = model, overrides
-        exact = {key: value for key, value in overrides.items() if key != "policy__fp8"}
+        only = ("policy__fp8", "policy__offload")
+        exact = {key: value for key, value in overrides.items() if key not in only}
         references[f"{family}, {layout}"] = model, {**exact, "policy__precision": "float64"}
     return cases, references
 
@@ -138,17 +151,22 @@ def check(names: list[Name], reference: dict[str, Any], by_rank: list[dict[str, 
             allowed,
         )
         assert recipe == "bfloat16" or result["calls"]["quantize"], name
+        assert len(result["restored"]) == 3 * restores(family, recipe), name
+        for place, logprobs in result["restored"].items():
+            assert torch.equal(logprobs, result["after"]), (name, place)
         if len(by_rank) > 1:
             check_shared(name, layout, recipe, [each[name]["scales"] for each in by_rank])
 
 
 def check_shared(name: str, layout: str, recipe: str, ranks: list[dict[str, torch.Tensor]]) -> None:
     """Check that ranks have equal delayed scales, and data-parallel ranks equal FP8 weights."""
-    shared = recipe == "delayed" or (recipe.endswith("+") and layout == "DP")
+    shared = (recipe == "delayed" and "PP" not in layout) or (
+        recipe.endswith("+") and layout == "DP"
+    )
     assert bool(ranks[0]) or not shared, name
     for key, value in ranks[0].items() if shared else ():
         assert torch.equal(value, ranks[1][key]), (name, key)
-    if recipe == "delayed":
+    if shared and recipe == "delayed":
         assert all((value != 1).any() for value in ranks[0].values()), name
 
 
