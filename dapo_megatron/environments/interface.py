@@ -1,0 +1,133 @@
+"""Environments as users write them: a class with one instance per completion.
+
+    class Calculator:
+        repeatable = True                          # a call may be made again after a crash
+
+        def reset(self, row: dict) -> str | None:  # optional; a text follows the prompt
+            ...
+
+        def calculate(self, expression: str) -> str:
+            \"\"\"Evaluate an arithmetic expression.
+
+            Args:
+                expression: for example 3 * (4 + 5)
+            \"\"\"
+
+Public methods are tools; their types and docstrings describe them to the model. A class with a
+method `step(self, turn: str) -> Reply` has no tools: it reads each turn and answers it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dapo_megatron.types import ConfigError
+
+RESERVED = ("reset", "step", "close")
+"""Public methods that are not tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer of `step` to a turn. `done` ends the completion. A `reward` takes the place of the
+    grader's score, if there is no grader."""
+
+    text: str = ""
+    done: bool = False
+    reward: float | None = None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A user's class, checked.
+
+    tools          methods by name, which check their arguments
+    is_repeatable  whether calls may be made again, to rebuild the state of a lost instance
+    has_step       whether it answers whole turns instead of calls of tools
+    """
+
+    name: str
+    kind: type
+    tools: Mapping[str, Callable[..., Any]]
+    is_repeatable: bool
+    has_step: bool
+
+    def descriptions(self) -> dict[str, dict[str, Any]]:
+        """Return the tools by name, as chat templates take them. Raises ConfigError if types or
+        docstring of one lack something."""
+        from transformers.utils import get_json_schema
+
+        descriptions: dict[str, dict[str, Any]] = {}
+        for name, method in self.tools.items():
+            try:
+                descriptions[name] = get_json_schema(method)
+            except Exception as error:  # of several kinds, from transformers and from annotations
+                raise ConfigError(
+                    f"environment {self.name!r}: its tool {name} needs a docstring, and for each "
+                    f"argument a type and a line under 'Args:' ({error})"
+                ) from error
+            # Chat templates show everything, and no model was trained with the type of the result.
+            descriptions[name]["function"].pop("return", None)
+        return descriptions
+
+    def call(self, instance: object, tool: str, arguments: Mapping[str, Any]) -> str:
+        """Return the result of a tool as text. Raises ValueError for an unknown tool and for wrong
+        arguments, saying what is right, and whatever the tool raises."""
+        from pydantic import ValidationError
+
+        if tool not in self.tools:
+            raise ValueError(f"there is no tool {tool!r}; the tools are {', '.join(self.tools)}")
+        method = self.tools[tool]
+        try:
+            result = method(instance, **arguments)
+        except ValidationError as error:
+            if error.title != method.__qualname__:  # raised inside the tool
+                raise
+            faults = (
+                f"{'.'.join(map(str, fault['loc'])) or 'arguments'}: {fault['msg']}"
+                for fault in error.errors(include_url=False, include_input=False)
+            )
+            raise ValueError(f"{tool}: {'; '.join(faults)}") from error
+        return result if isinstance(result, str) else str(result)
+
+
+def load_environment(name: str) -> Environment:
+    """Return the environment `module:Class`. Raises ConfigError naming it and what is wrong."""
+    where = f"environment {name!r}"
+    module_name, _, class_name = name.partition(":")
+    if not module_name or not class_name:
+        raise ConfigError(f"{where}: write module:Class")
+    from pydantic import validate_call
+
+    try:
+        kind = getattr(importlib.import_module(module_name), class_name)
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(
+            f"{where}: cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not inspect.isclass(kind):
+        raise ConfigError(f"{where}: {class_name} is not a class")
+    has_step = callable(getattr(kind, "step", None))
+    methods = {
+        method: function
+        for method, function in inspect.getmembers(kind, callable)
+        if not method.startswith("_") and method not in RESERVED and not inspect.isclass(function)
+    }
+    if has_step and methods:
+        raise ConfigError(
+            f"{where}: it has the method step and the tools {', '.join(methods)}; begin names of "
+            "methods that are not tools with an underscore"
+        )
+    if not has_step and not methods:
+        raise ConfigError(f"{where}: it has neither a tool (a public method) nor the method step")
+    return Environment(
+        name,
+        kind,
+        {method: validate_call(function) for method, function in methods.items()},
+        bool(getattr(kind, "repeatable", False)),
+        has_step,
+    )
