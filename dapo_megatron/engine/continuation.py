@@ -1,12 +1,21 @@
-"""Requests that continue an interrupted completion."""
+"""Requests that continue an interrupted completion, or one after which its environment wrote."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dapo_megatron.types import Completion, DapoError, Finish, SampleRequest, Segment, packed
+from dapo_megatron.types import (
+    ENVIRONMENT,
+    Completion,
+    DapoError,
+    Finish,
+    SampleRequest,
+    Segment,
+    packed,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,8 +68,10 @@ def append_tokens(
     new_tokens, new_logprobs = array("i", tokens), array("f", logprobs)
     new_routes = None if routes is None else packed(routes)
     if so_far is not None and new_routes is not None:
-        num_known = len(prompt_of(request)) - 1
-        width = len(new_routes) // (num_known + len(tokens))
+        num_tokens = len(prompt_of(request)) - 1
+        width = len(new_routes) // (num_tokens + len(tokens))
+        # The engine computes observed tokens only now, and the token before them.
+        num_known = num_tokens - _num_observed_last(so_far)
         if so_far.routes is None or len(so_far.routes) != num_known * width:
             raise DapoError(
                 f"ticket {request.ticket}, sample {request.sample}: the routes of its first "
@@ -76,6 +87,22 @@ def append_tokens(
         finish=finish,
         segments=_appended(so_far.segments if so_far else (), Segment(version, len(tokens))),
         routes=new_routes,
+    )
+
+
+def observe(completion: Completion, tokens: Sequence[int]) -> Completion:
+    """Append tokens that an environment wrote after a turn of the model. The completion is then
+    unfinished, and continues in a request like an interrupted one."""
+    return replace(
+        completion,
+        tokens=completion.tokens + array("i", tokens),
+        logprobs=completion.logprobs + array("f", bytes(4 * len(tokens))),
+        text="",
+        finish=Finish.UNFINISHED,
+        segments=_appended(
+            completion.segments,
+            Segment(completion.segments[-1].version, len(tokens), ENVIRONMENT),
+        ),
     )
 
 
@@ -103,8 +130,14 @@ def _tokens(request: SampleRequest) -> Sequence[int]:
 
 
 def _appended(segments: tuple[Segment, ...], new: Segment) -> tuple[Segment, ...]:
-    """Append `new`, merging it with the last segment if that has the same version."""
-    if segments and segments[-1].version == new.version:
-        last = Segment(new.version, segments[-1].num_tokens + new.num_tokens)
-        return (*segments[:-1], last)
+    """Append `new`, merging it with the last segment if that has the same version and kind."""
+    last = segments[-1] if segments else None
+    if last and (last.version, last.is_observed) == (new.version, new.is_observed):
+        return (*segments[:-1], replace(new, num_tokens=last.num_tokens + new.num_tokens))
     return (*segments, new)
+
+
+def _num_observed_last(completion: Completion) -> int:
+    """Return the number of observed tokens after the last sampled one."""
+    last = completion.segments[-1]
+    return last.num_tokens if last.is_observed else 0

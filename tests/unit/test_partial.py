@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.engine.continuation import append_tokens, prompt_of, tokens_left
+from dapo_megatron.engine.continuation import append_tokens, observe, prompt_of, tokens_left
 from dapo_megatron.engine.messages import Sampling
-from dapo_megatron.types import DapoError, Finish, Prompt, SampleRequest, Segment
+from dapo_megatron.types import ENVIRONMENT, DapoError, Finish, Prompt, SampleRequest, Segment
 
 PROMPT = Prompt("sums", 0, (1, 2), "3+4", "7")
 REQUEST = SampleRequest(
@@ -66,6 +66,44 @@ def test_parts_join_into_one_completion_with_a_segment_per_version(
     if not has_routes:
         with pytest.raises(DapoError, match="tokens are not known"):
             append_tokens(request, [7], [-1.0], 9, routes=np.zeros(99 * WIDTH, np.uint8))
+
+
+TURNS = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 3), st.lists(st.integers(1, 3), max_size=2)),
+    min_size=1,
+    max_size=6,
+)
+"""Parts of a completion: the version and number of its tokens, and observations after it."""
+
+
+@given(turns=TURNS.map(sorted))
+def test_observed_tokens_are_segments_of_their_own_and_get_routes_when_they_are_read(
+    turns: list[tuple[int, int, list[int]]],
+) -> None:
+    request, expected, logprobs, experts = REQUEST, list[tuple[int, bool]](), [], []
+    for place, (version, num_tokens, observations) in enumerate(turns):
+        num_before = len(PROMPT.tokens) + len(expected)
+        expected += [(version, False)] * num_tokens
+        logprobs += [-1.0] * num_tokens
+        routes = np.full((num_before + num_tokens - 1) * WIDTH, place, np.uint8)
+        completion = append_tokens(
+            request, [7] * num_tokens, [-1.0] * num_tokens, version, Finish.STOP, routes
+        )
+        experts += [place] * (len(routes) - len(experts))
+        assert completion.routes is not None and list(completion.routes) == experts
+        for number in observations:
+            completion = observe(completion, [3] * number)
+            expected += [(version, True)] * number
+            logprobs += [0.0] * number
+            assert completion.finish is Finish.UNFINISHED
+        request = replace(request, so_far=completion)
+    assert completion.segments == tuple(
+        Segment(version, len(list(run)), ENVIRONMENT if is_observed else 0)
+        for (version, is_observed), run in groupby(expected)
+    )
+    assert completion.logprobs.tolist() == logprobs
+    assert completion.tokens.tolist() == [3 if is_observed else 7 for _, is_observed in expected]
+    assert tokens_left(replace(request, max_tokens=99)) == 99 - len(expected)
 
 
 @given(st.sets(st.tuples(st.sampled_from("ab"), *[st.integers(0, 20)] * 3), min_size=2))
