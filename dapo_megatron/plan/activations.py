@@ -2,9 +2,9 @@
 
 Memory is counted module by module, per token of a rank's row. Counts for the local kernels follow
 what autograd of torch 2.13 saves, and are checked against measured peaks
-(tests/parity/test_plan_memory.py). Counts for Transformer Engine follow the source of its modules
-and of Megatron-core 0.16.1, and are not measured. Expert-parallel ranks are assumed to receive as
-many tokens as they send.
+(tests/parity/test_plan_memory.py). Counts for Transformer Engine 2.20 are checked against its own
+Python on tensors without values (tests/te_cpu/test_memory.py). Expert-parallel ranks are assumed to
+receive as many tokens as they send.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ def kept(stage: Stage) -> MemoryItem:
     micro_batches = ceil(waiting / len(stage.layers))
     # Cosines and sines, which all layers share (policy/rope.py).
     per_token += micro_batches * 2.0 * stage.width * stage.arch.rotary_dim
+    per_token += _rows(stage)
+    num_bytes = 0
     if stage.is_last:
-        per_token += _kept_by_end(stage)
-    num_bytes = ceil(stage.num_tokens * per_token)
+        # The head keeps the exponential of a tile of logits until the next micro-batch.
+        num_bytes = _tile_numbers(stage) * stage.exact_width
+    num_bytes += ceil(stage.num_tokens * per_token)
     return MemoryItem("activations", num_bytes, f"{stage.num_tokens:,} tokens: {how}")
 
 
@@ -65,11 +68,23 @@ def kept_by_layer(stage: Stage, layer: int) -> float:
 
 
 def _kept_by_end(stage: Stage) -> float:
-    """Return the bytes per token saved after the last layer: the final norm and the input of the
-    output head. With sequence parallelism the gathered copy of that input is added."""
+    """Return the bytes per token saved after the last layer, which are free when the backward pass
+    of that layer starts: the final norm and the input of the output head. With sequence parallelism
+    the gathered copy of that input is added."""
     hidden = stage.arch.hidden_size
     copies = 2 if stage.by_tokens > 1 else 1
     return _norm(stage, hidden / stage.by_tokens) + copies * stage.width * hidden
+
+
+def _rows(stage: Stage) -> float:
+    """Return the bytes per token of rows (policy/rows.py), with values of the head and the loss, of
+    two micro-batches: one is made while the other is computed."""
+    routes = 0.0
+    if stage.policy.router_replay != "off":
+        layers = sum(map(stage.arch.has_experts, stage.layers))
+        # In rows int16, and int32 for the routers, which keep those of the micro-batch before.
+        routes = 10.0 * layers * stage.arch.experts_per_token
+    return 2 * 130.0 + routes
 
 
 def _layer_input(stage: Stage) -> float:
@@ -109,17 +124,16 @@ def _attention(stage: Stage) -> float:
     heads, groups = arch.num_heads / split, max(arch.num_kv_heads / split, 1)
     projected = width * (query + 2 * group)
     kept = 0.0
-    has_projected = arch.qk_norm and (
-        stage.kernels == "transformer_engine" or stage.exact_width == width
-    )
     if arch.qk_norm:
         kept += _norm(stage, query, heads) + _norm(stage, group, groups)
-        # The keys are a view of the projection's output, so all of that output is kept alive.
-        kept += projected - width * group if has_projected else 0
     if stage.kernels == "transformer_engine":
-        kept += width * (2 * query + group) + (0 if has_projected else projected)
+        # Norms, rotation and attention copy their inputs out of the projection's output.
+        kept += width * (2 * query + 2 * group)
         kept += stage.input_width * query if stage.policy.fp8 else 0
         return kept + FLOAT32 * heads
+    # Torch's norm keeps the keys, a view of the projection's output, and so all of that output.
+    has_projected = arch.qk_norm and stage.exact_width == width
+    kept += projected - width * group if has_projected else 0
     kept += width * query  # input of the output projection
     if stage.policy.recompute == "selective":
         return kept + width * (query + group) + (0 if has_projected else projected)
@@ -161,7 +175,8 @@ def _mlp(stage: Stage, layer: int) -> float:
     if not arch.has_experts(layer):
         return column * arch.intermediate_size / split
     expert = column * arch.moe_intermediate_size + stage.input_width * arch.hidden_size
-    routed = arch.experts_per_token * (expert + 24) + (2 * FLOAT32 + 1) * arch.num_experts
+    maps = 5 if stage.kernels == "transformer_engine" else 2  # weights, and numbers of rows
+    routed = arch.experts_per_token * (expert + 24) + (maps * FLOAT32 + 1) * arch.num_experts
     return routed / stage.by_tokens + column * arch.shared_intermediate_size / split
 
 
@@ -182,36 +197,59 @@ def passing(stage: Stage, *, backward: bool) -> dict[str, MemoryItem]:
 
 def _forward_of_layer(stage: Stage, layer: int) -> float:
     """Return the peak bytes of a layer's forward pass."""
-    hidden, columns, routed = _sizes(stage, layer)
+    hidden, columns = _sizes(stage, layer)
     heads = 2.5 * _scores(stage) * stage.arch.num_heads / stage.policy.tensor_parallel
-    of_mlp = stage.width * (4 * columns + 4 * hidden + routed)
-    return stage.num_tokens * max(of_mlp, heads + stage.width * 4 * hidden)
+    of_mlp = stage.width * (4 * columns + 4 * hidden) + _routed(stage, layer, backward=False)
+    return stage.num_tokens * (max(of_mlp, heads + stage.width * 4 * hidden) + _rows(stage))
 
 
 def _backward_of_layer(stage: Stage, layer: int) -> float:
     """Return the peak bytes of a layer's backward pass: gradients of activations, less the
-    activations that it has freed by then, the gradient of its largest weight, before that is added
-    to the gradient buffer, and the activations that it computes again."""
-    hidden, columns, routed = _sizes(stage, layer)
-    per_token = stage.width * (4 * columns + 3 * hidden + routed)
+    activations that it has freed by then, and the activations that it computes again. Local kernels
+    also have the gradient of its largest weight, before that is added to the gradient buffer."""
+    hidden, columns = _sizes(stage, layer)
+    fused = stage.kernels == "transformer_engine"
+    per_token = stage.width * ((3 if fused else 4) * columns + 3 * hidden)
+    per_token += _routed(stage, layer, backward=True)
     if stage.policy.recompute == "full":
         per_token += kept_by_layer(stage, layer) - _layer_input(stage)
-    arch, width = stage.arch, stage.arch.intermediate_size / stage.policy.tensor_parallel
+    arch = stage.arch
+    tied = 0.0
+    if arch.tie_word_embeddings and stage.is_last and stage.number == 0:
+        # The gradient of the head waits for that of the embedding.
+        tied = stage.width * _head_rows(stage) * arch.hidden_size
+    if fused:
+        return stage.num_tokens * per_token + tied
+    width = arch.intermediate_size / stage.policy.tensor_parallel
     if arch.has_experts(layer):
         width = arch.moe_intermediate_size
-    return stage.num_tokens * per_token + stage.width * 2 * width * arch.hidden_size
+    return stage.num_tokens * per_token + stage.width * 2 * width * arch.hidden_size + tied
 
 
-def _sizes(stage: Stage, layer: int) -> tuple[float, float, float]:
-    """Return elements per token and rank: of hidden states, of MLP columns outside of experts, and
-    of tokens sent to experts and back."""
+def _sizes(stage: Stage, layer: int) -> tuple[float, float]:
+    """Return elements per token and rank: of hidden states, and of MLP columns outside of
+    experts."""
+    arch, split = stage.arch, stage.policy.tensor_parallel
+    has_experts = arch.has_experts(layer)
+    columns = arch.shared_intermediate_size if has_experts else arch.intermediate_size
+    return arch.hidden_size / stage.by_tokens, columns / split
+
+
+def _routed(stage: Stage, layer: int, *, backward: bool) -> float:
+    """Return the temporary bytes per token of what experts receive, compute and return."""
     arch = stage.arch
-    hidden = arch.hidden_size / stage.by_tokens
-    split = stage.policy.tensor_parallel
-    if arch.has_experts(layer):
-        shared = arch.shared_intermediate_size / split
-        return hidden, shared, 2 * arch.experts_per_token * hidden
-    return hidden, arch.intermediate_size / split, 0.0
+    if not arch.has_experts(layer):
+        return 0.0
+    rows = arch.experts_per_token / stage.by_tokens
+    if stage.kernels == "local":  # one expert after another
+        return rows * stage.width * 2 * arch.hidden_size
+    if backward:  # gradients of rows: returned, sent, sorted, and of the experts' input
+        return rows * stage.width * 4 * arch.hidden_size
+    # All experts at once: sent, received and sorted rows; gate and up, SwiGLU, and its product with
+    # the weight of the expert, first in float32.
+    columns = (4 * stage.width + FLOAT32) * arch.moe_intermediate_size
+    maps = (6 * FLOAT32 + 1) * arch.num_experts / stage.by_tokens
+    return rows * (stage.width * 3 * arch.hidden_size + columns) + maps
 
 
 def _head_rows(stage: Stage) -> int:
@@ -246,12 +284,10 @@ def _hidden_states_of_head(stage: Stage) -> float:
     return num_bytes * (1 + gathered + (1 + sent) / stage.by_tokens)
 
 
-def _forward_of_head(stage: Stage, *, backward: bool) -> float:
-    """Return the peak bytes of the head's forward pass, without its input. If a backward pass
-    follows, the exponential of the previous micro-batch is still in memory."""
-    num_tiles = NUM_TILES + 1 if backward else NUM_TILES
+def _forward_of_head(stage: Stage) -> float:
+    """Return the peak bytes of the head's forward pass, without its input."""
     product = stage.width if stage.width < FLOAT32 and not stage.on_gpu else 0
-    return _tile_numbers(stage) * (num_tiles * stage.exact_width + product)
+    return _tile_numbers(stage) * (NUM_TILES * stage.exact_width + product)
 
 
 def _backward_of_head(stage: Stage) -> float:
@@ -269,13 +305,13 @@ def _backward_of_head(stage: Stage) -> float:
 
 def _head(stage: Stage, *, backward: bool) -> MemoryItem:
     """Return the temporary memory of the output head, with its tiles of logits."""
-    sizes = {"forward": _forward_of_head(stage, backward=backward)}
+    sizes = {"forward": _forward_of_head(stage)}
+    hidden = _hidden_states_of_head(stage)
     if backward:
         sizes["backward"] = _backward_of_head(stage)
-    else:
-        sizes["forward"] += _hidden_states_of_head(stage)
+        hidden = stage.num_tokens * _kept_by_end(stage)
     name, num_bytes = max(sizes.items(), key=itemgetter(1))
     as_torch = ", counted as torch's" if stage.policy.logprob_head == "triton" else ""
     return MemoryItem(
-        "logits, at the head", ceil(num_bytes), f"{name} pass of the output head{as_torch}"
+        "logits, at the head", ceil(num_bytes + hidden), f"{name} pass of the output head{as_torch}"
     )

@@ -246,11 +246,12 @@ def _policy_phases(stage: Stage, engine: EngineMemory | None) -> Phases:
     made = {"weights": stage.weights, "gradients": stage.gradients, "optimizer": stage.optimizer}
     # FP8 copies stay from one micro-batch to the next, and so also during a sync.
     copies = [stage.fp8_copies] if policy.fp8 else []
-    whole = [*always, *made.values(), *copies]
+    buffers = [stage.buffers] if stage.kernels == "transformer_engine" else []
+    whole = [*always, *made.values(), *copies, *buffers]
     # Any offloading also drops the FP8 copies.
     left = [part for name, part in made.items() if name not in policy.offload]
     left += [] if policy.offload else copies
-    generating = Moment("engine awake" if engine else "waiting", (*always, *left, *parts))
+    generating = Moment("engine awake" if engine else "waiting", (*always, *left, *buffers, *parts))
 
     # The engine is built first and sleeps before the policy is built. FP8 copies of bfloat16
     # weights are only made by the first forward pass.

@@ -120,11 +120,10 @@ def _title(estimate: MemoryEstimate) -> str:
     """Describe model, layout, engines and kernels in a line."""
     config, ranks, kernels = estimate.config, estimate.num_processes, estimate.stages[0].kernels
     where = "" if config.engine.colocated else " on other GPUs"
-    counted = "" if kernels == "local" else " (activations counted, not measured)"
     return (
         f"{estimate.arch.family}, {ranks} ranks: {describe(config.policy, ranks)}; engines "
         f"{config.num_replicas(ranks)} of {config.engine_tensor_parallel} ranks{where}; "
-        f"kernels {kernels}{counted}"
+        f"kernels {kernels}"
     )
 
 

@@ -21,6 +21,9 @@ from dapo_megatron.types import torch_dtype
 FLOAT32 = 4
 MOMENTS = 2
 """Moments of AdamW per parameter."""
+WORKSPACE_BYTES = 32 * 2**20 + 1024
+GROUPED_WORKSPACES = 4
+"""Workspaces of the grouped matmul of experts."""
 
 
 @dataclass(frozen=True)
@@ -97,26 +100,36 @@ class Stage:
     def parameters(self) -> Counter[str]:
         """Numbers of parameters: `dense` (all outside of experts), `experts`, and of these those
         that are `untrained` (biases of routers) or in `linear` layers."""
-        policy, arch = self.policy, self.arch
-        ends = ChunkPlace(
+        total = Counter(_count(self.arch, self._ends))
+        for place, number in self._kinds_of_layers:
+            for name, count in _count(self.arch, place).items():
+                total[name] += number * count
+        return total
+
+    @property
+    def _ends(self) -> ChunkPlace:
+        """The stage without its layers."""
+        return ChunkPlace(
             tp_rank=0,
-            tp_size=policy.tensor_parallel,
+            tp_size=self.policy.tensor_parallel,
             first_layer=0,
             num_layers=0,
             has_embedding=self.number == 0,
             has_head=self.is_last,
-            ep_size=policy.expert_parallel,
+            ep_size=self.policy.expert_parallel,
         )
-        total = Counter(_count(arch, ends))
-        # Layers with experts are alike, and so are those without.
-        numbers = Counter(map(arch.has_experts, self.layers))
-        for layer in {arch.has_experts(layer): layer for layer in self.layers}.values():
-            place = replace(
-                ends, first_layer=layer, num_layers=1, has_embedding=False, has_head=False
-            )
-            for name, count in _count(arch, place).items():
-                total[name] += numbers[arch.has_experts(layer)] * count
-        return total
+
+    @property
+    def _kinds_of_layers(self) -> list[tuple[ChunkPlace, int]]:
+        """One layer of each kind, and their number: layers with experts are alike, and so are those
+        without."""
+        has_experts = self.arch.has_experts
+        numbers = Counter(map(has_experts, self.layers))
+        ends = replace(self._ends, num_layers=1, has_embedding=False, has_head=False)
+        return [
+            (replace(ends, first_layer=layer), numbers[kind])
+            for kind, layer in {has_experts(layer): layer for layer in self.layers}.items()
+        ]
 
     @property
     def num_parameters(self) -> int:
@@ -155,6 +168,23 @@ class Stage:
         copies = 1 if self.policy.fp8 and self.policy.fp8.parameters else 2
         how = f"{self.in_fp8:,} weights, {copies} bytes each"
         return MemoryItem("FP8 copies of weights", self.in_fp8 * copies, how)
+
+    @property
+    def buffers(self) -> MemoryItem:
+        """Tensors that Transformer Engine keeps from the first update on: a gradient of each shape
+        of weight, which it returns in place of gradients that it has added to Megatron's buffers,
+        and workspaces of cuBLAS on Hopper."""
+        shapes = {
+            parameter.shape
+            for place, _ in self._kinds_of_layers
+            for name, parameter in layout_of(self.arch, place).items()
+            if ".linear_" in name and len(parameter.shape) == 2
+        }
+        has_experts = any(map(self.arch.has_experts, self.layers))
+        workspaces = 1 + GROUPED_WORKSPACES * has_experts
+        num_bytes = self.width * sum(map(prod, shapes)) + workspaces * WORKSPACE_BYTES
+        how = f"{len(shapes)} shapes of weights, {workspaces} workspaces"
+        return MemoryItem("Transformer Engine's buffers", num_bytes, how)
 
     @property
     def gradients(self) -> MemoryItem:

@@ -207,7 +207,13 @@ class ExpertLayer(MoELayer):
             self.router.sequences, routes = columns[:, 0], columns[:, 1:]
             first = self.router.slot * topk
             self.router.routes = routes[:, first : first + topk] if routes.shape[1] else None
-        return super().forward(hidden_states, intermediate_tensors)
+        output = super().forward(hidden_states, intermediate_tensors)
+        # The dispatcher would keep these until the layer's next pass, and with the probabilities
+        # the graph, the layer's input and its gradient.
+        dispatcher = self.token_dispatcher
+        dispatcher.probs = dispatcher.routing_map = None
+        dispatcher.reversed_local_input_permutation_mapping = None
+        return output
 
 
 def routers(chunk: torch.nn.Module) -> list[Router]:

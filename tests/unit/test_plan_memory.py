@@ -41,6 +41,8 @@ ALL_PARTS = "[weights,gradients,optimizer]"
 TRAINED = {"policy weights", "gradients", "optimizer"}
 ENGINE = {"engine weights", "engine sampler", "engine workspace", "KV cache"}
 CUDA = {"CUDA and NCCL", "CUDA and NCCL of the engine"}
+USED = CUDA | {"Transformer Engine's buffers"}
+"""Parts that stay in memory from the first update on."""
 
 
 def config_of(folder: Path, hf: dict[str, Any] = DENSE_HF, **overrides: Any) -> Config:
@@ -182,14 +184,14 @@ def test_what_leaves_the_gpu_is_counted_on_the_host(tmp_path: Path) -> None:
 
 def test_each_phase_counts_the_model_parts_that_are_loaded(tmp_path: Path) -> None:
     by_moment = moments(estimate_memory(config_of(tmp_path, policy__offload=ALL_PARTS), 8))
-    both = TRAINED | {"engine weights", "engine sampler"} | CUDA
+    both = TRAINED | {"engine weights", "engine sampler"} | USED
     assert set(by_moment["start: engine made"]) == ENGINE | CUDA
     assert set(by_moment["start: policy made"]) == TRAINED | CUDA
-    assert set(by_moment["generate: engine awake"]) == ENGINE | CUDA
+    assert set(by_moment["generate: engine awake"]) == ENGINE | USED
     assert set(by_moment["sync: weights move"]) == both | {"sync buckets"}
-    assert set(by_moment["sync: engine awake"]) == ENGINE | CUDA
-    assert set(by_moment["logprobs: layer"]) == TRAINED | CUDA | {"a layer at work"}
-    at_head = TRAINED | CUDA | {"activations", "logits, at the head"}
+    assert set(by_moment["sync: engine awake"]) == ENGINE | USED
+    assert set(by_moment["logprobs: layer"]) == TRAINED | USED | {"a layer at work"}
+    at_head = TRAINED | USED | {"activations", "logits, at the head"}
     assert set(by_moment["update: head"]) == at_head
     stays = moments(estimate_memory(config_of(tmp_path, policy__offload="[gradients]"), 8))
     assert set(stays["generate: engine awake"]) & TRAINED == {"policy weights", "optimizer"}
@@ -233,10 +235,9 @@ def test_the_stage_that_takes_most_is_named(tmp_path: Path) -> None:
 
 def test_activations_of_a_transformer_engine_layer_match_a_count_by_hand(tmp_path: Path) -> None:
     """Bytes per token of a layer of Qwen3-8B in bfloat16, worked out by hand (H 4096, Q 4096,
-    G 1024, F 12288): norms 2 (2H + 2H) + 8; QKV projection 2 (Q + 2G); norms of heads: a copy of
-    the queries 2Q, and 4 x 40 of rows; queries, outputs and keys 2 (2Q + G); log-sum-exp of the
-    scores 4 x 32; MLP 2 x 3F."""
-    by_hand = 32776 + 12288 + 8192 + 160 + 18432 + 128 + 73728
+    G 1024, F 12288): norms 2 (2H + 2H) + 8; norms of heads 2 (Q + G), and 4 x 40 of rows; queries,
+    keys, values and outputs 2 (2Q + 2G); log-sum-exp of the scores 4 x 32; MLP 2 x 3F."""
+    by_hand = 32776 + 10240 + 160 + 20480 + 128 + 73728
     config = config_of(tmp_path)
     stage = Stage(config, architecture(DENSE_HF), "transformer_engine", 1, 0, on_gpu=True)
     assert activations.kept_by_layer(stage, 0) == by_hand
@@ -245,9 +246,26 @@ def test_activations_of_a_transformer_engine_layer_match_a_count_by_hand(tmp_pat
 def test_full_recompute_keeps_only_the_inputs_of_layers(tmp_path: Path) -> None:
     config = config_of(tmp_path, policy__recompute="full")
     kept = part(estimate_memory(config, 1), "update", "activations").num_bytes
-    # Korthikanti et al. (arXiv 2205.05198), section 5: 2sbh per layer; then the last norm's, the
-    # log-prob head's, and the RoPE cosines and sines.
-    assert kept == 32768 * (4096 * (36 * 2 + 2 + 2) + 4 + 2 * 2 * 128)
+    # Korthikanti et al. (arXiv 2205.05198), section 5: 2sbh per layer; then the RoPE cosines and
+    # sines, rows, and a tile of the log-prob head.
+    assert kept == 32768 * (4096 * 36 * 2 + 2 * 2 * 128 + 260) + 32 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("hf", "weights", "workspaces"),
+    [
+        (DENSE_HF, 6144 * 4096 + 4096 * 4096 + 24576 * 4096 + 4096 * 12288, 1),
+        (EXPERTS_HF, 5120 * 2048 + 2048 * 4096 + 1536 * 2048 + 2048 * 768, 5),
+    ],
+)
+def test_buffers_of_transformer_engine_match_a_count_by_hand(
+    hf: dict[str, Any], weights: int, workspaces: int, tmp_path: Path
+) -> None:
+    """A bfloat16 gradient of each shape of weight, and workspaces of 32 MiB and 1 KiB."""
+    buffers = part(
+        estimate_memory(config_of(tmp_path, hf), 1), "update", "Transformer Engine's buffers"
+    )
+    assert buffers.num_bytes == 2 * weights + workspaces * (32 * 2**20 + 1024)
 
 
 @settings(deadline=None)
