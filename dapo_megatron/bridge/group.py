@@ -79,7 +79,7 @@ def join(meeting: Meeting, own: int, store: Store, secret: bytes, device: torch.
         group = make_device_group(group, store, PURPOSE, members, own, device, timeout, CONNECT)
         # NCCL connects in the first collective. Here a member that is gone is noticed early.
         sent = torch.zeros(len(members), dtype=torch.uint8, device=device)
-        group.alltoall_base(torch.empty_like(sent), sent, [], []).wait(CONNECT)
+        group.alltoall_base(torch.empty_like(sent), sent, [], []).wait()
         return group
     except RuntimeError as error:  # of gloo, NCCL or the store
         raise SyncError(f"the group of trainers and engines was not made: {error}") from error

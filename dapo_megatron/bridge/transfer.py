@@ -18,7 +18,7 @@ from torch import Tensor
 from dapo_megatron.bridge.islands import RankSlices
 from dapo_megatron.bridge.plan import BoxTransfer, TransferPlan, make_plan
 from dapo_megatron.cluster.collectives import gather_distinct
-from dapo_megatron.cluster.groups import TIMEOUT, group_or_world
+from dapo_megatron.cluster.groups import group_or_world
 from dapo_megatron.protocols import Exchange, ReceivedTensor
 from dapo_megatron.types import Region, Shard, SyncError, TensorSlice, whole
 
@@ -93,10 +93,7 @@ class Transfer:
             sent = round_.leaving.allocate(self._device)
             self._pack(round_, sent)
             splits = round_.arriving.splits, round_.leaving.splits
-            work = group_or_world(self._group).alltoall_base(received, sent, *splits)
-            # With a timeout NCCL's `wait` blocks this thread too, and raises if a member is gone.
-            # Without, copies would queue up behind the collective until one of them hangs.
-            work.wait(TIMEOUT)
+            group_or_world(self._group).alltoall_base(received, sent, *splits).wait()
             del sent
         for name, tensor_slices in round_.wanted.items():
             complete = [self._complete(part, round_, received) for part in tensor_slices]

@@ -59,13 +59,10 @@ def make_group(
     return _wrapped(store, name, backend, torch.device("cpu"), ProcessGroup.BackendType.GLOO)
 
 
-_SURVIVES_ERRORS = {
-    # Abort the communicator, but do not end the process.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-    # Otherwise the process first waits a minute for the flight recorders of all members.
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-}
-"""Settings of a group whose members may die. torch reads them when it makes a group."""
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+"""Environment variable that torch reads when it makes a group. With 1 `wait` blocks this thread,
+and raises after an error or the group's timeout. Otherwise copies queue up behind a collective
+whose member is gone, and a watchdog thread ends this process, after it has told all ranks to."""
 
 
 def make_device_group(
@@ -92,15 +89,12 @@ def make_device_group(
     options.config.blocking = 0
     seconds = str(int(connect_timeout.total_seconds()))
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", seconds)
-    before = {name: os.environ.get(name) for name in _SURVIVES_ERRORS}
-    os.environ.update(_SURVIVES_ERRORS)
+    before = os.environ.get(_BLOCKING_WAIT, "0")
+    os.environ[_BLOCKING_WAIT] = "1"
     try:
         backend = ProcessGroupNCCL(store, own, len(members), options)
     finally:
-        for variable, value in before.items():
-            del os.environ[variable]
-            if value is not None:
-                os.environ[variable] = value
+        os.environ[_BLOCKING_WAIT] = before
     return _wrapped(store, name, backend, device, ProcessGroup.BackendType.NCCL)
 
 

@@ -205,13 +205,14 @@ class EnvironmentPool:
         remove_folder(self._folder)
 
     def _order(self, order: Order, files: list[int]) -> None:
-        """Send an order to the nursery. If it has died, so have all instances: start another."""
+        """Send an order to the nursery. If it has died, so have all instances, and another one is
+        started for the next."""
         try:
             socket.send_fds(self._socket, [encoded(order)], files)
         except OSError:
-            self._end_nursery()
-            self._start_nursery()
             if order.kind == "fork":
+                self._end_nursery()
+                self._start_nursery()
                 socket.send_fds(self._socket, [encoded(order)], files)
 
     def _write(self, key: Hashable, instance: _Instance) -> None:

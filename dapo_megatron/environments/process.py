@@ -133,8 +133,10 @@ class _Nursery:
     def serve(self) -> None:
         received = b""
         sockets: list[int] = []
+        poll = select.poll()  # select takes no file above 1023
+        poll.register(self._pool, select.POLLIN)
         while True:
-            is_readable, _, _ = select.select([self._pool], [], [], REAP_SECONDS)
+            is_readable = poll.poll(int(1000 * REAP_SECONDS))
             self._reap()
             if not is_readable:
                 continue

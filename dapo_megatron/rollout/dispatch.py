@@ -313,7 +313,8 @@ def _segment_fault(
     if version is not None and last.version != version:
         return f"its last tokens are of weights {last.version}, not {version}"
     expected = so_far
-    if so_far and so_far[-1].version == last.version:  # the run resumed: this segment grows
+    is_grown = so_far and so_far[-1].version == last.version and not so_far[-1].is_observed
+    if is_grown:  # the run resumed
         expected = so_far[:-1]
         if last.num_tokens <= so_far[-1].num_tokens:
             return f"segments {segments} after {so_far}"

@@ -1,23 +1,25 @@
-"""A process group over gloo that behaves like NCCL's on a GPU, as far as callers can notice:
-`python -m tests.helpers.nccl_like engine ...` runs an engine server with such groups.
+"""torch's NCCL backend over gloo, as far as callers can notice:
+`python -m tests.helpers.nccl_like engine ...` runs an engine server with it.
 
-- Collectives run on a "stream", a thread. `wait` without a timeout returns at once, and until the
-  collective is done its output is garbage.
-- The first collective makes the communicator, and blocks.
-- The death of a member is no error. The collective lasts until `abort`, or until the group's
-  timeout, when the watchdog thread aborts the communicator. `wait` with a timeout then raises.
-- A thread that launches one more than QUEUED collectives waits.
+- Collectives run on a "stream", a thread. `wait` returns at once, and until the collective is done
+  its output is garbage. In a group made with TORCH_NCCL_BLOCKING_WAIT=1 it blocks instead.
+- The first collective makes the communicator. It blocks for ever if a member is gone, unless the
+  group's options say that it must not.
+- The death of a member is no error. The collective lasts until the group's timeout. Then a blocking
+  `wait` aborts the communicator and raises. In other groups a watchdog thread ends the process.
 
-(torch's ProcessGroupNCCL.hpp and .cpp, 2.13.)
+(torch's ProcessGroupNCCL.hpp and .cpp.)
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,13 +27,15 @@ from torch import Tensor
 
 from dapo_megatron.bridge import group as bridge_group
 from dapo_megatron.bridge import plan
+from dapo_megatron.cluster import groups
 from dapo_megatron.cluster.groups import make_group
 from dapo_megatron.cluster.servers import Server
 
-QUEUED = 1024
 ROUND_BYTES = 100_000
 """Bytes of a round of a transfer, so that a tiny model takes several."""
 GARBAGE = 0x7F
+EXIT_CODE = 134
+"""Of a process that the watchdog thread has ended."""
 
 
 class NcclLikeServer(Server):
@@ -46,13 +50,13 @@ class _Work:
     def __init__(self, done: Future[None], group: NcclLikeGroup) -> None:
         self._done, self._group = done, group
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if timeout is not None:
+    def wait(self) -> bool:
+        if self._group.is_blocking:
             try:
-                self._done.result(min(timeout, self._group.timeout).total_seconds())
+                self._done.result(self._group.timeout.total_seconds())
             except TimeoutError:
-                self._group.abort()
-                raise RuntimeError("the watchdog thread aborted the communicator") from None
+                self._group.is_aborted.set()
+                raise RuntimeError("the communicator was aborted after a timeout") from None
         return True
 
 
@@ -61,23 +65,34 @@ class NcclLikeGroup:
 
     launching: Callable[[int], None] = staticmethod(lambda number: None)
 
-    def __init__(self, timeout: timedelta, connect: Callable[[], Any]) -> None:
-        self.timeout, self._connect = timeout, connect
+    class Options:
+        """Options of torch's ProcessGroupNCCL."""
+
+        def __init__(self) -> None:
+            self._timeout = timedelta(minutes=10)
+            self.config = SimpleNamespace(blocking=1)
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        self.is_blocking = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1"
+        self.timeout = options._timeout
+        seconds = float(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"])
+        connect = timedelta(hours=1) if options.config.blocking else timedelta(seconds=seconds)
+        self._connect = partial(
+            make_group, store, "like NCCL", range(size), rank, timedelta(hours=1), connect
+        )
         self._gloo: Any = None
         self._number = 0
-        self._room = threading.Semaphore(QUEUED)
         self._stream = ThreadPoolExecutor(1)
-        self._is_aborted = threading.Event()
+        self.is_aborted = threading.Event()
 
     def alltoall_base(
         self, received: Tensor, sent: Tensor, arriving: Sequence[int], leaving: Sequence[int]
     ) -> _Work:
-        if self._is_aborted.is_set():
+        if self.is_aborted.is_set():
             raise RuntimeError("the communicator was aborted")
         NcclLikeGroup.launching(self._number)
         self._number += 1
         self._gloo = self._gloo or self._connect()
-        self._room.acquire()
         received.fill_(GARBAGE)
         return _Work(self._stream.submit(self._run, received, sent, arriving, leaving), self)
 
@@ -86,40 +101,30 @@ class NcclLikeGroup:
         try:
             self._gloo.alltoall_base(arrived, sent, *splits).wait()
         except RuntimeError:  # a member is gone
-            self._is_aborted.wait()
+            if not self.is_aborted.wait(2 * self.timeout.total_seconds()) and not self.is_blocking:
+                os._exit(EXIT_CODE)
             raise
-        finally:
-            self._room.release()
         received.copy_(arrived)
 
-    def abort(self) -> None:
-        self._is_aborted.set()
-
     def __del__(self) -> None:
-        self.abort()
+        self.is_aborted.set()
         self._stream.shutdown(wait=False)
 
 
-def make(
-    host: Any,
-    store: Any,
-    purpose: str,
-    members: Sequence[int],
-    own: int,
-    device: torch.device,
-    timeout: timedelta,
-    connect_timeout: timedelta,
-) -> NcclLikeGroup:
-    """Return a group; takes the place of `make_device_group`."""
-    lasting = timedelta(hours=1)
-    connect = partial(
-        make_group, store, f"{purpose} like NCCL", members, own, lasting, connect_timeout
-    )
-    return NcclLikeGroup(timeout, connect)
+def make(host: Any, store: Any, purpose: str, members: Any, own: int, *rest: Any) -> Any:
+    """Call `make_device_group` as on a GPU."""
+    _, *timeouts = rest
+    gpu: Any = SimpleNamespace(type="cuda")
+    return groups.make_device_group(host, store, purpose, members, own, gpu, *timeouts)
 
 
 def use() -> None:
     """Make syncs in this process use such groups."""
+    torch.distributed.ProcessGroupNCCL = NcclLikeGroup
+    wrapped = groups._wrapped
+    groups._wrapped = lambda store, name, backend, *rest: (
+        backend if isinstance(backend, NcclLikeGroup) else wrapped(store, name, backend, *rest)
+    )
     bridge_group.make_device_group = make
     plan.make_plan.__kwdefaults__["bucket_bytes"] = ROUND_BYTES
 

@@ -180,7 +180,7 @@ def test_the_host_waits_only_where_it_must(case: str, observed: dict[str, list[O
             assert not [place for place in excess if not place.startswith(EXPERTS)]
 
 
-def test_rows_are_made_while_the_device_computes_those_before(
+def test_rows_are_made_one_micro_batch_before_they_are_needed(
     observed: dict[str, list[Observed]],
 ) -> None:
     for case in ONE_RANK:

@@ -435,8 +435,9 @@ def with_kills_in_nccl(rank: int, folder: Path) -> dict[str, Any]:
 def test_a_run_survives_an_engine_that_is_killed_in_a_collective_of_nccl(tmp_path: Path) -> None:
     folder = make_random_model("qwen3", tmp_path)
     for observed in run_ranks(with_kills_in_nccl, 2, folder, timeout=400.0):
-        print(observed)
         assert observed["rounds"] > 4
+        # A kill costs the group's timeout, or that of making it.
+        assert max(observed["seconds"]) < 60
         assert observed["present"] == [[0, 1], [0], [0], [0]]
         assert observed["gap"] < GAP
 

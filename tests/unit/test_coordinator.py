@@ -109,10 +109,12 @@ class Run(RuleBasedStateMachine):
         self.coordinator = make_coordinator(self.driver, **rollout)
         self.disturb([])
         self.save()
+        self.is_training = False  # on what the last call collected
 
     @rule(disturbances=DISTURBANCES)
     def collect(self, disturbances: list[tuple[str, str, int]]) -> None:
         self.disturb(disturbances)
+        self.is_training = False
         start = json.dumps(self.coordinator.state())
         try:
             collected = collect(self.coordinator, self.driver, len(self.history.steps))
@@ -125,8 +127,9 @@ class Run(RuleBasedStateMachine):
         else:
             self.check_resampled(collected)
             self.history.add(self.coordinator, collected)
+            self.is_training = True
 
-    @precondition(lambda self: self.history.steps and not self.rollout["on_policy"])
+    @precondition(lambda self: self.is_training and not self.rollout["on_policy"])
     @rule(disturbances=DISTURBANCES, num_turns=st.integers(1, 30))
     def sample_while_training(
         self, disturbances: list[tuple[str, str, int]], num_turns: int
@@ -158,6 +161,7 @@ class Run(RuleBasedStateMachine):
         collected = collect(self.coordinator, self.driver, version)
         assert collected == expected
         self.history.add(self.coordinator, collected)
+        self.is_training = True
 
     @invariant()
     def the_books_balance(self) -> None:
@@ -198,6 +202,7 @@ class Run(RuleBasedStateMachine):
 
     def resume_saved(self) -> None:
         """Resume from the saved state, with another number of replicas."""
+        self.is_training = False
         state, num_steps = self.saved
         del self.history.steps[num_steps:]
         self.driver = moved(self.driver, 1 + self.driver.num_replicas % 3)

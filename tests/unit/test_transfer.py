@@ -66,7 +66,7 @@ class Threads:
         self.all_gather(None, of=None)  # until here, receivers read the sender's buffer
         return self
 
-    def wait(self, timeout: Any) -> None:
+    def wait(self) -> None:
         """Return at once: the all-to-all has ended."""
 
     def run(self, work: Callable[[], Any]) -> list[Any]:
