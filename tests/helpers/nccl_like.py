@@ -35,7 +35,7 @@ ROUND_BYTES = 100_000
 """Bytes of a round of a transfer, so that a tiny model takes several."""
 GARBAGE = 0x7F
 EXIT_CODE = 134
-"""Of a process that the watchdog thread has ended."""
+"""Exit code of a process that the watchdog thread has ended."""
 
 
 class NcclLikeServer(Server):
