@@ -352,6 +352,7 @@ def test_closed_and_full_streams_cause_no_traceback(command: str, closed: str) -
 
 INTERRUPTED_IMPORT = """
 import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 MODULE = sys.argv.pop(1)
 class Finder:
     def find_spec(name, path, target=None):
