@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from dapo_megatron.algo.loss import Aggregation
 from dapo_megatron.data.batch import assemble, fresh_mask, split
-from dapo_megatron.data.owners import owners
+from dapo_megatron.data.owners import DataParallelRanks, owners
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.types import Segment
 from tests.helpers.batches import described, tokens_of
@@ -85,3 +86,29 @@ def of_held(values_T: torch.Tensor, whole: Any, batch: Any) -> torch.Tensor:
     """Return the values of a whole batch at the tokens of the sequences that `batch` holds."""
     parts = values_T.split(whole.lengths.tolist())
     return torch.cat([values_T[:0], *(parts[index] for index in batch.held.tolist())])
+
+
+@dataclass
+class Exchange:
+    """One rank's end of an exchange in which the others give `values`."""
+
+    rank: int
+    values: list[Any]
+    sent: Any = None
+
+    def all_gather(self, value: Any, of: Any) -> list[Any]:
+        assert of == (str | None)
+        self.sent = value
+        return self.values
+
+
+def test_values_are_gathered_from_the_first_rank_of_each_index() -> None:
+    indices = (1, 0, 1, 0, 2)
+    values = ["of 0", "of 1", None, None, "of 4"]
+    for rank, value in enumerate(values):
+        exchange = Exchange(rank, values)
+        ranks = DataParallelRanks(exchange, indices, PLAN, 1)  # type: ignore[arg-type]
+        assert ranks.all_gather(f"of {rank}", str) == ["of 1", "of 0", "of 4"]
+        assert exchange.sent == value
+    alone = DataParallelRanks(Exchange(1, []), (0, 0), PLAN, 1)  # type: ignore[arg-type]
+    assert alone.all_gather("own", str) == ["own"]

@@ -95,6 +95,15 @@ def test_a_step_that_cannot_be_replayed_is_reported(
         replay.collect(0)
 
 
+def test_a_step_that_was_not_recorded_is_reported_with_those_that_were(tmp_path: Path) -> None:
+    for recorded, shown in ((0, "none"), (3, "step_000001 to step_000003")):
+        replay = record(tmp_path, *[[(group(0), Outcome.TRAINED)]] * recorded)
+        with pytest.raises(DataError) as raised:
+            replay.collect(6)
+        assert str(raised.value).startswith(f"{tmp_path}/samples/step_000007: not recorded")
+        assert f"step 7 cannot be replayed. Recorded steps: {shown}. Set" in str(raised.value)
+
+
 def test_a_damaged_step_is_reported(tmp_path: Path) -> None:
     replay = record(tmp_path, [(group(0), Outcome.TRAINED)], [(group(1), Outcome.TRAINED)])
     file = tmp_path / "samples" / "step_000002" / "state.json"
