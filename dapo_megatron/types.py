@@ -158,11 +158,10 @@ class Completion:
     `tokens` holds only the response, including its end-of-sequence token. `logprobs` are the
     engine's log-probs of these tokens under the sampling distribution, temperature included.
     `segments` lists, in token order, which weight version sampled how many tokens, and how many
-    were observed. The first segment is a sampled one. `grade` is None
-    until the completion is graded. It stays None if the grader hung, died or raised; the group then
-    abstains. `routes` are the experts of the tokens of prompt and response, except the last one,
-    flattened [tokens, layers, k], each under the weights that sampled its segment; None without
-    router replay.
+    were observed. The first segment is a sampled one. `grade` is None until the completion is
+    graded. It stays None if the grader hung, died or raised; the group then abstains. `routes` are
+    the experts of the tokens of prompt and response, except the last one, flattened [tokens,
+    layers, k], each under the weights that sampled its segment; None without router replay.
 
     Tokens and log-probs are packed: 4 bytes per number, where a Python number takes about 32. Numpy
     and torch view them without a copy. Other sequences are packed by the constructor. Routes are

@@ -90,6 +90,24 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def obey_parent() -> None:
+    """Make this helper process end only when its parent wants it to, and with it."""
+    # Ignore Ctrl-C and the signals that Slurm sends to every process of a job: the parent handles
+    # them, and ends this process when it no longer needs it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
+    adopt_orphans()
+
+
+def limit_memory(mebibytes: int) -> None:
+    """Limit the address space of this process, which runs untrusted code."""
+    with suppress(OSError):  # the OOM killer takes it before the training
+        (_PROCESS / "oom_score_adj").write_text("1000")
+    num_bytes = mebibytes * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+
+
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
@@ -128,6 +146,17 @@ def kill_descendants(root: int) -> None:
         _signal(running, signal.SIGSTOP)
         stopped |= running
     _signal(stopped, signal.SIGKILL)
+
+
+def kill_group(leader: int) -> None:
+    """Kill a child that leads a process group and adopts orphans, and everything that it started.
+    It must not be reaped yet, so that its number is not another process's."""
+    if sys.platform == "linux":
+        os.kill(leader, signal.SIGSTOP)  # so that it starts no new process meanwhile
+        kill_descendants(leader)
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+    os.kill(leader, signal.SIGKILL)  # it may not lead its group yet
 
 
 def remove_folder(folder: str) -> None:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Collection, Hashable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -24,7 +24,7 @@ import msgspec
 from dapo_megatron.cluster.processes import (
     END_SECONDS,
     helper_environment,
-    kill_descendants,
+    kill_group,
     remove_folder,
 )
 from dapo_megatron.environments.process import (
@@ -52,7 +52,8 @@ class _Instance:
     received: bytes = b""
     asked: int = 0
     """Number of the request that it has not answered; 0 if there is none."""
-    waiting: list[bytes] = field(default_factory=list)
+    waiting: bytes = b""
+    """The part of a request that it has not read yet."""
 
 
 class EnvironmentPool:
@@ -120,7 +121,7 @@ class EnvironmentPool:
         if request.kind == "reset":
             deadline += FORK_SECONDS
         heapq.heappush(self._deadlines, (deadline, instance.asked, key))
-        instance.waiting = [encoded(request)]
+        instance.waiting = encoded(request)
         self._write(key, instance)
 
     def collect(self, seconds: float = 0.0) -> list[tuple[Hashable, Answer]]:
@@ -197,8 +198,7 @@ class EnvironmentPool:
 
     def _end_nursery(self) -> None:
         if self._nursery.returncode is None:
-            kill_descendants(self._nursery.pid)
-            self._nursery.kill()
+            kill_group(self._nursery.pid)
             with suppress(subprocess.TimeoutExpired):  # if it waits for a dead disk
                 self._nursery.wait(END_SECONDS)
         self._socket.close()
@@ -219,9 +219,8 @@ class EnvironmentPool:
         """Send what waits, as far as the instance reads."""
         try:
             while instance.waiting:
-                sent = instance.connection.send(instance.waiting[0])
-                rest = instance.waiting[0][sent:]
-                instance.waiting[:1] = [rest] if rest else []
+                sent = instance.connection.send(instance.waiting)
+                instance.waiting = instance.waiting[sent:]
         except BlockingIOError:
             pass
         except OSError:

@@ -12,20 +12,17 @@ All messages are lines of JSON.
 from __future__ import annotations
 
 import os
-import resource
 import select
-import signal
 import socket
 import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dapo_megatron.cluster.processes import adopt_orphans, die_with_parent, kill_descendants
+from dapo_megatron.cluster.processes import kill_group, limit_memory, obey_parent
 from dapo_megatron.environments.interface import Environment, Reply, load_environment
 from dapo_megatron.types import ConfigError
 
@@ -90,10 +87,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def main() -> None:
     """Import the environments, then fork and kill instances until the pool is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the parent handles them
-        signal.signal(number, signal.SIG_IGN)
-    die_with_parent()
-    adopt_orphans()
+    obey_parent()
     descriptor, memory_mib, *names = sys.argv[1:]
     with suppress(OSError), socket.socket(fileno=int(descriptor)) as pool:  # OSError: it is gone
         try:
@@ -106,7 +100,7 @@ def main() -> None:
             pool.sendall(encoded(_described(environments)))
             os._exit(0)
         os.wait()
-        _Nursery(pool, environments, int(memory_mib) * 2**20).serve()
+        _Nursery(pool, environments, int(memory_mib)).serve()
 
 
 def _described(environments: Mapping[str, Environment]) -> Started:
@@ -123,10 +117,9 @@ def _described(environments: Mapping[str, Environment]) -> Started:
 
 class _Nursery:
     def __init__(
-        self, pool: socket.socket, environments: Mapping[str, Environment], memory_bytes: int
+        self, pool: socket.socket, environments: Mapping[str, Environment], memory_mib: int
     ) -> None:
-        self._pool, self._environments = pool, environments
-        self._memory_bytes = memory_bytes
+        self._pool, self._environments, self._memory_mib = pool, environments, memory_mib
         self._instances: dict[int, int] = {}
         """Process ids by number. Only this process reaps them, so no id is another process's."""
 
@@ -162,39 +155,31 @@ class _Nursery:
         try:
             self._pool.close()
             with socket.socket(fileno=file) as connection:
-                _become_instance(self._memory_bytes)
+                os.setsid()  # a process group: what it starts is killed with it
+                obey_parent()
+                limit_memory(self._memory_mib)
                 _Instance(self._environments[order.name]).serve(connection)
             code = 0
         finally:  # never return into the nursery's loop
             os._exit(code)
 
     def _reap(self) -> None:
-        for number, process_id in list(self._instances.items()):
-            if os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                self._kill(number)
+        """Reap what has ended: instances, with everything that they started, and orphans."""
+        with suppress(ChildProcessError):  # no child is left
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                numbers = (n for n, pid in self._instances.items() if pid == ended.si_pid)
+                if (number := next(numbers, None)) is not None:
+                    self._kill(number)
+                else:
+                    os.waitpid(ended.si_pid, 0)
 
     def _kill(self, number: int) -> None:
         """Kill an instance and everything that it started, and reap it."""
         process_id = self._instances.pop(number, None)
         if process_id is None:
             return
-        # It adopts orphans. It is stopped first, so that it starts no new process meanwhile.
-        os.kill(process_id, signal.SIGSTOP)
-        kill_descendants(process_id)
-        with suppress(ProcessLookupError):
-            os.killpg(process_id, signal.SIGKILL)
-        os.kill(process_id, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(process_id, 0)
-
-
-def _become_instance(memory_bytes: int) -> None:
-    os.setsid()  # a process group: what it starts is killed with it
-    die_with_parent()
-    adopt_orphans()
-    with suppress(OSError):  # the OOM killer takes environments before the training
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        kill_group(process_id)
+        os.waitpid(process_id, 0)
 
 
 class _Instance:

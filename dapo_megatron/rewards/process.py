@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +18,7 @@ from dapo_megatron.cluster.processes import (
     END_SECONDS,
     has_ended,
     helper_environment,
-    kill_descendants,
+    kill_group,
     remove_folder,
 )
 from dapo_megatron.rewards.registry import MAX_PRED, MAX_SCORE
@@ -107,12 +105,7 @@ class Worker:
         """Kill the process and everything it started, reap it, remove its files. Idempotent."""
         if self._process.returncode is not None:  # already reaped: its id may be reused
             return
-        if sys.platform == "linux":
-            # It adopts orphans. It is stopped first, so that it starts no new process meanwhile.
-            os.kill(self._process.pid, signal.SIGSTOP)
-            kill_descendants(self._process.pid)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         with suppress(subprocess.TimeoutExpired):  # if it waits for a dead disk
             self._process.wait(END_SECONDS)
         self._socket.close()

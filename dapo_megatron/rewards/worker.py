@@ -8,36 +8,25 @@ nothing that it sends is unpickled, and the pool checks every field.
 from __future__ import annotations
 
 import json
-import resource
-import signal
 import socket
 import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dapo_megatron.cluster.processes import adopt_orphans, die_with_parent
+from dapo_megatron.cluster.processes import limit_memory, obey_parent
 from dapo_megatron.rewards.process import MAX_DETAIL, Answer
 from dapo_megatron.rewards.registry import GraderFn, resolve
 
 
 def main() -> None:
     """Report whether the graders load, then grade until the parent is gone."""
-    # Ignore Ctrl-C and the signals that Slurm sends to every process of a job: the parent handles
-    # them, and ends this process when it no longer needs it.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    die_with_parent()  # even in the middle of a hung grading
-    adopt_orphans()
-    with suppress(OSError):  # the OOM killer takes graders before the training
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    obey_parent()  # even in the middle of a hung grading
     descriptor, memory_mib, seconds, *names = sys.argv[1:]
-    memory_bytes = int(memory_mib) * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    limit_memory(int(memory_mib))
     with suppress(OSError), socket.socket(fileno=int(descriptor)) as pool:  # OSError: pool is gone
         try:
             graders = {name: resolve(name, float(seconds)) for name in names}
