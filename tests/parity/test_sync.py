@@ -311,94 +311,96 @@ def check_spread(measured: dict[str, Any]) -> None:
 SILENCE_SECONDS = 8
 
 
+class TwoEngines:
+    """A policy of two ranks and two engines, of which the second is killed. `present` are the
+    replicas after each sync, `gaps` the largest differences of log-probs then."""
+
+    def __init__(self, rank: int, folder: Path, *, is_colocated: bool) -> None:
+        from dapo_megatron.cluster.ranks import Ranks
+        from dapo_megatron.run import models
+
+        config = tiny_config(
+            model__path=folder,
+            policy__tensor_parallel=2,
+            engine__tensor_parallel=1,
+            engine__replicas=2,
+            engine__colocated=is_colocated,
+            engine__silence_seconds=SILENCE_SECONDS,
+            rollout__deterministic=False,
+            sync__fingerprint_every=1,
+        )
+        exchange = Ranks(rank, 2, rank)
+        self.engines = models.start_engines(config, exchange)
+        self.built = models.build_models(config, exchange, self.engines)
+        self.present: list[list[int]] = []
+        self.gaps: list[float] = []
+
+    def wait(self) -> None:
+        """Wait until both engines are ready. Collective."""
+        while len(self.engines.present) < 2:
+            self.engines.await_ready()
+
+    def kill(self) -> None:
+        if 1 in self.engines.servers:
+            os.kill(self.engines.servers[1].process_id, signal.SIGKILL)
+            time.sleep(0.2)  # for the end of its connection
+
+    def sync(self, version: int) -> float:
+        """Sync other weights, and compare. Return the seconds of the sync. Collective."""
+        policy = self.built.policy
+        for shard in policy.shards():
+            shard.view.mul_(1.01)
+        batch = random_batch([32] * 4, vocab=policy.architecture.vocab_size)
+        expected = policy.logprobs(batch, temperature=1.0).logprobs.view(4, 32)[:, 1:]
+        started = time.monotonic()
+        self.built.sync(version)
+        seconds = time.monotonic() - started
+        self.present.append(sorted(self.engines.present))
+        sequences = batch.tokens.view(4, 32).tolist()
+        scores = self.engines.call("score", sequences, of=list[list[float]])
+        self.gaps.append(largest(torch.tensor([*scores.values()]) - expected))
+        return seconds
+
+
 def with_kills(rank: int, folder: Path, is_colocated: bool) -> dict[str, Any]:
     """Sync two engines. Kill the second between two syncs and then during one, and wait each time
     until it takes part again. Return the replicas of each sync, and the largest gap."""
-    from dapo_megatron.cluster.ranks import Ranks
-    from dapo_megatron.run import models
-
-    config = tiny_config(
-        model__path=folder,
-        policy__tensor_parallel=2,
-        engine__tensor_parallel=1,
-        engine__replicas=2,
-        engine__colocated=is_colocated,
-        engine__silence_seconds=SILENCE_SECONDS,
-        rollout__deterministic=False,
-        sync__fingerprint_every=1,
-    )
-    exchange = Ranks(rank, 2, rank)
-    engines = models.start_engines(config, exchange)
-    built = models.build_models(config, exchange, engines)
-    present, gaps = [], []
-
-    def sync(version: int) -> None:
-        for shard in built.policy.shards():
-            shard.view.mul_(1.01)
-        batch = random_batch([32] * 4, vocab=built.policy.architecture.vocab_size)
-        expected = built.policy.logprobs(batch, temperature=1.0).logprobs.view(4, 32)[:, 1:]
-        built.sync(version)
-        present.append(sorted(engines.present))
-        scores = engines.call("score", batch.tokens.view(4, 32).tolist(), of=list[list[float]])
-        gaps.append(largest(torch.tensor([*scores.values()]) - expected))
-
-    def wait() -> None:
-        """Wait until both engines are ready. Collective."""
-        while len(engines.present) < 2:
-            engines.await_ready()
-
-    def kill() -> None:
-        if 1 in engines.servers:
-            os.kill(engines.servers[1].process_id, signal.SIGKILL)
-            time.sleep(0.2)  # for the end of its connection
+    run = TwoEngines(rank, folder, is_colocated=is_colocated)
 
     def killing(weights: Any) -> Iterator[Any]:
-        kill()
+        run.kill()
         yield from weights
 
-    wait()
-    sync(0)
-    kill()
-    sync(1)
-    wait()
-    sync(2)
-    load = engines.load
-    engines.load = lambda weights, version: load(killing(weights), version)
+    run.wait()
+    run.sync(0)
+    run.kill()
+    run.sync(1)
+    run.wait()
+    run.sync(2)
+    load = run.engines.load
+    run.engines.load = lambda weights, version: load(killing(weights), version)
     try:
-        built.sync(3)
+        run.built.sync(3)
     finally:
-        engines.load = load
-    present.append(sorted(engines.present))
-    wait()
-    sync(4)
-    engines.close()
-    return {"present": present, "gap": max(gaps)}
+        run.engines.load = load
+    run.present.append(sorted(run.engines.present))
+    run.wait()
+    run.sync(4)
+    run.engines.close()
+    return {"present": run.present, "gap": max(run.gaps)}
 
 
 def with_kills_in_nccl(rank: int, folder: Path) -> dict[str, Any]:
     """Sync two engines on GPUs of their own, as far as NCCL's behaviour shows on a CPU. Kill the
     second while the group connects, in the first round and in a later one. Return the replicas of
     each sync, the largest gap, and the seconds of the syncs with a kill."""
-    from dapo_megatron.cluster.ranks import Ranks
     from dapo_megatron.run import models
     from tests.helpers import nccl_like
 
     nccl_like.use()
     models.Server = nccl_like.NcclLikeServer  # type: ignore[misc]
-    config = tiny_config(
-        model__path=folder,
-        policy__tensor_parallel=2,
-        engine__tensor_parallel=1,
-        engine__replicas=2,
-        engine__colocated=False,
-        engine__silence_seconds=SILENCE_SECONDS,
-        rollout__deterministic=False,
-        sync__fingerprint_every=1,
-    )
-    exchange = Ranks(rank, 2, rank)
-    engines = models.start_engines(config, exchange)
-    built = models.build_models(config, exchange, engines)
-    present, gaps, seconds, launched = [], [], [], []
+    run = TwoEngines(rank, folder, is_colocated=False)
+    seconds, launched = [], []
     kill_at = -1
 
     def launching(number: int) -> None:
@@ -406,29 +408,22 @@ def with_kills_in_nccl(rank: int, folder: Path) -> dict[str, Any]:
         launched.append(number)
         if number == kill_at:
             kill_at = -1
-            if 1 in engines.servers:
-                os.kill(engines.servers[1].process_id, signal.SIGKILL)
-                time.sleep(0.2)
+            run.kill()
 
     nccl_like.NcclLikeGroup.launching = staticmethod(launching)
     for version, place in enumerate((-1, 0, 1, 3)):
-        while len(engines.present) < 2:
-            engines.await_ready()
-        for shard in built.policy.shards():
-            shard.view.mul_(1.01)
-        batch = random_batch([32] * 4, vocab=built.policy.architecture.vocab_size)
-        expected = built.policy.logprobs(batch, temperature=1.0).logprobs.view(4, 32)[:, 1:]
+        run.wait()
         kill_at = place
         if place == 0:
-            built.sync.route = None  # the group is made again
-        started = time.monotonic()
-        built.sync(version)
-        seconds.append(time.monotonic() - started)
-        present.append(sorted(engines.present))
-        scores = engines.call("score", batch.tokens.view(4, 32).tolist(), of=list[list[float]])
-        gaps.append(largest(torch.tensor([*scores.values()]) - expected))
-    engines.close()
-    return {"present": present, "gap": max(gaps), "seconds": seconds, "rounds": max(launched)}
+            run.built.sync.route = None  # the group is made again
+        seconds.append(run.sync(version))
+    run.engines.close()
+    return {
+        "present": run.present,
+        "gap": max(run.gaps),
+        "seconds": seconds,
+        "rounds": max(launched),
+    }
 
 
 @pytest.mark.sync
