@@ -107,6 +107,16 @@ def pool(module: str) -> Iterator[EnvironmentPool]:
         yield pool
 
 
+@pytest.fixture(autouse=True)
+def no_instance_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Stop what a failed test left, so that the next one does not fail, too."""
+    yield
+    if "pool" in request.fixturenames:
+        pool = request.getfixturevalue("pool")
+        for key in list(pool._instances):
+            pool.stop(key)
+
+
 def answer(pool: EnvironmentPool, key: Any = 0) -> Answer:
     """Wait for the only answer."""
     while not (answers := pool.collect(1.0)):
@@ -202,8 +212,6 @@ def test_an_instance_keeps_its_state_and_answers_errors(
     assert answer(pool, "talk") == Answer("ok", "")
     pool.ask("talk", Request("step", turn="bye now"))
     assert answer(pool, "talk") == Answer("ok", "BYE NOW", True, 7.0)
-    pool.stop("talk")
-    pool.stop(0)
 
 
 @pytest.mark.parametrize(
@@ -226,16 +234,16 @@ def test_a_lost_instance_takes_nothing_with_it(
     assert do(pool, what).cause == cause
     assert time.monotonic() - started < 2 * SECONDS
     assert pool.pending == 0
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60  # a busy machine needed more than 5 s
     while (processes_with(TOKEN) or zombies(pool)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not processes_with(TOKEN) and not zombies(pool)
+    assert not processes_with(TOKEN)
+    left = [(child, child.parent()) for child in zombies(pool)]
+    assert not left, f"{left}; the nursery: {psutil.Process(pool._nursery.pid)}"
     pool.ask("other", Request("call", tool="add", arguments={"number": 1}))
     assert answer(pool, "other") == Answer("ok", "2")
     pool.start(0, f"{module}:Machine", {"start": 7})  # its place is free
     assert answer(pool) == Answer("ok", "from 7")
-    pool.stop(0)
-    pool.stop("other")
 
 
 def test_if_all_processes_die_each_instance_is_lost_and_others_start(
