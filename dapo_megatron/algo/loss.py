@@ -50,35 +50,12 @@ class TokenLoss:
     at_dual: Tensor
 
     @property
-    def total(self) -> Tensor:
-        """Sum of `per_token`, a scalar."""
-        return self.per_token.sum()
-
-    @property
-    def clip_fraction_high(self) -> Tensor:
-        """Fraction of masked-in tokens clipped at 1 + clip_high; 0 for an empty mask."""
-        return self._fraction(self.at_high)
-
-    @property
-    def clip_fraction_low(self) -> Tensor:
-        """Fraction of masked-in tokens clipped at 1 - clip_low; 0 for an empty mask."""
-        return self._fraction(self.at_low)
-
-    @property
-    def dual_clip_fraction(self) -> Tensor:
-        """Fraction of masked-in tokens clipped by the dual clip; 0 for an empty mask."""
-        return self._fraction(self.at_dual)
-
-    @property
     def clip_counts(self) -> dict[str, Tensor]:
         """Number of tokens at each bound, by the name of their fraction."""
         names = ("clip_fraction_high", "clip_fraction_low", "dual_clip_fraction")
         clipped = (self.at_high, self.at_low, self.at_dual)
         dtype = self.per_token.dtype
         return {name: at.sum(dtype=dtype) for name, at in zip(names, clipped, strict=True)}
-
-    def _fraction(self, is_clipped: Tensor) -> Tensor:
-        return is_clipped.sum() / self.mask.sum().clamp(min=1)
 
 
 def dapo_token_loss(

@@ -103,9 +103,7 @@ def describe(
             in_loss=not (overlong.filter and completion.finish is Finish.LENGTH),
             reward=total,
         )
-        for (group, completion), advantage, total in zip(
-            completions, advantages.tolist(), rewards, strict=True
-        )
+        for (group, completion), advantage, total in zip(completions, advantages.tolist(), rewards)
     ]
 
 

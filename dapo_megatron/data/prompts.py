@@ -256,7 +256,7 @@ def _entries(source: ReasoningGymSource) -> Iterable[dict[str, Any]]:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the nearest names, or all of them."""
-    if near := difflib.get_close_matches(name, known, n=3):
+    if near := difflib.get_close_matches(name, known):
         return f"; did you mean {' or '.join(map(repr, near))}?"
     return f"; known: {', '.join(sorted(known))}"
 

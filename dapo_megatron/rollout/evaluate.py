@@ -126,12 +126,10 @@ def evaluation_metrics(groups: Sequence[Group], *, resamples: int, seed: int) ->
       `resamples` is 0)
     - pass@j for each power of two j below k
     - ungraded: number of completions whose grader hung, died or raised; they count as wrong
-
-    Raises ValueError if there are no problems.
     """
     correct = [[c.grade is not None and c.grade.correct for c in g.completions] for g in groups]
     preds = [["" if c.grade is None else c.grade.pred for c in g.completions] for g in groups]
-    k = len(correct[0]) if correct else 0
+    k = len(correct[0])
     per_problem = {
         f"avg@{k}": avg_per_problem(correct),
         f"pass@{k}": pass_per_problem(correct),
@@ -143,7 +141,7 @@ def evaluation_metrics(groups: Sequence[Group], *, resamples: int, seed: int) ->
         if resamples:
             low, high = bootstrap_interval(values, resamples=resamples, seed=seed)
             metrics |= {f"{name}_low": low, f"{name}_high": high}
-    for fewer in (2**power for power in range(k.bit_length()) if 2**power < k):
-        metrics[f"pass@{fewer}"] = pass_at_k(correct, k=fewer)
+    for power in range((k - 1).bit_length()):
+        metrics[f"pass@{2**power}"] = pass_at_k(correct, k=2**power)
     metrics["ungraded"] = float(sum(c.grade is None for g in groups for c in g.completions))
     return metrics

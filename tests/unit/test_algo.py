@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dapo_megatron.algo import mismatch
 from dapo_megatron.algo.advantage import group_advantage
-from dapo_megatron.algo.evaluation import avg_at_k, cons_at_k, pass_at_k
+from dapo_megatron.algo.evaluation import avg_at_k, bootstrap_interval, cons_at_k, pass_at_k
 from dapo_megatron.algo.mismatch import (
     GapStatistics,
     TokenGap,
@@ -126,6 +126,9 @@ def test_evaluation_without_samples_is_rejected() -> None:
     for empty in ([], [[True], []]):
         with pytest.raises(ValueError, match="at least one"):
             avg_at_k(empty)
+    for values, resamples in (([], 1), ([0.5], 0)):
+        with pytest.raises(ValueError, match=f"^{resamples} resamples of {len(values)} problems"):
+            bootstrap_interval(values, resamples=resamples, seed=0)
 
 
 # ------------------------------------------------------------------------ mismatch

@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ UNREADABLE = {
         "column extra_info.tests.inputs[0]: half a character (a lone surrogate) at 0",
     ),
     "lone surrogate in a key": (with_extra(b'"\\ud800": 1'), "half a character"),
+    "array": (b"[1]", "must be a mapping of columns, found list [1]"),
     "Latin-1": (LINE.replace(b"42", b"\xe9"), "not valid JSON: 'utf-8' codec can't decode"),
     "gzip": (gzip.compress(LINE, mtime=0), "not valid JSON: 'utf-8' codec can't decode"),
 }
@@ -137,6 +139,25 @@ except DataError as error:
     assert completed.stdout.startswith(
         f"{path}, line 2: longer than 67,108,864 bytes; write one"
     ), completed.stdout + completed.stderr
+
+
+@pytest.mark.parametrize(("limit", "is_read"), [(len(LINE) + 1, True), (len(LINE), False)])
+def test_a_line_may_be_as_long_as_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, is_read: bool
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(LINE + b"\n")
+    monkeypatch.setattr("dapo_megatron.data.rows.MAX_LINE_BYTES", limit)
+    too_long = pytest.raises(DataError, match=f"line 1: longer than {limit} bytes; write one")
+    with nullcontext() if is_read else too_long:
+        assert len(list(read_jsonl(str(path)))) == 1
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_missing_file_is_named(tmp_path: Path, ending: str) -> None:
+    for message in rejections(tmp_path / f"none.{ending}"):
+        assert message.startswith(f"{tmp_path}/none.{ending}: cannot be read (")
+        assert message.endswith("No such file or directory)")
 
 
 JSON = st.recursive(
@@ -221,21 +242,27 @@ def test_a_parquet_value_without_a_json_form_is_rejected(tmp_path: Path, name: s
 
 
 UNREADABLE_COLUMNS = {
-    "not UTF-8": (not_utf8([b"\xff\xfe"]), "'utf-8' codec can't decode byte 0xff"),
-    "a date beyond Python's": (pyarrow.array([10**7], pyarrow.date32()), "date value out of range"),
+    "not UTF-8": (
+        not_utf8([b"", b"\xff\xfe"]),
+        "'utf-8' codec can't decode byte 0xff",
+        "UTF-8 text",
+    ),
+    "a date beyond Python's": (
+        *(pyarrow.array([0, 10**7], pyarrow.date32()), "date value out of range", "JSON values"),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", UNREADABLE_COLUMNS)
 def test_a_parquet_value_that_cannot_be_read_is_rejected(tmp_path: Path, name: str) -> None:
-    values, problem = UNREADABLE_COLUMNS[name]
+    values, problem, wanted = UNREADABLE_COLUMNS[name]
     path = tmp_path / "rows.parquet"
-    table = pyarrow.Table.from_pylist([GOOD])
+    table = pyarrow.Table.from_pylist([GOOD, GOOD])
     index = table.schema.get_field_index("ability")
     parquet.write_table(table.set_column(index, "ability", values), path)
     for message in rejections(path):
-        assert message.startswith(f"{path}, row 0, column ability: cannot be read ({problem}")
-        assert message.endswith("or drop the row")
+        assert message.startswith(f"{path}, row 1, column ability: cannot be read ({problem}")
+        assert message.endswith(f"; write {wanted}, or drop the row")
 
 
 def test_a_duplicate_parquet_column_is_rejected(tmp_path: Path) -> None:

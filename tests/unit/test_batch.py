@@ -6,6 +6,7 @@ from array import array
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -265,6 +266,32 @@ def test_tokens_that_do_not_match_their_description_are_rejected(
     tokens = {} if broken is None else {0: replace(tokens[0], **broken)}
     with pytest.raises(ValueError, match=f"^ticket 9, sample 4: {message}"):
         assemble(described(*groups), tokens)
+
+
+def test_routes_are_of_all_tokens_but_the_last_of_each_sequence() -> None:
+    groups = [
+        group(7, completion(0, 3, RIGHT), completion(1, 1, WRONG)),
+        group(9, completion(5, 2, WRONG), num_prompt_tokens=4),
+    ]
+    sequences, tokens, expected = described(*groups), tokens_of(groups, overlong()), []
+    for index, sequence in enumerate(sequences):
+        routes = np.arange(1, 1 + 6 * (sequence.num_tokens - 1), dtype=np.int16) + 100 * index
+        tokens[index] = replace(tokens[index], routes=routes)
+        expected += [*routes.reshape(-1, 6).tolist(), [0] * 6]
+    batch = assemble(sequences, tokens, with_routes=True)
+    assert batch.routes is not None and batch.routes.dtype == torch.int16
+    assert batch.routes.tolist() == expected
+    assert assemble(sequences, tokens).routes is None
+    assert assemble([], {}, with_routes=True).routes is None
+    for index, size, message in (
+        (0, 0, "sample 0: 0 experts in its routes for 4 tokens with 0 "),
+        (1, 0, "sample 1: 0 experts in its routes for 2 tokens with 6 "),
+        (1, 11, "sample 1: 11 experts in its routes for 2 tokens with 6 "),
+    ):
+        routes = np.zeros(size, np.int16) if size else None
+        wrong = {**tokens, index: replace(tokens[index], routes=routes)}
+        with pytest.raises(ValueError, match=f"^ticket 7, {message}"):
+            assemble(sequences, wrong, with_routes=True)
 
 
 @settings(deadline=None)

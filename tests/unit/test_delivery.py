@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from array import array
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -104,6 +105,49 @@ def test_every_layout_gets_its_sequences_bit_for_bit() -> None:
         assert all(
             counts[rank][case] == counts[layout.index(layout[rank])][case] for rank in range(4)
         )
+
+
+@dataclass
+class Pair:
+    """An exchange of two ranks that run one after the other: rank 1 reads what rank 0 sent."""
+
+    rank: int
+    sent: deque[Any]
+    world_size = 2
+
+    def all_gather(self, value: Any, of: type) -> list[Any]:
+        assert isinstance(value, of)
+        return [value, value]
+
+    def broadcast(self, value: Any, of: Any) -> Any:
+        if self.rank:
+            return self.sent.popleft()
+        assert of is not bytes or 0 < len(value) <= delivery.MAX_BROADCAST
+        self.sent.append(value)
+        return value
+
+    def scatter(self, parts: Any, size: int) -> memoryview:
+        part = self.sent.popleft() if self.rank else parts[0]
+        self.sent += () if self.rank else parts[1:]
+        assert len(part) == size
+        return memoryview(part)
+
+
+def test_the_first_rank_of_an_index_broadcasts_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "MAX_BROADCAST", 100)
+    groups = [routed(group, "int16") for group in groups_of(3)]
+    sequences = describe(groups, overlong=OVERLONG, eps=1e-6)
+    plan = partial(plan_microbatches, max_tokens=64)
+    sent: deque[Any] = deque()
+    got = []
+    for rank in (0, 1):
+        pair: Any = Pair(rank, sent)
+        parallel = DataParallelRanks.join(pair, 0, plan, 2)
+        got.append(Delivery(parallel, pair, RouteSize(2 * LAYERS, "int16"))(sequences, groups))
+        assert len(sent) > 3 or rank
+    assert plain(got[0]) == plain(got[1]) and not sent
+    for index, routes in enumerate(c.routes for group in groups for c in group.completions):
+        assert got[1][index].routes.tolist() == list(routes)  # type: ignore[union-attr, arg-type]
 
 
 def test_one_rank_gets_views_of_what_it_has() -> None:

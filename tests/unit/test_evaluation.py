@@ -34,6 +34,8 @@ def test_an_interval_is_ordered_within_the_values_and_reproducible(
     low, high = bootstrap_interval(values, resamples=resamples, seed=seed)
     assert min(values) - 1e-12 <= low <= high <= max(values) + 1e-12
     assert (low, high) == bootstrap_interval(values, resamples=resamples, seed=seed)
+    mirrored = bootstrap_interval([1 - value for value in values], resamples=resamples, seed=seed)
+    assert mirrored == pytest.approx((1 - high, 1 - low))
 
 
 def test_the_95_percent_interval_covers_the_mean_in_about_95_percent_of_trials() -> None:

@@ -135,6 +135,7 @@ def step_batch() -> TokenBatch:
     """Return the batch of GROUPS, with random log-probs, also on prompts."""
     batch = assemble(SEQUENCES, tokens_of(GROUPS, overlong()))
     old, reference = -3 * torch.rand(2, batch.tokens.numel(), generator=torch.manual_seed(0))
+    old[-1], reference[-1] = -1.0, -1.0 - LIMIT  # not clamped
     return replace(batch, old_logprobs=old, reference_logprobs=reference)
 
 

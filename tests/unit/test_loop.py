@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dapo_megatron import loop
-from dapo_megatron.algo.mismatch import GapStatistics, TokenGap, check_gaps
+from dapo_megatron.algo.mismatch import GapStatistics, TokenGap, check_gaps, merge
 from dapo_megatron.rollout.replay import NoSync
 from dapo_megatron.types import (
     DapoError,
@@ -193,11 +193,14 @@ def test_the_engine_at_fault_is_named() -> None:
     assert caught.value.engines == {1}
     with pytest.raises(SyncError, match=r"engine 0 and policy disagree by 0\.4 on"):
         check_gaps({0: few, 2: few}, version=3, max_gap=1.0, max_mean_gap=0.1)
+    for at_bound in ({0: bad}, {0: few, 2: replace(few, total=0.0)}):
+        check_gaps(at_bound, version=3, max_gap=1.0, max_mean_gap=merge([*at_bound.values()]).mean)
     worst = {5: replace(few, worst=TokenGap("7/1", 1, 8, -4.8, -4.0))}
     check_gaps(worst, version=3, max_gap=1.0, max_mean_gap=None)
     check_gaps(worst, version=3, max_gap=1.0, max_mean_gap=0.5)
-    with pytest.raises(SyncError, match=r"engine 5 .* disagree by 0\.8 on 7/1, token 1"):
+    with pytest.raises(SyncError, match=r"engine 5 .* disagree by 0\.8 on 7/1, token 1") as caught:
         check_gaps(worst, version=3, max_gap=0.5, max_mean_gap=None)
+    assert caught.value.engines == {5}
     with pytest.raises(SyncError, match=r"sync\.max_mean_gap is 0\.2"):
         check_gaps(worst, version=3, max_gap=0.5, max_mean_gap=0.2)
 

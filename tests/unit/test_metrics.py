@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from dapo_megatron.algo.kl import KLStatistics
 from dapo_megatron.algo.mismatch import GapStatistics
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.rollout.metrics import (
+    kl_metrics,
     mismatch_metrics,
+    penalty_metrics,
     rollout_metrics,
     sync_metrics,
     update_metrics,
@@ -137,13 +140,18 @@ def test_update_metrics_are_means_over_tokens() -> None:
     assert update_metrics(stats[:1])["policy/entropy"] == 1.0
 
 
-def test_metrics_of_the_mismatch_and_of_a_sync() -> None:
+def test_metrics_of_the_mismatch_the_kl_and_a_sync() -> None:
     gap = GapStatistics(total=0.9, max=0.3, kl_total=1.8, num_tokens=9)
     assert mismatch_metrics(gap) == {
         "mismatch/gap_mean": 0.1,
         "mismatch/gap_max": 0.3,
         "mismatch/kl": 0.2,
     }
+    assert mismatch_metrics(replace(gap, num_tokens=0)) == {}
+    kl = KLStatistics(total=3.0, num_clamped=1, num_tokens=4)
+    assert kl_metrics(kl) == {"kl/reference": 0.75, "kl/clamped_fraction": 0.25}
+    assert kl_metrics(replace(kl, num_tokens=0)) == penalty_metrics([]) == {}
+    assert penalty_metrics([1.0, 2.0]) == {"kl/reward_penalty": 1.5}
     report = SyncReport(
         version=1,
         num_tensors=3,

@@ -230,6 +230,20 @@ def test_pipeline_stages_send_in_the_same_rounds_and_layers_stay_together() -> N
     assert [layer for layer in order if layer >= 3] == sorted([3, 4, 5] * 2)
 
 
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_stages_of_any_size_have_sent_about_the_same_share_after_each_round(
+    num_first: int, num_second: int
+) -> None:
+    held = [stage(range(num_first)), stage(range(num_first, num_first + num_second))]
+    plan = make_plan(held, [[*held[0], *held[1]]] * 2, bucket_bytes=2 * 128)
+    sent = Counter[int]()
+    for tensors in plan.rounds:
+        sent.update(source for move, source in boxes_of(tensors) if source != move.target)
+        # One tensor more, at most, than the share of the other stage.
+        first, second = map(len, held)
+        assert abs(sent[0] * second - sent[1] * first) <= max(first, second)
+
+
 def test_expert_ranks_send_in_the_same_rounds() -> None:
     experts = stage(range(1), experts=8)[2:]
     plan = make_plan([experts[:4], experts[4:], []], [[], [], experts], bucket_bytes=4 * 128)

@@ -238,7 +238,8 @@ def test_steps_are_listed_in_order_and_forgotten(tmp_path: Path) -> None:
 
 
 def test_runs_without_records_and_of_earlier_versions_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"^{tmp_path}/samples has no recorded steps; "):
+    message = f"^{tmp_path}/samples has no recorded steps; .* tracking.samples=true$"
+    with pytest.raises(ConfigError, match=message):
         require_steps(tmp_path)
     folder = step_folder(tmp_path / "samples", 1)
     folder.mkdir(parents=True)
@@ -246,7 +247,9 @@ def test_runs_without_records_and_of_earlier_versions_are_refused(tmp_path: Path
     with pytest.raises(ConfigError, match=f"^{folder}: recorded by .* use commit [0-9a-f]{{7}} to"):
         require_steps(tmp_path)
     a_record().write(tmp_path / "samples", 1)
-    assert require_steps(tmp_path) == {1: folder}
+    assert require_steps(tmp_path) == require_steps(tmp_path, tmp_path / "own") == {1: folder}
+    with pytest.raises(ConfigError, match=f"^run.name: {tmp_path} is the run to replay"):
+        require_steps(tmp_path, own=tmp_path / "samples" / "..")
 
 
 # ---------------------------------------------------------------------------- damage

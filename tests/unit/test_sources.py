@@ -189,7 +189,7 @@ def test_bad_rows_are_refused_by_place_and_column(tmp_path: Path, tokenizer: Any
             "a JSON array, but one object per line is needed; convert it: jq -c '.\\[\\]'",
         ),
         (b"\xef\xbb\xbf [\n  {}\n]\n", "a JSON array"),
-        (b'{\n  "prompt": "x"\n}\n', "a JSON object over several lines"),
+        (b'{\n  "prompt": "x"\n}\n', r"a JSON object over several lines, .*: jq -c '\.' "),
         (b"", "is empty; use other data"),
     ],
 )
@@ -222,6 +222,10 @@ def test_reasoning_gym_problems_become_prompts(tokenizer: Any) -> None:
     assert prompt.extra["dataset"] == "chain_sum"
     assert prompt.text == f"u:{entry['question']}<answer>"
     assert prompt.truth == entry["answer"]
+    assert prompt.extra["options"] == gym().options
+    assert (
+        load_source(gym(dataset="graph_color", options={}), tokenizer, 999).prompts[0].truth == ""
+    )
     assert eval(entry["metadata"]["expression"]) == int(prompt.truth)
     assert json.loads(json.dumps(prompt.extra))["entry"]["question"] == entry["question"]
 
@@ -257,7 +261,11 @@ def test_train_and_held_out_prompts_do_not_overlap(tokenizer: Any) -> None:
         ({"dataset": "basic_arithmetics"}, "did you mean '[a-z_]+' or '[a-z_]+' or '[a-z_]+'[?]$"),
         ({"dataset": "qqqqq"}, "'gym': dataset: 'qqqqq' .*known: .*chain_sum"),
         ({"options": {"min_termz": 3}}, r"options.min_termz: .* did you mean 'min_terms'"),
-        ({"options": {"seed": 3}}, r"options.seed: chain_sum has no such option"),
+        *(
+            ({"options": {name: 3}}, f"options.{name}: chain_sum has no such option; .*")
+            for name in ("seed", "size")
+        ),
+        ({"dataset": "simple_integration"}, "'gym': dataset: .* simple_integration evaluates answ"),
         ({"options": {"min_terms": 5, "max_terms": 2}}, "options: refused by chain_sum: max_terms"),
         ({"options": {"min_terms": "two"}}, "options: refused by chain_sum"),
     ],

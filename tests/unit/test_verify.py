@@ -4,7 +4,9 @@ the tensor and the ranks."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise, product, zip_longest
+from itertools import chain, pairwise, product, zip_longest
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dapo_megatron.bridge.islands import RankSlices, Wanted
 from dapo_megatron.bridge.verify import (
     Fingerprints,
     Mismatch,
     _coefficients,
+    check_fingerprints,
     describe_mismatches,
 )
 from dapo_megatron.bridge.verify import fingerprints as contributions
-from dapo_megatron.types import Region, TensorSlice, whole
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.types import Region, Shard, SyncError, TensorSlice, whole
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
@@ -204,6 +209,19 @@ def test_copies_inside_one_engine_are_compared_with_each_other() -> None:
     assert at_fault == [0]
 
 
+def test_mismatches_of_all_tensors_are_returned() -> None:
+    new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
+
+    def side(**tensors: list[Tensor]) -> Fingerprints:
+        by_tensor = [fingerprints([box()] * 2, copies, name) for name, copies in tensors.items()]
+        return [list(chain(*of_rank)) for of_rank in zip(*by_tensor, strict=True)]
+
+    policy = side(a=[new, old], b=[old, new], c=[new, new], not_of_engines=[new, new])
+    engines = side(a=[new, old], b=[new, new], c=[new, old])
+    found = mismatches(policy, engines, [0, 3])
+    assert [(text[0], at_fault) for text, at_fault in found] == [("a", []), ("b", []), ("c", [3])]
+
+
 @settings(max_examples=50)
 @given(st.data())
 def test_any_two_shardings_agree_and_any_fault_is_reported(data: st.DataObject) -> None:
@@ -214,6 +232,51 @@ def test_any_two_shardings_agree_and_any_fault_is_reported(data: st.DataObject) 
     wrong = tensor.clone()
     wrong[data.draw(st.integers(0, 11)), data.draw(st.integers(0, 7))] += 1.0
     assert mismatches(policy, fingerprints(wanted, [wrong] * len(wanted)), replicas)
+
+
+def check(wanted: Sequence[TensorSlice], by_replica: dict[int, list[tuple[int, int]]]) -> int:
+    """Compare a policy on one rank with engines of one worker. `by_replica` has the (index into
+    `wanted`, fingerprint) that each can read, where 0 is the right one."""
+    names = sorted({part.name for part in wanted})
+    tensor = random_tensor(SHAPE, torch.float32)
+    right = [fingerprint(tensor[part.region.slices], part.region) for part in wanted]
+    prints = {
+        replica: [[(index, right[index] + number) for index, number in prints]]
+        for replica, prints in by_replica.items()
+    }
+    engines: Any = SimpleNamespace(call=lambda method, of: prints)
+    held = [TensorSlice(name, SHAPE, torch.float32, box()) for name in names]
+    return check_fingerprints(
+        3,
+        [Shard(part, tensor) for part in held],
+        RankSlices.of([held]),
+        Wanted(RankSlices.of([wanted] * len(prints)), list(prints)),
+        engines,
+        Ranks(0, 1, 0),
+    )
+
+
+@pytest.mark.parametrize("num_wrong", [1, 5, 7])
+def test_an_error_names_some_of_the_wrong_tensors_and_the_engine(num_wrong: int) -> None:
+    wanted = [TensorSlice(f"{n}.bias", SHAPE, torch.float32, box()) for n in range(8)]
+    right = [(index, 0) for index in range(8)]
+    wrong = [(index, int(index < num_wrong)) for index in range(8)]
+    with pytest.raises(SyncError) as raised:
+        check(wanted, {2: right, 4: wrong})
+    lines = [
+        f"{n}.bias: engine ranks 1 hold other values than the policy" for n in range(num_wrong)
+    ]
+    more = [f"... and {num_wrong - 5} more"] if num_wrong > 5 else []
+    first = "weights 3: fingerprints differ after the sync"
+    assert str(raised.value).split("\n") == [first, *lines[:5], *more]
+    assert raised.value.engines == {4}
+
+
+def test_tensors_that_the_first_engine_cannot_read_are_counted() -> None:
+    wanted = [TensorSlice(name, SHAPE, torch.float32, half) for name in "abc" for half in HALVES]
+    everything = [(index, 0) for index in range(6)]
+    assert check(wanted, {0: everything[:3], 1: everything}) == 2  # a whole, half of b, no c
+    assert check(wanted, {1: everything, 3: everything[:3]}) == 0
 
 
 def test_fingerprint_weights_are_odd() -> None:
