@@ -219,7 +219,11 @@ def test_mismatches_of_all_tensors_are_returned() -> None:
     policy = side(a=[new, old], b=[old, new], c=[new, new], not_of_engines=[new, new])
     engines = side(a=[new, old], b=[new, new], c=[new, old])
     returned = mismatches(policy, engines, [0, 3])
-    assert [(text[0], at_fault) for text, at_fault in returned] == [("a", []), ("b", []), ("c", [3])]
+    assert [(text[0], at_fault) for text, at_fault in returned] == [
+        ("a", []),
+        ("b", []),
+        ("c", [3]),
+    ]
 
 
 @settings(max_examples=50)
