@@ -21,7 +21,7 @@ from dapo_megatron.cluster.processes import raise_file_limit
 from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.cluster.stop import leave_when_asked
-from dapo_megatron.config import Config, num_processes, refuse
+from dapo_megatron.config import ENVIRONMENT_GRADER, Config, num_processes, refuse
 from dapo_megatron.config.file import load_config
 from dapo_megatron.files import check_result, write_result
 from dapo_megatron.model import read_architecture
@@ -373,7 +373,7 @@ def _load(
     for key, sources in lists.items():
         for number, source in enumerate(sources):
             try:
-                for name in sorted(grader_names(source.grader)):
+                for name in sorted(grader_names(source.grader) - {ENVIRONMENT_GRADER}):
                     check_grader(name)
             except ConfigError as error:
                 raise ConfigError(f"{key}.{number}.grader: {error}") from None

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -77,12 +78,28 @@ class Outcome(StrEnum):
 
 
 class Finish(StrEnum):
-    """Why a completion ended: an end-of-sequence token (STOP) or the length limit (LENGTH).
-    UNFINISHED ones were interrupted by the end of a step and continue in the next."""
+    """Why a completion ended. All but STOP, LENGTH and UNFINISHED occur only with an
+    environment."""
 
     STOP = "stop"
+    """An end-of-sequence token, in a turn that calls no tool."""
     LENGTH = "length"
+    """rollout.max_response_tokens: reached, or the next observation does not fit."""
+    TURN_LENGTH = "turn_length"
+    """rollout.turns.max_turn_tokens."""
+    TURNS = "turns"
+    """rollout.turns.max_turns."""
+    CALLS = "calls"
+    """rollout.turns.max_calls."""
+    DONE = "done"
+    """Its environment ended it."""
     UNFINISHED = "unfinished"
+    """Not ended: interrupted by the end of a step. It continues in the next one."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last turn was cut off, so that overlong.filter applies."""
+        return self in (Finish.LENGTH, Finish.TURN_LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +108,8 @@ class Prompt:
 
     Example: `Prompt(source="chain_sum", index=17, tokens=(12, 9, 3), text="4 + 3 =",
     truth="7", extra={})`. `index` is the row in its source. `extra` holds other values that a
-    grader may need (plain JSON values).
+    grader may need (plain JSON values). `environment` names the one that completions talk to; empty
+    without one.
     """
 
     source: str
@@ -100,6 +118,7 @@ class Prompt:
     text: str
     truth: str
     extra: Mapping[str, Any] = field(default_factory=dict)
+    environment: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +170,24 @@ def is_sampled(segments: Iterable[Segment]) -> NDArray[np.bool_]:
     return np.repeat(np.array(kinds, np.bool_), np.array(lengths, np.int64))
 
 
+def turns(segments: Iterable[Segment]) -> Iterator[tuple[bool, int, int]]:
+    """Yield (whether it was observed, first token, end) of each turn: of consecutive segments that
+    were all sampled, or all observed."""
+    end = 0
+    for is_observed, parts in groupby(segments, lambda segment: segment.is_observed):
+        start, end = end, end + sum(segment.num_tokens for segment in parts)
+        yield is_observed, start, end
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled answer.
 
     `tokens` holds only the response, including its end-of-sequence token. `logprobs` are the
-    engine's log-probs of these tokens under the sampling distribution, temperature included.
+    engine's log-probs of these tokens under the sampling distribution, temperature included. `text`
+    is the model's last turn.
     `segments` lists, in token order, which weight version sampled how many tokens, and how many
-    were observed. The first segment is a sampled one. `grade` is None until the completion is
+    were observed. `grade` is None until the completion is
     graded. It stays None if the grader hung, died or raised; the group then abstains. `routes` are
     the experts of the tokens of prompt and response, except the last one, flattened [tokens,
     layers, k], each under the weights that sampled its segment; None without router replay.
@@ -198,7 +227,7 @@ class Completion:
 
     @property
     def oldest_version(self) -> int:
-        """Version of the weights that sampled the first token."""
+        """Oldest version of weights that a token was sampled with."""
         return self.segments[0].version
 
     @property
@@ -272,7 +301,8 @@ class SampleRequest:
     """A request to an engine: sample a new completion, or continue an interrupted one.
 
     `so_far` is the interrupted completion (at least one token), or None. `max_tokens` limits the
-    whole response. `seed` depends only on the run, ticket, sample and number of tokens so far. If
+    whole response, and `max_new_tokens` what is sampled now. `seed`
+    depends only on the run, ticket, sample and number of tokens so far. If
     it is None, the engine uses its own random numbers, which takes less time.
     """
 
@@ -284,6 +314,7 @@ class SampleRequest:
     temperature: float
     top_p: float
     so_far: Completion | None = None
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +347,8 @@ class Collected:
     """Completions that continue in the next step."""
     grade_seconds: float
     """Seconds that the engine was idle because graders were still running."""
+    turn_counts: Mapping[str, float] = field(default_factory=dict)
+    """Calls of tools, failures of environments, and seconds that completions waited for them."""
 
 
 @dataclass(frozen=True, slots=True)

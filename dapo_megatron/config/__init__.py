@@ -23,6 +23,7 @@ from dapo_megatron.config.algorithm import (
     RewardsConfig,
     RolloutConfig,
     TrainConfig,
+    TurnsConfig,
 )
 from dapo_megatron.config.computing import (
     EngineConfig,
@@ -41,6 +42,7 @@ from dapo_megatron.config.running import (
 )
 from dapo_megatron.config.section import Section, Seed
 from dapo_megatron.config.sources import (
+    ENVIRONMENT_GRADER,
     Columns,
     DatasetsSource,
     FileSource,
@@ -52,6 +54,7 @@ from dapo_megatron.config.sources import (
 from dapo_megatron.types import ConfigError
 
 __all__ = [
+    "ENVIRONMENT_GRADER",
     "CheckpointConfig",
     "Columns",
     "Config",
@@ -79,6 +82,7 @@ __all__ = [
     "SyncConfig",
     "TrackingConfig",
     "TrainConfig",
+    "TurnsConfig",
     "WatchdogConfig",
     "num_processes",
     "refuse",
@@ -130,9 +134,16 @@ class Config(Section):
 
     @property
     def graders(self) -> dict[str, str | dict[str, str]]:
-        """Grader of each source: its name, or data_source of a row -> its name."""
+        """Grader of each source: its name, or data_source of a row -> its name. Without sources
+        whose environment gives the rewards."""
         sources = (*self.data.train, *self.evaluation.sets)
-        return {source.name: source.grader for source in sources}
+        return {s.name: s.grader for s in sources if s.grader != ENVIRONMENT_GRADER}
+
+    @property
+    def environments(self) -> set[str]:
+        """Names of all environments."""
+        sources = (*self.data.train, *self.evaluation.sets)
+        return {source.environment for source in sources if source.environment}
 
     @property
     def separate_gpus(self) -> int:

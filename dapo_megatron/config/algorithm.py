@@ -32,6 +32,26 @@ UserFunction = Annotated[str, AfterValidator(_check_function_name)]
 """A user-defined function, as module:function."""
 
 
+class TurnsConfig(Section):
+    """Limits of completions that talk to an environment (docs/environments.md). Each names the
+    reason why a completion ended. rollout.max_response_tokens limits all turns and observations of
+    a completion together."""
+
+    max_turns: Count = 8
+    """Largest number of the model's turns."""
+    max_turn_tokens: Tokens | None = None
+    """Largest number of tokens of one turn. null: only rollout.max_response_tokens."""
+    max_calls: Count = 32
+    """Largest number of calls of tools in all turns."""
+    max_observation_tokens: Tokens = 1024
+    """An answer of a tool or environment with more tokens is cut in its middle, with a mark."""
+    call_seconds: Seconds = 10.0
+    """Wall-clock limit of one call. At the limit the environment's process is killed, and its
+    completion is sampled anew."""
+    tool_parser: str = "auto"
+    """vLLM's parser of tool calls. auto: one that reads what the model's chat template writes."""
+
+
 class RolloutConfig(Section):
     prompts_per_step: Count
     """Mixed groups to train on per rollout step (N)."""
@@ -79,7 +99,9 @@ class RolloutConfig(Section):
     deterministic: bool = False
     """Make decisions depend only on engine steps, never on the clock, and give each completion its
     own seed. A run on CPU then repeats and resumes bit for bit. Leave this off on a cluster,
-    because each step waits for all replicas and gradings, and vLLM samples more slowly."""
+    because each step waits for all replicas, gradings and environments, and vLLM samples more
+    slowly."""
+    turns: TurnsConfig = TurnsConfig()
 
     @property
     def samples_ahead(self) -> bool:
@@ -121,13 +143,19 @@ class CorrectionConfig(Section):
     """Mask sequences whose product of the ratios is outside these bounds."""
     worst_token: Bounds | None = None
     """Mask sequences with any token whose ratio is outside these bounds (veto)."""
+    void_turns: Literal["keep", "mask"] = "keep"
+    """mask: completions whose last turn neither calls a tool nor has an answer, or was cut off, do
+    not enter the loss (SimpleTIR, arXiv 2509.02479). They count for the mean and the verdict of
+    their group."""
     measure: bool = False
     """Log correction/* even if nothing is corrected, to choose bounds from a run's ratios."""
 
     @property
     def corrects(self) -> bool:
-        """Whether anything is weighed or masked."""
-        unset = CorrectionConfig(outside_band=self.outside_band, measure=self.measure)
+        """Whether anything is weighed or masked by the ratios."""
+        unset = CorrectionConfig(
+            outside_band=self.outside_band, void_turns=self.void_turns, measure=self.measure
+        )
         return self != unset
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dapo_megatron.config import (
+    ENVIRONMENT_GRADER,
     Config,
     KLConfig,
     LossConfig,
@@ -76,6 +77,12 @@ def _contradictions(config: Config) -> Iterable[str]:
     names = [source_file_name(source.name) for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"data.train / evaluation.sets: the name {name!r} is used twice; change one of them"
+    for source in sources:
+        if source.grader == ENVIRONMENT_GRADER and source.environment is None:
+            yield (
+                f"data.train / evaluation.sets: source {source.name!r} has grader: environment, "
+                "but no environment; set it"
+            )
 
 
 def _rollout_contradictions(rollout: RolloutConfig) -> Iterable[str]:

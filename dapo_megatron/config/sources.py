@@ -11,6 +11,8 @@ from pydantic_core import PydanticCustomError
 
 from dapo_megatron.config.section import Count, Section, Seed
 
+ENVIRONMENT_GRADER = "environment"
+"""Takes the place of a grader if the environment gives the rewards."""
 _WORD = r"[^\W_][\w ._+=@(),-]*"
 _SOURCE_NAME = re.compile(f"{_WORD}(/{_WORD})?")
 _MAX_SOURCE_NAME = 128
@@ -52,6 +54,8 @@ class ReasoningGymSource(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the data set (min_terms, max_digits, ...)."""
     grader: str = "reasoning_gym"
+    environment: str | None = None
+    """See RowsSource.environment."""
 
 
 class Columns(Section):
@@ -74,7 +78,10 @@ class RowsSource(Section):
     path: str
     grader: str | dict[str, str] = "math_verify"
     """dapo_math, math_verify, code, or your own function as module:function; or a mapping from the
-    rows' data_source to one of these."""
+    rows' data_source to one of these. environment: the reward that the environment gives."""
+    environment: str | None = None
+    """Tools and turns of the completions (docs/environments.md): your own class as module:Class, or
+    a built-in one. null: none."""
     limit: Count | None = None
     """Number of rows to read. null: all."""
     columns: Columns | None = None

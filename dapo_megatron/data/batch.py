@@ -53,7 +53,7 @@ def valid_completions(group: Group, overlong: OverlongConfig) -> list[Completion
     """
     if not overlong.filter or overlong.filtered_in_mean:
         return list(group.completions)
-    return [c for c in group.completions if c.finish is not Finish.LENGTH]
+    return [c for c in group.completions if not c.finish.is_cut]
 
 
 def reward(completion: Completion, overlong: OverlongConfig) -> Reward | None:
@@ -69,13 +69,25 @@ def reward(completion: Completion, overlong: OverlongConfig) -> Reward | None:
     )
 
 
+def _ends_void(completion: Completion) -> bool:
+    """Return whether the last turn has neither a call of a tool nor an answer."""
+    has_answer = completion.grade is not None and completion.grade.parsed
+    return completion.finish.is_cut or (completion.finish is Finish.STOP and not has_answer)
+
+
 def describe(
-    groups: Sequence[Group], *, overlong: OverlongConfig, eps: float, divide_by_std: bool = True
+    groups: Sequence[Group],
+    *,
+    overlong: OverlongConfig,
+    eps: float,
+    divide_by_std: bool = True,
+    mask_void: bool = False,
 ) -> list[TrainingSequence]:
     """Return descriptions of the valid completions of `groups`, in order.
 
     The advantage of a completion is relative to the valid completions of its group. Truncated
-    completions that are filtered but valid are excluded from the loss. `eps` and `divide_by_std`
+    completions that are filtered but valid are excluded from the loss, and with `mask_void` those
+    that end with a void turn (loss.correction.void_turns). `eps` and `divide_by_std`
     are arguments of `group_advantage`. Raises ValueError naming a completion that has no grade.
     """
     completions = [(group, c) for group in groups for c in valid_completions(group, overlong)]
@@ -100,7 +112,10 @@ def describe(
             response_tokens=completion.num_tokens,
             segments=completion.segments,
             advantage=advantage,
-            in_loss=not (overlong.filter and completion.finish is Finish.LENGTH),
+            in_loss=not (
+                (overlong.filter and completion.finish.is_cut)
+                or (mask_void and _ends_void(completion))
+            ),
             reward=total,
         )
         for (group, completion), advantage, total in zip(completions, advantages.tolist(), rewards)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,52 @@ class Conversation:
             last_token in self.stop_ids and first in tokens[1:]
         )
         return tokens[1:] if is_closed else tokens
+
+    def opening(self, text: str) -> list[int]:
+        """Return the tokens that complete a prompt of `prompt_without_end`: a text of the
+        environment, and the start of the model's turn."""
+        _, rest = self._around_mark([{"role": "user", "content": MARK.format(0)}])
+        return self.encode(self.harmless(text) + rest)
+
+    def prompt_without_end(self, messages: Sequence[Message]) -> str:
+        """Return the text of a prompt up to the end of its last message, to which an environment
+        adds. Raises DataError if that message is not the user's."""
+        if not messages or messages[-1]["role"] != "user":
+            raise DataError("the last message is not the user's, so that no text can follow it")
+        *before, last = messages
+        marked = {**last, "content": f"{last['content']}{MARK.format(0)}"}
+        return self._around_mark([*before, marked])[0]
+
+    def _around_mark(self, messages: Sequence[Message]) -> tuple[str, str]:
+        text = self.render(messages, starts_turn=True)
+        before, shown_mark, rest = text.rpartition(MARK.format(0))
+        if not shown_mark:
+            raise DataError("the chat template does not show the text of the user's message")
+        return before, rest
+
+    def harmless(self, text: str) -> str:
+        """Return a text without the special tokens that it spells out, so that what a tool prints
+        cannot end its message."""
+        for token in self._special:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    @cached_property
+    def _special(self) -> list[str]:
+        added = self.tokenizer.added_tokens_decoder.items()
+        return [t.content for number, t in added if t.special or number in self.stop_ids]
+
+    def shortened(self, text: str, max_tokens: int) -> str:
+        """Return a text of about `max_tokens` tokens at most. A longer one loses its middle."""
+        if len(text.encode()) <= max_tokens:  # a token has at least one byte
+            return text
+        tokens = self.encode(text)
+        if len(tokens) <= max_tokens:
+            return text
+        start, end = tokens[: (max_tokens + 1) // 2], tokens[len(tokens) - max_tokens // 2 :]
+        left_out = len(tokens) - max_tokens
+        decode = self.tokenizer.decode
+        return f"{decode(start)} ... ({left_out:,} tokens left out) ... {decode(end)}"
 
     def after_turn(
         self,

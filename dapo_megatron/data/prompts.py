@@ -7,13 +7,14 @@ import difflib
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.config import Columns, DatasetsSource, ReasoningGymSource, RowsSource, Source
+from dapo_megatron.data.conversation import Conversation
 from dapo_megatron.data.hub import read_dataset
 from dapo_megatron.data.rows import (
     CHUNK_ROWS,
@@ -59,6 +60,8 @@ def load_source(
     exclude: Collection[str] = frozenset(),
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
     vocab_size: int | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    is_open: bool = False,
 ) -> LoadedSource:
     """Return all prompts of `source`, rendered with the tokenizer's chat template.
 
@@ -66,6 +69,8 @@ def load_source(
     exclude          prompt texts to drop: all of the held-out sets
     template_kwargs  variables of the chat template
     vocab_size       rows of the model's embedding; None: not checked
+    tools            descriptions of the environment's tools
+    is_open          whether the environment completes each prompt with a text of its own
 
     A reasoning-gym source draws until it has `size` prompts, at most DRAWS times as many problems.
     For other sources, `limit` counts the rows read, and dropped rows are not replaced.
@@ -82,9 +87,11 @@ def load_source(
         rows = _rows(source, columns)
     prompts: list[Prompt] = []
     rows = _gradable(rows, source)
+    conversation = Conversation(tokenizer, (), template_kwargs, tools)
     for prompt in render(
-        rows, tokenizer, source.name, max_prompt_tokens, template_kwargs, vocab_size
+        rows, conversation, source.name, max_prompt_tokens, vocab_size, is_open=is_open
     ):
+        prompt = replace(prompt, environment=source.environment or "")
         if len(prompts) == wanted:
             break
         if prompt.text in exclude:
@@ -142,11 +149,12 @@ def check_template(tokenizer: PreTrainedTokenizerBase, key: str) -> None:
 
 def render(
     rows: Iterator[PromptRow],
-    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
     name: str,
     max_tokens: int,
-    template_kwargs: Mapping[str, Any] = NO_KWARGS,
     vocab_size: int | None = None,
+    *,
+    is_open: bool = False,
 ) -> Iterator[Prompt]:
     """Yield the prompts of `rows`: chat template, then tokenizer. The tokenizer adds no special
     tokens, because the template contains them.
@@ -154,19 +162,17 @@ def render(
     Raises DataError naming the row of a prompt without tokens or with one that is not below
     `vocab_size`, and of one whose template fails.
     """
+    tokenizer = conversation.tokenizer
     while chunk := list(islice(rows, CHUNK_ROWS)):
         texts = []
         for row in chunk:
             try:
-                text = tokenizer.apply_chat_template(
-                    row.messages, add_generation_prompt=True, tokenize=False, **template_kwargs
-                )
-            except Exception as error:  # a template is a program of the model's author
-                raise DataError(
-                    f"{row.where}, column prompt: the chat template failed: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            texts.append(str(text))
+                if is_open:
+                    texts.append(conversation.prompt_without_end(row.messages))
+                else:
+                    texts.append(conversation.render(row.messages, starts_turn=True))
+            except DataError as error:
+                raise DataError(f"{row.where}, column prompt: {error}") from error
         for row, text, tokens in zip(
             chunk, texts, _tokens(tokenizer, texts, max_tokens), strict=True
         ):

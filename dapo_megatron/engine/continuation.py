@@ -72,13 +72,16 @@ def append_tokens(
         width = len(new_routes) // (num_tokens + len(tokens))
         # The engine computes observed tokens only now, and the token before them.
         num_known = num_tokens - _num_observed_last(so_far)
-        if so_far.routes is None or len(so_far.routes) != num_known * width:
+        if not so_far.num_sampled:
+            pass  # nothing was computed yet
+        elif so_far.routes is None or len(so_far.routes) != num_known * width:
             raise DapoError(
                 f"ticket {request.ticket}, sample {request.sample}: the routes of its first "
                 f"{num_known} tokens are not known. They were sampled without policy.router_replay "
                 "engine, or by another model"
             )
-        new_routes = so_far.routes + new_routes[len(so_far.routes) :]
+        known = so_far.routes or new_routes[:0]
+        new_routes = known + new_routes[len(known) :]
     return Completion(
         sample=request.sample,
         tokens=so_far.tokens + new_tokens if so_far else new_tokens,
@@ -90,19 +93,24 @@ def append_tokens(
     )
 
 
-def observe(completion: Completion, tokens: Sequence[int]) -> Completion:
-    """Append tokens that an environment wrote after a turn of the model. The completion is then
+def observe(
+    completion: Completion | None, tokens: Sequence[int], sample: int, version: int
+) -> Completion:
+    """Append tokens that an environment wrote after a turn of the model, or, without a completion,
+    after the prompt of completion `sample`; `version` is the engine's. The completion is then
     unfinished, and continues in a request like an interrupted one."""
+    new_tokens, no_logprobs = array("i", tokens), array("f", bytes(4 * len(tokens)))
+    if completion is None:
+        segments = (Segment(version, len(tokens), ENVIRONMENT),)
+        return Completion(sample, new_tokens, no_logprobs, "", Finish.UNFINISHED, segments)
+    segment = Segment(completion.segments[-1].version, len(tokens), ENVIRONMENT)
     return replace(
         completion,
-        tokens=completion.tokens + array("i", tokens),
-        logprobs=completion.logprobs + array("f", bytes(4 * len(tokens))),
+        tokens=completion.tokens + new_tokens,
+        logprobs=completion.logprobs + no_logprobs,
         text="",
         finish=Finish.UNFINISHED,
-        segments=_appended(
-            completion.segments,
-            Segment(completion.segments[-1].version, len(tokens), ENVIRONMENT),
-        ),
+        segments=_appended(completion.segments, segment),
     )
 
 

@@ -36,6 +36,7 @@ from dapo_megatron.types import (
     SampleRequest,
     SyncError,
     TensorSlice,
+    turns,
 )
 
 if TYPE_CHECKING:
@@ -85,8 +86,9 @@ class VllmEngine:
         if self._routes is not None:
             self._routes.follow(self._llm)
         folder = Path(config.model.path)
-        self._tokenizer = load_tokenizer(folder, "model.path")
-        self._stop_ids = stop_ids(folder, self._tokenizer.eos_token_id)
+        self.tokenizer = load_tokenizer(folder, "model.path")
+        self.stop_ids = stop_ids(folder, self.tokenizer.eos_token_id)
+        """Tokens that end a turn."""
         self._knows_slices = False
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
@@ -266,8 +268,8 @@ class VllmEngine:
             temperature=request.temperature,
             top_p=request.top_p,
             seed=request.seed,
-            max_tokens=tokens_left(request),
-            stop_token_ids=self._stop_ids,
+            max_tokens=min(tokens_left(request), request.max_new_tokens or request.max_tokens),
+            stop_token_ids=self.stop_ids,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -280,7 +282,7 @@ class VllmEngine:
         (sampled,) = output.outputs
         routes = self._read_routes(request, len(sampled.token_ids))
         del self._ids[output.request_id]
-        stopped = sampled.token_ids[-1] in self._stop_ids
+        stopped = sampled.token_ids[-1] in self.stop_ids
         completion = append_tokens(
             request,
             sampled.token_ids,
@@ -289,9 +291,18 @@ class VllmEngine:
             Finish.STOP if stopped else Finish.LENGTH,
             routes,
         )
-        tokens = completion.tokens[:-1] if stopped else completion.tokens
-        text = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
-        return request, replace(completion, text=text)
+        return request, replace(completion, text=self.answer(completion))
+
+    def answer(self, completion: Completion) -> str:
+        """Return the text of the model's last turn."""
+        *_, (_, start, end) = (turn for turn in turns(completion.segments) if not turn[0])
+        return self.text(completion.tokens[start:end])
+
+    def text(self, tokens: Sequence[int], *, is_raw: bool = False) -> str:
+        """Return the text of tokens, without the token that ends it, and without special tokens
+        unless it `is_raw`."""
+        kept = list(tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens)
+        return str(self.tokenizer.decode(kept, skip_special_tokens=not is_raw))
 
     def _read_routes(self, request: SampleRequest, num_new: int) -> NDArray[np.generic] | None:
         """Return the routes of a request with `num_new` sampled tokens, with router replay.

@@ -158,10 +158,18 @@ class Report:
     """Whether this is the last report of a phase."""
     is_news: bool = True
     """Whether this is more than a sign of life."""
+    num_waiting: int = 0
+    """Number of completions that wait for their environment. They have no slot of the engine."""
+    restarted: list[tuple[int, int]] = field(default_factory=list)
+    """(ticket, sample) of completions that are sampled anew since the last report, because their
+    environment failed or its state was lost."""
+    turn_counts: Mapping[str, float] = field(default_factory=dict)
+    """Calls of tools, failures of environments and seconds that completions waited, since the last
+    report."""
     grade_seconds: float = 0.0
     """Total seconds that the engine was idle because graders were still running."""
     errors: Mapping[str, str] = field(default_factory=dict)
-    """Last error of a grader, by data set."""
+    """Last error of a grader or an environment, by data set."""
     answer: bytes | None = None
     """Result of a call."""
     error: ErrorRecord | None = None

@@ -39,9 +39,11 @@ from dapo_megatron.engine.messages import (
     Returned,
     Sampling,
 )
+from dapo_megatron.engine.turns import Ended, Turns
+from dapo_megatron.environments.pool import EnvironmentPool
 from dapo_megatron.files import sha256
 from dapo_megatron.rewards.pool import GradingPool
-from dapo_megatron.types import Completion, DapoError, Finish, Prompt
+from dapo_megatron.types import Completion, DapoError, Finish, Prompt, SampleRequest
 
 if TYPE_CHECKING:
     from dapo_megatron.engine.engine import VllmEngine
@@ -103,9 +105,16 @@ class EngineServer:
     """Engine and graders of a replica, led by rank 0."""
 
     def __init__(
-        self, engine: VllmEngine, grading: GradingPool, link: Link, report_seconds: float
+        self,
+        engine: VllmEngine,
+        grading: GradingPool,
+        turns: Turns | None,
+        link: Link,
+        report_seconds: float,
     ) -> None:
         self._engine, self._grading, self._link = engine, grading, link
+        self._turns = turns
+        """None if the run has no environments."""
         self._report_seconds = report_seconds
         self._sampling: Sampling | None = None
         """Parameters of the phase; None between phases."""
@@ -115,7 +124,8 @@ class EngineServer:
         self._graded: dict[int, Returned] = {}
         """Results by number, not reported yet."""
         self._num_gradings = 0
-        self._num_sampled = self._num_reported = 0
+        self._num_sampled = 0
+        self._progress = 0, 0  # (sampled, waiting) of the last report
         self._grade_seconds = 0.0
         self._reported = 0.0
 
@@ -123,7 +133,8 @@ class EngineServer:
         """Obey rank 0 until the run is over. Raises Left."""
         while True:
             is_sampling = self._is_free and bool(self._engine.requests)
-            wait = GRADING_SECONDS if self._grading.pending else IDLE_SECONDS
+            is_pending = bool(self._grading.pending or self._num_waiting)
+            wait = GRADING_SECONDS if is_pending else IDLE_SECONDS
             is_waiting = self._is_free and not is_sampling and bool(self._ungraded)
             started = time.perf_counter()
             for order in self._link.orders(0.0 if is_sampling else wait):
@@ -132,6 +143,7 @@ class EngineServer:
                 self._grade_seconds += time.perf_counter() - started
             if self._is_free:
                 self._step()
+                self._go_on(*self._collect_turns())
                 self._collect()
                 self._report_news()
 
@@ -142,8 +154,10 @@ class EngineServer:
             for request in order.requests:
                 self._accept(request, order.sampling)
             if order.num_steps:
+                self._await_turns()
                 for _ in range(order.num_steps):
                     self._step()
+                self._await_turns()
                 self._await_grades()
                 self._report()
         elif order.kind is OrderKind.INTERRUPT:
@@ -159,22 +173,68 @@ class EngineServer:
                 to_sample.append(sampling.request(request.ticket, request.prompt, sample, so_far))
             else:
                 self._grade(request.ticket, request.prompt, so_far)
-        self._engine.submit(to_sample)
+        if not request.prompt.environment:
+            self._engine.submit(to_sample)
+            return
+        assert self._turns is not None
+        self._turns.sampling = sampling
+        for each in to_sample:
+            self._turns.begin(each)
 
     def _step(self) -> None:
         """Run an engine step. Grade the completions that finish."""
         if not self._engine.requests:
             return
         for request, completion in self._engine.step():
-            self._num_sampled += 1
-            self._grade(request.ticket, request.prompt, completion)
+            if request.prompt.environment:
+                assert self._turns is not None
+                self._turns.take(request, completion)
+            else:
+                self._num_sampled += 1
+                self._grade(request.ticket, request.prompt, completion)
         self._show_alive()
+
+    @property
+    def _num_waiting(self) -> int:
+        return self._turns.num_waiting if self._turns else 0
+
+    def _collect_turns(self) -> tuple[list[SampleRequest], list[Ended]]:
+        return self._turns.collect() if self._turns else ([], [])
+
+    def _await_turns(self) -> None:
+        """Wait for all environments, and go on in an order that does not depend on the clock."""
+        to_sample, ended = self._collect_turns()
+        while self._num_waiting:
+            time.sleep(GRADING_SECONDS)
+            more_to_sample, more_ended = self._collect_turns()
+            to_sample, ended = to_sample + more_to_sample, ended + more_ended
+            self._show_alive()
+        to_sample.sort(key=lambda request: (request.ticket, request.sample))
+        ended.sort(key=lambda each: (each.ticket, each.completion.sample))
+        self._go_on(to_sample, ended)
+
+    def _go_on(self, to_sample: list[SampleRequest], ended: list[Ended]) -> None:
+        """Sample the next turns of completions, and grade those that have ended."""
+        self._engine.submit(to_sample)
+        for each in ended:
+            self._num_sampled += 1
+            if each.grade is None and not each.cause:
+                self._grade(each.ticket, each.prompt, each.completion)
+            else:
+                self._num_gradings += 1
+                self._ungraded[self._num_gradings] = each.ticket, each.completion
+                why = each.cause or "graded"
+                self._graded[self._num_gradings] = each.ticket, each.completion, why
 
     def _grade(self, ticket: int, prompt: Prompt, completion: Completion) -> None:
         self._num_gradings += 1
         self._ungraded[self._num_gradings] = ticket, completion
+        extra = dict(prompt.extra)
+        if prompt.environment:
+            assert self._turns is not None
+            extra["turns"] = self._turns.spoken(prompt, completion)
         self._grading.submit(
-            self._num_gradings, prompt.source, completion.text, prompt.truth, dict(prompt.extra)
+            self._num_gradings, prompt.source, completion.text, prompt.truth, extra
         )
 
     def _collect(self) -> None:
@@ -196,6 +256,12 @@ class EngineServer:
     def _interrupt(self) -> None:
         """Return all completions: graded, finished, or with the tokens so far."""
         unfinished = self._engine.interrupt()
+        if self._turns and self._sampling:
+            with_environment = [item for item in unfinished if item[0].prompt.environment]
+            unfinished = [item for item in unfinished if not item[0].prompt.environment]
+            more, ended = self._turns.interrupt(with_environment)
+            unfinished += more
+            self._go_on([], ended)
         self._collect()
         self._report(
             [item for number, item in self._ungraded.items() if number not in self._graded],
@@ -203,11 +269,11 @@ class EngineServer:
         )
         self._ungraded.clear()
         self._grading.drop_queued()
-        self._sampling, self._is_free, self._num_sampled, self._num_reported = None, False, 0, 0
+        self._sampling, self._is_free, self._num_sampled, self._progress = None, False, 0, (0, 0)
 
     def _report_news(self) -> None:
         """Report in a free phase, if there is news and the last report is not too recent."""
-        has_news = bool(self._graded) or self._num_sampled > self._num_reported
+        has_news = bool(self._graded) or self._progress != (self._num_sampled, self._num_waiting)
         is_due = time.monotonic() - self._reported > self._report_seconds
         if has_news and (is_due or not self._engine.requests):
             self._report()
@@ -221,16 +287,21 @@ class EngineServer:
             del self._ungraded[number]
         self._graded.clear()
         rest = [(ticket, completion, "") for items in ungraded for ticket, completion in items]
+        restarted, turn_counts = self._turns.news() if self._turns else ([], {})
+        self._progress = self._num_sampled, self._num_waiting
         self._link.send(
             Report(
                 returned=graded + rest,
                 num_sampled=self._num_sampled,
+                num_waiting=self._num_waiting,
                 is_interrupted=bool(ungraded),
+                restarted=restarted,
+                turn_counts=turn_counts,
                 grade_seconds=self._grade_seconds,
-                errors=dict(self._grading.last_errors),
+                errors=self._grading.last_errors | (self._turns.last_errors if self._turns else {}),
             )
         )
-        self._reported, self._num_reported = time.monotonic(), self._num_sampled
+        self._reported = time.monotonic()
 
     def _show_alive(self) -> None:
         if time.monotonic() - self._link.sent_at > ALIVE_SECONDS:
@@ -318,9 +389,18 @@ def _build(link: Link, welcome: Order) -> EngineServer:
             rewards.environment,
         )
         engine = VllmEngine(config, seed=welcome.seed, is_empty=True)
+        turns = None
+        if config.environments:
+            pool = EnvironmentPool(
+                config.environments,
+                config.rollout.turns.call_seconds,
+                rewards.memory_mib,
+                rewards.environment,
+            )
+            turns = Turns(config, engine, pool)
         engine.sleep()
     except DapoError as error:
         link.send(Report(error=ErrorRecord.of(error)))
         raise Left(str(error)) from error
     link.send(Report(ready=model_digests(config.model.path)))
-    return EngineServer(engine, grading, link, welcome.report_seconds)
+    return EngineServer(engine, grading, turns, link, welcome.report_seconds)

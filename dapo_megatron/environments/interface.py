@@ -48,6 +48,7 @@ class Environment:
     tools          methods by name, which check their arguments
     is_repeatable  whether calls may be made again, to rebuild the state of a lost instance
     has_step       whether it answers whole turns instead of calls of tools
+    has_reset      whether a text of it may follow the prompt
     """
 
     name: str
@@ -55,6 +56,7 @@ class Environment:
     tools: Mapping[str, Callable[..., Any]]
     is_repeatable: bool
     has_step: bool
+    has_reset: bool
 
     def descriptions(self) -> dict[str, dict[str, Any]]:
         """Return the tools by name, as chat templates take them. Raises ConfigError if types or
@@ -130,4 +132,5 @@ def load_environment(name: str) -> Environment:
         {method: validate_call(function) for method, function in methods.items()},
         bool(getattr(kind, "repeatable", False)),
         has_step,
+        callable(getattr(kind, "reset", None)),
     )

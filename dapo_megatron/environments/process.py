@@ -41,6 +41,17 @@ class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tools: dict[str, dict[str, Any]]
     is_repeatable: bool
     has_step: bool
+    has_reset: bool
+
+    @property
+    def role(self) -> str:
+        """Role of its messages in the chat template."""
+        return "user" if self.has_step else "tool"
+
+    @property
+    def descriptions(self) -> list[dict[str, Any]] | None:
+        """Its tools, as chat templates take them; None without tools."""
+        return list(self.tools.values()) or None
 
 
 class Started(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,7 +118,13 @@ def _described(environments: Mapping[str, Environment]) -> Started:
     try:
         return Started(
             [
-                Described(each.name, each.descriptions(), each.is_repeatable, each.has_step)
+                Described(
+                    each.name,
+                    each.descriptions(),
+                    each.is_repeatable,
+                    each.has_step,
+                    each.has_reset,
+                )
                 for each in environments.values()
             ]
         )

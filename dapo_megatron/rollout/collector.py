@@ -59,6 +59,7 @@ def training_sequences(config: Config, groups: Sequence[Group]) -> list[Training
         overlong=config.overlong,
         eps=config.loss.advantage_eps,
         divide_by_std=config.loss.advantage_std,
+        mask_void=config.loss.correction.void_turns == "mask",
     )
 
 

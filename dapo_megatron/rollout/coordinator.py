@@ -240,6 +240,7 @@ class Coordinator:
                 self._graders.graded(source)
             if group.is_decided:
                 self._decide(group, step)
+        step.turn_counts.update(events.turn_counts)
 
     def _decide(self, group: OpenGroup, step: StepEvents) -> None:
         """Decide whether a group is trained on, after its last grade."""
@@ -311,6 +312,7 @@ class Coordinator:
             version=step.version,
             counts=self.ledger.close_step(self._open_groups()),
             gradings=step.gradings,
+            turn_counts=step.turn_counts,
             keep_rate=forecast,
             interrupted=sum(
                 completion.finish is Finish.UNFINISHED

@@ -8,8 +8,10 @@ whole, by name, before anything is changed.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Protocol
 
 from dapo_megatron.engine.messages import GroupRequest, Report, Returned, Sampling
@@ -74,11 +76,13 @@ class Events:
     """(ticket, sample, grade or None, "graded" or why there is no grade)."""
     unfinished: list[tuple[int, Completion]]
     """(ticket, completion) of unfinished completions, after an interrupt."""
+    turn_counts: Mapping[str, float] = field(default_factory=dict)
+    """See Report."""
     orphans: frozenset[int] = frozenset()
     """Tickets with requests that lost replicas had, after an interrupt."""
     stop: str = ""
-    """Name of the stop signal, or empty. If there is one, `graded` is empty: the signal may also
-    have killed graders, so these completions are graded again after a resume."""
+    """Name of the stop signal, or empty. If there is one, `graded` has no failures: the signal may
+    also have killed graders, so these completions are graded again after a resume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class _InFlight:
     segments: tuple[Segment, ...]
     is_finished: bool
     """Whether the completion is only graded."""
+    has_environment: bool
 
 
 class Dispatcher:
@@ -114,7 +119,7 @@ class Dispatcher:
         self._sent = [0] * driver.num_replicas
         """Number of requests that each replica was asked to sample in this phase."""
         self._running = [0] * driver.num_replicas
-        """Number of those that it still samples."""
+        """Number of those that it still samples, without those that wait for an environment."""
 
     @property
     def room(self) -> int:
@@ -182,7 +187,9 @@ class Dispatcher:
             is_finished = so_far is not None and so_far.finish is not Finish.UNFINISHED
             by_replica[replica].setdefault(ticket, []).append(sample)
             segments = () if so_far is None else so_far.segments
-            self._in_flight[ticket, sample] = _InFlight(replica, segments, is_finished)
+            self._in_flight[ticket, sample] = _InFlight(
+                replica, segments, is_finished, bool(self._groups[ticket].prompt.environment)
+            )
             return is_finished
 
         for ticket, sample in self._to_grade if present else ():
@@ -199,13 +206,24 @@ class Dispatcher:
             if self._running[replica] >= limit:
                 break
             heapq.heappop(self._queue)
-            give(replica, ticket, sample, self._groups[ticket].completions.get(sample))
-            self._sent[replica] += 1
-            self._running[replica] += 1
+            so_far = self._groups[ticket].completions.get(sample)
+            chosen = self._home(ticket, so_far, replica)
+            give(chosen, ticket, sample, so_far)
+            self._sent[chosen] += 1
+            self._running[chosen] += 1
         return [
             [self._request(ticket, samples) for ticket, samples in by_ticket.items()]
             for by_ticket in by_replica
         ]
+
+    def _home(self, ticket: int, so_far: Completion | None, replica: int) -> int:
+        """Return the replica that goes on with a completion: `replica`, unless the one that has the
+        instance of its environment can."""
+        if so_far is None or not self._groups[ticket].prompt.environment:
+            return replica
+        home = [segment.engine for segment in so_far.segments if not segment.is_observed][-1]
+        has_room = home in self._present and self._running[home] < self._driver.max_sequences
+        return home if has_room else replica
 
     def _request(self, ticket: int, samples: Sequence[int]) -> GroupRequest:
         group = self._groups[ticket]
@@ -224,6 +242,10 @@ class Dispatcher:
         """Check reports, given as (replica, report), and return them as events."""
         returned: set[tuple[int, int]] = set()
         for replica, report in reports:
+            for key in report.restarted:
+                known = self._in_flight.get(key)
+                if known is not None and known.replica == replica and known.has_environment:
+                    self._in_flight[key] = replace(known, segments=())
             for item in report.returned:
                 ticket, completion, _ = item
                 key = ticket, completion.sample
@@ -231,20 +253,22 @@ class Dispatcher:
                 if fault or key in returned:
                     self._refuse(replica, ticket, completion.sample, fault or "returned twice")
                 returned.add(key)
-            if report.num_sampled > self._sent[replica]:
-                fault = f"{report.num_sampled} requests sampled, but {self._sent[replica]} sent"
+            if report.num_sampled + report.num_waiting > self._sent[replica]:
+                fault = (
+                    f"{report.num_sampled} requests sampled and {report.num_waiting} waiting, but "
+                    f"{self._sent[replica]} sent"
+                )
                 raise RankError(f"{self._driver.name(replica)}: {fault}")
         for replica, report in reports:
-            self._running[replica] = self._sent[replica] - report.num_sampled
+            num_sampling = self._sent[replica] - report.num_sampled - report.num_waiting
+            self._running[replica] = num_sampling
         stop = self._driver.stop_signal
         items = [(replica, item) for replica, report in reports for item in report.returned]
         sampled, unfinished = [], []
         for replica, (ticket, completion, _) in items:
             in_flight = self._in_flight[ticket, completion.sample]
-            if completion.segments != in_flight.segments:  # it sampled new tokens
-                *before, last = completion.segments
-                segments = (*before, replace(last, engine=replica))
-                completion = replace(completion, segments=segments)
+            segments = _stamped(in_flight.segments, completion.segments, replica)
+            completion = replace(completion, segments=segments)
             if completion.finish is Finish.UNFINISHED:
                 unfinished.append((ticket, completion))
             elif not in_flight.is_finished:
@@ -253,11 +277,14 @@ class Dispatcher:
             (ticket, completion.sample, completion.grade, why)
             for _, report in reports
             for ticket, completion, why in sorted(report.returned, key=_key)
-            if why and not stop
+            if why and not (stop and completion.grade is None)
         ]
         for key in returned:
             del self._in_flight[key]
-        return Events(sampled=sampled, graded=graded, unfinished=unfinished, stop=stop)
+        counts: Counter[str] = Counter()
+        for _, report in reports:
+            counts.update(report.turn_counts)
+        return Events(sampled, graded, unfinished, counts, stop=stop)
 
     def _fault(self, replica: int, item: Returned, *, is_interrupted: bool) -> str:
         """Return what is wrong with a returned completion; an empty string if nothing is."""
@@ -278,16 +305,25 @@ class Dispatcher:
             return f"segments {completion.segments} for {completion.num_tokens} tokens"
         if not 0 < completion.num_tokens <= self._sampling.max_tokens:
             return f"{completion.num_tokens} tokens, with a limit of {self._sampling.max_tokens}"
-        is_long = completion.num_tokens == self._sampling.max_tokens
-        if is_long != (completion.finish is Finish.LENGTH) and completion.finish is not Finish.STOP:
-            return f"{completion.finish.value} with {completion.num_tokens} tokens"
+        if not completion.num_sampled:
+            return "none of its tokens was sampled"
+        if not in_flight.has_environment and (fault := self._length_fault(completion)):
+            return fault
         is_same = completion.segments == in_flight.segments
         if in_flight.is_finished:
             is_same = is_same and is_finished
             return "" if is_same else f"segments {completion.segments}, but it was only to grade"
-        if is_same and not is_finished:
-            return ""  # interrupted before its first new token
-        return _segment_fault(in_flight.segments, completion.segments, self._version)
+        if is_same and (in_flight.has_environment or not is_finished):
+            return ""  # interrupted before its first new token, or ended by its environment
+        return _segment_fault(in_flight, completion.segments, self._version)
+
+    def _length_fault(self, completion: Completion) -> str:
+        """Return why the end of a completion without an environment does not fit its length."""
+        is_long = completion.num_tokens == self._sampling.max_tokens
+        expected = {Finish.STOP, Finish.LENGTH if is_long else Finish.UNFINISHED}
+        if completion.finish in expected:
+            return ""
+        return f"{completion.finish.value} with {completion.num_tokens} tokens"
 
     def _refuse(self, replica: int, ticket: int, sample: int, fault: str) -> None:
         raise RankError(
@@ -302,20 +338,36 @@ def _key(item: Returned) -> tuple[int, int]:
     return ticket, completion.sample
 
 
-def _segment_fault(
-    so_far: tuple[Segment, ...], segments: tuple[Segment, ...], version: int | None
-) -> str:
-    """Return why `segments` do not continue `so_far` under weights of `version` (None: any); an
-    empty string if they do."""
-    *before, last = segments
-    if last.num_tokens < 1:
-        return f"segments {segments}"
-    if version is not None and last.version != version:
-        return f"its last tokens are of weights {last.version}, not {version}"
-    expected = so_far
-    is_grown = so_far and so_far[-1].version == last.version and not so_far[-1].is_observed
-    if is_grown:  # the run resumed
-        expected = so_far[:-1]
-        if last.num_tokens <= so_far[-1].num_tokens:
-            return f"segments {segments} after {so_far}"
-    return "" if tuple(before) == expected else f"segments {segments} after {so_far}"
+def _stamped(
+    so_far: tuple[Segment, ...], segments: tuple[Segment, ...], replica: int
+) -> tuple[Segment, ...]:
+    """Return `segments` with the replica that sampled those that are new or have grown."""
+    return tuple(
+        segment if segment.is_observed or segment == known else replace(segment, engine=replica)
+        for segment, known in zip_longest(segments, so_far[: len(segments)])
+    )
+
+
+def _segment_fault(in_flight: _InFlight, segments: tuple[Segment, ...], version: int | None) -> str:
+    """Return why `segments` do not continue the completion under weights of `version` (None: any);
+    an empty string if they do."""
+    so_far = in_flight.segments
+    fault = f"segments {segments}" + (f" after {so_far}" if so_far else "")
+    num_kept = len(so_far)
+    if so_far and not so_far[-1].is_observed and segments[:num_kept] != so_far:
+        num_kept -= 1  # the last one has grown, because the run resumed
+        grown = segments[num_kept] if num_kept < len(segments) else so_far[-1]
+        is_same_kind = (grown.version, grown.is_observed) == (so_far[-1].version, False)
+        if not is_same_kind or grown.num_tokens <= so_far[-1].num_tokens:
+            return fault
+    new = segments[num_kept:]
+    if segments[:num_kept] != so_far[:num_kept] or not new:
+        return fault
+    if any(segment.num_tokens < 1 for segment in new):
+        return fault
+    if not in_flight.has_environment and (len(new) > 1 or new[0].is_observed):
+        return fault
+    for segment in new:
+        if not segment.is_observed and version is not None and segment.version != version:
+            return f"its last tokens are of weights {segment.version}, not {version}"
+    return ""

@@ -23,7 +23,7 @@ def judge(group: Group, config: RolloutConfig, overlong: OverlongConfig) -> Outc
         group_verdict = verdict([c.grade is not None and c.grade.correct for c in completions])
         if group_verdict is not Verdict.MIXED:
             return Outcome(group_verdict.value)
-    if overlong.filter and all(c.finish is Finish.LENGTH for c in completions):
+    if overlong.filter and all(c.finish.is_cut for c in completions):
         return Outcome.OVERLONG  # none of its tokens would enter the loss
     return None
 

@@ -16,10 +16,15 @@ from dapo_megatron.algo.mismatch import GapStatistics
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import reward
 from dapo_megatron.rewards.pool import CAUSES
-from dapo_megatron.types import Collected, Finish, Group, StepStats, SyncReport, num_sampled
+from dapo_megatron.types import Collected, Finish, Group, StepStats, SyncReport, num_sampled, turns
 
 OUTCOMES = ("unparsed", *CAUSES)
 """Outcomes that grading/* counts."""
+
+TURN_COUNTS = ("calls", "tool_errors", "unread_calls", "restarts", "waiting_seconds")
+"""Counts that turns/* always has: calls of tools, those that raised, those that could not be read,
+completions that were sampled anew, and seconds that completions waited for their environment. Those
+of failures, failed/<cause>, are added."""
 
 
 def rollout_metrics(collected: Collected, overlong: OverlongConfig) -> dict[str, float]:
@@ -33,6 +38,7 @@ def rollout_metrics(collected: Collected, overlong: OverlongConfig) -> dict[str,
         **metrics,
         **_age_metrics(collected),
         **_grading_metrics(collected),
+        **_turn_metrics(collected),
         **_decided_metrics(collected.decided, overlong),
     }
 
@@ -70,6 +76,25 @@ def _grading_metrics(collected: Collected) -> dict[str, float]:
     return metrics
 
 
+def _turn_metrics(collected: Collected) -> dict[str, float]:
+    """Return turns/* of completions with an environment, over the groups decided in the step; empty
+    without any."""
+    talks = [c for g in collected.decided if g.prompt.environment for c in g.completions]
+    if not talks:
+        return {}
+    num_turns = [sum(not is_observed for is_observed, *_ in turns(c.segments)) for c in talks]
+    finishes = Counter(c.finish for c in talks)
+    ends = [finish for finish in Finish if finish is not Finish.UNFINISHED]
+    counts = {**dict.fromkeys(TURN_COUNTS, 0.0), **collected.turn_counts}
+    return {
+        "turns/mean": fmean(num_turns),
+        "turns/max": float(max(num_turns)),
+        "turns/observed_tokens_mean": fmean(c.num_tokens - c.num_sampled for c in talks),
+        **{f"turns/ended/{end.value}": finishes[end] / len(talks) for end in ends},
+        **{f"turns/{name}": float(count) for name, count in counts.items()},
+    }
+
+
 def _decided_metrics(groups: Sequence[Group], overlong: OverlongConfig) -> dict[str, float]:
     """Return the metrics over all groups decided in the step, before filtering."""
     completions = [c for group in groups for c in group.completions]
@@ -77,7 +102,7 @@ def _decided_metrics(groups: Sequence[Group], overlong: OverlongConfig) -> dict[
     if not rewards:
         return {}
     lengths = [c.num_sampled for c in completions]
-    truncated = fmean(c.finish is Finish.LENGTH for c in completions)
+    truncated = fmean(c.finish.is_cut for c in completions)
     penalties = [shaped.penalty for shaped in rewards]
     return {
         "accuracy/raw": fmean(c.grade.correct for c in completions if c.grade is not None),

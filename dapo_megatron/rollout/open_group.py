@@ -104,6 +104,7 @@ class OpenGroup:
             "prompt": prompt.text,
             "truth": prompt.truth,
             "extra": dict(prompt.extra),
+            "environment": prompt.environment,
             "prompt_tokens": list(prompt.tokens),
             "num_samples": self.num_samples,
             "issued_version": self.issued_version,
@@ -127,6 +128,7 @@ class OpenGroup:
                 text=value["prompt"],
                 truth=value["truth"],
                 extra=value["extra"],
+                environment=value.get("environment", ""),
             ),
             num_samples=value["num_samples"],
             issued_version=value["issued_version"],
@@ -158,6 +160,8 @@ class StepEvents:
     issued: int = 0
     decided: list[Group] = field(default_factory=list)
     gradings: Counter[tuple[str, str]] = field(default_factory=Counter)
+    turn_counts: Counter[str] = field(default_factory=Counter)
+    """See engine.messages.Report."""
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-compatible state, without the version. Groups are named by their tickets."""
@@ -165,6 +169,7 @@ class StepEvents:
             "issued": self.issued,
             "decided": [group.ticket for group in self.decided],
             "gradings": [[*key, count] for key, count in self.gradings.items()],
+            "turn_counts": dict(self.turn_counts),
         }
 
     @classmethod
@@ -175,4 +180,5 @@ class StepEvents:
             issued=state["issued"],
             decided=[by_ticket[ticket].group() for ticket in state["decided"]],
             gradings=Counter({(source, what): num for source, what, num in state["gradings"]}),
+            turn_counts=Counter(state.get("turn_counts", {})),
         )

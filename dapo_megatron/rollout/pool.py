@@ -233,7 +233,8 @@ class Pool:
             self._answered = time.monotonic()
         reports, self._reports = self._reports, []
         for replica, report in reports:
-            self._set_requests(replica, self._sent[replica] - report.num_sampled)
+            num_sampling = self._sent[replica] - report.num_sampled - report.num_waiting
+            self._set_requests(replica, num_sampling)
         return reports
 
     def interrupt(self) -> list[tuple[int, Report]]:

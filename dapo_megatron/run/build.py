@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from dapo_megatron.checkpoints.formats.export import HfExport
 from dapo_megatron.checkpoints.formats.weights_folder import Companions
 from dapo_megatron.checkpoints.saver import CheckpointSaver
+from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.instruments import MemoryMeter, StepInstruments, TimelineRecorder
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import (
@@ -19,11 +20,14 @@ from dapo_megatron.config import (
     Config,
     Source,
 )
+from dapo_megatron.data.conversation import Conversation, findings
 from dapo_megatron.data.owners import DataParallelRanks
-from dapo_megatron.data.prompts import PromptStream, load_source
+from dapo_megatron.data.prompts import PromptStream, check_template, load_source
 from dapo_megatron.data.tokenizer import load_tokenizer
+from dapo_megatron.environments.pool import EnvironmentPool
+from dapo_megatron.environments.process import Described
 from dapo_megatron.loop import Parts
-from dapo_megatron.model import read_architecture
+from dapo_megatron.model import read_architecture, stop_ids
 from dapo_megatron.plan.estimate import save_estimate
 from dapo_megatron.protocols import Policy
 from dapo_megatron.rewards.pool import try_graders
@@ -39,7 +43,7 @@ from dapo_megatron.run.models import Models, build_policy, planner
 from dapo_megatron.run.other_weights import keep_reference
 from dapo_megatron.run.resume import facts_of
 from dapo_megatron.tracking.recorder import RankRecorder
-from dapo_megatron.types import Prompt
+from dapo_megatron.types import ConfigError, Prompt
 
 
 @dataclass
@@ -51,14 +55,52 @@ class Prompts:
     notes: list[str]
 
 
-def load_prompts(config: Config) -> Prompts:
+def describe_environments(config: Config, ranks: Ranks) -> dict[str, Described]:
+    """Return the run's environments by name. Collective. Raises ConfigError for one that cannot be
+    used, or whose messages the model's chat template cannot put between two turns."""
+    if not config.environments:
+        return {}
+    described = on_rank0(ranks, _describe_environments, config)
+    return ranks.broadcast(described or {}, dict[str, Described])
+
+
+def _describe_environments(config: Config) -> dict[str, Described]:
+    folder, rewards = Path(config.model.path), config.rewards
+    tokenizer = load_tokenizer(folder, "model.path")
+    check_template(tokenizer, "model.path")
+    with EnvironmentPool(
+        config.environments,
+        config.rollout.turns.call_seconds,
+        rewards.memory_mib,
+        rewards.environment,
+    ) as pool:
+        environments = pool.described
+    for name, environment in environments.items():
+        conversation = Conversation(
+            tokenizer,
+            stop_ids(folder, tokenizer.eos_token_id),
+            config.data.chat_template_kwargs,
+            environment.descriptions,
+        )
+        for finding in findings(conversation, environment.role):
+            if finding.error:
+                raise ConfigError(
+                    f"environment {name!r}: the chat template of {folder} cannot continue a "
+                    f"conversation: {finding.check}: {finding.error}. See doctor template"
+                )
+    return environments
+
+
+def load_prompts(config: Config, environments: Mapping[str, Described]) -> Prompts:
     """Load all prompts. Evaluation sets are loaded first, because their problems are excluded from
-    training. Raises DataError naming model.path or the data."""
+    training. `environments` are those of `describe_environments`. Raises DataError naming
+    model.path or the data."""
     tokenizer = load_tokenizer(Path(config.model.path), "model.path")
     vocab_size = read_architecture(config).vocab_size
     notes: list[str] = []
 
     def load(source: Source, columns: Columns, exclude: frozenset[str]) -> Sequence[Prompt]:
+        environment = environments.get(source.environment or "")
         loaded = load_source(
             source,
             tokenizer,
@@ -67,6 +109,8 @@ def load_prompts(config: Config) -> Prompts:
             exclude=exclude,
             template_kwargs=config.data.chat_template_kwargs,
             vocab_size=vocab_size,
+            tools=None if environment is None else environment.descriptions,
+            is_open=environment is not None and environment.has_reset,
         )
         left_out = {
             "too long": loaded.num_dropped_long,
@@ -96,9 +140,10 @@ def load_prompts(config: Config) -> Prompts:
 def check_graders(config: Config, prompts: Prompts) -> None:
     """Call each of the user's graders once. Raises DataError naming row and grader."""
     rewards = config.rewards
+    every_prompt = chain(prompts.train, *prompts.evaluation.values())
     try_graders(
         config.graders,
-        chain(prompts.train, *prompts.evaluation.values()),
+        (prompt for prompt in every_prompt if prompt.source in config.graders),
         rewards.timeout_seconds,
         rewards.memory_mib,
         rewards.environment,

@@ -67,7 +67,9 @@ ROOMS = {
         "torch numpy megatron transformer_engine safetensors triton",
     ),
     # data for the tokenizer, rewards for the graders of a server, bridge for its weights.
-    "engine": room(f"{LOW} config model data cluster bridge rewards", "torch vllm numpy zmq"),
+    "engine": room(
+        f"{LOW} config model data cluster bridge rewards environments", "torch vllm numpy zmq"
+    ),
     # engine for its messages, bridge for sending weights, checkpoints for the manifest of a folder,
     # pandas for annotations only.
     "rollout": room(

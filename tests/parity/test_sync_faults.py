@@ -81,7 +81,9 @@ class Run:
             data_parallel=data_parallel,
             collector=build.EngineCollector(
                 config=config,
-                coordinator=build._coordinator(config, self.engines, build.load_prompts(config)),
+                coordinator=build._coordinator(
+                    config, self.engines, build.load_prompts(config, {})
+                ),
                 engines=self.engines,
                 delivery=build._delivery(config, ranks, data_parallel),
                 recorder=recorder,
