@@ -158,7 +158,7 @@ def _loss_contradictions(loss: LossConfig) -> Iterable[str]:
         corrections = {"loss.tis_cap": loss.tis_cap is not None} | {
             f"loss.correction.{key}": value not in (None, False)
             for key, value in dict(loss.correction).items()
-            if key != "outside_band"
+            if key not in ("outside_band", "void_turns")
         }
         for key in (key for key, is_set in corrections.items() if is_set):
             yield (

@@ -254,10 +254,9 @@ class Dispatcher:
                     self._refuse(replica, ticket, completion.sample, fault or "returned twice")
                 returned.add(key)
             if report.num_sampled + report.num_waiting > self._sent[replica]:
-                fault = (
-                    f"{report.num_sampled} requests sampled and {report.num_waiting} waiting, but "
-                    f"{self._sent[replica]} sent"
-                )
+                fault = f"{report.num_sampled} requests sampled, but {self._sent[replica]} sent"
+                if report.num_waiting:
+                    fault = f"{report.num_waiting} waiting, {fault}"
                 raise RankError(f"{self._driver.name(replica)}: {fault}")
         for replica, report in reports:
             num_sampling = self._sent[replica] - report.num_sampled - report.num_waiting

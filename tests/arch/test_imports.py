@@ -34,7 +34,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
 LOW = "types files protocols"
 EVERYTHING = (
     f"{LOW} text config model algo data rewards rollout policy engine bridge checkpoints cluster "
-    "tracking report doctor plan run loop"
+    "tracking report doctor plan run loop environments"
 )
 ROOMS = {
     "__init__": room(),
@@ -100,7 +100,7 @@ ROOMS = {
 }
 
 
-MAX_LINES = {"types.py": 680}
+MAX_LINES = {"types.py": 700}
 """Allowed lines of a file, if they are more than 600. This one has all records of a run."""
 MAX_FUNCTION_LINES = 60
 

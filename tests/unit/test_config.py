@@ -190,7 +190,7 @@ def test_an_error_from_an_override_does_not_name_the_overlay(tmp_path: Path) -> 
         # Keys of other kinds of sources are not suggested.
         (
             "data.train.0={kind: jsonl, name: a, path: b, grader: c, datasett: d}",
-            "data.train.0.datasett: unknown key; valid keys: kind, name, path, grader, limit, "
+            "data.train.0.datasett: unknown key; valid keys: kind, name, path, grader, environment, limit, "
             "columns",
         ),
         ("seed=true", "seed: Input should be a valid integer (given: True)"),
@@ -277,6 +277,7 @@ OBJECTIVE_DEFAULTS = {
     "rollout.max_prompts_per_step": "a bound that a healthy run never reaches",
     "rollout.at_bound": "what to do at that bound",
     "rollout.deterministic": "bitwise repeatability; the objective is the same",
+    "rollout.turns": "limits of completions with an environment, which is off by default",
     "optimizer.kernels": "which AdamW implementation; all compute the same",
     "optimizer.moments": "rounding of optimizer state, off by default",
     "optimizer.cpu_offload": "where optimizer state is stored",

@@ -103,7 +103,7 @@ def serve(
 ) -> ScriptedLink:
     link = link or ScriptedLink(script)
     with pytest.raises(Left):
-        EngineServer(engine, grading, link, report_seconds).serve()  # type: ignore[arg-type]
+        EngineServer(engine, grading, None, link, report_seconds).serve()  # type: ignore[arg-type]
     return link  # type: ignore[no-any-return]
 
 

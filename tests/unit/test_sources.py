@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from dapo_megatron.config import FileSource, ReasoningGymSource
+from dapo_megatron.data.conversation import Conversation
 from dapo_megatron.data.prompts import DRAWS, LONG_TEXT, load_source, render
 from dapo_megatron.data.rows import (
     CHUNK_ROWS,
@@ -358,7 +359,7 @@ def test_a_text_of_megabytes_is_dropped_before_it_is_tokenized(tokenizer: Any) -
         PromptRow(index, f"line {index}", [{"role": "user", "content": text}], "3", {})
         for index, text in enumerate(texts)
     ]
-    prompts = list(render(iter(rows), cast(Any, Counting()), "x", limit))
+    prompts = list(render(iter(rows), Conversation(cast(Any, Counting()), ()), "x", limit))
     assert lengths == [LONG_TEXT, 5, LONG_TEXT]
     assert [len(prompt.tokens) > limit for prompt in prompts] == [True, False, True]
 
