@@ -15,14 +15,14 @@ import select
 import shutil
 import signal
 import site
+import socket
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 
 from dapo_megatron.rewards.seccomp import filter_program
@@ -66,23 +66,24 @@ class ProgramResult:
 
 
 @functools.cache
-def check_sandbox() -> None:
-    """Raise ConfigError if the sandbox does not work here, with the command that installs it."""
+def check_sandbox(user: str = "grader 'code'") -> None:
+    """Raise ConfigError if the sandbox does not work here, with the command that installs it.
+    `user` is what needs it."""
     for name in ("bwrap", "prlimit", "setpriv"):
         if shutil.which(name) is None:
-            raise ConfigError(f"grader 'code': program {name} is not on the PATH; {INSTALL}")
+            raise ConfigError(f"{user}: program {name} is not on the PATH; {INSTALL}")
     try:
         result = run("print(6 * int(input()))", "7", 20.0)
     except KeyError as error:
-        raise ConfigError(f"grader 'code': no filter of system calls for {error}") from error
+        raise ConfigError(f"{user}: no filter of system calls for {error}") from error
     except SandboxError as error:
         raise ConfigError(
-            f"grader 'code': {error}. It needs bubblewrap 0.8 or newer ({INSTALL}) with permission "
+            f"{user}: {error}. It needs bubblewrap 0.8 or newer ({INSTALL}) with permission "
             "to create user namespaces: docs/rewards.md lists the settings for containers and "
             "distributions"
         ) from error
     if result != ProgramResult(b"42\n", ""):
-        raise ConfigError(f"grader 'code': a trial run failed: {result}; see docs/rewards.md")
+        raise ConfigError(f"{user}: a trial run failed: {result}; see docs/rewards.md")
 
 
 def run(
@@ -100,82 +101,138 @@ def run(
     Example: `run("print(int(input()) * 2)", "21", 5.0) == ProgramResult(b"42\\n", "")`
     """
     deadline = time.monotonic() + seconds
-    with ExitStack() as files:
-        # Files in memory instead of pipes: nothing to read while it runs, and the limit of the size
-        # of files holds for them too.
-        output, errors = _memory_file(files, b""), _memory_file(files, b"")
-        status_start, status_end = os.pipe()
-        status = files.enter_context(open(status_start, "rb", buffering=0))
-        mapped_end, mapped = os.pipe()
-        files.callback(os.close, mapped)
-        text = stdin.encode("utf-8", "surrogatepass")
-        passed = {
-            "program": _memory_file(files, program.encode("utf-8", "surrogatepass")),
-            "stdin": _memory_file(files, text),
-            "filter": _memory_file(files, filter_program()),
-            "status": status_end,
-            "mapped": mapped_end,
-            "unread": _memory_file(files, b""),
-        }
-        try:
-            process = subprocess.Popen(
-                [*_command(passed, int(seconds) + 2, max(max_output, FILE_MIB * MIB))],
-                stdin=_memory_file(files, text),
-                stdout=output,
-                stderr=errors,
-                pass_fds=tuple(passed.values()),
-                cwd="/",
-                env=_environment(),
-            )
-        except OSError as error:
-            raise SandboxError(f"bwrap cannot be started: {error}") from error
-        finally:
-            os.close(status_end)
-            os.close(mapped_end)
-        failure = _wait(process, status, mapped, deadline)
-        if failure is None:
-            message = os.pread(errors, _ERROR_BYTES, 0).decode("utf-8", "replace")
-            raise SandboxError(message.strip() or f"bwrap ended with code {process.returncode}")
-        return ProgramResult(os.pread(output, os.fstat(output).st_size, 0), failure)
+    cpu_seconds = int(seconds) + 2  # backstop of the wall-clock limit
+    max_file_bytes = max(max_output, FILE_MIB * MIB)
+    with Sandbox(program, stdin, cpu=cpu_seconds, fsize=max_file_bytes) as sandbox:
+        sandbox.wait(deadline)
+        return sandbox.result()
 
 
-def _wait(
-    process: subprocess.Popen[bytes], status: FileIO, mapped: int, deadline: float
-) -> str | None:
-    """Wait until all processes of the sandbox are gone, and kill them at the deadline. Return why
-    the program failed, "" if it succeeded, None if it was not started."""
-    # bwrap reports the process id of its child, the first in the namespace of processes, and later
-    # the exit code. It ends after its child, with which the kernel ends all others.
-    first_line = status.readline()
-    if not first_line:
-        process.wait()
-        return None
-    child = json.loads(first_line)["child-pid"]
-    if os.geteuid() == 0:
-        for name in ("uid_map", "gid_map"):
-            Path(f"/proc/{child}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
-        os.write(mapped, b"x")
-    report, is_late = b"", False
-    while not is_late:
-        seconds_left = max(0.0, deadline - time.monotonic())
-        is_late = not select.select([status], [], [], seconds_left)[0]
-        if is_late:
-            os.kill(child, signal.SIGKILL)  # bwrap runs, so it has not reaped its child yet
-        elif block := status.read(4096):
-            report += block
-        else:
-            break
-    process.wait()
-    with suppress(ChildProcessError):  # a worker adopts the child if bwrap ended before it
-        os.waitpid(child, 0)
-    if is_late:
-        return "no end within the limit"
-    codes = [json.loads(line)["exit-code"] for line in report.splitlines()]
-    if not codes:
-        return None
-    if codes[0] > _SIGNALLED:
-        return f"killed by signal {codes[0] - _SIGNALLED}"
-    return f"exit status {codes[0]}" if codes[0] else ""
+class Sandbox:
+    """A Python program that runs in bubblewrap. No process is alive after the context.
+
+    program      source text
+    stdin        text of its standard input, or a socket in its place
+    with_stderr  whether the output has what the program writes to stderr, too
+    limits       of resources, as prlimit names them, in place of the default ones
+
+    Raises SandboxError if bwrap does not start it.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        stdin: str | socket.socket,
+        *,
+        with_stderr: bool = False,
+        **limits: int,
+    ) -> None:
+        self._report, self._has_ended = b"", False
+        with ExitStack() as files:
+            # Files in memory instead of pipes: nothing to read while it runs, and the limit of the
+            # size of files holds for them too.
+            self._output = _memory_file(files, b"")
+            self._errors = self._output if with_stderr else _memory_file(files, b"")
+            status_start, status_end = os.pipe()
+            self._status = files.enter_context(open(status_start, "rb", buffering=0))
+            mapped_end, mapped = os.pipe()
+            files.callback(os.close, mapped)
+            text = stdin.encode("utf-8", "surrogatepass") if isinstance(stdin, str) else b""
+            passed = {
+                "program": _memory_file(files, program.encode("utf-8", "surrogatepass")),
+                "stdin": _memory_file(files, text),
+                "filter": _memory_file(files, filter_program()),
+                "status": status_end,
+                "mapped": mapped_end,
+                "unread": _memory_file(files, b""),
+            }
+            try:
+                self._process = subprocess.Popen(
+                    [*_command(passed, limits)],
+                    stdin=_memory_file(files, text) if isinstance(stdin, str) else stdin.fileno(),
+                    stdout=self._output,
+                    stderr=self._errors,
+                    pass_fds=tuple(passed.values()),
+                    cwd="/",
+                    env=_environment(),
+                )
+            except OSError as error:
+                raise SandboxError(f"bwrap cannot be started: {error}") from error
+            finally:
+                os.close(status_end)
+                os.close(mapped_end)
+            # bwrap reports the process id of its child, the first in the namespace of processes,
+            # and later the exit code. It ends after its child, with which the kernel ends the rest.
+            first_line = self._status.readline()
+            if not first_line:
+                raise self._failure_to_start()
+            self._child: int = json.loads(first_line)["child-pid"]
+            files.callback(self._kill)
+            if os.geteuid() == 0:
+                for name in ("uid_map", "gid_map"):
+                    Path(f"/proc/{self._child}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+                os.write(mapped, b"x")
+            self._files = files.pop_all()
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def wait(self, deadline: float, *others: socket.socket) -> bool:
+        """Wait until the program has ended, or one of the sockets can be read, or the deadline has
+        passed. Return whether the program has ended."""
+        while not self._has_ended:
+            seconds_left = max(0.0, deadline - time.monotonic())
+            files = [self._status.fileno(), *(other.fileno() for other in others)]
+            if files[0] not in select.select(files, [], [], seconds_left)[0]:
+                break
+            block = self._status.read(4096)
+            self._report += block
+            self._has_ended = not block
+        return self._has_ended
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the program, if it runs and is in its first process group."""
+        if not self.wait(0.0):
+            with suppress(ProcessLookupError):
+                os.killpg(self._child, number)
+
+    def take_output(self) -> bytes:
+        """Return what the program has written since the last call."""
+        output = os.pread(self._output, os.fstat(self._output).st_size, 0)
+        os.ftruncate(self._output, 0)
+        os.lseek(self._output, 0, os.SEEK_SET)  # for the program, which has the same open file
+        return output
+
+    def result(self) -> ProgramResult:
+        """Kill the program if it still runs. Return its output, and why it failed."""
+        self._kill()
+        if not self._has_ended:
+            return ProgramResult(self.take_output(), "no end within the limit")
+        codes = [json.loads(line)["exit-code"] for line in self._report.splitlines()]
+        if not codes:
+            raise self._failure_to_start()
+        failure = f"exit status {codes[0]}" if codes[0] else ""
+        if codes[0] > _SIGNALLED:
+            failure = f"killed by signal {codes[0] - _SIGNALLED}"
+        return ProgramResult(self.take_output(), failure)
+
+    def _kill(self) -> None:
+        """Kill what runs, and wait until it is gone."""
+        if self._process.returncode is not None:
+            return
+        if not self.wait(0.0):
+            os.kill(self._child, signal.SIGKILL)  # bwrap runs, so it has not reaped its child yet
+        self._process.wait()
+        with suppress(ChildProcessError):  # a worker adopts the child if bwrap ended before it
+            os.waitpid(self._child, 0)
+
+    def _failure_to_start(self) -> SandboxError:
+        code = self._process.wait()
+        message = os.pread(self._errors, _ERROR_BYTES, 0).decode("utf-8", "replace").strip()
+        return SandboxError(message or f"bwrap ended with code {code}")
 
 
 def _environment() -> dict[str, str]:
@@ -195,7 +252,7 @@ def _memory_file(files: ExitStack, content: bytes) -> int:
     return file.fileno()
 
 
-def _command(passed: dict[str, int], cpu_seconds: int, max_file_bytes: int) -> Iterator[str]:
+def _command(passed: Mapping[str, int], limits: Mapping[str, int]) -> Iterator[str]:
     """Yield the command line of bwrap. `passed` are descriptors, by their purpose."""
     tool = {name: shutil.which(name) or name for name in ("bwrap", "prlimit", "setpriv")}
     yield from (tool["bwrap"], "--die-with-parent", "--new-session", "--hostname", "sandbox")
@@ -219,12 +276,12 @@ def _command(passed: dict[str, int], cpu_seconds: int, max_file_bytes: int) -> I
     # prlimit inside: a task limit of bwrap itself would count the user's other processes.
     yield tool["prlimit"]
     for name, value in {
-        "cpu": cpu_seconds,  # backstop of the wall-clock limit
         "as": MEMORY_MIB * MIB,
-        "fsize": max_file_bytes,
+        "fsize": FILE_MIB * MIB,
         "nofile": OPEN_FILES,
         "nproc": MAX_TASKS,
         "core": 0,
+        **limits,
     }.items():
         _, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
         yield f"--{name}={value if hard == resource.RLIM_INFINITY else min(value, hard)}"
@@ -252,7 +309,7 @@ def _mounts() -> tuple[str, ...]:
     ):
         options += ["--dir", str(parent)]
     for path in sorted(path for path in paths if path.exists()):
-        if path.is_symlink():  # /lib and /lib64 on a system with merged /usr
+        if path.is_symlink() and path.parent == Path("/"):  # /lib with merged /usr
             options += ["--symlink", os.readlink(path), str(path)]
         else:
             options += ["--ro-bind", str(path), str(path)]
