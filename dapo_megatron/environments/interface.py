@@ -23,10 +23,17 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from dapo_megatron.rewards.sandbox import check_sandbox
 from dapo_megatron.types import ConfigError
 
+BUILT_IN = {
+    "python": "dapo_megatron.environments.interpreter:Python",
+    "python_notebook": "dapo_megatron.environments.interpreter:PythonNotebook",
+}
+"""Environments of this package that need no module in their name. They get the time limit."""
 RESERVED = ("reset", "step", "close")
 """Public methods that are not tools."""
 
@@ -43,8 +50,9 @@ class Reply:
 
 @dataclass(frozen=True)
 class Environment:
-    """A user's class, checked.
+    """A class, checked.
 
+    kind           the class, or a function that returns an instance
     tools          methods by name, which check their arguments
     is_repeatable  whether calls may be made again, to rebuild the state of a lost instance
     has_step       whether it answers whole turns instead of calls of tools
@@ -52,7 +60,7 @@ class Environment:
     """
 
     name: str
-    kind: type
+    kind: Callable[[], Any]
     tools: Mapping[str, Callable[..., Any]]
     is_repeatable: bool
     has_step: bool
@@ -97,12 +105,19 @@ class Environment:
         return result if isinstance(result, str) else str(result)
 
 
-def load_environment(name: str) -> Environment:
-    """Return the environment `module:Class`. Raises ConfigError naming it and what is wrong."""
+def load_environment(name: str, timeout_seconds: float = 10.0) -> Environment:
+    """Return the environment `module:Class`, or a built-in one.
+
+    timeout_seconds   the caller's limit of one answer; built-in ones end programs before that
+
+    Raises ConfigError naming the environment and what is wrong.
+    """
     where = f"environment {name!r}"
-    module_name, _, class_name = name.partition(":")
+    if name in BUILT_IN:
+        check_sandbox(where)
+    module_name, _, class_name = BUILT_IN.get(name, name).partition(":")
     if not module_name or not class_name:
-        raise ConfigError(f"{where}: write module:Class")
+        raise ConfigError(f"{where}: write module:Class, or {' or '.join(BUILT_IN)}")
     from pydantic import validate_call
 
     try:
@@ -126,9 +141,12 @@ def load_environment(name: str) -> Environment:
         )
     if not has_step and not methods:
         raise ConfigError(f"{where}: it has neither a tool (a public method) nor the method step")
+    make: Callable[..., Any] = kind
+    if name in BUILT_IN:
+        make = partial(make, timeout_seconds)
     return Environment(
         name,
-        kind,
+        make,
         {method: validate_call(function) for method, function in methods.items()},
         bool(getattr(kind, "repeatable", False)),
         has_step,

@@ -59,7 +59,7 @@ class _Instance:
 class EnvironmentPool:
     """Instances of environments, by key.
 
-    names            environments, as `module:Class`
+    names            environments, as `module:Class`, or built-in ones
     timeout_seconds  wall-clock limit of one answer
     memory_mib       limit of the address space of an instance
     environment      names of environment variables passed to them besides INHERITED
@@ -172,9 +172,10 @@ class EnvironmentPool:
         self._socket, other = socket.socketpair()
         self._folder = tempfile.mkdtemp(prefix="environments-")
         module, file = "dapo_megatron.environments.process", other.fileno()
+        limits = str(self._memory_mib), str(self._timeout_seconds)
         with other:
             self._nursery = subprocess.Popen(
-                [sys.executable, "-m", module, str(file), str(self._memory_mib), *self._names],
+                [sys.executable, "-m", module, str(file), *limits, *self._names],
                 pass_fds=(file,),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # environments print; stderr is inherited, for errors

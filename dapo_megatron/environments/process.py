@@ -1,4 +1,4 @@
-"""Processes of environments: `python -m dapo_megatron.environments.process FD MEMORY_MIB NAME...`
+"""Processes of environments. `python -m dapo_megatron.environments.process FD MIB SECONDS NAME...`
 
 The first process, the *nursery*, imports the environments once and says how they look. For each
 completion it forks an *instance*, which answers messages on a socket of its own. So a start takes
@@ -99,10 +99,10 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def main() -> None:
     """Import the environments, then fork and kill instances until the pool is gone."""
     obey_parent()
-    descriptor, memory_mib, *names = sys.argv[1:]
+    descriptor, memory_mib, seconds, *names = sys.argv[1:]
     with suppress(OSError), socket.socket(fileno=int(descriptor)) as pool:  # OSError: it is gone
         try:
-            environments = {name: load_environment(name) for name in names}
+            environments = {name: load_environment(name, float(seconds)) for name in names}
         except ConfigError as error:
             pool.sendall(encoded(Started(refusal=str(error))))
             return
