@@ -190,8 +190,8 @@ def test_an_error_from_an_override_does_not_name_the_overlay(tmp_path: Path) -> 
         # Keys of other kinds of sources are not suggested.
         (
             "data.train.0={kind: jsonl, name: a, path: b, grader: c, datasett: d}",
-            "data.train.0.datasett: unknown key; valid keys: kind, name, path, grader, environment, limit, "
-            "columns",
+            "data.train.0.datasett: unknown key; valid keys: kind, name, path, grader, "
+            "environment, limit, columns",
         ),
         ("seed=true", "seed: Input should be a valid integer (given: True)"),
         ("seed=1.0", "seed: Input should be a valid integer (given: 1.0)"),
