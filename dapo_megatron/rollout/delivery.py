@@ -119,14 +119,14 @@ class Delivery:
 
     def _broadcast(self, message: memoryview, num_bytes: int) -> memoryview:
         """Return the message of the first rank on all ranks of the index."""
-        is_first = self.data_parallel.is_first
-        received = bytearray(0 if is_first else num_bytes)
-        for start in range(0, num_bytes, MAX_BROADCAST):
-            part = bytes(message[start : start + MAX_BROADCAST]) if is_first else b""
-            part = self.peers.broadcast(part, bytes)
-            if not is_first:
-                received[start : start + len(part)] = part
-        return message if is_first else memoryview(received)
+        if self.data_parallel.is_first:
+            for start in range(0, num_bytes, MAX_BROADCAST):
+                self.peers.broadcast(bytes(message[start : start + MAX_BROADCAST]), bytes)
+            return message
+        received = bytearray()
+        while len(received) < num_bytes:
+            received += self.peers.broadcast(b"", bytes)
+        return memoryview(received)
 
     def _num_bytes(self, sequence: TrainingSequence) -> int:
         """Return the size of a sequence in a message."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import libcst as cst
@@ -21,7 +21,10 @@ from mutmut.__main__ import collect_source_file_mutation_data, run
 from mutmut.mutation import file_mutation
 from mutmut.mutation.diff_apply import get_diff_for_mutant
 from mutmut.mutation.mutators import mutation_operators, operator_arg_removal, operator_string
+from mutmut.runners.harness import PytestRunner
+from mutmut.state import state
 from mutmut.stats import status_by_exit_code
+from mutmut.workers import isolation
 
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 MAX_SURVIVORS = 0.05
@@ -101,11 +104,20 @@ def score(names: list[str]) -> int:
     return int(failed)
 
 
+class FastTestsFirst(PytestRunner):
+    """Runs the tests of a mutant in the order of their durations, until one fails."""
+
+    def run_tests(self, *, mutant_name: str | None, tests: Iterable[str]) -> int:
+        durations = state().duration_by_test
+        return super().run_tests(mutant_name=mutant_name, tests=sorted(tests, key=durations.get))
+
+
 def main(names: list[str]) -> int:
     """Run mutmut on the mutants `names` (patterns), or on all new ones. Return the exit code."""
     file_mutation.mutation_operators = [
         (kind, OPERATORS.get(operator, operator)) for kind, operator in mutation_operators
     ]
+    isolation.PytestRunner = FastTestsFirst
     run.callback(tuple(names), max_children=1)
     return score(names)
 

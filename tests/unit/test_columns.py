@@ -185,10 +185,16 @@ def save_in_all_forms(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("form", ["one", "dict", "files"])
-def test_a_data_set_folder_is_a_source(tmp_path: Path, form: str) -> None:
+def test_a_data_set_folder_is_a_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setattr("dapo_megatron.data.hub.CHUNK_ROWS", 2)
     path = save_in_all_forms(tmp_path)[form]
     prompts = load(path).prompts
-    assert [prompt.truth for prompt in prompts] == [str(row["solution"]) for row in ROWS]
+    assert [(prompt.index, prompt.truth) for prompt in prompts] == [
+        (index, str(row["solution"])) for index, row in enumerate(ROWS)
+    ]
+    assert (tmp_path / "cache").exists() == (form == "files")  # the other forms are not copied
     with pytest.raises(DataError) as raised:
         load(path, Columns(prompt="question", answer="soluton"))
     assert str(raised.value).startswith(f"{path}, split train, column soluton is missing; ")

@@ -158,12 +158,13 @@ def test_statistics_are_over_the_loss_tokens_of_all_parts() -> None:
     assert kl.merge([]) == KLStatistics(0.0, 0, 0)
 
 
-def test_penalties_are_subtracted_from_rewards_before_advantages() -> None:
+@pytest.mark.parametrize("divide_by_std", [True, False])
+def test_penalties_are_subtracted_from_rewards_before_advantages(divide_by_std: bool) -> None:
     batch = step_batch()
     parts = [held(batch, index) for index in range(3)]
     owned = [kl.penalties(part, sampled_mask(part, SEQUENCES), NUMBERS) for part in parts]
     penalties = of_all(parts[0], owned)
-    arguments: dict[str, Any] = {"eps": 1e-6, "divide_by_std": True}
+    arguments: dict[str, Any] = {"eps": 0.5, "divide_by_std": divide_by_std}
 
     # The same by a loop over the sequences.
     assert batch.old_logprobs is not None and batch.reference_logprobs is not None
@@ -175,9 +176,9 @@ def test_penalties_are_subtracted_from_rewards_before_advantages() -> None:
         reference = batch.reference_logprobs[response].double().numpy()
         expected.append(0.3 * estimate("k2", old, reference).sum())
         rewards.setdefault(sequence.ticket, []).append(sequence.reward - expected[-1])
-    assert penalties == pytest.approx(expected, rel=1e-12)
+    assert penalties == of_all(batch, [penalties]) == pytest.approx(expected, rel=1e-12)
     advantages = [
-        (reward - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)
+        (reward - np.mean(values)) / (np.std(values, ddof=1) + 0.5 if divide_by_std else 1.0)
         for values in rewards.values()
         for reward in values
     ]

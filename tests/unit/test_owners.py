@@ -63,7 +63,8 @@ def test_local_batches_are_disjoint_parts_of_the_whole_one(
     for rank in range(num_ranks):
         own = {index: tokens[index] for index in tokens if owner[index] == rank}
         batch = assemble(sequences, own, owner)
-        assert batch.held is not None
+        assert batch.held is not None and batch.owners is not None
+        assert batch.owners.tolist() == owner and whole.owners is whole.held is None
         seen += batch.held.tolist()
         assert torch.equal(
             fresh_mask(sequences, batch, version=3), of_held(whole_fresh, whole, batch)
