@@ -318,6 +318,11 @@ def test_rows_that_the_graders_can_grade_are_loaded(tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps(row) for row in (as_text, in_truth, GOOD)))
     graders = {"math": "dapo_math", "taco": "code"}
     assert len(load_source(source(path, graders), Words(), 10).prompts) == 3  # type: ignore[arg-type]
+    message = (
+        "line 1, column data_source: source 'mine' has no grader for 'taco'; known: aime, math$"
+    )
+    with pytest.raises(DataError, match=message):
+        load_source(source(path, dict.fromkeys(["math", "aime"], "code")), Words(), 10)  # type: ignore[arg-type]
 
 
 def test_file_rows_are_rejected_for_the_reasoning_gym_grader(tmp_path: Path) -> None:

@@ -169,6 +169,8 @@ def test_fresh_tokens_are_response_tokens_of_this_version() -> None:
     assert fresh(3) == [no, no, no, no, no, yes, yes, no, no, no]
     assert fresh(2) == [no, no, no, no, yes, no, no, no, no, yes]
     assert not any(fresh(4))
+    whole = fresh_mask(described(*groups), assembled(*groups), version=2, only_whole=True)
+    assert whole.tolist() == [no] * 9 + [yes]
     short = completion(5, 3, RIGHT, segments=(Segment(1, 2),))
     with pytest.raises(ValueError, match=r"ticket 9, sample 5: .* for 3 tokens"):
         assembled(group(9, short))

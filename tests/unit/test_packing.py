@@ -170,6 +170,12 @@ def test_a_sequence_too_long_for_any_micro_batch_is_reported(packed: bool) -> No
         plan_microbatches([5, 98], 2, max_tokens=100, packed=packed, row_multiple=8)
 
 
+def test_padded_micro_batches_go_to_the_rank_with_the_least_work() -> None:
+    plan = plan_microbatches([3, 9, 6, 3, 7, 1, 2], 2, max_tokens=9, packed=False)
+    # In rounds: 9 and 7 tokens, then 6 and two rows of 2, which cost more than one of 3, then 3s.
+    assert plan == [[[1], [5, 6], [3]], [[4], [2], [0]]]
+
+
 def test_the_token_bound_is_exact() -> None:
     for packed in (True, False):
         plan = plan_microbatches([3, 3, 3], 1, max_tokens=6, packed=packed)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 from tokenizers import Tokenizer, models
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from dapo_megatron.config import FileSource, ReasoningGymSource
@@ -38,11 +39,14 @@ KINDS = ("jsonl", "parquet")
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable character; <answer> starts the answer."""
+    """One token per printable character, and one for all others in a row; <answer> starts the
+    answer, and <eos> every text that the template did not write."""
     names = ["<eos>", "<unk>", "<answer>", *(chr(code) for code in range(32, 127)), "\n"]
     vocab = {name: number for number, name in enumerate(names)}
+    model = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", fuse_unk=True))
+    model.post_processor = TemplateProcessing("<eos> $0", special_tokens=[("<eos>", 0)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>")),
+        tokenizer_object=model,
         eos_token="<eos>",
         unk_token="<unk>",
         additional_special_tokens=["<answer>"],
@@ -354,14 +358,14 @@ def test_a_text_of_megabytes_is_dropped_before_it_is_tokenized(tokenizer: Any) -
             lengths.extend(map(len, [texts] if isinstance(texts, str) else texts))
             return tokenizer(texts, **options)
 
-    texts = ["1" * 10**6, "1 + 1", "é" * 10**5]
+    texts = ["1" * 10**6, "1 + 1", "é" * 10**5 + "1"]
     rows = [
         PromptRow(index, f"line {index}", [{"role": "user", "content": text}], "3", {})
         for index, text in enumerate(texts)
     ]
     prompts = list(render(iter(rows), Conversation(cast(Any, Counting()), ()), "x", limit))
-    assert lengths == [LONG_TEXT, 5, LONG_TEXT]
-    assert [len(prompt.tokens) > limit for prompt in prompts] == [True, False, True]
+    assert lengths == [LONG_TEXT, 5, LONG_TEXT, 10**5 + 1]  # the last one's start is one token
+    assert [len(prompt.tokens) for prompt in prompts] == [LONG_TEXT, 5, 2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
