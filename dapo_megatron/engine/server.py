@@ -142,10 +142,13 @@ class EngineServer:
             if is_waiting:
                 self._grade_seconds += time.perf_counter() - started
             if self._is_free:
-                self._step()
-                self._go_on(*self._collect_turns())
-                self._collect()
-                self._report_news()
+                self._advance()
+
+    def _advance(self) -> None:
+        self._step()
+        self._go_on(*self._collect_turns())
+        self._collect()
+        self._report_news()
 
     def _obey(self, order: Order) -> None:
         if order.kind is OrderKind.SAMPLE:

@@ -115,6 +115,9 @@ class Dispatcher:
         self._num_lost = 0
         self._queue: list[tuple[int, int]] = []
         self._to_grade: list[tuple[int, int]] = []
+        self._to_talk: list[tuple[int, int]] = []
+        """Completions with an environment to continue. They were in engines before, and go there
+        again at once, because a replica keeps their instances only for the next phase."""
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._sent = [0] * driver.num_replicas
         """Number of requests that each replica was asked to sample in this phase."""
@@ -147,8 +150,11 @@ class Dispatcher:
         """Queue requests for what a group lacks: the rest of its completions, and grades. Lower
         tickets go first. Return whether there is something to sample."""
         unfinished = group.to_sample()
-        for sample, _ in unfinished:
-            heapq.heappush(self._queue, (group.ticket, sample))
+        for sample, so_far in unfinished:
+            if so_far is not None and group.prompt.environment:
+                self._to_talk.append((group.ticket, sample))
+            else:
+                heapq.heappush(self._queue, (group.ticket, sample))
         self._to_grade += [(group.ticket, completion.sample) for completion in group.to_grade()]
         return bool(unfinished)
 
@@ -164,6 +170,7 @@ class Dispatcher:
         completion for each request that has tokens. Raises RankError as `advance` does."""
         self._queue.clear()
         self._to_grade.clear()
+        self._to_talk.clear()
         events = self._take(self._driver.interrupt(), is_interrupted=True)
         lost = self._driver.lost
         orphans = {ticket for (ticket, _), item in self._in_flight.items() if item.replica in lost}
@@ -197,6 +204,15 @@ class Dispatcher:
                 completion = self._groups[ticket].completions[sample]
                 give(present[ticket % len(present)], ticket, sample, completion)
         self._to_grade.clear()
+        for ticket, sample in self._to_talk if present else ():
+            so_far = self._groups[ticket].completions[sample]
+            home = [segment.engine for segment in so_far.segments if not segment.is_observed][-1]
+            if home not in present:
+                home = min(present, key=self._running.__getitem__)
+            give(home, ticket, sample, so_far)
+            self._sent[home] += 1
+            self._running[home] += 1
+        self._to_talk.clear()
         last_ticket, replica = -1, present[0] if present else 0
         while self._queue and present:
             ticket, sample = self._queue[0]
@@ -206,24 +222,13 @@ class Dispatcher:
             if self._running[replica] >= limit:
                 break
             heapq.heappop(self._queue)
-            so_far = self._groups[ticket].completions.get(sample)
-            chosen = self._home(ticket, so_far, replica)
-            give(chosen, ticket, sample, so_far)
-            self._sent[chosen] += 1
-            self._running[chosen] += 1
+            give(replica, ticket, sample, self._groups[ticket].completions.get(sample))
+            self._sent[replica] += 1
+            self._running[replica] += 1
         return [
             [self._request(ticket, samples) for ticket, samples in by_ticket.items()]
             for by_ticket in by_replica
         ]
-
-    def _home(self, ticket: int, so_far: Completion | None, replica: int) -> int:
-        """Return the replica that goes on with a completion: `replica`, unless the one that has the
-        instance of its environment can."""
-        if so_far is None or not self._groups[ticket].prompt.environment:
-            return replica
-        home = [segment.engine for segment in so_far.segments if not segment.is_observed][-1]
-        has_room = home in self._present and self._running[home] < self._driver.max_sequences
-        return home if has_room else replica
 
     def _request(self, ticket: int, samples: Sequence[int]) -> GroupRequest:
         group = self._groups[ticket]
