@@ -175,13 +175,13 @@ class ScriptedEngine:
     def _turn(self, request: SampleRequest) -> list[int]:
         """Return what the model has still to say in this turn."""
         context = self.text(prompt_of(request), is_raw=True)
-        *history, said = re.split(r"<start>assistant\n", context)
+        *history, begun = re.split(r"<start>assistant\n", context)
         name = f"{request.prompt.index}/{request.sample}"
         kind = request.prompt.environment.rpartition(":")[2]
         turn = turn_of(name, kind, len(history) - 1, context)
-        assert turn.startswith(said), (turn, said)
+        assert turn.startswith(begun), (turn, begun)
         return [
-            *self.tokenizer(turn[len(said) :], add_special_tokens=False)["input_ids"],
+            *self.tokenizer(turn[len(begun) :], add_special_tokens=False)["input_ids"],
             *self.stop_ids,
         ]
 

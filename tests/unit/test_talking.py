@@ -46,8 +46,8 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     file = write_environments(folder, MODULE)
     sys.path.insert(0, str(folder))
     names = {f"{MODULE}:{kind}" for kind in ("Counter", "Once", "Talker")}
-    with EnvironmentPool(names, 20.0, 1024) as one, EnvironmentPool(names, 20.0, 1024) as other:
-        POOLS[:] = one, other
+    with EnvironmentPool(names, 20.0, 1024) as first, EnvironmentPool(names, 20.0, 1024) as second:
+        POOLS[:] = first, second
         yield file
     sys.path.remove(str(folder))
 
@@ -203,10 +203,10 @@ def check(kind: str, prompt: Prompt, completion: Completion) -> None:
     assert position == len(tokens)
     assert completion.segments[0].is_observed  # the opening
     if kind == "Talker":
-        said = text.count("go on")
+        answer = text.count("go on")
         assert completion.grade is not None
         stops = finish is Finish.DONE
-        assert completion.grade.score == 0.5 * stops - 0.125 * said
+        assert completion.grade.score == 0.5 * stops - 0.125 * answer
 
 
 def calls_by_instance(log: Path) -> dict[tuple[str, str], list[int]]:
@@ -285,8 +285,8 @@ def test_no_call_is_made_again_that_is_not_repeatable(log: Path) -> None:
 
 def expected_calls(kind: str, index: int, sample: int) -> list[int]:
     tokens, _ = expected(kind, prompts(kind)[index], sample)
-    said = tokenizer().decode(tokens)
-    return [int(number) for number in re.findall(r'"add", "arguments": {"number": (\d+)}', said)]
+    answer = tokenizer().decode(tokens)
+    return [int(number) for number in re.findall(r'"add", "arguments": {"number": (\d+)}', answer)]
 
 
 def test_a_killed_deterministic_run_collects_the_same(log: Path) -> None:
