@@ -49,8 +49,8 @@ class PythonNotebook(Python):
     """Environment `python_notebook`: the calls of a completion share one namespace.
 
     It is repeatable, because code has no effect outside of the sandbox: the calls of a lost
-    instance run again. What depends on the clock or on random numbers then differs from what the
-    model has read.
+    instance run again. Their answers are the same, unless they depend on the clock, on random
+    numbers or on addresses of objects.
     """
 
     _interpreter: _Interpreter | None = None

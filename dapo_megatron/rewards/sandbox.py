@@ -242,7 +242,8 @@ def _environment() -> dict[str, str]:
     # The virtual environment's own interpreter would run .pth files at each start.
     packages = os.pathsep.join(site.getsitepackages())
     fixed = {"PATH": "/usr/bin:/bin", "HOME": FOLDER, "LANG": "C.UTF-8", "PYTHONPATH": packages}
-    return {**fixed, **threads, **inherited}
+    # A program does the same each time: sets of strings keep their order.
+    return {**fixed, "PYTHONHASHSEED": "0", **threads, **inherited}
 
 
 def _memory_file(files: ExitStack, content: bytes) -> int:

@@ -88,11 +88,12 @@ def test_a_call_returns_what_is_printed_or_raised(kind: type[Python], code: str)
 
 
 @needs_sandbox
-def test_a_program_ends_with_its_threads_and_forgets_its_variables() -> None:
+def test_a_program_ends_with_its_threads_forgets_its_variables_and_can_be_repeated() -> None:
     python = Python(LONG_SECONDS)
     code = "import threading, time\nx = 1\ndef f(): time.sleep(0.3); print('late')\n"
     assert python.code_interpreter(code + "threading.Thread(target=f).start()") == "late"
     assert "NameError: name 'x' is not defined" in python.code_interpreter("x")
+    assert len({python.code_interpreter("set('abcdefghij')") for _ in range(3)}) == 1
 
 
 @needs_sandbox

@@ -145,7 +145,10 @@ def test_programs_inherit_neither_variables_nor_files_nor_modules(
         sandbox._mounts.cache_clear()
     names = ["HOME", "LANG", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
     first, modules, *descriptors = result.output.decode().splitlines()
-    assert first == f"{[*names, 'PATH', 'PWD', 'PYTHONPATH']} ['/tmp/program.py'] input"
+    assert (
+        first
+        == f"{[*names, 'PATH', 'PWD', 'PYTHONHASHSEED', 'PYTHONPATH']} ['/tmp/program.py'] input"
+    )
     assert modules == "None True"
     # For root, bwrap leaves open the pipe that it waited on. Nothing can be read from it.
     assert [text.split()[1] for text in descriptors] == ([] if os.geteuid() else ["1"])
