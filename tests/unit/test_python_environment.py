@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,7 +184,6 @@ def test_code_beyond_a_limit_is_told_so(kind: type[Python], code: str) -> None:
 
 @needs_sandbox
 def test_late_code_costs_no_instance_and_nothing_is_left_of_one() -> None:
-    folders = set(os.listdir(tempfile.gettempdir()))
     with EnvironmentPool({"python", "python_notebook"}, 5.0, 1024) as pool:
 
         def answer() -> Answer:
@@ -220,8 +218,8 @@ def test_late_code_costs_no_instance_and_nothing_is_left_of_one() -> None:
             while nursery.children(recursive=True) and time.monotonic() < deadline:
                 time.sleep(0.02)
             assert not nursery.children(recursive=True)
-    left = set(os.listdir(tempfile.gettempdir())) - folders
-    assert not any(entry.startswith("environments-") for entry in left)
+        assert not os.listdir(pool._folder)
+    assert not os.path.exists(pool._folder)
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
