@@ -169,6 +169,7 @@ def test_fresh_tokens_are_response_tokens_of_this_version() -> None:
     assert fresh(3) == [no, no, no, no, no, yes, yes, no, no, no]
     assert fresh(2) == [no, no, no, no, yes, no, no, no, no, yes]
     assert not any(fresh(4))
+    assert not fresh_mask(described(*groups), assembled(*groups), version=3, engine=1).any()
     whole = fresh_mask(described(*groups), assembled(*groups), version=2, only_whole=True)
     assert whole.tolist() == [no] * 9 + [yes]
     short = completion(5, 3, RIGHT, segments=(Segment(1, 2),))
@@ -342,8 +343,10 @@ def test_aggregation_weights_are_computed_per_mini_batch() -> None:
         "token": (14 / 6, 42 / 10),  # (1 + 9 + 4) / 6, (16 + 25 + 1) / 10
         "sequence": (6 / 3, 10 / 3),
         "prompt": ((10 / 4 + 2) / 2, (4 + 26 / 6) / 2),
+        "constant": (14 / 8 / 3, 42 / 8 / 3),
     }
     for kind, means in expected.items():
-        for mini, mean in zip(split(batch, 2, kind), means, strict=True):  # type: ignore[arg-type]
+        minis = split(batch, 2, kind, divisor=8)  # type: ignore[arg-type]
+        for mini, mean in zip(minis, means, strict=True):
             values = (mini.lengths - 2).repeat_interleave(mini.lengths).float()
             assert weighted_mean(mini, values) == pytest.approx(mean, rel=1e-5), kind

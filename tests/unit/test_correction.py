@@ -86,7 +86,8 @@ def mismatched_batch(scale: float = 0.3, lengths: tuple[int, ...] = (9, 4, 3, 12
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_a_batch_is_corrected_by_sequence(name: str) -> None:
     batch = mismatched_batch()
-    batch.loss_mask[-5:] = False  # the last sequence has no loss token
+    batch.weights.fill_(0.5)
+    batch.loss_mask[13:16] = False  # the third sequence has no loss token
     corrected, _ = correct(batch, Correction(**CORRECTIONS[name]))
     assert batch.old_logprobs is not None
     end = 0
@@ -94,15 +95,15 @@ def test_a_batch_is_corrected_by_sequence(name: str) -> None:
         start, end = end, end + length
         mask = batch.loss_mask[start:end]
         own = corrected.weights[start:end]
-        assert torch.equal(own[~mask], torch.ones(int((~mask).sum())))
+        assert (own[~mask] == 0.5).all()
         if mask.any():
             old, engine = (
                 values[start:end][mask].double().numpy()
                 for values in (batch.old_logprobs, batch.engine_logprobs)
             )
             expected = expected_weights(np.exp(old - engine), CORRECTIONS[name])
-            np.testing.assert_allclose(own[mask].numpy(), expected, rtol=1e-6)
-    assert torch.equal(batch.weights, torch.ones(len(batch.tokens)))  # the argument is unchanged
+            np.testing.assert_allclose(own[mask].numpy(), 0.5 * expected, rtol=1e-6)
+    assert (batch.weights == 0.5).all()  # the argument is unchanged
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -160,13 +161,15 @@ def test_metrics_of_a_known_batch() -> None:
     ratios = torch.tensor([1, 1, 2, 2, 1, 1, 1, 0.5, *[1] * 6])
     batch = replace(batch, engine_logprobs=batch.old_logprobs - ratios.log())
     numbers = Correction(
-        sequence_product=(0.4, 3.0), worst_token=(0.4, 3.0), tis_cap=2.0, sequence_mean=(0.1, 1.1)
-    )
+        sequence_product=(0.4, 3.0), worst_token=(0.4, 3.0), sequence_mean=(0.1, 1.1),
+        token_band=(0.6, 3.0),
+    )  # fmt: skip
     metrics = correction_metrics(correct(batch, numbers)[1], numbers.names)
-    weights = [0, 0, 1, 0.5, 1, 1, 1, 1]
+    weights = [0, 0, 1, 0, 1, 1, 1, 1]
     squares = sum(weight**2 for weight in weights)
     exact = {
-        "correction/masked_tokens": 2 / 8,
+        "correction/masked_tokens": 3 / 8,
+        "correction/outside/token_band": 1 / 8,
         "correction/masked_sequences": 1 / 3,
         "correction/outside/sequence_product": 1 / 3,
         "correction/outside/sequence_mean": 1 / 3,
