@@ -228,6 +228,7 @@ def aggregation_weights(
     mask: Tensor,
     lengths: Tensor,
     group_ids: Tensor,
+    dtype: torch.dtype = torch.float32,
     divisor: int | None = None,
 ) -> Tensor:
     """Return per-token weights such that sum(weight * loss) / N is the chosen aggregation.
@@ -256,7 +257,7 @@ def aggregation_weights(
     weight_S = sequence_weights(
         kind, loss_tokens=loss_tokens_S, group_ids=group_ids, divisor=divisor
     )
-    return torch.where(keep_T, weight_S.repeat_interleave(lengths), 0.0).float()
+    return torch.where(keep_T, weight_S.repeat_interleave(lengths), 0.0).to(dtype)
 
 
 def sequence_weights(

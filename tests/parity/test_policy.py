@@ -185,7 +185,7 @@ def hf_observed(folder: Path, batch: TokenBatch, temperature: float) -> Observed
         logp, entropy = hf_logprobs(model, batch, temperature)
         loss = dapo_token_loss(
             logp, batch.old_logprobs, batch.advantages, batch.loss_mask, **CLIP
-        ).total
+        ).per_token.sum()
         optimizer.zero_grad()
         (loss / batch.num_loss_tokens).backward()
         gradients = per_expert({name: weight.grad.clone() for name, weight in parameters.items()})

@@ -402,7 +402,7 @@ def test_given_experts_give_the_result_of_hf(
     numbers = {name: NUMBERS[name] for name in ("clip_low", "clip_high", "dual_clip")}
     total = dapo_token_loss(
         logp, batch.old_logprobs, batch.advantages, batch.loss_mask, **numbers
-    ).total
+    ).per_token.sum()
     (total / batch.num_loss_tokens).backward()
     expected = per_expert({name: p.grad for name, p in hf.named_parameters() if p.grad is not None})
     rank = one_rank[model, "plain"]

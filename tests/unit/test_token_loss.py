@@ -86,8 +86,10 @@ def test_aggregation_weights_sum_to_the_tokens_and_are_equal_per_unit(
     mask = torch.rand(sum(lengths), generator=generator) < 0.6
     groups = torch.randint(-3, 3, (len(lengths),), generator=generator)
     lengths_S = torch.tensor(lengths)
-    weights = aggregation_weights(kind, mask=mask, lengths=lengths_S, group_ids=groups)
-    assert weights.dtype == torch.float32
+    weights = aggregation_weights(
+        kind, mask=mask, lengths=lengths_S, group_ids=groups, dtype=torch.float64
+    )
+    assert weights.dtype == torch.float64
     assert weights.isfinite().all()
     assert not weights[~mask].any()
     assert float(weights.sum()) == pytest.approx(int(mask.sum()))
@@ -108,14 +110,15 @@ def test_the_constant_aggregation_divides_sums_by_the_divisor() -> None:
         mask=mask,
         lengths=torch.tensor([3, 1, 1]),
         group_ids=torch.tensor([1, 1, 2]),
+        dtype=torch.float64,
         divisor=10,
     )
-    loss = torch.tensor([2.0, 4.0, 9.0, 5.0, 9.0])
+    loss = torch.tensor([2.0, 4.0, 9.0, 5.0, 9.0], dtype=torch.float64)
     assert float((weights * loss).sum() / mask.sum()) == pytest.approx((6 / 10 + 5 / 10) / 2)
     none = aggregation_weights(
         "constant", mask=~mask & mask, lengths=torch.tensor([5]), group_ids=torch.ones(1), divisor=1
     )
-    assert not none.any()
+    assert none.dtype == torch.float32 and not none.any()
     with pytest.raises(ValueError, match="needs a divisor"):
         aggregation_weights(
             "constant", mask=mask, lengths=torch.tensor([5]), group_ids=torch.ones(1)
