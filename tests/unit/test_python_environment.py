@@ -30,7 +30,7 @@ BOTH = pytest.mark.parametrize("kind", [Python, PythonNotebook])
 @pytest.fixture
 def notebook() -> Iterator[PythonNotebook]:
     """A notebook whose process has started."""
-    notebook = PythonNotebook(SHORT_SECONDS)
+    notebook = PythonNotebook(5.0)
     notebook.code_interpreter("")
     yield notebook
     if notebook._interpreter is not None:
@@ -107,7 +107,7 @@ def test_a_notebook_keeps_its_variables_until_its_process_ends(notebook: PythonN
     late = text("y = 2\nprint('before')\nwhile True: pass").splitlines()
     assert (late[0], late[-2:]) == (
         "before",
-        ["KeyboardInterrupt", "stopped: it took longer than 2 s"],
+        ["KeyboardInterrupt", "stopped: it took longer than 4 s"],
     )
     assert text("f(1)") == "3"
     assert text("print('x'); os._exit(3)") == (
