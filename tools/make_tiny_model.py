@@ -1,6 +1,7 @@
 """Make the tiny base model of the quickstart: Qwen3, character-level, often wrong on purpose.
 
-`--family qwen3_moe` makes a similar model with experts (model_configs/tiny_qwen3_moe).
+`--family qwen3_moe` makes a similar model with experts (model_configs/tiny_qwen3_moe), and
+make_tiny_tools_model.py a third one, which calls a tool.
 
 The model learns a verifiable task of the reasoning-gym package in two phases. In the first phase
 the answers are right, so it learns the task. In the second phase most answers are corrupted, so it
@@ -22,7 +23,7 @@ import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import reasoning_gym
 import torch
@@ -61,21 +62,6 @@ CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Settings of a base model. On one machine, equal recipes make the same model."""
-
-    family: str = "qwen3"
-    task: str = "chain_sum"
-    options: dict[str, Any] = field(default_factory=lambda: dict(CHAIN_SUM))
-    seed: int = 0
-    steps: int = 650
-    batch: int = 256
-    lr: float = 3e-3
-    wrong_fraction: float = 0.56
-    wrong_steps: int = 250
-
-
-@dataclass(frozen=True)
 class Problem:
     """A verifiable problem: the rendered prompt, and the data set's entry for its scorer."""
 
@@ -86,6 +72,41 @@ class Problem:
     def answer(self) -> str:
         """The right answer, in the data set's notation."""
         return str(self.entry["answer"])
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings of a base model. On one machine, equal recipes make the same model."""
+
+    turn_start: ClassVar[str] = ANSWER
+    """Token after which a turn of the model begins. EOS ends it."""
+    family: str = "qwen3"
+    task: str = "chain_sum"
+    options: dict[str, Any] = field(default_factory=lambda: dict(CHAIN_SUM))
+    seed: int = 0
+    steps: int = 650
+    batch: int = 256
+    lr: float = 3e-3
+    wrong_fraction: float = 0.56
+    wrong_steps: int = 250
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return the model's tokenizer."""
+        return make_tokenizer()
+
+    def tools(self) -> list[dict[str, Any]] | None:
+        """Return the descriptions of tools that the prompts show."""
+        return None
+
+    def conversation(self, problem: Problem, rng: random.Random, is_wrong: bool) -> str:
+        """Return a whole conversation for pretraining."""
+        answer = corrupt(problem.answer, rng) if is_wrong else problem.answer
+        return problem.prompt + answer + EOS
+
+    def score(self, problem: Problem, answer: str) -> bool:
+        """Return whether an answer is right by reasoning-gym's scorer."""
+        name = problem.entry["metadata"]["source_dataset"]
+        return reasoning_gym.get_score_answer_fn(name)(answer, problem.entry) == 1.0
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -124,10 +145,10 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
 }
 
 
-def make_config(family: str = "qwen3") -> PreTrainedConfig:
+def make_config(recipe: Recipe) -> PreTrainedConfig:
     """Return the architecture: 0.6 M parameters, or 0.3 M with experts. All sizes are even."""
-    tokenizer = make_tokenizer()
-    config_class, _, sizes = FAMILIES[family]
+    tokenizer = recipe.tokenizer()
+    config_class, _, sizes = FAMILIES[recipe.family]
     return config_class(
         vocab_size=len(tokenizer),
         num_hidden_layers=4,
@@ -149,13 +170,16 @@ def make_config(family: str = "qwen3") -> PreTrainedConfig:
 
 def make_problems(recipe: Recipe, seed: int, size: int) -> list[Problem]:
     """Return distinct problems of the recipe's task, in the data set's order."""
-    tokenizer = make_tokenizer()
+    tokenizer, tools = recipe.tokenizer(), recipe.tools()
     dataset = reasoning_gym.create_dataset(recipe.task, seed=seed, size=size, **recipe.options)
     entries = {entry["question"]: entry for entry in dataset}
     return [
         Problem(
             tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+                [{"role": "user", "content": question}],
+                tools=tools,
+                add_generation_prompt=True,
+                tokenize=False,
             ),
             entry,
         )
@@ -166,6 +190,13 @@ def make_problems(recipe: Recipe, seed: int, size: int) -> list[Problem]:
 def held_out_problems(recipe: Recipe) -> list[Problem]:
     """Return the problems of the quickstart's held-out set, which pretraining never uses."""
     return make_problems(recipe, HELD_OUT_SEED, 2 * NUM_HELD_OUT)[:NUM_HELD_OUT]
+
+
+def training_problems(recipe: Recipe) -> list[Problem]:
+    """Return problems that are not held out."""
+    held_out = {problem.prompt for problem in held_out_problems(recipe)}
+    pool = make_problems(recipe, recipe.seed, PROBLEM_POOL)
+    return [problem for problem in pool if problem.prompt not in held_out]
 
 
 def corrupt(answer: str, rng: random.Random) -> str:
@@ -185,23 +216,24 @@ def corrupt(answer: str, rng: random.Random) -> str:
             return wrong
 
 
-def answer_loss(model: PreTrainedModel, ids: Tensor, prompt_tokens: Tensor, shared: int) -> Tensor:
-    """Return the mean cross-entropy of the answer tokens.
+def turn_loss(model: PreTrainedModel, ids: Tensor, turn_start: int) -> Tensor:
+    """Return the mean cross-entropy of the tokens in the model's turns.
 
     Args:
-        ids: [batch, tokens], padded on the right.
-        prompt_tokens: [batch], the length of each prompt.
-        shared: the number of leading tokens that all rows share. They are computed once.
+        ids: [batch, tokens], padded on the right. Leading tokens that all rows share are computed
+            once.
+        turn_start: the token after which a turn begins. The end of sequence ends it.
     """
-    cache = None
+    shared, cache = shared_length(ids.tolist()), None
     if shared:
         cache = model(ids[:1, :shared], use_cache=True).past_key_values
         cache.batch_repeat_interleave(len(ids))
     logits = model(ids[:, shared:-1], past_key_values=cache).logits
-    targets = ids[:, shared + 1 :]
-    place = torch.arange(shared + 1, ids.shape[1])
-    ignored = (place < prompt_tokens[:, None]) | (targets == model.config.pad_token_id)
-    targets = targets.masked_fill(ignored, -100)
+    place = torch.arange(ids.shape[1])
+    last_start = place.where(ids == turn_start, -1).cummax(1).values
+    last_end = place.where(ids == model.config.eos_token_id, -1).cummax(1).values
+    is_in_turn = (last_start > last_end)[:, shared:-1]
+    targets = ids[:, shared + 1 :].masked_fill(~is_in_turn, -100)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -239,25 +271,19 @@ def pretrain(recipe: Recipe, problems: list[Problem]) -> PreTrainedModel:
     """Train a new model: right answers first, then `wrong_steps` steps of mostly wrong ones."""
     torch.manual_seed(recipe.seed)
     rng = random.Random(recipe.seed)
-    tokenizer = make_tokenizer()
+    tokenizer = recipe.tokenizer()
     _, model_class, _ = FAMILIES[recipe.family]
-    model = model_class(make_config(recipe.family))
+    model = model_class(make_config(recipe))
     optimizers = make_optimizers(model, recipe)
-    prompt_ids = {p.prompt: tokenizer(p.prompt).input_ids for p in problems}
-    shared = shared_length(prompt_ids.values())
+    turn_start = tokenizer.convert_tokens_to_ids(recipe.turn_start)
 
     for step in track(range(recipe.steps), description="pretraining"):
         set_lr(optimizers, recipe, step)
         doubt = recipe.wrong_fraction if step >= recipe.steps - recipe.wrong_steps else 0.0
         batch = rng.sample(problems, recipe.batch)
-        answers = [
-            corrupt(problem.answer, rng) if rng.random() < doubt else problem.answer
-            for problem in batch
-        ]
-        texts = [p.prompt + answer + EOS for p, answer in zip(batch, answers, strict=True)]
+        texts = [recipe.conversation(problem, rng, rng.random() < doubt) for problem in batch]
         ids = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").input_ids
-        prompt_tokens = torch.tensor([len(prompt_ids[p.prompt]) for p in batch])
-        loss = answer_loss(model, ids, prompt_tokens, shared)
+        loss = turn_loss(model, ids, turn_start)
         model.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -271,8 +297,7 @@ def accuracy(
     model: PreTrainedModel, recipe: Recipe, problems: list[Problem], *, samples: int
 ) -> float:
     """Return the share of right answers by reasoning-gym's scorer. `samples` 0 means greedy."""
-    tokenizer = make_tokenizer()
-    dataset = reasoning_gym.create_dataset(recipe.task, seed=0, size=1, **recipe.options)
+    tokenizer = recipe.tokenizer()
     asked = [problem for problem in problems for _ in range(max(samples, 1))]
     inputs = tokenizer([problem.prompt for problem in asked], padding=True, return_tensors="pt")
     room = MAX_TOKENS - inputs.input_ids.shape[1]
@@ -287,11 +312,10 @@ def accuracy(
         **sampling,
     )
     texts = tokenizer.batch_decode(output[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-    scores = [dataset.score_answer(t, p.entry) for t, p in zip(texts, asked, strict=True)]
-    return len([score for score in scores if score == 1.0]) / len(scores)
+    return sum(map(recipe.score, asked, texts)) / len(asked)
 
 
-def publish(model: PreTrainedModel, folder: Path) -> None:
+def publish(model: PreTrainedModel, recipe: Recipe, folder: Path) -> None:
     """Write model, tokenizer and generation settings next to `folder`, then rename them to it."""
     model.generation_config = GenerationConfig(
         eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id
@@ -299,7 +323,7 @@ def publish(model: PreTrainedModel, folder: Path) -> None:
     with partial_folder(folder.with_name(f".{folder.name}.{os.getpid()}.partial")) as partial:
         model.save_pretrained(partial)
         (partial / "model.safetensors").chmod(0o644)
-        make_tokenizer().save_pretrained(partial)
+        recipe.tokenizer().save_pretrained(partial)
         publish_folder(partial, folder)
 
 
@@ -331,13 +355,10 @@ def main(
         family, task, json.loads(options), seed, steps, batch, lr, wrong_fraction, wrong_steps
     )
     held_out = held_out_problems(recipe)
-    held_out_prompts = {problem.prompt for problem in held_out}
-    pool = make_problems(recipe, recipe.seed, PROBLEM_POOL)
-    training = [problem for problem in pool if problem.prompt not in held_out_prompts]
-    model = pretrain(recipe, training)
+    model = pretrain(recipe, training_problems(recipe))
     sampled = accuracy(model, recipe, held_out, samples=4)
     greedy = accuracy(model, recipe, held_out, samples=0)
-    publish(model, output)
+    publish(model, recipe, output)
     seconds = round(time.monotonic() - started, 1)
     metrics = {"accuracy_sampled": sampled, "accuracy_greedy": greedy, "seconds": seconds}
     print(f"right at temperature 1: {sampled:.3f}, greedy: {greedy:.3f}, in {seconds} s: {output}")

@@ -1,4 +1,4 @@
-"""The committed tiny model equals the output of its script; random models are reproducible."""
+"""The committed tiny models equal the output of their scripts, and know as much as they should."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
+from dapo_megatron.config.file import load_config
+from dapo_megatron.data.conversation import findings
 from dapo_megatron.data.prompts import load_source
-from tests.helpers.configs import tiny_config
-from tools.make_tiny_model import (
-    Recipe,
-    accuracy,
-    held_out_problems,
-    make_config,
-    publish,
+from dapo_megatron.engine.tool_calls import Call, CallReader
+from tests.helpers.configs import REPOSITORY
+from tools.make_tiny_model import Recipe, accuracy, held_out_problems, make_config, publish
+from tools.make_tiny_tools_model import (
+    CALL_END,
+    CALL_START,
+    END,
+    UNREADABLE,
+    ToolsRecipe,
+    complete,
+    without_tools,
 )
+from tools.make_tiny_tools_model import accuracy as answered_right
 
-COMMITTED = Path(__file__).parents[2] / "model_configs" / "tiny_qwen3"
+COMMITTED = REPOSITORY / "model_configs" / "tiny_qwen3"
+WITH_TOOLS = REPOSITORY / "model_configs" / "tiny_qwen3_tools"
+RECIPES = {COMMITTED: Recipe(), WITH_TOOLS: ToolsRecipe()}
 QUESTION = "State the final answer to the following arithmetic problem: 12 + 34 ="
-
-
-@pytest.fixture(scope="module")
-def remade(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Publish an untrained model as the script does."""
-    folder = tmp_path_factory.mktemp("remade") / "tiny"
-    publish(Qwen3ForCausalLM(make_config()), folder)
-    return folder
 
 
 def read(folder: Path, name: str) -> dict[str, Any]:
@@ -47,19 +48,25 @@ def shapes(folder: Path) -> dict[str, tuple[str, list[int]]]:
         return {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
 
 
-def test_the_committed_folder_equals_the_output_of_the_script(remade: Path) -> None:
-    assert {f.name for f in COMMITTED.iterdir()} == {f.name for f in remade.iterdir()}
+@pytest.mark.parametrize("committed", RECIPES, ids=lambda folder: folder.name)
+def test_a_committed_folder_equals_the_output_of_its_script(
+    committed: Path, tmp_path: Path
+) -> None:
+    recipe, remade = RECIPES[committed], tmp_path / "tiny"
+    publish(Qwen3ForCausalLM(make_config(recipe)), recipe, remade)
+    assert {f.name for f in committed.iterdir()} == {f.name for f in remade.iterdir()}
     for name in sorted(f.name for f in remade.glob("*.json")):
-        assert read(COMMITTED, name) == read(remade, name), name
+        assert read(committed, name) == read(remade, name), name
     for name in ("tokenizer.json", "chat_template.jinja"):
-        assert (COMMITTED / name).read_text() == (remade / name).read_text(), name
-    assert shapes(COMMITTED) == shapes(remade)
+        assert (committed / name).read_text() == (remade / name).read_text(), name
+    assert shapes(committed) == shapes(remade)
 
 
-def test_the_committed_folder_is_small_and_its_weights_are_finite_float32() -> None:
-    assert sum(f.stat().st_size for f in COMMITTED.iterdir()) <= 3 * 1000**2
-    assert {dtype for dtype, _ in shapes(COMMITTED).values()} == {"F32"}
-    model = AutoModelForCausalLM.from_pretrained(COMMITTED)
+@pytest.mark.parametrize("committed", RECIPES, ids=lambda folder: folder.name)
+def test_a_committed_folder_is_small_and_its_weights_are_finite_float32(committed: Path) -> None:
+    assert sum(f.stat().st_size for f in committed.iterdir()) <= 3 * 1000**2
+    assert {dtype for dtype, _ in shapes(committed).values()} == {"F32"}
+    model = AutoModelForCausalLM.from_pretrained(committed)
     assert all(bool(weight.isfinite().all()) for weight in model.parameters())
 
 
@@ -97,12 +104,46 @@ def test_the_committed_model_samples_moderately_and_is_mostly_correct_greedily()
     assert accuracy(model, Recipe(), problems, samples=0) > 0.85
 
 
-def test_the_quickstart_evaluates_on_prompts_not_seen_in_pretraining() -> None:
-    config = tiny_config()
-    (held_out,) = config.evaluation.sets
-    tokenizer = AutoTokenizer.from_pretrained(COMMITTED)
-    prompts = load_source(held_out, tokenizer, config.rollout.max_prompt_tokens).prompts
-    assert len(prompts) == 200
-    assert [p.text for p in prompts] == [p.prompt for p in held_out_problems(Recipe())]
-    (train,) = config.data.train
-    assert (train.dataset, train.options) == (Recipe().task, Recipe().options)
+def test_the_model_with_tools_needs_its_tool() -> None:
+    torch.manual_seed(0)
+    model, recipe = Qwen3ForCausalLM.from_pretrained(WITH_TOOLS), ToolsRecipe()
+    problems = held_out_problems(recipe)[:50]
+    prompts = [problem.prompt for problem in problems]
+    assert 0.2 < answered_right(model, recipe, problems, prompts) < 0.45
+    assert answered_right(model, recipe, problems, list(map(without_tools, prompts))) < 0.15
+    turns = complete(model, recipe, prompts, greedy=True)
+    assert sum(len(of) == 2 for of in turns) > 0.8 * len(problems)
+
+
+def test_calls_are_rendered_and_read_as_the_model_learns_them() -> None:
+    conversation = ToolsRecipe().talk
+    for role in ("tool", "user"):
+        assert not [each for each in findings(conversation, role) if each.error]
+    reader = CallReader("auto", conversation)
+    assert reader.name == "hermes"
+    call = CALL_START + "12 * 34" + CALL_END
+    assert reader.calls(call) == [Call("calculate", {"expression": "12 * 34"})]
+    assert len(conversation.encode(call)) == 4 + len("12 * 34")
+    with pytest.raises(ValueError) as raised:
+        reader.calls(CALL_START + "12 * 34")
+    assert f"error: {raised.value}" == UNREADABLE
+    function = {"name": "calculate", "arguments": {"expression": "12 * 34"}}
+    question = {"role": "user", "content": "?"}
+    messages = [question, {"role": "assistant", "tool_calls": [{"function": function}] * 2}]
+    start = conversation.render([question], starts_turn=True)
+    assert conversation.render(messages, starts_turn=False) == f"{start}{call}\n{call}{END}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("tiny_cpu", Recipe()), ("tiny_tools", ToolsRecipe())]
+)
+def test_configs_evaluate_on_prompts_not_seen_in_pretraining(name: str, recipe: Recipe) -> None:
+    config = load_config(REPOSITORY / "model_configs" / f"{name}.yaml")
+    (held_out,), (train,) = config.evaluation.sets, config.data.train
+    loaded = load_source(
+        held_out, recipe.tokenizer(), config.rollout.max_prompt_tokens, tools=recipe.tools()
+    )
+    assert [p.text for p in loaded.prompts] == [p.prompt for p in held_out_problems(recipe)]
+    assert len(loaded.prompts) == 200
+    for source in (held_out, train):
+        assert (source.dataset, source.options) == (recipe.task, recipe.options)
