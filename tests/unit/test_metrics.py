@@ -20,6 +20,7 @@ from dapo_megatron.rollout.metrics import (
     update_metrics,
 )
 from dapo_megatron.types import (
+    ENVIRONMENT,
     Collected,
     Completion,
     Finish,
@@ -120,6 +121,27 @@ def test_failed_gradings_are_counted_by_cause_and_by_data_set() -> None:
         "grading/sums/timeout": 1.0,
         "grading/sums/unparsed": 1.0,
     }
+
+
+def test_turns_are_those_of_completions_with_an_environment() -> None:
+    parts = (Segment(4, 2), Segment(5, 1), Segment(5, 3, ENVIRONMENT), Segment(5, 1))
+    two_turns = replace(completion(0, [(5, 7)], True), segments=parts, finish=Finish.TURNS)
+    talks = Group(3, replace(PROMPT, environment="e"), (two_turns, completion(1, [(5, 2)], False)))
+    counts = Counter({"calls": 2, "failed/lost": 1})
+    step = replace(collected(), decided=[MIXED, talks], turn_counts=counts)
+    metrics = rollout_metrics(step, overlong())
+    ends = {f"turns/ended/{end.value}": 0.0 for end in set(Finish) - {Finish.UNFINISHED}}
+    assert {name: value for name, value in metrics.items() if name.startswith("turns/")} == {
+        "turns/mean": 1.5,
+        "turns/max": 2.0,
+        "turns/observed_tokens_mean": 1.5,
+        **(ends | {"turns/ended/turns": 0.5, "turns/ended/stop": 0.5}),
+        "turns/calls": 2.0,
+        "turns/failed/lost": 1.0,
+        "turns/tool_errors": 0.0,
+        **{f"turns/{name}": 0.0 for name in ("unread_calls", "restarts", "waiting_seconds")},
+    }
+    assert not any(name.startswith("turns/") for name in rollout_metrics(collected(), overlong()))
 
 
 def test_update_metrics_are_means_over_tokens() -> None:
