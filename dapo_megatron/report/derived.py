@@ -37,6 +37,8 @@ MOVED = "derived/time_sync_moved"
 """Seconds of sync that move weights."""
 IDLE = "derived/engine_idle"
 """Share of generation in which the engines have no request."""
+WAITING = "derived/waiting"
+"""Mean number of completions that wait for their environment during generation."""
 POLICY_WAITS, ENGINES_WAIT = "derived/policy_waits", "derived/engines_wait"
 """Shares of a step, with engines on other GPUs."""
 PLANNED = "derived/plan_{}_gib"
@@ -102,6 +104,7 @@ def _times(run: RunData) -> dict[str, pd.Series]:
         REST: seconds("step", *STEP_PHASES),
         MOVED: seconds("sync", "sync_verify", "sync_turns"),
         IDLE: (idle / generate.where(generate > 0)).clip(0, 1),
+        WAITING: run.series("turns/waiting_seconds") / generate.where(generate > 0),
         POLICY_WAITS: (generate.fillna(0) / step).clip(0, 1),
         ENGINES_WAIT: ((idle.fillna(0) + (1 - overlap) * training) / step).clip(0, 1),
     }

@@ -113,6 +113,8 @@ def _tokens(completion: Completion, pieces: TokenPieces | None) -> str:
     texts = pieces.split(tokens) if pieces is not None else [""] * len(tokens)
     columns = zip(tokens, texts, completion.logprobs, versions_of(completion), strict=False)
     return "\n".join(
-        f"{token:>8} {logprob:>10.4f}  v{version}  {visible(text)!r}"
+        f"{token:>8} {'observed':>10}  --  {visible(text)!r}"
+        if version is None
+        else f"{token:>8} {logprob:>10.4f}  v{version}  {visible(text)!r}"
         for token, text, logprob, version in columns
     )

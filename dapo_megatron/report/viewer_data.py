@@ -10,7 +10,7 @@ from dapo_megatron.report.token_text import TokenPieces
 from dapo_megatron.report.wording import significant
 from dapo_megatron.text import visible
 from dapo_megatron.tracking.policy_files import PolicyRow
-from dapo_megatron.types import Completion, Group
+from dapo_megatron.types import Completion, Group, turns
 
 MAX_SHOWN = 2000
 """Maximum length of an answer or a truth in characters. Programs and tests may be far longer."""
@@ -48,6 +48,7 @@ def _completion(
     indices: dict[tuple[int, str], int],
 ) -> dict[str, Any]:
     num, logprobs, grade = completion.num_tokens, completion.logprobs, completion.grade
+    segments = completion.segments
     data: dict[str, Any] = {
         "sample": completion.sample,
         "correct": None if grade is None else grade.correct,
@@ -57,6 +58,7 @@ def _completion(
         "entropy": None,
         "gap": None,
         "version": versions_of(completion),
+        "observed": [[start, end] for is_observed, start, end in turns(segments) if is_observed],
     }
     policy_logprobs, entropy = (policy.logprobs, policy.entropy) if policy else (None, None)
     if policy_logprobs is not None and len(policy_logprobs) == num:
@@ -64,6 +66,9 @@ def _completion(
         data["gap"] = [significant(engine - own, 3) for engine, own in pairs]
     if entropy is not None and len(entropy) == num:
         data["entropy"] = _rounded(entropy)
+    for values in filter(None, (data["logprob"], data["entropy"], data["gap"])):
+        for start, end in data["observed"]:  # these tokens have no values
+            values[start:end] = [None] * len(values[start:end])
     if pieces is None:
         data["text"] = _shown(completion.text, _MAX_TEXT)
     else:
@@ -72,10 +77,10 @@ def _completion(
     return data
 
 
-def versions_of(completion: Completion) -> list[int]:
-    """Return the version of the weights that sampled each token."""
+def versions_of(completion: Completion) -> list[int | None]:
+    """Return the version of the weights that sampled each token; None where none was sampled."""
     return [
-        segment.version
+        None if segment.is_observed else segment.version
         for segment in completion.segments
         for _ in range(min(segment.num_tokens, completion.num_tokens))
     ]

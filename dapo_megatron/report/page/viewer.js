@@ -13,8 +13,12 @@ function mountViewer(dialog) {
     logprob: { deepest: 9, of: (value) => -value },
     entropy: { deepest: 3, of: (value) => value },
     gap: { deepest: 1, of: (value) => Math.abs(value) },
-    version: { deepest: 1, of: (value) => completion.version.at(-1) - value },
+    version: { deepest: 1, of: (value) => newest() - value },
   };
+
+  const versions = () => completion.version.filter((version) => version !== null);
+  const newest = () => versions().at(-1) ?? 0;
+  const isObserved = (at) => completion.observed.some(([start, end]) => start <= at && at < end);
 
   function element(tag, properties, ...children) {
     const node = Object.assign(document.createElement(tag), properties);
@@ -35,7 +39,7 @@ function mountViewer(dialog) {
     }));
     [group.prompt, group.truth, completion.answer].forEach((text, at) => { dialog.querySelectorAll(".v-text pre")[at].textContent = text; });
     sizes.gap.deepest = group.largest_gap || 1;
-    sizes.version.deepest = Math.max(1, completion.version.at(-1) - completion.version[0]);
+    sizes.version.deepest = Math.max(1, newest() - (versions()[0] ?? 0));
     drawTokens();
     for (const radio of radios) radio.disabled = !completion[radio.value] || !completion.tokens;
     if (radios.some((radio) => radio.checked && radio.disabled)) radios[0].checked = true;
@@ -54,6 +58,7 @@ function mountViewer(dialog) {
       const kind = special.has(token) ? "t v-special" : piece === "" ? "t v-part" : piece.includes("\n") ? "t v-newline" : "t";
       const span = element("span", { className: kind }, piece);
       span.dataset.at = at;
+      span.classList.toggle("v-observed", isObserved(at));
       return span;
     });
     pane.replaceChildren(...(completion.tokens ? spans : [completion.text]));
@@ -86,7 +91,7 @@ function mountViewer(dialog) {
     find(".v-detail").textContent = token === undefined ? "Point at a token, or move with the arrow keys, to see its values."
       : [JSON.stringify(group.pieces[token]), `id ${group.ids[token]}`, `token ${at + 1} of ${completion.num_tokens}`,
         `log-prob ${text(completion.logprob[at])}`, `entropy ${text(completion.entropy?.[at])}`, `gap ${text(completion.gap?.[at])}`,
-        `weights version ${text(completion.version[at])}`].join(" · ");
+        isObserved(at) ? "written by the environment" : `weights version ${text(completion.version[at])}`].join(" · ");
   }
 
   dialog.addEventListener("change", paint);
