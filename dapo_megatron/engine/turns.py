@@ -351,7 +351,9 @@ class Turns:
         except ValueError as error:
             self._count("unread_calls")
             talk.messages = [self._message(talk, f"error: {error}")]
-        if not talk.calls and not talk.messages:
+        if self._described(talk).is_stateless and self._skip_answers(talk):
+            self._advance(key, talk)
+        elif not talk.calls and not talk.messages:
             self._end(key, talk, Finish.STOP)
         elif talk.num_turns >= self._limits.max_turns:
             self._end(key, talk, Finish.TURNS)
@@ -361,6 +363,18 @@ class Turns:
             self._call(key, talk)
         else:
             self._answered(key, talk)
+
+    def _skip_answers(self, talk: _Talk) -> bool:
+        """Skip the answers to the current turn, if the completion has them already."""
+        completion = talk.completion
+        assert completion is not None
+        ends = {start: end for _, start, end in turns(completion.segments)}
+        end_of_turn = ends[talk.num_seen]
+        if end_of_turn not in ends:
+            return False
+        talk.num_calls += len(talk.calls)
+        talk.messages, talk.calls, talk.num_seen = [], [], ends[end_of_turn]
+        return True
 
     def _call(self, key: Key, talk: _Talk) -> None:
         call = talk.calls[0]

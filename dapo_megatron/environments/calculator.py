@@ -26,7 +26,7 @@ SIGNS: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
 class Calculator:
     """Numbers, + - * / and parentheses. Integers are exact, other results have 12 digits."""
 
-    repeatable = True
+    stateless = True
 
     def calculate(self, expression: str) -> str:
         """Evaluate an arithmetic expression.

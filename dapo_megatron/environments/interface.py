@@ -2,6 +2,7 @@
 
     class Calculator:
         repeatable = True                          # a call may be made again after a crash
+        # or stateless = True: calls depend on nothing but their arguments
 
         def reset(self, row: dict) -> str | None:  # optional; a text follows the prompt
             ...
@@ -55,6 +56,8 @@ class Environment:
     kind           the class, or a function that returns an instance
     tools          methods by name, which check their arguments
     is_repeatable  whether calls may be made again, to rebuild the state of a lost instance
+    is_stateless   whether the answer to a call depends on nothing but its arguments, so that there
+                   is no state to rebuild
     has_step       whether it answers whole turns instead of calls of tools
     has_reset      whether a text of it may follow the prompt
     """
@@ -63,6 +66,7 @@ class Environment:
     kind: Callable[[], Any]
     tools: Mapping[str, Callable[..., Any]]
     is_repeatable: bool
+    is_stateless: bool
     has_step: bool
     has_reset: bool
 
@@ -148,7 +152,8 @@ def load_environment(name: str, timeout_seconds: float = 10.0) -> Environment:
         name,
         make,
         {method: validate_call(function) for method, function in methods.items()},
-        bool(getattr(kind, "repeatable", False)),
+        bool(getattr(kind, "repeatable", False) or getattr(kind, "stateless", False)),
+        bool(getattr(kind, "stateless", False)),
         has_step,
         callable(getattr(kind, "reset", None)),
     )

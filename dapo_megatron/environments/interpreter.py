@@ -29,7 +29,7 @@ class Python:
     timeout_seconds   the pool's limit of one answer, of which a call gets SHARE_OF_LIMIT
     """
 
-    repeatable = True
+    stateless = True
 
     def __init__(self, timeout_seconds: float) -> None:
         self._seconds = SHARE_OF_LIMIT * timeout_seconds
@@ -52,6 +52,9 @@ class PythonNotebook(Python):
     instance run again. Their answers are the same, unless they depend on the clock, on random
     numbers or on addresses of objects.
     """
+
+    stateless = False
+    repeatable = True
 
     _interpreter: _Interpreter | None = None
 

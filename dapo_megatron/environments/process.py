@@ -40,6 +40,7 @@ class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     tools: dict[str, dict[str, Any]]
     is_repeatable: bool
+    is_stateless: bool
     has_step: bool
     has_reset: bool
 
@@ -122,6 +123,7 @@ def _described(environments: Mapping[str, Environment]) -> Started:
                     each.name,
                     each.descriptions(),
                     each.is_repeatable,
+                    each.is_stateless,
                     each.has_step,
                     each.has_reset,
                 )

@@ -8,6 +8,7 @@ import random
 import re
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,6 +77,22 @@ class Counter:
 
 class Once(Counter):
     repeatable = False
+
+
+class Echo:
+    """Has no state, and logs every call."""
+
+    stateless = True
+
+    def add(self, number: int) -> str:
+        """Return a number.
+
+        Args:
+            number: what to return
+        """
+        with LOG.open("a") as log:
+            log.write(f"echo {os.getpid()} {number}\\n")
+        return f"total {number}"
 
 
 class Talker:
@@ -260,9 +277,9 @@ class TalkingDriver:
     def kill_an_instance(self) -> None:
         """Kill the process of some completion's environment, wherever it is in its turn."""
         nursery = self.rng.choice(self.pools)._nursery
-        instances = psutil.Process(nursery.pid).children()
-        if instances:
-            self.rng.choice(instances).kill()
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            if instances := psutil.Process(nursery.pid).children():
+                self.rng.choice(instances).kill()
 
     def close(self) -> None:
         for replica in list(self._servers):

@@ -45,7 +45,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("talking")
     file = write_environments(folder, MODULE)
     sys.path.insert(0, str(folder))
-    names = {f"{MODULE}:{kind}" for kind in ("Counter", "Once", "Talker")}
+    names = {f"{MODULE}:{kind}" for kind in ("Counter", "Once", "Echo", "Talker")}
     with EnvironmentPool(names, 20.0, 1024) as first, EnvironmentPool(names, 20.0, 1024) as second:
         POOLS[:] = first, second
         yield file
@@ -59,10 +59,13 @@ def conversation(kind: str) -> Conversation:
 
 
 def prompts(kind: str) -> list[Prompt]:
-    talk = conversation(kind)
+    talk, environment = conversation(kind), load_environment(f"{MODULE}:{kind}")
     made = []
     for index in range(40):
-        text = talk.prompt_without_end([{"role": "user", "content": f"add to {index}"}])
+        messages = [{"role": "user", "content": f"add to {index}"}]
+        text = talk.render(messages, starts_turn=True)
+        if environment.has_reset:
+            text = talk.prompt_without_end(messages)
         row = {"name": str(index), "start": index}
         tokens = tuple(talk.encode(text))
         made.append(Prompt("sums", index, tokens, text, "", row, f"{MODULE}:{kind}"))
@@ -74,7 +77,7 @@ def expected(kind: str, prompt: Prompt, sample: int) -> tuple[list[int], Finish]
     renders it, with an environment in this process."""
     talk, environment = conversation(kind), load_environment(f"{MODULE}:{kind}")
     instance = environment.kind()
-    opening = instance.reset(prompt.extra) or ""
+    opening = (environment.has_reset and instance.reset(prompt.extra)) or ""
     role = "user" if environment.has_step else "tool"
     history: list[dict[str, Any]] = [{"role": "user", "content": f"add to {prompt.index}{opening}"}]
 
@@ -201,7 +204,7 @@ def check(kind: str, prompt: Prompt, completion: Completion) -> None:
             assert logprobs == pytest.approx(of_tokens)
         position += segment.num_tokens
     assert position == len(tokens)
-    assert completion.segments[0].is_observed  # the opening
+    assert completion.segments[0].is_observed == (kind != "Echo")  # the opening
     if kind == "Talker":
         answer = text.count("go on")
         assert completion.grade is not None
@@ -281,6 +284,28 @@ def test_no_call_is_made_again_that_is_not_repeatable(log: Path) -> None:
     for (name, _), numbers in calls_by_instance(log).items():
         samples = [expected_calls("Once", int(name), sample) for sample in range(3)]
         assert any(numbers == calls[: len(numbers)] for calls in samples), (name, numbers)
+
+
+def test_calls_without_state_are_not_made_again(log: Path) -> None:
+    log.unlink(missing_ok=True)
+    run = Run("Echo", 6)
+    interrupted = 0
+    for _ in range(4):
+        interrupted += run.step().interrupted
+        run.resume()  # all instances are gone
+    ended = run.check()
+    run.driver.close()
+    assert interrupted and not run.counts["restarts"]
+    groups = [group for each in run.collected for group, _ in each.ended]
+    groups += [group.group() for group in run.coordinator.known_groups()]
+    num_calls = sum(
+        tokenizer().decode(completion.tokens).count("[result]\ntotal")
+        for group in groups
+        for completion in group.completions
+    )
+    assert num_calls and ended
+    made = sum(map(len, calls_by_instance(log).values()))
+    assert num_calls <= made <= num_calls + 2 * interrupted  # two calls may be on their way
 
 
 def expected_calls(kind: str, index: int, sample: int) -> list[int]:
