@@ -47,13 +47,16 @@ class Conversation:
         them.
         """
         tokens = self.encode(self.after_turn(messages))
-        first = tokens[0]
-        is_closed = last_token == first or (
-            # This token also closes the messages, so it says nothing but that a turn has ended.
-            # Llama has two such tokens. In GLM the first token is the role of the next message.
-            last_token in self.stop_ids and first in tokens[1:]
-        )
+        is_closed = last_token == tokens[0] or (self._has_end and last_token in self.stop_ids)
         return tokens[1:] if is_closed else tokens
+
+    @cached_property
+    def _has_end(self) -> bool:
+        """Whether the template ends a turn with a token that says nothing else, so that another
+        stop token stands for it. Llama has several such tokens. In GLM the token is the role of the
+        next message."""
+        end = self.encode(self.after_turn((), starts_turn=False))
+        return bool(end) and end[0] in self.stop_ids
 
     def opening(self, text: str) -> list[int]:
         """Return the tokens that complete a prompt of `prompt_without_end`: a text of the

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.data.conversation import Conversation
@@ -19,8 +20,11 @@ AUTO = (
     *("deepseek_v32", "kimi_k2", "mistral", "minimax_m2", "pythonic", "phi4_mini_json"),
 )
 """Parsers that `auto` tries, in this order."""
+_QUESTION = {"role": "user", "content": "?"}
 _START_TOKENS = ("tool_call_start_token", "tool_calls_start_token", "bot_token")
 """Attributes of vLLM's parsers with the token that starts a call."""
+_THINKING = re.compile(r"\s*<think>.*?(</think>|\Z)", re.DOTALL)
+"""Thinking at the start of a turn. The same words further on are text."""
 _EXAMPLES = {"string": "12 * 34", "integer": 3, "number": 1.5, "boolean": True}
 
 
@@ -49,13 +53,16 @@ class CallReader:
         self._conversation = conversation
         call = _example(conversation)
         text = _rendered(conversation, call)
+        prompt = conversation.render([_QUESTION], starts_turn=True)
+        is_thinking = prompt.rfind("<think>") > prompt.rfind("</think>")
+        self._begun = "<think>" if is_thinking else ""
         for candidate in AUTO if name == "auto" else (name,):
             self._parser = ToolParserManager.get_tool_parser(candidate)
             try:
-                if self.calls(text) == [call]:
+                if self._read(text.rpartition("</think>")[2]) == [call]:
                     self.name = candidate
                     return
-            except ValueError:
+            except (ValueError, RuntimeError):  # the latter if the tokenizer lacks its tokens
                 continue
         reads = "none of vLLM's common parsers reads" if name == "auto" else f"{name} does not read"
         raise ConfigError(
@@ -66,7 +73,12 @@ class CallReader:
     def calls(self, turn: str) -> list[Call]:
         """Return the calls of a turn, given with its special tokens. Calls in thinking do not
         count. Raises ValueError, with a text for the model, if a call cannot be read."""
-        answer = turn.rpartition("</think>")[2].partition("<think>")[0]
+        text = self._begun + turn
+        thinking = _THINKING.match(text)
+        return self._read(text[thinking.end() :] if thinking else text)
+
+    def _read(self, answer: str) -> list[Call]:
+        """Return the calls of a turn without its thinking."""
         parser = self._new_parser()
         parsed = parser.extract_tool_calls(answer, self._request)
         if not parsed.tools_called:
@@ -77,7 +89,12 @@ class CallReader:
 
     def _new_parser(self) -> ToolParser:
         """Return a parser for one turn. Parsers have state."""
-        return self._parser(self._conversation.tokenizer, self._request.tools)
+        parser = self._parser(self._conversation.tokenizer, self._request.tools)
+        # Some leave out calls of unknown tools. The environment answers them with an error.
+        if (engine := getattr(parser, "_parser_engine", None)) is not None:
+            settings = engine.parser_engine_config
+            engine.parser_engine_config = replace(settings, validate_tool_names=False)
+        return parser
 
     @property
     def _request(self) -> Any:
@@ -111,7 +128,6 @@ def _example(conversation: Conversation) -> Call:
 
 def _rendered(conversation: Conversation, call: Call) -> str:
     """Return a turn with a call, as the chat template writes it."""
-    question = {"role": "user", "content": "?"}
     function = {"name": call.tool, "arguments": call.arguments}
     turn = {
         "role": "assistant",
@@ -119,7 +135,7 @@ def _rendered(conversation: Conversation, call: Call) -> str:
         "tool_calls": [{"id": "call00000", "type": "function", "function": function}],
     }
     try:
-        start = conversation.render([question], starts_turn=False)
-        return conversation.render([question, turn], starts_turn=False).removeprefix(start)
+        start = conversation.render([_QUESTION], starts_turn=False)
+        return conversation.render([_QUESTION, turn], starts_turn=False).removeprefix(start)
     except DataError as error:
         raise ConfigError(f"the chat template cannot write calls of tools: {error}") from error

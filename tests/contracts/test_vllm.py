@@ -55,6 +55,8 @@ NAMES = {
     "engine/engine.py": f"""
         {LLM}collective_rpc {LLM}reset_prefix_cache {LLM}sleep {LLM}wake_up
         {ENGINE}add_request {ENGINE}step {ENGINE}abort_request {ENGINE}has_unfinished_requests""",
+    "engine/tool_calls.py": """
+        vllm.parser.engine.parser_engine_config:ParserEngineConfig.validate_tool_names""",
     "engine/extension.py": "vllm.v1.worker.gpu_worker:Worker.get_model",
     "engine/memory.py (CUDA)": "vllm.device_allocator:AllocationData",
 }

@@ -15,8 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import psutil
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from dapo_megatron.cluster.collectives import decode, encode
 from dapo_megatron.config import RolloutConfig, TurnsConfig
@@ -27,6 +26,7 @@ from dapo_megatron.engine.server import EngineServer
 from dapo_megatron.engine.turns import Turns
 from dapo_megatron.environments.pool import EnvironmentPool
 from dapo_megatron.types import Completion, Finish, SampleRequest
+from tests.helpers.templates import byte_tokenizer
 
 TEMPLATE = """
 {%- if tools %}{{ '<start>system\n' + tools | tojson + '<end>\n' }}{% endif %}
@@ -111,14 +111,8 @@ MAX_TURNS, MAX_TURN_TOKENS, MAX_TOKENS = 5, 300, 900
 
 
 def tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerBase:
-    """Return a tokenizer of bytes with three special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    plain = Tokenizer(models.BPE({letter: place for place, letter in enumerate(alphabet)}, []))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=plain, chat_template=template)
-    fast.add_special_tokens({"additional_special_tokens": ["<end>", "<start>"]})
-    return fast
+    """Return a tokenizer of bytes with two special tokens."""
+    return byte_tokenizer(template, ["<end>", "<start>"])
 
 
 def call(number: object) -> str:

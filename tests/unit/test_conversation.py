@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from dapo_megatron.__main__ import app
 from dapo_megatron.data.conversation import Conversation, findings
 from tests.helpers.configs import REPOSITORY
+from tests.helpers.templates import FAMILIES, byte_tokenizer, family_conversation
 
 HEADERS = """
 {%- for m in messages %}
@@ -59,12 +58,7 @@ STOPS = {"roles": ("<tool>", "<user>", "<end>")}
 
 def conversation(template: str, stops: tuple[str, ...] = ("<end>", "<eom>")) -> Conversation:
     """Return a conversation of a model whose tokens are bytes and SPECIAL."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    plain = Tokenizer(models.BPE({letter: place for place, letter in enumerate(alphabet)}, []))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, chat_template=template)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    tokenizer = byte_tokenizer(template, SPECIAL)
     return Conversation(tokenizer, tokenizer.convert_tokens_to_ids(list(stops)))
 
 
@@ -110,6 +104,10 @@ def test_a_turn_is_closed_once_whatever_ended_it() -> None:
     assert of("headers").between(eom, messages) == of("headers").between(end, messages)
     # But another role is not the role of a tool's result.
     assert of("roles").between(user, messages) == of("roles").encode("<tool>\n[4]<assistant>")
+    messages = [{"role": "user", "content": "4"}, {"role": "user", "content": "5"}]
+    both = of("roles").encode("<user>4<user>5<assistant>")
+    assert of("roles").between(end, messages) == both
+    assert of("roles").between(user, messages) == both[1:]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -120,6 +118,15 @@ def test_templates_that_can_be_continued_have_no_error(name: str, role: str) -> 
     notes = [finding.note for finding in results[-2:]]
     kept = "the template changes earlier turns. They stay as they were sampled"
     assert notes == ([kept, kept] if name == "thinking" else ["", ""])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("role", ["tool", "user"])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_families_can_be_continued(name: str, role: str, thinks: bool) -> None:
+    results = list(findings(family_conversation(name, {"enable_thinking": thinks}), role))
+    assert len(results) > 4
+    assert not [finding for finding in results if finding.error]
 
 
 BROKEN = {
