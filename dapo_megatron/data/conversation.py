@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.types import DataError
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 """With the keys `role` and `content`."""
 MARK = "TURN-{}-OF-THE-MODEL"
+SYSTEM = {"role": "system", "content": "be brief"}
+QUESTION = {"role": "user", "content": "?"}
+EARLIER = ({"role": "user", "content": "what?"}, {"role": "assistant", "content": "this"})
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Conversation:
     def after_turn(
         self,
         messages: Sequence[Message],
-        before: Sequence[Message] = ({"role": "user", "content": "?"},),
+        before: Sequence[Message] = (QUESTION,),
         *,
         starts_turn: bool = True,
     ) -> str:
@@ -197,24 +199,17 @@ def _stops(conversation: Conversation, tail: str) -> Finding:
 
 def _independent(conversation: Conversation, messages: list[Message], tail: str) -> Finding:
     """Check that what follows a turn does not depend on what was before."""
-    question = {"role": "user", "content": "what?"}
-    answer = {"role": "assistant", "content": "this"}
-    histories = (
-        [question, answer, question],
-        [question, answer, *messages],
-        [{"role": "system", "content": "be brief"}, question],
-    )
-    for history in histories:
+    check = "what follows a turn depends on no other turn"
+    for history in ([*EARLIER, QUESTION], [*EARLIER, *messages], [SYSTEM, QUESTION]):
         try:
             other = conversation.after_turn(messages, history)
         except DataError:  # for example without system messages; such rows are refused when loaded
             continue
         if other != tail:
             return Finding(
-                "what follows a turn depends on no other turn",
-                f"after {len(history)} messages it is {other!r}, after one {tail!r}",
+                check, f"after {len(history)} messages it is {other!r}, after one {tail!r}"
             )
-    return Finding("what follows a turn depends on no other turn")
+    return Finding(check)
 
 
 def _cut_off(conversation: Conversation, messages: list[Message]) -> Finding:
@@ -228,7 +223,7 @@ def _cut_off(conversation: Conversation, messages: list[Message]) -> Finding:
 
 def _whole(conversation: Conversation, messages: list[Message], text: str, check: str) -> Finding:
     """Compare a conversation of three turns, continued token by token, with its whole render."""
-    history: list[Message] = [{"role": "user", "content": "?"}]
+    history: list[Message] = [QUESTION]
     tokens = conversation.encode(conversation.render(history, starts_turn=True))
     turns = [text.format(MARK.format(number)) for number in range(3)]
     for turn in turns:
@@ -242,9 +237,9 @@ def _whole(conversation: Conversation, messages: list[Message], text: str, check
     # Templates may drop thinking and empty thinking from earlier turns. Sampled tokens stay as they
     # are. But everything after a turn must be there, as it was inserted.
     inserted = conversation.after_turn(messages, starts_turn=False)
-    starts = [rendered.find(MARK.format(number)) for number in range(3)]
-    for number, (start, end) in enumerate(pairwise([*starts, len(rendered)])):
-        after = rendered[start + len(MARK.format(number)) : end]
-        if start < 0 or not after.startswith(inserted):
+    for number in range(3):
+        _, _, rendered = rendered.partition(MARK.format(number))
+        if not rendered.startswith(inserted):
+            after = rendered[: len(inserted)]
             return Finding(check, f"turn {number + 1} is followed by {after!r}, not {inserted!r}")
     return Finding(check, note="the template changes earlier turns. They stay as they were sampled")

@@ -5,17 +5,19 @@ found."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 from typer.testing import CliRunner
 
 from dapo_megatron.__main__ import app
 from dapo_megatron.data.conversation import Conversation, findings
 from tests.helpers.configs import REPOSITORY
-from tests.helpers.templates import FAMILIES, byte_tokenizer, family_conversation
+from tests.helpers.templates import FAMILIES, TOOLS, byte_tokenizer, family_conversation
 
 HEADERS = """
 {%- for m in messages %}
@@ -110,11 +112,22 @@ def test_a_turn_is_closed_once_whatever_ended_it() -> None:
     assert of("roles").between(user, messages) == both[1:]
 
 
+CHECKS = (
+    STOP := "a turn ends with a stop token",
+    INDEPENDENT := "what follows a turn depends on no other turn",
+    SEVERAL := "several messages after one turn",
+    "a turn that was cut off is closed",
+    WHOLE := "a conversation of three turns without thinking",
+    WHOLE_THINKING := "a conversation of three turns with thinking",
+)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_templates_that_can_be_continued_have_no_error(name: str, role: str) -> None:
     results = list(findings(of(name), role))
     assert not [finding for finding in results if finding.error]
+    assert [finding.check for finding in results] == [f"messages of the role {role}", *CHECKS]
     notes = [finding.note for finding in results[-2:]]
     kept = "the template changes earlier turns. They stay as they were sampled"
     assert notes == ([kept, kept] if name == "thinking" else ["", ""])
@@ -129,30 +142,75 @@ def test_families_can_be_continued(name: str, role: str, thinks: bool) -> None:
     assert not [finding for finding in results if finding.error]
 
 
+def one_more(condition: str) -> str:
+    """Return a template that shows '!' after a turn if `condition` holds."""
+    return HEADERS.replace("CLOSE", "'<end>' + ('!' if " + condition + " else '')")
+
+
 BROKEN = {
-    "messages of the role tool": """
-{%- for m in messages %}
-{%- if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}
-{{- '<start>' + m.role + m.content + '<end>' }}{% endfor %}""",
-    "a turn ends with a stop token": HEADERS.replace("CLOSE", "'\\n\\n'"),
-    "what follows a turn depends on no other turn": HEADERS.replace(
-        "CLOSE", "'<end>' + (messages | length | string)"
+    "{{ raise_exception('no tools') if messages[-1].role == 'tool' }}": {
+        "messages of the role tool": "the chat template failed for the roles user, assistant, "
+        "tool: TemplateError: no tools"
+    },
+    HEADERS.replace("CLOSE", "'\\n'"): {
+        STOP: "the template ends it with 'Ċ', which is no stop token, so the model would go on and "
+        "write the next message itself. Add it to eos_token_id in generation_config.json"
+    },
+    one_more("messages[0].content == 'what?' and messages[-2].role == 'assistant'"): {
+        INDEPENDENT: "after 3 messages it is '<end>!<start>tool<head>result 0<end>!<start>assistant"
+        "<head>', after one '<end><start>tool<head>result 0<end><start>assistant<head>'"
+    },
+    # Refuses a second message of a user. What it shows depends on the system's message.
+    "{%- set users = messages | selectattr('role', 'eq', 'user') | list %}"
+    "{{ raise_exception('one question') if users | length > 1 }}"
+    + one_more("messages[0].role == 'system'"): {
+        INDEPENDENT: "after 2 messages it is '<end>!<start>tool<head>result 0<end>!<start>assistant"
+        "<head>', after one '<end><start>tool<head>result 0<end><start>assistant<head>'"
+    },
+    TEMPLATES["headers"].replace("in messages", "in messages if m.content != 'result 1'"): {
+        SEVERAL: "the template leaves out ['result 1']"
+    },
+    one_more("messages | length > 9 and loop.index0 == 4"): dict.fromkeys(
+        (WHOLE, WHOLE_THINKING),
+        "turn 2 is followed by "
+        "'<end>!<start>tool<head>result 0<end><start>tool<head>result 1<end', not "
+        "'<end><start>tool<head>result 0<end><start>tool<head>result 1<end>'",
     ),
-    "several messages after one turn": """
-{%- for m in messages %}
-{%- if m.role != 'tool' or loop.last or messages[loop.index0 + 1].role != 'tool' %}
-{{- '<start>' + m.role + m.content + '<end>' }}{% endif %}{% endfor %}""",
-    "a conversation of three turns without thinking": """
-{%- for m in messages %}
-{%- if loop.index0 < 5 or not loop.last %}{{- '<start>' + m.role + m.content + '<end>' }}{% endif %}
-{%- endfor %}""",
+    # Leaves out the first of three turns.
+    TEMPLATES["headers"].replace(
+        "in messages", "in messages if messages | length < 10 or 'TURN-0' not in m.content"
+    ): dict.fromkeys(
+        (WHOLE, WHOLE_THINKING),
+        "turn 1 is followed by '', "
+        "not '<end><start>tool<head>result 0<end><start>tool<head>result 1<end>'",
+    ),
 }
 
 
-@pytest.mark.parametrize("check", BROKEN)
-def test_templates_that_cannot_be_continued_are_found(check: str) -> None:
-    errors = {each.check: each.error for each in findings(conversation(BROKEN[check]), "tool")}
-    assert errors[check]
+@pytest.mark.parametrize("template", BROKEN)
+def test_templates_that_cannot_be_continued_are_found(template: str) -> None:
+    results = findings(conversation(template), "tool")
+    assert {each.check: each.error for each in results if each.error} == BROKEN[template]
+
+
+def test_the_template_gets_messages_tools_and_variables() -> None:
+    template = "{{ [messages, tools, add_generation_prompt, thinks] | tojson }}"
+    talk = replace(conversation(template), template_kwargs={"thinks": 2}, tools=(TOOLS[0],))
+    messages = [{"role": "user", "content": "?"}]
+    shown = json.loads(talk.render(tuple(messages), starts_turn=True))
+    assert shown == [messages, [TOOLS[0]], True, 2]
+    shown = json.loads(replace(talk, tools=None).render(messages, starts_turn=False))
+    assert shown == [messages, None, False, 2]
+
+
+def test_only_the_template_adds_special_tokens() -> None:
+    talk = conversation("")
+    (start,) = talk.encode("<start>")
+    talk.tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<start> $A", special_tokens=[("<start>", start)]
+    )
+    assert talk.tokenizer("<start>")["input_ids"] == [start, start]
+    assert talk.encode("<start>") == [start]
 
 
 def test_the_command_names_what_is_wrong(tmp_path: Any) -> None:
