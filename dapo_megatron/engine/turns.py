@@ -83,6 +83,8 @@ class _Talk:
     """Answer of the instance in the meantime."""
     is_lost: bool = False
     """Whether the instance died when it had nothing to answer."""
+    turn_asked_again: int = -1
+    """Number of the last turn at which the instance died."""
     num_failures: int = 0
     asked: float = 0.0
     """Time of the last request to the instance, as time.monotonic()."""
@@ -275,7 +277,8 @@ class Turns:
         self._count("restarts")
 
     def _fail(self, key: Key, talk: _Talk, cause: str, text: str) -> None:
-        """Sample a completion anew whose environment failed, or end it without a grade."""
+        """Go on after a failure of the environment: with another instance, if the process died and
+        may be asked again; else sample the completion anew, or end it without a grade."""
         source = talk.request.prompt.source
         self._count(f"failed/{cause}")
         if source not in self.last_errors:
@@ -284,6 +287,11 @@ class Turns:
                 *(source, cause, text),
             )
         self.last_errors[source] = f"environment: {text}"
+        is_new = talk.turn_asked_again != talk.num_turns  # else it is the call that kills it
+        if cause == "crash" and is_new and self._described(talk).is_repeatable:
+            talk.turn_asked_again = talk.num_turns
+            self._start(key, talk)
+            return
         talk.num_failures += 1
         if talk.num_failures <= RESTARTS:
             self._forget_tokens(talk)

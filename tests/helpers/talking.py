@@ -268,12 +268,12 @@ class TalkingDriver:
                 self.pools[replica].stop(key)
             self.lost.add(replica)
 
-    def kill_an_instance(self) -> None:
+    def kill_an_instance(self, rng: random.Random) -> None:
         """Kill the process of some completion's environment, wherever it is in its turn."""
-        nursery = self.rng.choice(self.pools)._nursery
+        nursery = rng.choice(self.pools)._nursery
         with suppress(psutil.NoSuchProcess):  # it has just ended
             if instances := psutil.Process(nursery.pid).children():
-                self.rng.choice(instances).kill()
+                rng.choice(instances).kill()
 
     def close(self) -> None:
         for replica in list(self._servers):

@@ -1,6 +1,6 @@
 """Test the capture of routes in engines: the experts of every token are those that the policy
-chooses with the weights that sampled the token, also after cached prefixes, interrupts, syncs, and
-in tensor-parallel engines.
+chooses with the weights that sampled the token, also after cached prefixes, interrupts, syncs and
+tokens of an environment, and in tensor-parallel engines.
 
 Qwen3-MoE, and DeepSeek-V3 with a dense first layer, groups of experts and biases. The engine
 computes in float32, the policy in float64.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.engine.continuation import observe
 from dapo_megatron.types import Completion, SampleRequest, TokenBatch
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
@@ -78,7 +79,7 @@ def sampled(num_workers: int, folders: Mapping[str, list[Path]]) -> dict[str, Sa
         done |= run(engine, REQUESTED, 6)
         partial = interrupted(engine)
         sync(engine, hf_model(second), engine.version + 1)
-        continued = rest(REQUESTED, done, partial)
+        continued = [after_an_answer(each) for each in rest(REQUESTED, done, partial)]
         unknown = [
             replace(request, so_far=replace(request.so_far, routes=None))
             for request in continued
@@ -92,6 +93,14 @@ def sampled(num_workers: int, folders: Mapping[str, list[Path]]) -> dict[str, Sa
         results[name] = Sampled(done | run(engine, continued), num_preempted, refusal)
         engine.close()
     return results
+
+
+def after_an_answer(request: SampleRequest) -> SampleRequest:
+    """Return a request that goes on after an environment's answer, if its sample is even."""
+    if request.so_far is None or request.sample % 2:
+        return request
+    observed = observe(request.so_far, (7, 8, 9), request.sample, version=0)
+    return replace(request, so_far=observed)
 
 
 def preempted(engine: Any) -> tuple[Results, int]:
@@ -198,7 +207,7 @@ def test_routes_are_those_of_the_weights_that_sampled_each_token(
 ) -> None:
     completions = results[model, workers].completions
     first = 0 if workers == 1 else len(results[model, 1].completions)
-    num_versions, num_different = set(), 0
+    num_versions, num_different, num_observed = set(), 0, 0
     for number, (place, completion) in enumerate(sorted(completions.items()), first):
         request = BY_PLACE[place]
         routes = routes_of(completion, request, model)
@@ -208,13 +217,20 @@ def test_routes_are_those_of_the_weights_that_sampled_each_token(
             bounds = np.append(bounds, bounds[-1] + segment.num_tokens)
         starts = [0, *bounds[1:-1]]
         num_versions.add(len(completion.segments))
-        version = completion.segments[0].version
-        for segment, start_, stop in zip(completion.segments, starts, bounds[1:], strict=True):
-            expected = choices[model][segment.version - version][number]
+        segments = completion.segments
+        num_observed += any(segment.is_observed for segment in segments)
+        # Observed tokens are computed together with those that are sampled after them.
+        versions = [
+            segments[place + segment.is_observed].version - segments[0].version
+            for place, segment in enumerate(segments)
+        ]
+        for version, start_, stop in zip(versions, starts, bounds[1:], strict=True):
+            expected = choices[model][version][number]
             part = slice(int(start_), int(stop))
             num_different += int((routes[part] != expected[part]).any(-1).sum())
     assert num_different <= MAX_ROUNDED
     assert 2 in num_versions, "a completion was interrupted and continued"
+    assert num_observed and 3 in num_versions
     if (model, workers) == ("qwen3_moe", 1):
         assert completions.keys() == BY_PLACE.keys()
         assert results[model, workers].num_preempted > 2

@@ -253,7 +253,7 @@ def test_kills_of_processes_servers_and_runs_cost_only_time(log: Path) -> None:
 
         def disturb(driver: TalkingDriver, number: int) -> None:
             if driver.rng.random() < 0.15:
-                driver.kill_an_instance()
+                driver.kill_an_instance(driver.rng)
             if driver.rng.random() < 0.02 and not driver.lost:
                 driver.lose(driver.rng.randrange(2))
 
@@ -315,7 +315,12 @@ def expected_calls(kind: str, index: int, sample: int) -> list[int]:
 
 
 def test_a_killed_deterministic_run_collects_the_same(log: Path) -> None:
-    """With a kill in the middle of a step and one between two steps."""
+    """With a kill in the middle of a step, one between two steps, and kills of instances."""
+
+    def kill(driver: TalkingDriver, number: int) -> None:
+        if number % 2:
+            driver.kill_an_instance(random.Random(number))
+
     runs = []
     for is_killed in (False, True):
         run = Run("Counter", 7, deterministic=True)
@@ -329,8 +334,10 @@ def test_a_killed_deterministic_run_collects_the_same(log: Path) -> None:
                 run.rng.seed(number)
                 run.resume()
             run.rng.seed(number)
-            run.step()
+            run.step(*[kill] * is_killed)
         run.driver.close()
+        assert is_killed == (run.counts["failed/crash"] > 0)
+        assert not run.counts["restarts"]
         runs.append([collected.train for collected in run.collected])
     assert runs[0] == runs[1]
 
