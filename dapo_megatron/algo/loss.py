@@ -49,6 +49,28 @@ class TokenLoss:
     at_low: Tensor
     at_dual: Tensor
 
+    # The names of the next four are stable: checks outside of this repository read them.
+
+    @property
+    def total(self) -> Tensor:
+        """Sum of `per_token`, a scalar."""
+        return self.per_token.sum()
+
+    @property
+    def clip_fraction_high(self) -> Tensor:
+        """Fraction of masked-in tokens clipped at 1 + clip_high; 0 for an empty mask."""
+        return self._fraction(self.at_high)
+
+    @property
+    def clip_fraction_low(self) -> Tensor:
+        """Fraction of masked-in tokens clipped at 1 - clip_low; 0 for an empty mask."""
+        return self._fraction(self.at_low)
+
+    @property
+    def dual_clip_fraction(self) -> Tensor:
+        """Fraction of masked-in tokens clipped by the dual clip; 0 for an empty mask."""
+        return self._fraction(self.at_dual)
+
     @property
     def clip_counts(self) -> dict[str, Tensor]:
         """Number of tokens at each bound, by the name of their fraction."""
@@ -56,6 +78,9 @@ class TokenLoss:
         clipped = (self.at_high, self.at_low, self.at_dual)
         dtype = self.per_token.dtype
         return {name: at.sum(dtype=dtype) for name, at in zip(names, clipped, strict=True)}
+
+    def _fraction(self, is_clipped: Tensor) -> Tensor:
+        return is_clipped.sum() / self.mask.sum().clamp(min=1)
 
 
 def dapo_token_loss(

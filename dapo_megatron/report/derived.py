@@ -104,7 +104,7 @@ def _times(run: RunData) -> dict[str, pd.Series]:
         REST: seconds("step", *STEP_PHASES),
         MOVED: seconds("sync", "sync_verify", "sync_turns"),
         IDLE: (idle / generate.where(generate > 0)).clip(0, 1),
-        WAITING: run.series("turns/waiting_seconds") / generate.where(generate > 0),
+        WAITING: run.series("time/environments") / generate.where(generate > 0),
         POLICY_WAITS: (generate.fillna(0) / step).clip(0, 1),
         ENGINES_WAIT: ((idle.fillna(0) + (1 - overlap) * training) / step).clip(0, 1),
     }

@@ -21,10 +21,9 @@ from dapo_megatron.types import Collected, Finish, Group, StepStats, SyncReport,
 OUTCOMES = ("unparsed", *CAUSES)
 """Outcomes that grading/* counts."""
 
-TURN_COUNTS = ("calls", "tool_errors", "unread_calls", "restarts", "waiting_seconds")
+TURN_COUNTS = ("calls", "tool_errors", "unread_calls", "restarts")
 """Counts that turns/* always has: calls of tools, those that raised, those that could not be read,
-completions that were sampled anew, and seconds that completions waited for their environment. Those
-of failures, failed/<cause>, are added."""
+and completions that were sampled anew. Those of failures, failed/<cause>, are added."""
 
 
 def rollout_metrics(collected: Collected, overlong: OverlongConfig) -> dict[str, float]:
@@ -77,21 +76,23 @@ def _grading_metrics(collected: Collected) -> dict[str, float]:
 
 
 def _turn_metrics(collected: Collected) -> dict[str, float]:
-    """Return turns/* of completions with an environment, over the groups decided in the step; empty
-    without any."""
+    """Return turns/* and time/environments: counts of the step, and means over the completions with
+    an environment of groups decided in it. Empty without any."""
     talks = [c for g in collected.decided if g.prompt.environment for c in g.completions]
+    counts = {**dict.fromkeys(TURN_COUNTS, 0.0), **collected.turn_counts}
+    metrics = {"time/environments": counts.pop("waiting_seconds", 0.0)}
+    metrics |= {f"turns/{name}": float(count) for name, count in counts.items()}
     if not talks:
-        return {}
+        return metrics if collected.turn_counts else {}
     num_turns = [sum(not is_observed for is_observed, *_ in turns(c.segments)) for c in talks]
     finishes = Counter(c.finish for c in talks)
     ends = [finish for finish in Finish if finish is not Finish.UNFINISHED]
-    counts = {**dict.fromkeys(TURN_COUNTS, 0.0), **collected.turn_counts}
     return {
+        **metrics,
         "turns/mean": fmean(num_turns),
         "turns/max": float(max(num_turns)),
         "turns/observed_tokens_mean": fmean(c.num_tokens - c.num_sampled for c in talks),
         **{f"turns/ended/{end.value}": finishes[end] / len(talks) for end in ends},
-        **{f"turns/{name}": float(count) for name, count in counts.items()},
     }
 
 

@@ -38,10 +38,11 @@ def rank_environment() -> dict[str, str]:
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the metrics without clocks, memory, and what the layout of engines or a new start
-    changes in a sync."""
+    """Return the metrics without clocks, memory, what the layout of engines or a new start changes
+    in a sync, and what kills of environments count."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     left_out = ("time/", "memory/", "throughput/", "sync/bytes", "sync/fingerprinted")
+    left_out += ("turns/failed/",)
     return [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in rows]
 
 

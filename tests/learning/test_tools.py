@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ import pytest
 
 from tests.helpers.commands import run, started
 from tests.helpers.configs import REPOSITORY
-from tests.helpers.runs import check_ledger, metrics_of, wait_for_row
+from tests.helpers.runs import PATIENCE_SECONDS, check_ledger, metrics_of
 from tests.learning.test_resume import STEPS, check_same
 
 CONFIG = REPOSITORY / "model_configs" / "tiny_tools.yaml"
@@ -40,13 +41,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_model_calls_its_tool(undisturbed: Path) -> None:
     rows = metrics_of(undisturbed)
-    check_ledger(rows)
-    assert sum(row["turns/calls"] for row in rows) > 100
-    assert all(row["turns/observed_tokens_mean"] > 5 for row in rows)
-    assert all(row["mismatch/gap_max"] < 1e-4 for row in rows)
-    assert not any(row["turns/restarts"] for row in rows)
-    # Only with the tool it is right.
-    assert max(row["accuracy/raw"] for row in rows) > 0.25
+    check_ledger(undisturbed, STEPS, samples_per_prompt=8)
+    assert sum(row.get("turns/calls", 0) for row in rows) > 100
+    assert not any(row.get("turns/restarts") for row in rows)
+    decided = [row for row in rows if "turns/mean" in row]  # no group was, if all were carried
+    assert decided and all(row["turns/observed_tokens_mean"] > 5 for row in decided)
+    assert all(row["mismatch/gap_max"] < 1e-4 for row in decided)
+    assert max(row["accuracy/raw"] for row in decided) > 0.25  # without a tool 0
 
 
 @pytest.mark.parametrize(
@@ -57,32 +58,33 @@ def test_a_run_that_is_killed_ends_in_the_same_bits(undisturbed: Path, num_kills
     and tools answer."""
     directory, name = undisturbed.parent, f"killed_{num_kills}"
     rng = random.Random(num_kills)
-    for number in range(num_kills):
-        before = len(metrics_of(directory / name)) if (directory / name).exists() else 0
-        if before >= STEPS:
-            break
-        with started(*command(directory, name)) as process:
-            wait_for_row(directory / name, before + 1, process)
+    for _ in range(num_kills):
+        with started(*command(directory, name), new_session=True) as running:
+            end = time.monotonic() + PATIENCE_SECONDS
+            while not kill_an_instance(running.pid, rng):
+                assert time.monotonic() < end and running.poll() is None, running.stdout
+                time.sleep(0.02)
             end = time.monotonic() + rng.uniform(0.0, 3.0)
-            while time.monotonic() < end and process.poll() is None:
-                kill_an_instance(process.pid, rng)
+            while time.monotonic() < end and running.poll() is None:
                 time.sleep(0.05)
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        assert number == 0 or metrics_of(directory / name)
+                kill_an_instance(running.pid, rng)
+            if running.poll() is not None:  # it has ended
+                break
+            os.killpg(running.pid, signal.SIGKILL)
     done = run(*command(directory, name))
     assert done.returncode == 0, done.stdout + done.stderr
     check_same(directory / name, undisturbed)
 
 
-def kill_an_instance(root: int, rng: random.Random) -> None:
-    """Kill the process of some completion's environment."""
-    descendants = psutil.Process(root).children(recursive=True)
-    for process in rng.sample(descendants, len(descendants)):
-        try:
-            is_of_environments = "dapo_megatron.environments.process" in process.cmdline()
-            if is_of_environments and process.parent().cmdline() == process.cmdline():  # type: ignore[union-attr]
-                process.kill()
-                return
-        except psutil.Error:
-            continue
+def kill_an_instance(root: int, rng: random.Random) -> bool:
+    """Kill the process of some completion's environment. Return whether there is any."""
+    with suppress(psutil.Error):
+        descendants = psutil.Process(root).children(recursive=True)
+        for process in rng.sample(descendants, len(descendants)):
+            with suppress(psutil.Error):
+                parent, words = process.parent(), process.cmdline()
+                is_of_environments = "dapo_megatron.environments.process" in words
+                if parent is not None and is_of_environments and parent.cmdline() == words:
+                    process.kill()
+                    return True
+    return False

@@ -139,7 +139,7 @@ def test_turns_are_those_of_completions_with_an_environment() -> None:
         "turns/calls": 2.0,
         "turns/failed/lost": 1.0,
         "turns/tool_errors": 0.0,
-        **{f"turns/{name}": 0.0 for name in ("unread_calls", "restarts", "waiting_seconds")},
+        **{f"turns/{name}": 0.0 for name in ("unread_calls", "restarts")},
     }
     assert not any(name.startswith("turns/") for name in rollout_metrics(collected(), overlong()))
 
