@@ -49,7 +49,7 @@ def samples(run_folder: Path, selection: Selection, *, with_tokens: bool = False
     if not chosen:
         raise ConfigError(_nothing(steps, selection))
     checkpoints = sorted((run_folder / "checkpoints").glob("step_*"), reverse=True)
-    pieces = find_tokenizer(run_folder, None, checkpoints) if with_tokens else None
+    pieces = find_tokenizer(run_folder, None, checkpoints)
     console = LiteralConsole(highlight=False, soft_wrap=True)
     for step, recorded in chosen:
         group, prompt = recorded.group, recorded.group.prompt
@@ -60,8 +60,8 @@ def samples(run_folder: Path, selection: Selection, *, with_tokens: bool = False
         for completion, reward in zip(group.completions, recorded.rewards, strict=True):
             console.print()
             console.print(_headline(step, completion, reward))
-            text = _tokens(completion, pieces) if with_tokens else visible(completion.text)
-            console.print(Text(text))
+            text = _tokens if with_tokens else _conversation
+            console.print(Text(text(completion, pieces)))
         console.print()
 
 
@@ -105,6 +105,13 @@ def _headline(step: int, completion: Completion, reward: float | None) -> Text:
         "  ",
         ", ".join(filter(None, facts)),
     )
+
+
+def _conversation(completion: Completion, pieces: TokenPieces | None) -> str:
+    """Return the text of a completion: all turns, and what its environment wrote."""
+    if pieces is None or not any(segment.is_observed for segment in completion.segments):
+        return visible(completion.text)
+    return visible("".join(pieces.split(completion.tokens)))
 
 
 def _tokens(completion: Completion, pieces: TokenPieces | None) -> str:

@@ -268,12 +268,15 @@ class TalkingDriver:
                 self.pools[replica].stop(key)
             self.lost.add(replica)
 
-    def kill_an_instance(self, rng: random.Random) -> None:
-        """Kill the process of some completion's environment, wherever it is in its turn."""
+    def kill_an_instance(self, rng: random.Random) -> bool:
+        """Kill the process of some completion's environment, wherever it is in its turn. Return
+        whether there was any."""
         nursery = rng.choice(self.pools)._nursery
         with suppress(psutil.NoSuchProcess):  # it has just ended
             if instances := psutil.Process(nursery.pid).children():
                 rng.choice(instances).kill()
+                return True
+        return False
 
     def close(self) -> None:
         for replica in list(self._servers):

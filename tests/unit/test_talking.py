@@ -317,9 +317,11 @@ def expected_calls(kind: str, index: int, sample: int) -> list[int]:
 def test_a_killed_deterministic_run_collects_the_same(log: Path) -> None:
     """With a kill in the middle of a step, one between two steps, and kills of instances."""
 
+    num_kills = 0
+
     def kill(driver: TalkingDriver, number: int) -> None:
-        if number % 2:
-            driver.kill_an_instance(random.Random(number))
+        nonlocal num_kills
+        num_kills += driver.kill_an_instance(random.Random(number))
 
     runs = []
     for is_killed in (False, True):
@@ -336,10 +338,9 @@ def test_a_killed_deterministic_run_collects_the_same(log: Path) -> None:
             run.rng.seed(number)
             run.step(*[kill] * is_killed)
         run.driver.close()
-        assert is_killed == (run.counts["failed/crash"] > 0)
         assert not run.counts["restarts"]
         runs.append([collected.train for collected in run.collected])
-    assert runs[0] == runs[1]
+    assert runs[0] == runs[1] and num_kills > 5
 
 
 def test_an_environment_that_always_fails_abstains(log: Path) -> None:
