@@ -42,6 +42,7 @@ _LONGEST = (
     "unit/test_report_damage",
     "unit/test_hostile",
     "parity/test_engine_routes",
+    "parity/test_turns",
 )
 """Test files that take half a minute or more, longest first."""
 

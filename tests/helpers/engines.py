@@ -136,8 +136,8 @@ def segment_gap(
     results: Results,
     other: PreTrainedModel | None = None,
 ) -> float:
-    """Return the same as `gap`, but compare each token with the model of the version in its
-    segment, or with `other` for versions without a model."""
+    """Return the same as `gap`, but compare each sampled token with the model of the version in its
+    segment, or with `other` for versions without a model. Observed tokens must have log-prob 0."""
     gaps = []
     for request in requested:
         completion = results[request.ticket, request.sample]
@@ -145,15 +145,18 @@ def segment_gap(
         assert len(completion.logprobs) == len(completion.tokens)
         first = 0
         for segment in completion.segments:
+            place = slice(first, first + segment.num_tokens)
+            first += segment.num_tokens
+            if segment.is_observed:
+                assert not any(completion.logprobs[place])
+                continue
             model = models.get(segment.version, other)
             assert model is not None
             logits = model(ids[None]).logits[0, len(request.prompt.tokens) - 1 : -1]
             # The log-prob of a greedy token is that at temperature 1.
             logprobs = (logits / (request.temperature or 1.0)).log_softmax(-1)
             sampled = logprobs.gather(1, ids[len(request.prompt.tokens) :, None])[:, 0]
-            place = slice(first, first + segment.num_tokens)
             gaps.append((sampled[place] - torch.tensor(completion.logprobs)[place]).abs().max())
-            first += segment.num_tokens
         assert first == len(completion.tokens)
     return float(torch.stack(gaps).max())
 

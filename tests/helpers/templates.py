@@ -163,6 +163,10 @@ class Family:
     def thinks(self) -> bool:
         return "<think>" in self.added
 
+    @property
+    def stops(self) -> list[str]:
+        return list(self.special[: self.num_stops])
+
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 ARGUMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -229,7 +233,7 @@ def family_conversation(
     """Return a conversation of a family, with template variables and tools."""
     family = FAMILIES[name]
     tokenizer = byte_tokenizer(family.template, family.special, family.added)
-    stops = tokenizer.convert_tokens_to_ids(list(family.special[: family.num_stops]))
+    stops = tokenizer.convert_tokens_to_ids(family.stops)
     return Conversation(tokenizer, stops, kwargs or {}, tools)
 
 
