@@ -172,7 +172,7 @@ def forget_after(folder: Path, step: int) -> None:
     killed run had not completed. Raises OSError."""
     for path in folder.glob("*step_*"):
         match = _STEP_OF.match(path.name)
-        if match is None or int(match[1]) > step or ".partial" in path.name:
+        if match is None or int(match[1]) > step:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

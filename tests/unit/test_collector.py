@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from dapo_megatron.checkpoints.folder import write_manifest
 from dapo_megatron.cluster.instruments import TimelineRecorder
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.rollout.collector import EngineCollector
+from dapo_megatron.rollout.collector import EngineCollector, trained_groups
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.delivery import Delivery
 from dapo_megatron.rollout.engines import SamplingAhead
@@ -70,7 +70,7 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self.driver = ScriptedDriver(
-            lambda ticket, sample: sample == 0 and ticket % 4 > 0,
+            lambda ticket, sample: None if ticket == 4 else sample == 0 and ticket % 4 > 0,
             lambda ticket, sample: 1 + (3 * ticket + 5 * sample) % MAX_TOKENS,
             rng=random.Random(self.seed),
             grade_at_once=False,
@@ -127,7 +127,9 @@ def check_equal(rollouts: Rollouts, expected: Rollouts) -> None:
 def check_rewards(samples: Path, step: int, collected: Rollouts) -> None:
     """Check that the record has the rewards of what is trained, and other groups that ended."""
     groups = list(read_groups(recorded_steps(samples)[step] / COMPLETIONS))
-    assert {item.outcome for item in groups} <= {Outcome.TRAINED, Outcome.ALL_WRONG}
+    for item in groups:
+        others = (Outcome.ABSTAINED, [None, None]), (Outcome.ALL_WRONG, [-1.0, -1.0])
+        assert item.outcome == Outcome.TRAINED or (item.outcome, item.rewards) in others
     rewards = {
         (item.group.ticket, completion.sample): reward
         for item in groups
@@ -163,6 +165,7 @@ def test_a_run_repeats_what_it_recorded_and_goes_on(
             check_rewards(samples, step, expected[step])
             states[step] = without_routes(first.state())
         assert list(recorded_steps(samples)) == list(expected)
+        assert read_state(recorded_steps(samples)[1])["facts"] == {"ranks": 1}
         before = {path: path.stat().st_mtime_ns for path in samples.rglob("*")}
         steps = {step: path for step, path in recorded_steps(samples).items() if step > saved_step}
         again = first.again(state, folder, repeated=dict(steps))
@@ -231,6 +234,12 @@ def test_routes_are_recorded_on_demand_and_needed_to_repeat_a_step(
     for name in (COMPLETIONS, OPEN):
         for item in read_groups(folder / name):
             assert all((c.routes is not None) == is_recorded for c in item.group.completions)
+    ended = list(read_groups(folder / COMPLETIONS))
+    for group in trained_groups(tiny_config(), ended, folder):
+        assert all(completion.routes is None for completion in group.completions)
+    if not is_recorded:
+        with pytest.raises(DataError, match=f"^{folder}: recorded without routes"):
+            trained_groups(first.collector.config, ended, folder)
     first.collector.snapshot().write(tmp_path)
     state, completions = first.state()
     assert first.again(state, tmp_path, keys=replays).coordinator.completions() == completions

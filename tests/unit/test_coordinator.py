@@ -21,6 +21,7 @@ from dapo_megatron.types import (
     EnginesLost,
     Finish,
     Outcome,
+    RankError,
     StarvedError,
     Stopped,
 )
@@ -375,6 +376,15 @@ def test_groups_sampled_during_training_are_bounded_and_count_in_the_next_step(
     assert mean_age(steps[-1:]) <= 3.0
 
 
+def test_groups_sampled_during_training_have_the_version_of_the_weights() -> None:
+    driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: MAX_TOKENS, version=3)
+    coordinator = make_coordinator(driver)
+    sample_ahead(coordinator, 3, 2)
+    assert {group.issued_version for group in coordinator.groups.values()} == {3}
+    with pytest.raises(RankError, match="its last tokens are of weights 3, not 4"):
+        sample_ahead(coordinator, 4, 2)
+
+
 def test_no_trained_token_is_older_than_max_staleness_and_some_are_as_old() -> None:
     """Engines could sample far ahead. A lowered bound trains on older groups in order."""
 
@@ -437,6 +447,10 @@ def test_at_the_bound_a_run_trains_on_fewer_groups_or_waits(
     coordinator = make_coordinator(driver, on_policy=True, at_bound="wait")
     assert trained(collect(coordinator, driver, 0)) == [201, 202, 203, 204]
     assert "0 of 4 mixed groups after" in caplog.text
+
+    driver = ScriptedDriver(mixed_every(1))
+    collect(make_coordinator(driver, at_bound="wait", max_prompts_per_step=4), driver, 0)
+    assert "by data set: none; going on" in caplog.text
 
 
 @pytest.mark.parametrize(

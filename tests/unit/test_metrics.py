@@ -68,7 +68,14 @@ def collected() -> Collected:
         decided=[MIXED, RIGHT, UNGRADED],
         version=5,
         counts={"issued": 4, "trained": 1, "carried": 1},
-        gradings=Counter({("sums", "graded"): 4, ("sums", "timeout"): 1, ("sums", "unparsed"): 1}),
+        gradings=Counter(
+            {
+                ("sums", "graded"): 4,
+                ("sums", "timeout"): 1,
+                ("sums", "unparsed"): 1,
+                ("words", "timeout"): 2,
+            }
+        ),
         keep_rate=0.25,
         interrupted=7,
         grade_seconds=0.5,
@@ -114,12 +121,13 @@ def test_failed_gradings_are_counted_by_cause_and_by_data_set() -> None:
     metrics = rollout_metrics(collected(), overlong())
     assert {name: value for name, value in metrics.items() if name.startswith("grading/")} == {
         "grading/unparsed": 1.0,
-        "grading/timeout": 1.0,
+        "grading/timeout": 3.0,
         "grading/crash": 0.0,
         "grading/memory": 0.0,
         "grading/error": 0.0,
         "grading/sums/timeout": 1.0,
         "grading/sums/unparsed": 1.0,
+        "grading/words/timeout": 2.0,
     }
 
 

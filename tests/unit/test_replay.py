@@ -129,5 +129,6 @@ def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:
     assert NoEvaluation().run(3) == {}
 
 
-def test_the_state_of_a_replay_names_the_recorded_run(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_replay_names_the_recorded_run_and_has_no_groups(tmp_path: Path) -> None:
     assert replay_of(tmp_path).state() == {"replay": str(tmp_path)}
+    assert replay_of(tmp_path).snapshot().num_bytes == 0
