@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import (
     assemble,
+    describe,
     diagnose,
     fresh_mask,
     reward,
@@ -145,6 +146,25 @@ def test_overlong_modes(mode: dict[str, bool], expected: list[float]) -> None:
     assert not mode.get("filter") or not batch.loss_mask[12:].any()
     fresh = fresh_mask(described(TRUNCATED, **mode), batch, version=3)
     assert fresh.numel() == batch.tokens.numel()
+
+
+def test_void_turns_are_left_out_of_the_loss_but_not_of_the_mean() -> None:
+    no_answer = replace(WRONG, parsed=False)
+    finishes = [Finish.STOP, Finish.STOP, Finish.TURN_LENGTH, Finish.LENGTH, Finish.TURNS]
+    grades = [RIGHT, no_answer, RIGHT, WRONG, no_answer]
+    ended = (
+        completion(number, 2, grade, finish=finish)
+        for number, (finish, grade) in enumerate(zip(finishes, grades, strict=True))
+    )
+    talks = group(1, *ended)
+    kept, masked = (
+        describe([talks], overlong=overlong(), eps=1e-6, mask_void=mask) for mask in (False, True)
+    )
+    assert [sequence.in_loss for sequence in kept] == [True] * 5
+    assert [sequence.in_loss for sequence in masked] == [True, False, False, False, True]
+    assert [s.advantage for s in kept] == [s.advantage for s in masked]
+    cut = describe([talks], overlong=overlong(filter=True, in_mean=True), eps=1e-6)
+    assert [sequence.in_loss for sequence in cut] == [True, True, False, False, True]
 
 
 def test_a_group_with_only_truncated_completions_gives_an_empty_batch() -> None:
