@@ -7,36 +7,35 @@ import json
 from pathlib import Path
 
 from dapo_megatron.config import Config
-from dapo_megatron.data.conversation import Conversation, Finding, findings
-from dapo_megatron.data.prompts import check_template
-from dapo_megatron.data.tokenizer import load_tokenizer
+from dapo_megatron.data.conversation import Finding, findings
 from dapo_megatron.doctor.check_result import Check, Status, table, to_dict, worst
 from dapo_megatron.files import write_result
 from dapo_megatron.literal_console import LiteralConsole
-from dapo_megatron.model import stop_ids
+from dapo_megatron.run.build import conversation_of, environments_of
 
 ROLES = {"tool": "results of tools", "user": "messages of a user"}
 REMEDY = "write another chat_template.jinja into the folder, or answer as the other role"
 
 
 def command(config: Config, json_file: Path | None) -> bool:
-    """Print the findings for each role of messages between turns. Return whether at least one role
-    has no error. Raises DataError naming model.path if there is no template."""
-    folder = Path(config.model.path)
-    tokenizer = load_tokenizer(folder, "model.path")
-    check_template(tokenizer, "model.path")
-    conversation = Conversation(
-        tokenizer, stop_ids(folder, tokenizer.eos_token_id), config.data.chat_template_kwargs
-    )
-    checks = {
-        f"{what} ({role})": list(map(_check, findings(conversation, role)))
-        for role, what in ROLES.items()
-    }
-    LiteralConsole().print(table(f"chat template of {folder}", checks))
+    """Print the findings for each environment of the config, or without any for each role of
+    messages between turns. Return whether all environments, or at least one role, have no error.
+    Raises DataError naming model.path if there is no template."""
+    checks = {}
+    if config.environments:
+        for name, environment in environments_of(config).items():
+            conversation = conversation_of(config, environment)
+            checks[name] = list(map(_check, findings(conversation, environment.role)))
+    else:
+        conversation = conversation_of(config)
+        for role, what in ROLES.items():
+            checks[f"{what} ({role})"] = list(map(_check, findings(conversation, role)))
+    LiteralConsole().print(table(f"chat template of {config.model.path}", checks))
     write_result(
         json_file, json.dumps({role: to_dict(of_role) for role, of_role in checks.items()})
     )
-    return any(worst(of_role) is not Status.FAIL for of_role in checks.values())
+    is_right = [worst(each) is not Status.FAIL for each in checks.values()]
+    return all(is_right) if config.environments else any(is_right)
 
 
 def _check(finding: Finding) -> Check:

@@ -65,23 +65,9 @@ def describe_environments(config: Config, ranks: Ranks) -> dict[str, Described]:
 
 
 def _describe_environments(config: Config) -> dict[str, Described]:
-    folder, rewards = Path(config.model.path), config.rewards
-    tokenizer = load_tokenizer(folder, "model.path")
-    check_template(tokenizer, "model.path")
-    with EnvironmentPool(
-        config.environments,
-        config.rollout.turns.call_seconds,
-        rewards.memory_mib,
-        rewards.environment,
-    ) as pool:
-        environments = pool.described
+    environments, folder = environments_of(config), Path(config.model.path)
     for name, environment in environments.items():
-        conversation = Conversation(
-            tokenizer,
-            stop_ids(folder, tokenizer.eos_token_id),
-            config.data.chat_template_kwargs,
-            environment.descriptions,
-        )
+        conversation = conversation_of(config, environment)
         for finding in findings(conversation, environment.role):
             if finding.error:
                 raise ConfigError(
@@ -89,6 +75,29 @@ def _describe_environments(config: Config) -> dict[str, Described]:
                     f"conversation: {finding.check}: {finding.error}. See doctor template"
                 )
     return environments
+
+
+def environments_of(config: Config) -> dict[str, Described]:
+    """Return the environments of a config by name. Raises ConfigError for one that cannot be
+    used."""
+    rewards, seconds = config.rewards, config.rollout.turns.call_seconds
+    names, variables = config.environments, rewards.environment
+    with EnvironmentPool(names, seconds, rewards.memory_mib, variables) as pool:
+        return pool.described
+
+
+def conversation_of(config: Config, environment: Described | None = None) -> Conversation:
+    """Return conversations of the config's model, with the tools of an environment. Raises
+    DataError naming model.path if it has no chat template."""
+    folder = Path(config.model.path)
+    tokenizer = load_tokenizer(folder, "model.path")
+    check_template(tokenizer, "model.path")
+    return Conversation(
+        tokenizer,
+        stop_ids(folder, tokenizer.eos_token_id),
+        config.data.chat_template_kwargs,
+        None if environment is None else environment.descriptions,
+    )
 
 
 def load_prompts(config: Config, environments: Mapping[str, Described]) -> Prompts:
