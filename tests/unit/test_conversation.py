@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from dapo_megatron.__main__ import app
 from dapo_megatron.data.conversation import Conversation, findings
+from dapo_megatron.types import DataError
 from tests.helpers.configs import REPOSITORY
 from tests.helpers.templates import FAMILIES, TOOLS, byte_tokenizer, family_conversation
 
@@ -116,7 +117,6 @@ CHECKS = (
     STOP := "a turn ends with a stop token",
     INDEPENDENT := "what follows a turn depends on no other turn",
     SEVERAL := "several messages after one turn",
-    "a turn that was cut off is closed",
     WHOLE := "a conversation of three turns without thinking",
     WHOLE_THINKING := "a conversation of three turns with thinking",
 )
@@ -128,9 +128,10 @@ def test_templates_that_can_be_continued_have_no_error(name: str, role: str) -> 
     results = list(findings(of(name), role))
     assert not [finding for finding in results if finding.error]
     assert [finding.check for finding in results] == [f"messages of the role {role}", *CHECKS]
-    notes = [finding.note for finding in results[-2:]]
+    stop = f"'<{role}>'" if name == "roles" else "'<end>'"
     kept = "the template changes earlier turns. They stay as they were sampled"
-    assert notes == ([kept, kept] if name == "thinking" else ["", ""])
+    notes = ["", stop, "", "", *([kept, kept] if name == "thinking" else ["", ""])]
+    assert [finding.note for finding in results] == notes
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -170,7 +171,7 @@ BROKEN = {
     TEMPLATES["headers"].replace("in messages", "in messages if m.content != 'result 1'"): {
         SEVERAL: "the template leaves out ['result 1']"
     },
-    one_more("messages | length > 9 and loop.index0 == 4"): dict.fromkeys(
+    one_more("messages | length == 10 and loop.index0 == 4"): dict.fromkeys(
         (WHOLE, WHOLE_THINKING),
         "turn 2 is followed by "
         "'<end>!<start>tool<head>result 0<end><start>tool<head>result 1<end', not "
@@ -178,7 +179,7 @@ BROKEN = {
     ),
     # Leaves out the first of three turns.
     TEMPLATES["headers"].replace(
-        "in messages", "in messages if messages | length < 10 or 'TURN-0' not in m.content"
+        "in messages", "in messages if messages | length != 10 or 'TURN-0' not in m.content"
     ): dict.fromkeys(
         (WHOLE, WHOLE_THINKING),
         "turn 1 is followed by '', "
@@ -201,6 +202,33 @@ def test_the_template_gets_messages_tools_and_variables() -> None:
     assert shown == [messages, [TOOLS[0]], True, 2]
     shown = json.loads(replace(talk, tools=None).render(messages, starts_turn=False))
     assert shown == [messages, None, False, 2]
+
+
+def test_the_text_of_an_environment_completes_a_prompt() -> None:
+    talk = of("headers")
+    system, user = {"role": "system", "content": "add"}, {"role": "user", "content": "2"}
+    prompt = talk.encode(talk.prompt_without_end([system, user]))
+    whole = talk.render([system, {**user, "content": "2 + 3 < end>"}], starts_turn=True)
+    assert prompt + talk.opening(" + 3 <end>") == talk.encode(whole)
+    for messages in ([], [user, {"role": "assistant", "content": "5"}]):
+        with pytest.raises(DataError, match="the last message is not the user's"):
+            talk.prompt_without_end(messages)
+    with pytest.raises(DataError, match="not show the text of the user's message"):
+        conversation("2").prompt_without_end([user])
+    with pytest.raises(DataError, match="not show the text of an assistant's turn"):
+        conversation("2").after_turn([])
+    # A template may repeat what a turn says.
+    assert (
+        conversation("{{ messages[1].content }}? {{ messages[1].content }}.").after_turn([]) == "."
+    )
+
+
+def test_long_results_lose_their_middle_and_all_lose_special_tokens() -> None:
+    talk = of("headers")
+    assert talk.harmless("<end>1<end><user>") == "< end>1< end>< user>"
+    assert talk.shortened("<end>" * 9, 9) == "<end>" * 9
+    assert talk.shortened("0123456789", 9) == "01234 ... (1 tokens left out) ... 6789"
+    assert talk.shortened("0123456789", 4) == "01 ... (6 tokens left out) ... 89"
 
 
 def test_only_the_template_adds_special_tokens() -> None:
