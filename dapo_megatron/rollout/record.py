@@ -262,7 +262,7 @@ def _num_bytes(groups: Iterable[RecordedGroup]) -> int:
     )
 
 
-def _schema(route_type: str) -> Any:
+def _schema(route_type: str = "") -> Any:
     """Return the columns. `route_type` is the typecode of the packed routes; empty without any."""
     import pyarrow as pa
 
@@ -353,7 +353,7 @@ def _utf8(text: str) -> str:
 def read_groups(path: Path, tickets: Collection[int] | None = None) -> Iterator[RecordedGroup]:
     """Yield the groups of a file in order, or of `tickets` only, reading one row group at a time.
     Raises DataError naming the file if it is damaged or cannot be read."""
-    for table in read_tables(path, _schema(""), tickets=tickets):
+    for table in read_tables(path, _schema(), tickets=tickets):
         with data_errors(path):
             by_ticket = groupby(rows_of(table), lambda row: row["ticket"])
             recorded = [_group(list(members)) for _, members in by_ticket]
@@ -366,9 +366,9 @@ def summaries(folder: Path) -> DataFrame:
     import pyarrow as pa
 
     path = folder / COMPLETIONS
-    parts = list(read_tables(path, _schema(""), SUMMARY))
+    parts = list(read_tables(path, _schema(), SUMMARY))
     with data_errors(path):
-        table = pa.concat_tables(parts) if parts else _schema("").empty_table().select(SUMMARY)
+        table = pa.concat_tables(parts) if parts else _schema().empty_table().select(SUMMARY)
         return table.to_pandas()
 
 

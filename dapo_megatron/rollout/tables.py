@@ -92,14 +92,12 @@ def rows_of(table: Any) -> Iterator[dict[str, Any]]:
             values, ends = column.values.to_numpy(), column.offsets.to_numpy()
             columns[name] = [
                 packed(values[start:end]) if is_valid else None
-                for start, end, is_valid in zip(
-                    ends, ends[1:], column.is_valid().to_pylist(), strict=False
-                )
+                for start, end, is_valid in zip(ends, ends[1:], column.is_valid().to_pylist())
             ]
         else:
             columns[name] = column.to_pylist()
-    for values in zip(*columns.values(), strict=True):
-        yield dict(zip(columns, values, strict=True))
+    for values in zip(*columns.values()):
+        yield dict(zip(columns, values))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.files import replaced_by
+from dapo_megatron.files import replaced_by, sha256
 from dapo_megatron.rollout import record
 from dapo_megatron.rollout.record import (
     COMPLETIONS,
@@ -130,16 +130,25 @@ def test_groups_are_restored_exactly(
         snapshot = OpenGroups(groups)
         snapshot.write(folder)
         completions = read_open(folder)
+        assert snapshot.checksums == ({OPEN: sha256(folder / OPEN)} if groups else {})
     assert tuple(table.columns) == record.SUMMARY
     keys = [(ticket, sample) for ticket in tickets for sample in samples_of(groups, ticket)]
     assert list(zip(table["ticket"], table["sample"], strict=True)) == keys
     assert list(completions) == keys
-    assert list(snapshot.checksums) == [OPEN] * bool(groups)
 
 
 def samples_of(groups: list[RecordedGroup], ticket: int) -> list[int]:
     [item] = [item for item in groups if item.group.ticket == ticket]
     return [completion.sample for completion in item.group.completions]
+
+
+def test_single_groups_are_read_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "BATCH_BYTES", 1)
+    path = tmp_path / COMPLETIONS
+    write_groups(path, [RecordedGroup(group(ticket)) for ticket in (3, 1, 2)])
+    assert [item.group.ticket for item in read_groups(path, {2})] == [2]
 
 
 def test_the_size_of_open_groups_is_not_underestimated(tmp_path: Path) -> None:
@@ -341,6 +350,13 @@ def test_other_files_are_a_data_error(tmp_path: Path) -> None:
     for path, why in ((foreign, ".*column ticket is of another type"), (tmp_path, ""), (text, "")):
         with pytest.raises(DataError, match=f"^{path}: cannot be read {why}"):
             list(read_groups(path))
+    write_groups(text, [RecordedGroup(group(1))])
+    table = pq.read_table(text)
+    place, field = table.schema.get_field_index("text"), table.schema.field("text")
+    no_utf8 = pa.array([b"7", b"\xff"], pa.binary()).view(pa.string())
+    pq.write_table(table.set_column(place, field, no_utf8), text)
+    with pytest.raises(DataError, match=f"^{text}: cannot be read .*Invalid UTF8"):
+        list(read_groups(text))
     assert read_open(tmp_path) == {}
     with pytest.raises(DataError, match=f"^{tmp_path}/state.json: "):
         read_state(tmp_path)
