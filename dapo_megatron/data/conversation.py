@@ -63,9 +63,9 @@ class Conversation:
     def opening(self, text: str) -> list[int]:
         """Return the tokens that complete a prompt of `prompt_without_end`: a text of the
         environment, and the start of the model's turn."""
-        message = {"role": "user", "content": MARK.format(0)}
+        message = {"role": "user", "content": MARK.format(0) + self.harmless(text)}
         _, rest = self._around_mark([message], "the user's message")
-        return self.encode(self.harmless(text) + rest)
+        return self.encode(rest)
 
     def prompt_without_end(self, messages: Sequence[Message]) -> str:
         """Return the text of a prompt up to the end of its last message, to which an environment

@@ -12,7 +12,7 @@ import importlib.util
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.data.conversation import Conversation, Message
@@ -167,7 +167,9 @@ def test_sampled_conversations_are_the_rendered_ones(family: str, thinks: bool, 
 
 @families
 @settings(max_examples=20)
-@given(text=texts.map(lambda text: f"q{text}".rstrip()), system=st.booleans())
+@given(text=texts.map("q{}".format), system=st.booleans())
+@example(text="2 \n", system=False)
+@example(text="2/nothink", system=False)
 def test_openings_complete_prompts(family: str, thinks: bool, text: str, system: bool) -> None:
     talk, renderer = both(family, thinks)
     before = [{"role": "system", "content": "be brief"}] * system
