@@ -8,14 +8,17 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.engine.messages import Report, Returned
+from dapo_megatron.engine.messages import Report, Returned, Sampling
 from dapo_megatron.rollout.coordinator import Coordinator, SavePoint
-from dapo_megatron.types import Finish, Grade, RankError, Segment
+from dapo_megatron.rollout.dispatch import Dispatcher
+from dapo_megatron.rollout.open_group import OpenGroup
+from dapo_megatron.types import ENVIRONMENT, Finish, Grade, Prompt, RankError, Segment
 from tests.helpers.rollouts import (
     MAX_TOKENS,
     RefusedByReplica,
@@ -169,27 +172,6 @@ def tokens(num_tokens: int) -> Callable[[Item], Item | None]:
     return change
 
 
-def carried(change: Callable[[Item], Item]) -> Callable[[Item], Item | None]:
-    """Change only a completion with tokens of older weights."""
-    return lambda item: change(item) if len(item[1].segments) > 1 else None
-
-
-def fewer_than_before(item: Item) -> Item:
-    first, *rest = item[1].segments
-    return with_segments(item, (Segment(first.version, first.num_tokens - 1), *rest))
-
-
-def restarted(item: Item) -> Item:
-    """Forget the tokens of older weights."""
-    return with_segments(item, item[1].segments[-1:])
-
-
-def empty(item: Item) -> Item:
-    """End with a segment without tokens."""
-    *before, last = item[1].segments
-    return with_segments(item, (*before, Segment(last.version, 0)))
-
-
 def older(item: Item) -> Item:
     *before, last = item[1].segments
     stale = Segment(last.version - 1, last.num_tokens)
@@ -234,9 +216,6 @@ LIES: dict[str, tuple[Callable[[Reports], Reports | None], str]] = {
         ),
         TICKET + "segments",
     ),
-    "fewer than before": (change(carried(fewer_than_before)), TICKET + "segments"),
-    "a new start": (change(carried(restarted)), TICKET + "segments"),
-    "an empty segment": (change(carried(empty)), TICKET + "segments"),
     "a stale version": (change(older), TICKET + "its last tokens are of weights"),
     "unfinished without an interrupt": (
         change(lambda item: ungraded(changed(finish=Finish.UNFINISHED)(item))),
@@ -346,6 +325,67 @@ def test_a_completion_is_refused_if_it_comes_again_later() -> None:
     driver = LyingDriver(correct, lambda *_: 1, rng=random.Random(3), lie=again)
     error = run_until_refused(driver, prompts_per_step=6)
     check_refused(error, TICKET + "a completion that this")
+
+
+# ------------------------------------------------------------------ conversations
+
+SAID, READ, NEXT = Segment(3, 2, 1), Segment(3, 1, ENVIRONMENT), Segment(4, 1, 1)
+
+
+def dispatcher_of(driver: Any, environment: str = "e") -> Dispatcher:
+    """Return a dispatcher with two completions that continue, and a new one."""
+    so_far = (SAID, READ) if environment else (SAID,)
+    group = OpenGroup(0, Prompt("sums", 0, (1,), "?", "7", environment=environment), 3)
+    for sample in (0, 2):
+        group.completions[sample] = completion_of(sample, so_far, Finish.UNFINISHED)
+    dispatcher = Dispatcher(driver, Sampling("", MAX_TOKENS, 1.0, 1.0, is_seeded=False), {0: group})
+    dispatcher.start(4)
+    assert dispatcher.submit(group)
+    dispatcher.advance()
+    return dispatcher
+
+
+@pytest.mark.parametrize(
+    ("lost", "samples"), [(set(), [[1], [0, 2], []]), ({1}, [[0, 1], [], [2]])]
+)
+def test_a_conversation_goes_on_where_its_environment_is(
+    lost: set[int], samples: list[list[int]]
+) -> None:
+    driver = MagicMock(num_replicas=3, max_sequences=4, lost=lost)
+    dispatcher = dispatcher_of(driver)
+    [sent] = driver.advance.call_args.args
+    assert [[sample for r in requests for sample, _ in r.samples] for requests in sent] == samples
+    assert dispatcher.room == 4 * (3 - len(lost)) - 3
+
+
+@pytest.mark.parametrize(
+    ("environment", "segments", "finish", "fault"),
+    [
+        ("e", (SAID, READ), Finish.UNFINISHED, "$"),
+        ("e", (SAID, READ), Finish.DONE, "$"),
+        ("e", (SAID, READ, NEXT, READ, NEXT), Finish.TURNS, "$"),
+        ("e", (SAID, READ, SAID), Finish.STOP, "its last tokens are of weights 3, not 4"),
+        ("e", (SAID, READ, replace(NEXT, num_tokens=0)), Finish.STOP, "segments .* after"),
+        ("e", (SAID, replace(READ, num_tokens=2)), Finish.UNFINISHED, "segments .* after"),
+        ("e", (READ,), Finish.UNFINISHED, "none of its tokens was sampled"),
+        ("", (SAID, NEXT), Finish.STOP, "$"),
+        ("", (SAID, READ, NEXT), Finish.STOP, "segments .* after"),
+        ("", (SAID, NEXT, NEXT), Finish.STOP, "segments .* after"),
+        ("", (SAID, replace(NEXT, num_tokens=0)), Finish.STOP, "segments .* after"),
+        ("", (replace(SAID, num_tokens=1), NEXT), Finish.STOP, "segments .* after"),
+        ("", (replace(SAID, num_tokens=4),), Finish.STOP, "its last tokens are of weights 3, not"),
+        ("", (SAID,), Finish.STOP, "segments .* after"),
+        ("", (SAID, NEXT), Finish.DONE, "done with 3 tokens"),
+    ],
+)
+def test_only_an_environment_adds_tokens_that_are_not_sampled(
+    environment: str, segments: tuple[Segment, ...], finish: Finish, fault: str
+) -> None:
+    driver = MagicMock(num_replicas=2, max_sequences=4, lost=set())
+    dispatcher = dispatcher_of(driver, environment)
+    replica = dispatcher._in_flight[0, 0].replica
+    item = 0, completion_of(0, segments, finish), ""
+    assert re.match(fault, dispatcher._fault(replica, item, is_interrupted=True))
 
 
 # ------------------------------------------------------------------ any change of a field

@@ -148,50 +148,36 @@ def one_more(condition: str) -> str:
     return HEADERS.replace("CLOSE", "'<end>' + ('!' if " + condition + " else '')")
 
 
-BROKEN = {
-    "{{ raise_exception('no tools') if messages[-1].role == 'tool' }}": {
-        "messages of the role tool": "the chat template failed for the roles user, assistant, "
-        "tool: TemplateError: no tools"
-    },
-    HEADERS.replace("CLOSE", "'\\n'"): {
-        STOP: "the template ends it with 'Ċ', which is no stop token, so the model would go on and "
-        "write the next message itself. Add it to eos_token_id in generation_config.json"
-    },
-    one_more("messages[0].content == 'what?' and messages[-2].role == 'assistant'"): {
-        INDEPENDENT: "after 3 messages it is '<end>!<start>tool<head>result 0<end>!<start>assistant"
-        "<head>', after one '<end><start>tool<head>result 0<end><start>assistant<head>'"
-    },
-    # Refuses a second message of a user. What it shows depends on the system's message.
-    "{%- set users = messages | selectattr('role', 'eq', 'user') | list %}"
-    "{{ raise_exception('one question') if users | length > 1 }}"
-    + one_more("messages[0].role == 'system'"): {
-        INDEPENDENT: "after 2 messages it is '<end>!<start>tool<head>result 0<end>!<start>assistant"
-        "<head>', after one '<end><start>tool<head>result 0<end><start>assistant<head>'"
-    },
-    TEMPLATES["headers"].replace("in messages", "in messages if m.content != 'result 1'"): {
-        SEVERAL: "the template leaves out ['result 1']"
-    },
-    one_more("messages | length == 10 and loop.index0 == 4"): dict.fromkeys(
-        (WHOLE, WHOLE_THINKING),
-        "turn 2 is followed by "
-        "'<end>!<start>tool<head>result 0<end><start>tool<head>result 1<end', not "
-        "'<end><start>tool<head>result 0<end><start>tool<head>result 1<end>'",
-    ),
-    # Leaves out the first of three turns.
-    TEMPLATES["headers"].replace(
+ONE_QUESTION = """
+{%- set users = messages | selectattr('role', 'eq', 'user') | list %}
+{{- raise_exception('one question') if users | length > 1 }}"""
+BROKEN = [
+    ("{{ raise_exception('no tools') if messages[-1].role == 'tool' }}",
+     ["messages of the role tool"],
+     "the chat template failed for the roles user, assistant, tool: TemplateError: no tools"),
+    (HEADERS.replace("CLOSE", "'\\n'"), [STOP], "the template ends it with 'Ċ', which is no stop"),
+    (one_more("messages[0].content == 'what?' and messages[-2].role == 'assistant'"),
+     [INDEPENDENT], "after 3 messages it is '<end>!<start>tool"),
+    (ONE_QUESTION + one_more("messages[0].role == 'system'"),
+     [INDEPENDENT], "after 2 messages it is '<end>!<start>tool"),
+    (TEMPLATES["headers"].replace("in messages", "in messages if m.content != 'result 1'"),
+     [SEVERAL], "the template leaves out ['result 1']"),
+    (one_more("messages | length == 10 and loop.index0 == 4"),
+     [WHOLE, WHOLE_THINKING], "turn 2 is followed by '<end>!<start>tool"),
+    (TEMPLATES["headers"].replace(
         "in messages", "in messages if messages | length != 10 or 'TURN-0' not in m.content"
-    ): dict.fromkeys(
-        (WHOLE, WHOLE_THINKING),
-        "turn 1 is followed by '', "
-        "not '<end><start>tool<head>result 0<end><start>tool<head>result 1<end>'",
-    ),
-}
+     ),
+     [WHOLE, WHOLE_THINKING], "turn 1 is followed by '', not '<end><start>tool"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("template", BROKEN)
-def test_templates_that_cannot_be_continued_are_found(template: str) -> None:
-    results = findings(conversation(template), "tool")
-    assert {each.check: each.error for each in results if each.error} == BROKEN[template]
+@pytest.mark.parametrize(("template", "checks", "error"), BROKEN)
+def test_templates_that_cannot_be_continued_are_found(
+    template: str, checks: list[str], error: str
+) -> None:
+    failed = [each for each in findings(conversation(template), "tool") if each.error]
+    assert [each.check for each in failed] == checks
+    assert all(each.error.startswith(error) for each in failed)
 
 
 def test_the_template_gets_messages_tools_and_variables() -> None:
@@ -210,14 +196,12 @@ def test_the_text_of_an_environment_completes_a_prompt() -> None:
     prompt = talk.encode(talk.prompt_without_end([system, user]))
     whole = talk.render([system, {**user, "content": "2 + 3 < end>"}], starts_turn=True)
     assert prompt + talk.opening(" + 3 <end>") == talk.encode(whole)
-    for messages in ([], [user, {"role": "assistant", "content": "5"}]):
-        with pytest.raises(DataError, match="the last message is not the user's"):
-            talk.prompt_without_end(messages)
+    with pytest.raises(DataError, match="the last message is not the user's"):
+        talk.prompt_without_end([user, system])
     with pytest.raises(DataError, match="not show the text of the user's message"):
         conversation("2").prompt_without_end([user])
     with pytest.raises(DataError, match="not show the text of an assistant's turn"):
         conversation("2").after_turn([])
-    # A template may repeat what a turn says.
     assert (
         conversation("{{ messages[1].content }}? {{ messages[1].content }}.").after_turn([]) == "."
     )

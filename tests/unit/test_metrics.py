@@ -55,6 +55,7 @@ RIGHT = Group(
     1, PROMPT, (completion(0, [(5, 1)], True), completion(1, [(5, 8)], True, Finish.LENGTH))
 )
 UNGRADED = Group(2, PROMPT, (completion(0, [(5, 3)], False), completion(1, [(5, 6)], None)))
+FAILED = [("sums", "timeout"), ("sums", "unparsed")]
 
 
 def collected() -> Collected:
@@ -68,14 +69,7 @@ def collected() -> Collected:
         decided=[MIXED, RIGHT, UNGRADED],
         version=5,
         counts={"issued": 4, "trained": 1, "carried": 1},
-        gradings=Counter(
-            {
-                ("sums", "graded"): 4,
-                ("sums", "timeout"): 1,
-                ("sums", "unparsed"): 1,
-                ("words", "timeout"): 2,
-            }
-        ),
+        gradings=Counter([("sums", "graded"), *[("words", "timeout")] * 2, *FAILED]),
         keep_rate=0.25,
         interrupted=7,
         grade_seconds=0.5,
