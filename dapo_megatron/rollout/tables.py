@@ -25,9 +25,8 @@ def table_of(rows: Sequence[Mapping[str, Any]], schema: Any) -> Any:
         ends = np.cumsum([0, *(0 if value is None else len(value) for value in values)])
         kept = [np.asarray(value) for value in values if value is not None]
         flat = pa.array(np.concatenate(kept)) if kept else pa.array([], column.type.value_type)
-        mask = pa.array([value is None for value in values]) if len(kept) < len(rows) else None
-        offsets = pa.array(ends.astype(np.int32))
-        arrays.append(pa.ListArray.from_arrays(offsets, flat, type=column.type, mask=mask))
+        mask = pa.array([value is None for value in values], pa.bool_())
+        arrays.append(pa.ListArray.from_arrays(ends, flat, type=column.type, mask=mask))
     return pa.Table.from_arrays(arrays, schema=schema)
 
 

@@ -368,7 +368,6 @@ def test_a_conversation_goes_on_where_its_environment_is(
         ("e", (SAID, READ, replace(NEXT, num_tokens=0)), Finish.STOP, "segments .* after"),
         ("e", (SAID, replace(READ, num_tokens=2)), Finish.UNFINISHED, "segments .* after"),
         ("e", (READ,), Finish.UNFINISHED, "none of its tokens was sampled"),
-        ("", (SAID, NEXT), Finish.STOP, "$"),
         ("", (SAID, READ, NEXT), Finish.STOP, "segments .* after"),
         ("", (SAID, NEXT, NEXT), Finish.STOP, "segments .* after"),
         ("", (SAID, replace(NEXT, num_tokens=0)), Finish.STOP, "segments .* after"),
@@ -381,8 +380,7 @@ def test_a_conversation_goes_on_where_its_environment_is(
 def test_only_an_environment_adds_tokens_that_are_not_sampled(
     environment: str, segments: tuple[Segment, ...], finish: Finish, fault: str
 ) -> None:
-    driver = MagicMock(num_replicas=2, max_sequences=4, lost=set())
-    dispatcher = dispatcher_of(driver, environment)
+    dispatcher = dispatcher_of(MagicMock(num_replicas=2, max_sequences=4, lost=set()), environment)
     replica = dispatcher._in_flight[0, 0].replica
     item = 0, completion_of(0, segments, finish), ""
     assert re.match(fault, dispatcher._fault(replica, item, is_interrupted=True))

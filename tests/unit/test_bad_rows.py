@@ -91,6 +91,7 @@ UNREADABLE = {
     ),
     "lone surrogate in a key": (with_extra(b'"\\ud800": 1'), "half a character"),
     "array": (b"[1]", "must be a mapping of columns, found list [1]"),
+    "null": (b"null", "must be a mapping of columns, found nothing"),
     "Latin-1": (LINE.replace(b"42", b"\xe9"), "not valid JSON: 'utf-8' codec can't decode"),
     "gzip": (gzip.compress(LINE, mtime=0), "not valid JSON: 'utf-8' codec can't decode"),
 }

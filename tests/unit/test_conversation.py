@@ -191,20 +191,19 @@ def test_the_template_gets_messages_tools_and_variables() -> None:
 
 
 def test_the_text_of_an_environment_completes_a_prompt() -> None:
-    talk = of("headers")
+    talk = family_conversation("glm45", {"enable_thinking": False})
     system, user = {"role": "system", "content": "add"}, {"role": "user", "content": "2"}
     prompt = talk.encode(talk.prompt_without_end([system, user]))
-    whole = talk.render([system, {**user, "content": "2 + 3 < end>"}], starts_turn=True)
-    assert prompt + talk.opening(" + 3 <end>") == talk.encode(whole)
+    whole = talk.render([system, {**user, "content": "2 + 3 < |user|>"}], starts_turn=True)
+    assert prompt + talk.opening(" + 3 <|user|>") == talk.encode(whole)
     with pytest.raises(DataError, match="the last message is not the user's"):
         talk.prompt_without_end([user, system])
     with pytest.raises(DataError, match="not show the text of the user's message"):
         conversation("2").prompt_without_end([user])
     with pytest.raises(DataError, match="not show the text of an assistant's turn"):
         conversation("2").after_turn([])
-    assert (
-        conversation("{{ messages[1].content }}? {{ messages[1].content }}.").after_turn([]) == "."
-    )
+    repeats = conversation("{{ messages[1].content }}? {{ messages[1].content }}.")
+    assert repeats.after_turn([]) == "."
 
 
 def test_long_results_lose_their_middle_and_all_lose_special_tokens() -> None:
@@ -221,7 +220,6 @@ def test_only_the_template_adds_special_tokens() -> None:
     talk.tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<start> $A", special_tokens=[("<start>", start)]
     )
-    assert talk.tokenizer("<start>")["input_ids"] == [start, start]
     assert talk.encode("<start>") == [start]
 
 

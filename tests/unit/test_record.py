@@ -147,7 +147,7 @@ def test_single_groups_are_read_from_anywhere(
 ) -> None:
     monkeypatch.setattr(record, "BATCH_BYTES", 1)
     path = tmp_path / COMPLETIONS
-    write_groups(path, [RecordedGroup(group(ticket)) for ticket in (3, 1, 2)])
+    write_groups(path, [RecordedGroup(group(ticket, ticket - 1)) for ticket in (3, 1, 2)])
     assert [item.group.ticket for item in read_groups(path, {2})] == [2]
 
 
