@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -56,24 +57,27 @@ def test_a_model_calls_its_tool(undisturbed: Path) -> None:
 def test_a_run_that_is_killed_ends_in_the_same_bits(undisturbed: Path, num_kills: int) -> None:
     """Kills everything, or processes of environments, at random moments while the engine samples
     and tools answer."""
-    directory, name = undisturbed.parent, f"killed_{num_kills}"
-    rng = random.Random(num_kills)
-    for _ in range(num_kills):
-        with started(*command(directory, name), new_session=True) as running:
-            end = time.monotonic() + PATIENCE_SECONDS
-            while not kill_an_instance(running.pid, rng):
-                assert time.monotonic() < end and running.poll() is None, running.stdout
-                time.sleep(0.02)
-            end = time.monotonic() + rng.uniform(0.0, 3.0)
-            while time.monotonic() < end and running.poll() is None:
-                time.sleep(0.05)
-                kill_an_instance(running.pid, rng)
-            if running.poll() is not None:  # it has ended
-                break
-            os.killpg(running.pid, signal.SIGKILL)
-    done = run(*command(directory, name))
-    assert done.returncode == 0, done.stdout + done.stderr
-    check_same(directory / name, undisturbed)
+    directory, rng, left = undisturbed.parent, random.Random(num_kills), num_kills
+    for name in (f"killed_{num_kills}_{number}" for number in count()):
+        while left:
+            with started(*command(directory, name), new_session=True) as running:
+                end = time.monotonic() + PATIENCE_SECONDS
+                while running.poll() is None and not kill_an_instance(running.pid, rng):
+                    assert time.monotonic() < end, running.stdout
+                    time.sleep(0.02)
+                end = time.monotonic() + rng.uniform(0.0, 3.0)
+                while running.poll() is None and time.monotonic() < end:
+                    time.sleep(0.05)
+                    kill_an_instance(running.pid, rng)
+                if running.poll() is not None:
+                    break
+                os.killpg(running.pid, signal.SIGKILL)
+                left -= 1
+        done = run(*command(directory, name))
+        assert done.returncode == 0, done.stdout + done.stderr
+        check_same(directory / name, undisturbed)
+        if not left:
+            return
 
 
 def kill_an_instance(root: int, rng: random.Random) -> bool:
