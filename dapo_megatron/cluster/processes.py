@@ -90,12 +90,16 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def obey_parent() -> None:
-    """Make this helper process end only when its parent wants it to, and with it."""
-    # Ignore Ctrl-C and the signals that Slurm sends to every process of a job: the parent handles
-    # them, and ends this process when it no longer needs it.
+def ignore_stop_signals() -> None:
+    """Ignore Ctrl-C and the signals that Slurm sends to every process of a job: the parent handles
+    them, and ends this helper process when it no longer needs it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+
+
+def obey_parent() -> None:
+    """Make this helper process end only when its parent wants it to, and with it."""
+    ignore_stop_signals()
     die_with_parent()
     adopt_orphans()
 

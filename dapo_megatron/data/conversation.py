@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 """With the keys `role` and `content`."""
-MARK = "TURN-{}-OF-THE-MODEL"
+_MARK_END = "-OF-THE-MODEL"
+MARK = "TURN-{}" + _MARK_END
 SYSTEM = {"role": "system", "content": "be brief"}
 QUESTION = {"role": "user", "content": "?"}
 EARLIER = ({"role": "user", "content": "what?"}, {"role": "assistant", "content": "this"})
@@ -89,7 +90,8 @@ class Conversation:
 
     def harmless(self, text: str) -> str:
         """Return a text without the special tokens that it spells out, so that what a tool prints
-        cannot end its message."""
+        cannot end its message. Our own mark is broken up, too."""
+        text = text.replace(_MARK_END, f"- {_MARK_END[1:]}")
         for token in self._special:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text

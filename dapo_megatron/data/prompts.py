@@ -157,24 +157,29 @@ def render(
     is_open: bool = False,
 ) -> Iterator[Prompt]:
     """Yield the prompts of `rows`: chat template, then tokenizer. The tokenizer adds no special
-    tokens, because the template contains them.
+    tokens, because the template contains them. The text of a prompt does not show the tools, so
+    that it is the same for data sets with and without them.
 
     Raises DataError naming the row of a prompt without tokens or with one that is not below
     `vocab_size`, and of one whose template fails.
     """
     tokenizer = conversation.tokenizer
+    plain = replace(conversation, tools=None)
     while chunk := list(islice(rows, CHUNK_ROWS)):
-        texts = []
+        texts, shown_texts = [], []
         for row in chunk:
             try:
                 if is_open:
                     texts.append(conversation.prompt_without_end(row.messages))
                 else:
                     texts.append(conversation.render(row.messages, starts_turn=True))
+                has_more = is_open or conversation.tools
+                shown = plain.render(row.messages, starts_turn=True) if has_more else texts[-1]
+                shown_texts.append(shown)
             except DataError as error:
                 raise DataError(f"{row.where}, column prompt: {error}") from error
         for row, text, tokens in zip(
-            chunk, texts, _tokens(tokenizer, texts, max_tokens), strict=True
+            chunk, shown_texts, _tokens(tokenizer, texts, max_tokens), strict=True
         ):
             if not tokens:
                 raise DataError(

@@ -48,7 +48,9 @@ def command(run_folder: Path, json_file: Path | None) -> bool:
                 for answer in group.completions:
                     if answer.grade is not None and prompt.source in config.graders:
                         key = group.ticket, answer, prompt
-                        pool.submit(key, prompt.source, answer.text, prompt.truth, prompt.extra)
+                        turns = [{"role": "assistant", "content": answer.text}]
+                        extra = {"turns": turns, **prompt.extra}
+                        pool.submit(key, prompt.source, answer.text, prompt.truth, extra)
             while pool.pending:
                 for (ticket, answer, prompt), grade, _ in pool.collect(wait=True):
                     of_source = counts.setdefault(prompt.source, Counter())

@@ -129,6 +129,11 @@ class EngineServer:
         self._grade_seconds = 0.0
         self._reported = 0.0
 
+    def close(self) -> None:
+        """Kill the processes of environments, and what they have started."""
+        if self._turns:
+            self._turns.close()
+
     def serve(self) -> None:
         """Obey rank 0 until the run is over. Raises Left."""
         while True:
@@ -154,6 +159,8 @@ class EngineServer:
         if order.kind is OrderKind.SAMPLE:
             assert order.sampling is not None
             self._sampling, self._is_free = order.sampling, not order.num_steps
+            if self._turns:
+                self._turns.sampling = order.sampling
             for request in order.requests:
                 self._accept(request, order.sampling)
             if order.num_steps:
@@ -180,7 +187,6 @@ class EngineServer:
             self._engine.submit(to_sample)
             return
         assert self._turns is not None
-        self._turns.sampling = sampling
         for each in to_sample:
             self._turns.begin(each)
 
@@ -359,11 +365,13 @@ def command(address: str, replica: int | None) -> None:
     with quick_imports():
         device.import_vllm()
         import dapo_megatron.engine.engine  # noqa: F401
+    server = None
     try:
-        welcome = _welcome(link)
-        server = _build(link, welcome)
+        server = _build(link, _welcome(link))
         server.serve()
     except Left as left:
+        if server is not None:
+            server.close()
         if left.code:
             print(f"engine: {left}", file=sys.stderr, flush=True)
         os._exit(left.code)  # vLLM's threads and workers end with the process

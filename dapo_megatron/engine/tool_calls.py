@@ -25,6 +25,10 @@ _START_TOKENS = ("tool_call_start_token", "tool_calls_start_token", "bot_token")
 """Attributes of vLLM's parsers with the token that starts a call."""
 _THINKING = re.compile(r"\s*<think>.*?(</think>|\Z)", re.DOTALL)
 """Thinking at the start of a turn. The same words further on are text."""
+_MARKS = ("<tool_call>", "<arg_key>", "<arg_value>", "<function", "<parameter")
+MAX_MARKS = 64
+"""Maximum number of each of these marks in a turn. Some parsers take a time that grows with a high
+power of it."""
 _EXAMPLES = {"string": "12 * 34", "integer": 3, "number": 1.5, "boolean": True}
 
 
@@ -62,7 +66,7 @@ class CallReader:
                 if self._read(text.rpartition("</think>")[2]) == [call]:
                     self.name = candidate
                     return
-            except (ValueError, RuntimeError):  # the latter if the tokenizer lacks its tokens
+            except ValueError:
                 continue
         reads = "none of vLLM's common parsers reads" if name == "auto" else f"{name} does not read"
         raise ConfigError(
@@ -79,8 +83,13 @@ class CallReader:
 
     def _read(self, answer: str) -> list[Call]:
         """Return the calls of a turn without its thinking."""
-        parser = self._new_parser()
-        parsed = parser.extract_tool_calls(answer, self._request)
+        if max(map(answer.count, _MARKS)) > MAX_MARKS:
+            raise ValueError("too many calls of tools, or too many arguments")
+        try:  # some parsers refuse a tokenizer that lacks their tokens
+            parser = self._new_parser()
+            parsed = parser.extract_tool_calls(answer, self._request)
+        except Exception as error:  # a parser may raise anything for what a model writes
+            raise ValueError("this call of a tool cannot be read") from error
         if not parsed.tools_called:
             starts = {getattr(parser, name, None) for name in _START_TOKENS} - {None, ""}
             if any(isinstance(start, str) and start in answer for start in starts):
@@ -108,7 +117,8 @@ class CallReader:
 def _call(tool: str, arguments: str) -> Call:
     try:
         values = json.loads(arguments or "{}")
-    except ValueError as error:
+        json.dumps([tool, values], ensure_ascii=False).encode()  # halves of characters
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{tool}: its arguments are not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{tool}: its arguments must be a JSON object")

@@ -122,6 +122,10 @@ class Turns:
         self.last_errors: dict[str, str] = {}
         """Last failure of an environment, by data set."""
 
+    def close(self) -> None:
+        """Kill all instances."""
+        self._pool.close()
+
     @property
     def num_waiting(self) -> int:
         """Number of completions that wait for their environment."""
@@ -391,10 +395,12 @@ class Turns:
         self._ask(key, talk, Request("call", tool=call.tool, arguments=call.arguments))
 
     def _message(self, talk: _Talk, text: str) -> Message:
+        return {"role": self._described(talk).role, "content": self._observation(talk, text)}
+
+    def _observation(self, talk: _Talk, text: str) -> str:
         conversation = self._conversation(talk)
-        text = conversation.shortened(text, self._limits.max_observation_tokens)
-        role = self._described(talk).role
-        return {"role": role, "content": conversation.harmless(text)}
+        limit = self._limits.max_observation_tokens
+        return conversation.shortened(conversation.harmless(text), limit)
 
     def _take_answer(self, key: Key, talk: _Talk, answer: Answer) -> None:
         self._count("waiting_seconds", time.monotonic() - talk.asked)
@@ -410,7 +416,8 @@ class Turns:
         if answer.cause == "error":
             self._fail(key, talk, "error", f"reset: {answer.text}")
         elif self._described(talk).has_reset:
-            self._append(key, talk, self._conversation(talk).opening(answer.text))
+            text = self._observation(talk, answer.text)
+            self._append(key, talk, self._conversation(talk).opening(text))
         else:
             self._advance(key, talk)
 
@@ -457,8 +464,11 @@ class Turns:
                 self._fail(key, talk, "diverged", text)
             return
         num_tokens = start + len(tokens)
-        if num_tokens >= talk.request.max_tokens and completion is not None:
-            self._end(key, talk, Finish.LENGTH)
+        if num_tokens >= talk.request.max_tokens:
+            if completion is None:
+                self._fail(key, talk, "error", "reset: its text fills max_response_tokens")
+            else:
+                self._end(key, talk, Finish.LENGTH)
             return
         talk.completion = observe(
             completion, tokens, sample=talk.request.sample, version=self._engine.version

@@ -145,6 +145,10 @@ def load_environment(name: str, timeout_seconds: float = 10.0) -> Environment:
         )
     if not has_step and not methods:
         raise ConfigError(f"{where}: it has neither a tool (a public method) nor the method step")
+    for method, function in methods.items():
+        is_plain = inspect.isfunction(inspect.getattr_static(kind, method))
+        if not is_plain or inspect.iscoroutinefunction(function):
+            raise ConfigError(f"{where}: its tool {method} must be a method, and not async")
     make: Callable[..., Any] = kind
     if name in BUILT_IN:
         make = partial(make, timeout_seconds)

@@ -231,13 +231,18 @@ class EnvironmentPool:
         self._selector.modify(instance.connection, events, key)
 
     def _read(self, key: Hashable, instance: _Instance) -> None:
+        block = b""
         try:
-            block = instance.connection.recv(2**16)
+            while block := instance.connection.recv(2**16):
+                instance.received += block
+                if len(instance.received) > MAX_MESSAGE_BYTES:
+                    break
         except BlockingIOError:
-            return
+            if not instance.received:
+                return
+            block = instance.received
         except OSError:
             block = b""
-        instance.received += block
         if not block:
             self._lose(key, Answer("crash", "its process has ended"))
         elif len(instance.received) > MAX_MESSAGE_BYTES:

@@ -22,8 +22,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dapo_megatron.cluster.processes import kill_group, limit_memory, obey_parent
+from dapo_megatron.cluster.processes import (
+    adopt_orphans,
+    ignore_stop_signals,
+    kill_group,
+    limit_memory,
+    obey_parent,
+    remove_folder,
+)
 from dapo_megatron.environments.interface import Environment, Reply, load_environment
+from dapo_megatron.rewards.registry import as_grade
 from dapo_megatron.types import ConfigError
 
 MAX_TEXT = 2**16
@@ -99,7 +107,8 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def main() -> None:
     """Import the environments, then fork and kill instances until the pool is gone."""
-    obey_parent()
+    ignore_stop_signals()
+    adopt_orphans()  # it does not die with its parent, so that it can kill what instances started
     descriptor, memory_mib, seconds, *names = sys.argv[1:]
     with suppress(OSError), socket.socket(fileno=int(descriptor)) as pool:  # OSError: it is gone
         try:
@@ -154,6 +163,9 @@ class _Nursery:
                 continue
             block, files, _, _ = socket.recv_fds(self._pool, 2**16, 64)
             if not block:
+                for number in list(self._instances):
+                    self._kill(number)
+                remove_folder(os.environ["TMPDIR"])
                 return
             sockets += files
             *lines, received = (received + block).split(b"\n")
@@ -216,7 +228,7 @@ class _Instance:
         try:
             value = self._value(request)
             if isinstance(value, Reply):
-                return Answer("ok", cut(value.text), bool(value.done), value.reward)
+                return _reply(value)
             return Answer("ok", cut("" if value is None else str(value)))
         except MemoryError:  # formatting an exception might need memory that is not there
             return Answer("memory", "more memory than rewards.memory_mib")
@@ -233,6 +245,14 @@ class _Instance:
         if request.kind == "step":
             return self._object.step(request.turn)
         return self._environment.call(self._object, request.tool, request.arguments)
+
+
+def _reply(reply: Reply) -> Answer:
+    try:
+        reward = None if reply.reward is None else as_grade(reply.reward).score
+    except (TypeError, ValueError, OverflowError) as error:  # not for the model
+        return Answer("crash", f"its reward: {error}")
+    return Answer("ok", cut(str(reply.text)), bool(reply.done), reward)
 
 
 def cut(text: str, length: int = MAX_TEXT) -> str:

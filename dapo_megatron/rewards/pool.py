@@ -199,7 +199,9 @@ def try_graders(
     sources = {name: name for name in chosen}
     with GradingPool(sources, 1, timeout_seconds, memory_mib, environment) as pool:
         for name, prompt in chosen.items():
-            pool.submit(name, name, prompt.truth, prompt.truth, prompt.extra)
+            turns = [{"role": "assistant", "content": prompt.truth}]
+            extra = {**prompt.extra, "turns": turns} if prompt.environment else prompt.extra
+            pool.submit(name, name, prompt.truth, prompt.truth, extra)
         while pool.pending:
             for name, grade, why in pool.collect(wait=True):
                 if grade is None:

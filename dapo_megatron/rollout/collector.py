@@ -164,6 +164,14 @@ class EngineCollector:
         """Read the open groups of a checkpoint, and continue from its state."""
         assert self.coordinator is not None
         self.coordinator.restore(state, open_completions(self.config, folder))
+        known = {"", *self.config.environments}
+        for group in self.coordinator.known_groups():
+            if group.prompt.environment not in known:
+                raise CheckpointError(
+                    f"{folder}: ticket {group.ticket} needs the environment "
+                    f"{group.prompt.environment!r}, which data.train no longer names; add it, or "
+                    "resume from another checkpoint"
+                )
 
 
 def trained_groups(config: Config, ended: Sequence[RecordedGroup], folder: Path) -> list[Group]:

@@ -123,6 +123,7 @@ class Dispatcher:
         """Number of requests that each replica was asked to sample in this phase."""
         self._running = [0] * driver.num_replicas
         """Number of those that it still samples, without those that wait for an environment."""
+        self._waiting = list(self._running)
 
     @property
     def room(self) -> int:
@@ -176,7 +177,7 @@ class Dispatcher:
         orphans = {ticket for (ticket, _), item in self._in_flight.items() if item.replica in lost}
         self._in_flight.clear()
         self._sent = [0] * self._driver.num_replicas
-        self._running = list(self._sent)
+        self._running, self._waiting = list(self._sent), list(self._sent)
         return replace(events, orphans=frozenset(orphans))
 
     # ------------------------------------------------------------------ handing out
@@ -188,7 +189,7 @@ class Dispatcher:
         fit, to share the prompt in the prefix cache.
         """
         by_replica: list[dict[int, list[int]]] = [{} for _ in self._running]
-        limit, present = self._driver.max_sequences, self._present
+        present = self._present
 
         def give(replica: int, ticket: int, sample: int, so_far: Completion | None) -> bool:
             is_finished = so_far is not None and so_far.finish is not Finish.UNFINISHED
@@ -208,7 +209,7 @@ class Dispatcher:
             so_far = self._groups[ticket].completions[sample]
             home = [segment.engine for segment in so_far.segments if not segment.is_observed][-1]
             if home not in present:
-                home = min(present, key=self._running.__getitem__)
+                home = min(present, key=self._load)
             give(home, ticket, sample, so_far)
             self._sent[home] += 1
             self._running[home] += 1
@@ -216,10 +217,10 @@ class Dispatcher:
         last_ticket, replica = -1, present[0] if present else 0
         while self._queue and present:
             ticket, sample = self._queue[0]
-            if ticket != last_ticket or self._running[replica] >= limit:
-                replica = min(present, key=self._running.__getitem__)
+            if ticket != last_ticket or self._is_full(replica):
+                replica = min(present, key=self._load)
                 last_ticket = ticket
-            if self._running[replica] >= limit:
+            if self._is_full(replica):
                 break
             heapq.heappop(self._queue)
             give(replica, ticket, sample, self._groups[ticket].completions.get(sample))
@@ -229,6 +230,16 @@ class Dispatcher:
             [self._request(ticket, samples) for ticket, samples in by_ticket.items()]
             for by_ticket in by_replica
         ]
+
+    def _load(self, replica: int) -> int:
+        """Return the number of completions that a replica has, sampled or waiting."""
+        return self._running[replica] + self._waiting[replica]
+
+    def _is_full(self, replica: int) -> bool:
+        """Return whether a replica has no free slot, or as many completions wait on it as it has
+        slots. Each has a process."""
+        limit = self._driver.max_sequences
+        return self._running[replica] >= limit or self._load(replica) >= 2 * limit
 
     def _request(self, ticket: int, samples: Sequence[int]) -> GroupRequest:
         group = self._groups[ticket]
@@ -265,16 +276,18 @@ class Dispatcher:
                 raise RankError(f"{self._driver.name(replica)}: {fault}")
         for replica, report in reports:
             num_sampling = self._sent[replica] - report.num_sampled - report.num_waiting
-            self._running[replica] = num_sampling
+            self._running[replica], self._waiting[replica] = num_sampling, report.num_waiting
         stop = self._driver.stop_signal
         items = [(replica, item) for replica, report in reports for item in report.returned]
         sampled, unfinished = [], []
-        for replica, (ticket, completion, _) in items:
+        for replica, (ticket, completion, why) in items:
             in_flight = self._in_flight[ticket, completion.sample]
             segments = _stamped(in_flight.segments, completion.segments, replica)
             completion = replace(completion, segments=segments)
             if completion.finish is Finish.UNFINISHED:
                 unfinished.append((ticket, completion))
+            elif stop and in_flight.has_environment and why and completion.grade is None:
+                pass  # its environment failed; it is sampled again after a resume
             elif not in_flight.is_finished:
                 sampled.append((ticket, replace(completion, grade=None)))
         graded = [

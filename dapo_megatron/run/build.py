@@ -16,6 +16,7 @@ from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.instruments import MemoryMeter, StepInstruments, TimelineRecorder
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import (
+    ENVIRONMENT_GRADER,
     Columns,
     Config,
     Source,
@@ -66,6 +67,13 @@ def describe_environments(config: Config, ranks: Ranks) -> dict[str, Described]:
 
 def _describe_environments(config: Config) -> dict[str, Described]:
     environments, folder = environments_of(config), Path(config.model.path)
+    for source in (*config.data.train, *config.evaluation.sets):
+        gives_reward = source.environment and environments[source.environment].has_step
+        if source.grader == ENVIRONMENT_GRADER and not gives_reward:
+            raise ConfigError(
+                f"source {source.name!r}: grader: environment, but {source.environment!r} has no "
+                "method step, which would give rewards; set another grader"
+            )
     for name, environment in environments.items():
         conversation = conversation_of(config, environment)
         for finding in findings(conversation, environment.role):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from dapo_megatron.data.conversation import Conversation
@@ -84,3 +86,25 @@ def test_a_broken_call_is_an_error() -> None:
     with pytest.raises(ValueError, match="must be a JSON object"):
         read('<tool_call>\n{"name": "add", "arguments": [3]}\n</tool_call>')
     assert read("no call") == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hostile_calls_are_errors_and_take_no_time(family: str) -> None:
+    reader = CallReader("auto", talk_of(family))
+    marks = "<tool_call>add\n" + "<arg_key>a</arg_key>\n<arg_value>" * 1000
+    started = time.monotonic()
+    for text in (
+        written(family, "add", number="HALF").replace("HALF", "\\ud800"),
+        written(family, "add", number="NESTED").replace('"NESTED"', '{"a":' * 20_000),
+        written(family, "add", number="NESTED").replace("NESTED", "[" * 20_000),
+        marks,
+    ):
+        try:
+            for call in reader.calls(text):
+                msgspec.json.encode(call.arguments)  # what reaches the environment can be sent
+        except ValueError:
+            continue
+    assert time.monotonic() - started < 5.0
+    if family == "glm45":
+        with pytest.raises(ValueError, match="too many"):
+            reader.calls(marks)
