@@ -199,15 +199,11 @@ def finished(change_item: Callable[[Item], Item]) -> Callable[[Item], Item | Non
 RIGHT = Grade(1.0, True, "7")
 TICKET = r"ticket \d+, sample \d+: "
 LIES: dict[str, tuple[Callable[[Reports], Reports | None], str]] = {
-    "a ticket nobody issued": (
-        change(lambda item: (9999, *item[1:])),
-        r"ticket 9999, sample \d: a completion that this replica was not asked for",
-    ),
+    "a ticket nobody issued": (change(lambda item: (9999, *item[1:])),
+        r"ticket 9999, sample \d: a completion that this replica was not asked for"),
     "a completion of another replica": (of_another_replica, TICKET + "a completion that this"),
-    "a token without a log-prob": (
-        change(lambda item: changed(logprobs=item[1].logprobs[1:])(item)),
-        TICKET + r"\d log-probs for \d tokens",
-    ),
+    "a token without a log-prob": (change(lambda it: changed(logprobs=it[1].logprobs[1:])(it)),
+        TICKET + r"\d log-probs for \d tokens"),
     "segments that do not add up": (
         change(
             lambda item: changed(segments=item[1].segments)(
@@ -348,7 +344,7 @@ def dispatcher_of(driver: Any, environment: str = "e") -> Dispatcher:
 @pytest.mark.parametrize(
     ("lost", "samples"), [(set(), [[1], [0, 2], []]), ({1}, [[0, 1], [], [2]])]
 )
-def test_a_conversation_goes_on_where_its_environment_is(
+def test_a_conversation_goes_on_where_its_environment_is_or_starts_anew(
     lost: set[int], samples: list[list[int]]
 ) -> None:
     driver = MagicMock(num_replicas=3, max_sequences=4, lost=lost)
@@ -356,6 +352,11 @@ def test_a_conversation_goes_on_where_its_environment_is(
     [sent] = driver.advance.call_args.args
     assert [[sample for r in requests for sample, _ in r.samples] for requests in sent] == samples
     assert dispatcher.room == 4 * (3 - len(lost)) - 3
+    replica = dispatcher._in_flight[0, 0].replica
+    driver.advance.return_value = [(replica, Report(restarted=[(0, 0)]))]
+    dispatcher.advance()
+    item = 0, completion_of(0, (NEXT,), Finish.STOP), ""
+    assert not dispatcher._fault(replica, item, is_interrupted=True)
 
 
 @pytest.mark.parametrize(
