@@ -227,7 +227,7 @@ class EngineServer:
         self._engine.submit(to_sample)
         for each in ended:
             self._num_sampled += 1
-            if each.grade is None and not each.cause:
+            if each.completion.grade is None and not each.cause:
                 self._grade(each.ticket, each.prompt, each.completion)
             else:
                 self._num_gradings += 1

@@ -4,6 +4,9 @@ A completion that calls a tool is unfinished, and waits for tokens that somebody
 its turn has been sampled, its calls go to its instance of the environment, and the answers are
 appended to its tokens as observed ones. Then it is sampled on, like an interrupted completion.
 
+A completion that has tokens after a turn was answered before. The same code then shows that turn to
+the instance, and compares its answer instead of appending it.
+
 An instance that is still here after a pause goes on where it was. Otherwise a new one is brought to
 the same state: it gets the turns of the completion again, if the environment says that it is
 repeatable, and must answer what it answered before.
@@ -26,7 +29,7 @@ from dapo_megatron.engine.tool_calls import Call, CallReader
 from dapo_megatron.environments.pool import LOST, EnvironmentPool
 from dapo_megatron.environments.process import Answer, Described, Request
 from dapo_megatron.rewards.registry import as_grade
-from dapo_megatron.types import Completion, Finish, Grade, Prompt, SampleRequest, Segment, turns
+from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest, Segment, turns
 
 if TYPE_CHECKING:
     from dapo_megatron.engine.engine import VllmEngine
@@ -43,16 +46,12 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A completion that has ended.
-
-    grade  that the environment gives; None if a grader has to
-    cause  why there is no grade, if the environment failed; else empty
-    """
+    """A completion that has ended. It has a grade if its environment gives it. `cause` says why it
+    cannot have one, if its environment failed; else it is empty."""
 
     ticket: int
     prompt: Prompt
     completion: Completion
-    grade: Grade | None = None
     cause: str = ""
 
 
@@ -495,7 +494,7 @@ class Turns:
                 cause, self.last_errors[request.prompt.source] = "error", f"environment: {error}"
         text = self._engine.answer(completion)
         completion = replace(completion, finish=finish, text=text, grade=grade)
-        self._ended.append(Ended(request.ticket, request.prompt, completion, grade, cause))
+        self._ended.append(Ended(request.ticket, request.prompt, completion, cause))
         self._drop(key)
 
 

@@ -92,11 +92,6 @@ class EnvironmentPool:
         self.described = self._start_nursery()
         """Environments by name."""
 
-    @property
-    def pending(self) -> int:
-        """Number of requests without an answer."""
-        return sum(bool(instance.asked) for instance in self._instances.values())
-
     def start(self, key: Hashable, name: str, row: Mapping[str, Any]) -> None:
         """Start an instance, and reset it with a row. The answer has the text that follows the
         prompt."""

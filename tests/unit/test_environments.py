@@ -233,7 +233,6 @@ def test_a_lost_instance_takes_nothing_with_it(
     started = time.monotonic()
     assert do(pool, what).cause == cause
     assert time.monotonic() - started < 2 * SECONDS
-    assert pool.pending == 0
     deadline = time.monotonic() + 60  # a busy machine needed more than 5 s
     while (processes_with(TOKEN) or zombies(pool)) and time.monotonic() < deadline:
         time.sleep(0.05)
