@@ -8,7 +8,6 @@ import random
 import signal
 import time
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 
 import psutil
@@ -16,7 +15,7 @@ import pytest
 
 from tests.helpers.commands import run, started
 from tests.helpers.configs import REPOSITORY
-from tests.helpers.runs import PATIENCE_SECONDS, check_ledger, metrics_of
+from tests.helpers.runs import PATIENCE_SECONDS, check_ledger, metrics_of, servers, wait_for_the_end
 from tests.learning.test_resume import STEPS, check_same
 
 CONFIG = REPOSITORY / "model_configs" / "tiny_tools.yaml"
@@ -54,37 +53,41 @@ def test_a_model_calls_its_tool(undisturbed: Path) -> None:
 @pytest.mark.parametrize(
     "num_kills", [1, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
 )
-def test_a_run_that_is_killed_ends_in_the_same_bits(undisturbed: Path, num_kills: int) -> None:
+def test_a_run_that_is_killed_ends_in_the_same_bits(
+    undisturbed: Path, ids: Path, num_kills: int
+) -> None:
     """Kills everything, or processes of environments, at random moments while the engine samples
     and tools answer."""
     directory, rng, left = undisturbed.parent, random.Random(num_kills), num_kills
-    for name in (f"killed_{num_kills}_{number}" for number in count()):
+    for name in (f"killed_{num_kills}_{number}" for number in range(num_kills)):
         while left:
             with started(*command(directory, name), new_session=True) as running:
                 end = time.monotonic() + PATIENCE_SECONDS
-                while running.poll() is None and not kill_an_instance(running.pid, rng):
+                while running.poll() is None and not kill_an_instance(ids, rng):
                     assert time.monotonic() < end, running.stdout
                     time.sleep(0.02)
                 end = time.monotonic() + rng.uniform(0.0, 3.0)
                 while running.poll() is None and time.monotonic() < end:
                     time.sleep(0.05)
-                    kill_an_instance(running.pid, rng)
+                    kill_an_instance(ids, rng)
                 if running.poll() is not None:
                     break
                 os.killpg(running.pid, signal.SIGKILL)
                 left -= 1
+            wait_for_the_end(ids)
         done = run(*command(directory, name))
         assert done.returncode == 0, done.stdout + done.stderr
         check_same(directory / name, undisturbed)
         if not left:
             return
+    raise AssertionError(f"{left} kills are left: the runs ended before them")
 
 
-def kill_an_instance(root: int, rng: random.Random) -> bool:
+def kill_an_instance(ids: Path, rng: random.Random) -> bool:
     """Kill the process of some completion's environment. Return whether there was any."""
-    with suppress(psutil.Error):
-        for process in psutil.Process(root).children(recursive=True):
-            with suppress(psutil.Error):
+    for server in servers(ids):
+        with suppress(psutil.Error):
+            for process in server.children():
                 if "dapo_megatron.environments.process" in process.cmdline():
                     instances = process.children()
                     if len(instances) > 1:  # else it may be the one that describes environments
