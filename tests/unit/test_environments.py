@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -261,6 +262,31 @@ def test_if_all_processes_die_each_instance_is_lost_and_others_start(
     assert lost == {(key, "crash"): 1 for key in range(3)}
     pool.start(0, f"{module}:Machine", {"start": 3})
     assert answer(pool) == Answer("ok", "from 3")
+
+
+def test_nothing_outlives_a_killed_owner(module: str) -> None:
+    """Not even a process that a tool has started."""
+    program = f"""if True:
+        import sys, time
+        sys.path.insert(0, {sys.path[0]!r})
+        from dapo_megatron.environments.pool import EnvironmentPool, Request
+        pool = EnvironmentPool({{"{module}:Machine"}}, 60.0, 1024)
+        pool.start(0, "{module}:Machine", {{"start": 0}})
+        while not pool.collect(1.0): pass
+        pool.ask(0, Request("call", tool="do", arguments={{"what": "sleep with children"}}))
+        time.sleep(1.0)
+        print(pool._folder, flush=True)
+        time.sleep(60.0)
+    """
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        folder = owner.stdout.readline().decode().strip()
+        assert os.path.exists(folder) and processes_with(TOKEN)
+        owner.kill()
+    deadline = time.monotonic() + 60.0
+    while processes_with(TOKEN) or os.path.exists(folder):
+        assert time.monotonic() < deadline, processes_with(TOKEN)
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("num_calls", [300, pytest.param(10_000, marks=pytest.mark.long)])
