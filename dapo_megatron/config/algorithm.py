@@ -241,7 +241,7 @@ class LossConfig(Section):
     @property
     def correction_numbers(self) -> dict[str, Any]:
         """Keyword arguments of `algo.correction.Correction`."""
-        numbers = self.correction.model_dump(exclude={"measure"})
+        numbers = self.correction.model_dump(exclude={"measure", "void_turns"})
         return {**numbers, "tis_cap": self.tis_cap}
 
     @property

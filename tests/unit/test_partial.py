@@ -92,7 +92,7 @@ def test_observed_tokens_are_segments_of_their_own_and_get_routes_when_they_are_
         experts += [place] * (len(routes) - len(experts))
         assert completion.routes is not None and list(completion.routes) == experts
         for number in observations:
-            completion = observe(completion, [3] * number)
+            completion = observe(completion, [3] * number, 0, 0)
             expected += [(version, True)] * number
             logprobs += [0.0] * number
             assert completion.finish is Finish.UNFINISHED

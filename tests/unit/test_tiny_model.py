@@ -143,7 +143,8 @@ def test_configs_evaluate_on_prompts_not_seen_in_pretraining(name: str, recipe: 
     loaded = load_source(
         held_out, recipe.tokenizer(), config.rollout.max_prompt_tokens, tools=recipe.tools()
     )
-    assert [p.text for p in loaded.prompts] == [p.prompt for p in held_out_problems(recipe)]
+    shown = [recipe.tokenizer().decode(prompt.tokens) for prompt in loaded.prompts]
+    assert shown == [problem.prompt for problem in held_out_problems(recipe)]
     assert len(loaded.prompts) == 200
     for source in (held_out, train):
         assert (source.dataset, source.options) == (recipe.task, recipe.options)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dapo_megatron.config import Columns
+from dapo_megatron.data.conversation import Conversation
 from dapo_megatron.data.prompts import check_template, render
 from dapo_megatron.data.rows import DAPO_MATH_COLUMNS
 from dapo_megatron.types import DataError
@@ -149,7 +150,8 @@ def drop_long(
     """Drop prompts with more than `max_tokens` tokens, chat template included."""
     check_template(tokenizer, "--tokenizer")
     alive = [unique for unique in uniques if unique.dropped is None]
-    prompts = render(iter([unique.row for unique in alive]), tokenizer, "", max_tokens)
+    rows = iter([unique.row for unique in alive])
+    prompts = render(rows, Conversation(tokenizer, ()), "", max_tokens)
     for unique, prompt in zip(alive, prompts, strict=True):
         if len(prompt.tokens) > max_tokens:
             unique.dropped = "too_long"
