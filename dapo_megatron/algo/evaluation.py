@@ -70,7 +70,7 @@ def cons_per_problem(correct: Correct, preds: Sequence[Sequence[str]]) -> list[f
     if [len(row) for row in correct] != [len(row) for row in preds]:
         raise ValueError("preds and correct differ in shape")
     values = []
-    for row, answers in zip(correct, preds):
+    for row, answers in zip(correct, preds, strict=True):
         winner, _ = Counter(answers).most_common(1)[0]  # insertion order breaks ties
         values.append(float(row[answers.index(winner)]))
     return values

@@ -111,7 +111,7 @@ def penalties(batch: TokenBatch, is_sampled: Tensor, kl: KL) -> list[float]:
     result = []
     lengths = batch.held_lengths.tolist()
     parts = [values.split(lengths) for values in (batch.old_logprobs, batch.reference_logprobs)]
-    for old, reference, mask in zip(*parts, is_sampled.split(lengths)):
+    for old, reference, mask in zip(*parts, is_sampled.split(lengths), strict=True):
         old, reference = old[mask].double(), reference[mask].double()
         estimates = kl.per_token(old, reference, torch.ones_like(old, dtype=torch.bool))
         result.append(kl.coefficient * float(estimates.sum()))

@@ -76,10 +76,14 @@ def gap_statistics(batch: TokenBatch, mask: Tensor) -> GapStatistics:
     """Return gap statistics over the held tokens of a batch where `mask` (bool [T]) is set.
 
     A nan or inf where the mask is set makes the gap infinite, so that `max > bound` never misses
-    it. Values outside the mask are ignored.
+    it. Values outside the mask are ignored. Raises ValueError if the mask has another shape.
     """
     assert batch.old_logprobs is not None
-    assert mask.shape == batch.old_logprobs.shape == batch.engine_logprobs.shape
+    if mask.shape != batch.old_logprobs.shape or mask.shape != batch.engine_logprobs.shape:
+        raise ValueError(
+            f"shapes differ: mask {tuple(mask.shape)}, engine "
+            f"{tuple(batch.engine_logprobs.shape)}, policy {tuple(batch.old_logprobs.shape)}"
+        )
     starts = range(0, mask.numel(), CHUNK)
     return merge(
         [

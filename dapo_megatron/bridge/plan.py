@@ -319,7 +319,7 @@ def _in_order(tensors: Sequence[_Tensor]) -> list[_Tensor]:
 
 def _groups(tensors: Iterable[_Tensor], keys: Iterable[Hashable]) -> list[list[_Tensor]]:
     groups: dict[Hashable, list[_Tensor]] = {}
-    for tensor, key in zip(tensors, keys):
+    for tensor, key in zip(tensors, keys, strict=True):
         groups.setdefault(key, []).append(tensor)
     return list(groups.values())
 

@@ -94,7 +94,7 @@ def check_fingerprints(
         raise SyncError("\n".join(lines), at_fault)
     replica, by_worker = next(iter(by_replica.items()))
     unread = {part.name: prod(part.global_shape) for parts in held.lists for part in parts}
-    workers = zip(wanted.of_replica(replica), by_worker)
+    workers = zip(wanted.of_replica(replica), by_worker, strict=True)
     for part in {wanted.slices[rank][index] for rank, prints in workers for index, _ in prints}:
         unread[part.name] -= part.region.numel
     return sum(numel != 0 for numel in unread.values())

@@ -118,7 +118,9 @@ def describe(
             ),
             reward=total,
         )
-        for (group, completion), advantage, total in zip(completions, advantages.tolist(), rewards)
+        for (group, completion), advantage, total in zip(
+            completions, advantages.tolist(), rewards, strict=True
+        )
     ]
 
 
@@ -209,7 +211,7 @@ def diagnose(
     policy     log-probs and entropy [T] of the policy
     """
     ends = batch.held_lengths.cumsum(0).tolist()
-    for index, end in zip(_held(batch), ends):
+    for index, end in zip(_held(batch), ends, strict=True):
         sequence = sequences[index]
         response = slice(end - sequence.response_tokens, end)
         logprobs = policy.logprobs[response]
@@ -318,7 +320,7 @@ def _concatenate_routes(
     num_tokens = sum(sequence.num_tokens for sequence in sequences)
     result = np.zeros((num_tokens, width), first.dtype)
     end = 0
-    for sequence, value in zip(sequences, values):
+    for sequence, value in zip(sequences, values, strict=True):
         start, end = end, end + sequence.num_tokens
         size = 0 if value.routes is None else value.routes.size
         if value.routes is None or size != (sequence.num_tokens - 1) * width:

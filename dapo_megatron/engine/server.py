@@ -230,21 +230,22 @@ class EngineServer:
             if each.completion.grade is None and not each.cause:
                 self._grade(each.ticket, each.prompt, each.completion)
             else:
-                self._num_gradings += 1
-                self._ungraded[self._num_gradings] = each.ticket, each.completion
-                why = each.cause or "graded"
-                self._graded[self._num_gradings] = each.ticket, each.completion, why
+                number, why = self._number(each.ticket, each.completion), each.cause or "graded"
+                self._graded[number] = each.ticket, each.completion, why
 
     def _grade(self, ticket: int, prompt: Prompt, completion: Completion) -> None:
-        self._num_gradings += 1
-        self._ungraded[self._num_gradings] = ticket, completion
         extra = dict(prompt.extra)
         if prompt.environment:
             assert self._turns is not None
             extra["turns"] = self._turns.spoken(prompt, completion)
-        self._grading.submit(
-            self._num_gradings, prompt.source, completion.text, prompt.truth, extra
-        )
+        number = self._number(ticket, completion)
+        self._grading.submit(number, prompt.source, completion.text, prompt.truth, extra)
+
+    def _number(self, ticket: int, completion: Completion) -> int:
+        """Number a completion that has ended, and return its number."""
+        self._num_gradings += 1
+        self._ungraded[self._num_gradings] = ticket, completion
+        return self._num_gradings
 
     def _collect(self) -> None:
         """Take the grades that have arrived."""

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.data.conversation import Conversation
@@ -105,7 +106,7 @@ class CallReader:
             engine.parser_engine_config = replace(settings, validate_tool_names=False)
         return parser
 
-    @property
+    @cached_property
     def _request(self) -> Any:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 

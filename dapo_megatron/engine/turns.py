@@ -323,8 +323,7 @@ class Turns:
         completion = talk.completion
         turn: Sequence[int] = ()
         if completion is not None:
-            ends = {start: end for _, start, end in turns(completion.segments)}
-            turn = completion.tokens[talk.num_seen : ends.get(talk.num_seen, talk.num_seen)]
+            turn = completion.tokens[talk.num_seen : _end_of(completion, talk.num_seen)]
             is_last = talk.num_seen + len(turn) == completion.num_tokens
             if turn and is_last and turn[-1] not in self._engine.stop_ids:
                 turn = ()  # it is not complete
@@ -379,12 +378,12 @@ class Turns:
         """Skip the answers to the current turn, if the completion has them already."""
         completion = talk.completion
         assert completion is not None
-        ends = {start: end for _, start, end in turns(completion.segments)}
-        end_of_turn = ends[talk.num_seen]
-        if end_of_turn not in ends:
+        end_of_turn = _end_of(completion, talk.num_seen)
+        if end_of_turn == completion.num_tokens:
             return False
         talk.num_calls += len(talk.calls)
-        talk.messages, talk.calls, talk.num_seen = [], [], ends[end_of_turn]
+        talk.messages, talk.calls = [], []
+        talk.num_seen = _end_of(completion, end_of_turn)
         return True
 
     def _call(self, key: Key, talk: _Talk) -> None:
@@ -442,8 +441,7 @@ class Turns:
         """Append the answers to a turn."""
         completion = talk.completion
         assert completion is not None
-        ends = {start: end for _, start, end in turns(completion.segments)}
-        talk.num_seen = ends[talk.num_seen]
+        talk.num_seen = _end_of(completion, talk.num_seen)
         last = completion.tokens[talk.num_seen - 1]
         tokens = self._conversation(talk).between(last, talk.messages)
         talk.messages = []
@@ -455,8 +453,7 @@ class Turns:
         completion, start = talk.completion, talk.num_seen
         talk.num_seen += len(tokens)
         if completion is not None and start < completion.num_tokens:
-            end = next(end for _, first, end in turns(completion.segments) if first == start)
-            if list(completion.tokens[start:end]) == list(tokens):
+            if list(completion.tokens[start : _end_of(completion, start)]) == list(tokens):
                 self._advance(key, talk)
             else:
                 text = "it answered otherwise than before, although it says that it is repeatable"
@@ -496,6 +493,11 @@ class Turns:
         completion = replace(completion, finish=finish, text=text, grade=grade)
         self._ended.append(Ended(request.ticket, request.prompt, completion, cause))
         self._drop(key)
+
+
+def _end_of(completion: Completion, start: int) -> int:
+    """Return the end of the turn that starts at token `start`; `start` at the completion's end."""
+    return next((end for _, first, end in turns(completion.segments) if first == start), start)
 
 
 def _continues(so_far: Completion | None, talk: _Talk) -> bool:

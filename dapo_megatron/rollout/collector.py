@@ -191,7 +191,7 @@ def open_completions(config: Config, folder: Path) -> dict[tuple[int, int], Comp
     is damaged, or if their routes are needed and missing."""
     completions = record.read_open(folder)
     usable = _usable(config, completions.values(), folder)
-    return dict(zip(completions, usable))
+    return dict(zip(completions, usable, strict=True))
 
 
 def _usable(config: Config, completions: Collection[Completion], folder: Path) -> list[Completion]:

@@ -191,14 +191,16 @@ class Dispatcher:
         by_replica: list[dict[int, list[int]]] = [{} for _ in self._running]
         present = self._present
 
-        def give(replica: int, ticket: int, sample: int, so_far: Completion | None) -> bool:
+        def give(replica: int, ticket: int, sample: int, so_far: Completion | None) -> None:
             is_finished = so_far is not None and so_far.finish is not Finish.UNFINISHED
             by_replica[replica].setdefault(ticket, []).append(sample)
             segments = () if so_far is None else so_far.segments
             self._in_flight[ticket, sample] = _InFlight(
                 replica, segments, is_finished, bool(self._groups[ticket].prompt.environment)
             )
-            return is_finished
+            if not is_finished:
+                self._sent[replica] += 1
+                self._running[replica] += 1
 
         for ticket, sample in self._to_grade if present else ():
             if ticket in self._groups:  # else it expired before the first turn (on_policy)
@@ -211,8 +213,6 @@ class Dispatcher:
             if home not in present:
                 home = min(present, key=self._load)
             give(home, ticket, sample, so_far)
-            self._sent[home] += 1
-            self._running[home] += 1
         self._to_talk.clear()
         last_ticket, replica = -1, present[0] if present else 0
         while self._queue and present:
@@ -224,8 +224,6 @@ class Dispatcher:
                 break
             heapq.heappop(self._queue)
             give(replica, ticket, sample, self._groups[ticket].completions.get(sample))
-            self._sent[replica] += 1
-            self._running[replica] += 1
         return [
             [self._request(ticket, samples) for ticket, samples in by_ticket.items()]
             for by_ticket in by_replica

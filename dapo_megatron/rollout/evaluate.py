@@ -126,10 +126,12 @@ def evaluation_metrics(groups: Sequence[Group], *, resamples: int, seed: int) ->
       `resamples` is 0)
     - pass@j for each power of two j below k
     - ungraded: number of completions whose grader hung, died or raised; they count as wrong
+
+    Raises ValueError if there are no problems.
     """
     correct = [[c.grade is not None and c.grade.correct for c in g.completions] for g in groups]
     preds = [["" if c.grade is None else c.grade.pred for c in g.completions] for g in groups]
-    k = len(correct[0])
+    k = len(correct[0]) if correct else 0
     per_problem = {
         f"avg@{k}": avg_per_problem(correct),
         f"pass@{k}": pass_per_problem(correct),

@@ -136,7 +136,7 @@ def update_metrics(stats: Sequence[StepStats]) -> dict[str, float]:
     total = sum(update.num_tokens for update in stats)
 
     def mean(values: Iterable[float]) -> float:
-        weighted = (value * update.num_tokens for value, update in zip(values, stats))
+        weighted = (value * update.num_tokens for value, update in zip(values, stats, strict=True))
         return sum(weighted) / total
 
     metrics = {

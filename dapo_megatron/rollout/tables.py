@@ -95,8 +95,8 @@ def rows_of(table: Any) -> Iterator[dict[str, Any]]:
             ]
         else:
             columns[name] = column.to_pylist()
-    for values in zip(*columns.values()):
-        yield dict(zip(columns, values))
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, values, strict=True))
 
 
 @contextmanager
