@@ -45,6 +45,8 @@ def test_clip_fractions_count_the_bound_that_determined_the_loss() -> None:
     assert float(result.clip_fraction_high) == pytest.approx(1 / 6)
     assert float(result.clip_fraction_low) == pytest.approx(1 / 6)
     assert float(result.dual_clip_fraction) == pytest.approx(1 / 6)
+    for at, index in ((result.at_high, 0), (result.at_low, 3), (result.at_dual, 4)):
+        assert at.nonzero().tolist() == [[index]]
     expected = torch.tensor([-1.28, 1.5, -0.5, 0.8, 3.0, -1.0])
     torch.testing.assert_close(result.per_token, expected)
     without = dapo_token_loss(
@@ -119,7 +121,7 @@ def test_the_constant_aggregation_divides_sums_by_the_divisor() -> None:
     none = aggregation_weights(
         "constant", mask=~mask & mask, lengths=torch.tensor([5]), group_ids=torch.ones(1), divisor=1
     )
-    assert not none.any()
+    assert none.dtype == torch.float32 and not none.any()
     with pytest.raises(ValueError, match="needs a divisor"):
         aggregation_weights(
             "constant", mask=mask, lengths=torch.tensor([5]), group_ids=torch.ones(1)
