@@ -190,7 +190,7 @@ def train_on_rollouts(
     rollouts.tokens.clear()  # the batch has copies
     if config.loss.old_logprobs == "engine":
         batch = dataclasses.replace(batch, old_logprobs=batch.engine_logprobs)
-    else:
+    elif config.needs_logprob_pass:
         batch = with_policy_logprobs(config, parts, batch, step, sequences, metrics)
         batch = correct(config, parts, batch, metrics)
     batch = compare_with_reference(config, parts, batch, sequences, metrics)
@@ -210,11 +210,28 @@ def with_policy_logprobs(
     """Return `batch` with the log-probs of the policy before the step's first update."""
     with parts.instruments.phase(Phase.LOGPROBS):
         outputs = parts.policy.logprobs(batch)
+    examine(config, parts, sequences, batch, step, metrics, outputs)
+    routes = batch.routes if outputs.routes is None else outputs.routes
+    return dataclasses.replace(batch, old_logprobs=outputs.logprobs, routes=routes)
+
+
+def examine(
+    config: Config,
+    parts: Parts,
+    sequences: Sequence[TrainingSequence],
+    batch: TokenBatch,
+    step: int,
+    metrics: dict[str, float],
+    outputs: LogProbs,
+) -> None:
+    """Record the policy's log-probs of `batch` before the step's first update, and compare them
+    with the engines' (`check_mismatch`) and, if the batch has them, the reference's."""
     diagnostics = diagnose(sequences, batch, outputs)
     parts.recorder.sequence_diagnostics(step, diagnostics, sequences, parts.data_parallel)
     check_mismatch(config, parts, sequences, batch, step, metrics, outputs)
-    routes = batch.routes if outputs.routes is None else outputs.routes
-    return dataclasses.replace(batch, old_logprobs=outputs.logprobs, routes=routes)
+    if batch.reference_logprobs is not None:
+        compared = dataclasses.replace(batch, old_logprobs=outputs.logprobs)
+        measure_kl(config, parts, compared, metrics)
 
 
 def check_mismatch(
@@ -280,16 +297,25 @@ def compare_with_reference(
     with parts.instruments.phase(Phase.LOGPROBS):
         reference = parts.policy.reference_logprobs(batch)
     compared = dataclasses.replace(batch, reference_logprobs=reference)
-    numbers = kl.KL(**config.loss.kl_numbers)
-    statistics = parts.data_parallel.all_gather(kl.statistics(compared, numbers), kl.KLStatistics)
-    metrics |= step_metrics.kl_metrics(kl.merge(statistics))
+    if batch.old_logprobs is not None:
+        measure_kl(config, parts, compared, metrics)
     if config.loss.kl.is_in_loss:
         return compared
+    numbers = kl.KL(**config.loss.kl_numbers)
     own = kl.penalties(compared, sampled_mask(batch, sequences), numbers)
     penalties = of_all(batch, parts.data_parallel.all_gather(own, list[float]))
     metrics |= step_metrics.penalty_metrics(penalties)
     eps, divide_by_std = config.loss.advantage_eps, config.loss.advantage_std
     return penalize(batch, sequences, penalties, eps=eps, divide_by_std=divide_by_std)
+
+
+def measure_kl(
+    config: Config, parts: Parts, batch: TokenBatch, metrics: dict[str, float]
+) -> None:
+    """Add kl/* to the step's metrics. `batch` has old and reference log-probs. Collective."""
+    own = kl.statistics(batch, kl.KL(**config.loss.kl_numbers))
+    statistics = parts.data_parallel.all_gather(own, kl.KLStatistics)
+    metrics |= step_metrics.kl_metrics(kl.merge(statistics))
 
 
 def update(
@@ -302,7 +328,8 @@ def update(
 ) -> list[StepStats]:
     """Run the optimizer steps of one rollout step. Return the statistics of each.
 
-    With loss.old_logprobs engine, the first one also compares policy and engine.
+    If there was no pass for log-probs, the first update compares policy and engine before its
+    optimizer step.
     """
     minis = split(
         batch,
@@ -319,7 +346,9 @@ def update(
             # There is no gradient, but Adam's momentum would still move the weights.
             continue
         check = None
-        if config.loss.old_logprobs == "engine" and not updates:
+        if mini.old_logprobs is None:
+            check = partial(examine, config, parts, sequences, mini, step, metrics)
+        elif config.loss.old_logprobs == "engine" and not updates:
             own = sequences[start : start + mini.num_sequences]
             check = partial(check_mismatch, config, parts, own, mini, step, metrics)
         updates.append(parts.policy.update(mini, parts.loss, lr, check=check))

@@ -127,9 +127,10 @@ class Policy(Protocol):
         """Run forward, backward, gradient clipping and one optimizer step on one mini-batch. Each
         rank holds at least the sequences that it trains on.
 
-        `check` is called on every rank before the optimizer step, with what `logprobs` would
-        return for the loss tokens of `mini` (0 for its other tokens). It may raise. Raises Diverged
-        before the optimizer step if the loss or the gradient is not finite.
+        If `mini` has no old log-probs, they are those of this forward pass. `check` is called on
+        every rank before the optimizer step, with what `logprobs` would return for `mini`; if it
+        has old log-probs, 0 for tokens outside the loss. It may raise. Raises Diverged before the
+        optimizer step if the loss or the gradient is not finite.
         """
 
     def shards(self) -> Sequence[Shard]:

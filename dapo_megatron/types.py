@@ -381,7 +381,8 @@ class TokenBatch:
     weights         float [T]    factor of each token's loss: of corrections for mismatch, and of
                                  aggregations other than the token mean
     engine_logprobs float [T]    the engine's log-probs, 0 where no token was sampled
-    old_logprobs    float [T]    the policy's log-probs before the step's first update; or None
+    old_logprobs    float [T]    the policy's log-probs before the step's first update; None if they
+                                 are not computed yet, or only by the update
     reference_logprobs  float [T]  log-probs of the reference of loss.kl; None without one
     routes          integer [T, layers * k]  experts that each token uses in the model's layers
                                  with experts; uint8, or int16 with -1 where the router chooses;

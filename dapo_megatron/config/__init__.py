@@ -133,6 +133,20 @@ class Config(Section):
         return self.engine.tensor_parallel or self.policy.tensor_parallel
 
     @property
+    def needs_logprob_pass(self) -> list[str]:
+        """Settings for which the policy's old log-probs must be known before the update. If there
+        are none, the pass of the step's only update gives them. Only with old_logprobs policy."""
+        loss, fp8, updates = self.loss, self.policy.fp8, self.train.updates_per_step
+        settings = {
+            f"train.updates_per_step {updates}": updates > 1,
+            "loss.correction": loss.correction.is_on,
+            "loss.kl.place reward": loss.kl.is_on and not loss.kl.is_in_loss,
+            "policy.router_replay policy": self.policy.router_replay == "policy",
+            "policy.fp8.recipe delayed": fp8 is not None and fp8.recipe == "delayed",
+        }
+        return [setting for setting, is_used in settings.items() if is_used]
+
+    @property
     def graders(self) -> dict[str, str | dict[str, str]]:
         """Grader of each source: its name, or data_source of a row -> its name. Without sources
         whose environment gives the rewards."""

@@ -8,7 +8,8 @@ and any split into micro-batches, packed or padded, must give the gradient of
 How this is checked:
 1. The model is shrunk to small sizes, with all its features (shrink.py) and random weights.
 2. The mini-batch has random tokens, sequences of 3 to 300 tokens, and ratios on both sides of the
-   clip (measure.py). The losses are the config's own and the ones in --losses.
+   clip (measure.py). The losses are the config's own, also with the policy's own log-probs as old
+   ones (as in a step with one update), and the ones in --losses.
 3. The reference is one process in float64 (on a GPU float32, because Megatron's optimizer has no
    float64 there), with one sequence per micro-batch and without packing.
 4. Each case (matrix.py) builds the policy as a run does, in a new world (worlds.py), and computes
@@ -213,6 +214,9 @@ class LayoutProof:
         objectives = {
             name: self._objective(loss, logprobs, routes) for name, loss in self.losses.items()
         }
+        if self.config.loss.old_logprobs == "policy":
+            own = objectives[""]
+            objectives["ratio 1"] = replace(own, mini=replace(own.mini, old_logprobs=None))
         measured = partial(measure, objectives=objectives)
         expected: dict[LayoutCase, Measured | None] = {}
         for case in self.cases:

@@ -149,11 +149,12 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
 
 
 def _logprobs(estimate: MemoryEstimate, given: Assumptions, pass_seconds: float) -> float:
-    """Return the seconds of the log-prob passes: of the policy, unless the engine's log-probs are
-    used, and of a reference (loss.kl). The latter also exchanges the weights with those in host
+    """Return the seconds of the log-prob passes: of the policy, unless the engine's or the update's
+    are used, and of a reference (loss.kl). The latter also exchanges the weights with those in host
     memory, before and after."""
     loss = estimate.config.loss
-    seconds = pass_seconds if loss.old_logprobs == "policy" else 0.0
+    is_made = loss.old_logprobs == "policy" and estimate.config.needs_logprob_pass
+    seconds = pass_seconds if is_made else 0.0
     if loss.kl.is_on:
         exchanged = max(stage.reference_bytes for stage in estimate.stages)
         seconds += pass_seconds + 4 * exchanged / given.host_bytes_per_second

@@ -10,7 +10,7 @@ Shape letters: B rows, L tokens of a row on this rank, n scored tokens of a micr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,18 @@ from dapo_megatron.plan.rows import round_up
 from dapo_megatron.policy.attention import PackedRow
 from dapo_megatron.policy.device import to_device
 from dapo_megatron.policy.routes import RouteShape, local_routes
-from dapo_megatron.types import MicroTokens, TokenBatch
+from dapo_megatron.types import TokenBatch
+
+
+_LOSS_INPUTS = {
+    "old_logprobs": "old_logprobs",
+    "advantages": "advantages",
+    "weights": "weights",
+    "engine_logprobs": "engine_logprobs",
+    "loss_mask": "mask",
+    "reference_logprobs": "reference_logprobs",
+}
+"""Field of TokenBatch -> field of MicroTokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +61,16 @@ class Scored:
     hidden_rows  int64  row of the flattened hidden states [L * B, H] that predicts the token
     targets      int64  the token
     indices      int64  index of the token in the batch's flat [T] tensors
-    loss_inputs         inputs of the loss; None in a pass for log-probs
+    loss_inputs         arguments of MicroTokens for the tokens in the loss, without entropy, and
+                        without old_logprobs if the batch has none; None in a pass for log-probs
+    in_loss      int64  positions of the tokens in the loss among the scored ones; None: all
     """
 
     hidden_rows: Tensor
     targets: Tensor
     indices: Tensor
-    loss_inputs: MicroTokens | None
+    loss_inputs: Mapping[str, Any] | None
+    in_loss: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +140,8 @@ def make_rows(
     route_shape: RouteShape | None = None,
 ) -> Rows:
     """Lay out sequences of a batch as rows, and choose the tokens whose log-probs are computed:
-    those in the loss, or without `with_loss` all with a predecessor. Routes need `route_shape`.
+    all with a predecessor, or `with_loss` those in the loss, if their old log-probs are known.
+    Routes need `route_shape`.
 
     Without sequences, return a row of padding, so that this rank takes part in every collective of
     the forward and backward pass. Otherwise the other ranks would hang.
@@ -144,10 +159,17 @@ def make_rows(
     tokens = torch.zeros_like(position)
     tokens[real] = batch.tokens[source[real]].long()
     predicting = (position < lengths[sequence] - 1).nonzero().squeeze(1)
+    in_loss: list[Tensor] = []
     if with_loss:
-        # Prompts need no log-prob. The head is the costliest layer of small models.
-        predicting = predicting[batch.loss_mask[source[predicting] + 1]]
+        is_in_loss = batch.loss_mask[source[predicting] + 1]
+        if batch.old_logprobs is None:
+            in_loss = [is_in_loss.nonzero().squeeze(1)]
+        else:
+            # Prompts need no log-prob. The head is the costliest layer of small models.
+            predicting = predicting[is_in_loss]
     indices = source[predicting] + 1
+    trained = predicting[in_loss[0]] if in_loss else predicting
+    names = [name for name in _LOSS_INPUTS if getattr(batch, name) is not None]
     num_rows = 1 if shape.packed else len(segments)
     row_length = len(position) // num_rows
     flat = (tokens, position, torch.where(real, sequence, -1))
@@ -159,21 +181,29 @@ def make_rows(
         predicting % row_length * num_rows + predicting // row_length,
         batch.tokens[indices].long(),
         indices,
-        *((*_loss_inputs(batch, indices), sequence[predicting]) if with_loss else ()),
+        *([getattr(batch, name)[source[trained] + 1] for name in names] if with_loss else ()),
+        *([sequence[trained]] if with_loss else ()),
+        *in_loss,
         *routes,
     ]
     tokens, position, sequence, cumulative, hidden_rows, targets, indices, *rest = to_device(
         on_host, device
     )
     given_routes = rest.pop().unflatten(0, (num_rows, row_length)) if routes else None
-    loss_inputs = _micro_tokens(rest, len(segments)) if with_loss else None
+    positions = rest.pop() if in_loss else None
+    loss_inputs: dict[str, Any] | None = None
+    if with_loss:
+        sequence_sum = SequenceSum(rest.pop(), len(segments))
+        loss_inputs = {"sequence_sum": sequence_sum}
+        for name, values in zip(names, rest, strict=True):
+            loss_inputs[_LOSS_INPUTS[name]] = values
     return Rows(
         tokens=tokens,
         positions=position,
         sequences=sequence,
         indices=token_indices.view(num_rows, row_length),
         packed=_packed(bounds, cumulative) if shape.packed else None,
-        scored=Scored(hidden_rows, targets, indices, loss_inputs),
+        scored=Scored(hidden_rows, targets, indices, loss_inputs, positions),
         routes=given_routes,
     )
 
@@ -269,31 +299,3 @@ class _SumOverContextRanks(torch.autograd.Function):
         result = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(result, group=parallel_state.get_context_parallel_group())
         return result
-
-
-def _loss_inputs(batch: TokenBatch, indices: Tensor) -> list[Tensor]:
-    """Return the tensors of MicroTokens for the tokens at these indices of the batch, each [n]."""
-    assert batch.old_logprobs is not None
-    fields = (
-        batch.old_logprobs,
-        batch.advantages,
-        batch.weights,
-        batch.engine_logprobs,
-        batch.loss_mask,
-        *([] if batch.reference_logprobs is None else [batch.reference_logprobs]),
-    )
-    return [values[indices] for values in fields]
-
-
-def _micro_tokens(tensors: Sequence[Tensor], num_sequences: int) -> MicroTokens:
-    """Return the inputs of the loss, from `_loss_inputs` and the sequence numbers."""
-    old_logprobs, advantages, weights, engine_logprobs, mask, *reference, sequences = tensors
-    return MicroTokens(
-        old_logprobs=old_logprobs,
-        advantages=advantages,
-        weights=weights,
-        engine_logprobs=engine_logprobs,
-        mask=mask,
-        sequence_sum=SequenceSum(sequences, num_sequences),
-        reference_logprobs=reference[0] if reference else None,
-    )

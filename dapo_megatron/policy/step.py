@@ -16,7 +16,6 @@ size. rows.py lays out rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +35,7 @@ from dapo_megatron.policy.routes import Recorded, RouteShape, router_inputs
 from dapo_megatron.policy.rows import Microbatches, Rows, Scored
 from dapo_megatron.policy.vocab_parallel import Head, linear_logprobs
 from dapo_megatron.protocols import LossFn
+from dapo_megatron.types import MicroTokens
 
 TokenValues = tuple[Tensor, Tensor, Tensor]
 """Index in the batch, log-prob and entropy of a micro-batch's scored tokens, each [n]."""
@@ -102,20 +102,25 @@ class Runner:
     ) -> list[tuple[dict[str, Tensor], TokenValues]]:
         """Accumulate the gradient of the mini-batch's mean loss. Rows were made `with_loss`.
 
-        Returns the sums of each micro-batch's statistics and the values of its loss tokens on the
-        last pipeline stage, an empty list on others.
+        Old log-probs that are not given are those of this pass, so that every ratio is 1. Returns
+        the sums of each micro-batch's statistics and the values of its scored tokens on the last
+        pipeline stage, an empty list on others.
         """
 
         def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Any]:
-            assert rows.scored.loss_inputs is not None
-            logp, entropy = self._head(hidden, rows.scored, model, self._temperature)
-            result = loss(logp, replace(rows.scored.loss_inputs, entropy=entropy))
+            scored = rows.scored
+            assert scored.loss_inputs is not None
+            logp, entropy = self._head(hidden, scored, model, self._temperature)
+            values = (scored.indices, logp.detach(), entropy.detach())
+            if scored.in_loss is not None:
+                logp, entropy = (part.index_select(0, scored.in_loss) for part in (logp, entropy))
+            own = {"old_logprobs": logp.detach(), "entropy": entropy}
+            result = loss(logp, MicroTokens(**own | scored.loss_inputs))
             sums = {name: value.detach() for name, value in result.sums.items()}
             sums["loss"] = result.total.detach()
-            logp, entropy = logp.detach(), entropy.detach()
-            sums["entropy"] = entropy.sum()
-            sums["mean_prob"] = logp.exp().sum()
-            return result.total / num_tokens, (sums, (rows.scored.indices, logp, entropy))
+            sums["entropy"] = entropy.detach().sum()
+            sums["mean_prob"] = logp.detach().exp().sum()
+            return result.total / num_tokens, (sums, values)
 
         if self._needs_gradient_scales:
             fp8.set_gradient_scales(num_tokens)

@@ -12,11 +12,20 @@ from torch import Tensor
 from dapo_megatron.algo.kl import KL
 from dapo_megatron.algo.loss import regularized_loss
 from dapo_megatron.algo.objectives import OBJECTIVES
-from dapo_megatron.config import LossConfig
+from dapo_megatron.config import Config, LossConfig
 from dapo_megatron.protocols import LossFn
 from dapo_megatron.rewards.registry import user_function
 from dapo_megatron.rollout.metrics import METRICS_OF_AN_UPDATE
 from dapo_megatron.types import ConfigError, LossOutput, MicroTokens
+
+
+def loss_notes(config: Config) -> list[str]:
+    """Return a note about the old log-probs of a run with one update per step."""
+    if config.train.updates_per_step > 1 or config.loss.old_logprobs == "engine":
+        return []
+    if needed := config.needs_logprob_pass:
+        return [f"old log-probs: of a pass before the update, needed by {', '.join(needed)}"]
+    return ["old log-probs: of the update's own pass, because a step has one; no other is made"]
 
 
 def loss_function(loss: LossConfig) -> LossFn:

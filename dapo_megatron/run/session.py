@@ -51,13 +51,14 @@ def train(config: Config, replay: Path | None = None) -> None:
         import_libraries()
         from dapo_megatron import loop
         from dapo_megatron.run import build, record, resume
+        from dapo_megatron.run.loss import loss_notes
         from dapo_megatron.run.other_weights import dropped_layers
 
         notes = check(config, read_architecture(config), Machine.here(), has_engine=replay is None)
         start = resume.starting_point(context, replay)
         recorder = record.open_recorder(context, start)
         dropped = on_rank0(context.ranks, dropped_layers, config) or []
-        for note in (*notes, *start.notes, *dropped):
+        for note in (*notes, *start.notes, *dropped, *loss_notes(config)):
             recorder.note(f"  {note}")
         with _ending(context, recorder), recorder.live():
             context.watchdog.view = recorder

@@ -4,6 +4,7 @@ log-probs, gradients and statistics as one that every rank holds whole. In float
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,15 @@ def check_layout(exchange: Ranks, folder: str, overrides: dict[str, Any]) -> Non
         mask = batch.loss_mask
         expected = (torch.where(mask, each, 0.0) for each in (whole.logprobs, whole.entropy))
         check_close(values, LogProbs(*expected), is_held)
+    given = policy.update(replace(batch, old_logprobs=whole.logprobs), loss, 0.0)
+    for each, is_held in ((batch, everywhere), (local, owned(planned, index))):
+        # Without old log-probs, those of the update itself are used, and all tokens have some.
+        own = policy.update(replace(each, old_logprobs=None), loss, 0.0, check=checked.append)
+        check_close(checked[-1], whole, is_held)
+        assert own.loss == pytest.approx(given.loss, abs=1e-12)
+        assert own.grad_norm == pytest.approx(given.grad_norm, rel=1e-6)
+        assert own.means == pytest.approx(given.means, abs=1e-12)
+        assert own.means["approx_kl"] == 0.0
     with pytest.raises(ValueError, match=r"sequence \d+: .* does not hold its tokens"):
         policy.update(hold(batch, planned, 1 - index), loss, 0.0)
     policy.close()

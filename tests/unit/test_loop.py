@@ -222,30 +222,32 @@ class CheckingPolicy:
         self, mini: TokenBatch, loss: Any, lr: float, *, check: Callable[[LogProbs], None] | None
     ) -> StepStats:
         self.calls.append(f"update of {mini.num_sequences}{', checked' if check else ''}")
-        assert mini.old_logprobs is not None
         if check is not None:
-            values = torch.where(mini.loss_mask, self._logprob, 0.0)
+            in_loss = mini.old_logprobs is None or mini.loss_mask
+            values = torch.where(torch.as_tensor(in_loss), self._logprob, 0.0)
+            values = values.expand_as(mini.engine_logprobs)
             check(LogProbs(values, torch.zeros_like(values)))
         self.calls.append("step")
         return StepStats(0.0, 0.0, lr, mini.num_loss_tokens, {"entropy": 0.0})
 
 
 @pytest.mark.parametrize(
-    ("source", "calls"),
+    ("source", "updates", "calls"),
     [
-        ("policy", ["logprobs", "update of 2", "step", "update of 2", "step"]),
-        ("engine", ["update of 2, checked", "step", "update of 2", "step"]),
+        ("policy", 3, ["logprobs", "update of 2", "step", "update of 2", "step"]),
+        ("engine", 3, ["update of 2, checked", "step", "update of 2", "step"]),
+        ("policy", 1, ["update of 6, checked", "step"]),
     ],
 )
 @pytest.mark.parametrize(("logprob", "is_refused"), [(-1.25, False), (-1.75, True)])
 def test_the_mismatch_is_checked_before_the_first_optimizer_step(
-    source: str, calls: list[str], logprob: float, is_refused: bool
+    source: str, updates: int, calls: list[str], logprob: float, is_refused: bool
 ) -> None:
     config = tiny_config(
         loss__old_logprobs=source,
         loss__tis_cap="null",
         rollout__prompts_per_step=3,
-        train__updates_per_step=3,
+        train__updates_per_step=updates,
         sync__max_gap=0.5,
     )
     # The first mini-batch has no loss tokens, and the second has one sequence of older weights.

@@ -70,15 +70,20 @@ def test_every_token_appears_once_with_its_position_and_target(
 
 
 @settings(deadline=None, max_examples=60)
-@given(lengths, st.booleans(), st.booleans(), st.sampled_from([1, 2]), st.data())
+@given(lengths, st.booleans(), *[st.booleans()] * 2, st.sampled_from([1, 2]), st.data())
 def test_scored_tokens_follow_the_position_that_predicts_them(
-    lengths: list[int], packed: bool, with_loss: bool, cp: int, data: st.DataObject
+    lengths: list[int],
+    packed: bool,
+    with_loss: bool,
+    has_old: bool,
+    cp: int,
+    data: st.DataObject,
 ) -> None:
     batch = random_batch(lengths, vocab=99, prompt=2)
     num_tokens = len(batch.tokens)
     batch = replace(
         batch,
-        old_logprobs=torch.rand(num_tokens),
+        old_logprobs=torch.rand(num_tokens) if has_old else None,
         engine_logprobs=torch.rand(num_tokens),
         weights=torch.rand(num_tokens),
         advantages=torch.rand(num_tokens),
@@ -102,16 +107,19 @@ def test_scored_tokens_follow_the_position_that_predicts_them(
         assert torch.equal(scored.targets, batch.tokens[scored.indices])
         assert (scored.loss_inputs is not None) == with_loss
         if scored.loss_inputs is not None:
-            assert torch.equal(scored.loss_inputs.mask, batch.loss_mask[scored.indices])
+            assert (scored.in_loss is None) == has_old == ("old_logprobs" in scored.loss_inputs)
+            trained = scored.indices if scored.in_loss is None else scored.indices[scored.in_loss]
+            assert bool(scored.loss_inputs["mask"].all())
+            assert len(trained) == int(batch.loss_mask[scored.indices].sum())
             for name in ("old_logprobs", "advantages", "weights", "engine_logprobs"):
-                values = getattr(scored.loss_inputs, name)
-                assert torch.equal(values, getattr(batch, name)[scored.indices]), name
+                values = scored.loss_inputs.get(name)
+                assert values is None or torch.equal(values, getattr(batch, name)[trained]), name
         scored_indices += scored.indices.tolist()
     expected = [
         starts[number] + position
         for number in chosen
         for position in range(1, lengths[number])
-        if not with_loss or batch.loss_mask[starts[number] + position]
+        if not (with_loss and has_old) or batch.loss_mask[starts[number] + position]
     ]
     assert sorted(scored_indices) == sorted(expected)
 
