@@ -309,9 +309,7 @@ def compare_with_reference(
     return penalize(batch, sequences, penalties, eps=eps, divide_by_std=divide_by_std)
 
 
-def measure_kl(
-    config: Config, parts: Parts, batch: TokenBatch, metrics: dict[str, float]
-) -> None:
+def measure_kl(config: Config, parts: Parts, batch: TokenBatch, metrics: dict[str, float]) -> None:
     """Add kl/* to the step's metrics. `batch` has old and reference log-probs. Collective."""
     own = kl.statistics(batch, kl.KL(**config.loss.kl_numbers))
     statistics = parts.data_parallel.all_gather(own, kl.KLStatistics)

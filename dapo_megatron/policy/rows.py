@@ -25,7 +25,6 @@ from dapo_megatron.policy.device import to_device
 from dapo_megatron.policy.routes import RouteShape, local_routes
 from dapo_megatron.types import TokenBatch
 
-
 _LOSS_INPUTS = {
     "old_logprobs": "old_logprobs",
     "advantages": "advantages",
