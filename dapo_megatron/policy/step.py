@@ -114,8 +114,8 @@ class Runner:
             values = (scored.indices, logp.detach(), entropy.detach())
             if scored.in_loss is not None:
                 logp, entropy = (part.index_select(0, scored.in_loss) for part in (logp, entropy))
-            own: dict[str, Any] = {"old_logprobs": logp.detach(), "entropy": entropy}
-            result = loss(logp, MicroTokens(**own | scored.loss_inputs))
+            own = {"old_logprobs": logp.detach(), "entropy": entropy}
+            result = loss(logp, MicroTokens(**{**own, **scored.loss_inputs}))
             sums = {name: value.detach() for name, value in result.sums.items()}
             sums["loss"] = result.total.detach()
             sums["entropy"] = entropy.detach().sum()
