@@ -25,16 +25,6 @@ from dapo_megatron.policy.device import to_device
 from dapo_megatron.policy.routes import RouteShape, local_routes
 from dapo_megatron.types import TokenBatch
 
-_LOSS_INPUTS = {
-    "old_logprobs": "old_logprobs",
-    "advantages": "advantages",
-    "weights": "weights",
-    "engine_logprobs": "engine_logprobs",
-    "loss_mask": "mask",
-    "reference_logprobs": "reference_logprobs",
-}
-"""Field of TokenBatch -> field of MicroTokens."""
-
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
@@ -158,51 +148,35 @@ def make_rows(
     tokens = torch.zeros_like(position)
     tokens[real] = batch.tokens[source[real]].long()
     predicting = (position < lengths[sequence] - 1).nonzero().squeeze(1)
-    in_loss: list[Tensor] = []
+    given: dict[str, Tensor] = {}
     if with_loss:
-        is_in_loss = batch.loss_mask[source[predicting] + 1]
-        if batch.old_logprobs is None:
-            in_loss = [is_in_loss.nonzero().squeeze(1)]
-        else:
-            # Prompts need no log-prob. The head is the costliest layer of small models.
-            predicting = predicting[is_in_loss]
+        predicting, given = _loss_inputs(batch, source, sequence, predicting)
     indices = source[predicting] + 1
-    trained = predicting[in_loss[0]] if in_loss else predicting
-    names = [name for name in _LOSS_INPUTS if getattr(batch, name) is not None]
     num_rows = 1 if shape.packed else len(segments)
     row_length = len(position) // num_rows
     flat = (tokens, position, torch.where(real, sequence, -1))
     on_host = [values.view(num_rows, row_length) for values in flat]
-    token_indices = torch.where(real, source, -1)
-    routes = _routes(batch, sequences, sequence, token_indices, route_shape)
+    places = torch.where(real, source, -1)
+    routes = _routes(batch, sequences, sequence, places, route_shape)
     on_host += [
         bounds.to(torch.int32),
         predicting % row_length * num_rows + predicting // row_length,
         batch.tokens[indices].long(),
         indices,
-        *([getattr(batch, name)[source[trained] + 1] for name in names] if with_loss else ()),
-        *([sequence[trained]] if with_loss else ()),
-        *in_loss,
+        *given.values(),
         *routes,
     ]
-    tokens, position, sequence, cumulative, hidden_rows, targets, indices, *rest = to_device(
-        on_host, device
-    )
+    on_device = to_device(on_host, device)
+    tokens, position, sequence, cumulative, hidden_rows, targets, indices, *rest = on_device
     given_routes = rest.pop().unflatten(0, (num_rows, row_length)) if routes else None
-    positions = rest.pop() if in_loss else None
-    loss_inputs: dict[str, Any] | None = None
-    if with_loss:
-        sequence_sum = SequenceSum(rest.pop(), len(segments))
-        loss_inputs = {"sequence_sum": sequence_sum}
-        for name, values in zip(names, rest, strict=True):
-            loss_inputs[_LOSS_INPUTS[name]] = values
+    inputs = dict(zip(given, rest, strict=True))
     return Rows(
         tokens=tokens,
         positions=position,
         sequences=sequence,
-        indices=token_indices.view(num_rows, row_length),
+        indices=places.view(num_rows, row_length),
         packed=_packed(bounds, cumulative) if shape.packed else None,
-        scored=Scored(hidden_rows, targets, indices, loss_inputs, positions),
+        scored=_scored(hidden_rows, targets, indices, inputs, len(segments)),
         routes=given_routes,
     )
 
@@ -298,3 +272,47 @@ class _SumOverContextRanks(torch.autograd.Function):
         result = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(result, group=parallel_state.get_context_parallel_group())
         return result
+
+
+def _loss_inputs(
+    batch: TokenBatch, source: Tensor, sequence: Tensor, predicting: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Choose among the places `predicting` those whose next token is scored. Return them, and for
+    the next tokens in the loss the arguments of MicroTokens, each [n], with the sequence of each
+    token as `sequence_sum`, and their positions as `in_loss` if they are not all that is scored.
+
+    source    [L] index in the batch of the token at each place
+    sequence  [L] its sequence
+    """
+    in_loss = batch.loss_mask[source[predicting] + 1].nonzero().squeeze(1)
+    trained = predicting[in_loss]
+    fields = {
+        "old_logprobs": batch.old_logprobs,
+        "advantages": batch.advantages,
+        "weights": batch.weights,
+        "engine_logprobs": batch.engine_logprobs,
+        "mask": batch.loss_mask,
+        "reference_logprobs": batch.reference_logprobs,
+    }
+    indices = source[trained] + 1
+    given = {name: values[indices] for name, values in fields.items() if values is not None}
+    given["sequence_sum"] = sequence[trained]
+    if batch.old_logprobs is None:
+        return predicting, {**given, "in_loss": in_loss}
+    # Prompts need no log-prob. The head is the costliest layer of small models.
+    return trained, given
+
+
+def _scored(
+    hidden_rows: Tensor,
+    targets: Tensor,
+    indices: Tensor,
+    inputs: dict[str, Any],
+    num_sequences: int,
+) -> Scored:
+    """Return the scored tokens, with the `inputs` that `_loss_inputs` chose, if any."""
+    if not inputs:
+        return Scored(hidden_rows, targets, indices, None)
+    in_loss = inputs.pop("in_loss", None)
+    inputs["sequence_sum"] = SequenceSum(inputs["sequence_sum"], num_sequences)
+    return Scored(hidden_rows, targets, indices, inputs, in_loss)
