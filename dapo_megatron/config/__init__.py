@@ -28,6 +28,7 @@ from dapo_megatron.config.algorithm import (
 from dapo_megatron.config.computing import (
     EngineConfig,
     Fp8Config,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     PolicyConfig,
@@ -66,6 +67,7 @@ __all__ = [
     "FileSource",
     "Fp8Config",
     "KLConfig",
+    "LoraConfig",
     "LossConfig",
     "ModelConfig",
     "OptimizerConfig",

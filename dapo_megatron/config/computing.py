@@ -46,6 +46,23 @@ class Fp8Config(Section):
     and all-gather them over data-parallel ranks in FP8. This halves memory and traffic."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters of linear layers, the only weights that are trained (docs/small_teams.md).
+    The base model has no gradients, main weights and moments."""
+
+    rank: Count
+    """Columns of lora_b and rows of lora_a."""
+    alpha: Positive
+    """The delta of a weight is alpha / rank * lora_b @ lora_a."""
+    dropout: Literal[0] = 0
+    """Dropout of the adapters' inputs. Only 0, because dropped values would change the ratios."""
+    targets: Annotated[
+        tuple[Literal["attention", "mlp", "experts"], ...], Field(strict=False, min_length=1)
+    ] = ("attention", "mlp", "experts")
+    """Layers that get adapters: projections of the attention, of MLPs (shared experts too), and of
+    each routed expert."""
+
+
 class PolicyConfig(Section):
     tensor_parallel: Count = 1
     sequence_parallel: bool = False
@@ -89,6 +106,8 @@ class PolicyConfig(Section):
     copied to host memory; gradients are discarded."""
     fp8: Fp8Config | None = None
     """null: no FP8."""
+    lora: LoraConfig | None = None
+    """null: all weights are trained."""
     precision: Literal["float32", "bfloat16", "float64"]
     """Precision of weights and activations in policy and engine. Main weights of the optimizer are
     at least float32. float64 is only for `doctor layouts`, because engines do not support it."""

@@ -8,6 +8,7 @@ a checkpoint.
 `placement.py` chooses the ranks of each engine.
 """
 
+from dapo_megatron.model.adapters import AdapterParts, adapter_name, adapters_of, shared_inputs
 from dapo_megatron.model.architecture import Architecture, ChunkPlace, GroupedRouting, Latent, Rope
 from dapo_megatron.model.families import FAMILIES
 from dapo_megatron.model.hf_config import (
@@ -26,6 +27,7 @@ from dapo_megatron.model.tensors import engine_slices, hf_tensors, layout_of
 
 __all__ = [
     "FAMILIES",
+    "AdapterParts",
     "Architecture",
     "ChunkPlace",
     "GroupedRouting",
@@ -34,6 +36,8 @@ __all__ = [
     "LocalParameter",
     "ParameterPart",
     "Rope",
+    "adapter_name",
+    "adapters_of",
     "architecture",
     "engine_groups",
     "engine_slices",
@@ -44,6 +48,7 @@ __all__ = [
     "planned_architecture",
     "published_notes",
     "read_architecture",
+    "shared_inputs",
     "stop_ids",
     "to_hf_config",
     "without_mtp",

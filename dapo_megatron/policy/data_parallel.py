@@ -136,5 +136,5 @@ def _add_head_hook(chunk: Any) -> None:
             skip_next_bucket_dispatch=True
         )
 
-    if chunk.module.post_process:
+    if chunk.module.post_process and chunk.module.head_weight.requires_grad:
         chunk.module.register_forward_hook(hook)

@@ -238,6 +238,9 @@ class Decoder(GPTModel):
         rank's part under sequence parallelism. Megatron accepts only a real mask, so it never sees
         it."""
         embedded, _, *rest, _ = super()._preprocess(input_ids, position_ids, **given)
+        if torch.is_grad_enabled() and embedded is not None:
+            # With a frozen embedding, recomputed layers would take part in no backward pass.
+            embedded.requires_grad_()
         rotation = rope.rotation(
             position_ids, self.rope_frequencies, self.config, scaling=self.rope_scaling
         )

@@ -32,6 +32,7 @@ from dapo_megatron.policy.data_parallel import (
     unshard_gradients,
 )
 from dapo_megatron.policy.device import device, has_cuda, megatron_device
+from dapo_megatron.policy.lora import PREFIX, Lora
 from dapo_megatron.policy.model import (
     Decoder,
     build_model,
@@ -69,6 +70,9 @@ class MegatronPolicy:
             values = fp8.HighPrecisionValues()
             read_into(store, self._shards_of(chunks, values))
             values.round()
+            self.lora: Lora | None = None
+            if config.policy.lora is not None:
+                self.lora = Lora(config.policy, self.architecture, chunks, config.seed)
             self._chunks = distribute(chunks, config.policy)
             self._optimizer = build_optimizer(config, self._chunks)
         self._memory = Offload(config.policy.offload, self._chunks, self._optimizer)
@@ -113,6 +117,8 @@ class MegatronPolicy:
 
     def keep_reference(self, write: Callable[[Sequence[Shard]], None] | None = None) -> None:
         """See protocols.Policy."""
+        if self.lora is not None and write is None:
+            return  # the base
         self._finish_update()
         self._reference = Reference(self._chunks)
         if write is not None:
@@ -124,9 +130,13 @@ class MegatronPolicy:
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """See protocols.Policy."""
-        assert self._reference is not None, "call keep_reference() first"
         self._finish_update()
-        with self._reference.in_place():
+        if self._reference is not None:
+            weights = self._reference.in_place()
+        else:
+            assert self.lora is not None, "call keep_reference() first"
+            weights = self.lora.switched_off()
+        with weights:
             # With its own experts, not the policy's.
             return self._score(replace(batch, routes=None)).logprobs
 
@@ -153,6 +163,7 @@ class MegatronPolicy:
                 group["lr"] = lr
             self._optimizer.step_with_ready_grads()
             start_gathers(self._chunks)
+            self._merge()
         return StepStats(
             loss=means.pop("loss"),
             grad_norm=grad_norm,
@@ -174,6 +185,8 @@ class MegatronPolicy:
             change(self._shards_of(self._models(), values))
             values.round()
             copy_to_main(self._optimizer, values)
+        for adapter in self.lora or ():
+            adapter.keep_base()
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Yield (HF name, complete tensor) of every weight on every rank, for parity checks.
@@ -192,7 +205,10 @@ class MegatronPolicy:
             sums, _ = self._accumulate(mini, loss, num_tokens)
             value = self._means(sums, num_tokens)["loss"]
             unshard_gradients(self._chunks)
-        shards = self._shards_of(self._models(), _gradient)
+        if self.lora is None:
+            shards = self._shards_of(self._models(), _gradient)
+        else:
+            shards = self.lora.shards(_gradient)
         whole = gather_whole(shards, self._exchange, self._device)
         return value, {name: gradient.clone() for name, gradient in whole}
 
@@ -219,6 +235,7 @@ class MegatronPolicy:
             # With overlap, quantized weights can be used only after a gather.
             start_gathers(self._chunks)
         finish_gathers(self._chunks)
+        self._merge()
 
     def offload(self) -> None:
         """See protocols.Policy."""
@@ -252,6 +269,12 @@ class MegatronPolicy:
         self._assert_onloaded()
         finish_gathers(self._chunks)
 
+    def _merge(self) -> None:
+        """Merge adapters, if there are any, into the weights of their layers."""
+        if self.lora is not None:
+            finish_gathers(self._chunks)
+            self.lora.merge()
+
     def _assert_onloaded(self) -> None:
         assert not self._memory.is_offloaded, "the policy is offloaded: call onload() first"
 
@@ -268,7 +291,11 @@ class MegatronPolicy:
             shard
             for model in models
             for shard in shards_of(
-                {name: value(parameter) for name, parameter in model.named_parameters()},
+                {
+                    name: value(parameter)
+                    for name, parameter in model.named_parameters()
+                    if not name.startswith(PREFIX)
+                },
                 self.architecture,
                 place(model),
             )

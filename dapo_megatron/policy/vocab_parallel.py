@@ -193,9 +193,10 @@ class _LinearLogProbs(torch.autograd.Function):
         factor_T1 = (-grad_T / ctx.temperature)[:, None]
         scaled_TH = (hidden_TH * factor_T1).to(hidden_TH.dtype)
         grad_hidden_TH = torch.zeros_like(hidden_TH, dtype=_wide(hidden_TH))
+        is_trained = ctx.needs_input_grad[1]
         if ctx.fuses:
             sum_VH = weight_VH.main_grad
-        else:
+        elif is_trained:
             sum_VH = torch.empty_like(weight_VH)
             sum_VH[ctx.num_entries :] = 0.0
         errors, wide = _Memory(hidden_TH), _Memory(hidden_TH, _wide(hidden_TH))
@@ -215,6 +216,8 @@ class _LinearLogProbs(torch.autograd.Function):
                     terms_3B = terms_3T[:, tokens]
                     ctx.reduce.error_with_entropy(*tile, log_z_T[tokens], terms_3B, error_BE)
             _add_product(grad_hidden_TH, error_TE, rows_EH, partial)
+            if not is_trained:
+                continue
             if not ctx.fuses:
                 torch.mm(error_TE.t(), scaled_TH, out=sum_VH[entries])
             elif sum_VH.is_cuda:
@@ -227,7 +230,8 @@ class _LinearLogProbs(torch.autograd.Function):
             weight_VH.grad_added_to_main_grad = True
             # Megatron's hook, which starts the reduction over ranks, requires some gradient.
             sum_VH = torch.empty_like(weight_VH)
-        return grad_hidden_TH.to(hidden_TH.dtype), sum_VH, *[None] * 7
+        weight_gradient = sum_VH if is_trained else None
+        return grad_hidden_TH.to(hidden_TH.dtype), weight_gradient, *[None] * 7
 
 
 class _WithTorch:

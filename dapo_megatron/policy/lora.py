@@ -1,0 +1,294 @@
+"""Low-rank adapters of linear layers (policy.lora), over a frozen base.
+
+The weight in a layer is always the merged one, base + alpha / rank * lora_b @ lora_a, in the
+policy's precision. So forward passes, log-probs, the sync to the engines, fingerprints and exports
+are those of any other model, and engine and policy compute with the same bits. The base's values
+stay in host memory. After each update every rank computes its part of the merged weights again.
+
+The backward pass has no gradient of a whole weight. For a layer y = x W^T with the gradient g of y
+
+    gradient of lora_b = scale * g^T (x lora_a^T),    gradient of lora_a = scale * (g lora_b)^T x
+
+and that of x is the frozen layer's own. Only matrices of `rank` columns travel between
+tensor-parallel ranks. With sequence parallelism a rank's gradient of the half that all ranks share
+is of its own tokens, and Megatron sums it as it does for norms.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+from dapo_megatron.config import LoraConfig, PolicyConfig
+from dapo_megatron.model import AdapterParts, Architecture, LocalParameter, adapters_of
+from dapo_megatron.policy.device import has_cuda
+from dapo_megatron.policy.kernels import kernels
+from dapo_megatron.policy.model import Decoder, place
+from dapo_megatron.policy.shards import shard_of
+from dapo_megatron.types import Shard, TensorSlice
+
+PREFIX = "adapters."
+"""Prefix of the adapters' parameters in a chunk."""
+
+
+class Adapter(torch.nn.Module):
+    """The adapter of one weight on this rank, lora_a [rank, inputs] and lora_b [outputs, rank]."""
+
+    def __init__(
+        self, weight: Tensor, parts: AdapterParts, scale: float, *, sequence_parallel: bool
+    ) -> None:
+        super().__init__()
+        self._weight = [weight]  # in a list, so that it is no parameter of this module
+        self.parts, self._scale = parts, scale
+        self._splits_tokens = sequence_parallel and not parts.is_expert
+        self._base = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=has_cuda())
+        self.lora_a = self._half(weight, parts.lora_a, is_split=parts.splits_inputs, dim=1)
+        self.lora_b = self._half(weight, parts.lora_b, is_split=not parts.splits_inputs, dim=0)
+        self.keep_base()
+
+    def _half(
+        self, weight: Tensor, part: LocalParameter, *, is_split: bool, dim: int
+    ) -> torch.nn.Parameter:
+        half: Any = torch.nn.Parameter(weight.new_empty(part.shape))
+        if self.parts.is_expert:
+            half.allreduce = False  # as ExpertLayer in moe.py
+        if is_split or self.parts.is_expert:
+            set_tensor_model_parallel_attributes(half, True, dim, 1)
+        else:
+            half.sequence_parallel = self._splits_tokens
+        return half
+
+    @property
+    def weight(self) -> Tensor:
+        """The merged weight."""
+        return self._weight[0].detach()
+
+    @torch.no_grad()
+    def keep_base(self) -> None:
+        """Take the layer's current weight as the base."""
+        self._base.copy_(self.weight)
+
+    @torch.no_grad()
+    def reset(self, seed: int, spread: float) -> None:
+        """Set lora_a as PEFT does, and lora_b to random values of this standard deviation (0 in
+        training). Values depend on the seed and the name, not on the layout."""
+        for half, part in ((self.lora_a, self.parts.lora_a), (self.lora_b, self.parts.lora_b)):
+            for one in part.parts:
+                generator = torch.Generator().manual_seed(seed ^ zlib.crc32(one.name.encode()))
+                values = torch.empty(one.global_shape)
+                if half is self.lora_a:
+                    values.uniform_(-1.0, 1.0, generator=generator).mul_(
+                        one.global_shape[1] ** -0.5
+                    )
+                else:
+                    values.normal_(0.0, spread, generator=generator)
+                half[one.rows].copy_(values[one.region.slices])
+
+    @torch.no_grad()
+    def merge(self, *, with_delta: bool = True) -> None:
+        """Set the layer's weight to base + delta, or to the base. It is rounded once."""
+        base = self._base.to(self.weight.device, non_blocking=True)
+        if with_delta:
+            wide = torch.promote_types(base.dtype, torch.float32)
+            delta = self.lora_b.to(wide) @ self.lora_a.to(wide)
+            base = torch.add(base.to(wide), delta, alpha=self._scale)
+        self.weight.copy_(base)
+
+    def forward(self, output: Tensor, inputs: Tensor, rows: slice, layer: Any) -> Tensor:
+        """Return the output of `layer`, whose backward pass then also gives the halves' gradients.
+        Only `rows` of its tokens use the weight."""
+        halves = self.lora_a, self.lora_b
+        result: Tensor = _Gradients.apply(output, inputs, rows, layer, self, *halves)  # type: ignore[no-untyped-call]
+        return result
+
+    def gradients(self, inputs: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of lora_a and lora_b, from the layer's inputs and the gradient of
+        its outputs."""
+        down, up = inputs @ self.lora_a.T, grad @ self.lora_b
+        if not self.parts.is_expert:
+            if self.parts.splits_inputs:
+                down, up = self._summed(down), self._whole(up)
+            else:
+                down, up = self._whole(down), self._summed(up)
+        inputs, grad, down, up = (value.flatten(0, -2) for value in (inputs, grad, down, up))
+        return self._scale * (up.T @ inputs), self._scale * (grad.T @ down)
+
+    def _whole(self, value: Tensor) -> Tensor:
+        """Return `value` [length, rows, rank] of all tokens, if this rank has a part of them."""
+        return gather_from_sequence_parallel_region(value) if self._splits_tokens else value
+
+    def _summed(self, value: Tensor) -> Tensor:
+        """Return the sum of `value` over ranks, of this rank's tokens if these are split."""
+        if self._splits_tokens:
+            return reduce_scatter_to_sequence_parallel_region(value)
+        return reduce_from_tensor_model_parallel_region(value)
+
+
+class _Gradients(torch.autograd.Function):
+    """The output of a frozen layer, with gradients for its adapter."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        inputs: Tensor,
+        rows: slice,
+        layer: Any,
+        adapter: Adapter,
+        *_: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.rows, ctx.layer, ctx.adapter = rows, layer, adapter
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        [inputs], norm = ctx.saved_tensors, getattr(ctx.layer, "layer_norm_weight", None)
+        inputs = inputs[ctx.rows]
+        if norm is not None:  # Transformer Engine's layer normalizes its inputs
+            inputs = torch.nn.functional.rms_norm(inputs, norm.shape, norm, ctx.layer.eps)
+        return grad, None, None, None, None, *ctx.adapter.gradients(inputs, grad[ctx.rows])
+
+
+class Adapters(torch.nn.ModuleList):
+    """The adapters of a chunk."""
+
+    def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> dict[str, Any]:
+        """Describe both halves of each adapter as Megatron describes parameters, under HF names. So
+        a checkpoint does not depend on the layout, and has what an export to PEFT needs."""
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        described = {}
+        for number, adapter in enumerate(self):
+            parts = adapter.parts
+            for name, is_split in (
+                ("lora_a", parts.splits_inputs),
+                ("lora_b", not parts.splits_inputs),
+            ):
+                copy = 0 if is_split or parts.is_expert else tp_rank
+                described[f"{prefix}{number}.{name}"] = ShardedTensorFactory(
+                    key=f"{prefix}{number}.{name}",
+                    data=getattr(adapter, name),
+                    build_fn=_described(getattr(parts, name), copy),
+                    merge_fn=dict,
+                )
+        return described
+
+
+def _described(part: LocalParameter, copy: int) -> Callable[..., dict[str, ShardedTensor]]:
+    def build(_: str, data: Tensor, *__: Any) -> dict[str, ShardedTensor]:
+        return {
+            str(one.first_row): ShardedTensor(
+                key=one.name,
+                data=data[one.rows],
+                dtype=data.dtype,
+                local_shape=one.region.shape,
+                global_shape=one.global_shape,
+                global_offset=one.region.start,
+                axis_fragmentations=None,
+                replica_id=(0, copy, 0),
+            )
+            for one in part.parts
+        }
+
+    return build
+
+
+class Lora:
+    """The adapters of a rank's model chunks."""
+
+    def __init__(
+        self, config: PolicyConfig, arch: Architecture, models: Sequence[Decoder], seed: int
+    ) -> None:
+        """Freeze the models, whose weights are the base, and add adapters that change nothing
+        yet."""
+        assert config.lora is not None
+        self._models, self._lora = models, config.lora
+        fused = kernels(config, arch) == "transformer_engine"
+        for model in models:
+            model.requires_grad_(False)
+            parts = adapters_of(
+                arch, place(model), config.lora.rank, config.lora.targets, fused=fused
+            )
+            adapters = [_attach(model, name, one, config.lora) for name, one in parts.items()]
+            model.adapters = Adapters(adapters)
+        self.reset(seed)
+
+    def __iter__(self) -> Iterator[Adapter]:
+        for model in self._models:
+            yield from model.adapters
+
+    def reset(self, seed: int, spread: float = 0.0) -> None:
+        """Set all adapters to their values before training; see `Adapter.reset`."""
+        for adapter in self:
+            adapter.reset(seed, spread)
+        self.merge()
+
+    def merge(self, *, with_delta: bool = True) -> None:
+        """Set the weights of all layers with an adapter. Not collective."""
+        for adapter in self:
+            adapter.merge(with_delta=with_delta)
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Compute with the base in this block. The merged weights are restored bit by bit."""
+        self.merge(with_delta=False)
+        try:
+            yield
+        finally:
+            self.merge()
+
+    def shards(self, value: Callable[[Any], Tensor] = lambda parameter: parameter) -> list[Shard]:
+        """Return the shards of the adapters' halves, or of the tensor that `value` returns for
+        each."""
+        return [
+            shard_of(
+                TensorSlice(one.name, one.global_shape, values.dtype, one.region), values, one.rows
+            )
+            for adapter in self
+            for half, part in (
+                (adapter.lora_a, adapter.parts.lora_a),
+                (adapter.lora_b, adapter.parts.lora_b),
+            )
+            for values in [value(half)]
+            for one in part.parts
+        ]
+
+
+def _attach(model: Decoder, name: str, parts: AdapterParts, config: LoraConfig) -> Adapter:
+    """Return the adapter of the parameter `name`, whose layer uses it from now on."""
+    owner, _, attribute = name.rpartition(".")
+    layer: Any = model.get_submodule(owner)
+    adapter = Adapter(
+        getattr(layer, attribute),
+        parts,
+        config.alpha / config.rank,
+        sequence_parallel=model.config.sequence_parallel,
+    )
+
+    def hook(_: Any, given: tuple[Any, ...], outputs: tuple[Tensor, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        output, bias = outputs
+        inputs, *splits = given
+        rows = slice(None)
+        if splits:  # a grouped layer of experts: the tokens of each, one after the other
+            [counts], expert = splits, int(attribute.removeprefix("weight"))
+            rows = slice(sum(counts[:expert]), sum(counts[: expert + 1]))
+        return adapter(output, inputs, rows, layer), bias
+
+    layer.register_forward_hook(hook)
+    return adapter
