@@ -63,8 +63,8 @@ test-browser: env  ## test the report's page in Chromium: installs it with apt-g
 	tests/browser/install.sh
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/browser $(ARGS)
 
-test-contracts: env $(NEXT)/.ready build/renderers/.ready  ## test what is expected of Megatron-core and vLLM, and the main parity tests: on the pinned, then on the next Megatron-core
-	PYTHONPATH=build/renderers $(VENV)/bin/python -m pytest $(CORE) $(ARGS)
+test-contracts: env $(NEXT)/.ready build/renderers/.ready build/peft/.ready  ## test what is expected of Megatron-core and vLLM, and the main parity tests: on the pinned, then on the next Megatron-core
+	PYTHONPATH=build/renderers:build/peft $(VENV)/bin/python -m pytest $(CORE) $(ARGS)
 	PYTHONPATH=$(NEXT) $(VENV)/bin/python -m pytest -p tests.contracts.next_megatron $(CORE) $(ARGS)
 
 # Its metadata requires Python 3.12, but it runs on 3.11. It imports Triton even without a GPU.
@@ -78,11 +78,11 @@ $(NEXT)/.ready: $(READY) $(NEXT_LOCK)
 	$(VENV)/bin/pip install -qq --no-deps --require-hashes --only-binary :all: --target $(NEXT) -r $(NEXT)/pins.txt
 	touch $@
 
-build/renderers/.ready: $(READY) tests/contracts/renderers.txt
-	rm -rf build/renderers
-	mkdir -p build/renderers
-	$(VENV)/bin/pip install -qq --no-deps --require-hashes --only-binary :all: --target build/renderers \
-		-r tests/contracts/renderers.txt
+build/renderers/.ready build/peft/.ready: build/%/.ready: $(READY) tests/contracts/%.txt
+	rm -rf build/$*
+	mkdir -p build/$*
+	$(VENV)/bin/pip install -qq --no-deps --require-hashes --only-binary :all: --target build/$* \
+		-r tests/contracts/$*.txt
 	touch $@
 
 test-triton: env build/triton/.ready  ## test the Triton kernels of the log-prob head in Triton's interpreter

@@ -22,6 +22,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from dapo_megatron.checkpoints import folder as folders
 from dapo_megatron.checkpoints.folder import Entry, entry_of, write_manifest
 from dapo_megatron.checkpoints.formats.export import HfExport
+from dapo_megatron.checkpoints.formats.peft import write_peft
 from dapo_megatron.checkpoints.formats.weights_folder import Companions
 from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.config import Config
@@ -189,6 +190,8 @@ class CheckpointSaver:
         for part in job.parts:
             part.finish(partial, self.background)
         self._rank0(self.companions.copy, partial)
+        if self.config.policy.lora is not None:
+            self._rank0(write_peft, partial, self.config)
         if self.export is not None:
             entries |= self._export(self.export, partial)
         by_rank = self.background.all_gather(entries, dict[str, Entry])

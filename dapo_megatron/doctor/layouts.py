@@ -42,6 +42,7 @@ from dapo_megatron.config import Config, LossConfig
 from dapo_megatron.config.file import load_config
 from dapo_megatron.doctor.matrix import LayoutCase, layout_name, matrix, reference, smallest_world
 from dapo_megatron.doctor.measure import (
+    NOISE,
     Measured,
     Objective,
     compare,
@@ -240,6 +241,10 @@ class LayoutProof:
 
             config = case.config(self.config, str(folder))
             policy = MegatronPolicy(config, ranks, case.planner(config))
+            if (
+                policy.lora is not None
+            ):  # a new adapter, whose lora_b is 0, hides half of its faults
+                policy.lora.reset(config.seed, NOISE)
             result = work(policy)
             policy.close()
             del policy

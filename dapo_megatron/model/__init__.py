@@ -8,7 +8,13 @@ a checkpoint.
 `placement.py` chooses the ranks of each engine.
 """
 
-from dapo_megatron.model.adapters import AdapterParts, adapter_name, adapters_of, shared_inputs
+from dapo_megatron.model.adapters import (
+    ADAPTER,
+    AdapterParts,
+    adapter_name,
+    adapters_of,
+    shared_inputs,
+)
 from dapo_megatron.model.architecture import Architecture, ChunkPlace, GroupedRouting, Latent, Rope
 from dapo_megatron.model.families import FAMILIES
 from dapo_megatron.model.hf_config import (
@@ -26,6 +32,7 @@ from dapo_megatron.model.sharding import LocalParameter, ParameterPart
 from dapo_megatron.model.tensors import engine_slices, hf_tensors, layout_of
 
 __all__ = [
+    "ADAPTER",
     "FAMILIES",
     "AdapterParts",
     "Architecture",

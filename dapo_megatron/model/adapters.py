@@ -8,7 +8,7 @@ lora_b. Experts have one adapter each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from dapo_megatron.model.architecture import Architecture, ChunkPlace
@@ -16,8 +16,8 @@ from dapo_megatron.model.sharding import LocalParameter, ParameterPart
 from dapo_megatron.model.tensors import layout_of
 from dapo_megatron.types import Region
 
-WHOLE = ChunkPlace(0, 1, 0, 0, has_embedding=True, has_head=True)
-"""A model on one rank, without its layers."""
+ADAPTER = "adapter."
+"""Prefix of the names of adapters, and of their keys in checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class AdapterParts:
 
 def adapter_name(weight: str, half: str) -> str:
     """Return the name of `lora_A` or `lora_B` of an HF weight."""
-    return f"{weight.removesuffix('.weight')}.{half}.weight"
+    return f"{ADAPTER}{weight.removesuffix('.weight')}.{half}"
 
 
 def adapters_of(
     arch: Architecture,
     place: ChunkPlace,
     rank: int,
-    targets: Iterable[str],
+    targets: Collection[str | None],
     *,
     fused: bool = False,
 ) -> dict[str, AdapterParts]:
@@ -89,9 +89,9 @@ def target_of(name: str) -> str | None:
     return "attention" if is_attention else None
 
 
-def shared_inputs(arch: Architecture, targets: Iterable[str]) -> dict[str, str]:
+def shared_inputs(arch: Architecture, targets: Collection[str | None]) -> dict[str, str]:
     """Return HF weight -> HF weight whose lora_A it uses, for all weights with an adapter."""
-    place = replace(WHOLE, num_layers=arch.num_layers)
+    place = ChunkPlace(0, 1, 0, arch.num_layers, has_embedding=False, has_head=False)
     return {
         part.name: parameter.parts[0].name
         for name, parameter in layout_of(arch, place).items()

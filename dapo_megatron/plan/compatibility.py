@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from dapo_megatron.config import Config, Fp8Config, refuse
+from dapo_megatron.config import Config, Fp8Config, LoraConfig, refuse
 from dapo_megatron.config.computing import kernels_for
 from dapo_megatron.model import Architecture
 
@@ -96,6 +96,8 @@ def refusals(run: RunFacts) -> Iterator[Rule]:
         yield from _of_fp8(run, run.config.policy.fp8)
     if run.config.policy.logprob_head == "triton":
         yield from _of_triton_head(run)
+    if run.config.policy.lora is not None:
+        yield from _of_lora(run, run.config.policy.lora)
     yield from _of_optimizer(run)
     yield from _of_engine(run)
 
@@ -251,6 +253,19 @@ def _of_triton_head(run: RunFacts) -> Iterator[Rule]:
         run.lacks("triton"),
         "policy.logprob_head: triton needs an NVIDIA GPU and the package (torch for CUDA brings "
         f"it); {other}",
+    )
+
+
+def _of_lora(run: RunFacts, lora: LoraConfig) -> Iterator[Rule]:
+    yield (
+        run.config.policy.fp8 is not None,
+        "policy.lora, policy.fp8: merged weights are rounded to policy.precision, not to FP8; set "
+        "one of them to null",
+    )
+    yield (
+        run.arch.latent is not None and "attention" in lora.targets,
+        "policy.lora.targets: the projections of latent attention have no adapters; set it to "
+        "[mlp, experts]",
     )
 
 

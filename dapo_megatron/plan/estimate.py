@@ -338,6 +338,7 @@ def _host(
         "offloaded while generating": (max(s.offloaded_bytes for s in stages), "policy.offload"),
         "optimizer for good": (max(s.optimizer_on_host for s in stages), "optimizer.cpu_offload"),
         "reference model": (max(s.reference_bytes for s in stages), "weights for loss.kl"),
+        "base model": (max(s.base_bytes for s in stages), "weights without policy.lora's delta"),
         "a checkpoint's copy": (max(s.snapshot_bytes for s in stages), "what a rank updates"),
     }
     graders = -(-engine // config.engine_tensor_parallel) * config.rewards.workers

@@ -125,6 +125,8 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
 
     recomputed = {"none": 0.0, "selective": 0.1, "full": 1.0}[config.policy.recompute]
     update = train(backward=True) + recomputed * train(backward=False)
+    if config.policy.lora is not None:  # no gradients of whole weights, a third of the FLOPs
+        update -= train(backward=False)
     minis = config.train.updates_per_step
     keep = config.rollout.expected_keep_rate if config.rollout.dynamic_sampling else 1.0
     prompts = config.rollout.prompts_per_step / keep

@@ -7,13 +7,14 @@ tests/parity/test_families.py compares with Megatron-core's models.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from math import ceil, prod
 
 from dapo_megatron.config import Config, PolicyConfig
 from dapo_megatron.config.computing import Kernels
-from dapo_megatron.model import Architecture, ChunkPlace, layout_of
+from dapo_megatron.model import Architecture, ChunkPlace, adapters_of, layout_of
 from dapo_megatron.plan import MemoryItem
 from dapo_megatron.plan.layout import data_parallel, stage_layers
 from dapo_megatron.types import torch_dtype
@@ -98,12 +99,33 @@ class Stage:
 
     @cached_property
     def parameters(self) -> Counter[str]:
-        """Numbers of parameters: `dense` (all outside of experts), `experts`, and of these those
-        that are `untrained` (biases of routers) or in `linear` layers."""
-        total = Counter(_count(self.arch, self._ends))
+        """Numbers of parameters without adapters: `dense` (all outside of experts), `experts`, and
+        of these those that are `untrained` (biases of routers) or in `linear` layers."""
+        return self._sum(partial(_count, self.arch))
+
+    @cached_property
+    def adapters(self) -> Counter[str]:
+        """Numbers of parameters of adapters: `dense` and `experts`; and of the weights that they
+        `change`."""
+        lora = self.policy.lora
+        if lora is None:
+            return Counter()
+        return self._sum(lambda place: _count_adapters(self.arch, place, lora.rank, lora.targets))
+
+    @property
+    def trained(self) -> Counter[str]:
+        """Numbers of trained parameters: `dense` and `experts`."""
+        if self.policy.lora is not None:
+            return self.adapters
+        dense = self.parameters["dense"] - self.parameters["untrained"]
+        return Counter(dense=dense, experts=self.parameters["experts"])
+
+    def _sum(self, count: Callable[[ChunkPlace], Counter[str]]) -> Counter[str]:
+        """Return the sum of `count` over all parts of the stage."""
+        total = Counter(count(self._ends))
         for place, number in self._kinds_of_layers:
-            for name, count in _count(self.arch, place).items():
-                total[name] += number * count
+            for name, value in count(place).items():
+                total[name] += number * value
         return total
 
     @property
@@ -134,7 +156,8 @@ class Stage:
     @property
     def num_parameters(self) -> int:
         """Number of all parameters."""
-        return self.parameters["dense"] + self.parameters["experts"]
+        counts = (self.parameters, self.adapters)
+        return sum(count["dense"] + count["experts"] for count in counts)
 
     @property
     def in_fp8(self) -> int:
@@ -151,6 +174,8 @@ class Stage:
         how = f"{self.num_parameters:,} parameters" + (
             f" ({experts:,} of experts)" if experts else ""
         )
+        if self.policy.lora:
+            how += f", {self.adapters['dense'] + self.adapters['experts']:,} of adapters"
         num_bytes = self.num_parameters * self.width
         num_bytes += self.parameters["untrained"] * (self.exact_width - self.width)
         if self.policy.fp8 and self.policy.fp8.parameters:
@@ -189,7 +214,7 @@ class Stage:
     @property
     def gradients(self) -> MemoryItem:
         """Megatron's gradient buffers."""
-        trained = self.num_parameters - self.parameters["untrained"]
+        trained = self.trained["dense"] + self.trained["experts"]
         how = f"{self.exact_width} bytes each"
         return MemoryItem("gradients", trained * self.exact_width, how)
 
@@ -216,23 +241,35 @@ class Stage:
     @property
     def reference_bytes(self) -> int:
         """Reference model of loss.kl, in host memory."""
-        return self.weights.num_bytes if self.config.loss.kl.is_on else 0
+        kl = self.config.loss.kl
+        is_base = self.policy.lora is not None and kl.reference is None
+        return self.weights.num_bytes if kl.is_on and not is_base else 0
+
+    @property
+    def base_bytes(self) -> int:
+        """Weights without their adapters, in host memory."""
+        return self.adapters["change"] * self.width
 
     @property
     def snapshot_bytes(self) -> int:
         """Part of a checkpoint: weights and optimizer state of what the rank updates, and its share
         of what is not trained."""
         untrained = self.parameters["untrained"] * self.exact_width / self._dense_copies
-        return ceil(self._optimized * self.width + untrained) + self._optimizer_bytes
+        frozen = self._share(self.parameters) * self.width if self.policy.lora else untrained
+        return ceil(self._optimized * self.width + frozen) + self._optimizer_bytes
 
     @property
     def _optimized(self) -> float:
         """Number of parameters whose optimizer state the rank holds. Megatron shards it over the
-        ranks that hold a copy. Tensor parallelism does not shard experts."""
-        policy, counts = self.policy, self.parameters
+        ranks that hold a copy."""
+        return self._share(self.trained)
+
+    def _share(self, counts: Counter[str]) -> float:
+        """Return the number of these parameters by the ranks that hold a copy. Tensor parallelism
+        does not shard experts."""
+        policy = self.policy
         of_experts = self.num_processes // (policy.pipeline_parallel * policy.expert_parallel)
-        dense = (counts["dense"] - counts["untrained"]) / self._dense_copies
-        return dense + counts["experts"] / of_experts
+        return counts["dense"] / self._dense_copies + counts["experts"] / of_experts
 
     @property
     def _dense_copies(self) -> int:
@@ -262,4 +299,17 @@ def _count(arch: Architecture, place: ChunkPlace) -> Counter[str]:
             counts["untrained"] += number
         if ".linear_" in name and len(local_parameter.shape) == 2:
             counts["linear"] += number
+    return counts
+
+
+@lru_cache(maxsize=4096)
+def _count_adapters(
+    arch: Architecture, place: ChunkPlace, rank: int, targets: tuple[str, ...]
+) -> Counter[str]:
+    """Count the parameters of a chunk's adapters, and of the weights that they `change`."""
+    counts = Counter[str]()
+    for parts in adapters_of(arch, place, rank, targets).values():
+        kind = "experts" if parts.is_expert else "dense"
+        counts[kind] += prod(parts.lora_a.shape) + prod(parts.lora_b.shape)
+        counts["change"] += parts.lora_b.shape[0] * parts.lora_a.shape[1]
     return counts

@@ -19,7 +19,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -38,8 +40,8 @@ from dapo_megatron.model import AdapterParts, Architecture, LocalParameter, adap
 from dapo_megatron.policy.device import has_cuda
 from dapo_megatron.policy.kernels import kernels
 from dapo_megatron.policy.model import Decoder, place
-from dapo_megatron.policy.shards import shard_of
-from dapo_megatron.types import Shard, TensorSlice
+from dapo_megatron.policy.shards import shard_of, slice_of
+from dapo_megatron.types import CheckpointError, Shard
 
 PREFIX = "adapters."
 """Prefix of the adapters' parameters in a chunk."""
@@ -77,6 +79,11 @@ class Adapter(torch.nn.Module):
         """The merged weight."""
         return self._weight[0].detach()
 
+    def halves(self, prefix: str = "") -> Iterator[tuple[str, torch.nn.Parameter, LocalParameter]]:
+        """Yield name, parameter and HF parts of lora_a and lora_b."""
+        yield f"{prefix}lora_a", self.lora_a, self.parts.lora_a
+        yield f"{prefix}lora_b", self.lora_b, self.parts.lora_b
+
     @torch.no_grad()
     def keep_base(self) -> None:
         """Take the layer's current weight as the base."""
@@ -86,17 +93,16 @@ class Adapter(torch.nn.Module):
     def reset(self, seed: int, spread: float) -> None:
         """Set lora_a as PEFT does, and lora_b to random values of this standard deviation (0 in
         training). Values depend on the seed and the name, not on the layout."""
-        for half, part in ((self.lora_a, self.parts.lora_a), (self.lora_b, self.parts.lora_b)):
-            for one in part.parts:
-                generator = torch.Generator().manual_seed(seed ^ zlib.crc32(one.name.encode()))
-                values = torch.empty(one.global_shape)
+        for _, half, local in self.halves():
+            for part in local.parts:
+                generator = torch.Generator().manual_seed(seed ^ zlib.crc32(part.name.encode()))
+                values = torch.empty(part.global_shape)
                 if half is self.lora_a:
-                    values.uniform_(-1.0, 1.0, generator=generator).mul_(
-                        one.global_shape[1] ** -0.5
-                    )
+                    bound = part.global_shape[1] ** -0.5
+                    values.uniform_(-bound, bound, generator=generator)
                 else:
                     values.normal_(0.0, spread, generator=generator)
-                half[one.rows].copy_(values[one.region.slices])
+                half[part.rows].copy_(values[part.region.slices])
 
     @torch.no_grad()
     def merge(self, *, with_delta: bool = True) -> None:
@@ -169,42 +175,41 @@ class Adapters(torch.nn.ModuleList):
 
     def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> dict[str, Any]:
         """Describe both halves of each adapter as Megatron describes parameters, under HF names. So
-        a checkpoint does not depend on the layout, and has what an export to PEFT needs."""
+        a checkpoint does not depend on the layout, and has what PEFT needs."""
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        described = {}
-        for number, adapter in enumerate(self):
-            parts = adapter.parts
-            for name, is_split in (
-                ("lora_a", parts.splits_inputs),
-                ("lora_b", not parts.splits_inputs),
-            ):
-                copy = 0 if is_split or parts.is_expert else tp_rank
-                described[f"{prefix}{number}.{name}"] = ShardedTensorFactory(
-                    key=f"{prefix}{number}.{name}",
-                    data=getattr(adapter, name),
-                    build_fn=_described(getattr(parts, name), copy),
-                    merge_fn=dict,
-                )
-        return described
-
-
-def _described(part: LocalParameter, copy: int) -> Callable[..., dict[str, ShardedTensor]]:
-    def build(_: str, data: Tensor, *__: Any) -> dict[str, ShardedTensor]:
         return {
-            str(one.first_row): ShardedTensor(
-                key=one.name,
-                data=data[one.rows],
-                dtype=data.dtype,
-                local_shape=one.region.shape,
-                global_shape=one.global_shape,
-                global_offset=one.region.start,
-                axis_fragmentations=None,
-                replica_id=(0, copy, 0),
+            name: ShardedTensorFactory(
+                key=name,
+                data=half,
+                build_fn=partial(_describe, local, tp_rank if _is_copied(half) else 0),
+                merge_fn=dict,
             )
-            for one in part.parts
+            for number, adapter in enumerate(self)
+            for name, half, local in cast("Adapter", adapter).halves(f"{prefix}{number}.")
         }
 
-    return build
+
+def _is_copied(half: Tensor) -> bool:
+    """Return whether tensor-parallel ranks hold copies."""
+    return not getattr(half, "tensor_model_parallel", False)
+
+
+def _describe(
+    local: LocalParameter, copy: int, _: str, data: Tensor, *__: Any
+) -> dict[str, ShardedTensor]:
+    return {
+        str(part.first_row): ShardedTensor(
+            key=part.name,
+            data=data[part.rows],
+            dtype=data.dtype,
+            local_shape=part.region.shape,
+            global_shape=part.global_shape,
+            global_offset=part.region.start,
+            axis_fragmentations=None,
+            replica_id=(0, copy, 0),
+        )
+        for part in local.parts
+    }
 
 
 class Lora:
@@ -216,20 +221,20 @@ class Lora:
         """Freeze the models, whose weights are the base, and add adapters that change nothing
         yet."""
         assert config.lora is not None
-        self._models, self._lora = models, config.lora
+        self._adapters: list[Adapter] = []
         fused = kernels(config, arch) == "transformer_engine"
         for model in models:
             model.requires_grad_(False)
             parts = adapters_of(
                 arch, place(model), config.lora.rank, config.lora.targets, fused=fused
             )
-            adapters = [_attach(model, name, one, config.lora) for name, one in parts.items()]
-            model.adapters = Adapters(adapters)
+            own = [_attach(model, name, part, config.lora) for name, part in parts.items()]
+            model.adapters = Adapters(own)
+            self._adapters += own
         self.reset(seed)
 
     def __iter__(self) -> Iterator[Adapter]:
-        for model in self._models:
-            yield from model.adapters
+        return iter(self._adapters)
 
     def reset(self, seed: int, spread: float = 0.0) -> None:
         """Set all adapters to their values before training; see `Adapter.reset`."""
@@ -241,6 +246,21 @@ class Lora:
         """Set the weights of all layers with an adapter. Not collective."""
         for adapter in self:
             adapter.merge(with_delta=with_delta)
+
+    @torch.no_grad()
+    def check_base(self, folder: Path) -> None:
+        """Check that the adapters and merged weights of a checkpoint, which were just loaded,
+        belong to this base. Raises CheckpointError."""
+        for adapter in self:
+            saved = adapter.weight.clone()
+            adapter.merge()
+            allowed = 1e-2 if saved.dtype.itemsize == 2 else 1e-5
+            if (adapter.weight - saved).norm() > allowed * saved.norm():
+                raise CheckpointError(
+                    f"{folder}: {adapter.parts.lora_b.parts[0].name}: its merged weight is not "
+                    "that of model.path with this adapter; set model.path to the model with which "
+                    "the run began, and policy.lora.alpha to its value"
+                )
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -255,16 +275,11 @@ class Lora:
         """Return the shards of the adapters' halves, or of the tensor that `value` returns for
         each."""
         return [
-            shard_of(
-                TensorSlice(one.name, one.global_shape, values.dtype, one.region), values, one.rows
-            )
+            shard_of(slice_of(part, values), values, part.rows)
             for adapter in self
-            for half, part in (
-                (adapter.lora_a, adapter.parts.lora_a),
-                (adapter.lora_b, adapter.parts.lora_b),
-            )
+            for _, half, local in adapter.halves()
             for values in [value(half)]
-            for one in part.parts
+            for part in local.parts
         ]
 
 

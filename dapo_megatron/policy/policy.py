@@ -18,6 +18,7 @@ from dapo_megatron.bridge.transfer import gather_whole
 from dapo_megatron.checkpoints.folder import check_folder
 from dapo_megatron.checkpoints.formats.open import open_model
 from dapo_megatron.checkpoints.formats.store import read_into
+from dapo_megatron.cluster.collectives import on_all_ranks
 from dapo_megatron.config import Config
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.rows import preferred_multiple, row_multiple, sequence_multiple
@@ -163,7 +164,9 @@ class MegatronPolicy:
                 group["lr"] = lr
             self._optimizer.step_with_ready_grads()
             start_gathers(self._chunks)
-            self._merge()
+            if self.lora is not None:
+                finish_gathers(self._chunks)
+                self.lora.merge()
         return StepStats(
             loss=means.pop("loss"),
             grad_norm=grad_norm,
@@ -235,7 +238,8 @@ class MegatronPolicy:
             # With overlap, quantized weights can be used only after a gather.
             start_gathers(self._chunks)
         finish_gathers(self._chunks)
-        self._merge()
+        if self.lora is not None:
+            on_all_ranks(self._exchange, self.lora.check_base, folder)
 
     def offload(self) -> None:
         """See protocols.Policy."""
@@ -268,12 +272,6 @@ class MegatronPolicy:
         before weights are read or written."""
         self._assert_onloaded()
         finish_gathers(self._chunks)
-
-    def _merge(self) -> None:
-        """Merge adapters, if there are any, into the weights of their layers."""
-        if self.lora is not None:
-            finish_gathers(self._chunks)
-            self.lora.merge()
 
     def _assert_onloaded(self) -> None:
         assert not self._memory.is_offloaded, "the policy is offloaded: call onload() first"

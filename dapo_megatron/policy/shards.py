@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dapo_megatron.model import Architecture, ChunkPlace, layout_of
+from dapo_megatron.model import Architecture, ChunkPlace, ParameterPart, layout_of
 from dapo_megatron.types import ConfigError, Shard, TensorSlice
 
 
@@ -34,9 +34,13 @@ def shards_of(params: Mapping[str, Tensor], arch: Architecture, place: ChunkPlac
                 f"{arch.family} in this layout has {list(local_parameter.shape)}"
             )
         for part in local_parameter.parts:
-            tensor_slice = TensorSlice(part.name, part.global_shape, param.dtype, part.region)
-            shards.append(shard_of(tensor_slice, param, part.rows))
+            shards.append(shard_of(slice_of(part, param), param, part.rows))
     return shards
+
+
+def slice_of(part: ParameterPart, parameter: Tensor) -> TensorSlice:
+    """Return the slice of an HF tensor that is `part` of a parameter."""
+    return TensorSlice(part.name, part.global_shape, parameter.dtype, part.region)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "selective plain": ("plain", 1, {"policy__recompute": "selective"}),
     "experts": ("experts", 1, {}),
     "experts bfloat16": ("experts", 1, SHORT),
+    "lora": ("dense", 1, {"policy__lora": "{rank: 8, alpha: 16}"}),
     "latent": ("latent", 1, {}),
     "partial": ("partial", 1, {}),
     "tensor": ("dense", 2, {"policy__tensor_parallel": 2}),
@@ -70,7 +71,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "expert": ("experts", 2, {"policy__expert_parallel": 2}),
     "experts sequence": ("experts", 2, SEQUENCE),
 }
-EVERY_DAY = {"dense bfloat16", "full", "experts", "sequence", "pipeline", "context"}
+EVERY_DAY = {"lora", "dense bfloat16", "full", "experts", "sequence", "pipeline", "context"}
 """Cases that always run. The others are marked `long`."""
 TOKENS = 1024
 """Tokens of a micro-batch per rank: two sequences, or halves of four with context parallelism."""

@@ -47,9 +47,9 @@ MAKE_ENV, BUILD, CHECK = (
 DOCKERFILE = "slurm/container/Dockerfile"
 CPU, GPU = "requirements-cpu.txt", "requirements.txt"
 NEXT = "tests/contracts/next_megatron.txt"
-RENDERERS = "tests/contracts/renderers.txt"
+RENDERERS, PEFT = "tests/contracts/renderers.txt", "tests/contracts/peft.txt"
 MUTATIONS = "tests/mutations/requirements.txt"
-LOCKS = {CPU: 200, GPU: 250, NEXT: 1, RENDERERS: 2, MUTATIONS: 8}
+LOCKS = {CPU: 200, GPU: 250, NEXT: 1, RENDERERS: 2, PEFT: 2, MUTATIONS: 8}
 """Lock file -> minimum number of packages in it."""
 
 

@@ -24,12 +24,13 @@ from dapo_megatron.checkpoints.formats.torch_dist.records import (
     read_object,
 )
 from dapo_megatron.checkpoints.formats.weights_folder import check_file_name
+from dapo_megatron.model import ADAPTER
 from dapo_megatron.types import CheckpointError, Region, whole
 
 COMMON = "common.pt"
 _COMMON_OBJECT = "common_state/shard_0_1"
 """Key of the same content in checkpoints of newer Megatron-core."""
-_NOT_OF_THE_MODEL = ("optimizer.", "chained_", "rng.")
+_NOT_OF_THE_MODEL = ("optimizer.", "chained_", "rng.", ADAPTER)
 
 
 @dataclass(frozen=True, slots=True)
