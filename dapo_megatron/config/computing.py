@@ -88,7 +88,7 @@ class PolicyConfig(Section):
     the answer. Weights of the experts are always computed with the current router."""
     kernels: Literal["auto", "transformer_engine", "local"] = "auto"
     """Layer implementation. auto: Transformer Engine if it is installed, for bfloat16 on a GPU;
-    otherwise, and for latent attention, Megatron's own layers (`kernels_for`)."""
+    otherwise, and for latent attention or gated delta nets, Megatron's own (`kernels_for`)."""
     fused_rope: bool = False
     """Apply rotary embeddings with Transformer Engine's fused kernel. Off by default because it has
     been reported to cause log-prob spikes (NVIDIA-NeMo/RL issue 1801). tools/gpu_check.py compares
@@ -178,16 +178,16 @@ Kernels = Literal["transformer_engine", "local"]
 
 
 def kernels_for(
-    config: PolicyConfig, *, has_gpu: bool, is_installed: bool, is_latent: bool
+    config: PolicyConfig, *, has_gpu: bool, is_installed: bool, only_local: bool
 ) -> Kernels:
     """Return the layer implementation that `policy.kernels` selects. An implementation that is
     chosen by name is returned without a check.
 
     `is_installed`: whether Transformer Engine is installed. `auto` uses it only for bfloat16,
-    because its fused attention has no other precision. `is_latent`: whether the model has
-    multi-head latent attention, which is built only from Megatron's own layers.
+    because its fused attention has no other precision. `only_local`: whether the model is built
+    only from Megatron's own layers.
     """
     if config.kernels != "auto":
         return config.kernels
-    usable = has_gpu and is_installed and not is_latent
+    usable = has_gpu and is_installed and not only_local
     return "transformer_engine" if usable and config.precision == "bfloat16" else "local"

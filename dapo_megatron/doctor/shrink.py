@@ -25,7 +25,8 @@ def shrink(arch: Architecture, policy: PolicyConfig) -> Architecture:
     """Return `arch` with small sizes that allow the layout of `policy` and any 2 x 2 layout.
 
     Kept are the family, tied or untied embeddings, biases, norms of queries and keys, query heads
-    per key-value head, rope, a head size independent of the hidden size, and routing. The
+    per key-value head, value heads per key head of gated delta nets, rope, a head size independent
+    of the hidden size, and routing. The
     vocabulary size is odd, so that tensor parallelism must pad it.
     """
     tensor = lcm(policy.tensor_parallel, 2)
@@ -45,7 +46,7 @@ def shrink(arch: Architecture, policy: PolicyConfig) -> Architecture:
         vocab_size=50 * tensor + 1,
         max_positions=max(arch.max_positions, MIN_POSITIONS),
     )
-    return _shrink_latent(_shrink_experts(small, policy))
+    return _shrink_delta(_shrink_latent(_shrink_experts(small, policy)), tensor)
 
 
 def _num_layers(policy: PolicyConfig, most: int) -> int:
@@ -66,12 +67,13 @@ def _shrink_experts(arch: Architecture, policy: PolicyConfig) -> Architecture:
     if grouped_routing:
         groups, per_token = min(grouped_routing.n_group, 4), min(grouped_routing.topk_group, 2)
         grouped_routing = replace(grouped_routing, n_group=groups, topk_group=per_token)
+    shared = -(-arch.shared_intermediate_size // arch.moe_intermediate_size)
     return replace(
         arch,
         num_experts=round_up(min(arch.num_experts, MIN_EXPERTS), lcm(policy.expert_parallel, 2)),
         experts_per_token=min(arch.experts_per_token, 2),
         moe_intermediate_size=FFN,
-        shared_intermediate_size=arch.shared_intermediate_size // arch.moe_intermediate_size * FFN,
+        shared_intermediate_size=shared * FFN,
         num_dense_layers=min(arch.num_dense_layers, 1),
         grouped_routing=grouped_routing,
     )
@@ -90,6 +92,15 @@ def _shrink_latent(arch: Architecture) -> Architecture:
     return replace(arch, latent=latent, head_dim=latent.qk_rope_head_dim)
 
 
+def _shrink_delta(arch: Architecture, tensor: int) -> Architecture:
+    if arch.delta is None:
+        return arch
+    repeats = arch.delta.value_heads // arch.delta.key_heads
+    heads = {"key_heads": tensor, "value_heads": tensor * repeats}
+    delta = replace(arch.delta, **heads, key_dim=HEAD_DIM, value_dim=HEAD_DIM)
+    return replace(arch, delta=delta)
+
+
 def write_random_model(arch: Architecture, folder: Path, seed: int = 0) -> None:
     """Write an HF folder with a randomly initialized model."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -106,13 +117,18 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     """Fill all parameters with random values from `seed`, without using torch's global generator.
 
     The values differ from the defaults of a new model, so that a forgotten tensor is detected:
-    matrices of std 0.1, norms in [0.5, 1.5], biases away from 0. All values are rounded to
+    matrices of std 0.1, norms within 0.5 of their default, biases away from 0, heads of gated delta
+    nets that forget within a token and such that remember hundreds. All values are rounded to
     bfloat16, so that every precision starts from the same model.
     """
     generator = torch.Generator().manual_seed(seed)
+    has_delta = any(name.endswith("A_log") for name, _ in model.named_parameters())
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight"):
-            weight.uniform_(0.5, 1.5, generator=generator)
+            default = 0.0 if has_delta and "linear_attn" not in name else 1.0
+            weight.uniform_(default - 0.5, default + 0.5, generator=generator)
+        elif name.endswith("A_log"):
+            weight.uniform_(-5.0, 1.0, generator=generator)
         elif name.endswith("bias"):
             weight.uniform_(0.2, 0.8, generator=generator)
             weight.mul_(torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1)

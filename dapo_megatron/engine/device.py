@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dapo_megatron.cluster.imports import disable_compiler
 from dapo_megatron.cluster.scratch import clear_abandoned, locked
+from dapo_megatron.engine.delta import support_delta_nets
 from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def import_vllm() -> None:
     import vllm.entrypoints.llm  # noqa: F401
 
 
-def arguments(config: Config) -> dict[str, Any]:
+def arguments(config: Config, arch: Architecture) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` that depend on the device."""
     engine = config.engine
     chosen: dict[str, Any] = {"enforce_eager": engine.enforce_eager}
@@ -101,6 +102,7 @@ def arguments(config: Config) -> dict[str, Any]:
             "gpu_memory_utilization": engine.memory_fraction,
             "enable_sleep_mode": engine.sleep,
             "enable_chunked_prefill": True,
+            "enable_prefix_caching": True,
             # Autotuning is a collective of all ranks that have nvcc. A rank without nvcc never
             # joins it, and the others hang.
             "enable_flashinfer_autotune": False,
@@ -111,6 +113,8 @@ def arguments(config: Config) -> dict[str, Any]:
         # A seeded request whose prompt is cut at the step's token budget fails: vLLM then resets
         # the generator's state, which torch cannot do on CPU.
         "enable_chunked_prefill": False,
+        # vLLM caches states of gated delta nets only between the chunks of a prefill.
+        "enable_prefix_caching": arch.delta is None,
     }
 
 
@@ -270,6 +274,7 @@ def _adapt_cpu_platform() -> None:
     torch.cpu._is_amx_tile_supported = lambda: False
     _patch_expert_parallel()
     _patch_interleaved_rope()
+    support_delta_nets()
     _add_fp8_kernel()
 
 

@@ -322,7 +322,8 @@ def _start(config: Config, load_format: str, seed: int) -> LLM:
     with device.construction():
         from vllm import LLM
 
-        device.check_config(config, read_architecture(config))
+        arch = read_architecture(config)
+        device.check_config(config, arch)
         device.choose_kernels(config)
         return LLM(
             model=config.model.path,
@@ -335,12 +336,11 @@ def _start(config: Config, load_format: str, seed: int) -> LLM:
             max_num_seqs=config.engine.max_sequences,
             enable_expert_parallel=config.engine.expert_parallel,
             worker_extension_cls=_EXTENSION,
-            enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             seed=seed,
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            **device.arguments(config),
+            **device.arguments(config, arch),
         )
 
 

@@ -44,6 +44,8 @@ class RouteCapture:
         self._routes = torch.empty(0)
         """[slots + 1, layers, k]. The last row takes the padding of a batch, whose slot is -1."""
         self._block_size = 0
+        self._layer = ""
+        """A layer with attention, whose slots are those of the routes."""
         self._reading: torch.cuda.Stream | None = None
 
     def bind(self, model: torch.nn.Module, kv_cache_config: Any, device: torch.device) -> None:
@@ -52,7 +54,8 @@ class RouteCapture:
         the engine chooses the experts itself."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-        (group,) = kv_cache_config.kv_cache_groups
+        group = next(filter(_is_attention, kv_cache_config.kv_cache_groups))
+        self._layer = group.layer_names[0]
         self._block_size = group.kv_cache_spec.block_size
         num_slots = kv_cache_config.num_blocks * self._block_size
         shape = (num_slots + 1, len(self._columns), self._topk)
@@ -78,7 +81,7 @@ class RouteCapture:
         """Store the experts of the tokens of one forward pass in one layer."""
         from vllm.forward_context import get_forward_context
 
-        slots = next(iter(get_forward_context().slot_mapping.values()), None)
+        slots = get_forward_context().slot_mapping.get(self._layer)
         if slots is not None:  # else a profiling run, without a KV cache
             self._routes[slots, column] = experts_Tk.to(self._dtype)
 
@@ -90,6 +93,13 @@ class RouteCapture:
             by_block = self._routes[:-1].unflatten(0, (-1, self._block_size))
             indices = torch.tensor(blocks, dtype=torch.int64, device=self._routes.device)
             return by_block[indices].flatten(0, 1).cpu().numpy()
+
+
+def _is_attention(group: Any) -> bool:
+    """Return whether layers that share blocks of the cache have attention, not states."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return not isinstance(group.kv_cache_spec, MambaSpec)
 
 
 def capture_routes() -> None:
@@ -124,6 +134,8 @@ class RouteReader:
         """Follow the requests of the engine that was constructed."""
         self._llm = llm
         self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        groups = self._scheduler.kv_cache_config.kv_cache_groups
+        self._group = next(n for n, group in enumerate(groups) if _is_attention(group))
         free = self._scheduler._free_request_blocks
 
         def copy_and_free(request: Any) -> None:
@@ -161,6 +173,6 @@ class RouteReader:
 
     def _rows(self, request_id: str, *, waits: bool) -> NDArray[np.generic]:
         """Return the routes in the blocks of a request."""
-        (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
+        blocks = self._scheduler.kv_cache_manager.get_block_ids(request_id)[self._group]
         rows = self._llm.collective_rpc("read_routes", args=(blocks, waits))
         return cast("NDArray[np.generic]", rows[0])

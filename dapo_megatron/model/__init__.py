@@ -15,7 +15,14 @@ from dapo_megatron.model.adapters import (
     adapters_of,
     shared_inputs,
 )
-from dapo_megatron.model.architecture import Architecture, ChunkPlace, GroupedRouting, Latent, Rope
+from dapo_megatron.model.architecture import (
+    Architecture,
+    ChunkPlace,
+    Delta,
+    GroupedRouting,
+    Latent,
+    Rope,
+)
 from dapo_megatron.model.families import FAMILIES
 from dapo_megatron.model.hf_config import (
     architecture,
@@ -24,6 +31,7 @@ from dapo_megatron.model.hf_config import (
     published_notes,
     read_architecture,
     stop_ids,
+    text_fields,
     to_hf_config,
     without_mtp,
 )
@@ -37,6 +45,7 @@ __all__ = [
     "AdapterParts",
     "Architecture",
     "ChunkPlace",
+    "Delta",
     "GroupedRouting",
     "Groups",
     "Latent",
@@ -57,6 +66,7 @@ __all__ = [
     "read_architecture",
     "shared_inputs",
     "stop_ids",
+    "text_fields",
     "to_hf_config",
     "without_mtp",
 ]

@@ -86,6 +86,34 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
+class Delta:
+    """Sizes of gated delta nets (arXiv 2412.06464), which replace the attention of all layers but
+    every `interval`-th.
+
+    Queries and keys have `key_heads` heads of `key_dim` columns, values `value_heads` heads of
+    `value_dim`. Consecutive value heads share a key head. A causal convolution over `kernel` tokens
+    precedes the recurrence.
+    """
+
+    interval: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def key_rows(self) -> int:
+        """Rows of each of the query and key projections."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_rows(self) -> int:
+        """Rows of each of the value and gate projections."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class GroupedRouting:
     """Routing without an auxiliary loss (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 
@@ -110,6 +138,9 @@ class Architecture:
     routes each token to `experts_per_token` experts of size `moe_intermediate_size`, whose weights
     sum to 1 if `normalize_topk`. Shared experts are one MLP of size `shared_intermediate_size`
     (0: none). If `grouped_routing` is None, routers use the softmax over all experts.
+
+    With `delta`, the other layers' attention has an output gate, norms other than those inside the
+    gated delta nets multiply by 1 + weight, and the output of shared experts has a gate.
     """
 
     family: str
@@ -134,6 +165,21 @@ class Architecture:
     shared_intermediate_size: int = 0
     grouped_routing: GroupedRouting | None = None
     latent: Latent | None = None
+    delta: Delta | None = None
+
+    def has_delta(self, layer: int) -> bool:
+        """Return whether a layer, by its index in the whole model, has a gated delta net."""
+        return self.delta is not None and (layer + 1) % self.delta.interval > 0
+
+    @property
+    def only_local(self) -> bool:
+        """Whether the policy is built only from Megatron's own layers, not Transformer Engine's."""
+        return self.latent is not None or self.delta is not None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with attention."""
+        return tuple(n for n in range(self.num_layers) if not self.has_delta(n))
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer, by its index in the whole model, has experts."""

@@ -1,7 +1,8 @@
 """Floating-point operations (FLOPs) of a model, from its sizes, and peak rates of devices.
 
 A multiplication and an addition count as two. Matrix products and causal attention are counted
-exactly. Norms, rope, softmax and activations are not counted; they are about 1% of a real model.
+exactly, gated delta nets as the recurrence, not as the chunks in which it is computed. Norms, rope,
+softmax and activations are not counted; they are about 1% of a real model.
 Activation recomputation (policy.recompute) is not counted, as is usual for model FLOPs.
 """
 
@@ -62,13 +63,13 @@ def model_flops(
 def token_flops(arch: Architecture) -> int:
     """Return the forward FLOPs of one token in all layers, without attention scores and values."""
     layers = range(arch.num_layers)
-    return 2 * sum(_attention_weights(arch) + _mlp_weights(arch, layer) for layer in layers)
+    return 2 * sum(_mixer(arch, layer) + _mlp_weights(arch, layer) for layer in layers)
 
 
 def pair_flops(arch: Architecture) -> int:
     """Return the forward FLOPs of one query-key pair in all layers: attention score and value."""
     query = arch.latent.qk_head_dim if arch.latent else arch.head_dim
-    return 2 * arch.num_layers * (arch.num_heads * query + arch.value_columns)
+    return 2 * len(arch.attention_layers) * (arch.num_heads * query + arch.value_columns)
 
 
 def head_flops(arch: Architecture) -> int:
@@ -76,11 +77,20 @@ def head_flops(arch: Architecture) -> int:
     return 2 * arch.hidden_size * arch.vocab_size
 
 
-def _attention_weights(arch: Architecture) -> int:
-    """Return the number of weights in a layer's attention projections."""
+def _mixer(arch: Architecture, layer: int) -> int:
+    """Return the multiplications of one token in a layer's attention projections, or in its gated
+    delta net."""
+    if arch.delta and arch.has_delta(layer):
+        delta = arch.delta
+        rows = 2 * delta.key_rows + 2 * delta.value_rows + 2 * delta.value_heads
+        convolution = delta.kernel * (2 * delta.key_rows + delta.value_rows)
+        # The state is read with the key and with the query, and written.
+        recurrence = 3 * delta.key_dim * delta.value_rows
+        return arch.hidden_size * (rows + delta.value_rows) + convolution + recurrence
     output = arch.value_columns * arch.hidden_size
     if arch.latent is None:
-        return arch.hidden_size * (arch.query_rows + 2 * arch.group_rows) + output
+        queries = arch.query_rows * (2 if arch.delta else 1)  # each with a gate
+        return arch.hidden_size * (queries + 2 * arch.group_rows) + output
     latent, queries = arch.latent, arch.num_heads * arch.latent.qk_head_dim
     rank = latent.q_lora_rank
     query = rank * (arch.hidden_size + queries) if rank else arch.hidden_size * queries
@@ -95,4 +105,5 @@ def _mlp_weights(arch: Architecture, layer: int) -> int:
     if not arch.has_experts(layer):
         return 3 * arch.hidden_size * arch.intermediate_size
     columns = arch.experts_per_token * arch.moe_intermediate_size + arch.shared_intermediate_size
-    return arch.hidden_size * (arch.num_experts + 3 * columns)
+    gate = 1 if arch.delta and arch.shared_intermediate_size else 0
+    return arch.hidden_size * (arch.num_experts + 3 * columns + gate)

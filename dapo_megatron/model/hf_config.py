@@ -8,8 +8,8 @@ from typing import Any
 
 from dapo_megatron.config import Config
 from dapo_megatron.files import read_json
-from dapo_megatron.model.architecture import Architecture, GroupedRouting, Latent, Rope
-from dapo_megatron.model.families import ALIASES, FAMILIES
+from dapo_megatron.model.architecture import Architecture, Delta, GroupedRouting, Latent, Rope
+from dapo_megatron.model.families import ALIASES, FAMILIES, WITH_IMAGES
 from dapo_megatron.model.families.family import BIASED_ROUTER, Family
 from dapo_megatron.model.hf_fields import HARMLESS, REQUIRED, Fields
 from dapo_megatron.model.hf_rope import PARTIAL_ROTARY, read_rope, rope_fields
@@ -21,6 +21,13 @@ _OTHER_POSITIONS = ("max_sequence_length", "model_max_length")
 """Other fields that limit the sequence length. vLLM reads all of them."""
 _MLP_TYPES = "mlp_layer_types"
 _MTP_LAYERS = "num_nextn_predict_layers"
+_OF_IMAGES = frozenset(
+    {
+        *("text_config", "vision_config", "image_token_id", "video_token_id"),
+        *("vision_start_token_id", "vision_end_token_id", "language_model_only"),
+    }
+)
+"""Fields of a model for images and text that its text model lacks."""
 
 
 def read_architecture(config: Config) -> Architecture:
@@ -89,6 +96,7 @@ def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Archite
 
     Raises ConfigError naming an unsupported family, field or value, or a missing field.
     """
+    hf = text_fields(hf)
     family = _family(hf)
     fields = Fields({**family.defaults, **hf})
     if fields.get("quantization_config"):
@@ -135,6 +143,7 @@ def _read(hf: Fields, family: Family, ignore: Collection[str]) -> Architecture:
         rope=rope,
         max_positions=_max_positions(hf, rope),
         latent=latent,
+        delta=_delta(hf) if family.has_delta else None,
         **(_experts(hf, family) if family.expert else {}),
         **(_grouped_routing(hf, family) if family.has_grouped_routing else {}),
     )
@@ -145,6 +154,25 @@ def _read(hf: Fields, family: Family, ignore: Collection[str]) -> Architecture:
             "be an even number, at least 2"
         )
     return arch
+
+
+def text_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the text model, if these are of a model for images and text; else all
+    fields. Raises ConfigError if a field has two values."""
+    model_type = str(hf.get("model_type"))
+    if model_type not in WITH_IMAGES:
+        return dict(hf)
+    family, architecture_name = WITH_IMAGES[model_type]
+    inner, outer = Fields(hf).inside("text_config"), Fields(hf)
+    own = {"model_type": family, "architectures": [architecture_name]}
+    if inner.get("model_type") not in (None, family):
+        raise inner.refusal("model_type", f"only {family!r} is supported")
+    fields = {key: value for key, value in hf.items() if key not in _OF_IMAGES}
+    for key, value in (hf.get("text_config") or {}).items():
+        if key in fields and fields[key] != value and key not in HARMLESS | own.keys():
+            raise inner.refusal(key, f"{key} = {outer.get(key)!r:.60} outside differs; keep one")
+        fields[key] = value
+    return fields | own
 
 
 def to_hf_config(arch: Architecture) -> dict[str, Any]:
@@ -184,6 +212,18 @@ def to_hf_config(arch: Architecture) -> dict[str, Any]:
             "qk_rope_head_dim": arch.latent.qk_rope_head_dim,
             "v_head_dim": arch.latent.v_head_dim,
         }
+    if arch.delta:
+        fields |= {
+            "layer_types": _layer_types(arch.delta.interval, arch.num_layers),
+            "full_attention_interval": arch.delta.interval,
+            "linear_num_key_heads": arch.delta.key_heads,
+            "linear_num_value_heads": arch.delta.value_heads,
+            "linear_key_head_dim": arch.delta.key_dim,
+            "linear_value_head_dim": arch.delta.value_dim,
+            "linear_conv_kernel_dim": arch.delta.kernel,
+        }
+        if arch.num_experts:
+            fields["shared_expert_intermediate_size"] = arch.shared_intermediate_size
     if arch.grouped_routing:
         fields |= {
             **BIASED_ROUTER,
@@ -216,7 +256,7 @@ def _family(hf: Mapping[str, Any]) -> Family:
     if family is None:
         raise ConfigError(
             f"model.path: model_type {hf.get('model_type')!r} is not supported; known: "
-            f"{', '.join((*FAMILIES, *ALIASES))}"
+            f"{', '.join((*FAMILIES, *ALIASES, *WITH_IMAGES))}"
         )
     return family
 
@@ -246,7 +286,8 @@ def _max_positions(hf: Fields, rope: Rope) -> int:
 def _refuse_windows(hf: Fields, family: Family) -> None:
     """Raise ConfigError for attention with a window shorter than the model's positions."""
     types = hf.get("layer_types") or []
-    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+    is_full = isinstance(types, list) and all(kind == "full_attention" for kind in types)
+    if not is_full and not family.has_delta:
         raise hf.refusal("layer_types", "only 'full_attention' is supported")
     if family.has_window and hf.required("sliding_window") is not None:
         window, positions = hf.size("sliding_window"), hf.size(_POSITIONS)
@@ -274,6 +315,39 @@ def _latent(hf: Fields) -> Latent:
         if hf.get(key) not in (None, value):
             raise hf.refusal(key, f"the other fields make it {value}: remove it")
     return latent
+
+
+def _delta(hf: Fields) -> Delta:
+    if hf.get("output_gate_type") not in ("silu", "swish"):  # two names of one function
+        raise hf.refusal("output_gate_type", "only 'silu' and 'swish' are supported")
+    num_layers, types = hf.size("num_hidden_layers"), hf.get("layer_types")
+    interval = hf.size("full_attention_interval")
+    if types is not None and types != _layer_types(interval, num_layers):
+        raise hf.refusal(
+            "layer_types",
+            f"only 'full_attention' in every {interval}-th layer (full_attention_interval) and "
+            "'linear_attention' in the others are supported",
+        )
+    delta = Delta(
+        interval=interval,
+        key_heads=hf.size("linear_num_key_heads"),
+        value_heads=hf.size("linear_num_value_heads"),
+        key_dim=hf.size("linear_key_head_dim"),
+        value_dim=hf.size("linear_value_head_dim"),
+        kernel=hf.size("linear_conv_kernel_dim"),
+    )
+    if delta.value_heads % delta.key_heads:
+        raise hf.refusal(
+            "linear_num_key_heads",
+            f"does not divide linear_num_value_heads = {delta.value_heads}",
+        )
+    return delta
+
+
+def _layer_types(interval: int, num_layers: int) -> list[str]:
+    types = ["linear_attention"] * num_layers
+    types[interval - 1 :: interval] = ["full_attention"] * (num_layers // interval)
+    return types
 
 
 def _dense_layers(hf: Fields, family: Family) -> int:
@@ -330,9 +404,13 @@ def _experts(hf: Fields, family: Family) -> dict[str, Any]:
     per_token = hf.size("num_experts_per_tok")
     if per_token > total:
         raise hf.refusal("num_experts_per_tok", f"more than num_experts = {total}")
-    return {
+    experts = {
         "num_experts": total,
         "experts_per_token": per_token,
         "moe_intermediate_size": hf.size("moe_intermediate_size"),
         "normalize_topk": hf.flag("norm_topk_prob"),
     }
+    if family.has_delta:
+        hf.refuse_unless({"norm_topk_prob": True})  # transformers does not read it
+        experts["shared_intermediate_size"] = hf.size("shared_expert_intermediate_size")
+    return experts

@@ -2,7 +2,8 @@
 
 An entry of the JSON file has a hub name, the number of parameters (a tied head is counted once) and
 the fields of config.json. `like` names another entry whose fields are inherited. Layers for
-multi-token prediction and FP8 scales are not counted.
+multi-token prediction and FP8 scales are not counted. Of models for images and text, only the text
+model is described.
 """
 
 from __future__ import annotations

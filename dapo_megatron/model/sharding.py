@@ -9,8 +9,10 @@ Names of HF tensors are without the prefix of their layer here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from operator import attrgetter
 from typing import Protocol
 
@@ -18,6 +20,10 @@ from dapo_megatron.model.architecture import Architecture
 from dapo_megatron.types import ConfigError, Region, whole
 
 Shape = tuple[int, ...]
+Size = int | str
+"""A number, or the name of a field of the architecture; `latent.kv_lora_rank` is a nested one."""
+Boxes = Sequence[tuple[str, Region]]
+"""Boxes of HF tensors, by the tensor's name."""
 
 ENGINE_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before sharding (vocab_parallel_embedding.py)."""
@@ -56,27 +62,26 @@ class ShardSpec(Protocol):
     def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
         """Return Megatron-core's local parameter."""
 
-    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
-        """Return vLLM's local part of each HF tensor, without tensors that it has no part of."""
+    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Boxes:
+        """Return vLLM's local parts of the HF tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """Parameter that is the same on every rank, such as norms and routers. `sizes` are names of
-    fields of the architecture; `latent.kv_lora_rank` names a nested field."""
+    """Parameter that is the same on every rank, such as norms and routers."""
 
     name: str
-    sizes: tuple[str, ...]
+    sizes: tuple[Size, ...]
 
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
-        return {self.name: tuple(attrgetter(size)(arch) for size in self.sizes)}
+        return {self.name: _sizes(arch, self.sizes)}
 
     def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
         [shape] = self.tensors(arch).values()
         return LocalParameter(shape, (ParameterPart(self.name, shape, whole(shape)),))
 
-    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
-        return {name: whole(shape) for name, shape in self.tensors(arch).items()}
+    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Boxes:
+        return [(name, whole(shape)) for name, shape in self.tensors(arch).items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +92,15 @@ class RowParallel:
     inputs: str
 
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
-        return {self.name: (arch.hidden_size, getattr(arch, self.inputs))}
+        return {self.name: (arch.hidden_size, *_sizes(arch, (self.inputs,)))}
 
     def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
-        return _one_tensor(self, arch, tp_rank, tp_size)
+        return _concatenated(self, arch, tp_rank, tp_size)
 
-    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
+    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Boxes:
         [(name, (rows, columns))] = self.tensors(arch).items()
         size = _share(columns, tp_size, name)
-        return {name: Region((0, tp_rank * size), (rows, size))}
+        return [(name, Region((0, tp_rank * size), (rows, size)))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +117,14 @@ class MergedColumnParallel:
         return {self.gate: shape, self.up: shape}
 
     def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
-        shapes, regions = self.tensors(arch), self.engine(arch, tp_rank, tp_size)
-        rows, hidden = regions[self.gate].shape
-        return LocalParameter(
-            (2 * rows, hidden),
-            (
-                ParameterPart(self.gate, shapes[self.gate], regions[self.gate], 0),
-                ParameterPart(self.up, shapes[self.up], regions[self.up], rows),
-            ),
-        )
+        return _concatenated(self, arch, tp_rank, tp_size)
 
-    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
-        return {
-            name: _rows(shape, tp_rank * size, size)
+    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Boxes:
+        return [
+            (name, _rows(shape, tp_rank * size, size))
             for name, shape in self.tensors(arch).items()
             for size in [_share(shape[0], tp_size, name)]
-        }
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +136,17 @@ class ColumnParallel:
     inputs: str
 
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
-        rows, inputs = attrgetter(self.head_rows, self.inputs)(arch)
+        rows, inputs = _sizes(arch, (self.head_rows, self.inputs))
         return {self.name: (arch.num_heads * rows, inputs)}
 
     def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
-        return _one_tensor(self, arch, tp_rank, tp_size)
+        return _concatenated(self, arch, tp_rank, tp_size)
 
-    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
+    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Boxes:
         [(name, shape)] = self.tensors(arch).items()
         heads = _share(arch.num_heads, tp_size, "attention heads")
         rows = heads * shape[0] // arch.num_heads
-        return {name: _rows(shape, tp_rank * rows, rows)}
+        return [(name, _rows(shape, tp_rank * rows, rows))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +154,9 @@ class QKVParallel:
     """Query, key and value projections: weights [rows, hidden] or biases [rows].
 
     Megatron's fused parameter has, for each key-value head, its query heads, its key and its value.
+    With `is_gated`, each query head also has an output gate: in HF after the head's query, in
+    Megatron's parameter after the queries of the key-value head.
+
     Each rank has an equal interval of these rows. With more ranks than key-value heads, an interval
     can end inside a group; attention then gathers the fused activations (transformer/attention.py,
     get_query_key_value_tensors). vLLM shards by heads and replicates key-value heads if there are
@@ -167,18 +167,20 @@ class QKVParallel:
     key: str
     value: str
     is_bias: bool = False
+    is_gated: bool = False
 
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
         width = () if self.is_bias else (arch.hidden_size,)
         return {
-            self.query: (arch.query_rows, *width),
+            self.query: (arch.query_rows * (2 if self.is_gated else 1), *width),
             self.key: (arch.group_rows, *width),
             self.value: (arch.group_rows, *width),
         }
 
     def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
         shapes = self.tensors(arch)
-        size = _share(arch.query_rows + 2 * arch.group_rows, tp_size, "the fused query-key-value")
+        total = sum(shape[0] for shape in shapes.values())
+        size = _share(total, tp_size, "the fused query-key-value")
         local_rows = range(tp_rank * size, (tp_rank + 1) * size)
         parts, row = [], 0
         for name, first, rows in self._segments(arch):
@@ -191,25 +193,62 @@ class QKVParallel:
 
     def _segments(self, arch: Architecture) -> Iterator[tuple[str, int, int]]:
         """Yield (HF name, first row there, number of rows) in the order of the fused rows."""
-        head, queries = arch.head_dim, arch.query_rows // arch.num_kv_heads
+        head, queries = arch.head_dim, arch.num_heads // arch.num_kv_heads
         for group in range(arch.num_kv_heads):
-            yield self.query, group * queries, queries
+            first = group * queries
+            if self.is_gated:
+                for half in (0, head):
+                    for query in range(first, first + queries):
+                        yield self.query, 2 * query * head + half, head
+            else:
+                yield self.query, first * head, queries * head
             yield self.key, group * head, head
             yield self.value, group * head, head
 
-    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
+    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Boxes:
         shapes = self.tensors(arch)
-        queries = _share(arch.num_heads, tp_size, "attention heads") * arch.head_dim
+        _share(arch.num_heads, tp_size, "attention heads")
+        queries = shapes[self.query][0] // tp_size
         if tp_size > arch.num_kv_heads:
             num_copies = _share(tp_size, arch.num_kv_heads, "key-value heads on engine ranks")
             first, groups = tp_rank // num_copies, 1
         else:
             groups = _share(arch.num_kv_heads, tp_size, "key-value heads")
             first = tp_rank * groups
-        regions = {self.query: _rows(shapes[self.query], tp_rank * queries, queries)}
-        for name in (self.key, self.value):
-            regions[name] = _rows(shapes[name], first * arch.head_dim, groups * arch.head_dim)
-        return regions
+        start, rows = first * arch.head_dim, groups * arch.head_dim
+        return [
+            (self.query, _rows(shapes[self.query], tp_rank * queries, queries)),
+            *((name, _rows(shapes[name], start, rows)) for name in (self.key, self.value)),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentParallel:
+    """Parameter of segments of HF tensors, in order: (tensor, its heads, rows of a head). Segments
+    of one tensor follow each other there. Each rank has an equal number of complete heads of every
+    segment. `width` are the sizes of a row."""
+
+    segments: tuple[tuple[str, str, Size], ...]
+    width: tuple[Size, ...] = ()
+
+    def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
+        rows: dict[str, int] = {}
+        for name, *sizes in self.segments:
+            rows[name] = rows.get(name, 0) + prod(_sizes(arch, sizes))
+        width = _sizes(arch, self.width)
+        return {name: (number, *width) for name, number in rows.items()}
+
+    def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
+        return _concatenated(self, arch, tp_rank, tp_size)
+
+    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Boxes:
+        shapes, first, boxes = self.tensors(arch), Counter[str](), []
+        for name, *sizes in self.segments:
+            heads, rows = _sizes(arch, sizes)
+            share = _share(heads, tp_size, f"heads of {name}") * rows
+            boxes.append((name, _rows(shapes[name], first[name] + tp_rank * share, share)))
+            first[name] += heads * rows
+        return boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +267,12 @@ class VocabParallel:
         parts = (ParameterPart(name, shape, region),) if region else ()
         return LocalParameter((rows, arch.hidden_size), parts)
 
-    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
+    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Boxes:
         [(name, shape)] = self.tensors(arch).items()
         padded = -(-arch.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
         rows = _share(padded, tp_size, "the padded vocabulary")
         region = _without_padding(shape, tp_rank * rows, rows)
-        return {name: region} if region else {}
+        return [(name, region)] if region else []
 
 
 def _rows(shape: Shape, first: int, rows: int) -> Region:
@@ -246,10 +285,19 @@ def _without_padding(shape: Shape, first: int, rows: int) -> Region | None:
     return _rows(shape, first, rows).intersect(whole(shape))
 
 
-def _one_tensor(spec: ShardSpec, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
-    [(name, shape)] = spec.tensors(arch).items()
-    region = spec.engine(arch, tp_rank, tp_size)[name]
-    return LocalParameter(region.shape, (ParameterPart(name, shape, region),))
+def _concatenated(
+    spec: ShardSpec, arch: Architecture, tp_rank: int, tp_size: int
+) -> LocalParameter:
+    """Return a parameter that has the same boxes as in vLLM, one after the other."""
+    shapes, parts, rows = spec.tensors(arch), [], 0
+    for name, region in spec.engine(arch, tp_rank, tp_size):
+        parts.append(ParameterPart(name, shapes[name], region, rows))
+        rows += region.shape[0]
+    return LocalParameter((rows, *region.shape[1:]), tuple(parts))
+
+
+def _sizes(arch: Architecture, sizes: Iterable[Size]) -> Shape:
+    return tuple(size if isinstance(size, int) else attrgetter(size)(arch) for size in sizes)
 
 
 def _share(total: int, ranks: int, what: str) -> int:

@@ -83,11 +83,10 @@ def engine_slices(
         is_whole = expert is not None and expert_parallel
         if is_whole and expert not in local_experts:
             continue
-        regions = spec.engine(arch, *((0, 1) if is_whole else (tp_rank, tp_size)))
-        for name, shape in spec.tensors(arch).items():
-            if name in regions:
-                full_name = _full_name(name, prefix, expert)
-                tensor_slices.append(TensorSlice(full_name, shape, dtype, regions[name]))
+        shapes = spec.tensors(arch)
+        for name, region in spec.engine(arch, *((0, 1) if is_whole else (tp_rank, tp_size))):
+            full_name = _full_name(name, prefix, expert)
+            tensor_slices.append(TensorSlice(full_name, shapes[name], dtype, region))
     return tensor_slices
 
 

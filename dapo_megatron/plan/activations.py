@@ -12,7 +12,7 @@ from __future__ import annotations
 from math import ceil
 from operator import itemgetter
 
-from dapo_megatron.model import Latent
+from dapo_megatron.model import Delta, Latent
 from dapo_megatron.plan import MemoryItem
 from dapo_megatron.plan.stage import FLOAT32, Stage
 
@@ -21,6 +21,8 @@ MIN_TILE_ENTRIES = 256
 WIDE_TILE_ENTRIES = 4096
 ERROR_BYTES = 256 * 2**20
 """Same value as in policy/vocab_parallel.py."""
+CHUNK = 64
+"""Same value as in policy/delta.py."""
 NUM_TILES = 3
 """Tensors of the size of a tile of logits: the logits, their exponential, and the product."""
 
@@ -64,7 +66,9 @@ def _waiting_layers(stage: Stage) -> int:
 
 def kept_by_layer(stage: Stage, layer: int) -> float:
     """Return the bytes per token that a layer saves for backward. `layer` is its global index."""
-    return _norms(stage, layer) + _attention(stage) + _mlp(stage, layer)
+    delta = stage.arch.delta if stage.arch.has_delta(layer) else None
+    mixer = _delta_net(stage, delta) if delta else _attention(stage)
+    return _norms(stage, layer) + mixer + _mlp(stage, layer)
 
 
 def _kept_by_end(stage: Stage) -> float:
@@ -161,6 +165,18 @@ def _latent_attention(stage: Stage, latent: Latent) -> float:
     return kept + heads * (inside + scores) + width * arch.value_columns / split
 
 
+def _delta_net(stage: Stage, delta: Delta) -> float:
+    """Return the bytes per token that a gated delta net in torch saves (policy/delta.py). Without
+    `CHUNK` x `CHUNK` matrices and states, the kernels of flash-linear-attention save far less."""
+    heads = delta.value_heads / stage.policy.tensor_parallel
+    channels = (2 * delta.key_rows + delta.value_rows) / stage.policy.tensor_parallel
+    keys, values = delta.key_dim, delta.value_dim
+    convolution = stage.width * 2 * channels
+    rule = 8 * keys + 3 * values + 6 * CHUNK + keys * values / CHUNK
+    normed = 4 * values
+    return convolution + stage.exact_width * heads * (rule + normed) + stage.width * heads * values
+
+
 def _scores(stage: Stage) -> float:
     """Return the bytes of a head's attention scores for one query; 0 for kernels that do not keep
     scores (all except latent attention)."""
@@ -187,7 +203,7 @@ def passing(stage: Stage, *, backward: bool) -> dict[str, MemoryItem]:
     """Return the temporary memory of a `layer` and, on the last stage, that of the output `head`.
     The two never occur at the same time."""
     of_layer = _backward_of_layer if backward else _forward_of_layer
-    num_bytes = max(of_layer(stage, layer) for layer in (stage.layers[0], stage.layers[-1]))
+    num_bytes = max(of_layer(stage, layer) for layer in stage.largest_layers)
     how = "backward pass" if backward else "forward pass"
     parts = {"layer": MemoryItem("a layer at work", ceil(num_bytes), how)}
     if stage.is_last:

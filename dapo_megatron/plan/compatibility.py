@@ -63,7 +63,7 @@ class RunFacts:
             self.config.policy,
             has_gpu=self.machine is None or self.machine.capability is not None,
             is_installed=not self.lacks(TE),
-            is_latent=self.arch.latent is not None,
+            only_local=self.arch.only_local,
         )
         return chosen == TE
 
@@ -125,7 +125,7 @@ def warnings(run: RunFacts) -> Iterator[Rule]:
 
 def _of_kernels(run: RunFacts) -> Iterator[Rule]:
     policy, arch = run.config.policy, run.arch
-    asked, is_latent = policy.kernels == TE, arch.latent is not None
+    asked = policy.kernels == TE
     other = "set policy.kernels auto or local"
     yield (
         asked and policy.precision != "bfloat16",
@@ -133,8 +133,9 @@ def _of_kernels(run: RunFacts) -> Iterator[Rule]:
         f"of its fused attention; set policy.precision bfloat16, or {other}",
     )
     yield (
-        asked and is_latent,
-        f"policy.kernels: latent attention runs only in Megatron's own layers; {other}",
+        asked and arch.only_local,
+        "policy.kernels: models with latent attention or gated delta nets run only in Megatron's "
+        f"own layers; {other}",
     )
     yield (
         asked and run.lacks(TE),
@@ -148,9 +149,9 @@ def _of_kernels(run: RunFacts) -> Iterator[Rule]:
         "policy.kernels local",
     )
     yield (
-        policy.fused_rope and (not run.fused or is_latent),
+        policy.fused_rope and (not run.fused or arch.only_local),
         "policy.fused_rope: it is a kernel of Transformer Engine, which this run does not use "
-        "(policy.kernels, policy.precision, latent attention, or no GPU); set it to false",
+        "(policy.kernels, policy.precision, the model, or no GPU); set it to false",
     )
     yield (
         policy.fused_rope and arch.rope.attention_scaling != 1.0,
@@ -166,10 +167,10 @@ def _of_kernels(run: RunFacts) -> Iterator[Rule]:
 def _of_fp8(run: RunFacts, fp8: Fp8Config) -> Iterator[Rule]:
     policy, none = run.config.policy, "policy.fp8 null"
     yield (
-        policy.kernels == "local" or run.arch.latent is not None,
+        policy.kernels == "local" or run.arch.only_local,
         "policy.fp8, policy.kernels: only Transformer Engine's layers compute in FP8, and this run "
-        "uses Megatron's own (policy.kernels local, or latent attention); set policy.kernels auto, "
-        f"or {none}",
+        "uses Megatron's own (policy.kernels local, or a model with latent attention or gated "
+        f"delta nets); set policy.kernels auto, or {none}",
     )
     yield (
         policy.precision != "bfloat16",
@@ -185,7 +186,7 @@ def _of_fp8(run: RunFacts, fp8: Fp8Config) -> Iterator[Rule]:
     multiple = 128 if fp8.recipe == "blockwise" else 16
     uneven = [f"{name} {size}" for name, size in _dimensions(run) if size % multiple]
     yield (
-        bool(uneven) and run.arch.latent is None,
+        bool(uneven) and not run.arch.only_local,
         "policy.fp8, policy.tensor_parallel: FP8 matmuls need dimensions of a rank that are "
         f"multiples of {multiple}, unlike {', '.join(uneven)}; lower policy.tensor_parallel, "
         f"use another policy.fp8.recipe, or set {none}",
@@ -263,9 +264,9 @@ def _of_lora(run: RunFacts, lora: LoraConfig) -> Iterator[Rule]:
         "one of them to null",
     )
     yield (
-        run.arch.latent is not None and "attention" in lora.targets,
-        "policy.lora.targets: the projections of latent attention have no adapters; set it to "
-        "[mlp, experts]",
+        run.arch.only_local and "attention" in lora.targets,
+        "policy.lora.targets: the projections of latent attention and of gated delta nets have no "
+        "adapters; set it to [mlp, experts]",
     )
 
 
@@ -308,7 +309,8 @@ def _of_engine(run: RunFacts) -> Iterator[Rule]:
         "float32 or bfloat16",
     )
     yield (
-        run.has_engine and run.config.engine.quantization == "fp8" and run.arch.latent is not None,
+        run.has_engine and run.config.engine.quantization == "fp8" and run.arch.only_local,
         "engine.quantization: vLLM merges the projections of latent attention when it loads them, "
-        "and the merged FP8 weights cannot be compared with the policy's; set it to none",
+        "and the merged FP8 weights cannot be compared with the policy's; gated delta nets were "
+        "not tried in FP8; set it to none",
     )

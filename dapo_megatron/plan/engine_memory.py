@@ -29,6 +29,7 @@ class EngineMemory:
     sampler         allocated in vLLM's memory pool of weights, and woken with them
     others          workspace, and routes if they are captured
     token_bytes     of the KV cache, per token
+    state_bytes     of the KV cache, per sequence
     received_bytes  of the weights that a sync brings, before quantization
     """
 
@@ -37,6 +38,7 @@ class EngineMemory:
     cache: MemoryItem
     others: tuple[MemoryItem, ...]
     token_bytes: int
+    state_bytes: int
     received_bytes: int
 
     @property
@@ -46,7 +48,7 @@ class EngineMemory:
 
     def sequences(self, tokens: float) -> int:
         """Return how many sequences of `tokens` tokens the KV cache holds."""
-        return int(self.cache.num_bytes // (self.token_bytes * tokens))
+        return int(self.cache.num_bytes // (self.token_bytes * tokens + self.state_bytes))
 
 
 def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) -> EngineMemory:
@@ -81,6 +83,7 @@ def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) ->
         cache=MemoryItem("KV cache", cache, f"{rest}, {token_bytes:,} bytes a token"),
         others=tuple(others),
         token_bytes=token_bytes,
+        state_bytes=state_bytes(arch, size, dtype),
         received_bytes=received,
     )
 
@@ -129,4 +132,15 @@ def cache_numbers(arch: Architecture, tensor_parallel: int) -> int:
     if arch.latent:
         return arch.num_layers * arch.latent.down_rows
     heads = max(arch.num_kv_heads // tensor_parallel, 1)
-    return arch.num_layers * 2 * heads * arch.head_dim
+    return len(arch.attention_layers) * 2 * heads * arch.head_dim
+
+
+def state_bytes(arch: Architecture, tensor_parallel: int, dtype: torch.dtype) -> int:
+    """Return the bytes that a rank of an engine caches per sequence: the states of gated delta nets
+    in float32, and the tokens that their convolutions need."""
+    if arch.delta is None:
+        return 0
+    delta, layers = arch.delta, arch.num_layers - len(arch.attention_layers)
+    states = 4 * delta.key_dim * delta.value_rows
+    tokens = dtype.itemsize * (delta.kernel - 1) * (2 * delta.key_rows + delta.value_rows)
+    return layers * (states + tokens) // tensor_parallel

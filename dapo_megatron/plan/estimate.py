@@ -224,8 +224,9 @@ def estimate_memory(
 def kernels_of(config: Config, arch: Architecture, *, has_gpu: bool) -> Kernels:
     """Resolve policy.kernels for the planned machine, assuming that Transformer Engine is
     installed."""
-    is_latent = arch.latent is not None
-    chosen = kernels_for(config.policy, has_gpu=has_gpu, is_installed=True, is_latent=is_latent)
+    chosen = kernels_for(
+        config.policy, has_gpu=has_gpu, is_installed=True, only_local=arch.only_local
+    )
     if config.policy.fp8 and chosen == "local":
         raise ConfigError("policy.fp8: needs Transformer Engine's layers, on GPUs; set it to null")
     return chosen

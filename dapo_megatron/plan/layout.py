@@ -135,6 +135,11 @@ def _tensor_problems(policy: PolicyConfig, arch: Architecture) -> Iterator[str]:
     elif (rows := 2 * arch.group_rows) % size:
         # Megatron splits the query, key and value rows as one matrix, and gathers them again.
         yield f"policy.tensor_parallel: {size} does not divide the model's {rows} key-value rows"
+    if arch.delta and arch.delta.key_heads % size:
+        yield (
+            f"policy.tensor_parallel: {size} does not divide the {arch.delta.key_heads} key heads "
+            "of the model's gated delta nets"
+        )
     for name, width in arch.mlp_columns(whole_experts=True).items():
         if width % size:
             yield f"policy.tensor_parallel: {size} does not divide the {name} {width}"
@@ -290,6 +295,8 @@ def _engine_misfits(
             f"does not divide the model's {heads} attention heads, or neither divides nor is a "
             f"multiple of its {groups} key-value heads"
         )
+    if arch.delta and arch.delta.key_heads % size:
+        yield f"does not divide the {arch.delta.key_heads} key heads of its gated delta nets"
     if whole_experts and arch.num_experts % size:
         yield f"does not divide the {arch.num_experts} experts"
     for name, width in arch.mlp_columns(whole_experts=whole_experts).items():

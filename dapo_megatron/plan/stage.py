@@ -143,15 +143,23 @@ class Stage:
 
     @property
     def _kinds_of_layers(self) -> list[tuple[ChunkPlace, int]]:
-        """One layer of each kind, and their number: layers with experts are alike, and so are those
-        without."""
-        has_experts = self.arch.has_experts
-        numbers = Counter(map(has_experts, self.layers))
+        """One layer of each kind, and their number."""
         ends = replace(self._ends, num_layers=1, has_embedding=False, has_head=False)
+        numbers = Counter(map(self._kind, self.layers))
         return [
             (replace(ends, first_layer=layer), numbers[kind])
-            for kind, layer in {has_experts(layer): layer for layer in self.layers}.items()
+            for kind, layer in {self._kind(layer): layer for layer in self.layers}.items()
         ]
+
+    def _kind(self, layer: int) -> tuple[bool, bool]:
+        """Return whether a layer has experts, and a gated delta net. Others of its kind are like
+        it."""
+        return self.arch.has_experts(layer), self.arch.has_delta(layer)
+
+    @property
+    def largest_layers(self) -> list[int]:
+        """A layer of each kind."""
+        return [place.first_layer for place, _ in self._kinds_of_layers]
 
     @property
     def num_parameters(self) -> int:

@@ -35,6 +35,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -76,8 +77,7 @@ class CausalAttention(MegatronModule):
         if packed_seq_params is not None:
             return self._attend(query, key, value, packed_seq_params.bounds)
         length, rows = query.shape[:2]
-        whole = length * parallel_state.get_context_parallel_world_size()
-        bounds = tuple(range(0, (rows + 1) * whole, whole))
+        bounds = bounds_of(None, length, rows)
         query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         output = self._attend(query, key, value, bounds)
         return output.view(rows, length, -1).transpose(0, 1)
@@ -104,6 +104,15 @@ class PackedRow(PackedSeqParams):
     """The numbers in `cu_seqlens_q`."""
 
 
+def bounds_of(packed: PackedRow | None, length: int, rows: int) -> tuple[int, ...]:
+    """Return the cumulative padded lengths of a micro-batch's sequences over all context-parallel
+    ranks. Unless they are packed, each is one of `rows` rows with `length` tokens of this rank."""
+    if packed is not None:
+        return packed.bounds
+    whole = length * parallel_state.get_context_parallel_world_size()
+    return tuple(range(0, (rows + 1) * whole, whole))
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Sequences of similar length, computed in one call.
@@ -111,12 +120,14 @@ class Block:
     queries_SQ    int64  indices of the queries among the rank's tokens, 0 on padding
     keys_SK       int64  indices of the keys among the tokens of all ranks, 0 on padding
     places_2      int64  rows and columns of `queries_SQ` without padding
+    own_2         int64  rows and columns of the same tokens in `keys_SK`
     visible       bool   [S, 1, Q, K], the keys that a query sees; None if the mask is causal
     """
 
     queries_SQ: Tensor
     keys_SK: Tensor
     places_2: tuple[Tensor, Tensor]
+    own_2: tuple[Tensor, Tensor]
     visible: Tensor | None
 
 
@@ -153,11 +164,13 @@ def attention_plan(
             causal = key_position_SK[:, None, :] <= query_position_SQ[:, :, None]
             visible = causal[:, None].to(device)
         sequence, place = is_query_SQ.nonzero(as_tuple=True)
+        position = query_position_SQ[sequence, place]
         blocks.append(
             Block(
                 torch.where(is_query_SQ, queries_SQ, 0).to(device),
                 torch.where(is_key_SK, keys_SK, 0).to(device),
                 (sequence.to(device), place.to(device)),
+                (sequence.to(device), position.to(device)),
                 visible,
             )
         )
@@ -234,6 +247,20 @@ def _gathered_index(
     owner = torch.minimum(chunk, 2 * cp_size - 1 - chunk)
     within = position_SK % chunk_size + torch.where(chunk >= cp_size, chunk_size, 0)
     return owner * (total // cp_size) + (starts // cp_size)[:, None] + within
+
+
+class GatedAttention(SelfAttention):
+    """Megatron's attention with an output gate. If ranks share a key-value head, Megatron-core 0.16
+    returns the gates of all query heads that share it."""
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Return query, key, value and gate of this rank's heads."""
+        query, key, value, gate = super().get_query_key_value_tensors(*args, **kwargs)
+        heads = query.shape[2]
+        if (sharing := gate.shape[2] // heads) > 1:
+            first = parallel_state.get_tensor_model_parallel_rank() % sharing * heads
+            gate = gate.narrow(2, first, heads)
+        return query, key, value, gate
 
 
 # ------------------------------------------------------------------ latent attention

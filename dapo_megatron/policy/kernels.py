@@ -17,8 +17,9 @@ def kernels(config: PolicyConfig, arch: Architecture) -> Kernels:
     plan/compatibility has already refused combinations that cannot run.
     """
     installed = find_spec("transformer_engine") is not None
-    is_latent = arch.latent is not None
-    chosen = kernels_for(config, has_gpu=has_cuda(), is_installed=installed, is_latent=is_latent)
+    chosen = kernels_for(
+        config, has_gpu=has_cuda(), is_installed=installed, only_local=arch.only_local
+    )
     assert chosen == "transformer_engine" or not config.fp8, "see plan/compatibility"
     return chosen
 

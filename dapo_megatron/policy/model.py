@@ -95,6 +95,7 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
         qk_layernorm=arch.qk_norm or _latent_norms(arch, config),
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
+        attention_output_gate=arch.delta is not None,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=config.tensor_parallel,
@@ -181,6 +182,7 @@ def _experts(arch: Architecture, config: PolicyConfig, fused: bool) -> dict[str,
         "moe_router_pre_softmax": True,
         "moe_layer_freq": [int(arch.has_experts(layer)) for layer in range(arch.num_layers)],
         "moe_shared_expert_intermediate_size": arch.shared_intermediate_size or None,
+        "moe_shared_expert_gate": arch.delta is not None,
     }
 
 

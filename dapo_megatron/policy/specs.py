@@ -2,8 +2,8 @@
 
 Both use the router in moe.py. Transformer Engine fuses the norm before a linear layer into that
 layer, supports packed sequences and context parallelism in its attention, and computes a rank's
-experts in one grouped GEMM. Latent attention is always built from Megatron's own layers
-(policy/attention.py).
+experts in one grouped GEMM. Models with latent attention (policy/attention.py) or gated delta nets
+(policy/delta.py) are always built from Megatron's own layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor
 
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.model import Architecture
-from dapo_megatron.policy.attention import CausalAttention, LatentAttention
+from dapo_megatron.policy.attention import CausalAttention, GatedAttention, LatentAttention
+from dapo_megatron.policy.delta import GatedDeltaNet, ZeroCenteredNorm
 from dapo_megatron.policy.kernels import kernels
 from dapo_megatron.policy.moe import BiasedRouter, ExpertLayer, Router
 
@@ -33,7 +34,7 @@ def block_spec(
     arch: Architecture, config: PolicyConfig, layers: Iterable[int]
 ) -> TransformerBlockSubmodules:
     """Return the spec of a chunk: `layers`, by their numbers in the model, and the final norm."""
-    norm: Any = RMSNorm
+    norm = _norm(arch)
     if kernels(config, arch) == "transformer_engine":
         # Imported here because the name is a placeholder if the package is not installed.
         from megatron.core.extensions.transformer_engine import TENorm
@@ -48,6 +49,10 @@ def layer_spec(arch: Architecture, config: PolicyConfig, number: int) -> ModuleS
     num_experts = arch.num_experts if arch.has_experts(number) else None
     fused = kernels(config, arch) == "transformer_engine"
     spec = _fused(arch, num_experts) if fused else _local(arch, num_experts)
+    if arch.delta:
+        spec.submodules.self_attention.module = GatedAttention
+    if arch.delta and arch.has_delta(number):
+        spec.submodules.self_attention = ModuleSpec(GatedDeltaNet, {"sizes": arch.delta})
     if num_experts:
         spec.submodules.mlp = _experts(spec.submodules.mlp, arch)
     return spec
@@ -66,14 +71,18 @@ def _local(arch: Architecture, num_experts: int | None) -> ModuleSpec:
         multi_latent_attention=arch.latent is not None,
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = _norm(arch)
     attention.core_attention = CausalAttention
     if arch.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = _norm(arch)
     if arch.latent:
         layer.self_attention.module = LatentAttention
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
     return spec
+
+
+def _norm(arch: Architecture) -> Any:
+    return ZeroCenteredNorm if arch.delta else RMSNorm
 
 
 def _experts(mlp: Any, arch: Architecture) -> ModuleSpec:

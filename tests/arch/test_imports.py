@@ -64,11 +64,12 @@ ROOMS = {
     # plan for the layout only.
     "policy": room(
         "types files protocols config model plan bridge checkpoints cluster",
-        "torch numpy megatron transformer_engine safetensors triton",
+        "torch numpy megatron transformer_engine safetensors triton fla",
     ),
     # data for the tokenizer, rewards for the graders of a server, bridge for its weights.
     "engine": room(
-        f"{LOW} config model data cluster bridge rewards environments", "torch vllm numpy zmq"
+        f"{LOW} config model data cluster bridge rewards environments",
+        "torch vllm transformers numpy zmq",
     ),
     # engine for its messages, bridge for sending weights, checkpoints for the manifest of a folder,
     # pandas for annotations only.

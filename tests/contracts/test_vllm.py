@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dapo_megatron.engine.delta import importable_torchvision
 from tests.contracts.names import check_arguments, check_name, find, imports_of
 from tests.helpers.configs import tiny_config
 from tests.helpers.engines import run_alone
@@ -41,6 +42,9 @@ NAMES = {
         {LAYERS}vocab_parallel_embedding:ParallelLMHead
         vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes
         {CPU_EXPERTS}.apply""",
+    "engine/delta.py": f"""
+        {LAYERS}mamba.ops.cpu.gdn_attention:cpu_gdn_attention_core
+        vllm._custom_ops:causal_conv1d_weight_pack""",
     "engine/loads.py": f"""
         {RELOAD}layerwise:_get_original_loader {RELOAD}layerwise:get_layerwise_info
         {RELOAD}meta:restore_layer_on_meta""",
@@ -69,6 +73,19 @@ ARGUMENTS = {
         "positions query key",
         "engine/device.py",
     ),
+    f"{LAYERS}mamba.ops.cpu.gdn_attention:cpu_gdn_attention_core": (
+        "mixed_qkv b a core_attn_out layer_name",
+        "engine/delta.py",
+    ),
+    f"{LAYERS}mamba.ops.cpu.causal_conv1d:causal_conv1d_update_cpu": (
+        "x conv_state weight bias activation conv_state_indices",
+        "engine/delta.py",
+    ),
+    "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadata": (
+        "num_decodes num_prefills has_initial_state non_spec_query_start_loc "
+        "non_spec_state_indices_tensor",
+        "engine/delta.py",
+    ),
     "vllm._custom_ops:cpu_prepack_moe_weight": ("weight isa", "engine/readback.py"),
 }
 """Functions that are replaced, or used in one place only. Arguments of an engine and of a request
@@ -96,8 +113,9 @@ def test_private_names_exist(user: str) -> None:
 
 
 def test_imported_names_exist() -> None:
-    for path, user in imports_of("vllm").items():
-        check_name(path, user)
+    with importable_torchvision():
+        for path, user in imports_of("vllm").items():
+            check_name(path, user)
 
 
 @pytest.mark.parametrize("path", ARGUMENTS)

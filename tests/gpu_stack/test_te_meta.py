@@ -13,6 +13,7 @@ import pytest
 
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.model import FAMILIES as RULES
+from dapo_megatron.model import architecture
 from tests.helpers.meta import differences
 from tests.helpers.models import FAMILIES
 from tests.helpers.ranks import run_ranks
@@ -40,8 +41,8 @@ def check(cases: dict[str, tuple[dict[str, Any], PolicyConfig]]) -> None:
 
 
 def test_names_and_shapes_are_those_of_transformer_engine_at_published_sizes() -> None:
-    # Latent attention uses only Megatron's own layers.
-    check({name: case for name, case in published_cases().items() if "kv_lora_rank" not in case[0]})
+    cases = published_cases().items()
+    check({name: case for name, case in cases if not architecture(case[0]).only_local})
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -52,7 +53,9 @@ def test_names_and_shapes_are_those_of_transformer_engine_in_every_family(recipe
     }
     sizes = {"num_hidden_layers": 6, "hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
     cases = {}
-    for family in (name for name in sorted(FAMILIES) if not RULES[name].has_latent):
+    for family in (
+        name for name in sorted(FAMILIES) if not (RULES[name].has_latent or RULES[name].has_delta)
+    ):
         for tied in (False, True):
             for name, layout in layouts.items():
                 keys = {**layout, "precision": "bfloat16", "fp8": RECIPES[recipe]}

@@ -26,6 +26,10 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -46,6 +50,9 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     # GLM-4.5 with latent attention.
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    # Gated delta nets, and gated attention in every fourth layer, of whose heads half rotate.
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
 }
@@ -55,6 +62,22 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
     "norm_topk_prob": True,
+}
+
+DELTA = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    },
 }
 
 BIASED_MOE = {
@@ -138,6 +161,9 @@ RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_linear": ("llama", {"rope_parameters": ROPE["linear"]}),
     "mistral": ("mistral", {"head_dim": 64}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5_tied": ("qwen3_5_text", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "qwen3_yarn": ("qwen3", {"rope_parameters": ROPE["yarn"]}),
 }
 """Models for parity tests: the family and overrides for `make_random_model`."""
@@ -148,7 +174,8 @@ def make_random_model(
 ) -> Path:
     """Write a random model of `family` with the quickstart's tokenizer. Return `folder`.
 
-    The default has two layers, 4 query heads on 2 key-value heads of 32, and an untied head.
+    The default has two layers (four with gated delta nets), 4 query heads on 2 key-value heads of
+    32, and an untied head.
     `overrides` go to the HF config (`tie_word_embeddings=True`, `num_hidden_layers=4`, ...). Every
     weight differs from its initial value, so that a tensor that was not loaded changes the outputs
     (doctor/shrink.py, `randomize`). With `has_mtp` it has a layer for multi-token prediction.
@@ -162,6 +189,10 @@ def make_random_model(
     )
     if family == "qwen3_moe":
         sizes |= EXPERTS
+    if FAMILY_RULES[family].has_delta:
+        sizes |= DELTA
+    if family == "qwen3_5_moe_text":
+        sizes |= {**EXPERTS, "shared_expert_intermediate_size": 32}
     if family == "deepseek_v3":
         sizes |= LATENT
     if family == "glm4_moe":

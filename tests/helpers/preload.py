@@ -23,6 +23,8 @@ with warnings.catch_warnings():
         "vllm.model_executor.models.glm4_moe_lite",
         "vllm.model_executor.models.llama",
         "vllm.model_executor.models.qwen3_moe",
+        "vllm.model_executor.models.qwen3_next",
+        "vllm.model_executor.models.qwen3_vl",
         "vllm.v1.worker.cpu_worker",
         "hypothesis",
         "pytest",

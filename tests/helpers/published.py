@@ -25,6 +25,13 @@ GROUPED = {
     "n_group": 4,
     "topk_group": 2,
 }
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+}
 
 
 def small_config(family: str = "qwen3_moe", **changes: Any) -> dict[str, Any]:
@@ -47,7 +54,13 @@ def small_config(family: str = "qwen3_moe", **changes: Any) -> dict[str, Any]:
         experts = {}
         changes.pop("moe_intermediate_size", None)
     if rules.has_partial_rotary:
-        sizes["head_dim"] = 4
+        sizes["head_dim"] = 8 if rules.has_delta else 4
+    if rules.has_delta:
+        sizes |= DELTA
+        if rules.expert:
+            del sizes["intermediate_size"]
+            changes.pop("intermediate_size", None)
+            sizes["shared_expert_intermediate_size"] = 8
     if rules.has_latent:
         experts |= LATENT
         del sizes["head_dim"]

@@ -38,8 +38,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "policy__virtual_pipeline_parallel": 2,
     },
     "cp2": {"policy__context_parallel": 2},
-    "ep2": {"policy__expert_parallel": 2},  # with the model of experts
+    "ep2": {"policy__expert_parallel": 2},
+    "delta tp2": {"policy__tensor_parallel": 2},
+    "delta ep2": {"policy__expert_parallel": 2},
 }
+MODELS = {
+    "ep2": "qwen3_moe",
+    "delta tp2": "qwen3_5_text",
+    "delta ep2": "qwen3_5_moe_text",
+}
+"""Families, if they are not qwen3."""
 LOSS = loss_with()
 STEP = 1
 CUT_SHORT, KEY_GONE = "cut_short", "key_gone"
@@ -67,7 +75,7 @@ def checkpoint(root: Path, layout: str) -> Path:
 
 
 def model_of(models: Path, layout: str) -> Path:
-    return models / ("qwen3_moe" if layout == "ep2" else "qwen3")
+    return models / MODELS.get(layout, "qwen3")
 
 
 def weights(policy: Any) -> dict[str, Tensor]:
@@ -155,7 +163,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    for family in ("qwen3", "qwen3_moe"):
+    for family in {"qwen3", *MODELS.values()}:
         make_random_model(
             family, root / family, seed=1, tie_word_embeddings=True, num_hidden_layers=4
         )

@@ -41,6 +41,12 @@ LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 5,
 }
+DELTA = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+}
 WITH_EXPERTS = [family for family in FAMILIES if model_families[family].expert]
 EXPERTS = {
     "ep2": ({"expert_parallel": 2}, {}),
@@ -61,6 +67,13 @@ PUBLISHED_LAYOUTS: dict[str, dict[str, int | bool]] = {
         "tensor_parallel": 4,
         "sequence_parallel": True,
         "pipeline_parallel": 2,
+        "expert_parallel": 8,
+    },
+    "Qwen3.5-35B-A3B": {
+        "tensor_parallel": 4,
+        "sequence_parallel": True,
+        "pipeline_parallel": 2,
+        "context_parallel": 2,
         "expert_parallel": 8,
     },
     "Llama-3.1-8B-Instruct": {"pipeline_parallel": 4, "virtual_pipeline_parallel": 2},
@@ -116,6 +129,10 @@ def small(family: str, tied: bool, **sizes: Any) -> dict[str, Any]:
         experts["num_experts"] = 8
     if "n_routed_experts" in published:
         experts |= GROUPED
+    if model_families[family].has_delta:
+        experts |= {**DELTA, "head_dim": 8}
+    if "shared_expert_intermediate_size" in published:
+        experts["shared_expert_intermediate_size"] = 8
     if "kv_lora_rank" in published:
         experts |= LATENT
         del shared["head_dim"]

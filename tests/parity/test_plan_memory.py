@@ -44,6 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", SIZES | OF_EXPERTS),
     "latent": ("deepseek_v3", LATENT_SIZES | OF_EXPERTS | {"num_key_value_heads": 8}),
     "partial": ("glm4_moe", SIZES | OF_EXPERTS),
+    "delta": ("qwen3_5_text", SIZES),
 }
 SHORT = {"policy__precision": "bfloat16"}
 SEQUENCE = {"policy__tensor_parallel": 2, "policy__sequence_parallel": True}
@@ -60,6 +61,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "lora": ("dense", 1, {"policy__lora": "{rank: 8, alpha: 16}"}),
     "latent": ("latent", 1, {}),
     "partial": ("partial", 1, {}),
+    "delta": ("delta", 1, {}),
+    "delta bfloat16": ("delta", 1, SHORT),
+    "delta full": ("delta", 1, {"policy__recompute": "full"}),
+    "delta sequence": ("delta", 2, SEQUENCE),
     "tensor": ("dense", 2, {"policy__tensor_parallel": 2}),
     "sequence": ("dense", 2, SEQUENCE),
     "sequence bfloat16": ("plain", 2, SEQUENCE | SHORT),
@@ -71,7 +76,16 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "expert": ("experts", 2, {"policy__expert_parallel": 2}),
     "experts sequence": ("experts", 2, SEQUENCE),
 }
-EVERY_DAY = {"lora", "dense bfloat16", "full", "experts", "sequence", "pipeline", "context"}
+EVERY_DAY = {
+    "lora",
+    "dense bfloat16",
+    "full",
+    "experts",
+    "sequence",
+    "pipeline",
+    "context",
+    "delta",
+}
 """Cases that always run. The others are marked `long`."""
 TOKENS = 1024
 """Tokens of a micro-batch per rank: two sequences, or halves of four with context parallelism."""

@@ -38,7 +38,7 @@ from tests.helpers.models import (
 from tests.helpers.ranks import run_ranks
 
 LR = 1e-4
-LENGTHS = (5, 60, 17, 9, 33, 4, 40, 12, 3)
+LENGTHS = (5, 100, 17, 9, 33, 4, 70, 12, 3)
 BATCH = random_batch(LENGTHS, vocab=99)
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
 ODD = {"tie_word_embeddings": True, "vocab_size": 99}
@@ -59,7 +59,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_air": ("glm4_moe", {"use_qk_norm": False}),  # biases without norms
     "glm_plain": ("glm4_moe", {"use_qk_norm": False, "attention_bias": False}),
 }
-DEEP = ("qwen3_tied", "qwen3_moe", "deepseek")
+DEEP = ("qwen3_tied", "qwen3_moe", "deepseek", "qwen3_5_moe")
+SHARED_HEAD = "qwen3_5_tied"
+"""Two ranks share its key-value head, and so the query heads' gates next to it."""
 SEQUENCE = {"policy__tensor_parallel": 2, "policy__sequence_parallel": "true"}
 ONE_RANK: dict[str, dict[str, Any]] = {
     "one": {},
@@ -112,6 +114,8 @@ def observe(rank: int, world_size: int, folders: dict[str, str], layouts: Any) -
 
 def is_tested(model: str, layout: str) -> bool:
     """Return whether a model is observed in a layout."""
+    if model == SHARED_HEAD:
+        return layout in ("one", "tp2")
     return layout == "one" or (model in DEEP and (layout != "ep2" or model != "qwen3_tied"))
 
 
@@ -156,7 +160,7 @@ def one_rank(folders: dict[str, str]) -> Cases:
 
 @pytest.fixture(scope="module")
 def two_ranks(folders: dict[str, str]) -> Cases:
-    deep = {name: folders[name] for name in DEEP}
+    deep = {name: folders[name] for name in (*DEEP, SHARED_HEAD)}
     first, second = run_ranks(observe, 2, 2, deep, TWO_RANKS)
     for key, observed in first.items():  # both ranks must give the same
         assert torch.equal(observed.logprobs, second[key].logprobs)
@@ -219,11 +223,14 @@ def check_same(actual: Observed, expected: Observed) -> None:
     gradients, wanted = (trained(observed.gradients) for observed in (actual, expected))
     assert gradients.keys() == wanted.keys()
     differences = {name: (gradients[name] - wanted[name]).abs().max() for name in wanted}
-    assert (actual.logprobs - expected.logprobs).abs().max() < 1e-5  # 2.9e-6
+    # A gradient of a gated delta net's small tensors is a large sum over all tokens.
+    has_delta = any("linear_attn" in name for name in wanted)
+    assert (actual.logprobs - expected.logprobs).abs().max() < 1e-5  # 2.9e-6, Qwen3.5 6.2e-6
     assert (actual.entropy - expected.entropy).abs().max() < 1e-5  # 3.3e-6
-    assert max(differences.values()) < 1e-6  # 7.2e-7
-    assert max(distances(gradients, wanted).values()) < 5e-6  # 2.7e-6
-    assert max(d / wanted[name].abs().max() for name, d in differences.items()) < 1e-5  # 4.1e-6
+    largest = max(float(d / wanted[name].abs().max()) for name, d in differences.items())
+    assert max(differences.values()) < (2e-5 if has_delta else 1e-6)  # 9.7e-6, others 7.2e-7
+    assert max(distances(gradients, wanted).values()) < (1e-5 if has_delta else 5e-6)  # 7.5e-6
+    assert largest < (2e-5 if has_delta else 1e-5)  # 1.1e-5, others 4.1e-6
     assert actual.losses[0] == pytest.approx(expected.losses[0], abs=3e-7, rel=0)  # 7.7e-8
     assert actual.grad_norms[0] == pytest.approx(expected.grad_norms[0], rel=3e-6)  # 9.9e-7
     # After an update, one element whose gradient is near 0 is enough for 6.8e-7 and 2.2e-5: AdamW
@@ -270,7 +277,7 @@ def test_megatron_on_one_rank_equals_hf(
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [(model, layout) for model in DEEP for layout in TWO_RANKS if is_tested(model, layout)],
+    [(model, n) for model in (*DEEP, SHARED_HEAD) for n in TWO_RANKS if is_tested(model, n)],
 )
 def test_two_ranks_give_the_result_of_one(
     model: str, layout: str, one_rank: Cases, two_ranks: Cases

@@ -34,7 +34,9 @@ BOUND = 5e-6
 
 def names(num_ranks: int) -> list[tuple[str, str, bool]]:
     """Return family, layout and packing of every case."""
-    families = [name for name in sorted(FAMILIES) if not RULES[name].has_latent]
+    families = [
+        name for name in sorted(FAMILIES) if not (RULES[name].has_latent or RULES[name].has_delta)
+    ]
     return [
         (family, layout, packing)
         for family, layout, packing in product(families, LAYOUTS[num_ranks], (True, False))

@@ -39,7 +39,7 @@ def fp8(recipe: str, more: str = "") -> str:
 
 CASES: list[tuple[Any, Machine | None, str, str]] = [
     (QWEN3, None, f"{TE} {FP32}", "policy.kernels, policy.precision: transformer_engine needs"),
-    (LATENT, None, f"{TE} {BF16}", "policy.kernels: latent attention runs only in Megatron's own"),
+    (LATENT, None, f"{TE} {BF16}", "policy.kernels: models with latent attention or gated"),
     (QWEN3, NO_GPU, f"{TE} {BF16}", "policy.kernels: transformer_engine needs an NVIDIA GPU"),
     (QWEN3, NO_TE, f"{TE} {BF16}", "policy.kernels: transformer_engine needs an NVIDIA GPU"),
     (QWEN3, None, f"{TE} {BF16} policy.context_parallel=2 train.packing=false", "train.packing: "),

@@ -84,7 +84,8 @@ GRAPHS = {"engine__enforce_eager": "false", "engine__max_batched_tokens": 8192}
 def test_arguments_on_a_gpu_follow_the_config(
     gpu: None, keys: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    arguments = device.arguments(tiny_config(**keys))
+    arch = architecture(HF)
+    arguments = device.arguments(tiny_config(**keys), arch)
     assert {name: arguments.get(name) for name in expected} == expected
     fraction = tiny_config(**keys).engine.memory_fraction
     assert arguments["gpu_memory_utilization"] == fraction
@@ -231,8 +232,12 @@ def test_only_routes_of_preempted_requests_wait_for_the_pass_in_flight(
 
     manager = SimpleNamespace(get_block_ids=lambda _: ([0],))
     running = SimpleNamespace(num_computed_tokens=1)
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])
     scheduler = SimpleNamespace(
-        kv_cache_manager=manager, _free_request_blocks=lambda _: None, requests={"2": running}
+        kv_cache_config=groups,
+        kv_cache_manager=manager,
+        _free_request_blocks=lambda _: None,
+        requests={"2": running},
     )
     core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
     llm_engine = SimpleNamespace(engine_core=core)

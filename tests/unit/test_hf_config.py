@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.engine.device import check_config, has_cuda
-from dapo_megatron.model import Rope, architecture, to_hf_config
+from dapo_megatron.model import Rope, architecture, text_fields, to_hf_config
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import FAMILIES
@@ -157,6 +157,30 @@ def test_the_share_of_rotated_columns_is_read(fields: dict[str, Any], rotated: f
     assert (arch.rope.partial_rotary_factor, arch.rotary_dim) == (rotated, 8 * rotated)
 
 
+def test_the_text_model_of_a_model_for_images_is_read() -> None:
+    text = small_config("qwen3_5_text", tie_word_embeddings=True)
+    inner = {key: value for key, value in text.items() if key != "tie_word_embeddings"}
+    released = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": {**inner, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
+        "vision_config": {"model_type": "qwen3_5_vision", "depth": 27, "hidden_size": 1152},
+        "image_token_id": 1,
+        "vision_start_token_id": 2,
+        "transformers_version": "5.2.0",
+        "tie_word_embeddings": True,
+    }
+    assert architecture(released) == architecture(text)
+    assert architecture(released).tie_word_embeddings
+    assert text_fields(released)["architectures"] == ["Qwen3_5ForCausalLM"]
+    differing = {**released["text_config"], "tie_word_embeddings": False}
+    message = refusal({**released, "text_config": differing})
+    assert "text_config.tie_word_embeddings = False; tie_word_embeddings = True outside" in message
+    assert "the field audio_config" in refusal({**released, "audio_config": {"depth": 1}})
+    assert "text_config = 'x'" in refusal({**released, "text_config": "x"})
+    assert "only 'qwen3_5_text'" in refusal({**released, "text_config": {"model_type": "llama"}})
+
+
 # ------------------------------------------------------------------ what is ignored
 
 METADATA: dict[str, Any] = {
@@ -202,6 +226,8 @@ def test_metadata_is_ignored(family: str) -> None:
         ("qwen3_moe", {"qkv_bias": False, "use_qk_norm": True}),
         ("qwen3_moe", {"shared_expert_intermediate_size": 0}),
         ("mistral", {"sliding_window": 256}),  # as long as the model
+        ("qwen3_5_text", {"output_gate_type": "silu", "mtp_num_hidden_layers": 0}),
+        ("qwen3_5_text", {"output_gate_type": "swish"}),
         *(("qwen3_moe", {"no_such_field": value}) for value in (None, [], {}, "")),
         *(("qwen3_moe", {"n_shared_experts": value}) for value in (None, [], {}, "")),
     ],
@@ -288,6 +314,13 @@ UNSUPPORTED: list[tuple[str, str, Any]] = [
     ("glm4_moe", "partial_rotary_factor", 0.3),  # of 4 columns: 1
     ("glm4_moe", "partial_rotary_factor", None),  # 1.0 in transformers, 0.5 in vLLM
     ("glm4_moe", "attention_bias", "yes"),
+    ("qwen3_5_text", "model_type", "qwen4_exp"),
+    ("qwen3_5_text", "output_gate_type", "sigmoid"),
+    ("qwen3_5_text", "attn_output_gate", False),
+    ("qwen3_5_text", "layer_types", ["full_attention", "linear_attention"]),
+    ("qwen3_5_text", "linear_num_key_heads", 4),  # of 6 value heads
+    ("qwen3_5_moe_text", "norm_topk_prob", False),  # transformers does not read it
+    ("qwen3_5_moe_text", "mlp_only_layers", [0]),
 ]
 """Values of fields that are read, or whose other values the code does not compute."""
 

@@ -13,6 +13,7 @@ from dapo_megatron.model.sharding import (
     QKVParallel,
     Replicated,
     RowParallel,
+    SegmentParallel,
     ShardSpec,
     VocabParallel,
 )
@@ -80,6 +81,11 @@ class Family:
         return self.has("self_attention.linear_kv_up_proj.weight")
 
     @property
+    def has_delta(self) -> bool:
+        """Whether most layers have a gated delta net instead of attention."""
+        return self.has("self_attention.A_log")
+
+    @property
     def has_grouped_routing(self) -> bool:
         """Whether routers have a bias instead of an auxiliary loss."""
         return self.has("mlp.router.expert_bias")
@@ -106,6 +112,10 @@ def _has_query_rank(arch: Architecture, _layer: int) -> bool:
 
 def _has_whole_query(arch: Architecture, layer: int) -> bool:
     return not _has_query_rank(arch, layer)
+
+
+def _has_attention(arch: Architecture, layer: int) -> bool:
+    return not arch.has_delta(layer)
 
 
 def _is_dense(arch: Architecture, layer: int) -> bool:
@@ -149,8 +159,7 @@ QKV_BIAS = _where(
     ),
 )
 
-QK_NORM = _where(
-    _has_qk_norm,
+_QK_NORMS = (
     Parameter(
         "self_attention.q_layernorm.weight", Replicated("self_attn.q_norm.weight", ("head_dim",))
     ),
@@ -158,6 +167,70 @@ QK_NORM = _where(
         "self_attention.k_layernorm.weight", Replicated("self_attn.k_norm.weight", ("head_dim",))
     ),
 )
+QK_NORM = _where(_has_qk_norm, *_QK_NORMS)
+
+_IN_QKV, _CONVOLUTION = "linear_attn.in_proj_qkv.weight", "linear_attn.conv1d.weight"
+_KEYS, _VALUES = ("delta.key_heads", "delta.key_dim"), ("delta.value_heads", "delta.value_dim")
+
+HYBRID_ATTENTION = (
+    Parameter("input_layernorm.weight", Replicated("input_layernorm.weight", ("hidden_size",))),
+    *_where(
+        _has_attention,
+        Parameter(
+            "self_attention.linear_qkv.weight",
+            QKVParallel(
+                "self_attn.q_proj.weight",
+                "self_attn.k_proj.weight",
+                "self_attn.v_proj.weight",
+                is_gated=True,
+            ),
+        ),
+        *_QK_NORMS,
+        Parameter(
+            "self_attention.linear_proj.weight",
+            RowParallel("self_attn.o_proj.weight", "query_rows"),
+        ),
+    ),
+    *_where(
+        Architecture.has_delta,
+        Parameter(
+            "self_attention.in_proj.weight",
+            SegmentParallel(
+                (
+                    *((_IN_QKV, *heads) for heads in (_KEYS, _KEYS, _VALUES)),
+                    ("linear_attn.in_proj_z.weight", *_VALUES),
+                    ("linear_attn.in_proj_b.weight", "delta.value_heads", 1),
+                    ("linear_attn.in_proj_a.weight", "delta.value_heads", 1),
+                ),
+                ("hidden_size",),
+            ),
+        ),
+        Parameter(
+            "self_attention.conv1d.weight",
+            SegmentParallel(
+                tuple((_CONVOLUTION, *heads) for heads in (_KEYS, _KEYS, _VALUES)),
+                (1, "delta.kernel"),
+            ),
+        ),
+        Parameter(
+            "self_attention.A_log",
+            SegmentParallel((("linear_attn.A_log", "delta.value_heads", 1),)),
+        ),
+        Parameter(
+            "self_attention.dt_bias",
+            SegmentParallel((("linear_attn.dt_bias", "delta.value_heads", 1),)),
+        ),
+        Parameter(
+            "self_attention.out_norm.weight",
+            Replicated("linear_attn.norm.weight", ("delta.value_dim",)),
+        ),
+        Parameter(
+            "self_attention.out_proj.weight",
+            RowParallel("linear_attn.out_proj.weight", "delta.value_rows"),
+        ),
+    ),
+)
+"""Gated delta nets, and attention with an output gate in every `delta.interval`-th layer."""
 
 LATENT_REQUIRED: dict[str, Any] = {
     "attention_bias": False,
@@ -242,19 +315,29 @@ EXPERT = (
     ),
 )
 
-SHARED_EXPERT = (
-    Parameter(
-        "mlp.shared_experts.linear_fc1.weight",
-        MergedColumnParallel(
-            "mlp.shared_experts.gate_proj.weight",
-            "mlp.shared_experts.up_proj.weight",
-            "shared_intermediate_size",
+
+def _shared_expert(name: str) -> tuple[Parameter, ...]:
+    """Return the parameters of shared experts, which HF calls `name`."""
+    return (
+        Parameter(
+            "mlp.shared_experts.linear_fc1.weight",
+            MergedColumnParallel(
+                f"{name}.gate_proj.weight", f"{name}.up_proj.weight", "shared_intermediate_size"
+            ),
         ),
-    ),
+        Parameter(
+            "mlp.shared_experts.linear_fc2.weight",
+            RowParallel(f"{name}.down_proj.weight", "shared_intermediate_size"),
+        ),
+    )
+
+
+GATED_SHARED_EXPERT = (
     Parameter(
-        "mlp.shared_experts.linear_fc2.weight",
-        RowParallel("mlp.shared_experts.down_proj.weight", "shared_intermediate_size"),
+        "mlp.shared_experts.gate_weight",
+        Replicated("mlp.shared_expert_gate.weight", (1, "hidden_size")),
     ),
+    *_shared_expert("mlp.shared_expert"),
 )
 
 BIASED_MOE = (
@@ -266,7 +349,7 @@ BIASED_MOE = (
             "mlp.router.expert_bias",
             Replicated("mlp.gate.e_score_correction_bias", ("num_experts",)),
         ),
-        *SHARED_EXPERT,
+        *_shared_expert("mlp.shared_experts"),
     ),
 )
 """MLP of families with some dense layers first, then layers with routed and shared experts and a

@@ -67,7 +67,7 @@ _GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 def megatron_fields(arch: Architecture) -> dict[str, Any]:
     """Return the fields of run_config.yaml that say what the model computes.
 
-    Raises ConfigError for a rope or a router that Megatron does not have.
+    Raises ConfigError for a rope, a router or a layer that Megatron does not have.
     """
     if arch.rope.kind == "yarn" and arch.rope.partial_rotary_factor != 1.0:
         raise ConfigError(
@@ -79,6 +79,11 @@ def megatron_fields(arch: Architecture) -> dict[str, Any]:
         raise ConfigError(
             "model.path: norm_topk_prob: Megatron always normalizes the weights of experts with "
             "sigmoid scores; a checkpoint of Megatron would compute something else"
+        )
+    if arch.delta:
+        raise ConfigError(
+            f"model.path: {arch.family}: in Megatron's gated delta net the norm of the output also "
+            "multiplies by 1 + weight; a checkpoint of Megatron would compute something else"
         )
     _check_groups(arch)
     return {

@@ -6,6 +6,8 @@ A key is the name of a parameter in Megatron-core, with these differences:
 - `mlp.experts.experts.linear_fc2.weight` is all experts, stacked along the next axis. Rarely there
   is a key for each expert, `mlp.experts.experts.7.linear_fc2.weight`, and the halves of gate and up
   have separate keys, which end in `_w` and `_v` (the setting singleton_local_shards).
+- The parts of a gated delta net's projection and convolution have separate keys, which end in
+  `.query`, `.key` and so on.
 - A norm before a linear layer belongs to that layer in Transformer Engine, and in some models of
   Megatron's own layers it has that name, too (`sharded_state_dict_keys_map` of a layer's spec).
 Tensors of all tensor-parallel ranks are one tensor.
@@ -36,7 +38,11 @@ _STORED_EXPERT = re.compile(
     r"^mlp\.experts\.experts\.(?:([0-9]{1,9})\.)?(linear_fc[12]\.weight.*)$"
 )
 _LOCAL_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.([0-9]+)\.(.+)$")
-_HALF = re.compile(r"^(.+\.linear_fc1\.weight)_([wv])$")
+_PART = re.compile(
+    r"^(.+\.linear_fc1\.weight)_([wv])$"
+    r"|^(.+\.(?:in_proj|conv1d)\.weight)\.(query|key|value|z|beta|alpha)$"
+)
+_PARTS = ("w", "v"), ("query", "key", "value", "z", "beta", "alpha")
 _WITHOUT_STATE = ("embedding.word_embeddings", "output_layer", "mlp.router")
 
 
@@ -44,15 +50,15 @@ _WITHOUT_STATE = ("embedding.word_embeddings", "output_layer", "mlp.router")
 class Name:
     """A parsed key or name of a parameter. `rest` is the name in its layer, without the expert, or
     the whole name outside of layers. Layer and expert are None if there is none, or if the key
-    stacks them: then `stacks_layers` or `stacks_experts`. `half` is 0 for gate and 1 for up of a
-    key that holds one of them."""
+    stacks them: then `stacks_layers` or `stacks_experts`. `part` is the number of the parameter's
+    part that the key holds, if it holds only one."""
 
     rest: str
     layer: int | None = None
     expert: int | None = None
     stacks_layers: bool = False
     stacks_experts: bool = False
-    half: int | None = None
+    part: int | None = None
 
     @property
     def num_leading(self) -> int:
@@ -87,9 +93,11 @@ class Name:
 
 def parse_key(key: str) -> Name:
     """Parse a key of a checkpoint."""
-    half = None
-    if match := _HALF.match(key):
-        key, half = match[1], "wv".index(match[2])
+    part = None
+    if match := _PART.match(key):
+        halves, segments = _PARTS
+        key = match[1] or match[3]
+        part = halves.index(match[2]) if match[2] else segments.index(match[4])
     match = _LAYER.match(key)
     if match is None:
         return Name(key)
@@ -98,7 +106,7 @@ def parse_key(key: str) -> Name:
         _OWN_NORMS.get(rest, rest),
         layer=None if layer is None else int(layer),
         stacks_layers=layer is None,
-        half=half,
+        part=part,
     )
     if expert := _STORED_EXPERT.match(rest):
         number = None if expert[1] is None else int(expert[1])

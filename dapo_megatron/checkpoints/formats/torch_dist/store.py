@@ -276,8 +276,8 @@ def _check_shape(
     if parameter is None:
         raise _no_tensor(folder, key, arch)
     rows, *columns = parameter.shape
-    if name.half is not None:
-        rows //= 2
+    if name.part is not None:
+        rows = parameter.parts[name.part].region.shape[0]
     wanted = (*sizes, rows, *columns)
     if key in _VOCABULARY:
         wanted = (info.shape[0] if info.shape else 0, *columns)  # `_check_vocabulary`
@@ -324,8 +324,8 @@ def _slices(
 ) -> Iterator[tuple[FileSlice, tuple[int, ...]]]:
     """Yield the boxes of HF tensors in a chunk, and the shapes of these tensors."""
     start = chunk.region.start[name.num_leading :]
-    if name.half:
-        start = (start[0] + parameter.shape[0] // 2, *start[1:])
+    if name.part is not None:
+        start = (start[0] + parameter.parts[name.part].first_row, *start[1:])
     box = Region(start, chunk.region.shape[name.num_leading :])
     for part in parameter.parts:
         # The box of the part in the parameter. A part fills full rows of it.
