@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, Any
+
+from dapo_megatron.segments import Segment, branches, is_sampled, num_sampled
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,6 +103,10 @@ class Finish(StrEnum):
         return self in (Finish.LENGTH, Finish.TURN_LENGTH)
 
 
+AGENT = "agent:"
+"""Begins the name of an environment that is an agent, and goes on with module:function."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem, tokenized for the engine.
@@ -130,53 +135,6 @@ class Grade:
     correct: bool
     pred: str
     parsed: bool = True
-
-
-ENVIRONMENT = -1
-"""Takes the place of the engine in segments that an environment wrote."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """`num_tokens` consecutive tokens of a completion, either sampled by weights of one version or
-    observed.
-
-    An environment writes observed tokens: they are read like a prompt, and not trained on. Their
-    log-probs are 0, and their `version` is the one of the tokens before them. `engine` is the
-    replica that sampled the tokens, as rank 0 knows it, or ENVIRONMENT.
-    """
-
-    version: int
-    num_tokens: int
-    engine: int = 0
-
-    @property
-    def is_observed(self) -> bool:
-        """Whether an environment wrote these tokens."""
-        return self.engine == ENVIRONMENT
-
-
-def num_sampled(segments: Iterable[Segment]) -> int:
-    """Return the number of tokens of these segments that were sampled."""
-    return sum(segment.num_tokens for segment in segments if not segment.is_observed)
-
-
-def is_sampled(segments: Iterable[Segment]) -> NDArray[np.bool_]:
-    """Return for each token of these segments whether it was sampled."""
-    import numpy as np
-
-    parts = [(not segment.is_observed, segment.num_tokens) for segment in segments]
-    kinds, lengths = zip(*parts) if parts else ((), ())
-    return np.repeat(np.array(kinds, np.bool_), np.array(lengths, np.int64))
-
-
-def turns(segments: Iterable[Segment]) -> Iterator[tuple[bool, int, int]]:
-    """Yield (whether it was observed, first token, end) of each turn: of consecutive segments that
-    were all sampled, or all observed."""
-    end = 0
-    for is_observed, parts in groupby(segments, lambda segment: segment.is_observed):
-        start, end = end, end + sum(segment.num_tokens for segment in parts)
-        yield is_observed, start, end
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +184,16 @@ class Completion:
         return num_sampled(self.segments)
 
     @property
+    def start(self) -> int:
+        """First token of the last branch, which the engine continues."""
+        return branches(self.segments)[-1][0]
+
+    @property
+    def longest_branch(self) -> int:
+        """Number of tokens of the longest branch."""
+        return max(sum(part.num_tokens for part in parts) for _, parts in branches(self.segments))
+
+    @property
     def oldest_version(self) -> int:
         """Oldest version of weights that a token was sampled with."""
         return self.segments[0].version
@@ -254,10 +222,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
-    """Description of a sequence that a step trains on: a prompt and its completion. Every rank
-    knows all sequences; the tokens are only on ranks that train on them.
+    """Description of a sequence that a step trains on: a prompt and a branch of its completion.
+    Every rank knows all sequences; the tokens are only on ranks that train on them.
 
-    `segments` add up to `response_tokens`.
+    `segments` add up to `response_tokens`. `start` is the first token of the branch.
     `in_loss` is False for a truncated response that overlong.filter excludes from the loss.
     `reward` includes the length penalty.
     """
@@ -270,6 +238,7 @@ class TrainingSequence:
     advantage: float
     in_loss: bool
     reward: float
+    start: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -282,7 +251,8 @@ class TrainingSequence:
         return num_sampled(self.segments) if self.in_loss else 0
 
     def __str__(self) -> str:
-        return f"ticket {self.ticket}, sample {self.sample}"
+        branch = f", branch at token {self.start}" if self.start else ""
+        return f"ticket {self.ticket}, sample {self.sample}{branch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +271,7 @@ class SampleRequest:
     """A request to an engine: sample a new completion, or continue an interrupted one.
 
     `so_far` is the interrupted completion (at least one token), or None. `max_tokens` limits the
-    whole response, and `max_new_tokens` what is sampled now. `seed`
+    whole response, and `max_new_tokens` what is sampled now. Texts in `stop` end it, too. `seed`
     depends only on the run, ticket, sample and number of tokens so far. If
     it is None, the engine uses its own random numbers, which takes less time.
     """
@@ -315,6 +285,7 @@ class SampleRequest:
     top_p: float
     so_far: Completion | None = None
     max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

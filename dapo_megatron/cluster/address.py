@@ -52,6 +52,19 @@ def cluster_address(world_size: int, environ: Mapping[str, str] = os.environ) ->
     return _local_address(environ.get("MASTER_ADDR", ""), "MASTER_ADDR")
 
 
+def address_towards(endpoint: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the IP address of this machine on the network of the cluster: of the interface in
+    GLOO_SOCKET_IFNAME, else the one from which it reaches `endpoint`. Raises ConfigError."""
+    if interface := environ.get(INTERFACE, "").partition(",")[0]:
+        return _address_of_interface(interface)
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])
+
+
 def _address_of_interface(interface: str) -> str:
     addresses = psutil.net_if_addrs().get(interface)
     if addresses is None:

@@ -47,9 +47,16 @@ class TurnsConfig(Section):
     """An answer of a tool or environment with more tokens is cut in its middle, with a mark."""
     call_seconds: Seconds = 10.0
     """Wall-clock limit of one call. At the limit the environment's process is killed, and its
-    completion is sampled anew."""
+    completion is sampled anew. An agent may take as long between two calls of the model."""
     tool_parser: str = "auto"
     """vLLM's parser of tool calls. auto: one that reads what the model's chat template writes."""
+    rewrites: Literal["branch", "refuse"] = "branch"
+    """What happens if an agent's messages do not repeat word for word what was said before. branch:
+    its call starts a new sequence, which is trained with the same reward. refuse: its call fails.
+    """
+    endpoint: Literal["loopback", "cluster"] = "loopback"
+    """Where engine servers answer agents: on this machine only, or on the network interface of the
+    cluster (GLOO_SOCKET_IFNAME), for agents that start programs elsewhere."""
 
 
 class RolloutConfig(Section):

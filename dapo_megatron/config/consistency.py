@@ -16,6 +16,7 @@ from dapo_megatron.config import (
     refuse,
     source_file_name,
 )
+from dapo_megatron.types import AGENT
 
 
 def check_values(config: Config) -> None:
@@ -73,6 +74,10 @@ def _contradictions(config: Config) -> Iterable[str]:
             f"rollout.top_p: {rollout.top_p} must be 1.0. Otherwise the engine's log-probs belong "
             "to a truncated distribution and cannot be compared with the policy's"
         )
+    yield from _source_contradictions(config)
+
+
+def _source_contradictions(config: Config) -> Iterable[str]:
     sources = (*config.data.train, *config.evaluation.sets)
     names = [source_file_name(source.name) for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
@@ -83,6 +88,13 @@ def _contradictions(config: Config) -> Iterable[str]:
                 f"data.train / evaluation.sets: source {source.name!r} has grader: environment, "
                 "but no environment; set it"
             )
+    has_agent = any(name.startswith(AGENT) for name in config.environments)
+    is_replayed = config.policy.router_replay == "engine"
+    if has_agent and is_replayed and config.rollout.turns.rewrites == "branch":
+        yield (
+            "rollout.turns.rewrites: branch cannot be used with policy.router_replay engine, which "
+            "records the routes of one branch; set it to refuse"
+        )
 
 
 def _rollout_contradictions(rollout: RolloutConfig) -> Iterable[str]:

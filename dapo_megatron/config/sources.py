@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from dapo_megatron.config.section import Count, Section, Seed
+from dapo_megatron.types import AGENT
 
 ENVIRONMENT_GRADER = "environment"
 """Takes the place of a grader if the environment gives the rewards."""
@@ -43,6 +44,20 @@ def source_file_name(name: str) -> str:
     return name.replace("/", "--")
 
 
+class _AgentName(Section):
+    agent: str
+
+
+def _environment_name(value: Any) -> Any:
+    """Return the name of an environment that is given as a mapping."""
+    if not isinstance(value, dict):
+        return value
+    return f"{AGENT}{_AgentName.model_validate(value).agent}"
+
+
+EnvironmentName = Annotated[str | None, BeforeValidator(_environment_name)]
+
+
 class ReasoningGymSource(Section):
     kind: Literal["reasoning_gym"]
     name: SourceName
@@ -54,7 +69,7 @@ class ReasoningGymSource(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the data set (min_terms, max_digits, ...)."""
     grader: str = "reasoning_gym"
-    environment: str | None = None
+    environment: EnvironmentName = None
     """See RowsSource.environment."""
 
 
@@ -79,9 +94,9 @@ class RowsSource(Section):
     grader: str | dict[str, str] = "math_verify"
     """dapo_math, math_verify, code, or your own function as module:function; or a mapping from the
     rows' data_source to one of these. environment: the reward that the environment gives."""
-    environment: str | None = None
-    """Tools and turns of the completions (docs/environments.md): your own class as module:Class, or
-    a built-in one. null: none."""
+    environment: EnvironmentName = None
+    """Tools and turns of the completions (docs/environments.md): your own class as module:Class, a
+    built-in one, or {agent: module:function}. null: none."""
     limit: Count | None = None
     """Number of rows to read. null: all."""
     columns: Columns | None = None
@@ -117,8 +132,11 @@ def _expand_sources(value: Any) -> Any:
 
 
 def _expand_source(entry: Any) -> Any:
-    """Add kind and name to a source that has only a path."""
+    """Add kind and name to a source that has only a path, and the grader of an agent."""
     source = {"path": entry} if isinstance(entry, str) else entry
+    environment = source.get("environment") if isinstance(source, dict) else None
+    if isinstance(environment, dict):
+        source = {"grader": ENVIRONMENT_GRADER, **source}
     if not isinstance(source, dict) or not isinstance(source.get("path"), str):
         return entry
     path = PurePath(source["path"])

@@ -23,6 +23,7 @@ from dapo_megatron.algo.loss import Aggregation, sequence_weights
 from dapo_megatron.algo.overlong import Reward, completion_reward
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.packing import minibatch_ranges
+from dapo_megatron.segments import Segment, branches, is_sampled
 from dapo_megatron.types import (
     Completion,
     Finish,
@@ -32,7 +33,6 @@ from dapo_megatron.types import (
     SequenceTokens,
     TokenBatch,
     TrainingSequence,
-    is_sampled,
 )
 
 T = TypeVar("T")
@@ -83,12 +83,13 @@ def describe(
     divide_by_std: bool = True,
     mask_void: bool = False,
 ) -> list[TrainingSequence]:
-    """Return descriptions of the valid completions of `groups`, in order.
+    """Return descriptions of the branches of the valid completions of `groups`, in order.
 
-    The advantage of a completion is relative to the valid completions of its group. Truncated
-    completions that are filtered but valid are excluded from the loss, and with `mask_void` those
-    that end with a void turn (loss.correction.void_turns). `eps` and `divide_by_std`
-    are arguments of `group_advantage`. Raises ValueError naming a completion that has no grade.
+    All branches have the advantage of their completion, which is relative to the valid completions
+    of its group. Truncated completions that are filtered but valid are excluded from the loss, and
+    with `mask_void` those that end with a void turn (loss.correction.void_turns). `eps` and
+    `divide_by_std` are arguments of `group_advantage`. Raises ValueError naming a completion that
+    has no grade.
     """
     completions = [(group, c) for group in groups for c in valid_completions(group, overlong)]
     rewards: list[float] = []
@@ -109,19 +110,29 @@ def describe(
             ticket=group.ticket,
             sample=completion.sample,
             prompt_tokens=len(group.prompt.tokens),
-            response_tokens=completion.num_tokens,
-            segments=completion.segments,
+            response_tokens=end - start,
+            segments=segments,
             advantage=advantage,
             in_loss=not (
                 (overlong.filter and completion.finish.is_cut)
                 or (mask_void and _ends_void(completion))
             ),
             reward=total,
+            start=start,
         )
         for (group, completion), advantage, total in zip(
             completions, advantages.tolist(), rewards, strict=True
         )
+        for start, end, segments in _branches(completion)
     ]
+
+
+def _branches(completion: Completion) -> Iterator[tuple[int, int, tuple[Segment, ...]]]:
+    """Yield (first token, end, segments) of each branch."""
+    found = branches(completion.segments)
+    ends = [*(start for start, _ in found[1:]), completion.num_tokens]
+    for (start, segments), end in zip(found, ends, strict=True):
+        yield start, end, segments
 
 
 def assemble(
@@ -253,16 +264,20 @@ def penalize(
 
     `eps` and `divide_by_std`: see `group_advantage`.
     """
-    rewards = [s.reward - penalty for s, penalty in zip(sequences, penalties, strict=True)]
-    advantages = group_advantage(
-        torch.tensor(rewards, dtype=torch.float32),
-        batch.group_ids,
+    rewards: dict[tuple[int, int], float] = {}
+    for sequence, penalty in zip(sequences, penalties, strict=True):  # branches share a reward
+        key = sequence.ticket, sequence.sample
+        rewards[key] = rewards.get(key, sequence.reward) - penalty
+    of_completions = group_advantage(
+        torch.tensor(list(rewards.values()), dtype=torch.float32),
+        torch.tensor([ticket for ticket, _ in rewards], dtype=torch.int64),
         eps=eps,
         divide_by_std=divide_by_std,
-    ).numpy()
-    held = list(_held(batch))
-    own = [sequences[index] for index in held]
-    return replace(batch, advantages=_on_sampled(own, advantages[held]))
+    )
+    by_key = dict(zip(rewards, of_completions.tolist(), strict=True))
+    own = [sequences[index] for index in _held(batch)]
+    advantages = np.array([by_key[s.ticket, s.sample] for s in own], np.float32)
+    return replace(batch, advantages=_on_sampled(own, advantages))
 
 
 def sampled_mask(batch: TokenBatch, sequences: Sequence[TrainingSequence]) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dapo_megatron.config import Columns, DatasetsSource, ReasoningGymSource, RowsSource, Source
 from dapo_megatron.data.conversation import Conversation
@@ -61,7 +61,7 @@ def load_source(
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
     vocab_size: int | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    is_open: bool = False,
+    writes: Literal["", "end", "all"] = "",
 ) -> LoadedSource:
     """Return all prompts of `source`, rendered with the tokenizer's chat template.
 
@@ -70,7 +70,7 @@ def load_source(
     template_kwargs  variables of the chat template
     vocab_size       rows of the model's embedding; None: not checked
     tools            descriptions of the environment's tools
-    is_open          whether the environment completes each prompt with a text of its own
+    writes           what the environment writes of each prompt: its end, or all but the first token
 
     A reasoning-gym source draws until it has `size` prompts, at most DRAWS times as many problems.
     For other sources, `limit` counts the rows read, and dropped rows are not replaced.
@@ -89,7 +89,7 @@ def load_source(
     rows = _gradable(rows, source)
     conversation = Conversation(tokenizer, (), template_kwargs, tools)
     for prompt in render(
-        rows, conversation, source.name, max_prompt_tokens, vocab_size, is_open=is_open
+        rows, conversation, source.name, max_prompt_tokens, vocab_size, writes=writes
     ):
         prompt = replace(prompt, environment=source.environment or "")
         if len(prompts) == wanted:
@@ -154,7 +154,7 @@ def render(
     max_tokens: int,
     vocab_size: int | None = None,
     *,
-    is_open: bool = False,
+    writes: Literal["", "end", "all"] = "",
 ) -> Iterator[Prompt]:
     """Yield the prompts of `rows`: chat template, then tokenizer. The tokenizer adds no special
     tokens, because the template contains them. The text of a prompt does not show the tools, so
@@ -169,11 +169,11 @@ def render(
         texts, shown_texts = [], []
         for row in chunk:
             try:
-                if is_open:
+                if writes == "end":
                     texts.append(conversation.prompt_without_end(row.messages))
                 else:
                     texts.append(conversation.render(row.messages, starts_turn=True))
-                has_more = is_open or conversation.tools
+                has_more = writes or conversation.tools
                 shown = plain.render(row.messages, starts_turn=True) if has_more else texts[-1]
                 shown_texts.append(shown)
             except DataError as error:
@@ -193,7 +193,10 @@ def render(
                     f"the model, whose embedding has {vocab_size} rows; use the tokenizer that "
                     "belongs to the model, or resize the embedding"
                 )
-            yield Prompt(name, row.index, tuple(tokens), text, row.truth, row.extra)
+            extra = row.extra
+            if writes == "all":
+                tokens, extra = tokens[:1], {**extra, "prompt": row.messages}
+            yield Prompt(name, row.index, tuple(tokens), text, row.truth, extra)
 
 
 def _tokens(

@@ -25,15 +25,9 @@ from dapo_megatron.doctor.worlds import quiet_rank
 from dapo_megatron.files import write_result
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.layout import describe
+from dapo_megatron.segments import Segment
 from dapo_megatron.tracking.provenance import facts
-from dapo_megatron.types import (
-    Segment,
-    SequenceTokens,
-    Shard,
-    SyncError,
-    TokenBatch,
-    TrainingSequence,
-)
+from dapo_megatron.types import SequenceTokens, Shard, SyncError, TokenBatch, TrainingSequence
 
 NUM_SEQUENCES, NUM_TOKENS = 4, 32
 FACTORS = (1.0, 1.125, 1 / 1.125)

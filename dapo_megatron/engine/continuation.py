@@ -7,15 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dapo_megatron.types import (
-    ENVIRONMENT,
-    Completion,
-    DapoError,
-    Finish,
-    SampleRequest,
-    Segment,
-    packed,
-)
+from dapo_megatron.segments import BRANCH, ENVIRONMENT, Segment
+from dapo_megatron.types import Completion, DapoError, Finish, SampleRequest, packed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,16 +87,23 @@ def append_tokens(
 
 
 def observe(
-    completion: Completion | None, tokens: Sequence[int], sample: int, version: int
+    completion: Completion | None,
+    tokens: Sequence[int],
+    sample: int,
+    version: int,
+    *,
+    is_branch: bool = False,
 ) -> Completion:
     """Append tokens that an environment wrote after a turn of the model, or, without a completion,
-    after the prompt of completion `sample`; `version` is the engine's. The completion is then
-    unfinished, and continues in a request like an interrupted one."""
+    after the prompt of completion `sample`; `version` is the engine's. With `is_branch` they follow
+    the prompt, too. The completion is then unfinished, and continues in a request like an
+    interrupted one."""
     new_tokens, no_logprobs = array("i", tokens), array("f", bytes(4 * len(tokens)))
     if completion is None:
         segments = (Segment(version, len(tokens), ENVIRONMENT),)
         return Completion(sample, new_tokens, no_logprobs, "", Finish.UNFINISHED, segments)
-    segment = Segment(completion.segments[-1].version, len(tokens), ENVIRONMENT)
+    engine = BRANCH if is_branch else ENVIRONMENT
+    segment = Segment(completion.segments[-1].version, len(tokens), engine)
     return replace(
         completion,
         tokens=completion.tokens + new_tokens,
@@ -134,13 +134,15 @@ def sampled_so_far(llm: LLM) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def _tokens(request: SampleRequest) -> Sequence[int]:
-    return request.so_far.tokens if request.so_far else ()
+    """Return the tokens after the prompt: of the last branch."""
+    return request.so_far.tokens[request.so_far.start :] if request.so_far else ()
 
 
 def _appended(segments: tuple[Segment, ...], new: Segment) -> tuple[Segment, ...]:
     """Append `new`, merging it with the last segment if that has the same version and kind."""
     last = segments[-1] if segments else None
-    if last and (last.version, last.is_observed) == (new.version, new.is_observed):
+    is_same = last and (last.version, last.is_observed) == (new.version, new.is_observed)
+    if last and is_same and new.engine != BRANCH:
         return (*segments[:-1], replace(new, num_tokens=last.num_tokens + new.num_tokens))
     return (*segments, new)
 

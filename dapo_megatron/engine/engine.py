@@ -28,6 +28,7 @@ from dapo_megatron.engine.continuation import (
 )
 from dapo_megatron.engine.routes import RouteReader
 from dapo_megatron.model import read_architecture, stop_ids
+from dapo_megatron.segments import turns
 from dapo_megatron.types import (
     Completion,
     ConfigError,
@@ -36,7 +37,6 @@ from dapo_megatron.types import (
     SampleRequest,
     SyncError,
     TensorSlice,
-    turns,
 )
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class VllmEngine:
             self._routes.follow(self._llm)
         folder = Path(config.model.path)
         self.tokenizer = load_tokenizer(folder, "model.path")
+        self._llm.llm_engine.output_processor.tokenizer = self.tokenizer  # finds texts that stop
         self.stop_ids = stop_ids(folder, self.tokenizer.eos_token_id)
         """Tokens that end a turn."""
         self._knows_slices = False
@@ -270,9 +271,10 @@ class VllmEngine:
             seed=request.seed,
             max_tokens=min(tokens_left(request), request.max_new_tokens or request.max_tokens),
             stop_token_ids=self.stop_ids,
+            stop=list(request.stop),
             logprobs=0,
             flat_logprobs=True,
-            detokenize=False,
+            detokenize=bool(request.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )

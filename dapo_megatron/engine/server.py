@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from dapo_megatron.cluster.address import LOOPBACK, address_towards
 from dapo_megatron.cluster.collectives import ErrorRecord, decode, encode
 from dapo_megatron.cluster.curve import trust_rank0, watch_connection
 from dapo_megatron.cluster.imports import quick_imports
@@ -160,7 +161,7 @@ class EngineServer:
             assert order.sampling is not None
             self._sampling, self._is_free = order.sampling, not order.num_steps
             if self._turns:
-                self._turns.sampling = order.sampling
+                self._turns.set_sampling(order.sampling)
             for request in order.requests:
                 self._accept(request, order.sampling)
             if order.num_steps:
@@ -368,7 +369,7 @@ def command(address: str, replica: int | None) -> None:
         import dapo_megatron.engine.engine  # noqa: F401
     server = None
     try:
-        server = _build(link, _welcome(link))
+        server = _build(link, _welcome(link), address)
         server.serve()
     except Left as left:
         if server is not None:
@@ -386,8 +387,8 @@ def _welcome(link: Link) -> Order:
                 return order
 
 
-def _build(link: Link, welcome: Order) -> EngineServer:
-    """Build graders and engine, and tell rank 0. An error is told, too."""
+def _build(link: Link, welcome: Order, address: str) -> EngineServer:
+    """Build graders and engine, and tell rank 0, which is at `address`. An error is told, too."""
     from dapo_megatron.engine.engine import VllmEngine
 
     try:
@@ -409,7 +410,9 @@ def _build(link: Link, welcome: Order) -> EngineServer:
                 rewards.memory_mib,
                 rewards.environment,
             )
-            turns = Turns(config, engine, pool)
+            is_open = config.rollout.turns.endpoint == "cluster"
+            host = address_towards(address) if is_open else LOOPBACK
+            turns = Turns(config, engine, pool, host)
         engine.sleep()
     except DapoError as error:
         link.send(Report(error=ErrorRecord.of(error)))

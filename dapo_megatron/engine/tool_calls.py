@@ -64,7 +64,7 @@ class CallReader:
         for candidate in AUTO if name == "auto" else (name,):
             self._parser = ToolParserManager.get_tool_parser(candidate)
             try:
-                if self._read(text.rpartition("</think>")[2]) == [call]:
+                if self._read(text.rpartition("</think>")[2])[1] == [call]:
                     self.name = candidate
                     return
             except ValueError:
@@ -78,12 +78,18 @@ class CallReader:
     def calls(self, turn: str) -> list[Call]:
         """Return the calls of a turn, given with its special tokens. Calls in thinking do not
         count. Raises ValueError, with a text for the model, if a call cannot be read."""
+        return self.read(turn)[1]
+
+    def read(self, turn: str) -> tuple[str, list[Call]]:
+        """Return the text of a turn without its calls, and the calls. See `calls`."""
         text = self._begun + turn
         thinking = _THINKING.match(text)
-        return self._read(text[thinking.end() :] if thinking else text)
+        start = thinking.end() if thinking else 0
+        content, calls = self._read(text[start:])
+        return (text[:start] + content).removeprefix(self._begun), calls
 
-    def _read(self, answer: str) -> list[Call]:
-        """Return the calls of a turn without its thinking."""
+    def _read(self, answer: str) -> tuple[str, list[Call]]:
+        """Return text and calls of a turn without its thinking."""
         if max(map(answer.count, _MARKS)) > MAX_MARKS:
             raise ValueError("too many calls of tools, or too many arguments")
         try:  # some parsers refuse a tokenizer that lacks their tokens
@@ -95,7 +101,8 @@ class CallReader:
             starts = {getattr(parser, name, None) for name in _START_TOKENS} - {None, ""}
             if any(isinstance(start, str) and start in answer for start in starts):
                 raise ValueError("this call of a tool cannot be read")
-        return [_call(each.function.name, each.function.arguments) for each in parsed.tool_calls]
+        calls = [_call(each.function.name, each.function.arguments) for each in parsed.tool_calls]
+        return (parsed.content or "" if calls else answer), calls
 
     def _new_parser(self) -> ToolParser:
         """Return a parser for one turn. Parsers have state."""
@@ -131,7 +138,7 @@ def _example(conversation: Conversation) -> Call:
     function: Mapping[str, Any] = (conversation.tools or [{}])[0]["function"]
     arguments = {
         name: _EXAMPLES[kind]
-        for name, schema in function["parameters"]["properties"].items()
+        for name, schema in function.get("parameters", {}).get("properties", {}).items()
         if (kind := schema.get("type")) in _EXAMPLES
     }
     return Call(function["name"], arguments)

@@ -16,19 +16,30 @@
 
 Public methods are tools; their types and docstrings describe them to the model. A class with a
 method `step(self, turn: str) -> Reply` has no tools: it reads each turn and answers it.
+
+Or a function, an agent that calls the model itself, as often as it likes:
+
+    async def run(row: dict, base_url: str, api_key: str) -> float | dict:
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+        ...
+        return reward
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from dapo_megatron.rewards.sandbox import check_sandbox
-from dapo_megatron.types import ConfigError
+from dapo_megatron.types import AGENT, ConfigError
 
 BUILT_IN = {
     "python": "dapo_megatron.environments.interpreter:Python",
@@ -42,11 +53,12 @@ RESERVED = ("reset", "step", "close")
 @dataclass(frozen=True, slots=True)
 class Reply:
     """Answer of `step` to a turn. `done` ends the completion. A `reward` takes the place of the
-    grader's score, if there is no grader."""
+    grader's score, if there is no grader. The means of `numbers` become metrics."""
 
     text: str = ""
     done: bool = False
     reward: float | None = None
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,7 @@ class Environment:
                    is no state to rebuild
     has_step       whether it answers whole turns instead of calls of tools
     has_reset      whether a text of it may follow the prompt
+    is_agent       whether it calls the model, instead of being called
     """
 
     name: str
@@ -69,6 +82,7 @@ class Environment:
     is_stateless: bool
     has_step: bool
     has_reset: bool
+    is_agent: bool = False
 
     def descriptions(self) -> dict[str, dict[str, Any]]:
         """Return the tools by name, as chat templates take them. Raises ConfigError if types or
@@ -109,8 +123,57 @@ class Environment:
         return result if isinstance(result, str) else str(result)
 
 
+class Agent:
+    """Instance of an agent: `reset` runs it, and returns what it returned."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def reset(self, row: dict[str, Any]) -> Reply:
+        """Run the agent. `row` has the key and the address of its session, too."""
+        base_url, api_key = row.pop("base_url"), row.pop("api_key")
+        os.environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        result = self._run(row, base_url, api_key)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        numbers = dict(result) if isinstance(result, Mapping) else {"reward": result}
+        if numbers.get("reward") is None:
+            raise ValueError(f"it returned {result!r:.100}, not a reward or a dict with one")
+        return Reply(done=True, reward=numbers.pop("reward"), numbers=numbers)
+
+
+def _load_agent(name: str) -> Environment:
+    """Return the agent `agent:module:function`. Raises ConfigError."""
+    run = _imported(name, name.removeprefix(AGENT))
+    if not callable(run) or inspect.isclass(run):
+        raise ConfigError(f"environment {name!r}: it is not a function")
+    is_repeatable = bool(getattr(run, "repeatable", False))
+    if "openai" in sys.modules:  # its parts would be imported by each agent
+        with suppress(ImportError):
+            importlib.import_module("openai.resources.chat.completions")
+    return Environment(
+        name, partial(Agent, run), {}, is_repeatable, False, False, False, is_agent=True
+    )
+
+
+def _imported(name: str, path: str) -> Any:
+    """Return `module:object` of the environment `name`. Raises ConfigError."""
+    module_name, _, object_name = path.partition(":")
+    if not module_name or not object_name:
+        raise ConfigError(
+            f"environment {name!r}: write module:Class, {{agent: module:function}}, or "
+            f"{' or '.join(BUILT_IN)}"
+        )
+    try:
+        return getattr(importlib.import_module(module_name), object_name)
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(
+            f"environment {name!r}: cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+
+
 def load_environment(name: str, timeout_seconds: float = 10.0) -> Environment:
-    """Return the environment `module:Class`, or a built-in one.
+    """Return the environment `module:Class`, an agent, or a built-in one.
 
     timeout_seconds   the caller's limit of one answer; built-in ones end programs before that
 
@@ -119,19 +182,13 @@ def load_environment(name: str, timeout_seconds: float = 10.0) -> Environment:
     where = f"environment {name!r}"
     if name in BUILT_IN:
         check_sandbox(where)
-    module_name, _, class_name = BUILT_IN.get(name, name).partition(":")
-    if not module_name or not class_name:
-        raise ConfigError(f"{where}: write module:Class, or {' or '.join(BUILT_IN)}")
+    if name.startswith(AGENT):
+        return _load_agent(name)
     from pydantic import validate_call
 
-    try:
-        kind = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:  # a user's module may raise anything
-        raise ConfigError(
-            f"{where}: cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+    kind = _imported(name, BUILT_IN.get(name, name))
     if not inspect.isclass(kind):
-        raise ConfigError(f"{where}: {class_name} is not a class")
+        raise ConfigError(f"{where}: it is not a class")
     has_step = callable(getattr(kind, "step", None))
     methods = {
         method: function

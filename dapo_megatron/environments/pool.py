@@ -119,6 +119,20 @@ class EnvironmentPool:
         instance.waiting = encoded(request)
         self._write(key, instance)
 
+    def suspend(self, key: Hashable) -> None:
+        """Give an instance that waits for the caller all the time it needs, until `resume`."""
+        instance = self._instances.get(key)
+        if instance is not None and instance.asked:
+            instance.asked = next(self._numbers)
+
+    def resume(self, key: Hashable) -> None:
+        """Limit the time of an instance again, from now on."""
+        self.suspend(key)
+        instance = self._instances.get(key)
+        if instance is not None and instance.asked:
+            deadline = time.monotonic() + self._timeout_seconds
+            heapq.heappush(self._deadlines, (deadline, instance.asked, key))
+
     def collect(self, seconds: float = 0.0) -> list[tuple[Hashable, Answer]]:
         """Return the answers that have arrived since the last call, by key, waiting up to `seconds`
         for the first one. After a cause in LOST the instance is gone."""

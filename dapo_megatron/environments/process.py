@@ -51,11 +51,22 @@ class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_stateless: bool
     has_step: bool
     has_reset: bool
+    is_agent: bool = False
 
     @property
     def role(self) -> str:
         """Role of its messages in the chat template."""
-        return "user" if self.has_step else "tool"
+        return "user" if self.has_step or self.is_agent else "tool"
+
+    @property
+    def writes(self) -> Literal["", "end", "all"]:
+        """What it writes of the prompts."""
+        return "all" if self.is_agent else "end" if self.has_reset else ""
+
+    @property
+    def gives_reward(self) -> bool:
+        """Whether it may take the place of a grader."""
+        return self.has_step or self.is_agent
 
     @property
     def descriptions(self) -> list[dict[str, Any]] | None:
@@ -96,13 +107,14 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             is lost
     text    what the environment says, or the error
     done    whether the completion ends
-    reward  of `Reply`
+    reward, numbers  of `Reply`
     """
 
     cause: Literal["ok", "error", "timeout", "crash", "memory"]
     text: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)] = ""
     done: bool = False
     reward: float | None = None
+    numbers: dict[str, float] = {}
 
 
 def main() -> None:
@@ -135,6 +147,7 @@ def _described(environments: Mapping[str, Environment]) -> Started:
                     each.is_stateless,
                     each.has_step,
                     each.has_reset,
+                    each.is_agent,
                 )
                 for each in environments.values()
             ]
@@ -250,9 +263,10 @@ class _Instance:
 def _reply(reply: Reply) -> Answer:
     try:
         reward = None if reply.reward is None else as_grade(reply.reward).score
+        numbers = {str(name): as_grade(number).score for name, number in reply.numbers.items()}
     except (TypeError, ValueError, OverflowError) as error:  # not for the model
         return Answer("crash", f"its reward: {error}")
-    return Answer("ok", cut(str(reply.text)), bool(reply.done), reward)
+    return Answer("ok", cut(str(reply.text)), bool(reply.done), reward, numbers)
 
 
 def cut(text: str, length: int = MAX_TEXT) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 
 from dapo_megatron.report.token_text import TokenPieces
 from dapo_megatron.report.wording import significant
+from dapo_megatron.segments import turns
 from dapo_megatron.text import visible
 from dapo_megatron.tracking.policy_files import PolicyRow
-from dapo_megatron.types import Completion, Group, turns
+from dapo_megatron.types import Completion, Group
 
 MAX_SHOWN = 2000
 """Maximum length of an answer or a truth in characters. Programs and tests may be far longer."""

@@ -94,10 +94,11 @@ class Delivery:
         spans: list[list[bytes | memoryview]] = [[] for _ in self.data_parallel.firsts]
         for sequence, owner in zip(sequences, owners, strict=True):
             prompt, completion = known[sequence.ticket, sequence.sample]
+            branch = slice(sequence.start, sequence.start + sequence.response_tokens)
             spans[owner] += [
                 np.array(prompt.tokens, np.int32).tobytes(),
-                memoryview(completion.tokens).cast("B"),
-                memoryview(completion.logprobs).cast("B"),
+                memoryview(completion.tokens)[branch].cast("B"),
+                memoryview(completion.logprobs)[branch].cast("B"),
                 self._routes_of(sequence, completion),
             ]
         parts = [bytearray() for _ in range(self.data_parallel.exchange.world_size)]

@@ -16,7 +16,8 @@ from typing import Protocol
 
 from dapo_megatron.engine.messages import GroupRequest, Report, Returned, Sampling
 from dapo_megatron.rollout.open_group import OpenGroup
-from dapo_megatron.types import Completion, Finish, Grade, RankError, Segment
+from dapo_megatron.segments import Segment
+from dapo_megatron.types import Completion, Finish, Grade, RankError
 
 
 class Driver(Protocol):
@@ -318,10 +319,12 @@ class Dispatcher:
             return f"{len(completion.logprobs)} log-probs for {completion.num_tokens} tokens"
         if sum(segment.num_tokens for segment in completion.segments) != completion.num_tokens:
             return f"segments {completion.segments} for {completion.num_tokens} tokens"
-        if not 0 < completion.num_tokens <= self._sampling.max_tokens:
-            return f"{completion.num_tokens} tokens, with a limit of {self._sampling.max_tokens}"
         if not completion.num_sampled:
             return "none of its tokens was sampled"
+        if completion.longest_branch > self._sampling.max_tokens:
+            return (
+                f"{completion.longest_branch} tokens, with a limit of {self._sampling.max_tokens}"
+            )
         if not in_flight.has_environment and (fault := self._length_fault(completion)):
             return fault
         is_same = completion.segments == in_flight.segments

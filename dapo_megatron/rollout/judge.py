@@ -32,10 +32,10 @@ def check_lengths(groups: Iterable[OpenGroup], limit: int) -> None:
     """Raise CheckpointError if a carried completion has already reached the length limit."""
     for group in groups:
         for completion in group.completions.values():
-            if completion.finish is Finish.UNFINISHED and completion.num_tokens >= limit:
+            if completion.finish is Finish.UNFINISHED and completion.longest_branch >= limit:
                 raise CheckpointError(
                     f"rollout.max_response_tokens: {limit}, but ticket {group.ticket}, sample "
                     f"{completion.sample} of the checkpoint is unfinished with "
-                    f"{completion.num_tokens} tokens; resume with the limit of the run that "
+                    f"{completion.longest_branch} tokens; resume with the limit of the run that "
                     "saved the checkpoint"
                 )

@@ -16,7 +16,8 @@ from dapo_megatron.algo.mismatch import GapStatistics
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import reward
 from dapo_megatron.rewards.pool import CAUSES
-from dapo_megatron.types import Collected, Finish, Group, StepStats, SyncReport, num_sampled, turns
+from dapo_megatron.segments import branches, num_sampled, turns
+from dapo_megatron.types import Collected, Finish, Group, StepStats, SyncReport
 
 OUTCOMES = ("unparsed", *CAUSES)
 """Outcomes that grading/* counts."""
@@ -81,6 +82,9 @@ def _turn_metrics(collected: Collected) -> dict[str, float]:
     talks = [c for g in collected.decided if g.prompt.environment for c in g.completions]
     counts = {**dict.fromkeys(TURN_COUNTS, 0.0), **collected.turn_counts}
     metrics = {"time/environments": counts.pop("waiting_seconds", 0.0)}
+    num_agents = counts.pop("agents", 0.0)
+    for name in [name for name in counts if name.startswith("agent/")]:
+        metrics[f"turns/{name}"] = counts.pop(name) / num_agents
     metrics |= {f"turns/{name}": float(count) for name, count in counts.items()}
     if not talks:
         return metrics if collected.turn_counts else {}
@@ -91,6 +95,7 @@ def _turn_metrics(collected: Collected) -> dict[str, float]:
         **metrics,
         "turns/mean": fmean(num_turns),
         "turns/max": float(max(num_turns)),
+        "turns/branches": float(sum(len(branches(c.segments)) - 1 for c in talks)),
         "turns/observed_tokens_mean": fmean(c.num_tokens - c.num_sampled for c in talks),
         **{f"turns/ended/{end.value}": finishes[end] / len(talks) for end in ends},
     }

@@ -42,16 +42,8 @@ from dapo_megatron.rollout.tables import (
     rows_of,
     table_of,
 )
-from dapo_megatron.types import (
-    Completion,
-    ConfigError,
-    DataError,
-    Finish,
-    Grade,
-    Group,
-    Prompt,
-    Segment,
-)
+from dapo_megatron.segments import Segment
+from dapo_megatron.types import Completion, ConfigError, DataError, Finish, Grade, Group, Prompt
 
 if TYPE_CHECKING:
     from pandas import DataFrame

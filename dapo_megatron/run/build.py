@@ -68,11 +68,11 @@ def describe_environments(config: Config, ranks: Ranks) -> dict[str, Described]:
 def _describe_environments(config: Config) -> dict[str, Described]:
     environments, folder = environments_of(config), Path(config.model.path)
     for source in (*config.data.train, *config.evaluation.sets):
-        gives_reward = source.environment and environments[source.environment].has_step
+        gives_reward = source.environment and environments[source.environment].gives_reward
         if source.grader == ENVIRONMENT_GRADER and not gives_reward:
             raise ConfigError(
                 f"source {source.name!r}: grader: environment, but {source.environment!r} has no "
-                "method step, which would give rewards; set another grader"
+                "method step, which would give rewards, and is no agent; set another grader"
             )
     for name, environment in environments.items():
         conversation = conversation_of(config, environment)
@@ -127,7 +127,7 @@ def load_prompts(config: Config, environments: Mapping[str, Described]) -> Promp
             template_kwargs=config.data.chat_template_kwargs,
             vocab_size=vocab_size,
             tools=None if environment is None else environment.descriptions,
-            is_open=environment is not None and environment.has_reset,
+            writes="" if environment is None else environment.writes,
         )
         left_out = {
             "too long": loaded.num_dropped_long,

@@ -33,14 +33,15 @@ def room(rooms: str = "", packages: str = "") -> Room:
 
 LOW = "types files protocols"
 EVERYTHING = (
-    f"{LOW} text config model algo data rewards rollout policy engine bridge checkpoints cluster "
-    "tracking report doctor plan run loop environments"
+    f"{LOW} segments text config model algo data rewards rollout policy engine bridge checkpoints "
+    "cluster tracking report doctor plan run loop environments"
 )
 ROOMS = {
     "__init__": room(),
     "types": room(
-        "", "torch numpy"
+        "segments", "torch numpy"
     ),  # annotations only, see test_light_modules_import_nothing_heavy
+    "segments": room("", "numpy"),  # annotations only
     "files": room("types"),
     "text": room(),
     "literal_console": room("text", "rich"),
@@ -49,7 +50,7 @@ ROOMS = {
     "model": room("types files config", "torch"),  # torch for annotations only
     "algo": room("types", "torch"),
     "data": room(
-        "types files protocols config algo rewards",
+        "types segments files protocols config algo rewards",
         "torch transformers tokenizers numpy pyarrow datasets reasoning_gym",
     ),
     # cluster for child processes.
@@ -68,13 +69,13 @@ ROOMS = {
     ),
     # data for the tokenizer, rewards for the graders of a server, bridge for its weights.
     "engine": room(
-        f"{LOW} config model data cluster bridge rewards environments",
-        "torch vllm transformers numpy zmq",
+        f"{LOW} segments config model data cluster bridge rewards environments",
+        "torch vllm transformers numpy zmq aiohttp pydantic",
     ),
     # engine for its messages, bridge for sending weights, checkpoints for the manifest of a folder,
     # pandas for annotations only.
     "rollout": room(
-        f"{LOW} config algo data rewards cluster engine bridge checkpoints",
+        f"{LOW} segments config algo data rewards cluster engine bridge checkpoints",
         "torch numpy pandas pyarrow zmq",
     ),
     # checkpoints and cluster for annotations only.
@@ -86,14 +87,14 @@ ROOMS = {
         "mlflow rich torch numpy pyarrow",
     ),
     "doctor": room(
-        f"{LOW} literal_console config model algo data rewards rollout policy cluster plan "
-        "tracking run",
+        f"{LOW} segments literal_console config model algo data rewards rollout policy cluster "
+        "plan tracking run",
         "torch transformers rich",
     ),
     # rewards for the causes of missing grades, doctor for whether a run is alive, cluster for who
     # has made a folder.
     "report": room(
-        "types files text literal_console config cluster rewards rollout doctor tracking",
+        "types segments files text literal_console config cluster rewards rollout doctor tracking",
         "jinja2 msgspec numpy pandas plotly tokenizers yaml markupsafe rich",
     ),
     "run": room(EVERYTHING, "torch transformers rich"),

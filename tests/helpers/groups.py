@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from dapo_megatron.rollout.record import RecordedGroup, StepRecord
-from dapo_megatron.types import Completion, Finish, Grade, Group, Outcome, Prompt, Segment
+from dapo_megatron.segments import Segment
+from dapo_megatron.types import Completion, Finish, Grade, Group, Outcome, Prompt
 
 INT64 = st.integers(0, 2**63 - 1)
 TEXT = st.text(max_size=8) | st.sampled_from(["\0", "\0[1]", "a \ud800", "\udc80\udcff"])

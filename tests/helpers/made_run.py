@@ -21,17 +21,10 @@ from tokenizers import Tokenizer, decoders, models
 
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.files import write_json
+from dapo_megatron.segments import Segment
 from dapo_megatron.tracking.recorder import RankRecorder
 from dapo_megatron.tracking.trackers import JsonlTracker
-from dapo_megatron.types import (
-    Completion,
-    Finish,
-    Grade,
-    Group,
-    Prompt,
-    Segment,
-    SequenceDiagnostics,
-)
+from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, SequenceDiagnostics
 from tests.helpers.configs import REPOSITORY, tiny_config
 from tests.helpers.console import Console
 from tests.helpers.groups import step_record

@@ -14,16 +14,8 @@ from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.engine.messages import GroupRequest, Report, Returned, Sampling
 from dapo_megatron.rollout.coordinator import Coordinator, SavePoint
-from dapo_megatron.types import (
-    Collected,
-    Completion,
-    EnginesLost,
-    Finish,
-    Grade,
-    Outcome,
-    Prompt,
-    Segment,
-)
+from dapo_megatron.segments import Segment
+from dapo_megatron.types import Collected, Completion, EnginesLost, Finish, Grade, Outcome, Prompt
 
 Correct = Callable[[int, int], bool | None]
 """(ticket, sample) -> whether it is correct, or None if the grader times out."""

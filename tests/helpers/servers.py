@@ -24,7 +24,8 @@ from dapo_megatron.engine.messages import (
     Sampling,
 )
 from dapo_megatron.rollout.pool import Facts, Pool
-from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest, Segment
+from dapo_megatron.segments import Segment
+from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest
 from tests.helpers.rollouts import MAX_TOKENS, Correct, Length, ScriptedDriver
 
 PATIENCE_SECONDS = 60.0

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 from transformers import PreTrainedTokenizerBase
@@ -107,6 +107,7 @@ class Talker:
         self.turns += 1
         return Reply(f"more {self.turns}", "stop" in turn, 0.5 if "stop" in turn else -0.125)
 '''
+AGENTS_WITHOUT_TOOLS = ("parallel", "unruly", "endless")
 MAX_TURNS, MAX_TURN_TOKENS, MAX_TOKENS = 5, 300, 900
 
 
@@ -124,6 +125,8 @@ def turn_of(name: str, kind: str, number: int, seen: str) -> str:
     """Return what the model says in turn `number` (from 0) of a completion, which depends on
     nothing but the completion's name and what it has `seen`."""
     rng = random.Random(f"{name}/{number}")
+    if kind in AGENTS_WITHOUT_TOOLS:
+        return f"hm {number} " + "y" * rng.randrange(60)
     totals = re.findall(r"total (-?\d+)", seen)
     if kind == "Talker":
         return "stop" if rng.random() < 0.3 else f"go on {number}"
@@ -215,6 +218,7 @@ class TalkingDriver:
     max_sequences: int = 6
     version: int = 0
     rewards: Mapping[str, str] = field(default_factory=dict)
+    rewrites: Literal["branch", "refuse"] = "branch"
     stop_signal: str = ""
     is_deterministic: bool = False
     lost: set[int] = field(default_factory=set)
@@ -291,6 +295,7 @@ class TalkingDriver:
             max_calls=6,
             max_observation_tokens=40,
             tool_parser="hermes",
+            rewrites=self.rewrites,
         )
         config: Any = SimpleNamespace(
             rollout=SimpleNamespace(turns=limits),

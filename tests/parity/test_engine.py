@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_megatron.types import Completion, Finish, Segment
+from dapo_megatron.segments import Segment
+from dapo_megatron.types import Completion, Finish
 from tests.helpers.engines import (
     GAP,
     PROMPT_TOKENS,

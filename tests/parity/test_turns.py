@@ -22,7 +22,8 @@ from dapo_megatron.engine.continuation import append_tokens, observe
 from dapo_megatron.engine.messages import Sampling
 from dapo_megatron.engine.turns import Ended, Turns
 from dapo_megatron.environments.pool import EnvironmentPool
-from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest, turns
+from dapo_megatron.segments import turns
+from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest
 from tests.helpers.configs import tiny_config
 from tests.helpers.engines import GAP, hf_model, run_alone, segment_gap, start, sync
 from tests.helpers.models import make_random_model, randomize
@@ -133,7 +134,7 @@ class Talks:
         on with other weights."""
         version = self.engine.version
         requests = [self.scored(request) for request in requests]
-        talking.sampling = Sampling("training", MAX_TOKENS, 1.0, 1.0, True)
+        talking.set_sampling(Sampling("training", MAX_TOKENS, 1.0, 1.0, True))
         ended = self.sample(talking, requests, num_steps=5 if is_pushed else None)
         if is_pushed:
             unfinished, just_ended = talking.interrupt(self.engine.interrupt())

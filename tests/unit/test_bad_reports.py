@@ -18,7 +18,8 @@ from dapo_megatron.engine.messages import Report, Returned, Sampling
 from dapo_megatron.rollout.coordinator import Coordinator, SavePoint
 from dapo_megatron.rollout.dispatch import Dispatcher
 from dapo_megatron.rollout.open_group import OpenGroup
-from dapo_megatron.types import ENVIRONMENT, Finish, Grade, Prompt, RankError, Segment
+from dapo_megatron.segments import ENVIRONMENT, Segment
+from dapo_megatron.types import Finish, Grade, Prompt, RankError
 from tests.helpers.rollouts import (
     MAX_TOKENS,
     RefusedByReplica,

@@ -23,15 +23,14 @@ from dapo_megatron.data.batch import (
     split,
     valid_completions,
 )
+from dapo_megatron.segments import ENVIRONMENT, Segment
 from dapo_megatron.types import (
-    ENVIRONMENT,
     Completion,
     Finish,
     Grade,
     Group,
     LogProbs,
     Prompt,
-    Segment,
     TokenBatch,
     TrainingSequence,
 )

@@ -18,7 +18,8 @@ from dapo_megatron.data.owners import DataParallelRanks
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.rollout import delivery
 from dapo_megatron.rollout.delivery import Delivery, RouteSize
-from dapo_megatron.types import Completion, DapoError, Finish, Grade, Group, Prompt, Segment
+from dapo_megatron.segments import Segment
+from dapo_megatron.types import Completion, DapoError, Finish, Grade, Group, Prompt
 from tests.helpers.batches import ONE_INDEX
 from tests.helpers.configs import tiny_config
 from tests.helpers.ranks import run_ranks

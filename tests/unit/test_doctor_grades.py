@@ -9,7 +9,8 @@ import pytest
 
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.doctor import grades
-from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, Segment
+from dapo_megatron.segments import Segment
+from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt
 from tests.helpers.configs import tiny_config
 from tests.helpers.groups import step_record
 

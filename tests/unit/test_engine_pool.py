@@ -17,7 +17,8 @@ from dapo_megatron.engine.messages import GroupRequest, OrderKind
 from dapo_megatron.rollout import pool as module
 from dapo_megatron.rollout.evaluate import sample_all
 from dapo_megatron.rollout.pool import Pool
-from dapo_megatron.types import EnginesLost, Finish, Segment, SyncError
+from dapo_megatron.segments import Segment
+from dapo_megatron.types import EnginesLost, Finish, SyncError
 from tests.helpers.rollouts import History, completion_of, make_coordinator, random_script
 from tests.helpers.servers import (
     MODEL,

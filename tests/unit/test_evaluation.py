@@ -16,7 +16,8 @@ from dapo_megatron.algo.evaluation import avg_at_k, bootstrap_interval, cons_at_
 from dapo_megatron.config import EvaluationConfig
 from dapo_megatron.engine.messages import Sampling
 from dapo_megatron.rollout.evaluate import Evaluator, evaluation_metrics, sample_all
-from dapo_megatron.types import Finish, Grade, Group, Prompt, Segment, Stopped
+from dapo_megatron.segments import Segment
+from dapo_megatron.types import Finish, Grade, Group, Prompt, Stopped
 from tests.helpers.rollouts import MAX_TOKENS, ScriptedDriver, completion_of, random_script
 
 # ------------------------------------------------------------------------ bootstrap

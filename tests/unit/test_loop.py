@@ -17,13 +17,13 @@ import torch
 from dapo_megatron import loop
 from dapo_megatron.algo.mismatch import GapStatistics, TokenGap, check_gaps, merge
 from dapo_megatron.rollout.replay import NoSync
+from dapo_megatron.segments import Segment
 from dapo_megatron.types import (
     DapoError,
     EnginesLost,
     LogProbs,
     RankError,
     Rollouts,
-    Segment,
     SequenceTokens,
     StarvedError,
     StepStats,

@@ -30,6 +30,7 @@ from dapo_megatron.engine.messages import (
     Sampling,
 )
 from dapo_megatron.rollout.collector import StepPlan
+from dapo_megatron.segments import Segment
 from dapo_megatron.types import (
     Completion,
     ConfigError,
@@ -39,7 +40,6 @@ from dapo_megatron.types import (
     Prompt,
     RankError,
     Region,
-    Segment,
     Stopped,
     TensorSlice,
     TrainingSequence,

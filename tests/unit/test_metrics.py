@@ -19,8 +19,8 @@ from dapo_megatron.rollout.metrics import (
     sync_metrics,
     update_metrics,
 )
+from dapo_megatron.segments import ENVIRONMENT, Segment
 from dapo_megatron.types import (
-    ENVIRONMENT,
     Collected,
     Completion,
     Finish,
@@ -28,7 +28,6 @@ from dapo_megatron.types import (
     Group,
     Outcome,
     Prompt,
-    Segment,
     StepStats,
     SyncReport,
 )
@@ -136,6 +135,7 @@ def test_turns_are_those_of_completions_with_an_environment() -> None:
     assert {name: value for name, value in metrics.items() if name.startswith("turns/")} == {
         "turns/mean": 1.5,
         "turns/max": 2.0,
+        "turns/branches": 0.0,
         "turns/observed_tokens_mean": 1.5,
         **(ends | {"turns/ended/turns": 0.5, "turns/ended/stop": 0.5}),
         "turns/calls": 2.0,

@@ -14,7 +14,7 @@ from dapo_megatron.algo.loss import Aggregation
 from dapo_megatron.data.batch import assemble, fresh_mask, split
 from dapo_megatron.data.owners import DataParallelRanks, owners
 from dapo_megatron.data.packing import plan_microbatches
-from dapo_megatron.types import Segment
+from dapo_megatron.segments import Segment
 from tests.helpers.batches import described, tokens_of
 from tests.unit.test_batch import RIGHT, WRONG, completion, group, overlong
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from dapo_megatron.engine.continuation import append_tokens, observe, prompt_of, tokens_left
 from dapo_megatron.engine.messages import Sampling
-from dapo_megatron.types import ENVIRONMENT, DapoError, Finish, Prompt, SampleRequest, Segment
+from dapo_megatron.segments import ENVIRONMENT, Segment
+from dapo_megatron.types import DapoError, Finish, Prompt, SampleRequest
 
 PROMPT = Prompt("sums", 0, (1, 2), "3+4", "7")
 REQUEST = SampleRequest(

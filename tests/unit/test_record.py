@@ -38,6 +38,7 @@ from dapo_megatron.rollout.record import (
 )
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.run.resume import facts_of, repeated_steps
+from dapo_megatron.segments import Segment
 from dapo_megatron.types import (
     Completion,
     ConfigError,
@@ -46,7 +47,6 @@ from dapo_megatron.types import (
     Grade,
     Group,
     Prompt,
-    Segment,
     packed,
 )
 from tests.helpers.configs import tiny_config

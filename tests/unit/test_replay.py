@@ -10,6 +10,7 @@ import pytest
 from dapo_megatron.data.batch import assemble
 from dapo_megatron.rollout.delivery import Delivery
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
+from dapo_megatron.segments import Segment
 from dapo_megatron.types import (
     Completion,
     DataError,
@@ -18,7 +19,6 @@ from dapo_megatron.types import (
     Group,
     Outcome,
     Prompt,
-    Segment,
     SyncReport,
 )
 from tests.helpers.batches import ONE_INDEX, assemble_groups, described

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from dapo_megatron.rollout.record import recorded_steps
+from dapo_megatron.segments import Segment
 from dapo_megatron.tracking.policy_files import (
     PolicyRow,
     policy_files,
@@ -24,7 +25,7 @@ from dapo_megatron.tracking.policy_files import (
     write_policy,
 )
 from dapo_megatron.tracking.recorder import RankRecorder, RunRecorder
-from dapo_megatron.types import DataError, Segment, SequenceDiagnostics, TrainingSequence
+from dapo_megatron.types import DataError, SequenceDiagnostics, TrainingSequence
 from tests.helpers.batches import ONE_INDEX
 from tests.helpers.console import Console
 from tests.helpers.groups import step_record

@@ -18,7 +18,8 @@ from typing import Any, Protocol, cast
 
 from dapo_megatron.engine.messages import GroupRequest, Report, Returned, Sampling
 from dapo_megatron.rollout.pool import QUEUED_SHARE
-from dapo_megatron.types import Completion, Finish, Grade, Segment
+from dapo_megatron.segments import Segment
+from dapo_megatron.types import Completion, Finish, Grade
 
 RIGHT, WRONG = Grade(1.0, True, ""), Grade(-1.0, False, "")
 ROUNDING = 1e-6
