@@ -43,15 +43,14 @@ class Segment:
 def branches(segments: Iterable[Segment]) -> list[tuple[int, tuple[Segment, ...]]]:
     """Return (first token, segments) of each branch. All but completions of agents have one, which
     begins with the first token."""
-    found: list[tuple[int, tuple[Segment, ...]]] = []
-    end = 0
+    parts: dict[int, tuple[Segment, ...]] = {}
+    start = end = 0
     for segment in segments:
-        if not found or segment.engine == BRANCH:
-            found.append((end, ()))
-        start, parts = found[-1]
-        found[-1] = start, (*parts, segment)
+        if segment.engine == BRANCH:
+            start = end
+        parts[start] = (*parts.get(start, ()), segment)
         end += segment.num_tokens
-    return found
+    return list(parts.items())
 
 
 def num_sampled(segments: Iterable[Segment]) -> int:

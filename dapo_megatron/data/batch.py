@@ -129,9 +129,9 @@ def describe(
 
 def _branches(completion: Completion) -> Iterator[tuple[int, int, tuple[Segment, ...]]]:
     """Yield (first token, end, segments) of each branch."""
-    found = branches(completion.segments)
-    ends = [*(start for start, _ in found[1:]), completion.num_tokens]
-    for (start, segments), end in zip(found, ends, strict=True):
+    parts = branches(completion.segments)
+    ends = [*(start for start, _ in parts[1:]), completion.num_tokens]
+    for (start, segments), end in zip(parts, ends, strict=True):
         yield start, end, segments
 
 

@@ -1,4 +1,4 @@
-"""What an agent and the model have said to each other, as messages and as tokens.
+"""Conversations of agents with the model, as messages and as tokens.
 
 An agent sends the whole conversation with each call. If it begins with what was said before, word
 for word, only its new messages are rendered, and follow the tokens that were sampled. Otherwise the

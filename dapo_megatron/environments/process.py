@@ -60,7 +60,7 @@ class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def writes(self) -> Literal["", "end", "all"]:
-        """What it writes of the prompts."""
+        """Part of the prompts that it writes."""
         return "all" if self.is_agent else "end" if self.has_reset else ""
 
     @property

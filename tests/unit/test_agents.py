@@ -111,19 +111,19 @@ class Run:
 
 def turns_of(completion: Completion) -> list[tuple[list[int], list[int]]]:
     """Return (tokens before, tokens) of each sampled turn, by branch."""
-    found = []
+    in_order = []
     for start, segments in branches(completion.segments):
         end, first = start, -1
         for segment in (*segments, None):
             if first >= 0 and (segment is None or segment.is_observed):
                 before = [*START, *completion.tokens[start:first]]
-                found.append((before, list(completion.tokens[first:end])))
+                in_order.append((before, list(completion.tokens[first:end])))
                 first = -1
             if segment is not None:
                 if not segment.is_observed and first < 0:
                     first = end
                 end += segment.num_tokens
-    return found
+    return in_order
 
 
 def is_subsequence(part: list[Any], whole: list[Any]) -> bool:
