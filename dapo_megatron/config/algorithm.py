@@ -51,12 +51,11 @@ class TurnsConfig(Section):
     tool_parser: str = "auto"
     """vLLM's parser of tool calls. auto: one that reads what the model's chat template writes."""
     rewrites: Literal["branch", "refuse"] = "branch"
-    """What happens if an agent's messages do not repeat word for word what was said before. branch:
-    its call starts a new sequence, which is trained with the same reward. refuse: its call fails.
-    """
+    """Answer to calls of an agent that do not repeat word for word what was said before. branch:
+    the call starts a new sequence, which is trained with the same reward. refuse: it fails."""
     endpoint: Literal["loopback", "cluster"] = "loopback"
-    """Where engine servers answer agents: on this machine only, or on the network interface of the
-    cluster (GLOO_SOCKET_IFNAME), for agents that start programs elsewhere."""
+    """Address at which engine servers answer agents: of this machine only, or of the network
+    interface of the cluster (GLOO_SOCKET_IFNAME), for agents that start programs elsewhere."""
 
 
 class RolloutConfig(Section):
