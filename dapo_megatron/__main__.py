@@ -386,6 +386,10 @@ def _load(
         from dapo_megatron.run.other_weights import open_reference
 
         open_reference(config)
+    if config.loss.distill is not None:
+        from dapo_megatron.run.other_weights import open_teacher
+
+        open_teacher(config)
     return config
 
 

@@ -194,6 +194,7 @@ def train_on_rollouts(
         batch = with_policy_logprobs(config, parts, batch, step, sequences, metrics)
         batch = correct(config, parts, batch, metrics)
     batch = compare_with_reference(config, parts, batch, sequences, metrics)
+    batch = compare_with_teacher(config, parts, batch, metrics)
     with parts.instruments.phase(Phase.UPDATE):
         updates = update(config, parts, batch, step, sequences, metrics)
     return metrics | step_metrics.update_metrics(updates), int(batch.lengths.sum())
@@ -225,13 +226,15 @@ def examine(
     outputs: LogProbs,
 ) -> None:
     """Record the policy's log-probs of `batch` before the step's first update, and compare them
-    with the engines' (`check_mismatch`) and, if the batch has them, the reference's."""
+    with the engines' (`check_mismatch`) and those of other models that the batch has."""
     diagnostics = diagnose(sequences, batch, outputs)
     parts.recorder.sequence_diagnostics(step, diagnostics, sequences, parts.data_parallel)
     check_mismatch(config, parts, sequences, batch, step, metrics, outputs)
+    compared = dataclasses.replace(batch, old_logprobs=outputs.logprobs)
     if batch.reference_logprobs is not None:
-        compared = dataclasses.replace(batch, old_logprobs=outputs.logprobs)
-        measure_kl(config, parts, compared, metrics)
+        measure_reference(config, parts, compared, metrics)
+    if batch.teacher_logprobs is not None:
+        measure_teacher(config, parts, compared, metrics)
 
 
 def check_mismatch(
@@ -298,7 +301,7 @@ def compare_with_reference(
         reference = parts.policy.reference_logprobs(batch)
     compared = dataclasses.replace(batch, reference_logprobs=reference)
     if batch.old_logprobs is not None:
-        measure_kl(config, parts, compared, metrics)
+        measure_reference(config, parts, compared, metrics)
     if config.loss.kl.is_in_loss:
         return compared
     numbers = kl.KL(**config.loss.kl_numbers)
@@ -309,11 +312,38 @@ def compare_with_reference(
     return penalize(batch, sequences, penalties, eps=eps, divide_by_std=divide_by_std)
 
 
-def measure_kl(config: Config, parts: Parts, batch: TokenBatch, metrics: dict[str, float]) -> None:
+def compare_with_teacher(
+    config: Config, parts: Parts, batch: TokenBatch, metrics: dict[str, float]
+) -> TokenBatch:
+    """Return `batch` with the log-probs of loss.distill's teacher, and add distill/* to the step's
+    metrics."""
+    if config.loss.distill is None:
+        return batch
+    with parts.instruments.phase(Phase.LOGPROBS):
+        compared = dataclasses.replace(batch, teacher_logprobs=parts.policy.teacher_logprobs(batch))
+    if batch.old_logprobs is not None:
+        measure_teacher(config, parts, compared, metrics)
+    return compared
+
+
+def measure_reference(
+    config: Config, parts: Parts, batch: TokenBatch, metrics: dict[str, float]
+) -> None:
     """Add kl/* to the step's metrics. `batch` has old and reference log-probs. Collective."""
     own = kl.statistics(batch, kl.KL(**config.loss.kl_numbers))
-    statistics = parts.data_parallel.all_gather(own, kl.KLStatistics)
-    metrics |= step_metrics.kl_metrics(kl.merge(statistics))
+    statistics = kl.merge(parts.data_parallel.all_gather(own, kl.KLStatistics))
+    metrics |= step_metrics.kl_metrics(statistics, "kl/reference")
+
+
+def measure_teacher(
+    config: Config, parts: Parts, batch: TokenBatch, metrics: dict[str, float]
+) -> None:
+    """Add distill/* to the step's metrics: the mean of d, an estimate of KL(policy || teacher)
+    without bias. `batch` has old and teacher log-probs. Collective."""
+    compared = dataclasses.replace(batch, reference_logprobs=batch.teacher_logprobs)
+    own = kl.statistics(compared, kl.KL(1.0, "k1", config.loss.log_ratio_limit))
+    statistics = kl.merge(parts.data_parallel.all_gather(own, kl.KLStatistics))
+    metrics |= step_metrics.kl_metrics(statistics, "distill/teacher")
 
 
 def update(

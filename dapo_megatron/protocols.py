@@ -116,6 +116,13 @@ class Policy(Protocol):
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """Return the log-probs of `logprobs` under the weights of `keep_reference`."""
 
+    def keep_teacher(self, arch: Any, write: Callable[[Sequence[Shard]], None]) -> None:
+        """Keep another model, of this Architecture, in host memory for `teacher_logprobs`. It has
+        the policy's layout, and `write` writes its weights into shards. Not collective."""
+
+    def teacher_logprobs(self, batch: TokenBatch) -> Tensor:
+        """Return the log-probs of the tokens of `logprobs` by the model of `keep_teacher`."""
+
     def update(
         self,
         mini: TokenBatch,

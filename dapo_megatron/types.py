@@ -355,6 +355,7 @@ class TokenBatch:
     old_logprobs    float [T]    the policy's log-probs before the step's first update; None if they
                                  are not computed yet, or only by the update
     reference_logprobs  float [T]  log-probs of the reference of loss.kl; None without one
+    teacher_logprobs    float [T]  log-probs of the teacher of loss.distill; None without one
     routes          integer [T, layers * k]  experts that each token uses in the model's layers
                                  with experts; uint8, or int16 with -1 where the router chooses;
                                  None if it always chooses. The last token of a sequence is ignored
@@ -377,6 +378,7 @@ class TokenBatch:
     owners: Tensor | None = None
     held: Tensor | None = None
     reference_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -424,8 +426,9 @@ class MicroTokens:
     other context-parallel ranks hold, so every rank must call it equally often. Without a policy,
     all tokens form one sequence.
 
-    `reference_logprobs` are those of the reference of loss.kl; None without one. `entropy` is that
-    of the policy being trained. It has a gradient only with loss.entropy_coefficient.
+    `reference_logprobs` are those of the reference of loss.kl, and `teacher_logprobs` those of the
+    teacher of loss.distill; None without one. `entropy` is that of the policy being trained. It has
+    a gradient only with loss.entropy_coefficient.
     """
 
     old_logprobs: Tensor
@@ -435,6 +438,7 @@ class MicroTokens:
     mask: Tensor
     sequence_sum: Callable[[Tensor], Tensor] = _sum_of_all
     reference_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
     entropy: Tensor | None = None
 
 

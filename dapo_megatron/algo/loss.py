@@ -215,31 +215,44 @@ def weighted_sum(
     return LossOutput(total=(weights * per_token).sum(), sums=sums)
 
 
+def no_loss(logprobs: Tensor, tokens: MicroTokens) -> LossOutput:
+    """Return 0: what is trained is added outside the objective, such as loss.distill."""
+    return weighted_sum(torch.zeros_like(logprobs), logprobs, tokens, {}, tis_cap=None)
+
+
 def regularized_loss(
     logprobs: Tensor,
     tokens: MicroTokens,
     *,
     objective: Callable[[Tensor, MicroTokens], LossOutput],
     entropy_coefficient: float,
-    kl: KL | None,
+    kl: KL | None = None,
+    distill: KL | None = None,
 ) -> LossOutput:
     """Return the loss of `objective` plus the terms that are added outside every objective:
 
-        sum(weights * (kl.coefficient * k - entropy_coefficient * entropy))
+        sum(weights * (kl.coefficient * k + distill.coefficient * t))
+        - entropy_coefficient * sum(weights * entropy)
 
-    over the masked-in tokens. The weights are the objective's for token losses (aggregation
-    and corrections), without `tis_cap`. `sums` gets the two terms that are in use, with their
-    coefficients and weights: kl_penalty and entropy_bonus. Without `kl` there is no KL penalty.
+    over the masked-in tokens, k with the reference and t with the teacher. The weights are the
+    objective's for token losses (aggregation and corrections), without `tis_cap`. `sums` gets the
+    terms that are in use, with their coefficients and weights: kl_penalty, distill_penalty and
+    entropy_bonus.
     """
     output = objective(logprobs, tokens)
     keep = tokens.mask.bool()
     weights = torch.where(keep, tokens.weights, 0.0)
     total, sums = output.total, dict(output.sums)
-    if kl is not None:
-        assert tokens.reference_logprobs is not None
-        estimates = kl.per_token(logprobs, tokens.reference_logprobs, keep)
-        penalty = kl.coefficient * (weights * estimates).sum()
-        total, sums["kl_penalty"] = total + penalty, penalty.detach()
+    penalties = {
+        "kl": (kl, tokens.reference_logprobs),
+        "distill": (distill, tokens.teacher_logprobs),
+    }
+    for name, (numbers, others) in penalties.items():
+        if numbers is not None:
+            assert others is not None
+            estimates = numbers.per_token(logprobs, others, keep)
+            penalty = numbers.coefficient * (weights * estimates).sum()
+            total, sums[f"{name}_penalty"] = total + penalty, penalty.detach()
     if entropy_coefficient:
         assert tokens.entropy is not None
         bonus = entropy_coefficient * (weights * torch.where(keep, tokens.entropy, 0.0)).sum()

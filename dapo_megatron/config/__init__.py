@@ -16,6 +16,7 @@ from pathlib import Path
 from dapo_megatron.config.algorithm import (
     CorrectionConfig,
     DataConfig,
+    DistillConfig,
     EvaluationConfig,
     KLConfig,
     LossConfig,
@@ -62,6 +63,7 @@ __all__ = [
     "CorrectionConfig",
     "DataConfig",
     "DatasetsSource",
+    "DistillConfig",
     "EngineConfig",
     "EvaluationConfig",
     "FileSource",

@@ -129,7 +129,7 @@ class OverlongConfig(Section):
     (as in the reference implementations). False: they are ignored completely."""
 
 
-Objective = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "sapo"]
+Objective = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "sapo", "none"]
 
 
 class CorrectionConfig(Section):
@@ -197,10 +197,26 @@ class KLConfig(Section):
         return self.is_on and self.place == "loss"
 
 
+class DistillConfig(Section):
+    """On-policy distillation: the reverse KL divergence to a teacher, on the policy's own samples,
+    is added to the loss of each token as d^2 / 2 with d = log policy - log teacher. The mean of its
+    gradient is that of KL(policy || teacher). It needs the teacher's weights in host memory, on the
+    GPU during its pass, and one forward pass of it per step."""
+
+    teacher: str
+    """Folder of the teacher, in a format that model.path may have. It may have another size and
+    family, but needs the same tokenizer, and the policy's layout must fit it."""
+    coefficient: Positive
+    """Factor of the term."""
+    top_k: None = None
+    """Only null: the divergence is estimated from the sampled tokens."""
+
+
 class LossConfig(Section):
     objective: Objective = "dapo"
-    """Loss of each token, a function of algo/objectives.py. All except dapo and cispo also fix
-    `aggregation`; model_configs/objectives has an overlay for each."""
+    """Loss of each token, a function of algo/objectives.py. All except dapo, cispo and none also
+    fix `aggregation`; model_configs/objectives has an overlay for each. none: only `distill`, `kl`
+    and the entropy bonus are trained."""
     clip_low: Positive
     clip_high: Positive
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
@@ -221,6 +237,8 @@ class LossConfig(Section):
     weight. `correction` has others."""
     correction: CorrectionConfig = CorrectionConfig()
     kl: KLConfig = KLConfig()
+    distill: DistillConfig | None = None
+    """null: no teacher."""
     entropy_coefficient: NonNegative = 0.0
     """Subtract this multiple of the entropy from the loss of each token. 0: no bonus."""
     advantage_std: bool = True

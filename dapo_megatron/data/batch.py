@@ -40,7 +40,7 @@ T = TypeVar("T")
 _OF_SEQUENCES = ("lengths", "loss_tokens", "group_ids", "sequence_names", "owners")
 _OF_TOKENS = (
     *("tokens", "loss_mask", "advantages", "weights"),
-    *("engine_logprobs", "old_logprobs", "reference_logprobs", "routes"),
+    *("engine_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs", "routes"),
 )
 """Fields of TokenBatch with an element per sequence of the step, and per held token."""
 

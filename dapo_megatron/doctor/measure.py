@@ -73,7 +73,7 @@ def random_minibatch(
 def with_old_logprobs(mini: TokenBatch, logprobs_T: Tensor, seed: int = 1) -> TokenBatch:
     """Add old log-probs near `logprobs_T`, the log-probs of the model, so that some ratios are
     clipped above, some below and most not at all. Add engine log-probs close to the old ones, and
-    log-probs of a reference, which are as far away."""
+    log-probs of a reference and a teacher, which are as far away."""
     generator = torch.Generator().manual_seed(seed)
 
     def with_noise(center_T: Tensor, std: float) -> Tensor:
@@ -87,6 +87,7 @@ def with_old_logprobs(mini: TokenBatch, logprobs_T: Tensor, seed: int = 1) -> To
         old_logprobs=old_T,
         engine_logprobs=engine_T,
         reference_logprobs=with_noise(old_T, NOISE),
+        teacher_logprobs=with_noise(old_T, NOISE),
     )
 
 

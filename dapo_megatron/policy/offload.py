@@ -70,13 +70,13 @@ class Offload:
 
     def _storages(self) -> tuple[list[UntypedStorage], list[UntypedStorage]]:
         """Return the storages to copy and the storages to drop, each once."""
-        weights = _distinct(_weights(self._chunks))
-        gradients = _distinct(_gradients(self._chunks))
+        weights = distinct_storages(_weights(self._chunks))
+        gradients = distinct_storages(_gradients(self._chunks))
         model_storages = weights.keys() | gradients.keys()
         # If the optimizer has no float32 copies, its parameters are views of the model's.
         state = {
             address: storage
-            for address, storage in _distinct(device_tensors(self._optimizer)).items()
+            for address, storage in distinct_storages(device_tensors(self._optimizer)).items()
             if address not in model_storages
         }
         copied = [*weights.values()] if "weights" in self._parts else []
@@ -147,10 +147,10 @@ def _bytes(storage: UntypedStorage) -> Tensor:
 
 def weight_storages(chunks: Sequence[Any]) -> list[UntypedStorage]:
     """Return the storages of a rank's weights, each once, always in the same order."""
-    return [*_distinct(_weights(chunks)).values()]
+    return [*distinct_storages(_weights(chunks)).values()]
 
 
-def _distinct(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
+def distinct_storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
     """Return the storages of tensors on the policy's device, by address. Tensors that
     optimizer.cpu_offload keeps in host memory are skipped."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device == device()]

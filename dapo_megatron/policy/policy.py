@@ -20,7 +20,7 @@ from dapo_megatron.checkpoints.formats.open import open_model
 from dapo_megatron.checkpoints.formats.store import read_into
 from dapo_megatron.cluster.collectives import on_all_ranks
 from dapo_megatron.config import Config
-from dapo_megatron.model import read_architecture
+from dapo_megatron.model import Architecture, read_architecture
 from dapo_megatron.plan.rows import preferred_multiple, row_multiple, sequence_multiple
 from dapo_megatron.policy import checkpoint, fp8
 from dapo_megatron.policy.boxes import HostCopies
@@ -49,6 +49,7 @@ from dapo_megatron.policy.routes import Recorded, RouteShape, gather, replay_sta
 from dapo_megatron.policy.rows import Microbatches, RowShape
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.policy.step import Runner, TokenValues
+from dapo_megatron.policy.teacher import Teacher
 from dapo_megatron.protocols import Exchange, LossFn, MicrobatchPlanner
 from dapo_megatron.types import Diverged, LogProbs, Shard, StepStats, TokenBatch, torch_dtype
 
@@ -91,6 +92,7 @@ class MegatronPolicy:
             route_shape=self._route_shape,
         )
         self._reference: Reference | None = None
+        self._teacher: Teacher | None = None
         self._copies = HostCopies()
         self._rows = RowShape(
             packed=config.train.packing,
@@ -140,6 +142,17 @@ class MegatronPolicy:
         with weights:
             # With its own experts, not the policy's.
             return self._score(replace(batch, routes=None)).logprobs
+
+    def keep_teacher(self, arch: Architecture, write: Callable[[Sequence[Shard]], None]) -> None:
+        """See protocols.Policy."""
+        with megatron_device():
+            self._teacher = Teacher(arch, self._config, write)
+
+    def teacher_logprobs(self, batch: TokenBatch) -> Tensor:
+        """See protocols.Policy."""
+        assert self._teacher is not None, "call keep_teacher() first"
+        with self._teacher.in_place():
+            return self._score(replace(batch, routes=None), runner=self._teacher.runner).logprobs
 
     def update(
         self,
@@ -363,14 +376,16 @@ class MegatronPolicy:
         batch: TokenBatch,
         temperature: float | None = None,
         recorded: list[Recorded] | None = None,
+        runner: Runner | None = None,
     ) -> LogProbs:
-        """Run the pass of `logprobs`. Append the routes of this rank's tokens to `recorded`."""
+        """Run the pass of `logprobs`, or the same of another model's `runner`. Append the routes of
+        this rank's tokens to `recorded`."""
         self._assert_onloaded()
         is_local = batch.owners is not None
         micro = self._microbatches(batch, (self._held_plan if is_local else self._share)(batch))
         with megatron_device():
             self._train(False)
-            results = self._runner.logprobs(micro, temperature, recorded)
+            results = (runner or self._runner).logprobs(micro, temperature, recorded)
             self._train(True)
         return self._gather_values(batch, results)
 

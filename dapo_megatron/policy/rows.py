@@ -293,6 +293,7 @@ def _loss_inputs(
         "engine_logprobs": batch.engine_logprobs,
         "mask": batch.loss_mask,
         "reference_logprobs": batch.reference_logprobs,
+        "teacher_logprobs": batch.teacher_logprobs,
     }
     indices = source[trained] + 1
     given = {name: values[indices] for name, values in fields.items() if values is not None}

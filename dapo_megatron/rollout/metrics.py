@@ -128,7 +128,7 @@ def _decided_metrics(groups: Sequence[Group], overlong: OverlongConfig) -> dict[
 
 METRICS_OF_AN_UPDATE = {
     *("loss", "grad_norm", "lr", "entropy", "mean_prob", "total"),
-    *("kl_penalty", "entropy_bonus"),
+    *("kl_penalty", "distill_penalty", "entropy_bonus"),
 }
 """Names under policy/* that a loss function must not use for its sums."""
 
@@ -185,14 +185,16 @@ def correction_metrics(
     return {f"correction/{name}": value for name, value in metrics.items()}
 
 
-def kl_metrics(statistics: KLStatistics) -> dict[str, float]:
-    """Return the estimate of the KL to the reference, and the share of clamped tokens. Empty if the
-    step has no loss tokens."""
+def kl_metrics(statistics: KLStatistics, name: str) -> dict[str, float]:
+    """Return the estimate of a KL divergence as `name` (kl/reference, distill/teacher), and the
+    share of clamped tokens. Empty if the step has no loss tokens."""
     if not statistics.num_tokens:
         return {}
     return {
-        "kl/reference": statistics.total / statistics.num_tokens,
-        "kl/clamped_fraction": statistics.num_clamped / statistics.num_tokens,
+        name: statistics.total / statistics.num_tokens,
+        f"{name.partition('/')[0]}/clamped_fraction": (
+            statistics.num_clamped / statistics.num_tokens
+        ),
     }
 
 

@@ -41,7 +41,7 @@ from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
 from dapo_megatron.run.context import RunContext
 from dapo_megatron.run.loss import loss_function
 from dapo_megatron.run.models import Models, build_policy, planner
-from dapo_megatron.run.other_weights import keep_reference
+from dapo_megatron.run.other_weights import keep_reference, keep_teacher
 from dapo_megatron.run.resume import facts_of
 from dapo_megatron.tracking.recorder import RankRecorder
 from dapo_megatron.types import ConfigError, Prompt
@@ -240,6 +240,7 @@ def build_replay(
     loss = loss_function(config.loss)
     policy = build_policy(config, ranks)
     keep_reference(config, ranks, policy)
+    keep_teacher(config, ranks, policy)
     data_parallel = _data_parallel(config, ranks, policy)
     return Parts(
         policy=policy,

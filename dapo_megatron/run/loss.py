@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.algo.kl import KL
-from dapo_megatron.algo.loss import regularized_loss
+from dapo_megatron.algo.loss import no_loss, regularized_loss
 from dapo_megatron.algo.objectives import OBJECTIVES
 from dapo_megatron.config import Config, LossConfig
 from dapo_megatron.protocols import LossFn
@@ -30,18 +30,22 @@ def loss_notes(config: Config) -> list[str]:
 
 def loss_function(loss: LossConfig) -> LossFn:
     """Return the configured loss function, with its numbers bound: the objective, and outside it
-    the KL penalty and the entropy bonus, if any.
+    the KL penalty, the distillation and the entropy bonus, if any.
 
     Raises ConfigError as `objective` does.
     """
     kl = KL(**loss.kl_numbers) if loss.kl.is_in_loss else None
-    if kl is None and not loss.entropy_coefficient:
+    distill = None
+    if loss.distill is not None:
+        distill = KL(loss.distill.coefficient, "k2", loss.log_ratio_limit)
+    if kl is distill is None and not loss.entropy_coefficient:
         return objective(loss)
     return partial(
         regularized_loss,
         objective=objective(loss),
         entropy_coefficient=loss.entropy_coefficient,
         kl=kl,
+        distill=distill,
     )
 
 
@@ -51,6 +55,8 @@ def objective(loss: LossConfig) -> LossFn:
     A user-defined loss is tried on two tokens. Raises ConfigError naming loss.function if it cannot
     be imported or called, or does not return a valid LossOutput.
     """
+    if loss.objective == "none":
+        return no_loss
     if loss.function is None:
         numbers = dict(loss.numbers)
         if loss.objective == "sapo":
@@ -58,13 +64,13 @@ def objective(loss: LossConfig) -> LossFn:
         return partial(OBJECTIVES[loss.objective], **numbers)
     try:
         function = partial(user_function(loss.function), **loss.numbers)
-        _try_loss(function, has_reference=loss.kl.is_in_loss)
+        _try_loss(function, has_reference=loss.kl.is_in_loss, has_teacher=loss.distill is not None)
     except ConfigError as error:
         raise ConfigError(f"loss.function: {loss.function}: {error}") from error
     return function
 
 
-def _try_loss(function: Callable[..., Any], *, has_reference: bool) -> None:
+def _try_loss(function: Callable[..., Any], *, has_reference: bool, has_teacher: bool) -> None:
     ones = torch.ones(2)
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     tokens = MicroTokens(
@@ -75,6 +81,7 @@ def _try_loss(function: Callable[..., Any], *, has_reference: bool) -> None:
         mask=ones.bool(),
         entropy=ones,
         reference_logprobs=logprobs.detach() if has_reference else None,
+        teacher_logprobs=logprobs.detach() if has_teacher else None,
     )
     try:
         output = function(logprobs, tokens)

@@ -1,4 +1,5 @@
-"""Weights of another checkpoint than model.path: to evaluate, and as the reference of loss.kl."""
+"""Weights of another checkpoint than model.path: to evaluate, as the reference of loss.kl, and as
+the teacher of loss.distill."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from dapo_megatron.checkpoints.folder import check_folder
 from dapo_megatron.checkpoints.formats.open import open_model, open_store
 from dapo_megatron.checkpoints.formats.store import Store, read_into
 from dapo_megatron.cluster.collectives import on_all_ranks
-from dapo_megatron.config import Config
+from dapo_megatron.config import Config, num_processes
+from dapo_megatron.data.tokenizer import load_tokenizer
 from dapo_megatron.model import read_architecture
+from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.protocols import Exchange, Policy
 from dapo_megatron.types import CheckpointError, ConfigError
 
@@ -63,3 +66,34 @@ def keep_reference(config: Config, ranks: Exchange, policy: Policy) -> None:
         store = open_reference(config)
         write = None if store is None else partial(read_into, store)
         on_all_ranks(ranks, policy.keep_reference, write)
+
+
+def keep_teacher(config: Config, ranks: Exchange, policy: Policy) -> None:
+    """Let `policy` keep loss.distill's teacher, if there is one. Collective. Raises ConfigError
+    naming the key, as `open_teacher` does."""
+    if config.loss.distill is not None:
+        check_folder(Path(config.loss.distill.teacher), ranks)
+        store = open_teacher(config)
+        on_all_ranks(ranks, policy.keep_teacher, store.arch, partial(read_into, store))
+
+
+def open_teacher(config: Config) -> Store:
+    """Open the weights of loss.distill's teacher. Raises ConfigError naming the key if they cannot
+    be read, its tokens are not those of model.path, or it does not fit the policy's layout."""
+    assert config.loss.distill is not None
+    folder, key = Path(config.loss.distill.teacher), "loss.distill.teacher"
+    try:
+        store = open_store(folder, config.model.ignore_fields, drop_mtp=config.model.drop_mtp)
+        check_layout(config, store.arch, num_processes(config), has_engine=False)
+    except (CheckpointError, ConfigError) as error:
+        raise ConfigError(f"{key}: {folder}: {error}") from error
+    own = load_tokenizer(Path(config.model.path), "model.path").get_vocab()
+    vocabulary = load_tokenizer(folder, key).get_vocab()
+    for token in sorted(own.keys() | vocabulary.keys()):
+        number, other = own.get(token), vocabulary.get(token)
+        if number != other:
+            raise ConfigError(
+                f"{key}: {folder} has another tokenizer than model.path: the id of {token!r:.40} "
+                f"is {other}, not {number}; take a teacher with the same tokenizer"
+            )
+    return store

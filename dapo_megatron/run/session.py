@@ -109,7 +109,7 @@ def _parts(
     from dapo_megatron.run import build, record
     from dapo_megatron.run.loss import loss_function
     from dapo_megatron.run.models import build_models
-    from dapo_megatron.run.other_weights import keep_reference
+    from dapo_megatron.run.other_weights import keep_reference, keep_teacher
 
     config, ranks = context.config, context.ranks
     loss_function(config.loss)  # its errors come before models are built
@@ -122,6 +122,7 @@ def _parts(
         record.keep_tokenizer(config, context.folder, recorder)
     models = build_models(config, ranks, engines)
     keep_reference(config, ranks, models.policy)
+    keep_teacher(config, ranks, models.policy)
     return build.build_parts(context, models, prompts, repeated, recorder, instruments)
 
 

@@ -98,6 +98,11 @@ LOSSES = {
         entropy_coefficient: 0.05
         kl:
           coefficient: 0.1""",
+    "distilled": """
+        objective: none
+        distill:
+          teacher: teacher
+          coefficient: 0.1""",
     "engine_logprobs": """
         tis_cap: null
         old_logprobs: engine""",

@@ -262,6 +262,7 @@ OBJECTIVE_DEFAULTS = {
     "loss.old_logprobs": "policy, as in the paper",
     "loss.correction": "off; the paper has none",
     "loss.kl": "the same",
+    "loss.distill": "the same",
     "loss.entropy_coefficient": "the same",
     "loss.advantage_std": "true, as in the paper; older configs without this key still run",
     "loss.tau_pos": "acts only with objective sapo",

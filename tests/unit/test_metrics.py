@@ -173,8 +173,9 @@ def test_metrics_of_the_mismatch_the_kl_and_a_sync() -> None:
     }
     assert mismatch_metrics(replace(gap, num_tokens=0)) == {}
     kl = KLStatistics(total=3.0, num_clamped=1, num_tokens=4)
-    assert kl_metrics(kl) == {"kl/reference": 0.75, "kl/clamped_fraction": 0.25}
-    assert kl_metrics(replace(kl, num_tokens=0)) == penalty_metrics([]) == {}
+    names = {"kl/reference": 0.75, "kl/clamped_fraction": 0.25}
+    assert kl_metrics(kl, "kl/reference") == names
+    assert kl_metrics(replace(kl, num_tokens=0), "kl/reference") == penalty_metrics([]) == {}
     assert penalty_metrics([1.0, 2.0]) == {"kl/reward_penalty": 1.5}
     report = SyncReport(
         version=1,
