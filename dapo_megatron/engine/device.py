@@ -19,6 +19,7 @@ from torch import Tensor
 from dapo_megatron.cluster.imports import disable_compiler
 from dapo_megatron.cluster.scratch import clear_abandoned, locked
 from dapo_megatron.engine.delta import support_delta_nets
+from dapo_megatron.model.families import WITH_IMAGES
 from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ def arguments(config: Config, arch: Architecture) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` that depend on the device."""
     engine = config.engine
     chosen: dict[str, Any] = {"enforce_eager": engine.enforce_eager}
+    text_classes = [name for family, name in WITH_IMAGES.values() if family == arch.family]
+    overrides: dict[str, Any] = {"architectures": text_classes} if text_classes else {}
     if engine.max_batched_tokens is not None:
         chosen["max_num_batched_tokens"] = engine.max_batched_tokens
     if engine.quantization == "fp8":
@@ -97,8 +100,9 @@ def arguments(config: Config, arch: Architecture) -> dict[str, Any]:
         if config.policy.precision == "bfloat16":
             # By default the output head rounds logits to bfloat16, which the policy's head does
             # not do. The mean gap is then about 0.025 nats if the largest logits are about 30.
-            chosen["hf_overrides"] = {"head_dtype": "float32"}
+            overrides["head_dtype"] = "float32"
         return chosen | {
+            "hf_overrides": overrides or None,
             "gpu_memory_utilization": engine.memory_fraction,
             "enable_sleep_mode": engine.sleep,
             "enable_chunked_prefill": True,
@@ -108,6 +112,7 @@ def arguments(config: Config, arch: Architecture) -> dict[str, Any]:
             "enable_flashinfer_autotune": False,
         }
     return chosen | {
+        "hf_overrides": overrides or None,
         # With a size in bytes and eager mode, vLLM takes the size as it is and needs no warm-up.
         "kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30),
         # A seeded request whose prompt is cut at the step's token budget fails: vLLM then resets

@@ -20,7 +20,9 @@ _POSITIONS = "max_position_embeddings"
 _OTHER_POSITIONS = ("max_sequence_length", "model_max_length")
 """Other fields that limit the sequence length. vLLM reads all of them."""
 _MLP_TYPES = "mlp_layer_types"
-_MTP_LAYERS = "num_nextn_predict_layers"
+_MTP_LAYERS = "num_nextn_predict_layers", "mtp_num_hidden_layers"
+"""Fields with the number of layers for multi-token prediction. Checkpoints have those of the first
+one after the model's own layers, those of the second one apart (`mtp.`)."""
 _OF_IMAGES = frozenset(
     {
         *("text_config", "vision_config", "image_token_id", "video_token_id"),
@@ -49,7 +51,9 @@ def stop_ids(folder: Path, eos_token_id: int | None) -> list[int]:
     config.json and of generation_config.json."""
     ids = set() if eos_token_id is None else {eos_token_id}
     for name in ("config.json", "generation_config.json"):
-        value = read_json(folder / name).get("eos_token_id") if (folder / name).exists() else None
+        value = None
+        if (folder / name).exists():
+            value = text_fields(read_json(folder / name)).get("eos_token_id")
         ids |= {value} if isinstance(value, int) else set(value or ())
     return sorted(ids)
 
@@ -237,17 +241,16 @@ def to_hf_config(arch: Architecture) -> dict[str, Any]:
 
 
 def mtp_layers(hf: Mapping[str, Any]) -> range:
-    """Return the numbers of the layers for multi-token prediction, which checkpoints have after the
-    model's own."""
-    fields = Fields(hf)
+    """Return the numbers of the layers for multi-token prediction that follow the model's own."""
+    fields, name = Fields(hf), _MTP_LAYERS[0]
     first = fields.size("num_hidden_layers")
-    number = 0 if fields.get(_MTP_LAYERS) is None else fields.size(_MTP_LAYERS, least=0)
+    number = 0 if fields.get(name) is None else fields.size(name, least=0)
     return range(first, first + number)
 
 
 def without_mtp(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the same model without layers for multi-token prediction."""
-    return {**hf, _MTP_LAYERS: 0} if hf.get(_MTP_LAYERS) else dict(hf)
+    return {**hf, **{name: 0 for name in _MTP_LAYERS if hf.get(name)}}
 
 
 def _family(hf: Mapping[str, Any]) -> Family:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from dapo_megatron.checkpoints.folder import check_folder
+from dapo_megatron.checkpoints.formats.hf import VISION
 from dapo_megatron.checkpoints.formats.open import open_model, open_store
 from dapo_megatron.checkpoints.formats.store import Store, read_into
 from dapo_megatron.cluster.collectives import on_all_ranks
@@ -20,14 +21,20 @@ from dapo_megatron.types import CheckpointError, ConfigError
 
 
 def dropped_layers(config: Config) -> list[str]:
-    """Return a note about tensors of model.path that model.drop_mtp leaves out. Raises
-    CheckpointError if there are some and the key is not set, or if the weights cannot be read."""
-    store = open_model(config.model)
-    if not store.dropped:
-        return []
+    """Return notes about tensors of model.path that are left out. Raises CheckpointError if there
+    are layers for multi-token prediction and model.drop_mtp is not set, or if the weights cannot be
+    read."""
+    dropped = open_model(config.model).dropped
+    vision = [name for name in dropped if name.startswith(VISION)]
+    kinds = {
+        "model.drop_mtp": ("layers for multi-token prediction", dropped[: -len(vision) or None]),
+        "model.path": ("the encoder of images", vision),
+    }
     return [
-        f"model.drop_mtp: {len(store.dropped):,} tensors of layers for multi-token prediction are "
-        f"left out ({store.dropped[0]}, ...). They are not trained and not saved"
+        f"{key}: {len(names):,} tensors of {what} are left out ({names[0]}, ...). They are not "
+        "trained and not saved"
+        for key, (what, names) in kinds.items()
+        if names
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,48 @@ def add_mtp(folder: Path) -> list[str]:
         added[own + name] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors | added, folder / "model.safetensors", {"format": "pt"})
     return sorted(added)
+
+
+def as_released(folder: Path, target: Path) -> Path:
+    """Write a Qwen3.5 of one file as models for images and text are published: text_config, other
+    names, stacked experts, a layer for multi-token prediction, an encoder of images. Return
+    `target`."""
+    target.mkdir()
+    for path in folder.glob("[!m]*"):  # all but the weights
+        shutil.copy(path, target)
+    text = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind = text["model_type"].removesuffix("_text")
+    name = text.pop("architectures")[0].replace("ForCausalLM", "ForConditionalGeneration")
+    vision = {"model_type": kind, "depth": 1, "hidden_size": 32, "num_heads": 2}
+    config = {
+        "architectures": [name],
+        "model_type": kind,
+        "image_token_id": 90,
+        "text_config": text | {"mtp_num_hidden_layers": 1},
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "vision_config": vision | {"intermediate_size": 32, "out_hidden_size": 64},
+    }
+    (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(text["num_hidden_layers"] if "num_experts" in text else 0):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        gate, up, tensors[f"{prefix}.down_proj"] = (
+            torch.stack([tensors.pop(f"{prefix}.{expert}.{part}.weight") for expert in range(8)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        )
+        tensors[f"{prefix}.gate_up_proj"] = torch.cat([gate, up], 1)
+    tensors = {
+        key.replace("model.", "model.language_model.", 1)
+        if key.startswith("model.")
+        else key: value
+        for key, value in tensors.items()
+    }
+    tensors |= {
+        "mtp.fc.weight": torch.ones(4, 8),
+        "model.visual.patch_embed.proj.weight": torch.ones(4, 4),
+    }
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
 
 
 def load_hf(folder: Path) -> PreTrainedModel:

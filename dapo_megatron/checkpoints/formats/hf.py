@@ -25,7 +25,13 @@ from dapo_megatron.checkpoints.formats.tensor_file import (
 )
 from dapo_megatron.checkpoints.formats.weights_folder import HF_INDEX, check_file_name
 from dapo_megatron.files import read_json, write_text
-from dapo_megatron.model import architecture, mtp_layers, without_mtp
+from dapo_megatron.model import (
+    Architecture,
+    architecture,
+    mtp_layers,
+    text_fields,
+    without_mtp,
+)
 from dapo_megatron.types import CheckpointError, Region, whole
 
 Progress = Callable[[int], object]
@@ -34,6 +40,9 @@ MAX_FILE_BYTES = 4 * 2**30
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ONE_DOWNLOAD = "index and files are from different downloads, download the folder again"
 _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.")
+_STACKED_EXPERTS = re.compile(r"^(.+\.mlp\.experts)\.(gate_up_proj|down_proj)$")
+_MTP, VISION, _LANGUAGE = "mtp.", "model.visual.", "model.language_model."
+"""Prefixes of tensors in models for images and text."""
 _BUFFER = ".rotary_emb.inv_freq"
 """Suffix of a buffer that old versions of transformers saved. It is ignored, because it follows
 from config.json."""
@@ -41,24 +50,33 @@ from config.json."""
 
 def open_hf(folder: Path, ignore: Collection[str] = (), *, drop_mtp: bool = False) -> Store:
     """Open an HF folder; `ignore` lists fields of its config.json to ignore. `drop_mtp` leaves out
-    layers for multi-token prediction.
+    layers for multi-token prediction. Of a model for images and text, its text model is opened.
 
     Raises CheckpointError if the tensors are not exactly the model's in config.json, and
     ConfigError for an unsupported model.
     """
-    config = read_json(folder / "config.json")
-    arch = architecture(config, ignore)
+    released = read_json(folder / "config.json")
+    arch, config = architecture(released, ignore), text_fields(released)
     files, file_of = _find_tensors(folder)
-    infos = {name: files[file].tensors[name] for name, file in file_of.items()}
+    _split_experts(files, file_of, arch)
+    has_images = config != released
+    vision = sorted(key for key in file_of if has_images and key.startswith(VISION))
+    prefix = _LANGUAGE if has_images else "model."
+    keys = {  # by name in the text model
+        f"model.{key.removeprefix(prefix)}" if key.startswith(prefix) else key: key
+        for key in file_of.keys() - vision
+        if not key.endswith(_BUFFER)
+    }
+    infos = {name: files[file_of[key]].tensors[key] for name, key in keys.items()}
     if arch.tie_word_embeddings and {_EMBEDDING, _HEAD} <= infos.keys():
-        _check_tied_head(files[file_of[_EMBEDDING]], files[file_of[_HEAD]])
+        _check_tied_head(
+            *((files[file_of[keys[name]]], keys[name]) for name in (_EMBEDDING, _HEAD))
+        )
         del infos[_HEAD]
-    infos = {name: info for name, info in infos.items() if not name.endswith(_BUFFER)}
-    if dropped := _mtp_tensors(infos, mtp_layers(config)):
-        check_mtp(folder, dropped, drop_mtp=drop_mtp)
+    if mtp := _mtp_tensors(infos, mtp_layers(config)):
+        check_mtp(folder, mtp, drop_mtp=drop_mtp)
         config = without_mtp(config)
-        left_out = set(dropped)
-        infos = {name: info for name, info in infos.items() if name not in left_out}
+        infos = {name: info for name, info in infos.items() if name not in set(mtp)}
     infos = checked_tensors(folder, infos, arch)
     return Store(
         folder=folder,
@@ -68,10 +86,11 @@ def open_hf(folder: Path, ignore: Collection[str] = (), *, drop_mtp: bool = Fals
         arch=arch,
         tensors=infos,
         file_slices={
-            name: [_file_slice(name, info, file_of[name])] for name, info in infos.items()
+            name: [_file_slice(name, info, file_of[keys[name]], keys[name])]
+            for name, info in infos.items()
         },
         files=files,
-        dropped=dropped,
+        dropped=[*mtp, *vision],
     )
 
 
@@ -155,8 +174,37 @@ def _by_file(
     }
 
 
-def _file_slice(name: str, info: TensorInfo, file: str) -> FileSlice:
-    return FileSlice(name, whole(info.shape), file, name, (0,) * len(info.shape))
+def _file_slice(name: str, info: TensorInfo, file: str, key: str) -> FileSlice:
+    return FileSlice(name, whole(info.shape), file, key, (0,) * len(info.shape))
+
+
+def _split_experts(
+    files: Mapping[str, TensorFile], file_of: dict[str, str], arch: Architecture
+) -> None:
+    """Replace tensors of all experts of a layer, which releases of Qwen3.5 have, by the tensors of
+    each expert. Raises CheckpointError for another shape."""
+    rows, hidden = arch.moe_intermediate_size, arch.hidden_size
+    parts = {
+        "gate_up_proj": {"gate_proj": (rows, hidden), "up_proj": (rows, hidden)},
+        "down_proj": {"down_proj": (hidden, rows)},
+    }
+    stacked = {"gate_up_proj": (2 * rows, hidden), "down_proj": (hidden, rows)}
+    for match in [match for match in map(_STACKED_EXPERTS.match, [*file_of]) if match]:
+        key, prefix, projection = match[0], match[1], match[2]
+        name = file_of.pop(key)
+        wanted = (arch.num_experts, *stacked[projection])
+        if (shape := files[name].tensors[key].shape) != wanted:
+            raise CheckpointError(
+                f"{files[name].path}: {key} has shape {shape}, but the model in config.json needs "
+                f"{wanted}"
+            )
+        shapes = {
+            f"{prefix}.{expert}.{part}.weight": shape
+            for expert in range(arch.num_experts)
+            for part, shape in parts[projection].items()
+        }
+        files[name].split(key, shapes)
+        file_of |= dict.fromkeys(shapes, name)
 
 
 def _find_tensors(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
@@ -204,9 +252,13 @@ def _find_tensors(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
 
 
 def _mtp_tensors(names: Iterable[str], layers: range) -> list[str]:
-    """Return the names of tensors of these layers, sorted."""
-    matches = filter(None, map(_LAYER.match, names))
-    return sorted(match.string for match in matches if int(match[1]) in layers)
+    """Return the names of tensors for multi-token prediction, of these layers or apart, sorted."""
+    matches = {name: _LAYER.match(name) for name in names}
+    return sorted(
+        name
+        for name, match in matches.items()
+        if name.startswith(_MTP) or (match and int(match[1]) in layers)
+    )
 
 
 def _why_no_weights(folder: Path) -> str:
@@ -223,19 +275,16 @@ def _why_no_weights(folder: Path) -> str:
     return f"{folder}: has neither {SINGLE} nor {HF_INDEX}"
 
 
-def _check_tied_head(embedding: TensorFile, head: TensorFile) -> None:
+def _check_tied_head(embedding: tuple[TensorFile, str], head: tuple[TensorFile, str]) -> None:
     """Check that the head of a tied checkpoint, which some contain, equals the embedding bit by
     bit. Raises CheckpointError if not."""
-    infos = embedding.tensors[_EMBEDDING], head.tensors[_HEAD]
+    infos = [file.tensors[key] for file, key in (embedding, head)]
     boxes = blocks(whole(infos[0].shape), infos[0].dtype.itemsize)
     if infos[0] != infos[1] or not all(
-        torch.equal(
-            embedding.read(_EMBEDDING, box).view(torch.uint8),
-            head.read(_HEAD, box).view(torch.uint8),
-        )
+        torch.equal(*(file.read(key, box).view(torch.uint8) for file, key in (embedding, head)))
         for box in boxes
     ):
         raise CheckpointError(
-            f"{head.path}: {_HEAD} differs from {_EMBEDDING}, though config.json ties them "
+            f"{head[0].path}: {_HEAD} differs from {_EMBEDDING}, though config.json ties them "
             "(tie_word_embeddings)"
         )

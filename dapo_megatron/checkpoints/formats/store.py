@@ -69,7 +69,8 @@ class Store:
     """Slices by HF name. They are disjoint and cover the tensor."""
     files: Mapping[str, TensorSource]
     dropped: Sequence[str] = field(default=(), repr=False)
-    """Names of the stored tensors of layers for multi-token prediction, which were left out."""
+    """Names of the stored tensors of layers for multi-token prediction and of encoders of images,
+    which were left out."""
     companions: Path | None = None
     """Folder of config.json, tokenizer and other files of the model, if it is not `folder`."""
 

@@ -99,6 +99,14 @@ class TensorFile:
         info = self.tensors[key]
         return read_box(self.path, key, info, self._offsets[key], box or whole(info.shape))
 
+    def split(self, key: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Replace a tensor by those that follow each other in it, with these names and shapes."""
+        info, offset = self.tensors.pop(key), self._offsets.pop(key)
+        for name, shape in shapes.items():
+            self.tensors[name] = part = TensorInfo(shape, info.dtype)
+            self._offsets[name] = offset
+            offset += part.nbytes
+
 
 class TensorFileWriter:
     """Writer of a safetensors file with keys, shapes and dtypes that are known in advance.

@@ -28,7 +28,7 @@ from dapo_megatron.files import (
     sync_to_disk,
     try_lock,
 )
-from dapo_megatron.model import without_mtp
+from dapo_megatron.model import text_fields, without_mtp
 from dapo_megatron.types import CheckpointError, dtype_name, torch_dtype
 
 MEGATRON_JSON = "megatron.json"
@@ -103,8 +103,9 @@ def check_file_name(name: str, owner: Path | str) -> None:
 def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
     """Copy the files of a model besides its weights: config.json, tokenizer, chat template, ...
 
-    config.json is copied byte for byte; if `dtype` is given, only its dtype is replaced. Raises
-    CheckpointError for a link out of `source`.
+    config.json is copied byte for byte; if `dtype` is given, only its dtype is replaced. That of a
+    model for images and text becomes that of its text model. Raises CheckpointError for a link out
+    of `source`.
     """
     check_links(source)
     for path in sorted(source.iterdir()):
@@ -112,10 +113,11 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None
             shutil.copyfile(path, target / path.name)
         elif path.is_dir() and path.name in _FOLDERS:
             shutil.copytree(path, target / path.name)
+    config = text_fields(copied := read_json(source / "config.json"))
     if dtype is not None:
-        config = read_json(source / "config.json")
         for field in [name for name in _DTYPE_FIELDS if name in config] or [_DTYPE_FIELDS[0]]:
             config[field] = dtype_name(dtype)
+    if config != copied or dtype is not None:
         _write_config(target, config)
 
 
