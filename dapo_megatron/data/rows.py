@@ -198,7 +198,7 @@ def _messages(value: Any, where: str, column: str) -> list[dict[str, str]]:
         role = message.get("role")
         if role not in ROLES:
             raise _wrong(where, f"{message_column}.role", f"one of {', '.join(ROLES)}", role)
-        content = _content(message.get("content"))
+        content = _content(message.get("content"), where, message_column)
         if role == "user" or not isinstance(content, str):
             content = _string(content, where, f"{message_column}.content")
         messages.append({"role": role, "content": content})
@@ -210,9 +210,16 @@ def _messages(value: Any, where: str, column: str) -> list[dict[str, str]]:
     return messages
 
 
-def _content(value: Any) -> Any:
+def _content(value: Any, where: str, column: str) -> Any:
     """Return the text of a list of text parts, as of an OpenAI API. Any other value is returned
-    unchanged."""
+    unchanged. Raises DataError for a part that is an image, or another known kind."""
+    for part in value if isinstance(value, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise DataError(
+                f"{where}, column {column}.content: a part of the type {kind!r:.40}; models are "
+                "trained on text only, drop the row"
+            )
     if isinstance(value, list) and all(
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
         for part in value

@@ -36,8 +36,8 @@ def test_the_text_model_is_read_and_exported(folders: tuple[Path, Path], tmp_pat
     with pytest.raises(CheckpointError, match=r"mtp.fc.weight.*Set model.drop_mtp=true"):
         open_store(released)
     store = open_store(released, drop_mtp=True)
-    found = differences(store, open_store(text))
-    assert [each for each in found if not each.startswith("config.mtp_num_hidden_layers")] == []
+    changes = differences(store, open_store(text))
+    assert [each for each in changes if not each.startswith("config.mtp_num_hidden_layers")] == []
     assert store.dropped == LEFT_OUT
     notes = dropped_layers(tiny_config(model__path=released, model__drop_mtp=True))
     assert len(notes) == 2 and "encoder of images are left out (model.visual" in notes[1]

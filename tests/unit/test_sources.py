@@ -420,3 +420,10 @@ def test_what_nothing_reads_is_not_checked(unread: Any, index: Any) -> None:
 def test_messages_as_other_programs_write_them(messages: Any, texts: list[str]) -> None:
     checked = checked_row(0, "line 1", row(prompt=messages))
     assert [message["content"] for message in checked.messages] == texts
+
+
+def test_an_image_in_a_prompt_is_refused() -> None:
+    image = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+    parts = [{"type": "text", "text": "What is this?"}, image]
+    with pytest.raises(DataError, match=r"prompt\[0\].content: a part of the type 'image_url'"):
+        checked_row(0, "line 1", row(prompt=[{"role": "user", "content": parts}]))
