@@ -120,6 +120,8 @@ AFTERWARDS: dict[str, Callable[[Any, ExitStack], None]] = {
 OLDER = "an engine given older weights"
 UNPACKED = "expert packing skipped"
 FAULTS = (*STREAMS, *AFTERWARDS, OLDER, UNPACKED)
+DOUBLED = "a change since the first sync counted twice"
+"""A delta of adapters that is added once per tensor-parallel rank."""
 
 # ------------------------------------------------------------------ the server's process
 
@@ -138,6 +140,11 @@ def sabotage(path: Path) -> None:
         for name, regions in weights:
             if name not in first:
                 first[name] = [(region, value.clone()) for region, value in regions]
+            if fault == DOUBLED:
+                regions = [
+                    (region, 2 * value - before)
+                    for (region, value), (_, before) in zip(regions, first[name], strict=True)
+                ]
             yield name, first[name] if fault == OLDER else regions
 
     def sabotaged_load(engine: VllmEngine, version: int, addresses: Any) -> None:

@@ -31,7 +31,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3", "llama", {"policy__tensor_parallel": 2, "policy__sequence_parallel": "true"}),
     ("qwen3", "llama", {"policy__pipeline_parallel": 2}),
     ("qwen3", "llama", {"policy__context_parallel": 2}),
-    ("llama", "qwen3_moe", {}),
+    ("llama", "qwen3_moe", {"policy__expert_parallel": 2}),
     ("qwen3_moe", "llama", {"policy__expert_parallel": 2}),
 ]
 SIZES = {"llama": {"num_hidden_layers": 4, "hidden_size": 96}}

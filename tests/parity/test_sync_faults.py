@@ -20,7 +20,15 @@ from dapo_megatron.types import SyncError
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import make_random_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.saboteur import FAULT, FAULTS, GATE, NORM, SabotagedServer
+from tests.helpers.saboteur import (
+    DOUBLED,
+    FAULT,
+    FAULTS,
+    GATE,
+    NORM,
+    OLDER,
+    SabotagedServer,
+)
 
 FAULTY = 1
 """Engine and rank at fault."""
@@ -38,7 +46,7 @@ Reported = list[tuple[str, list[int]]]
 class Run:
     """A run of two ranks and two engines, whose steps are started one by one."""
 
-    def __init__(self, rank: int, folder: Path, precision: str) -> None:
+    def __init__(self, rank: int, folder: Path, precision: str, **more: Any) -> None:
         from dapo_megatron.algo import mismatch
         from dapo_megatron.cluster.ranks import Ranks
         from dapo_megatron.run import build, models
@@ -59,6 +67,7 @@ class Run:
             rollout__prompts_per_step=4,
             rollout__samples_per_prompt=2,
             optimizer__lr=1e-6 if is_exact else 1e-2,  # changes bits
+            **more,
         )
         mismatch.MEAN_TOKENS = 50
         models.Server = SabotagedServer
@@ -124,6 +133,24 @@ class Run:
         return [*self.lost]
 
 
+def with_adapters(rank: int, folder: Path) -> dict[str, Reported]:
+    """Return what each published fault of adapters makes a sync of a new delta report."""
+    os.environ[FAULT] = str(folder / str(rank))
+    run = Run(rank, folder, "float32", policy__lora="{rank: 4, alpha: 8}")
+    reported = {}
+    for name in ("nothing", *ADAPTER_FAULTS):
+        if rank == FAULTY:
+            Path(os.environ[FAULT]).write_text(name)
+        run.sync.switch_to_policy()
+        run.version += 1
+        run.policy.lora.reset(run.version, 0.05)
+        run.lost.clear()
+        run.sync(run.version)
+        reported[name] = [*run.lost]
+    run.engines.close()
+    return reported
+
+
 def scale(shards: Any, factor: float) -> None:
     for shard in shards:
         shard.view.mul_(factor)
@@ -159,6 +186,16 @@ EXPECTED = {
     "decoding unlike scoring": (MISMATCH,),
     "log-probs that are no numbers": (MISMATCH, "inf on "),
     "right weights, another computation": (MISMATCH,),
+}
+ADAPTER_FAULTS = {
+    # the engine keeps the base, which it got first
+    OLDER: (FINGERPRINT, "mlp.experts.0.gate_proj.weight", "engine ranks 1 "),
+    DOUBLED: (FINGERPRINT, "mlp.experts.0.gate_proj.weight", "engine ranks 1 "),
+    # the layout of fused experts
+    "two experts swapped": EXPECTED["two experts swapped"],
+    "expert packing skipped": EXPECTED["expert packing skipped"],
+    # a part of the base that a sleep dropped and a sync of adapters does not send
+    "a tensor dropped from the stream": EXPECTED["a tensor dropped from the stream"],
 }
 IN_TRANSFER = {"a tensor dropped from the stream", "a tensor given twice"}
 UNSEEN = (FLIPPED, ON_BOTH, "two experts swapped")
@@ -203,6 +240,17 @@ def test_faults_of_all_engines_or_of_the_policy_end_the_run(reported: dict[str, 
     assert text.count(NORM) == 2 and engines == [0, 1]
     [(text, engines)] = reported[OF_THE_POLICY]
     assert FINGERPRINT in text and NORM in text and "policy ranks" in text and engines == []
+
+
+def test_faults_of_adapters_are_named(tmp_path: Path) -> None:
+    make_random_model("qwen3_moe", tmp_path / "model", moe_intermediate_size=64)
+    reported = run_ranks(with_adapters, 2, tmp_path)[0]
+    assert reported.pop("nothing") == []
+    for name, [(text, engines)] in reported.items():
+        print(f"{name}: {text}")
+        assert engines == [FAULTY]
+        for words in ADAPTER_FAULTS[name]:
+            assert words in text
 
 
 @pytest.mark.long
