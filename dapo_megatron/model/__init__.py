@@ -33,6 +33,7 @@ from dapo_megatron.model.hf_config import (
     stop_ids,
     text_fields,
     to_hf_config,
+    with_teacher,
     without_mtp,
 )
 from dapo_megatron.model.placement import Groups, engine_groups, place_engines
@@ -68,5 +69,6 @@ __all__ = [
     "stop_ids",
     "text_fields",
     "to_hf_config",
+    "with_teacher",
     "without_mtp",
 ]

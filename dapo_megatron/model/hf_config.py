@@ -72,6 +72,17 @@ def planned_architecture(config: Config) -> Architecture:
     return architecture({**model.hf, _POSITIONS: positions}, config.model.ignore_fields)
 
 
+def with_teacher(config: Config) -> Config:
+    """Return the config of a policy with the model of loss.distill, for planning it."""
+    assert config.loss.distill is not None
+    changed = {
+        "model": config.model.model_copy(update={"path": config.loss.distill.teacher}),
+        "policy": config.policy.model_copy(update={"lora": None, "fp8": None}),
+        "loss": config.loss.model_copy(update={"distill": None}),
+    }
+    return config.model_copy(update=changed)
+
+
 def published_notes(config: Config) -> Iterator[str]:
     """Yield notes about published dimensions that `planned_architecture` used. There are none if
     the model folder exists."""

@@ -257,7 +257,8 @@ def _policy_phases(stage: Stage, engine: EngineMemory | None) -> Phases:
     # The engine is built first and sleeps before the policy is built. FP8 copies of bfloat16
     # weights are only made by the first forward pass.
     at_first = copies if policy.fp8 and policy.fp8.parameters else []
-    start = [Moment("policy made", (*always, *made.values(), *at_first, *awake))]
+    taught = [stage.teacher] if config.loss.distill else []
+    start = [Moment("policy made", (*always, *made.values(), *at_first, *taught, *awake))]
     if sleeps:
         start.insert(0, Moment("engine made", (*always, *parts)))
     receiving = (engine.weights, engine.sampler) if engine and sleeps else awake
@@ -267,7 +268,7 @@ def _policy_phases(stage: Stage, engine: EngineMemory | None) -> Phases:
         Phase.GENERATE: (generating,),
         Phase.SYNC: (moving, generating),
         Phase.LOGPROBS: tuple(
-            Moment(name, (*whole, *awake, part))
+            Moment(name, (*whole, *awake, *taught, part))
             for name, part in passing(stage, backward=False).items()
         ),
         Phase.UPDATE: tuple(
@@ -339,6 +340,7 @@ def _host(
         "offloaded while generating": (max(s.offloaded_bytes for s in stages), "policy.offload"),
         "optimizer for good": (max(s.optimizer_on_host for s in stages), "optimizer.cpu_offload"),
         "reference model": (max(s.reference_bytes for s in stages), "weights for loss.kl"),
+        "teacher": (max(s.teacher.num_bytes for s in stages), "weights for loss.distill"),
         "base model": (max(s.base_bytes for s in stages), "weights without policy.lora's delta"),
         "a checkpoint's copy": (max(s.snapshot_bytes for s in stages), "what a rank updates"),
     }

@@ -83,7 +83,10 @@ def check_layout(
     layouts near it that fit. Without an engine (`doctor layouts`), the section `engine` is not
     checked.
     """
-    of_policy = list(policy_problems(config.policy, world_size, arch))
+    policy = config.policy
+    if config.loss.distill is not None and not arch.num_experts:  # experts are the teacher's
+        policy = policy.model_copy(update={"expert_parallel": 1})
+    of_policy = list(policy_problems(policy, world_size, arch))
     problems = [*of_policy, *_row_problems(config, arch), *_model_problems(config, arch)]
     if has_engine:
         problems += _engine_problems(config, world_size, arch)

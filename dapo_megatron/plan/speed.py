@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import ceil
 
+from dapo_megatron.model import Architecture, planned_architecture, with_teacher
 from dapo_megatron.model.flops import head_flops, model_flops, pair_flops, peak_flops, token_flops
 from dapo_megatron.plan.estimate import MemoryEstimate
 from dapo_megatron.plan.layout import data_parallel
@@ -119,9 +120,13 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
     scored = ceil(response) * sequences
     devices = estimate.num_processes * peak * given.mfu
 
-    def train(*, backward: bool) -> float:
-        flops = model_flops(arch, [length] * sequences, backward=backward, num_scored=scored)
+    def train(*, backward: bool, model: Architecture = arch) -> float:
+        flops = model_flops(model, [length] * sequences, backward=backward, num_scored=scored)
         return flops / devices
+
+    teacher = arch
+    if config.loss.distill is not None:
+        teacher = planned_architecture(with_teacher(config))
 
     recomputed = {"none": 0.0, "selective": 0.1, "full": 1.0}[config.policy.recompute]
     update = train(backward=True) + recomputed * train(backward=False)
@@ -137,6 +142,7 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
                 estimate,
                 given,
                 train(backward=False) * _row_factor(estimate, length, sequences, 1),
+                train(backward=False, model=teacher),
             ),
             Phase.UPDATE: update * _row_factor(estimate, length, sequences, minis),
             Phase.SYNC: _sync(estimate, given),
@@ -150,13 +156,18 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
     )
 
 
-def _logprobs(estimate: MemoryEstimate, given: Assumptions, pass_seconds: float) -> float:
+def _logprobs(
+    estimate: MemoryEstimate, given: Assumptions, pass_seconds: float, teacher_seconds: float
+) -> float:
     """Return the seconds of the log-prob passes: of the policy, unless the engine's or the update's
-    are used, and of a reference (loss.kl). The latter also exchanges the weights with those in host
-    memory, before and after."""
+    are used, of a teacher (loss.distill), whose weights come from host memory, and of a reference
+    (loss.kl). The latter exchanges the weights with those in host memory, before and after."""
     loss = estimate.config.loss
     is_made = loss.old_logprobs == "policy" and estimate.config.needs_logprob_pass
     seconds = pass_seconds if is_made else 0.0
+    if loss.distill is not None:
+        moved = max(stage.teacher.num_bytes for stage in estimate.stages)
+        seconds += teacher_seconds + moved / given.host_bytes_per_second
     if loss.kl.is_on:
         exchanged = max(stage.reference_bytes for stage in estimate.stages)
         seconds += pass_seconds + 4 * exchanged / given.host_bytes_per_second

@@ -14,7 +14,14 @@ from math import ceil, prod
 
 from dapo_megatron.config import Config, PolicyConfig
 from dapo_megatron.config.computing import Kernels
-from dapo_megatron.model import Architecture, ChunkPlace, adapters_of, layout_of
+from dapo_megatron.model import (
+    Architecture,
+    ChunkPlace,
+    adapters_of,
+    layout_of,
+    planned_architecture,
+    with_teacher,
+)
 from dapo_megatron.plan import MemoryItem
 from dapo_megatron.plan.layout import data_parallel, stage_layers
 from dapo_megatron.types import torch_dtype
@@ -252,6 +259,15 @@ class Stage:
         kl = self.config.loss.kl
         is_base = self.policy.lora is not None and kl.reference is None
         return self.weights.num_bytes if kl.is_on and not is_base else 0
+
+    @cached_property
+    def teacher(self) -> MemoryItem:
+        """Weights of loss.distill's teacher: in host memory, and on the device in its pass."""
+        if self.config.loss.distill is None:
+            return MemoryItem("teacher", 0, "")
+        config = with_teacher(self.config)
+        weights = replace(self, config=config, arch=planned_architecture(config)).weights
+        return replace(weights, name="teacher")
 
     @property
     def base_bytes(self) -> int:

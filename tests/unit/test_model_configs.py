@@ -26,6 +26,7 @@ MACHINES: dict[str, tuple[str, list[tuple[int, int]]]] = {
     "qwen2.5_32b_dapo": ("Qwen2.5-32B", [(16, 8)]),
     "qwen2.5_math_7b": ("Qwen2.5-Math-7B", [(1, 8), (2, 8), (4, 8)]),
     "qwen3_4b_retool": ("Qwen3-4B-Instruct-2507", [(1, 8)]),
+    "qwen3_4b_distill": ("Qwen3-4B", [(1, 8)]),
     "qwen3_8b": ("Qwen3-8B-Base", [(1, 8)]),
     "qwen3_8b_fp8": ("Qwen3-8B-Base", [(1, 8)]),
     "qwen3_30b_a3b": ("Qwen3-30B-A3B-Base", [(2, 8), (4, 8)]),
