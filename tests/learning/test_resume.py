@@ -21,6 +21,7 @@ from dapo_megatron.plan.estimate import NodeSpec, estimate_memory
 from dapo_megatron.plan.speed import estimate_speed
 from tests.helpers.commands import run, started
 from tests.helpers.configs import TINY, tiny_config
+from tests.helpers.models import as_released, make_random_model
 from tests.helpers.runs import (
     FREE,
     SEPARATE,
@@ -188,6 +189,24 @@ def test_a_killed_run_with_a_separate_engine_resumes_and_leaves_nothing(
     left = set(os.listdir("/dev/shm")) - before
     assert not {name for name in left if "loky" not in name}  # of other tests
     check_same(finish(undisturbed.parent, "killed", *SEPARATE), undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_a_killed_run_of_a_released_model_goes_on(family: str, tmp_path: Path) -> None:
+    """Gated delta nets, from the folder of a model for images and text."""
+    text = make_random_model(family, tmp_path / "text", seed=1)
+    rows = [{"question": f"{n} + 1 =", "answer": str(n + 1)} for n in range(64)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    columns = "columns: {prompt: question, answer: answer}"
+    source = f"{{name: sums, path: {path}, grader: tests.helpers.graders:near, {columns}}}"
+    released = as_released(text, tmp_path / "released")
+    words = (f"model.path={released}", "model.drop_mtp=true", f"data.train=[{source}]")
+    expected = finish(tmp_path, "undisturbed", *SMALL, *words)
+    end_at("kill:4", tmp_path, "killed", *words)
+    check_same(finish(tmp_path, "killed", *SMALL, *words), expected)
+    assert json.loads((expected / "summary.json").read_text(encoding="utf-8"))["max_gap"] < 2e-5
 
 
 REGULARIZED = ("loss.kl={coefficient: 0.1, place: reward}", "loss.entropy_coefficient=0.01")

@@ -2,7 +2,8 @@
 chooses with the weights that sampled the token, also after cached prefixes, interrupts, syncs and
 tokens of an environment, and in tensor-parallel engines.
 
-Qwen3-MoE, and DeepSeek-V3 with a dense first layer, groups of experts and biases. The engine
+Qwen3-MoE, DeepSeek-V3 with a dense first layer, groups of experts and biases, and Qwen3.5, whose
+gated delta nets have other blocks of the cache than its attention. The engine
 computes in float32, the policy in float64.
 """
 
@@ -43,8 +44,9 @@ from tests.helpers.ranks import run_ranks
 MODELS: dict[str, dict[str, int]] = {
     "qwen3_moe": {"num_hidden_layers": 3},
     "deepseek_v3": {"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "qwen3_5_moe_text": {},
 }
-LAYERS_AND_TOPK = {"qwen3_moe": (3, 2), "deepseek_v3": (2, 3)}
+LAYERS_AND_TOPK = {"qwen3_moe": (3, 2), "deepseek_v3": (2, 3), "qwen3_5_moe_text": (4, 2)}
 MAX_ROUNDED = 3
 """Choices of a model that rounding may reverse, because two scores are nearly equal."""
 REQUESTED = requests(range(3), num_tokens=PROMPT_TOKENS - 8, temperature=1.0)

@@ -157,6 +157,22 @@ def test_a_layout_gives_the_gradient_of_one_process(
     assert code == 0, output
 
 
+@pytest.mark.parametrize("model", ["qwen3_5_tied", "qwen3_5_moe"])
+def test_layouts_of_gated_delta_nets_give_the_gradient_of_one_process(
+    model: str, tmp_path: Path
+) -> None:
+    family, overrides = RANDOM_MODELS[model]
+    folder = make_random_model(family, tmp_path / "model", **overrides)
+    config = CONFIGS["tiny_moe" if "moe" in model else "tiny_cpu"]
+    only = "P2, skewed, packed"
+    code, rows, output = doctor(tmp_path, config, f"model.path={folder}", "--only", only)
+    assert code == 0, output
+    print(model, {name: (row["gradient"], row["weights"]) for name, row in rows.items()})
+    for row in rows.values():
+        check(row, "float64")
+        assert row["gradient"] <= 1e-10
+
+
 # ------------------------------------------------------------------ faults that must be detected
 
 Affects = Callable[[str], bool]

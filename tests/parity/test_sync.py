@@ -26,6 +26,7 @@ from tests.helpers.ranks import run_ranks
 
 GAP = 1e-5  # nats, float32
 GAPS = {"llama_odd": 5e-5, "moonlight": 1.5e-5, "kimi_k2": 1.5e-5}
+GAPS |= dict.fromkeys(("qwen3_5", "qwen3_5_moe"), 2e-5)
 """Bounds of models in which float32 itself differs more from float64. With the seven wide layers of
 `llama_odd` HF does so by 2.6e-5, the engine by 2.5e-5. In `moonlight` it is 5.7e-6 and 6.1e-6, in
 `kimi_k2` 3.0e-6 and 4.8e-6, and policy and engine differ by up to 1.1e-5."""
@@ -94,6 +95,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**CPU_LATENT, "rope_parameters": KIMI_YARN | {"mscale_all_dim": 0.7}},
     ),
     "glm4_moe_lite": ("glm4_moe_lite", CPU_LATENT),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "glm4_moe": ("glm4_moe", {}),
     "glm4_moe_air": ("glm4_moe", {"use_qk_norm": False}),
     "qwen3_yarn": ("qwen3", {"rope_parameters": ROPE["yarn"]}),
@@ -257,6 +260,8 @@ def cases() -> list[Any]:
         for name, row in rows.items():
             matrix.append(pytest.param(model, 4, row, marks=pytest.mark.sync, id=f"{model}-{name}"))
     two = [pytest.param("qwen3_moe", 2, {n: DAILY[n]}, id=f"daily-{n}") for n in DAILY]
+    two.append(pytest.param("qwen3_5", 2, {"tp1": ("pp2",)}, id="daily-qwen3_5"))
+    two.append(pytest.param("qwen3_5_moe", 2, {"tp2": ("ep2",)}, id="daily-qwen3_5_moe"))
     for name, layouts in OF_TWO.items():
         row = {name: layouts}
         two.append(pytest.param("qwen3_moe", 2, row, marks=pytest.mark.sync, id=f"two-{name}"))
