@@ -49,6 +49,8 @@ def _compute(
     settings = SETTINGS | {"policy__kernels": kernels} | overrides
     extension.calls.clear()
     policy, _ = build_policy(exchange, str(folder), settings)
+    if policy.lora is not None:
+        policy.lora.reset(1, 0.1)
     batch = random_batch(LENGTHS, vocab=90, seed=7 + policy.data_parallel_index)
     if settings.get("policy__router_replay") == "engine":
         batch = replace(batch, routes=_routes(len(batch.tokens), policy.architecture))

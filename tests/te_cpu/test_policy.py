@@ -19,13 +19,15 @@ from tests.helpers.models import FAMILIES
 from tests.te_cpu.cases import EP, TP, make_model, needs_wheel, run_fused, run_local
 
 pytestmark = needs_wheel
-ONE_RANK: dict[str, dict[str, Any]] = {"one rank": {}}
+LORA = {"policy__lora": "{rank: 3, alpha: 6}"}
+ONE_RANK: dict[str, dict[str, Any]] = {"one rank": {}, "LoRA": LORA}
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "TP": TP,
     "CP": {"policy__context_parallel": 2},
     "PP, recompute": {"policy__pipeline_parallel": 2, "policy__recompute": "selective"},
     "EP, recompute all": {**EP, "policy__recompute": "full"},
     "TP, EP": {**TP, **EP},
+    "TP, LoRA": {**TP, **LORA},
 }
 LAYOUTS = {1: ONE_RANK, 2: TWO_RANKS}
 BOUND = 5e-6
