@@ -70,7 +70,7 @@ def load_source(
     template_kwargs  variables of the chat template
     vocab_size       rows of the model's embedding; None: not checked
     tools            descriptions of the environment's tools
-    writes           what the environment writes of each prompt: its end, or all but the first token
+    writes           what the environment writes of each prompt. If it is all, there are no tokens
 
     A reasoning-gym source draws until it has `size` prompts, at most DRAWS times as many problems.
     For other sources, `limit` counts the rows read, and dropped rows are not replaced.
@@ -195,7 +195,7 @@ def render(
                 )
             extra = row.extra
             if writes == "all":
-                tokens, extra = tokens[:1], {**extra, "prompt": row.messages}
+                tokens, extra = [], {**extra, "prompt": row.messages}
             yield Prompt(name, row.index, tuple(tokens), text, row.truth, extra)
 
 

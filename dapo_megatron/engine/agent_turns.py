@@ -135,10 +135,7 @@ class AgentTurns(Talks):
                 "messages: they do not repeat what was said before in this session, and "
                 "rollout.turns.rewrites is refuse"
             )
-        first, *tokens = self._renderer.opening(question)
-        if (first,) != talk.request.prompt.tokens or not tokens:
-            raise ValueError("messages: the chat template begins with another token than usual")
-        return is_branch, tokens
+        return is_branch, self._renderer.opening(question)
 
     def _refuse(self, key: Key, talk: Talk, text: str, code: str) -> None:
         call = _session(talk).call
@@ -198,7 +195,7 @@ class AgentTurns(Talks):
         reply = ChatReply(
             message,
             finish,
-            prompt_tokens=[*talk.request.prompt.tokens, *completion.tokens[branch:start]],
+            prompt_tokens=completion.tokens[branch:start],
             tokens=turn,
             logprobs=completion.logprobs[start:end],
             texts=[text([t], is_raw=True) for t in turn] if call.request.logprobs else (),
@@ -232,7 +229,8 @@ class AgentTurns(Talks):
         if answer.cause == "error" and session.limit is None:
             self._fail(key, talk, "error", answer.text)
         elif completion is None or not completion.num_sampled:
-            self._fail(key, talk, "error", "it returned before the model answered a call")
+            text = answer.text or "it returned before the model answered a call"
+            self._fail(key, talk, "error", text)
         elif talk.num_seen < completion.num_tokens:
             text = "it made fewer calls than before, although it says that it is repeatable"
             self._fail(key, talk, "diverged", text)

@@ -112,7 +112,7 @@ class Renderer:
             raise ValueError("messages: the last one must not be the assistant's")
         template_kwargs = body.get("chat_template_kwargs") or {}
         settings = {"tools": body.get("tools") or None, "template": template_kwargs}
-        return Question(messages, json.dumps(settings, sort_keys=True))
+        return Question(messages, json.dumps(settings))
 
     def opening(self, question: Question) -> list[int]:
         """Return the tokens of a whole conversation. Raises ValueError."""
@@ -121,7 +121,9 @@ class Renderer:
             text = conversation.render(_harmless(conversation, question.messages), starts_turn=True)
         except DataError as error:
             raise ValueError(str(error)) from error
-        return conversation.encode(text)
+        if not (tokens := conversation.encode(text)):
+            raise ValueError("messages: the chat template makes no tokens of them")
+        return tokens
 
     def continued(self, question: Question, so_far: Question, last_token: int) -> list[int]:
         """Return the tokens from the end of the last turn to the start of the next one. Raises

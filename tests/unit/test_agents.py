@@ -29,7 +29,6 @@ OVERLONG = OverlongConfig(
 )
 POOLS: list[EnvironmentPool] = []
 KINDS = ("plain", "once", "careless", "parallel", "unruly", "endless")
-START = tokenizer()("<start>", add_special_tokens=False)["input_ids"]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +62,7 @@ class Run:
             is_deterministic=self.rollout.get("deterministic", False),
         )
         prompts = [
-            Prompt("sums", i, tuple(START), "", "", {"name": str(i), "start": i}, self.environment)
+            Prompt("sums", i, (), "", "", {"name": str(i), "start": i}, self.environment)
             for i in range(40)
         ]
         stream = PromptStream(prompts, seed=0, shuffle=False)
@@ -116,7 +115,7 @@ def turns_of(completion: Completion) -> list[tuple[list[int], list[int]]]:
         end, first = start, -1
         for segment in (*segments, None):
             if first >= 0 and (segment is None or segment.is_observed):
-                before = [*START, *completion.tokens[start:first]]
+                before = list(completion.tokens[start:first])
                 in_order.append((before, list(completion.tokens[first:end])))
                 first = -1
             if segment is not None:
@@ -171,10 +170,10 @@ def test_an_agent_trains_like_an_environment(kind: str, log: Path) -> None:
     assert run.counts["agent/turns"] > run.counts["agents"] > 0
     ended = run.ended()
     assert {completion.finish for _, completion in ended} >= {Finish.DONE}
-    for prompt, completion in ended:
+    for _, completion in ended:
         assert completion.grade is not None
         # What a tool spells out is not the end of its message.
-        text = tokenizer().decode([*prompt.tokens, *completion.tokens])
+        text = tokenizer().decode(completion.tokens)
         assert text.count("< end>") == text.count("total ")
 
 
