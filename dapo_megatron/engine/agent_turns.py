@@ -161,7 +161,7 @@ class AgentTurns(Talks):
         turn = completion.tokens[talk.num_seen :]
         limits = (self._limits.max_turn_tokens, call.max_tokens)
         rooms = [limit - len(turn) for limit in limits if limit is not None]
-        room = min(*rooms, talk.request.max_tokens - completion.num_tokens + completion.start)
+        room = min([*rooms, talk.request.max_tokens - completion.num_tokens + completion.start])
         if room <= 0 or self._is_stopped(call, self._engine.text(turn, is_raw=True)):
             self._show(key, talk, turn)  # it was cut off, but its agent did not get it
         else:

@@ -8,6 +8,7 @@ the run's secret. It ends with its connection to rank 0.
 
 from __future__ import annotations
 
+import heapq
 import os
 import signal
 import sys
@@ -116,6 +117,9 @@ class EngineServer:
         self._engine, self._grading, self._link = engine, grading, link
         self._turns = turns
         """None if the run has no environments."""
+        self._next_turns: list[tuple[int, int, SampleRequest]] = []
+        """(ticket, sample, request) of turns that wait for a slot, a heap: the oldest groups go
+        first, so that the last ones of a step do not wait for those of the next."""
         self._report_seconds = report_seconds
         self._sampling: Sampling | None = None
         """Parameters of the phase; None between phases."""
@@ -138,7 +142,7 @@ class EngineServer:
     def serve(self) -> None:
         """Obey rank 0 until the run is over. Raises Left."""
         while True:
-            is_sampling = self._is_free and bool(self._engine.requests)
+            is_sampling = self._is_free and bool(self._engine.requests or self._next_turns)
             is_pending = bool(self._grading.pending or self._num_waiting)
             wait = GRADING_SECONDS if is_pending else IDLE_SECONDS
             is_waiting = self._is_free and not is_sampling and bool(self._ungraded)
@@ -193,6 +197,8 @@ class EngineServer:
 
     def _step(self) -> None:
         """Run an engine step. Grade the completions that finish."""
+        while self._next_turns and len(self._engine.requests) < self._engine.max_sequences:
+            self._engine.submit([heapq.heappop(self._next_turns)[-1]])
         if not self._engine.requests:
             return
         for request, completion in self._engine.step():
@@ -219,13 +225,13 @@ class EngineServer:
             more_to_sample, more_ended = self._collect_turns()
             to_sample, ended = to_sample + more_to_sample, ended + more_ended
             self._show_alive()
-        to_sample.sort(key=lambda request: (request.ticket, request.sample))
         ended.sort(key=lambda each: (each.ticket, each.completion.sample))
         self._go_on(to_sample, ended)
 
     def _go_on(self, to_sample: list[SampleRequest], ended: list[Ended]) -> None:
         """Sample the next turns of completions, and grade those that have ended."""
-        self._engine.submit(to_sample)
+        for request in to_sample:
+            heapq.heappush(self._next_turns, (request.ticket, request.sample, request))
         for each in ended:
             self._num_sampled += 1
             if each.completion.grade is None and not each.cause:
@@ -267,6 +273,7 @@ class EngineServer:
     def _interrupt(self) -> None:
         """Return all completions: graded, finished, or with the tokens so far."""
         unfinished = self._engine.interrupt()
+        self._next_turns.clear()
         if self._turns and self._sampling:
             with_environment = [item for item in unfinished if item[0].prompt.environment]
             unfinished = [item for item in unfinished if not item[0].prompt.environment]

@@ -145,12 +145,14 @@ def turn_of(name: str, kind: str, number: int, seen: str) -> str:
 class ScriptedEngine:
     """Engine whose model says what `turn_of` returns, some tokens of each request in each step."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, max_sequences: int) -> None:
         self.tokenizer = tokenizer()
         self.stop_ids = self.tokenizer.convert_tokens_to_ids(["<end>"])
-        self.version = 0
+        self.version, self.max_sequences = 0, max_sequences
         self._rng = random.Random(seed)
         self._running: dict[tuple[int, int], tuple[SampleRequest, list[int]]] = {}
+        self.order: list[tuple[int, int]] = []
+        """Submitted requests, as (ticket, sample)."""
 
     text, answer = VllmEngine.text, VllmEngine.answer
 
@@ -162,6 +164,7 @@ class ScriptedEngine:
         for request in requests:
             key = request.ticket, request.sample
             assert key not in self._running, key
+            self.order.append(key)
             self._running[key] = request, []
 
     def step(self) -> list[tuple[SampleRequest, Completion]]:
@@ -287,7 +290,7 @@ class TalkingDriver:
             self.lose(replica)
 
     def _new_server(self, pool: EnvironmentPool) -> tuple[EngineServer, SimpleNamespace]:
-        engine: Any = ScriptedEngine(self.rng.randrange(10**6))
+        engine: Any = ScriptedEngine(self.rng.randrange(10**6), self.max_sequences)
         sources = [SimpleNamespace(name=n, grader=g) for n, g in self.rewards.items()]
         limits = TurnsConfig(
             max_turns=MAX_TURNS,

@@ -19,7 +19,7 @@ from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.environments.pool import EnvironmentPool
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.segments import branches
-from dapo_megatron.types import Collected, Completion, Finish, Outcome, Prompt
+from dapo_megatron.types import Collected, Completion, Finish, Outcome, Prompt, SampleRequest
 from tests.helpers.agents import calls_of, write_agents
 from tests.helpers.talking import MAX_TOKENS, MAX_TURNS, TalkingDriver, rollout_config, tokenizer
 
@@ -276,3 +276,19 @@ def test_a_killed_deterministic_run_collects_the_same(log: Path) -> None:
         run.driver.close()
         tokens.append([completion.tokens for _, completion in run.ended()])
     assert tokens[0] == tokens[1]
+
+
+def test_the_oldest_group_gets_the_next_slot(log: Path) -> None:
+    run = Run("plain", 8)
+    server, _ = run.driver._new_server(POOLS[0])
+    engine: Any = server._engine
+    engine.max_sequences, engine.step = 3, lambda: []
+    prompt = Prompt("sums", 0, (1,), "", "", {}, run.environment)
+    for tickets in ([7, 5], [9, 4, 1, 8]):
+        requests = [SampleRequest(ticket, 0, prompt, None, 9, 1.0, 1.0) for ticket in tickets]
+        server._go_on(requests, [])
+    server._step()
+    engine._running.clear()
+    server._step()
+    run.driver.close()
+    assert [ticket for ticket, _ in engine.order] == [1, 4, 5, 7, 8, 9]
