@@ -282,7 +282,7 @@ def test_the_oldest_group_gets_the_next_slot(log: Path) -> None:
     run = Run("plain", 8)
     server, _ = run.driver._new_server(POOLS[0])
     engine: Any = server._engine
-    engine.max_sequences, engine.step = 3, lambda: []
+    engine.max_sequences, engine.step = 3, list
     prompt = Prompt("sums", 0, (1,), "", "", {}, run.environment)
     for tickets in ([7, 5], [9, 4, 1, 8]):
         requests = [SampleRequest(ticket, 0, prompt, None, 9, 1.0, 1.0) for ticket in tickets]
