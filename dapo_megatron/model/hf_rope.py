@@ -43,8 +43,8 @@ def read_rope(hf: Fields, ignore: Collection[str], family: Family) -> Rope:
     values[PARTIAL_ROTARY] = _partial_rotary_factor(hf, settings, family)
     if kind == "yarn":
         _check_yarn(settings, family)
-    if family.has_delta:  # of images: the three positions of a text's token are equal
-        settings.get("mrope_section"), settings.get("mrope_interleaved")
+    for name in ("mrope_section", "mrope_interleaved") if family.has_delta else ():
+        settings.get(name)  # of images: the three positions of a text's token are equal
     rope = Rope(_theta(hf, settings), kind, **values)
     settings.refuse_unknown((), ignore, f"the rope type {kind!r}")
     if not rope.low_freq_factor < rope.high_freq_factor:

@@ -166,15 +166,16 @@ def _latent_attention(stage: Stage, latent: Latent) -> float:
 
 
 def _delta_net(stage: Stage, delta: Delta) -> float:
-    """Return the bytes per token that a gated delta net in torch saves (policy/delta.py). Without
-    `CHUNK` x `CHUNK` matrices and states, the kernels of flash-linear-attention save far less."""
+    """Return the bytes per token that a gated delta net in torch saves (policy/delta.py), of the
+    tokens of all context-parallel ranks but for the norm. The kernels of flash-linear-attention
+    save far less: no matrices of `CHUNK` x `CHUNK`, and fewer states."""
     heads = delta.value_heads / stage.policy.tensor_parallel
     channels = (2 * delta.key_rows + delta.value_rows) / stage.policy.tensor_parallel
     keys, values = delta.key_dim, delta.value_dim
-    convolution = stage.width * 2 * channels
+    convolution, num_ranks = stage.width * 2 * channels, stage.policy.context_parallel
     rule = 8 * keys + 3 * values + 6 * CHUNK + keys * values / CHUNK
-    normed = 4 * values
-    return convolution + stage.exact_width * heads * (rule + normed) + stage.width * heads * values
+    computed = num_ranks * (convolution + stage.exact_width * heads * rule)
+    return computed + heads * values * (4 * stage.exact_width + stage.width)
 
 
 def _scores(stage: Stage) -> float:
@@ -203,7 +204,7 @@ def passing(stage: Stage, *, backward: bool) -> dict[str, MemoryItem]:
     """Return the temporary memory of a `layer` and, on the last stage, that of the output `head`.
     The two never occur at the same time."""
     of_layer = _backward_of_layer if backward else _forward_of_layer
-    num_bytes = max(of_layer(stage, layer) for layer in stage.largest_layers)
+    num_bytes = max(of_layer(stage, layer) for layer in stage.different_layers)
     how = "backward pass" if backward else "forward pass"
     parts = {"layer": MemoryItem("a layer at work", ceil(num_bytes), how)}
     if stage.is_last:

@@ -164,7 +164,7 @@ class Stage:
         return self.arch.has_experts(layer), self.arch.has_delta(layer)
 
     @property
-    def largest_layers(self) -> list[int]:
+    def different_layers(self) -> list[int]:
         """A layer of each kind."""
         return [place.first_layer for place, _ in self._kinds_of_layers]
 

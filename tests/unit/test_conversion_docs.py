@@ -123,7 +123,9 @@ def rows() -> dict[str, str]:
 
 def test_the_table_of_options_is_that_of_the_program() -> None:
     options_of = rows()
-    assert options_of.keys() == {"all", *FAMILIES}
+    # Of models with gated delta nets there are no checkpoints of Megatron.
+    written = {name for name, family in FAMILIES.items() if not family.has_delta}
+    assert options_of.keys() == {"all", *written}
     configs = [*MODELS.values(), *(dict(model.hf) for model in published_models().values())]
     for config in configs:
         used = {word for option in megatron_lm_options(architecture(config))

@@ -30,6 +30,8 @@ MACHINES: dict[str, tuple[str, list[tuple[int, int]]]] = {
     "qwen3_8b": ("Qwen3-8B-Base", [(1, 8)]),
     "qwen3_8b_fp8": ("Qwen3-8B-Base", [(1, 8)]),
     "qwen3_30b_a3b": ("Qwen3-30B-A3B-Base", [(2, 8), (4, 8)]),
+    "qwen3.5_4b": ("Qwen3.5-4B", [(1, 8)]),
+    "qwen3.5_35b_a3b": ("Qwen3.5-35B-A3B", [(4, 8)]),
     "qwen3_0.6b_one_gpu": ("Qwen3-0.6B-Base", [(1, 1)]),
 }
 TINY = {path.stem for path in CONFIGS.glob("tiny_*.yaml")}

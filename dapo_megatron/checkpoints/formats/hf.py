@@ -76,7 +76,7 @@ def open_hf(folder: Path, ignore: Collection[str] = (), *, drop_mtp: bool = Fals
     if mtp := _mtp_tensors(infos, mtp_layers(config)):
         check_mtp(folder, mtp, drop_mtp=drop_mtp)
         config = without_mtp(config)
-        infos = {name: info for name, info in infos.items() if name not in set(mtp)}
+        infos = {name: infos[name] for name in infos.keys() - mtp}
     infos = checked_tensors(folder, infos, arch)
     return Store(
         folder=folder,
