@@ -66,6 +66,22 @@ class KL:
 
 
 @dataclass(frozen=True, slots=True)
+class Distillation:
+    """Numbers of loss.distill: d^2 / 2, linear where |d| exceeds `log_ratio_limit`."""
+
+    coefficient: float
+    log_ratio_limit: float
+
+    def per_token(self, logp: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+        """Return the term of each token, as `KL.per_token` does. Its gradient is d, clamped: tokens
+        that the teacher finds impossible keep one."""
+        logp, teacher = torch.where(mask, logp, 0.0), torch.where(mask, teacher, 0.0).detach()
+        return torch.nn.functional.huber_loss(
+            logp, teacher.to(logp.dtype), reduction="none", delta=self.log_ratio_limit
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class KLStatistics:
     """Sums over the loss tokens of a batch, before the step's first update.
 

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dapo_megatron.algo.kl import KL
+from dapo_megatron.algo.kl import KL, Distillation
 from dapo_megatron.types import LossOutput, MicroTokens
 
 # Shape letters: T tokens of all sequences, concatenated; S sequences
@@ -227,7 +227,7 @@ def regularized_loss(
     objective: Callable[[Tensor, MicroTokens], LossOutput],
     entropy_coefficient: float,
     kl: KL | None = None,
-    distill: KL | None = None,
+    distill: Distillation | None = None,
 ) -> LossOutput:
     """Return the loss of `objective` plus the terms that are added outside every objective:
 
@@ -243,7 +243,7 @@ def regularized_loss(
     keep = tokens.mask.bool()
     weights = torch.where(keep, tokens.weights, 0.0)
     total, sums = output.total, dict(output.sums)
-    penalties = {
+    penalties: dict[str, tuple[KL | Distillation | None, Tensor | None]] = {
         "kl": (kl, tokens.reference_logprobs),
         "distill": (distill, tokens.teacher_logprobs),
     }

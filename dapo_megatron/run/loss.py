@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_megatron.algo.kl import KL
+from dapo_megatron.algo.kl import KL, Distillation
 from dapo_megatron.algo.loss import no_loss, regularized_loss
 from dapo_megatron.algo.objectives import OBJECTIVES
 from dapo_megatron.config import Config, LossConfig
@@ -37,7 +37,7 @@ def loss_function(loss: LossConfig) -> LossFn:
     kl = KL(**loss.kl_numbers) if loss.kl.is_in_loss else None
     distill = None
     if loss.distill is not None:
-        distill = KL(loss.distill.coefficient, "k2", loss.log_ratio_limit)
+        distill = Distillation(loss.distill.coefficient, loss.log_ratio_limit)
     if kl is distill is None and not loss.entropy_coefficient:
         return objective(loss)
     return partial(
