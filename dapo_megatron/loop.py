@@ -338,8 +338,8 @@ def measure_reference(
 def measure_teacher(
     config: Config, parts: Parts, batch: TokenBatch, metrics: dict[str, float]
 ) -> None:
-    """Add distill/* to the step's metrics: the mean of d, an estimate of KL(policy || teacher)
-    without bias. `batch` has old and teacher log-probs. Collective."""
+    """Add distill/* to the step's metrics: the mean of d, clamped, which estimates
+    KL(policy || teacher). `batch` has old and teacher log-probs. Collective."""
     compared = dataclasses.replace(batch, reference_logprobs=batch.teacher_logprobs)
     own = kl.statistics(compared, kl.KL(1.0, "k1", config.loss.log_ratio_limit))
     statistics = kl.merge(parts.data_parallel.all_gather(own, kl.KLStatistics))

@@ -199,9 +199,10 @@ class KLConfig(Section):
 
 class DistillConfig(Section):
     """On-policy distillation: the reverse KL divergence to a teacher, on the policy's own samples,
-    is added to the loss of each token as d^2 / 2 with d = log policy - log teacher. The mean of its
-    gradient is that of KL(policy || teacher). It needs the teacher's weights in host memory, on the
-    GPU during its pass, and one forward pass of it per step."""
+    is added to the loss of each token as d^2 / 2 with d = log policy - log teacher, linear where
+    |d| exceeds log_ratio_limit. The mean of its gradient is that of KL(policy || teacher). It needs
+    the teacher's weights in host memory, on the GPU during its pass, and one forward pass of it per
+    step."""
 
     teacher: str
     """Folder of the teacher, in a format that model.path may have. It may have another size and

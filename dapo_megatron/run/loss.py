@@ -38,7 +38,7 @@ def loss_function(loss: LossConfig) -> LossFn:
     distill = None
     if loss.distill is not None:
         distill = Distillation(loss.distill.coefficient, loss.log_ratio_limit)
-    if kl is distill is None and not loss.entropy_coefficient:
+    if kl is None and distill is None and not loss.entropy_coefficient:
         return objective(loss)
     return partial(
         regularized_loss,

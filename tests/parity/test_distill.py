@@ -26,7 +26,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tensors import same
 
 LENGTHS = (5, 60, 17, 9, 33, 4, 40, 12, 3)
-COEFFICIENT = 0.7
+COEFFICIENT, LIMIT = 0.7, 0.5
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3", "llama", {"policy__tensor_parallel": 2, "policy__sequence_parallel": "true"}),
     ("qwen3", "llama", {"policy__pipeline_parallel": 2}),
@@ -47,9 +47,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def reference(logprobs: Tensor, teacher: Tensor, weights: Tensor) -> tuple[float, Tensor]:
     """Return the value of the term, and its gradient by each log-prob."""
-    distance = (logprobs - teacher).clamp(-20.0, 20.0)
-    value = COEFFICIENT * (weights * distance**2 / 2).sum() / (weights > 0).sum()
-    return float(value), COEFFICIENT * weights * distance
+    distance = logprobs - teacher
+    near = distance.clamp(-LIMIT, LIMIT)
+    value = COEFFICIENT * (weights * near * (distance - near / 2)).sum() / (weights > 0).sum()
+    return float(value), COEFFICIENT * weights * near
 
 
 def linear(logprobs: Tensor, tokens: MicroTokens) -> LossOutput:
@@ -79,7 +80,14 @@ def check(rank: int, models: Path) -> None:
         assert not same(logprobs, expected)
 
         settings = {"teacher": "x", "coefficient": COEFFICIENT}
-        config = tiny_config(loss__objective="none", loss__tis_cap="null", loss__distill=settings)
+        config = tiny_config(
+            loss__objective="none",
+            loss__tis_cap="null",
+            loss__distill=settings,
+            loss__log_ratio_limit=LIMIT,
+        )
+        distance = (logprobs - expected)[batch.loss_mask].abs()
+        assert distance.min() < LIMIT < distance.max()
         value, gradients = policy.gradients(with_teacher, loss_function(config.loss))
         right, by_logprob = reference(logprobs, expected, batch.weights)
         assert value == pytest.approx(right, abs=1e-12)
