@@ -15,6 +15,7 @@ from dapo_megatron.report.token_text import TokenPieces, find_tokenizer
 from dapo_megatron.report.viewer_data import versions_of
 from dapo_megatron.report.wording import significant
 from dapo_megatron.rollout.record import COMPLETIONS, RecordedGroup, read_groups, require_steps
+from dapo_megatron.segments import branches
 from dapo_megatron.text import visible
 from dapo_megatron.types import Completion, ConfigError
 
@@ -90,10 +91,11 @@ def _nothing(steps: dict[int, Path], selection: Selection) -> str:
 
 def _headline(step: int, completion: Completion, reward: float | None) -> Text:
     age, logprob = age_of(completion, step), significant(completion.logprob_mean)
-    graded = graded_as(completion.grade)
+    graded, num_branches = graded_as(completion.grade), len(branches(completion.segments))
     facts = [
         f"{completion.num_tokens:,} tokens",
         completion.finish.value,
+        f"{num_branches} branches" if num_branches > 1 else "",
         f"age {age}" if age is not None else "",
         f"log-prob {logprob}" if logprob is not None else "",
         f"reward {reward:.3g}" if reward is not None else "",

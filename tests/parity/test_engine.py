@@ -55,6 +55,7 @@ def _observe(folder: Path) -> Observations:
     observed["counts"], observed["expected"] = _first_tokens(engine, folder, 2_000)
     # More prompt tokens than fit into one vLLM step (4096), with no cached prefix.
     observed["flood"] = len(run(engine, requests(range(12), num_tokens=120, temperature=1.0)))
+    observed["stopped"] = _stopped(engine, observed["batch"])
     observed["unseeded"] = run(engine, unseeded())
     closed(engine)
     other = start(folder, seed=1, engine__max_sequences=MAX_SEQUENCES)
@@ -69,6 +70,19 @@ def _observe(folder: Path) -> Observations:
     observed["new"] = _new_weights(other, folder)
     other.sleep()
     observed["end asleep"] = closed(other)
+    return observed
+
+
+def _stopped(engine: Any, whole: Results) -> list[tuple[str, Completion, Completion]]:
+    """Sample completions again that end at a text from their middle. Return (text, whole one, new
+    one) of each."""
+    observed = []
+    for request in requests(range(6)):
+        completion = whole[request.ticket, request.sample]
+        stop = engine.text(completion.tokens[5:8])
+        if completion.num_tokens > 8 and stop.strip():
+            results = run(engine, [replace(request, stop=(stop, "not there"))])
+            observed += [(stop, completion, each) for each in results.values()]
     return observed
 
 
@@ -227,6 +241,19 @@ def test_completions_end_at_eos_or_at_the_limit(observed: Observations, folder: 
     finishes = {completion.finish for completion in observed["batch"].values()}
     assert finishes == {Finish.STOP, Finish.LENGTH}
     assert observed["flood"] == 48  # prompts that exceed one step
+
+
+def test_a_text_ends_a_completion(observed: Observations, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(observed["stopped"]) > 6
+    for stop, whole, completion in observed["stopped"]:
+        num_tokens = completion.num_tokens
+        assert num_tokens <= 8 and completion.tokens == whole.tokens[:num_tokens]
+        assert completion.logprobs == pytest.approx(whole.logprobs[:num_tokens], abs=GAP)
+        assert stop in tokenizer.decode(completion.tokens)
+        assert stop not in tokenizer.decode(completion.tokens[:-1])
 
 
 def test_an_engine_closed_asleep_leaves_nothing_behind(observed: Observations) -> None:
