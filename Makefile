@@ -44,6 +44,7 @@ ladder: env  ## run the paper's ladder on the tiny task, six rungs and three see
 test test-long: export PYTHONDONTWRITEBYTECODE =
 test: env  ## run the tests, three files at a time (JOBS=3), without those of the next four; ARGS="-k name" adds arguments
 	@$(MAKE) -s build/te_cpu/.ready || echo "no wheel of Transformer Engine: tests/te_cpu will be skipped"
+	@$(MAKE) -s build/verifiers/.ready || echo "no packages: tests/unit/test_verifiers.py will be skipped"
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-long: env  ## run only the tests marked long
@@ -78,7 +79,7 @@ $(NEXT)/.ready: $(READY) $(NEXT_LOCK)
 	$(VENV)/bin/pip install -qq --no-deps --require-hashes --only-binary :all: --target $(NEXT) -r $(NEXT)/pins.txt
 	touch $@
 
-build/renderers/.ready build/peft/.ready: build/%/.ready: $(READY) tests/contracts/%.txt
+build/renderers/.ready build/peft/.ready build/verifiers/.ready: build/%/.ready: $(READY) tests/contracts/%.txt
 	rm -rf build/$*
 	mkdir -p build/$*
 	$(VENV)/bin/pip install -qq --no-deps --require-hashes --only-binary :all: --target build/$* \

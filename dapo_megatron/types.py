@@ -105,6 +105,9 @@ class Finish(StrEnum):
 
 AGENT = "agent:"
 """Begins the name of an environment that is an agent, and goes on with module:function."""
+VERIFIERS = "verifiers:"
+"""Begins the name of an environment of the package verifiers, and goes on with its name, a colon
+and its arguments as JSON. It is an agent, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,14 +39,14 @@ env -u UV_FIND_LINKS "$uv" pip compile tests/contracts/next_megatron.in --no-dep
     --output-file tests/contracts/next_megatron.txt --python-version 3.12 "${common[@]}"
 
 # The Python of the CPU environment, because they are installed next to that.
-for lock in tests/contracts/renderers tests/contracts/peft tests/mutations/requirements; do
+for lock in tests/contracts/{renderers,peft,verifiers} tests/mutations/requirements; do
     env -u UV_FIND_LINKS "$uv" pip compile "$lock.in" --no-deps \
         --output-file "$lock.txt" --python-version 3.11 "${common[@]}"
 done
 
 # Copy the first comment of each .in file into its lock. It says what was left out, and why.
 locks=(requirements-cpu.txt requirements.txt tests/contracts/next_megatron.txt
-       tests/contracts/renderers.txt tests/contracts/peft.txt tests/mutations/requirements.txt)
+       tests/contracts/{renderers,peft,verifiers}.txt tests/mutations/requirements.txt)
 for lock in "${locks[@]}"; do
     { sed '/^$/,$d' "${lock%.txt}.in"; echo; cat "$lock"; } > "$work/headed"
     cp "$work/headed" "$lock"

@@ -51,6 +51,7 @@ from dapo_megatron.config.sources import (
     ReasoningGymSource,
     RowsSource,
     Source,
+    TasksSource,
     source_file_name,
 )
 from dapo_megatron.types import ConfigError
@@ -84,6 +85,7 @@ __all__ = [
     "Section",
     "Source",
     "SyncConfig",
+    "TasksSource",
     "TrackingConfig",
     "TrainConfig",
     "TurnsConfig",

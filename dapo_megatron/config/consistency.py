@@ -16,7 +16,7 @@ from dapo_megatron.config import (
     refuse,
     source_file_name,
 )
-from dapo_megatron.types import AGENT
+from dapo_megatron.types import AGENT, VERIFIERS
 
 
 def check_values(config: Config) -> None:
@@ -88,7 +88,13 @@ def _source_contradictions(config: Config) -> Iterable[str]:
                 f"data.train / evaluation.sets: source {source.name!r} has grader: environment, "
                 "but no environment; set it"
             )
-    has_agent = any(name.startswith(AGENT) for name in config.environments)
+        is_verifiers = (source.environment or "").startswith(VERIFIERS)
+        if is_verifiers and source.kind != "tasks":
+            yield (
+                f"data.train / evaluation.sets: source {source.name!r}: an environment of "
+                "verifiers brings its own tasks; leave out path"
+            )
+    has_agent = any(name.startswith((AGENT, VERIFIERS)) for name in config.environments)
     is_replayed = config.policy.router_replay == "engine"
     if has_agent and is_replayed and config.rollout.turns.rewrites == "branch":
         yield (

@@ -20,6 +20,7 @@ from dapo_megatron.config import (
     FileSource,
     ReasoningGymSource,
     Section,
+    TasksSource,
 )
 from dapo_megatron.config.consistency import check_values
 from dapo_megatron.config.yaml12 import MAX_CHARACTERS, MAX_DEPTH, dump_yaml, parse_yaml
@@ -151,6 +152,7 @@ _SOURCES: dict[str, type[Section]] = {
     "jsonl": FileSource,
     "parquet": FileSource,
     "datasets": DatasetsSource,
+    "tasks": TasksSource,
 }
 
 _MESSAGES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
@@ -10,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from dapo_megatron.config.section import Count, Section, Seed
-from dapo_megatron.types import AGENT
+from dapo_megatron.types import AGENT, VERIFIERS
 
 ENVIRONMENT_GRADER = "environment"
 """Takes the place of a grader if the environment gives the rewards."""
@@ -48,10 +49,18 @@ class _AgentName(Section):
     agent: str
 
 
+class _VerifiersName(Section):
+    verifiers: str
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
 def _environment_name(value: Any) -> Any:
     """Return the name of an environment that is given as a mapping."""
     if not isinstance(value, dict):
         return value
+    if "verifiers" in value:
+        named = _VerifiersName.model_validate(value)
+        return f"{VERIFIERS}{named.verifiers}:{json.dumps(named.args, sort_keys=True)}"
     return f"{AGENT}{_AgentName.model_validate(value).agent}"
 
 
@@ -96,7 +105,7 @@ class RowsSource(Section):
     rows' data_source to one of these. environment: the reward that the environment gives."""
     environment: EnvironmentName = None
     """Tools and turns of the completions (docs/environments.md): your own class as module:Class, a
-    built-in one, or {agent: module:function}. null: none."""
+    built-in one, or {agent: module:function}. null: none. See TasksSource, too."""
     limit: Count | None = None
     """Number of rows to read. null: all."""
     columns: Columns | None = None
@@ -120,6 +129,19 @@ class DatasetsSource(RowsSource):
     """Branch, tag or commit on the hub. null: the newest."""
 
 
+class TasksSource(Section):
+    """The tasks of an environment of the package verifiers (docs/environments.md)."""
+
+    kind: Literal["tasks"]
+    name: SourceName
+    """Name of this source in metrics. Derived from the environment by default."""
+    environment: Annotated[str, BeforeValidator(_environment_name)]
+    """{verifiers: NAME, args: {...}}"""
+    grader: Literal["environment"]
+    limit: Count | None = None
+    """Number of tasks to read. null: all."""
+
+
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 """Kind of a source by the suffix of its path. Any other path is a data set."""
 
@@ -137,6 +159,9 @@ def _expand_source(entry: Any) -> Any:
     environment = source.get("environment") if isinstance(source, dict) else None
     if isinstance(environment, dict):
         source = {"grader": ENVIRONMENT_GRADER, **source}
+        if isinstance(environment.get("verifiers"), str) and "path" not in source:
+            name = environment["verifiers"].rpartition("/")[2]
+            return {"kind": "tasks", "name": _derived_name(name), **source}
     if not isinstance(source, dict) or not isinstance(source.get("path"), str):
         return entry
     path = PurePath(source["path"])
@@ -147,9 +172,16 @@ def _expand_source(entry: Any) -> Any:
         name = f"{path.name}-{source['split']}"
     else:
         name = path.name
-    safe = re.sub(r"[^\w.+=@(),-]+", "_", name).strip("_.+=@(),-") or "data"
-    return {"kind": kind, "name": safe[:_MAX_DERIVED_NAME], **source}
+    return {"kind": kind, "name": _derived_name(name), **source}
 
 
-Source = Annotated[ReasoningGymSource | FileSource | DatasetsSource, Field(discriminator="kind")]
+def _derived_name(text: str) -> str:
+    """Return a valid source name."""
+    safe = re.sub(r"[^\w.+=@(),-]+", "_", text).strip("_.+=@(),-") or "data"
+    return safe[:_MAX_DERIVED_NAME]
+
+
+Source = Annotated[
+    ReasoningGymSource | FileSource | DatasetsSource | TasksSource, Field(discriminator="kind")
+]
 Sources = Annotated[tuple[Source, ...], BeforeValidator(_expand_sources), Field(strict=False)]

@@ -13,7 +13,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from dapo_megatron.config import Columns, DatasetsSource, ReasoningGymSource, RowsSource, Source
+from dapo_megatron.config import (
+    Columns,
+    DatasetsSource,
+    ReasoningGymSource,
+    RowsSource,
+    Source,
+    TasksSource,
+)
 from dapo_megatron.data.conversation import Conversation
 from dapo_megatron.data.hub import read_dataset
 from dapo_megatron.data.rows import (
@@ -62,6 +69,7 @@ def load_source(
     vocab_size: int | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     writes: Literal["", "end", "all"] = "",
+    tasks: Iterable[tuple[str, Mapping[str, Any]]] = (),
 ) -> LoadedSource:
     """Return all prompts of `source`, rendered with the tokenizer's chat template.
 
@@ -71,6 +79,7 @@ def load_source(
     vocab_size       rows of the model's embedding; None: not checked
     tools            descriptions of the environment's tools
     writes           what the environment writes of each prompt. If it is all, there are no tokens
+    tasks            text and data of the tasks of a TasksSource
 
     A reasoning-gym source draws until it has `size` prompts, at most DRAWS times as many problems.
     For other sources, `limit` counts the rows read, and dropped rows are not replaced.
@@ -80,11 +89,8 @@ def load_source(
     """
     check_template(tokenizer, "model.path")
     dropped = Counter[str]()
-    wanted: int | None = None
-    if isinstance(source, ReasoningGymSource):
-        rows, wanted = _problems(source, dropped), source.size
-    else:
-        rows = _rows(source, columns)
+    wanted = source.size if isinstance(source, ReasoningGymSource) else None
+    rows = _all_rows(source, columns, tasks, dropped)
     prompts: list[Prompt] = []
     rows = _gradable(rows, source)
     conversation = Conversation(tokenizer, (), template_kwargs, tools)
@@ -109,6 +115,19 @@ def load_source(
             f"{dropped['duplicates']} duplicates); raise max_prompt_tokens or use other data"
         )
     return LoadedSource(tuple(prompts), dropped["long"], dropped["duplicates"], dropped["held out"])
+
+
+def _all_rows(
+    source: Source,
+    columns: Columns,
+    tasks: Iterable[tuple[str, Mapping[str, Any]]],
+    dropped: Counter[str],
+) -> Iterator[PromptRow]:
+    if isinstance(source, ReasoningGymSource):
+        return _problems(source, dropped)
+    if isinstance(source, TasksSource):
+        return _tasks(source, tasks)
+    return _rows(source, columns)
 
 
 def _gradable(rows: Iterator[PromptRow], source: Source) -> Iterator[PromptRow]:
@@ -273,6 +292,20 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     if near := difflib.get_close_matches(name, known):
         return f"; did you mean {' or '.join(map(repr, near))}?"
     return f"; known: {', '.join(sorted(known))}"
+
+
+# ---------------------------------------------------------------------------- tasks
+
+
+def _tasks(
+    source: TasksSource, tasks: Iterable[tuple[str, Mapping[str, Any]]]
+) -> Iterator[PromptRow]:
+    for index, (text, data) in enumerate(tasks):
+        where, messages = (
+            f"source {source.name!r}, task {index}",
+            [{"role": "user", "content": text}],
+        )
+        yield PromptRow(index, where, messages, truth="", extra={"task": data})
 
 
 # ---------------------------------------------------------------------------- files

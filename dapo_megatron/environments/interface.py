@@ -39,7 +39,7 @@ from functools import partial
 from typing import Any
 
 from dapo_megatron.rewards.sandbox import check_sandbox
-from dapo_megatron.types import AGENT, ConfigError
+from dapo_megatron.types import AGENT, VERIFIERS, ConfigError
 
 BUILT_IN = {
     "python": "dapo_megatron.environments.interpreter:Python",
@@ -143,14 +143,23 @@ class Agent:
 
 
 def _load_agent(name: str) -> Environment:
-    """Return the agent `agent:module:function`. Raises ConfigError."""
+    """Return the agent `agent:module:function`, or that of an environment of the package verifiers.
+    Raises ConfigError."""
+    if name.startswith(VERIFIERS):
+        from dapo_megatron.environments.verifiers import load_episodes
+
+        return _as_agent(name, load_episodes(name))
     run = _imported(name, name.removeprefix(AGENT))
     if not callable(run) or inspect.isclass(run):
         raise ConfigError(f"environment {name!r}: it is not a function")
-    is_repeatable = bool(getattr(run, "repeatable", False))
+    return _as_agent(name, run)
+
+
+def _as_agent(name: str, run: Callable[..., Any]) -> Environment:
     if "openai" in sys.modules:  # its parts would be imported by each agent
         with suppress(ImportError):
             importlib.import_module("openai.resources.chat.completions")
+    is_repeatable = bool(getattr(run, "repeatable", False))
     return Environment(
         name, partial(Agent, run), {}, is_repeatable, False, False, False, is_agent=True
     )
@@ -182,7 +191,7 @@ def load_environment(name: str, timeout_seconds: float = 10.0) -> Environment:
     where = f"environment {name!r}"
     if name in BUILT_IN:
         check_sandbox(where)
-    if name.startswith(AGENT):
+    if name.startswith((AGENT, VERIFIERS)):
         return _load_agent(name)
     from pydantic import validate_call
 

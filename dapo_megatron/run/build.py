@@ -20,6 +20,7 @@ from dapo_megatron.config import (
     Columns,
     Config,
     Source,
+    TasksSource,
 )
 from dapo_megatron.data.conversation import Conversation, findings
 from dapo_megatron.data.owners import DataParallelRanks
@@ -27,6 +28,7 @@ from dapo_megatron.data.prompts import PromptStream, check_template, load_source
 from dapo_megatron.data.tokenizer import load_tokenizer
 from dapo_megatron.environments.pool import EnvironmentPool
 from dapo_megatron.environments.process import Described
+from dapo_megatron.environments.verifiers import Task, read_tasks
 from dapo_megatron.loop import Parts
 from dapo_megatron.model import read_architecture, stop_ids
 from dapo_megatron.plan.estimate import save_estimate
@@ -108,10 +110,37 @@ def conversation_of(config: Config, environment: Described | None = None) -> Con
     )
 
 
-def load_prompts(config: Config, environments: Mapping[str, Described]) -> Prompts:
+def tasks_of(config: Config, ranks: Ranks) -> dict[str, list[Task]]:
+    """Return the tasks of environments that bring their own, by source. Collective. Raises
+    ConfigError."""
+    sources = [
+        source
+        for source in (*config.data.train, *config.evaluation.sets)
+        if isinstance(source, TasksSource)
+    ]
+    if not sources:
+        return {}
+
+    def read() -> dict[str, list[Task]]:
+        variables = config.rewards.environment
+        return {s.name: read_tasks(s.environment, s.limit, variables) for s in sources}
+
+    return ranks.broadcast(on_rank0(ranks, read) or {}, dict[str, list[Task]])
+
+
+def load_all_prompts(config: Config, ranks: Ranks) -> Prompts:
+    """Load all prompts. Collective. Raises ConfigError or DataError."""
+    return load_prompts(config, describe_environments(config, ranks), tasks_of(config, ranks))
+
+
+def load_prompts(
+    config: Config,
+    environments: Mapping[str, Described],
+    tasks: Mapping[str, Sequence[Task]],
+) -> Prompts:
     """Load all prompts. Evaluation sets are loaded first, because their problems are excluded from
-    training. `environments` are those of `describe_environments`. Raises DataError naming
-    model.path or the data."""
+    training. `environments` are those of `describe_environments`, `tasks` those of `tasks_of`.
+    Raises DataError naming model.path or the data."""
     tokenizer = load_tokenizer(Path(config.model.path), "model.path")
     vocab_size = read_architecture(config).vocab_size
     notes: list[str] = []
@@ -127,6 +156,7 @@ def load_prompts(config: Config, environments: Mapping[str, Described]) -> Promp
             template_kwargs=config.data.chat_template_kwargs,
             vocab_size=vocab_size,
             tools=None if environment is None else environment.descriptions,
+            tasks=tasks.get(source.name, ()),
             writes="" if environment is None else environment.writes,
         )
         left_out = {

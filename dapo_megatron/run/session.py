@@ -113,7 +113,7 @@ def _parts(
 
     config, ranks = context.config, context.ranks
     loss_function(config.loss)  # its errors come before models are built
-    prompts = build.load_prompts(config, build.describe_environments(config, ranks))
+    prompts = build.load_all_prompts(config, ranks)
     for note in prompts.notes:
         recorder.note(f"  {note}")
     on_rank0(ranks, build.check_graders, config, prompts)
@@ -175,7 +175,7 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
             if checkpoint:
                 check_folder(Path(checkpoint), ranks)
             store = open_checkpoint(config, Path(checkpoint)) if checkpoint else None
-            prompts = build.load_prompts(config, build.describe_environments(config, ranks))
+            prompts = build.load_all_prompts(config, ranks)
             on_rank0(ranks, build.check_graders, config, prompts)
             models = build_models(config, ranks, engines)
             if store is not None:

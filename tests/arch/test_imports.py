@@ -56,7 +56,7 @@ ROOMS = {
     # cluster for child processes.
     "rewards": room("types files cluster", "math_verify msgspec reasoning_gym sympy"),
     # cluster for child processes, rewards for what they inherit.
-    "environments": room("types cluster rewards", "msgspec pydantic transformers"),
+    "environments": room("types cluster rewards", "msgspec pydantic transformers verifiers openai"),
     "cluster": room(f"{LOW} text", "torch msgspec psutil pynvml rich zmq"),
     "plan": room("types files literal_console config model bridge", "torch rich"),
     # cluster for ranks that fail together.

@@ -91,7 +91,7 @@ class Run:
             collector=build.EngineCollector(
                 config=config,
                 coordinator=build._coordinator(
-                    config, self.engines, build.load_prompts(config, {})
+                    config, self.engines, build.load_prompts(config, {}, {})
                 ),
                 engines=self.engines,
                 delivery=build._delivery(config, ranks, data_parallel),

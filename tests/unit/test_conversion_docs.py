@@ -76,7 +76,7 @@ def test_the_way_from_megatron_lm_and_back(folder: Path) -> None:
     # tests/learning trains with this config.
     loaded = load_config(REPOSITORY / config, [override])
     assert open_model(loaded.model).format == "hf"
-    assert load_prompts(loaded, {}).train
+    assert load_prompts(loaded, {}, {}).train
     # The last one copies files into the folder of Megatron.
     [copy] = re.findall(r"`cp (models/qwen)/\{config\.json,\*token\*\} (\S+)`", PAGE)
     for pattern in ("config.json", "*token*"):

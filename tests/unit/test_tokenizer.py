@@ -76,7 +76,7 @@ def folder_of(model: str, folder: Path, *, program: bool, file: bool) -> Path:
 def test_a_program_is_refused_and_a_file_is_read(model: str, tmp_path: Path) -> None:
     folder = folder_of(model, tmp_path / "code", program=True, file=False)
     with pytest.raises(DataError, match=r"model.path: .* is a program \(tokenization_x\.TikTok"):
-        load_prompts(tiny_config(model__path=folder), {})
+        load_prompts(tiny_config(model__path=folder), {}, {})
     expected = AutoTokenizer.from_pretrained(TINY)("1+2=", add_special_tokens=False)["input_ids"]
     for number, program in enumerate((True, False)):
         folder = folder_of(model, tmp_path / str(number), program=program, file=True)
