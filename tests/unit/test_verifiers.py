@@ -23,6 +23,7 @@ from dapo_megatron.types import Collected, Completion, ConfigError, Finish, Outc
 from tests.helpers import talking
 from tests.helpers.configs import tiny_config
 from tests.helpers.talking import TalkingDriver, rollout_config
+from tests.unit.test_docs import blocks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "build" / "verifiers"
@@ -30,7 +31,7 @@ if not FOLDER.exists() and importlib.util.find_spec("verifiers") is None:
     pytest.skip("the package verifiers is not in build/verifiers", allow_module_level=True)
 
 PAGE = REPOSITORY / "docs" / "environments.md"
-EXAMPLE = re.search(r"```yaml\n(data:[^`]*verifiers: [^`]*)```", PAGE.read_text())[1]  # type: ignore[index]
+(EXAMPLE,) = (block for block in blocks(PAGE, "yaml") if "verifiers:" in block)
 MAX_TOKENS = 20_000
 OVERLONG = OverlongConfig(
     max_tokens=MAX_TOKENS, buffer_tokens=10, penalty=False, filter=False, filtered_in_mean=False
