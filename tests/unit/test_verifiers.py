@@ -116,7 +116,7 @@ def pool(sources: dict[str, TasksSource]) -> Iterator[EnvironmentPool]:
         yield started
 
 
-def said(name: str, kind: str, number: int, seen: str) -> str:
+def best_turn(name: str, kind: str, number: int, seen: str) -> str:
     """Return what the model says: the best move, or something else."""
     if random.Random(f"{name}/{number}").random() < 0.2:
         return "hm!"
@@ -134,7 +134,7 @@ def collect(
     pool: EnvironmentPool, source: TasksSource, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[tuple[Prompt, Completion]], Collected]:
     """Return the completions of a step that samples tasks of a source."""
-    monkeypatch.setattr(talking, "turn_of", said)
+    monkeypatch.setattr(talking, "turn_of", best_turn)
     tasks = read_tasks(source.environment, 4, ["NLTK_DATA"])
     prompts = [
         Prompt("sums", i, (), text, "", {"task": data}, source.environment)
