@@ -89,10 +89,10 @@ def _source_contradictions(config: Config) -> Iterable[str]:
                 "but no environment; set it"
             )
         is_verifiers = (source.environment or "").startswith(VERIFIERS)
-        if is_verifiers and source.kind != "tasks":
+        if is_verifiers != (source.kind == "tasks"):
             yield (
                 f"data.train / evaluation.sets: source {source.name!r}: an environment of "
-                "verifiers brings its own tasks; leave out path"
+                "verifiers brings its own tasks, and no other does; leave out path and kind"
             )
     has_agent = any(name.startswith((AGENT, VERIFIERS)) for name in config.environments)
     is_replayed = config.policy.router_replay == "engine"
