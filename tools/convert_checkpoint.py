@@ -169,7 +169,7 @@ def inspect(
             f"{len(content['tensors']):,} tensors in {content['files']} files, "
             f"{content['parameters']:,} parameters, {content['bytes']:,} bytes"
         )
-        if store.format == FORMAT:
+        if store.format == FORMAT and not store.arch.delta:  # of which Megatron-LM has no model
             results |= print_options(store.arch)
 
 

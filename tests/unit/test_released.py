@@ -59,6 +59,13 @@ def test_stacked_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
     text = make_random_model("qwen3_5_moe_text", tmp_path / "text")
     released = as_released(text, tmp_path / "released")
     tensors = load_file(released / "model.safetensors")
+    norm = "model.language_model.norm.weight"
+    again = tensors | {"model.norm.weight": tensors[norm].clone()}
+    save_file(again, released / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"has both model\.language_model\.norm\.weight and model\.norm"
+    ):
+        open_store(released, drop_mtp=True)
     name = "model.language_model.layers.1.mlp.experts.down_proj"
     tensors[name] = tensors[name].mT.contiguous()
     save_file(tensors, released / "model.safetensors")

@@ -62,11 +62,12 @@ def open_hf(folder: Path, ignore: Collection[str] = (), *, drop_mtp: bool = Fals
     has_images = config != released
     vision = sorted(key for key in file_of if has_images and key.startswith(VISION))
     prefix = _LANGUAGE if has_images else "model."
-    keys = {  # by name in the text model
-        f"model.{key.removeprefix(prefix)}" if key.startswith(prefix) else key: key
-        for key in file_of.keys() - vision
-        if not key.endswith(_BUFFER)
-    }
+    keys: dict[str, str] = {}  # by name in the text model
+    for key in sorted(file_of.keys() - vision):
+        name = f"model.{key.removeprefix(prefix)}" if key.startswith(prefix) else key
+        if keys.setdefault(name, key) != key:
+            raise CheckpointError(f"{folder}: has both {keys[name]} and {key}; remove one of them")
+    keys = {name: key for name, key in keys.items() if not name.endswith(_BUFFER)}
     infos = {name: files[file_of[key]].tensors[key] for name, key in keys.items()}
     if arch.tie_word_embeddings and {_EMBEDDING, _HEAD} <= infos.keys():
         _check_tied_head(
@@ -203,6 +204,10 @@ def _split_experts(
             for expert in range(arch.num_experts)
             for part, shape in parts[projection].items()
         }
+        if twice := shapes.keys() & file_of.keys():
+            raise CheckpointError(
+                f"{files[name].path}: has {key}, and {min(twice)} of it apart; remove one of them"
+            )
         files[name].split(key, shapes)
         file_of |= dict.fromkeys(shapes, name)
 
