@@ -228,6 +228,9 @@ def test_an_unruly_agent_costs_only_its_own_completions(log: Path) -> None:
     outcomes = Counter(outcome for each in run.collected for _, outcome in each.ended)
     assert outcomes.keys() <= {Outcome.TRAINED, Outcome.ABSTAINED}
     assert outcomes[Outcome.TRAINED] >= 9
+    ended = [group.ticket for each in run.collected for group, _ in each.ended]
+    issued = range(run.coordinator.state()["position"])
+    assert sorted([*ended, *run.coordinator.groups]) == list(issued)
 
 
 def test_limits_end_an_agent_without_a_failure(log: Path) -> None:
