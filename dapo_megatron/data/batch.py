@@ -23,7 +23,7 @@ from dapo_megatron.algo.loss import Aggregation, sequence_weights
 from dapo_megatron.algo.overlong import Reward, completion_reward
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.packing import minibatch_ranges
-from dapo_megatron.segments import Segment, branches, is_sampled
+from dapo_megatron.segments import Segment, branches, is_sampled, num_sampled
 from dapo_megatron.types import (
     Completion,
     Finish,
@@ -62,7 +62,7 @@ def reward(completion: Completion, overlong: OverlongConfig) -> Reward | None:
         return None
     return completion_reward(
         completion.grade.score,
-        completion.num_sampled,
+        max(num_sampled(segments) for _, segments in branches(completion.segments)),
         penalty=overlong.penalty,
         max_tokens=overlong.max_tokens,
         buffer_tokens=overlong.buffer_tokens,

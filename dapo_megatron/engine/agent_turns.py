@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.config import Config
 from dapo_megatron.engine.chat import Question, Renderer, Session
+from dapo_megatron.engine.continuation import cut_off, observe
 from dapo_megatron.engine.endpoint import ChatCall, ChatReply, Endpoint
 from dapo_megatron.engine.talks import Key, Talk, Talks, end_of_turn
 from dapo_megatron.environments.pool import EnvironmentPool
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 MAX_CALLS = 64
 """Number of calls of an agent that may wait for another one. Further ones are to come again."""
+
+
+MAX_REFUSED = 32
+"""Number of refused calls after which an agent that goes on calling is ended."""
 
 
 class AgentTurns(Talks):
@@ -42,10 +47,10 @@ class AgentTurns(Talks):
         """Take the calls that have arrived."""
         for call in self._endpoint.calls():
             key = self._keys.get(call.api_key)
-            if key is None:
+            talk = None if key is None else self._talks.get(key)
+            if key is None or talk is None:
                 call.refuse("the session has ended", "session_ended", 503)
                 continue
-            talk = self._talks[key]
             session = _session(talk)
             if len(session.calls) >= MAX_CALLS:
                 call.refuse("too many calls at once", "rate_limit_exceeded", 429)
@@ -64,12 +69,22 @@ class AgentTurns(Talks):
             super().collect(key, answer)
 
     def _go_on(self, key: Key, talk: Talk) -> None:
+        completion = talk.completion
+        if completion is not None and not completion.num_sampled:
+            version = self._engine.version
+            talk.completion = observe(None, completion.tokens, completion.sample, version)
         if not talk.is_waiting:
             self._advance(key, talk)
         elif talk.kept_answer is not None:
             super()._go_on(key, talk)
         else:
             self._take_next_call(key, talk)
+
+    def _keep(self, talk: Talk) -> bool:
+        """Keep an agent whose first answer has not begun. The next phase begins its completion,
+        which has no tokens for rank 0 yet."""
+        talk.is_kept, is_first = True, not talk.is_kept
+        return is_first
 
     def _was_seen(self, completion: Completion | None) -> bool:
         return completion is not None
@@ -106,15 +121,18 @@ class AgentTurns(Talks):
             return
         self.counts["waiting_seconds"] += time.monotonic() - talk.asked
         talk.is_waiting = False
-        if session.unread is not None and session.unread[0] == call.body:
-            self._answer(talk, session.unread[1])
-            self._end_call(key, talk)
-            return
+        for item in session.unread:
+            if item[0] == call.body:
+                session.unread.remove(item)
+                self._answer(talk, item[1])
+                self._end_call(key, talk)
+                return
         try:
             question = self._renderer.question(call)
             is_branch, tokens = self._new_tokens(talk, question)
-        except ValueError as error:
-            self._refuse(key, talk, str(error), "invalid_request")
+        except Exception as error:  # noqa: BLE001 - no call may end the engine
+            text = str(error) if isinstance(error, ValueError) else f"it is malformed: {error!r}"
+            self._refuse(key, talk, text, "invalid_request")
             return
         if talk.num_turns >= self._limits.max_turns:
             self._refuse_at_limit(key, talk, Finish.TURNS)
@@ -138,12 +156,18 @@ class AgentTurns(Talks):
         return is_branch, self._renderer.opening(question)
 
     def _refuse(self, key: Key, talk: Talk, text: str, code: str) -> None:
-        call = _session(talk).call
-        assert call is not None
-        call.refuse(text, code)
+        session, completion = _session(talk), talk.completion
+        assert session.call is not None
+        session.call.refuse(text, code)
+        session.refused += 1
         self.counts["refused_calls"] += 1
         self.last_errors[talk.request.prompt.source] = f"environment: call refused: {text}"
-        self._end_call(key, talk)
+        if session.refused < MAX_REFUSED:
+            self._end_call(key, talk)
+        elif session.limit and completion is not None and completion.num_sampled:
+            self._end(key, talk, session.limit)
+        else:
+            self._fail(key, talk, "error", text)
 
     def _refuse_at_limit(self, key: Key, talk: Talk, limit: Finish) -> None:
         """Refuse the call because of a limit. If the agent ends now, it has not failed."""
@@ -169,6 +193,19 @@ class AgentTurns(Talks):
             seed = call.request.seed
             self._request(talk, room, call.stop, "" if seed is None else f"/{seed}")
 
+    def _cut_after_stop(self, completion: Completion, start: int, call: ChatCall) -> Completion:
+        """Return a completion without tokens after a text that ends its last turn. The engine does
+        not see such a text if an interruption has split it."""
+        turn = completion.tokens[start:]
+        if len(turn) > 1 and self._is_stopped(call, self._engine.text(turn[:-1], is_raw=True)):
+            stops = (
+                end
+                for end in range(1, len(turn))
+                if self._is_stopped(call, self._engine.text(turn[:end], is_raw=True))
+            )
+            return cut_off(completion, start + next(stops))
+        return completion
+
     def _is_stopped(self, call: ChatCall, text: str) -> bool:
         return any(stop in text for stop in call.stop)
 
@@ -177,6 +214,7 @@ class AgentTurns(Talks):
         completion, session = talk.completion, _session(talk)
         call, question = session.call, session.question
         assert completion is not None and call is not None and question is not None
+        talk.completion = completion = self._cut_after_stop(completion, talk.num_seen, call)
         start, end = talk.num_seen, end_of_turn(completion, talk.num_seen)
         branch = max(first for first, _ in branches(completion.segments) if first <= start)
         turn, text = completion.tokens[start:end], self._engine.text
@@ -208,7 +246,8 @@ class AgentTurns(Talks):
         session = _session(talk)
         assert session.call is not None
         session.call.answer(reply)
-        session.unread = (session.call.body, reply) if session.call.is_gone else None
+        if session.call.is_gone:
+            session.unread.append((session.call.body, reply))
 
     def _end_call(self, key: Key, talk: Talk) -> None:
         """Wait for the agent, after a call was answered."""
@@ -236,10 +275,11 @@ class AgentTurns(Talks):
             self._fail(key, talk, "diverged", text)
         else:
             talk.reward = answer.reward
-            self.counts["agents"] += 1
             for name, number in answer.numbers.items():
                 self.counts[f"agent/{name}"] += number
-            self._end(key, talk, session.limit or session.cut or Finish.DONE)
+                self.counts[f"agents_with/{name}"] += 1
+            limit = session.limit if answer.cause == "error" else None
+            self._end(key, talk, limit or session.cut or Finish.DONE)
 
 
 def _session(talk: Talk) -> Session:

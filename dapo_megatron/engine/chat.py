@@ -8,6 +8,7 @@ call starts a new branch: the conversation is rendered as a whole, as observed t
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -54,9 +55,10 @@ class Session:
     so_far    conversation of the last branch, with the model's answers
     call      that is being answered, and its conversation
     calls     that wait for that one
-    unread    last answer, if its client did not wait for it
+    unread    calls and their answers, for which the clients did not wait
     limit     why a call was refused, if a limit was the reason
     cut       limit that cut off the last turn
+    refused   number of calls that were refused
     """
 
     api_key: str
@@ -64,9 +66,10 @@ class Session:
     call: ChatCall | None = None
     question: Question | None = None
     calls: deque[ChatCall] = field(default_factory=deque)
-    unread: tuple[dict[str, Any], ChatReply] | None = None
+    unread: list[tuple[dict[str, Any], ChatReply]] = field(default_factory=list)
     limit: Finish | None = None
     cut: Finish | None = None
+    refused: int = 0
 
     def next_call(self) -> ChatCall | None:
         """Return the call to answer next, if none is being answered."""
@@ -75,6 +78,8 @@ class Session:
             if (same := next(again, None)) is not None:
                 self.calls.remove(same)
                 self.call = same
+        while self.calls and self.calls[0].is_gone:  # nobody would read the answer
+            self.calls.popleft()
         if self.call is not None or not self.calls:
             return None
         self.call = self.calls.popleft()
@@ -98,6 +103,8 @@ class Renderer:
 
     def __init__(self, plain: Conversation, tool_parser: str) -> None:
         self._plain, self._tool_parser = plain, tool_parser
+        template = inspect.signature(plain.tokenizer.apply_chat_template)
+        self._reserved = template.parameters.keys()
         self.conversation = lru_cache(MAX_SETTINGS)(self._conversation)
         self._reader = lru_cache(MAX_SETTINGS)(self._new_reader)
 
@@ -111,6 +118,8 @@ class Renderer:
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("messages: the last one must not be the assistant's")
         template_kwargs = body.get("chat_template_kwargs") or {}
+        if taken := template_kwargs.keys() & self._reserved:
+            raise ValueError(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set")
         settings = {"tools": body.get("tools") or None, "template": template_kwargs}
         return Question(messages, json.dumps(settings))
 
@@ -203,6 +212,7 @@ def _as_values(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         function["arguments"] = json.loads(function["arguments"] or "{}")
+        json.dumps(function, ensure_ascii=False).encode()  # halves of characters
     return {"id": call.get("id", ""), "type": "function", "function": function}
 
 
@@ -216,10 +226,13 @@ def _tool_call(call: Call, seed: str) -> dict[str, Any]:
 
 
 def _harmless(conversation: Conversation, messages: Sequence[Message]) -> list[Message]:
-    """Return messages without special tokens, except in what the assistant says."""
-    return [
-        message
-        if message["role"] == "assistant"
-        else {**message, "content": conversation.harmless(message["content"])}
-        for message in messages
-    ]
+    """Return messages without special tokens, except the marks of calls and thinking."""
+
+    def harmless(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: harmless(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return list(map(harmless, value))
+        return conversation.harmless(value) if isinstance(value, str) else value
+
+    return [harmless(message) for message in messages]

@@ -114,6 +114,21 @@ def observe(
     )
 
 
+def cut_off(completion: Completion, num_tokens: int) -> Completion:
+    """Return the first tokens of a completion."""
+    segments, left = [], num_tokens
+    for segment in completion.segments:
+        if left > 0:
+            segments.append(replace(segment, num_tokens=min(left, segment.num_tokens)))
+        left -= segment.num_tokens
+    return replace(
+        completion,
+        tokens=completion.tokens[:num_tokens],
+        logprobs=completion.logprobs[:num_tokens],
+        segments=tuple(segments),
+    )
+
+
 def sampled_so_far(llm: LLM) -> dict[str, tuple[list[int], list[float]]]:
     """Return the (tokens, log-probs) that the engine has sampled so far, by request id.
 

@@ -28,13 +28,13 @@ MODEL = "policy"
 MAX_BODY_BYTES = 8 * 2**20
 """Size of a call. Text of this size is tokenized in seconds, during which the engine waits."""
 START_SECONDS = 30.0
-_SUPPORTED = (
+_TAKEN = (
     *("messages", "model", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop"),
     *("seed", "logprobs", "top_logprobs", "chat_template_kwargs", "return_token_ids"),
+    # Without effect, because training needs the temperature of the run.
+    *("temperature", "top_p", "user", "parallel_tool_calls", "reasoning_effort"),
 )
-_IGNORED = ("temperature", "top_p", "user", "parallel_tool_calls", "reasoning_effort")
-"""Parameters without effect. Training needs the temperature of the run."""
-_TAKEN = (*_SUPPORTED, *_IGNORED)
+"""Parameters that may have any value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +61,20 @@ class ChatReply:
 class ChatCall:
     """A call that waits for its answer.
 
-    body     what the client sent
-    request  the same, checked
+    body        what the client sent
+    request     the same, checked
+    max_tokens  limit of the turn; None without one
+    stop        texts that end the turn
     """
 
     api_key: str
     body: dict[str, Any]
     request: ChatCompletionRequest
+    max_tokens: int | None
+    stop: tuple[str, ...]
     _http: web.Request
     _loop: asyncio.AbstractEventLoop
-    _answer: asyncio.Future[web.Response] = field(init=False)
+    _answer: asyncio.Future[web.Response | ChatReply] = field(init=False)
 
     def __post_init__(self) -> None:
         self._answer = self._loop.create_future()
@@ -81,31 +85,21 @@ class ChatCall:
         transport = self._http.transport
         return transport is None or transport.is_closing()
 
-    @property
-    def max_tokens(self) -> int | None:
-        """Limit of the turn; None without one."""
-        return self.body.get("max_completion_tokens") or self.body.get("max_tokens")
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """Texts that end the turn."""
-        stop = self.request.stop or ()
-        return (stop,) if isinstance(stop, str) else tuple(stop)
-
     def answer(self, reply: ChatReply) -> None:
         """Answer the call."""
-        self._resolve(_response(self.request, reply))
+        self._resolve(reply)
 
     def refuse(self, text: str, code: str = "invalid_request", status: int = 400) -> None:
         """Answer with an error."""
         self._resolve(_error(text, code, status))
 
-    def _resolve(self, response: web.Response) -> None:
+    def _resolve(self, response: web.Response | ChatReply) -> None:
         self._loop.call_soon_threadsafe(self._answer.set_result, response)
 
     async def wait(self) -> web.Response:
         """Return the response, as soon as there is one."""
-        return await self._answer
+        answer = await self._answer
+        return _response(self.request, answer) if isinstance(answer, ChatReply) else answer
 
 
 class Endpoint:
@@ -187,7 +181,13 @@ class Endpoint:
             return _error(str(error))
         except ConnectionError:  # the client has left
             return web.Response(status=499)
-        call = ChatCall(api_key, body, request, http, asyncio.get_running_loop())
+        stop = request.stop or ()
+        call = ChatCall(
+            *(api_key, body, request),
+            body.get("max_completion_tokens") or body.get("max_tokens"),
+            (stop,) if isinstance(stop, str) else tuple(stop),
+            *(http, asyncio.get_running_loop()),
+        )
         self._calls.put(call)
         return await call.wait()
 
@@ -197,11 +197,19 @@ def _parsed(content: bytes) -> tuple[dict[str, Any], ChatCompletionRequest]:
     from pydantic import ValidationError
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-    body = json.loads(content)
-    if b"\\u" in content:
+    try:
+        body = json.loads(content.decode())
         json.dumps(body, ensure_ascii=False).encode()  # halves of characters
+    except RecursionError as error:
+        raise ValueError("the body is nested too deeply") from error
     if not isinstance(body, dict):
         raise ValueError("the body is not a JSON object")
+    for name in ("max_tokens", "max_completion_tokens"):
+        limit = body.get(name)
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise ValueError(f"{name}: must be a whole number of at least 1, not {limit!r:.100}")
+    if "" in (body.get("stop"), *(body.get("stop") or ())):
+        raise ValueError("stop: has an empty text")
     try:
         request = ChatCompletionRequest.model_validate(body)
     except ValidationError as error:
@@ -209,7 +217,8 @@ def _parsed(content: bytes) -> tuple[dict[str, Any], ChatCompletionRequest]:
         raise ValueError("; ".join(faults)) from error
     defaults = ChatCompletionRequest.model_fields
     for name in body.keys() & defaults.keys() - set(_TAKEN):
-        neutral = (None, defaults[name].default, _NEUTRAL.get(name))
+        default = defaults[name].get_default(call_default_factory=True)
+        neutral = (None, default, _NEUTRAL.get(name))
         if body[name] not in neutral:
             raise ValueError(
                 f"{name}: {body[name]!r:.100} is not supported, because the model must be sampled "

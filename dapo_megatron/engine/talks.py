@@ -145,10 +145,13 @@ class Talks(ABC):
         key = self._key(request)
         talk = self._talks.get(key)
         if talk is not None and _continues(request.so_far, talk):
-            talk.request, talk.completion, talk.is_kept = request, request.so_far, False
+            talk.request, talk.is_kept = request, False
+            talk.completion = request.so_far or talk.completion
             talk.asked = time.monotonic()
             self._go_on(key, talk)
             return
+        if talk is not None:
+            self._drop(key)
         talk = self._talks[key] = Talk(request, request.so_far)
         if self._was_seen(talk.completion) and not self._described(talk).is_repeatable:
             self._forget_tokens(talk)
@@ -193,7 +196,7 @@ class Talks(ABC):
         unfinished completions.
 
         Completions with tokens of the model keep their instances until the end of the next phase of
-        this name. The others are begun anew.
+        this name, and agents keep theirs. The others are begun anew.
         """
         for request, sampled_so_far in sampled:
             self._talks[self._key(request)].completion = sampled_so_far
@@ -203,7 +206,8 @@ class Talks(ABC):
             if key[0] != self._phase.name:
                 continue
             if talk.is_kept or completion is None or not completion.num_sampled:
-                self._drop(key)
+                if not self._keep(talk):
+                    self._drop(key)
                 continue
             if talk.is_waiting:
                 self.counts["waiting_seconds"] += time.monotonic() - talk.asked
@@ -211,6 +215,10 @@ class Talks(ABC):
             talk.is_kept = True
         self.to_sample.clear()
         return unfinished
+
+    def _keep(self, talk: Talk) -> bool:
+        """Return whether to keep an instance whose completion rank 0 does not know."""
+        return False
 
     # ------------------------------------------------------------------ the instance
 
@@ -405,7 +413,11 @@ def _continues(so_far: Completion | None, talk: Talk) -> bool:
     """Return whether an instance that is still here has seen what `so_far` begins with, and nothing
     else."""
     before = talk.completion
-    if so_far is None or before is None or not talk.is_kept:
+    if not talk.is_kept:
+        return False
+    if so_far is None:  # only an agent is kept without sampled tokens
+        return before is None or not before.num_sampled
+    if before is None:
         return False
     if talk.is_waiting:
         return so_far.tokens == before.tokens

@@ -138,8 +138,9 @@ def _example(conversation: Conversation) -> Call:
     function: Mapping[str, Any] = (conversation.tools or [{}])[0]["function"]
     arguments = {
         name: _EXAMPLES[kind]
-        for name, schema in function.get("parameters", {}).get("properties", {}).items()
-        if (kind := schema.get("type")) in _EXAMPLES
+        for name, schema in ((function.get("parameters") or {}).get("properties") or {}).items()
+        if isinstance(schema, dict) and isinstance(kind := schema.get("type"), str)
+        if kind in _EXAMPLES
     }
     return Call(function["name"], arguments)
 

@@ -53,7 +53,7 @@ RESERVED = ("reset", "step", "close")
 @dataclass(frozen=True, slots=True)
 class Reply:
     """Answer of `step` to a turn. `done` ends the completion. A `reward` takes the place of the
-    grader's score, if there is no grader. The means of `numbers` become metrics."""
+    grader's score, if there is no grader. The means of an agent's `numbers` become metrics."""
 
     text: str = ""
     done: bool = False

@@ -82,9 +82,9 @@ def _turn_metrics(collected: Collected) -> dict[str, float]:
     talks = [c for g in collected.decided if g.prompt.environment for c in g.completions]
     counts = {**dict.fromkeys(TURN_COUNTS, 0.0), **collected.turn_counts}
     metrics = {"time/environments": counts.pop("waiting_seconds", 0.0)}
-    num_agents = counts.pop("agents", 0.0)
-    for name in [name for name in counts if name.startswith("agent/")]:
-        metrics[f"turns/{name}"] = counts.pop(name) / num_agents
+    for name in [name.removeprefix("agent/") for name in counts if name.startswith("agent/")]:
+        num_agents = counts.pop(f"agents_with/{name}")
+        metrics[f"turns/agent/{name}"] = counts.pop(f"agent/{name}") / num_agents
     metrics |= {f"turns/{name}": float(count) for name, count in counts.items()}
     if not talks:
         return metrics if collected.turn_counts else {}

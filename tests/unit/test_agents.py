@@ -165,9 +165,9 @@ def test_an_agent_trains_like_an_environment(kind: str, log: Path) -> None:
     assert sum(collected.interrupted for collected in run.collected)
     run.driver.close()
     assert not check_tokens(run, log)
-    allowed = {"waiting_seconds", "refused_calls", "agents", "agent/turns"}
+    allowed = {"waiting_seconds", "refused_calls", "agents_with/turns", "agent/turns"}
     assert run.counts.keys() <= allowed, run.counts
-    assert run.counts["agent/turns"] > run.counts["agents"] > 0
+    assert run.counts["agent/turns"] > run.counts["agents_with/turns"] > 0
     ended = run.ended()
     assert {completion.finish for _, completion in ended} >= {Finish.DONE}
     for _, completion in ended:

@@ -113,7 +113,7 @@ def measure(agents: int, turns: int, slots: int, tokens: int, steps: int) -> dic
                 prompt = Prompt("bench", ticket, (), "", "", row, name)
                 talks.begin(SampleRequest(ticket, 0, prompt, None, 10**6, 1.0, 1.0))
             forked, forked_cpu = time.time() - started, sum(process.cpu_times()[:2])
-            ended, counts = 0, {"agents": 0.0}
+            ended = 0
             while ended < agents:
                 to_sample, just_ended = talks.collect()
                 ended += len(just_ended)
@@ -126,7 +126,7 @@ def measure(agents: int, turns: int, slots: int, tokens: int, steps: int) -> dic
             seconds, cpu_end = time.time() - started, sum(process.cpu_times()[:2])
             memory = process.memory_info().rss
     calls = agents * turns
-    assert counts["agents"] == agents, counts
+    assert counts["agents_with/mean"] == agents, counts
     return {
         "agents": agents,
         "turns": turns,
