@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-AGENTS = '''
+AGENTS = r'''
 import asyncio
 import json
 import os
 import random
 import signal
 import time
+from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
@@ -39,7 +41,7 @@ class Model:
                 "prompt": response.prompt_token_ids, "tokens": choice.token_ids,
                 "messages": messages}
         with LOG.open("a") as log:
-            log.write(json.dumps(line) + "\\\\n")
+            log.write(json.dumps(line) + "\n")
         return choice.message.model_dump(exclude_none=True)
 
 
@@ -143,6 +145,57 @@ async def unruly(row, base_url, api_key):
     return None if fault == "reward" else float(rng.random() < 0.5)
 
 
+def bodies():
+    """Yield bodies that are no calls."""
+    question = {"role": "user", "content": "?"}
+    function = {"name": "add", "description": "Add.", "parameters": {}}
+    yield b"\xed\xa0\x80"
+    yield '{"messages": "\ud800"}'.encode("utf-16", "surrogatepass")
+    for arguments in ("[" * 100_000, '{"a": "\\ud800"}', "[}"):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        yield {"messages": [question, said, question]}
+    for more in ({"max_tokens": -1}, {"max_tokens": "7"}, {"max_tokens": 7.5}, {"stop": [""]},
+                 {"stop": ""}, {"chat_template_kwargs": {"chat_template": "x"}},
+                 {"chat_template_kwargs": {"tokenize": True}}, {"messages": []},
+                 {"messages": [{"role": "assistant", "content": "last"}]},
+                 {"messages": [{"role": "nobody", "content": "?"}]},
+                 {"messages": [{"content": "?"}]}, {"messages": [question, 5]}):
+        yield {"messages": [question], **more}
+
+
+def hostile(row, base_url, api_key):
+    """Sends what is no call, then tools of all kinds."""
+    address = urlsplit(base_url)
+
+    def status(body):
+        connection = HTTPConnection(address.hostname, address.port)
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request("POST", "/v1/chat/completions", content,
+                           {"Authorization": f"Bearer {api_key}"})
+        return connection.getresponse().status
+
+    for body in bodies():
+        if (answered := status(body)) != 400:
+            raise RuntimeError(f"{answered} for {body!r:.200}")
+    kinds = ({"type": ["integer", "null"]}, True, {"anyOf": []}, {})
+    for parameters in (None, *({"type": "object", "properties": {"a": kind}} for kind in kinds)):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        question = {"messages": [{"role": "user", "content": "?"}], "tools": [tool]}
+        if status(question) != 200:
+            raise RuntimeError(str(parameters))
+    return 1.0
+
+
+async def stubborn(row, base_url, api_key):
+    model = Model(row, base_url, api_key)
+    while True:
+        try:
+            await model.ask([{"role": "user", "content": "?"}], tools=None)
+        except BadRequestError:
+            pass
+
+
 async def endless(row, base_url, api_key):
     model, messages = Model(row, base_url, api_key), [{"role": "user", "content": "go on"}]
     while True:
@@ -154,7 +207,7 @@ async def endless(row, base_url, api_key):
 def write_agents(folder: Path, name: str) -> Path:
     """Write the agents as a module. Return the file of their calls."""
     log = folder / "agents.log"
-    text = AGENTS.replace("LOG_FILE", str(log)).replace("\\\\n", "\\n")
+    text = AGENTS.replace("LOG_FILE", str(log))
     (folder / f"{name}.py").write_text(text)
     return log
 

@@ -107,7 +107,7 @@ class Talker:
         self.turns += 1
         return Reply(f"more {self.turns}", "stop" in turn, 0.5 if "stop" in turn else -0.125)
 '''
-AGENTS_WITHOUT_TOOLS = ("parallel", "unruly", "endless")
+AGENTS_WITHOUT_TOOLS = ("parallel", "unruly", "endless", "hostile", "stubborn")
 MAX_TURNS, MAX_TURN_TOKENS, MAX_TOKENS = 5, 300, 900
 
 

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from dapo_megatron.data.batch import describe
 from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.environments.pool import EnvironmentPool
 from dapo_megatron.rollout.coordinator import Coordinator
-from dapo_megatron.segments import branches
+from dapo_megatron.segments import ENVIRONMENT, Segment, branches
 from dapo_megatron.types import Collected, Completion, Finish, Outcome, Prompt, SampleRequest
 from tests.helpers.agents import calls_of, write_agents
 from tests.helpers.talking import MAX_TOKENS, MAX_TURNS, TalkingDriver, rollout_config, tokenizer
@@ -28,7 +29,7 @@ OVERLONG = OverlongConfig(
     max_tokens=MAX_TOKENS, buffer_tokens=10, penalty=False, filter=False, filtered_in_mean=False
 )
 POOLS: list[EnvironmentPool] = []
-KINDS = ("plain", "once", "careless", "parallel", "unruly", "endless")
+KINDS = ("plain", "once", "careless", "parallel", "unruly", "endless", "hostile", "stubborn")
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +232,39 @@ def test_an_unruly_agent_costs_only_its_own_completions(log: Path) -> None:
     ended = [group.ticket for each in run.collected for group, _ in each.ended]
     issued = range(run.coordinator.state()["position"])
     assert sorted([*ended, *run.coordinator.groups]) == list(issued)
+
+
+def test_malformed_calls_are_refused_and_the_server_goes_on(log: Path) -> None:
+    run = Run("hostile", 9)
+    run.step()
+    run.driver.close()
+    assert run.counts["refused_calls"] and not run.counts["failed/error"], run.driver.last_errors
+    assert {completion.finish for _, completion in run.ended()} == {Finish.DONE}
+
+
+def test_an_agent_that_calls_for_ever_is_ended(log: Path) -> None:
+    run = Run("stubborn", 10)
+    run.step()
+    run.driver.close()
+    assert {completion.finish for _, completion in run.ended()} == {Finish.TURNS}
+    assert not run.counts["restarts"]
+
+
+def test_a_text_that_a_pause_has_split_ends_the_turn(log: Path) -> None:
+    run = Run("plain", 11)
+    server, _ = run.driver._new_server(POOLS[0])
+    assert server._turns is not None and server._turns._agents is not None
+    before, turn = (tokenizer()(text)["input_ids"] for text in ("<start>assistant\n", "ab STOP me"))
+    tokens = [*before, *turn]
+    segments = (Segment(0, len(before), ENVIRONMENT), Segment(0, 5), Segment(1, len(turn) - 5))
+    logprobs = [-float(place) for place in range(len(tokens))]
+    completion = Completion(0, tokens, logprobs, "", Finish.STOP, segments)  # type: ignore[arg-type]
+    call: Any = SimpleNamespace(stop=("STOP", "never"))
+    cut = server._turns._agents._cut_after_stop(completion, len(before), call)
+    run.driver.close()
+    assert tokenizer().decode(cut.tokens[len(before) :]) == "ab STOP"
+    assert cut.logprobs == completion.logprobs[: cut.num_tokens]
+    assert [segment.num_tokens for segment in cut.segments] == [len(before), 5, 2]
 
 
 def test_limits_end_an_agent_without_a_failure(log: Path) -> None:
