@@ -159,6 +159,7 @@ class AgentTurns(Talks):
         session, completion = _session(talk), talk.completion
         assert session.call is not None
         session.call.refuse(text, code)
+        session.call = None
         session.refused += 1
         self.counts["refused_calls"] += 1
         self.last_errors[talk.request.prompt.source] = f"environment: call refused: {text}"
@@ -186,7 +187,7 @@ class AgentTurns(Talks):
         limits = (self._limits.max_turn_tokens, call.max_tokens)
         rooms = [limit - len(turn) for limit in limits if limit is not None]
         room = min([*rooms, talk.request.max_tokens - completion.num_tokens + completion.start])
-        if room <= 0 or self._is_stopped(call, self._engine.text(turn, is_raw=True)):
+        if room <= 0 or _is_stopped(call, self._engine.text(turn, is_raw=True)):
             self._show(key, talk, turn)  # it was cut off, but its agent did not get it
         else:
             # With the seed of a call alone, all completions of a group would be the same.
@@ -197,17 +198,14 @@ class AgentTurns(Talks):
         """Return a completion without tokens after a text that ends its last turn. The engine does
         not see such a text if an interruption has split it."""
         turn = completion.tokens[start:]
-        if len(turn) > 1 and self._is_stopped(call, self._engine.text(turn[:-1], is_raw=True)):
+        if len(turn) > 1 and _is_stopped(call, self._engine.text(turn[:-1], is_raw=True)):
             stops = (
                 end
                 for end in range(1, len(turn))
-                if self._is_stopped(call, self._engine.text(turn[:end], is_raw=True))
+                if _is_stopped(call, self._engine.text(turn[:end], is_raw=True))
             )
             return cut_off(completion, start + next(stops))
         return completion
-
-    def _is_stopped(self, call: ChatCall, text: str) -> bool:
-        return any(stop in text for stop in call.stop)
 
     def _show(self, key: Key, talk: Talk, turn: Sequence[int]) -> None:
         """Answer the call with the turn that was sampled for it."""
@@ -218,13 +216,13 @@ class AgentTurns(Talks):
         start, end = talk.num_seen, end_of_turn(completion, talk.num_seen)
         branch = max(first for first, _ in branches(completion.segments) if first <= start)
         turn, text = completion.tokens[start:end], self._engine.text
+        raw = text(turn, is_raw=True)
         talk.num_turns += 1
         message, finish = self._renderer.message(
-            call, question, text(turn), text(turn, is_raw=True), f"{key}/{talk.num_turns}"
+            call, question, text(turn), raw, f"{key}/{talk.num_turns}"
         )
         session.limit = session.cut = None
-        is_stopped = self._is_stopped(call, text(turn, is_raw=True))
-        if turn[-1] not in self._engine.stop_ids and not is_stopped:
+        if turn[-1] not in self._engine.stop_ids and not _is_stopped(call, raw):
             finish = "length"
             if end - branch >= talk.request.max_tokens:
                 session.cut = Finish.LENGTH
@@ -280,6 +278,10 @@ class AgentTurns(Talks):
                 self.counts[f"agents_with/{name}"] += 1
             limit = session.limit if answer.cause == "error" else None
             self._end(key, talk, limit or session.cut or Finish.DONE)
+
+
+def _is_stopped(call: ChatCall, text: str) -> bool:
+    return any(stop in text for stop in call.stop)
 
 
 def _session(talk: Talk) -> Session:
