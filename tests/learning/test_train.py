@@ -43,7 +43,7 @@ OVERRIDES = (
 )
 UNUSED = ("kl/", "correction/", "router/", "policy/kl_", "policy/entropy_b", "policy/gate")
 UNUSED += ("policy/tis_", "groups/resampled", "throughput/overlap", "throughput/mfu", "eval/")
-UNUSED += ("turns/", "time/environments")
+UNUSED += ("turns/", "time/environments", "distill/", "policy/distill_")
 """Beginnings of the names of metrics that this run does not have."""
 
 
