@@ -223,7 +223,7 @@ def test_late_code_costs_no_instance_and_nothing_is_left_of_one() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'pyhton': write module:Class, {agent"):
+    with pytest.raises(ConfigError, match=r"'pyhton': write module:Class, \{agent"):
         load_environment("pyhton")
 
 
