@@ -301,10 +301,8 @@ def _tasks(
     source: TasksSource, tasks: Iterable[tuple[str, Mapping[str, Any]]]
 ) -> Iterator[PromptRow]:
     for index, (text, data) in enumerate(tasks):
-        where, messages = (
-            f"source {source.name!r}, task {index}",
-            [{"role": "user", "content": text}],
-        )
+        where = f"source {source.name!r}, task {index}"
+        messages = [{"role": "user", "content": text}]
         yield PromptRow(index, where, messages, truth="", extra={"task": data})
 
 

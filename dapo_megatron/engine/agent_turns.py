@@ -15,15 +15,13 @@ from dapo_megatron.engine.talks import Key, Talk, Talks, end_of_turn
 from dapo_megatron.environments.pool import EnvironmentPool
 from dapo_megatron.environments.process import Answer
 from dapo_megatron.segments import branches
-from dapo_megatron.types import Completion, Finish
+from dapo_megatron.types import Completion, DapoError, Finish
 
 if TYPE_CHECKING:
     from dapo_megatron.engine.engine import VllmEngine
 
 MAX_CALLS = 64
 """Number of calls of an agent that may wait for another one. Further ones are to come again."""
-
-
 MAX_REFUSED = 32
 """Number of refused calls after which an agent that goes on calling is ended."""
 
@@ -40,25 +38,21 @@ class AgentTurns(Talks):
         super().__init__(config, engine, pool)
         self._renderer = Renderer(self._plain, self._limits.tool_parser)
         self._endpoint = Endpoint(host)
-        self._keys: dict[str, Key] = {}
-        """Key of the completion by key of its session."""
 
     def take_calls(self) -> None:
         """Take the calls that have arrived."""
         for call in self._endpoint.calls():
-            key = self._keys.get(call.api_key)
-            talk = None if key is None else self._talks.get(key)
-            if key is None or talk is None:
+            key: Key = call.owner
+            talk = self._talks.get(key)
+            if talk is None or (session := _session(talk)).api_key != call.api_key:
                 call.refuse("the session has ended", "session_ended", 503)
-                continue
-            session = _session(talk)
-            if len(session.calls) >= MAX_CALLS:
+            elif len(session.calls) >= MAX_CALLS:
                 call.refuse("too many calls at once", "rate_limit_exceeded", 429)
-                continue
-            session.calls.append(call)
-            self._pool.suspend(key)
-            if not talk.is_kept:
-                self._take_next_call(key, talk)
+            else:
+                session.calls.append(call)
+                self._pool.suspend(key)
+                if not talk.is_kept:
+                    self._take_next_call(key, talk)
 
     def collect(self, key: Key, answer: Answer) -> None:
         """Take the end of an agent, after the turn that is being sampled for it."""
@@ -91,8 +85,7 @@ class AgentTurns(Talks):
 
     def _more_of_row(self, key: Key, talk: Talk) -> dict[str, Any]:
         self._end_session(talk)
-        talk.session = Session(self._endpoint.open())
-        self._keys[talk.session.api_key] = key
+        talk.session = Session(self._endpoint.open(key))
         return {"base_url": self._endpoint.base_url, "api_key": talk.session.api_key}
 
     def _drop(self, key: Key) -> None:
@@ -103,12 +96,11 @@ class AgentTurns(Talks):
         """Refuse the calls of a session, now and later."""
         if talk.session is not None:
             self._endpoint.close(talk.session.api_key)
-            del self._keys[talk.session.api_key]
             talk.session.refuse_all("the session has ended")
             talk.session = None
 
     def _cut(self, key: Key, talk: Talk, limit: Finish) -> None:
-        self._show(key, talk, ())
+        self._show(key, talk)
 
     def _refuse_tokens(self, key: Key, talk: Talk) -> None:
         self._refuse_at_limit(key, talk, Finish.LENGTH)
@@ -131,7 +123,8 @@ class AgentTurns(Talks):
             question = self._renderer.question(call)
             is_branch, tokens = self._new_tokens(talk, question)
         except Exception as error:  # noqa: BLE001 - no call may end the engine
-            text = str(error) if isinstance(error, ValueError) else f"it is malformed: {error!r}"
+            is_known = isinstance(error, ValueError | DapoError)
+            text = str(error) if is_known else f"it is malformed: {error!r}"
             self._refuse(key, talk, text, "invalid_request")
             return
         if talk.num_turns >= self._limits.max_turns:
@@ -141,8 +134,8 @@ class AgentTurns(Talks):
         self._append(key, talk, tokens, is_branch=is_branch)
 
     def _new_tokens(self, talk: Talk, question: Question) -> tuple[bool, list[int]]:
-        """Return whether a call starts a branch, and the tokens that it adds. Raises ValueError."""
-        self._renderer.check_tools(question)
+        """Return whether a call starts a branch, and the tokens that it adds. Raises ValueError or
+        DataError."""
         completion, so_far = talk.completion, _session(talk).so_far
         if completion is not None and so_far is not None and question.continues(so_far):
             last = completion.tokens[talk.num_seen - 1]
@@ -187,8 +180,8 @@ class AgentTurns(Talks):
         limits = (self._limits.max_turn_tokens, call.max_tokens)
         rooms = [limit - len(turn) for limit in limits if limit is not None]
         room = min([*rooms, talk.request.max_tokens - completion.num_tokens + completion.start])
-        if room <= 0 or _is_stopped(call, self._engine.text(turn, is_raw=True)):
-            self._show(key, talk, turn)  # it was cut off, but its agent did not get it
+        if room <= 0 or self._is_stopped(call, turn):
+            self._show(key, talk)  # it was cut off, but its agent did not get it
         else:
             # With the seed of a call alone, all completions of a group would be the same.
             seed = call.request.seed
@@ -198,16 +191,17 @@ class AgentTurns(Talks):
         """Return a completion without tokens after a text that ends its last turn. The engine does
         not see such a text if an interruption has split it."""
         turn = completion.tokens[start:]
-        if len(turn) > 1 and _is_stopped(call, self._engine.text(turn[:-1], is_raw=True)):
-            stops = (
-                end
-                for end in range(1, len(turn))
-                if _is_stopped(call, self._engine.text(turn[:end], is_raw=True))
-            )
+        if self._is_stopped(call, turn[:-1]):
+            stops = (end for end in range(1, len(turn)) if self._is_stopped(call, turn[:end]))
             return cut_off(completion, start + next(stops))
         return completion
 
-    def _show(self, key: Key, talk: Talk, turn: Sequence[int]) -> None:
+    def _is_stopped(self, call: ChatCall, turn: Sequence[int]) -> bool:
+        """Return whether a turn has a text that ends it."""
+        text = self._engine.text(turn, is_raw=True) if call.stop else ""
+        return any(stop in text for stop in call.stop)
+
+    def _show(self, key: Key, talk: Talk) -> None:
         """Answer the call with the turn that was sampled for it."""
         completion, session = talk.completion, _session(talk)
         call, question = session.call, session.question
@@ -216,13 +210,12 @@ class AgentTurns(Talks):
         start, end = talk.num_seen, end_of_turn(completion, talk.num_seen)
         branch = max(first for first, _ in branches(completion.segments) if first <= start)
         turn, text = completion.tokens[start:end], self._engine.text
-        raw = text(turn, is_raw=True)
         talk.num_turns += 1
         message, finish = self._renderer.message(
-            call, question, text(turn), raw, f"{key}/{talk.num_turns}"
+            call, question, text(turn), text(turn, is_raw=True), f"{key}/{talk.num_turns}"
         )
         session.limit = session.cut = None
-        if turn[-1] not in self._engine.stop_ids and not _is_stopped(call, raw):
+        if turn[-1] not in self._engine.stop_ids and not self._is_stopped(call, turn):
             finish = "length"
             if end - branch >= talk.request.max_tokens:
                 session.cut = Finish.LENGTH
@@ -278,10 +271,6 @@ class AgentTurns(Talks):
                 self.counts[f"agents_with/{name}"] += 1
             limit = session.limit if answer.cause == "error" else None
             self._end(key, talk, limit or session.cut or Finish.DONE)
-
-
-def _is_stopped(call: ChatCall, text: str) -> bool:
-    return any(stop in text for stop in call.stop)
 
 
 def _session(talk: Talk) -> Session:

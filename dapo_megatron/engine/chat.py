@@ -19,7 +19,7 @@ from typing import Any
 from dapo_megatron.data.conversation import Conversation, Message
 from dapo_megatron.engine.endpoint import ChatCall, ChatReply
 from dapo_megatron.engine.tool_calls import Call, CallReader
-from dapo_megatron.types import ConfigError, DataError, Finish
+from dapo_megatron.types import Finish
 
 MAX_SETTINGS = 256
 """Number of different sets of tools whose templates are kept."""
@@ -105,11 +105,12 @@ class Renderer:
         self._plain, self._tool_parser = plain, tool_parser
         template = inspect.signature(plain.tokenizer.apply_chat_template)
         self._reserved = template.parameters.keys()
-        self.conversation = lru_cache(MAX_SETTINGS)(self._conversation)
+        self._conversation = lru_cache(MAX_SETTINGS)(self._new_conversation)
         self._reader = lru_cache(MAX_SETTINGS)(self._new_reader)
 
     def question(self, call: ChatCall) -> Question:
-        """Return the conversation of a call. Raises ValueError with a text for the agent."""
+        """Return the conversation of a call. Raises ValueError with a text for the agent, or
+        ConfigError if no parser reads the calls that the template writes for its tools."""
         body = call.body
         try:
             messages = tuple(map(normalized, body["messages"]))
@@ -120,29 +121,26 @@ class Renderer:
         template_kwargs = body.get("chat_template_kwargs") or {}
         if taken := template_kwargs.keys() & self._reserved:
             raise ValueError(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set")
-        settings = {"tools": body.get("tools") or None, "template": template_kwargs}
-        return Question(messages, json.dumps(settings))
+        tools = body.get("tools") or None
+        settings = json.dumps({"tools": tools, "template": template_kwargs})
+        if tools:
+            self._reader(settings)
+        return Question(messages, settings)
 
     def opening(self, question: Question) -> list[int]:
-        """Return the tokens of a whole conversation. Raises ValueError."""
-        conversation = self.conversation(question.settings)
-        try:
-            text = conversation.render(_harmless(conversation, question.messages), starts_turn=True)
-        except DataError as error:
-            raise ValueError(str(error)) from error
+        """Return the tokens of a whole conversation. Raises ValueError or DataError."""
+        conversation = self._conversation(question.settings)
+        text = conversation.render(_harmless(conversation, question.messages), starts_turn=True)
         if not (tokens := conversation.encode(text)):
             raise ValueError("messages: the chat template makes no tokens of them")
         return tokens
 
     def continued(self, question: Question, so_far: Question, last_token: int) -> list[int]:
         """Return the tokens from the end of the last turn to the start of the next one. Raises
-        ValueError."""
-        conversation = self.conversation(question.settings)
+        DataError."""
+        conversation = self._conversation(question.settings)
         new = question.messages[len(so_far.messages) :]
-        try:
-            return conversation.between(last_token, _harmless(conversation, new))
-        except DataError as error:
-            raise ValueError(str(error)) from error
+        return conversation.between(last_token, _harmless(conversation, new))
 
     def message(
         self, call: ChatCall, question: Question, text: str, raw: str, seed: str
@@ -167,21 +165,13 @@ class Renderer:
         message["tool_calls"] = [_tool_call(each, f"{seed}/{i}") for i, each in enumerate(calls)]
         return message, "tool_calls"
 
-    def check_tools(self, question: Question) -> None:
-        """Raise ValueError if no parser reads the calls that the template writes for the tools."""
-        if json.loads(question.settings)["tools"]:
-            try:
-                self._reader(question.settings)
-            except ConfigError as error:
-                raise ValueError(str(error)) from error
-
-    def _conversation(self, settings: str) -> Conversation:
+    def _new_conversation(self, settings: str) -> Conversation:
         values = json.loads(settings)
         template_kwargs = {**self._plain.template_kwargs, **values["template"]}
         return replace(self._plain, tools=values["tools"], template_kwargs=template_kwargs)
 
     def _new_reader(self, settings: str) -> CallReader:
-        return CallReader(self._tool_parser, self.conversation(settings))
+        return CallReader(self._tool_parser, self._conversation(settings))
 
 
 def normalized(message: Mapping[str, Any]) -> Message:

@@ -11,12 +11,13 @@ import json
 import queue
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from dapo_megatron.cluster.address import LOOPBACK
 from dapo_megatron.cluster.processes import raise_file_limit
 from dapo_megatron.types import DapoError
 
@@ -61,6 +62,7 @@ class ChatReply:
 class ChatCall:
     """A call that waits for its answer.
 
+    owner       whose session it is, as given to `Endpoint.open`
     body        what the client sent
     request     the same, checked
     max_tokens  limit of the turn; None without one
@@ -68,6 +70,7 @@ class ChatCall:
     """
 
     api_key: str
+    owner: Any
     body: dict[str, Any]
     request: ChatCompletionRequest
     max_tokens: int | None
@@ -108,9 +111,10 @@ class Endpoint:
     Raises DapoError if it cannot start. The thread ends with the process.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = LOOPBACK) -> None:
         self._host = host
-        self._keys: set[str] = set()
+        self._owners: dict[str, Hashable] = {}
+        """Owner of each open session by its key."""
         self._calls: queue.SimpleQueue[ChatCall] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[int | OSError] = queue.SimpleQueue()
         raise_file_limit()
@@ -123,15 +127,15 @@ class Endpoint:
             raise DapoError(f"rollout.turns.endpoint: cannot listen on {host}: {port}")
         self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
-    def open(self) -> str:
+    def open(self, owner: Hashable) -> str:
         """Return the key of a new session."""
         api_key = secrets.token_urlsafe(32)
-        self._keys.add(api_key)
+        self._owners[api_key] = owner
         return api_key
 
     def close(self, api_key: str) -> None:
         """Accept no more calls with a key."""
-        self._keys.discard(api_key)
+        self._owners.pop(api_key, None)
 
     def calls(self) -> list[ChatCall]:
         """Return the calls since the last time."""
@@ -160,21 +164,21 @@ class Endpoint:
         self._started.put(runner.addresses[0][1])
         await asyncio.Event().wait()
 
-    def _api_key(self, http: web.Request) -> str:
-        """Return the key of a request; empty if it is not valid."""
+    def _session(self, http: web.Request) -> tuple[str, Hashable | None]:
+        """Return the key of a request, and the owner of its session; None if it is not open."""
         api_key = http.headers.get("Authorization", "").removeprefix("Bearer ")
-        return api_key if api_key in self._keys else ""
+        return api_key, self._owners.get(api_key)
 
     async def _models(self, http: web.Request) -> web.Response:
-        if not self._api_key(http):
-            return _error("the key is not of an open session", "invalid_api_key", 401)
+        if self._session(http)[1] is None:
+            return _no_session()
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "dapo_megatron"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _complete(self, http: web.Request) -> web.Response:
-        api_key = self._api_key(http)
-        if not api_key:
-            return _error("the key is not of an open session", "invalid_api_key", 401)
+        api_key, owner = self._session(http)
+        if owner is None:
+            return _no_session()
         try:
             body, request = _parsed(await http.read())
         except ValueError as error:
@@ -183,7 +187,7 @@ class Endpoint:
             return web.Response(status=499)
         stop = request.stop or ()
         call = ChatCall(
-            *(api_key, body, request),
+            *(api_key, owner, body, request),
             body.get("max_completion_tokens") or body.get("max_tokens"),
             (stop,) if isinstance(stop, str) else tuple(stop),
             *(http, asyncio.get_running_loop()),
@@ -199,7 +203,8 @@ def _parsed(content: bytes) -> tuple[dict[str, Any], ChatCompletionRequest]:
 
     try:
         body = json.loads(content.decode())
-        json.dumps(body, ensure_ascii=False).encode()  # halves of characters
+        if b"\\u" in content:
+            json.dumps(body, ensure_ascii=False).encode()  # halves of characters
     except RecursionError as error:
         raise ValueError("the body is nested too deeply") from error
     if not isinstance(body, dict):
@@ -276,6 +281,10 @@ def _response(request: ChatCompletionRequest, reply: ChatReply) -> web.Response:
         prompt_token_ids=list(reply.prompt_tokens) if request.return_token_ids else None,
     )
     return web.Response(text=response.model_dump_json(), content_type="application/json")
+
+
+def _no_session() -> web.Response:
+    return _error("the key is not of an open session", "invalid_api_key", 401)
 
 
 def _error(text: str, code: str = "invalid_request", status: int = 400) -> web.Response:

@@ -114,8 +114,8 @@ class Talks(ABC):
         self.last_errors: dict[str, str] = {}
 
     @abstractmethod
-    def _show(self, key: Key, talk: Talk, turn: Sequence[int]) -> None:
-        """Take a turn that has ended, or one that the instance has not seen yet."""
+    def _show(self, key: Key, talk: Talk) -> None:
+        """Take the next turn that the instance has not seen."""
 
     @abstractmethod
     def _take(self, key: Key, talk: Talk, answer: Answer) -> None:
@@ -308,7 +308,7 @@ class Talks(ABC):
         completion = talk.completion
         turn: Sequence[int] = ()
         if completion is not None:
-            turn = completion.tokens[talk.num_seen : end_of_turn(completion, talk.num_seen)]
+            turn = next_turn(completion, talk.num_seen)
             is_last = talk.num_seen + len(turn) == completion.num_tokens
             if turn and is_last and turn[-1] not in self._engine.stop_ids:
                 turn = ()  # it is not complete
@@ -319,7 +319,7 @@ class Talks(ABC):
         elif talk.is_lost:
             self._fail(key, talk, "crash", "its process has ended")
         else:
-            self._show(key, talk, turn)
+            self._show(key, talk)
 
     def _sample(self, key: Key, talk: Talk) -> None:
         """Have the current turn sampled."""
@@ -358,9 +358,9 @@ class Talks(ABC):
         completion, start = talk.completion, talk.num_seen
         if completion is not None and start < completion.num_tokens:
             talk.num_seen += len(tokens)
-            known = completion.tokens[start : end_of_turn(completion, start)]
+            known = list(next_turn(completion, start))
             was_branch = start in dict(branches(completion.segments)[1:])
-            if list(known) == list(tokens) and is_branch == was_branch:
+            if known == list(tokens) and is_branch == was_branch:
                 self._advance(key, talk)
             else:
                 text = "it answered otherwise than before, although it says that it is repeatable"
@@ -407,6 +407,11 @@ class Talks(ABC):
 def end_of_turn(completion: Completion, start: int) -> int:
     """Return the end of the turn that starts at token `start`; `start` at the completion's end."""
     return next((end for _, first, end in turns(completion.segments) if first == start), start)
+
+
+def next_turn(completion: Completion, start: int) -> Sequence[int]:
+    """Return the tokens of the turn that starts at token `start`; none at the completion's end."""
+    return completion.tokens[start : end_of_turn(completion, start)]
 
 
 def _continues(so_far: Completion | None, talk: Talk) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dapo_megatron.config import Config
 from dapo_megatron.data.conversation import Conversation, Message
-from dapo_megatron.engine.talks import Key, Talk, Talks, end_of_turn
+from dapo_megatron.engine.talks import Key, Talk, Talks, end_of_turn, next_turn
 from dapo_megatron.engine.tool_calls import CallReader
 from dapo_megatron.environments.pool import EnvironmentPool
 from dapo_megatron.environments.process import Answer, Request
@@ -63,7 +62,9 @@ class ToolTurns(Talks):
     def _conversation(self, talk: Talk) -> Conversation:
         return self._conversations[talk.request.prompt.environment]
 
-    def _show(self, key: Key, talk: Talk, turn: Sequence[int]) -> None:
+    def _show(self, key: Key, talk: Talk) -> None:
+        assert talk.completion is not None
+        turn = next_turn(talk.completion, talk.num_seen)
         talk.num_turns += 1
         if self._described(talk).has_step:
             self._ask(key, talk, Request("step", turn=self._engine.text(turn)))

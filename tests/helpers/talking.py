@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import random
 import re
+from abc import ABC, abstractmethod
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,14 +20,16 @@ import psutil
 from transformers import PreTrainedTokenizerBase
 
 from dapo_megatron.cluster.collectives import decode, encode
-from dapo_megatron.config import RolloutConfig, TurnsConfig
+from dapo_megatron.config import OverlongConfig, RolloutConfig, TurnsConfig
+from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.engine.continuation import append_tokens, prompt_of, tokens_left
 from dapo_megatron.engine.engine import VllmEngine
 from dapo_megatron.engine.messages import GroupRequest, Order, OrderKind, Report, Sampling
 from dapo_megatron.engine.server import EngineServer
 from dapo_megatron.engine.turns import Turns
 from dapo_megatron.environments.pool import EnvironmentPool
-from dapo_megatron.types import Completion, Finish, SampleRequest
+from dapo_megatron.rollout.coordinator import Coordinator
+from dapo_megatron.types import Collected, Completion, Finish, Prompt, SampleRequest
 from tests.helpers.templates import byte_tokenizer
 
 TEMPLATE = """
@@ -316,6 +320,71 @@ class TalkingDriver:
         for report in reports:
             self.last_errors |= report.errors
         return [(replica, decode(encode(r), Report, "a server")) for r in reports if r.is_news]
+
+
+class TalkingRun(ABC):
+    """A run of a coordinator and two servers. A subclass has `start`, which calls `start_with`."""
+
+    def __init__(
+        self,
+        kind: str,
+        seed: int,
+        rewrites: Literal["branch", "refuse"] = "branch",
+        **rollout: Any,
+    ) -> None:
+        self.kind, self.rewrites, self.rollout = kind, rewrites, rollout
+        self.rng = random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.collected: list[Collected] = []
+        self.start()
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start servers, and the coordinator at the first prompt."""
+
+    def start_with(
+        self,
+        pools: Sequence[EnvironmentPool],
+        prompts: Sequence[Prompt],
+        overlong: OverlongConfig,
+        rewards: Mapping[str, str],
+    ) -> None:
+        self.driver = TalkingDriver(
+            pools,
+            self.rng,
+            rewards=rewards,
+            rewrites=self.rewrites,
+            is_deterministic=self.rollout.get("deterministic", False),
+        )
+        stream = PromptStream(prompts, seed=0, shuffle=False)
+        config = rollout_config(**self.rollout)
+        self.coordinator = Coordinator(config, overlong, stream, self.driver, seed=3)
+
+    def step(self, disturb: Any = lambda driver, number: None) -> Collected:
+        advance, number = self.driver.advance, 0
+
+        def disturbed(requests: Any) -> Any:
+            nonlocal number
+            number += 1
+            disturb(self.driver, number)
+            return advance(requests)
+
+        self.driver.advance = disturbed  # type: ignore[method-assign]
+        self.driver.version = len(self.collected)
+        try:
+            collected = self.coordinator.collect(len(self.collected), lambda done: None)
+        finally:
+            self.driver.advance = advance  # type: ignore[method-assign]
+        self.collected.append(collected)
+        self.counts.update(collected.turn_counts)  # type: ignore[arg-type]
+        return collected
+
+    def resume(self) -> None:
+        """Kill everything, and go on from what was saved."""
+        state, completions = self.coordinator.save_point()
+        self.driver.close()
+        self.start()
+        self.coordinator.restore(json.loads(json.dumps(state)), completions)
 
 
 class AnswerGrading:

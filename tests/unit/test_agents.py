@@ -3,8 +3,6 @@ what the model sampled, each agent saw, and only that is trained, whatever an ag
 
 from __future__ import annotations
 
-import json
-import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,13 +14,17 @@ import pytest
 
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import describe
-from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.environments.pool import EnvironmentPool
-from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.segments import ENVIRONMENT, Segment, branches
-from dapo_megatron.types import Collected, Completion, Finish, Outcome, Prompt, SampleRequest
+from dapo_megatron.types import Completion, Finish, Outcome, Prompt, SampleRequest
 from tests.helpers.agents import calls_of, write_agents
-from tests.helpers.talking import MAX_TOKENS, MAX_TURNS, TalkingDriver, rollout_config, tokenizer
+from tests.helpers.talking import (
+    MAX_TOKENS,
+    MAX_TURNS,
+    TalkingDriver,
+    TalkingRun,
+    tokenizer,
+)
 
 MODULE = "agents_of_a_test"
 OVERLONG = OverlongConfig(
@@ -44,60 +46,19 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.path.remove(str(folder))
 
 
-class Run:
-    """A run of a coordinator and two servers, whose completions are of one agent."""
-
-    def __init__(self, kind: str, seed: int, rewrites: Any = "branch", **rollout: Any) -> None:
-        self.kind, self.rewrites, self.rollout = kind, rewrites, rollout
-        self.rng = random.Random(seed)
-        self.counts: Counter[str] = Counter()
-        self.collected: list[Collected] = []
-        self.start()
+class Run(TalkingRun):
+    """A run whose completions are of one agent."""
 
     def start(self) -> None:
-        self.driver = TalkingDriver(
-            POOLS,
-            self.rng,
-            rewards={"sums": "environment"},
-            rewrites=self.rewrites,
-            is_deterministic=self.rollout.get("deterministic", False),
-        )
         prompts = [
             Prompt("sums", i, (), "", "", {"name": str(i), "start": i}, self.environment)
             for i in range(40)
         ]
-        stream = PromptStream(prompts, seed=0, shuffle=False)
-        config = rollout_config(**self.rollout)
-        self.coordinator = Coordinator(config, OVERLONG, stream, self.driver, seed=3)
+        self.start_with(POOLS, prompts, OVERLONG, {"sums": "environment"})
 
     @property
     def environment(self) -> str:
         return f"agent:{MODULE}:{self.kind}"
-
-    def step(self, disturb: Any = lambda driver, number: None) -> None:
-        advance, number = self.driver.advance, 0
-
-        def disturbed(requests: Any) -> Any:
-            nonlocal number
-            number += 1
-            disturb(self.driver, number)
-            return advance(requests)
-
-        self.driver.advance = disturbed  # type: ignore[method-assign]
-        self.driver.version = len(self.collected)
-        try:
-            collected = self.coordinator.collect(len(self.collected), lambda done: None)
-        finally:
-            self.driver.advance = advance  # type: ignore[method-assign]
-        self.collected.append(collected)
-        self.counts.update(collected.turn_counts)  # type: ignore[arg-type]
-
-    def resume(self) -> None:
-        """Kill everything, and go on from what was saved."""
-        state, completions = self.coordinator.save_point()
-        self.driver.close()
-        self.start()
-        self.coordinator.restore(json.loads(json.dumps(state)), completions)
 
     def ended(self) -> list[tuple[Prompt, Completion]]:
         return [

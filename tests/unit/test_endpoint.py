@@ -53,13 +53,13 @@ def wait_for_calls(endpoint: Endpoint, waiting: Future[Any], number: int = 1) ->
 def test_a_key_is_of_one_session_until_it_ends(
     endpoint: Endpoint, threads: ThreadPoolExecutor
 ) -> None:
-    first, second = endpoint.open(), endpoint.open()
+    first, second = endpoint.open(7), endpoint.open(7)
     for key in ("", "x", first[:-1], second.upper()):
         status, answer = post(endpoint, key, QUESTION)
         assert status == 401 and answer["error"]["code"] == "invalid_api_key"
     waiting = threads.submit(post, endpoint, first, QUESTION)
     (call,) = wait_for_calls(endpoint, waiting)
-    assert call.api_key == first
+    assert call.api_key == first and call.owner == 7
     call.answer(REPLY)
     status, answer = waiting.result()
     assert status == 200 and answer["choices"][0]["message"]["content"] == "4"
@@ -75,7 +75,7 @@ def test_tokens_and_log_probs_are_those_of_the_reply(
     endpoint: Endpoint, threads: ThreadPoolExecutor
 ) -> None:
     body = {**QUESTION, "return_token_ids": True, "logprobs": True}
-    waiting = threads.submit(post, endpoint, endpoint.open(), body)
+    waiting = threads.submit(post, endpoint, endpoint.open(7), body)
     (call,) = wait_for_calls(endpoint, waiting)
     call.answer(REPLY)
     _, answer = waiting.result()
@@ -113,7 +113,7 @@ def test_tokens_and_log_probs_are_those_of_the_reply(
 def test_what_would_change_the_distribution_is_refused_by_name(
     endpoint: Endpoint, body: Any, named: str
 ) -> None:
-    status, answer = post(endpoint, endpoint.open(), body)
+    status, answer = post(endpoint, endpoint.open(7), body)
     assert status == 400 and named in answer["error"]["message"], answer
     assert not endpoint.calls()
 
@@ -133,7 +133,7 @@ def test_parameters_without_effect_are_taken(
         "user": "me",
         "response_format": {"type": "text"},
     }
-    waiting = threads.submit(post, endpoint, endpoint.open(), body)
+    waiting = threads.submit(post, endpoint, endpoint.open(7), body)
     (call,) = wait_for_calls(endpoint, waiting)
     assert (call.max_tokens, call.stop) == (7, ("x",))
     call.refuse("too long", "context_length_exceeded")
@@ -143,4 +143,4 @@ def test_parameters_without_effect_are_taken(
 
 def test_a_body_has_a_limit(endpoint: Endpoint) -> None:
     body = {"messages": [{"role": "user", "content": MAX_BODY_BYTES * "x"}]}
-    assert post(endpoint, endpoint.open(), body)[0] == 413
+    assert post(endpoint, endpoint.open(7), body)[0] == 413

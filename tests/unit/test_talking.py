@@ -22,14 +22,13 @@ from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.engine.messages import Sampling
 from dapo_megatron.environments.interface import load_environment
 from dapo_megatron.environments.pool import EnvironmentPool
-from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.evaluate import sample_all
-from dapo_megatron.types import Collected, Completion, Finish, Outcome, Prompt, Stopped
+from dapo_megatron.types import Completion, Finish, Outcome, Prompt, Stopped
 from tests.helpers.talking import (
     MAX_TOKENS,
     MAX_TURNS,
     TalkingDriver,
-    rollout_config,
+    TalkingRun,
     tokenizer,
     turn_of,
     write_environments,
@@ -142,51 +141,12 @@ def test_an_answer_neither_ends_its_message_nor_is_too_long() -> None:
     assert talk.shortened(text, len(talk.encode(text))) == text
 
 
-class Run:
-    """A run of a coordinator and two servers."""
-
-    def __init__(self, kind: str, seed: int, **rollout: Any) -> None:
-        self.kind, self.rollout, self.rng = kind, rollout, random.Random(seed)
-        self.counts: Counter[str] = Counter()
-        self.collected: list[Collected] = []
-        self.start()
+class Run(TalkingRun):
+    """A run whose completions talk to environments of one kind."""
 
     def start(self) -> None:
-        self.driver = TalkingDriver(
-            POOLS,
-            self.rng,
-            rewards={"sums": "environment" if self.kind == "Talker" else "even"},
-            is_deterministic=self.rollout.get("deterministic", False),
-        )
-        stream = PromptStream(prompts(self.kind), seed=0, shuffle=False)
-        config = rollout_config(**self.rollout)
-        self.coordinator = Coordinator(config, OVERLONG, stream, self.driver, seed=3)
-
-    def step(self, disturb: Any = lambda driver, number: None) -> Collected:
-        advance, number = self.driver.advance, 0
-
-        def disturbed(requests: Any) -> Any:
-            nonlocal number
-            number += 1
-            disturb(self.driver, number)
-            return advance(requests)
-
-        self.driver.advance = disturbed  # type: ignore[method-assign]
-        self.driver.version = len(self.collected)
-        try:
-            collected = self.coordinator.collect(len(self.collected), lambda done: None)
-        finally:
-            self.driver.advance = advance  # type: ignore[method-assign]
-        self.collected.append(collected)
-        self.counts.update(collected.turn_counts)  # type: ignore[arg-type]
-        return collected
-
-    def resume(self) -> None:
-        """Kill everything, and go on from what was saved."""
-        state, completions = self.coordinator.save_point()
-        self.driver.close()
-        self.start()
-        self.coordinator.restore(json.loads(json.dumps(state)), completions)
+        rewards = {"sums": "environment" if self.kind == "Talker" else "even"}
+        self.start_with(POOLS, prompts(self.kind), OVERLONG, rewards)
 
     def check(self) -> list[Completion]:
         """Check all completions that have ended, and return them."""
