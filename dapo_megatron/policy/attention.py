@@ -250,8 +250,9 @@ def _gathered_index(
 
 
 class GatedAttention(SelfAttention):
-    """Megatron's attention with an output gate. If ranks share a key-value head, Megatron-core 0.16
-    returns the gates of all query heads that share it."""
+    """Megatron's attention with an output gate, in float64 too: Megatron rounds gates to float32. If
+    ranks share a key-value head, Megatron-core 0.16 returns the gates of all query heads that share
+    it."""
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Return query, key, value and gate of this rank's heads."""
@@ -261,6 +262,10 @@ class GatedAttention(SelfAttention):
             first = parallel_state.get_tensor_model_parallel_rank() % sharing * heads
             gate = gate.narrow(2, first, heads)
         return query, key, value, gate
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
+        return (x * wide.contiguous().view(x.shape).sigmoid()).to(x.dtype)
 
 
 # ------------------------------------------------------------------ latent attention
