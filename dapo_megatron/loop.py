@@ -320,7 +320,13 @@ def compare_with_teacher(
     if config.loss.distill is None:
         return batch
     with parts.instruments.phase(Phase.LOGPROBS):
-        compared = dataclasses.replace(batch, teacher_logprobs=parts.policy.teacher_logprobs(batch))
+        teacher = parts.policy.teacher_logprobs(batch)
+    compared = dataclasses.replace(
+        batch,
+        teacher_logprobs=teacher.logprobs,
+        top_ids=teacher.top_ids,
+        teacher_top_logprobs=teacher.top_logprobs,
+    )
     if batch.old_logprobs is not None:
         measure_teacher(config, parts, compared, metrics)
     return compared

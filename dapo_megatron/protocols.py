@@ -120,8 +120,9 @@ class Policy(Protocol):
         """Keep another model, of this Architecture, in host memory for `teacher_logprobs`. It has
         the policy's layout, and `write` writes its weights into shards. Not collective."""
 
-    def teacher_logprobs(self, batch: TokenBatch) -> Tensor:
-        """Return the log-probs of the tokens of `logprobs` by the model of `keep_teacher`."""
+    def teacher_logprobs(self, batch: TokenBatch) -> LogProbs:
+        """Return what `logprobs` does, by the model of `keep_teacher`; with loss.distill.top_k also
+        its most likely tokens."""
 
     def update(
         self,

@@ -359,6 +359,9 @@ class TokenBatch:
                                  are not computed yet, or only by the update
     reference_logprobs  float [T]  log-probs of the reference of loss.kl; None without one
     teacher_logprobs    float [T]  log-probs of the teacher of loss.distill; None without one
+    top_ids             int32 [T, k]  with loss.distill.top_k: the teacher's most likely tokens at
+                                 this place; None otherwise
+    teacher_top_logprobs  float [T, k]  their log-probs by the teacher
     routes          integer [T, layers * k]  experts that each token uses in the model's layers
                                  with experts; uint8, or int16 with -1 where the router chooses;
                                  None if it always chooses. The last token of a sequence is ignored
@@ -382,6 +385,8 @@ class TokenBatch:
     held: Tensor | None = None
     reference_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    teacher_top_logprobs: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -422,7 +427,8 @@ def _sum_of_all(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class MicroTokens:
-    """Per-token inputs of the loss for one micro-batch. All tensors have the same shape.
+    """Per-token inputs of the loss for one micro-batch. All tensors have the same shape, except for
+    those of `top_k`.
 
     `sequence_sum(values)` returns, for each token, the sum of `values` over the tokens of its
     sequence, with gradient. The policy provides it. The sum includes tokens of the sequence that
@@ -431,7 +437,9 @@ class MicroTokens:
 
     `reference_logprobs` are those of the reference of loss.kl, and `teacher_logprobs` those of the
     teacher of loss.distill; None without one. `entropy` is that of the policy being trained. It has
-    a gradient only with loss.entropy_coefficient.
+    a gradient only with loss.entropy_coefficient. With loss.distill.top_k, `teacher_top_logprobs`
+    [n, k] are those of the teacher's most likely tokens, and `top_logprobs` those of the same
+    tokens by the policy being trained, with gradient.
     """
 
     old_logprobs: Tensor
@@ -443,6 +451,8 @@ class MicroTokens:
     reference_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
     entropy: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    teacher_top_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,12 +471,15 @@ class LogProbs:
     first tokens. Both are float32 [T], or float64 for a float64 policy.
 
     `routes` are the experts that each token used (see TokenBatch), if policy.router_replay asks
-    for them.
+    for them. `top_ids` int32 [T, k] and `top_logprobs` [T, k] are the most likely tokens at each
+    place, of a teacher with loss.distill.top_k.
     """
 
     logprobs: Tensor
     entropy: Tensor
     routes: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ As in GRPO, tokens count as sampled by the policy although it moves within a ste
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -30,7 +31,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dapo_megatron.types import TokenBatch
+from dapo_megatron.types import MicroTokens, TokenBatch
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -67,18 +68,49 @@ class KL:
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """Numbers of loss.distill: d^2 / 2, linear where |d| exceeds `log_ratio_limit`."""
+    """Numbers of loss.distill."""
 
     coefficient: float
     log_ratio_limit: float
 
-    def per_token(self, logp: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
-        """Return the term of each token, as `KL.per_token` does. Its gradient is d, clamped: tokens
-        that the teacher finds impossible keep one."""
+    def per_token(self, logp: Tensor, tokens: MicroTokens) -> Tensor:
+        """Return the term of each token, as `KL.per_token` does: with loss.distill.top_k the
+        divergence over the teacher's most likely tokens, else its estimate from the sampled one.
+        """
+        mask = tokens.mask.bool()
+        if tokens.teacher_top_logprobs is not None:
+            assert tokens.top_logprobs is not None
+            return _divergence_at_top(tokens.top_logprobs, tokens.teacher_top_logprobs, mask)
+        assert tokens.teacher_logprobs is not None
+        return self._of_sample(logp, tokens.teacher_logprobs, mask)
+
+    def _of_sample(self, logp: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+        """Return d^2 / 2, linear where |d| exceeds `log_ratio_limit`. The gradient is d, clamped:
+        tokens that the teacher finds impossible keep one."""
         logp, teacher = torch.where(mask, logp, 0.0), torch.where(mask, teacher, 0.0).detach()
         return torch.nn.functional.huber_loss(
             logp, teacher.to(logp.dtype), reduction="none", delta=self.log_ratio_limit
         )
+
+
+def _divergence_at_top(logp: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+    """Return KL(policy || teacher) at each place, [n], of their distributions over the teacher's k
+    most likely tokens and one outcome for all others. It is at most that of whole distributions.
+
+    logp, teacher  log-probs of these tokens, [n, k]
+    mask           bool [n]
+    """
+    log_p = _with_rest(logp, mask)
+    log_q = _with_rest(teacher.to(logp.dtype), mask).detach()
+    return (log_p.exp() * (log_p - log_q)).sum(1)
+
+
+def _with_rest(logp: Tensor, mask: Tensor) -> Tensor:
+    """Append the log-prob of all other tokens. Where the mask is 0, distributions are uniform."""
+    logp = torch.where(mask[:, None], logp, -math.log(logp.shape[1] + 1))
+    rest = 1.0 - logp.exp().sum(1, keepdim=True)
+    # Rounding can make it 0 or negative.
+    return torch.cat([logp, rest.clamp(min=torch.finfo(logp.dtype).eps).log()], 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,16 +243,16 @@ def regularized_loss(
     keep = tokens.mask.bool()
     weights = torch.where(keep, tokens.weights, 0.0)
     total, sums = output.total, dict(output.sums)
-    penalties: dict[str, tuple[KL | Distillation | None, Tensor | None]] = {
-        "kl": (kl, tokens.reference_logprobs),
-        "distill": (distill, tokens.teacher_logprobs),
-    }
-    for name, (numbers, others) in penalties.items():
-        if numbers is not None:
-            assert others is not None
-            estimates = numbers.per_token(logprobs, others, keep)
-            penalty = numbers.coefficient * (weights * estimates).sum()
-            total, sums[f"{name}_penalty"] = total + penalty, penalty.detach()
+    penalties: dict[str, tuple[float, Tensor]] = {}
+    if kl is not None:
+        assert tokens.reference_logprobs is not None
+        estimates = kl.per_token(logprobs, tokens.reference_logprobs, keep)
+        penalties["kl_penalty"] = kl.coefficient, estimates
+    if distill is not None:
+        penalties["distill_penalty"] = distill.coefficient, distill.per_token(logprobs, tokens)
+    for name, (coefficient, estimates) in penalties.items():
+        penalty = coefficient * (weights * estimates).sum()
+        total, sums[name] = total + penalty, penalty.detach()
     if entropy_coefficient:
         assert tokens.entropy is not None
         bonus = entropy_coefficient * (weights * torch.where(keep, tokens.entropy, 0.0)).sum()

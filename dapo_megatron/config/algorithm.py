@@ -198,19 +198,20 @@ class KLConfig(Section):
 
 
 class DistillConfig(Section):
-    """On-policy distillation: the reverse KL divergence to a teacher, on the policy's own samples,
-    is added to the loss of each token as d^2 / 2 with d = log policy - log teacher, linear where
-    |d| exceeds log_ratio_limit. The mean of its gradient is that of KL(policy || teacher). It needs
-    the teacher's weights in host memory, on the GPU during its pass, and one forward pass of it per
-    step."""
+    """On-policy distillation: the reverse KL divergence to a teacher, KL(policy || teacher), on the
+    policy's own samples, is added to the loss of each token. It needs the teacher's weights in host
+    memory, on the GPU during its pass, and one forward pass of it per step."""
 
     teacher: str
     """Folder of the teacher, in a format that model.path may have. It may have another size and
     family, but needs the same tokenizer, and the policy's layout must fit it."""
     coefficient: Positive
     """Factor of the term."""
-    top_k: None = None
-    """Only null: the divergence is estimated from the sampled tokens."""
+    top_k: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Compute the divergence from this many of the teacher's most likely tokens at each place, and
+    one outcome for all others; exact if it is the size of the vocabulary. null: estimate it from
+    the sampled token, as d^2 / 2 with d = log policy - log teacher, linear where |d| exceeds
+    log_ratio_limit."""
 
 
 class LossConfig(Section):

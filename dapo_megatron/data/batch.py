@@ -41,6 +41,7 @@ _OF_SEQUENCES = ("lengths", "loss_tokens", "group_ids", "sequence_names", "owner
 _OF_TOKENS = (
     *("tokens", "loss_mask", "advantages", "weights"),
     *("engine_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs", "routes"),
+    *("top_ids", "teacher_top_logprobs"),
 )
 """Fields of TokenBatch with an element per sequence of the step, and per held token."""
 

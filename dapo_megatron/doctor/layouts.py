@@ -50,6 +50,7 @@ from dapo_megatron.doctor.measure import (
     measure,
     random_minibatch,
     with_old_logprobs,
+    with_top_tokens,
 )
 from dapo_megatron.doctor.shrink import shrink, write_random_model
 from dapo_megatron.doctor.worlds import QuietRank, Worlds, quiet_rank
@@ -265,6 +266,9 @@ class LayoutProof:
             divisor=self.config.rollout.max_response_tokens,
         )
         mini = replace(with_old_logprobs(mini, logprobs), routes=routes)
+        if loss.distill is not None and loss.distill.top_k is not None:
+            k = min(loss.distill.top_k, self.arch.vocab_size)
+            mini = with_top_tokens(mini, k, self.arch.vocab_size)
         if loss.old_logprobs == "engine":
             mini = replace(mini, old_logprobs=mini.engine_logprobs)
         if loss.correction.is_on:

@@ -91,6 +91,15 @@ def with_old_logprobs(mini: TokenBatch, logprobs_T: Tensor, seed: int = 1) -> To
     )
 
 
+def with_top_tokens(mini: TokenBatch, k: int, vocab: int, seed: int = 2) -> TokenBatch:
+    """Add any `k` tokens as the most likely ones of a teacher at each place."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = mini.tokens.numel()
+    ids_Tk = torch.rand(num_tokens, vocab, generator=generator).topk(k).indices
+    logits = torch.randn(num_tokens, k + 1, generator=generator)
+    return replace(mini, top_ids=ids_Tk.int(), teacher_top_logprobs=logits.log_softmax(1)[:, :-1])
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Results of a policy on the mini-batch, before and after three updates. Tensors are float64;

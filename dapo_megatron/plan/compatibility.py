@@ -250,6 +250,12 @@ def _of_triton_head(run: RunFacts) -> Iterator[Rule]:
         "policy.logprob_head, loss.entropy_coefficient: the Triton kernels do not compute the "
         f"gradient of the entropy; {other}, or loss.entropy_coefficient 0",
     )
+    distill = run.config.loss.distill
+    yield (
+        distill is not None and distill.top_k is not None,
+        "policy.logprob_head, loss.distill.top_k: the Triton kernels compute only the log-prob of "
+        f"the sampled token; {other}, or top_k null",
+    )
     yield (
         run.lacks("triton"),
         "policy.logprob_head: triton needs an NVIDIA GPU and the package (torch for CUDA brings "

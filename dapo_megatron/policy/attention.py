@@ -250,9 +250,9 @@ def _gathered_index(
 
 
 class GatedAttention(SelfAttention):
-    """Megatron's attention with an output gate, in float64 too: Megatron rounds gates to float32. If
-    ranks share a key-value head, Megatron-core 0.16 returns the gates of all query heads that share
-    it."""
+    """Megatron's attention with an output gate, in float64 too: Megatron rounds gates to float32.
+    If ranks share a key-value head, Megatron-core 0.16 returns the gates of all query heads that
+    share it."""
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Return query, key, value and gate of this rank's heads."""

@@ -23,19 +23,20 @@ BLOCK_ENTRIES = 4096
 
 
 class WithTriton:
-    """Implements vocab_parallel.Reductions in float32, without the gradient of the entropy."""
+    """Implements vocab_parallel.Reductions in float32, with one target per token and without the
+    gradient of the entropy."""
 
     def fold(
-        self, logits_BE: Tensor, targets_B: Tensor, start: int, temperature: float, sums_4B: Tensor
+        self, logits_BE: Tensor, targets_BK: Tensor, start: int, temperature: float, sums_SB: Tensor
     ) -> None:
         """See Reductions."""
-        assert logits_BE.stride(1) == sums_4B.stride(1) == targets_B.stride(0) == 1
+        assert logits_BE.stride(1) == sums_SB.stride(1) == targets_BK.shape[1] == 1
         num_tokens, num_entries = logits_BE.shape
         block = _block(num_entries)
         _fold[(num_tokens,)](
             logits_BE,
-            targets_B,
-            *sums_4B,
+            targets_BK.contiguous(),
+            *sums_SB,
             num_entries,
             logits_BE.stride(0),
             start,
@@ -47,20 +48,20 @@ class WithTriton:
     def error(
         self,
         logits_BE: Tensor,
-        targets_B: Tensor,
+        targets_BK: Tensor,
         start: int,
         temperature: float,
         log_z_B: Tensor,
         error_BE: Tensor,
     ) -> None:
         """See Reductions."""
-        assert logits_BE.stride(1) == error_BE.stride(1) == targets_B.stride(0) == 1
+        assert logits_BE.stride(1) == error_BE.stride(1) == targets_BK.shape[1] == 1
         num_tokens, num_entries = logits_BE.shape
         block = _block(num_entries)
         _error[(num_tokens, triton.cdiv(num_entries, block))](
             logits_BE,
             error_BE,
-            targets_B,
+            targets_BK.contiguous(),
             log_z_B,
             num_entries,
             logits_BE.stride(0),

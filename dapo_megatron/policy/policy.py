@@ -146,13 +146,14 @@ class MegatronPolicy:
     def keep_teacher(self, arch: Architecture, write: Callable[[Sequence[Shard]], None]) -> None:
         """See protocols.Policy."""
         with megatron_device():
-            self._teacher = Teacher(arch, self._config, write)
+            vocab = self.architecture.vocab_size
+            self._teacher = Teacher(arch, self._config, vocab, write)
 
-    def teacher_logprobs(self, batch: TokenBatch) -> Tensor:
+    def teacher_logprobs(self, batch: TokenBatch) -> LogProbs:
         """See protocols.Policy."""
         assert self._teacher is not None, "call keep_teacher() first"
         with self._teacher.in_place():
-            return self._score(replace(batch, routes=None), runner=self._teacher.runner).logprobs
+            return self._score(replace(batch, routes=None), runner=self._teacher.runner)
 
     def update(
         self,
@@ -387,23 +388,34 @@ class MegatronPolicy:
             self._train(False)
             results = (runner or self._runner).logprobs(micro, temperature, recorded)
             self._train(True)
-        return self._gather_values(batch, results)
+        return self._gather_values(batch, results, runner.top_k if runner is not None else None)
 
-    def _gather_values(self, batch: TokenBatch, values: Sequence[TokenValues]) -> LogProbs:
+    def _gather_values(
+        self, batch: TokenBatch, values: Sequence[TokenValues], top_k: int | None = None
+    ) -> LogProbs:
         """Return the values of a batch's tokens that the ranks of this data-parallel index computed
         (of all ranks, if `batch` is distributed over all); 0 for the others. Collective."""
         exact = torch.promote_types(torch_dtype(self._config.policy.precision), torch.float32)
-        whole = torch.zeros(2, batch.tokens.numel(), device=self._device, dtype=exact)
+        shape = batch.tokens.numel(), top_k or 0
+        whole = torch.zeros(2, shape[0], device=self._device, dtype=exact)
+        top_ids = torch.zeros(shape, device=self._device, dtype=torch.int32)
+        top_logprobs = torch.zeros(shape, device=self._device, dtype=exact)
         if self._is_output_rank():
-            for indices, logp, entropy in values:
-                whole[0, indices] = logp
-                whole[1, indices] = entropy
+            for part in values:
+                whole[0, part.indices] = part.logprobs
+                whole[1, part.indices] = part.entropy
+                if part.top_ids is not None and part.top_logprobs is not None:
+                    top_ids[part.indices] = part.top_ids.int()
+                    top_logprobs[part.indices] = part.top_logprobs
         # At most one rank fills each token, the others have zeros: the all-reduce is a gather.
         for group in groups_holding(batch):
-            if dist.get_world_size(group) > 1:
-                dist.all_reduce(whole, group=group)
-        whole = whole.cpu()
-        return LogProbs(logprobs=whole[0], entropy=whole[1])
+            for tensor in (whole, top_ids, top_logprobs):
+                if dist.get_world_size(group) > 1 and tensor.numel():
+                    dist.all_reduce(tensor, group=group)
+        result = LogProbs(*whole.cpu())
+        if top_k is None:
+            return result
+        return replace(result, top_ids=top_ids.cpu(), top_logprobs=top_logprobs.cpu())
 
     def _with_routes(
         self, logprobs: LogProbs, batch: TokenBatch, recorded: Sequence[Recorded]

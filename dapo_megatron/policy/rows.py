@@ -48,7 +48,7 @@ class Scored:
     They are chosen on the host. Choosing them on the GPU would make the host wait for their number.
 
     hidden_rows  int64  row of the flattened hidden states [L * B, H] that predicts the token
-    targets      int64  the token
+    targets      int64  the token; [n, 1 + k] if the loss also needs the batch's `top_ids`
     indices      int64  index of the token in the batch's flat [T] tensors
     loss_inputs         arguments of MicroTokens for the tokens in the loss, without entropy, and
                         without old_logprobs if the batch has none; None in a pass for log-probs
@@ -161,7 +161,7 @@ def make_rows(
     on_host += [
         bounds.to(torch.int32),
         predicting % row_length * num_rows + predicting // row_length,
-        batch.tokens[indices].long(),
+        _targets(batch, indices, with_top=with_loss),
         indices,
         *given.values(),
         *routes,
@@ -294,6 +294,7 @@ def _loss_inputs(
         "mask": batch.loss_mask,
         "reference_logprobs": batch.reference_logprobs,
         "teacher_logprobs": batch.teacher_logprobs,
+        "teacher_top_logprobs": batch.teacher_top_logprobs,
     }
     indices = source[trained] + 1
     given = {name: values[indices] for name, values in fields.items() if values is not None}
@@ -302,6 +303,14 @@ def _loss_inputs(
         return predicting, {**given, "in_loss": in_loss}
     # Prompts need no log-prob. The head is the costliest layer of small models.
     return trained, given
+
+
+def _targets(batch: TokenBatch, indices: Tensor, *, with_top: bool) -> Tensor:
+    """Return the targets of the scored tokens `indices`; see Scored."""
+    targets = batch.tokens[indices].long()
+    if batch.top_ids is None or not with_top:
+        return targets
+    return torch.cat([targets[:, None], batch.top_ids[indices].long()], 1)
 
 
 def _scored(

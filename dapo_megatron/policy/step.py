@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -33,12 +33,23 @@ from dapo_megatron.policy import fp8, pipeline
 from dapo_megatron.policy.device import to_host
 from dapo_megatron.policy.routes import Recorded, RouteShape, router_inputs
 from dapo_megatron.policy.rows import Microbatches, Rows, Scored
-from dapo_megatron.policy.vocab_parallel import Head, linear_logprobs
+from dapo_megatron.policy.vocab_parallel import Head, linear_logprobs, top_entries
 from dapo_megatron.protocols import LossFn
 from dapo_megatron.types import MicroTokens
 
-TokenValues = tuple[Tensor, Tensor, Tensor]
-"""Index in the batch, log-prob and entropy of a micro-batch's scored tokens, each [n]."""
+
+class TokenValues(NamedTuple):
+    """Values of a micro-batch's scored tokens, each [n]: index in the batch, log-prob and entropy;
+    from a teacher with `top_k` also the most likely tokens at the place and their log-probs, each
+    [n, k]."""
+
+    indices: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+
 Output = Callable[[Rows, Any, Tensor], tuple[Tensor, Any]]
 """(rows, model, hidden states) -> (loss, results)."""
 
@@ -58,6 +69,7 @@ class Runner:
         head: Head = "torch",
         entropy_gradient: bool = False,
         route_shape: RouteShape | None = None,
+        top_k: int | None = None,
     ) -> None:
         self._chunks = list(chunks)
         self._route_shape = route_shape
@@ -65,6 +77,7 @@ class Runner:
         self._vocab = vocab
         self._head_name = head
         self._entropy_gradient = entropy_gradient
+        self.top_k = top_k
         config = self._chunks[0].config
         self._needs_scales = bool(config.fp8) and config.fp8_recipe == "delayed"
         self._needs_gradient_scales = self._needs_scales
@@ -84,8 +97,17 @@ class Runner:
         temperature = temperature or self._temperature
 
         def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Any]:
-            logp, entropy = self._head(hidden, rows.scored, model, temperature)
-            return torch.zeros((), device=hidden.device), (rows.scored.indices, logp, entropy)
+            scored_nH = _scored_rows(hidden, rows.scored, model)
+            targets, indices = rows.scored.targets, rows.scored.indices
+            if self.top_k is None:
+                values = TokenValues(indices, *self._head(scored_nH, targets, model, temperature))
+            else:
+                part = self._vocabulary_part(model)
+                top_ids = top_entries(scored_nH, model.head_weight, self.top_k, **part)
+                targets = torch.cat([targets[:, None], top_ids], 1)
+                logp, entropy = self._head(scored_nH, targets, model, temperature)
+                values = TokenValues(indices, logp[:, 0], entropy, top_ids, logp[:, 1:])
+            return torch.zeros((), device=hidden.device), values
 
         with torch.no_grad():
             if self._needs_scales:
@@ -110,11 +132,17 @@ class Runner:
         def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Any]:
             scored = rows.scored
             assert scored.loss_inputs is not None
-            logp, entropy = self._head(hidden, scored, model, self._temperature)
-            values = (scored.indices, logp.detach(), entropy.detach())
+            scored_nH = _scored_rows(hidden, scored, model)
+            logp, entropy = self._head(scored_nH, scored.targets, model, self._temperature)
+            top_logp = None
+            if logp.dim() == 2:
+                logp, top_logp = logp[:, 0], logp[:, 1:]
+            values = TokenValues(scored.indices, logp.detach(), entropy.detach())
             if scored.in_loss is not None:
                 logp, entropy = (part.index_select(0, scored.in_loss) for part in (logp, entropy))
-            own = {"old_logprobs": logp.detach(), "entropy": entropy}
+                if top_logp is not None:
+                    top_logp = top_logp.index_select(0, scored.in_loss)
+            own = {"old_logprobs": logp.detach(), "entropy": entropy, "top_logprobs": top_logp}
             result = loss(logp, MicroTokens(**{**own, **scored.loss_inputs}))
             sums = {name: value.detach() for name, value in result.sums.items()}
             sums["loss"] = result.total.detach()
@@ -128,34 +156,32 @@ class Runner:
         return self._run(micro, output, forward_only=False)
 
     def _head(
-        self, hidden: Tensor, scored: Scored, model: Any, temperature: float
+        self, scored_nH: Tensor, targets: Tensor, model: Any, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Return log-prob and entropy of the scored tokens, each [n].
-
-        `hidden` is [L, B, H], or with sequence parallelism this rank's part of L.
-        """
-        if model.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden)
-        else:
-            # Megatron's backward sums a contiguous copy of the gradient. If the gradient is not
-            # contiguous, the sum is lost. That of `index_select` is contiguous.
-            hidden = copy_to_tensor_model_parallel_region(hidden)
+        """Return log-prob and entropy of the scored tokens; see `linear_logprobs`."""
         weight = model.head_weight
-        first = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
         return linear_logprobs(
-            hidden.flatten(0, 1).index_select(0, scored.hidden_rows),
+            scored_nH,
             weight,
-            scored.targets,
+            targets,
             temperature=temperature,
-            first_entry=first,
-            num_entries=min(weight.shape[0], self._vocab - first),
-            group=parallel_state.get_tensor_model_parallel_group(),
             head=self._head_name,
+            **self._vocabulary_part(model),
             # A tied weight also has the embedding's gradient, which Megatron's hook adds.
             gradient_accumulation_fusion=weight.requires_grad
             and not model.share_embeddings_and_output_weights,
             entropy_gradient=self._entropy_gradient,
         )
+
+    def _vocabulary_part(self, model: Any) -> dict[str, Any]:
+        """Return which entries of the vocabulary this rank has, as `linear_logprobs` takes them."""
+        num_rows = len(model.head_weight)
+        first = parallel_state.get_tensor_model_parallel_rank() * num_rows
+        return {
+            "first_entry": first,
+            "num_entries": min(num_rows, self._vocab - first),
+            "group": parallel_state.get_tensor_model_parallel_group(),
+        }
 
     def _run(
         self,
@@ -233,6 +259,18 @@ class Runner:
         """Return the layers with experts of a chunk, as indices in RouteShape.layers."""
         assert self._route_shape is not None
         return self._route_shape.chunks[self._chunks.index(chunk)]
+
+
+def _scored_rows(hidden: Tensor, scored: Scored, model: Any) -> Tensor:
+    """Return the hidden states that predict the scored tokens, [n, H]. `hidden` is [L, B, H], or
+    with sequence parallelism this rank's part of L."""
+    if model.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden)
+    else:
+        # Megatron's backward sums a contiguous copy of the gradient. If the gradient is not
+        # contiguous, the sum is lost. That of `index_select` is contiguous.
+        hidden = copy_to_tensor_model_parallel_region(hidden)
+    return hidden.flatten(0, 1).index_select(0, scored.hidden_rows)
 
 
 def _finalize_without_division(model: list[Any], _num_tokens: Any = None, **kwargs: Any) -> None:

@@ -37,8 +37,16 @@ class Teacher:
     """A model of which only log-probs are computed. `runner` does it, inside `in_place`."""
 
     def __init__(
-        self, arch: Architecture, config: Config, write: Callable[[Sequence[Shard]], None]
+        self,
+        arch: Architecture,
+        config: Config,
+        vocab: int,
+        write: Callable[[Sequence[Shard]], None],
     ) -> None:
+        """`vocab`: entries of the policy's vocabulary, to which the teacher's is limited."""
+        assert config.loss.distill is not None
+        top_k = config.loss.distill.top_k
+        vocab = min(vocab, arch.vocab_size)
         policy = config.policy.model_copy(update={"fp8": None, "lora": None})
         models = build_model(arch, policy)
         for model in models:
@@ -47,9 +55,10 @@ class Teacher:
         self.runner = Runner(
             list(map(_Chunk, models)),
             temperature=config.rollout.temperature,
-            vocab=arch.vocab_size,
+            vocab=vocab,
             head=policy.logprob_head,
             route_shape=RouteShape.of(arch, map(place, models)) if arch.num_experts else None,
+            top_k=None if top_k is None else min(top_k, vocab),
         )
         parameters = (parameter for model in models for parameter in model.parameters())
         self._storages = [*distinct_storages(parameters).values()]

@@ -12,12 +12,12 @@ logits and partial gradients of the hidden states are rounded to bfloat16 first.
 The `head` reduces tiles: torch's operations (below) or Triton kernels (head_kernels.py).
 
 Shape letters: T tokens, H hidden size, V vocabulary entries of this rank, E entries and B tokens of
-one tile.
+one tile, K targets of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any, Literal, Protocol
 
@@ -46,49 +46,51 @@ for the matmuls of the backward pass. Above 32,768 tokens, tiles are narrower be
 class Reductions(Protocol):
     """Operations of a head on a tile.
 
-    `targets_B` and the tile's first entry `start` count from the rank's first vocabulary entry.
+    `targets_BK` and the tile's first entry `start` count from the rank's first vocabulary entry.
     Targets may lie outside the tile. Logits are float32 (or float64, for torch's operations only),
-    not yet divided by the temperature, and may be overwritten.
+    not yet divided by the temperature, and may be overwritten. The Triton kernels have only K = 1.
     """
 
     def fold(
-        self, logits_BE: Tensor, targets_B: Tensor, start: int, temperature: float, sums_4B: Tensor
+        self, logits_BE: Tensor, targets_BK: Tensor, start: int, temperature: float, sums_SB: Tensor
     ) -> None:
-        """Update the running sums, where x = logit / temperature: highest x so far, sum of
-        exp(x - highest), sum of exp(x - highest) * (x - highest), and x of the target."""
+        """Update the S = 3 + K running sums, where x = logit / temperature: highest x so far, sum
+        of exp(x - highest), sum of exp(x - highest) * (x - highest), and x of each target."""
         ...
 
     def error(
         self,
         logits_BE: Tensor,
-        targets_B: Tensor,
+        targets_BK: Tensor,
         start: int,
         temperature: float,
         log_z_B: Tensor,
         error_BE: Tensor,
     ) -> None:
-        """Write exp(x - log_z) - [target] to `error_BE`, in its dtype. It may alias the logits."""
+        """Write exp(x - log_z) - [target] to `error_BE`, in its dtype. It may alias the logits.
+        K is 1."""
         ...
 
-    def error_with_entropy(
+    def error_of_terms(
         self,
         logits_BE: Tensor,
-        targets_B: Tensor,
+        targets_BK: Tensor,
         start: int,
         temperature: float,
         log_z_B: Tensor,
-        terms_3B: Tensor,
+        terms_SB: Tensor,
         error_BE: Tensor,
     ) -> None:
-        """Write g (p - [target]) + h p (log p + entropy) to `error_BE`, where log p = x - log_z and
-        `terms_3B` has g, h and the entropy. The Triton kernels do not have this."""
+        """Write sum_k g_k (p - [target_k]) + h p (log p + entropy) to `error_BE`, where
+        log p = x - log_z and `terms_SB` has h, the entropy and g_1 to g_K. The Triton kernels do
+        not have this."""
         ...
 
 
 def linear_logprobs(
     hidden_TH: Tensor,
     weight_VH: Tensor,
-    targets_T: Tensor,
+    targets: Tensor,
     *,
     temperature: float,
     first_entry: int,
@@ -100,8 +102,9 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target and the entropy of each distribution, in nats.
 
-    The logits are `hidden @ weight.T / temperature`. Both results are [T], float32 (float64 for
-    float64 hidden states).
+    The logits are `hidden @ weight.T / temperature`. `targets` are entries, int64 [T] or [T, K].
+    Log-probs have their shape, the entropy is [T]; both are float32 (float64 for float64 hidden
+    states).
 
     `weight_VH` are this rank's rows of the output layer, in the dtype of `hidden_TH`. Row 0 is
     entry `first_entry` of the vocabulary. The first `num_entries` rows are real (none if it is not
@@ -116,10 +119,11 @@ def linear_logprobs(
     in the precision of that buffer, as in Megatron's layers: `grad_added_to_main_grad` is then set,
     and the values of the gradient that autograd receives are undefined.
     """
-    logp_T, entropy_T = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]
+    targets_TK = targets if targets.dim() == 2 else targets[:, None]
+    logp_KT, entropy_T = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden_TH,
         weight_VH,
-        targets_T - first_entry,
+        targets_TK - first_entry,
         temperature,
         max(num_entries, 0),
         group,
@@ -127,7 +131,49 @@ def linear_logprobs(
         gradient_accumulation_fusion,
         entropy_gradient,
     )
-    return logp_T, entropy_T
+    return logp_KT.t() if targets.dim() == 2 else logp_KT[0], entropy_T
+
+
+@torch.no_grad()
+def top_entries(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    k: int,
+    *,
+    first_entry: int,
+    num_entries: int,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Return the `k` most likely entries of each token's distribution, int64 [T, k].
+
+    The other arguments are those of `linear_logprobs`. All ranks together need `k` real entries.
+    """
+    dtype = _wide(hidden_TH)
+    top_Tk = torch.full((len(hidden_TH), k), -torch.inf, dtype=dtype, device=hidden_TH.device)
+    ids_Tk = torch.zeros_like(top_Tk, dtype=torch.int64)
+    product, wide = _Memory(hidden_TH), _Memory(hidden_TH, dtype)
+    block, width = _tile_shape(hidden_TH)
+    for entries in _slices(max(num_entries, 0), width):
+        for tokens in _slices(len(hidden_TH), block):
+            logits_BE = _logits(hidden_TH[tokens], weight_VH[entries], product, wide)
+            tile_Bk, columns_Bk = logits_BE.topk(min(k, logits_BE.shape[1]))
+            ids_Bk = columns_Bk + first_entry + entries.start
+            top_Tk[tokens], ids_Tk[tokens] = _highest(
+                k, (top_Tk[tokens], tile_Bk), (ids_Tk[tokens], ids_Bk)
+            )
+    if group is not None and dist.get_world_size(group) > 1:
+        of_ranks = []
+        for values in (top_Tk, ids_Tk):
+            of_ranks.append([torch.empty_like(values) for _ in range(dist.get_world_size(group))])
+            dist.all_gather(of_ranks[-1], values, group)
+        _, ids_Tk = _highest(k, *of_ranks)
+    return ids_Tk
+
+
+def _highest(k: int, values: Sequence[Tensor], ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the `k` highest of all values of each row, and their ids."""
+    top, places = torch.cat([*values], 1).topk(k)
+    return top, torch.cat([*ids], 1).gather(1, places)
 
 
 def reductions(head: Head) -> Reductions:
@@ -145,7 +191,7 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx: Any,
         hidden_TH: Tensor,
         weight_VH: Tensor,
-        local_T: Tensor,
+        local_TK: Tensor,
         temperature: float,
         num_entries: int,
         group: dist.ProcessGroup | None,
@@ -154,42 +200,45 @@ class _LinearLogProbs(torch.autograd.Function):
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = _wide(hidden_TH)
-        sums_4T = torch.zeros(4, len(local_T), dtype=dtype, device=hidden_TH.device)
+        sums_ST = torch.zeros(
+            3 + local_TK.shape[1], len(hidden_TH), dtype=dtype, device=hidden_TH.device
+        )
         # Finite, so that (top - new top) * 0 is 0 before the first tile and on ranks without tiles.
-        sums_4T[0] = torch.finfo(dtype).min
+        sums_ST[0] = torch.finfo(dtype).min
         product, wide = _Memory(hidden_TH), _Memory(hidden_TH, dtype)
         block, width = _tile_shape(hidden_TH)
         for entries in _slices(num_entries, width):
-            for tokens in _slices(len(local_T), block):
+            for tokens in _slices(len(hidden_TH), block):
                 logits_BE = _logits(hidden_TH[tokens], weight_VH[entries], product, wide)
-                sums_4B = sums_4T[:, tokens]
-                reduce.fold(logits_BE, local_T[tokens], entries.start, temperature, sums_4B)
+                sums_SB = sums_ST[:, tokens]
+                reduce.fold(logits_BE, local_TK[tokens], entries.start, temperature, sums_SB)
 
-        highest_T = sums_4T[0].clone()
+        highest_T = sums_ST[0].clone()
         all_reduce(highest_T, dist.ReduceOp.MAX, group)
-        _rescale(sums_4T, highest_T)
-        all_reduce(sums_4T[1:], dist.ReduceOp.SUM, group)
+        _rescale(sums_ST, highest_T)
+        all_reduce(sums_ST[1:], dist.ReduceOp.SUM, group)
 
-        _, total_T, weighted_T, target_T = sums_4T
+        _, total_T, weighted_T = sums_ST[:3]
         log_total_T = total_T.log()
         entropy_T = log_total_T - weighted_T / total_T
-        saved = [hidden_TH, weight_VH, local_T, highest_T + log_total_T]
-        ctx.save_for_backward(*saved, *([entropy_T] if entropy_gradient else []))
+        saved = [hidden_TH, weight_VH, local_TK, highest_T + log_total_T]
+        has_terms = entropy_gradient or local_TK.shape[1] > 1
+        ctx.save_for_backward(*saved, *([entropy_T] if has_terms else []))
         ctx.temperature, ctx.num_entries, ctx.reduce = temperature, num_entries, reduce
         ctx.fuses = fuses
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_T)
-        return (target_T - highest_T) - log_total_T, entropy_T
+        return (sums_ST[3:] - highest_T) - log_total_T, entropy_T
 
     @staticmethod
-    def backward(ctx: Any, grad_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TH, weight_VH, local_T, log_z_T, *entropy = ctx.saved_tensors
+    def backward(ctx: Any, grad_KT: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TH, weight_VH, local_TK, log_z_T, *entropy = ctx.saved_tensors
         # d log-prob / d logit = ([target] - p) / temperature. Tiles hold p - [target]. The factor
         # -grad / temperature of each token is applied to matrices of H columns, which are smaller.
-        # d entropy / d logit = -p (log p + entropy) / temperature. With it the two gradients of a
-        # token have no common factor, so tiles hold their sum.
-        terms_3T = torch.stack([grad_T, grad_entropy_T, entropy[0]]) if entropy else None
-        grad_T = torch.ones_like(grad_T) if entropy else grad_T
+        # d entropy / d logit = -p (log p + entropy) / temperature. With it, or several targets, the
+        # gradients of a token have no common factor, so tiles hold their sum.
+        terms_ST = torch.stack([grad_entropy_T, entropy[0], *grad_KT]) if entropy else None
+        grad_T = torch.ones_like(grad_KT[0]) if entropy else grad_KT[0]
         factor_T1 = (-grad_T / ctx.temperature)[:, None]
         scaled_TH = (hidden_TH * factor_T1).to(hidden_TH.dtype)
         grad_hidden_TH = torch.zeros_like(hidden_TH, dtype=_wide(hidden_TH))
@@ -204,17 +253,17 @@ class _LinearLogProbs(torch.autograd.Function):
         block, width = _tile_shape(hidden_TH)
         for entries in _slices(ctx.num_entries, width):
             rows_EH = weight_VH[entries]
-            error_TE = errors.of(len(local_T), len(rows_EH))
-            for tokens in _slices(len(local_T), block):
+            error_TE = errors.of(len(hidden_TH), len(rows_EH))
+            for tokens in _slices(len(hidden_TH), block):
                 error_BE = error_TE[tokens]
                 # The memory of the errors holds the product of the matmul first.
                 logits_BE = _logits(hidden_TH[tokens], rows_EH, error_BE, wide)
-                tile = (logits_BE, local_T[tokens], entries.start, ctx.temperature)
-                if terms_3T is None:
+                tile = (logits_BE, local_TK[tokens], entries.start, ctx.temperature)
+                if terms_ST is None:
                     ctx.reduce.error(*tile, log_z_T[tokens], error_BE)
                 else:
-                    terms_3B = terms_3T[:, tokens]
-                    ctx.reduce.error_with_entropy(*tile, log_z_T[tokens], terms_3B, error_BE)
+                    terms_SB = terms_ST[:, tokens]
+                    ctx.reduce.error_of_terms(*tile, log_z_T[tokens], terms_SB, error_BE)
             _add_product(grad_hidden_TH, error_TE, rows_EH, partial)
             if not is_trained:
                 continue
@@ -241,14 +290,14 @@ class _WithTorch:
         self._exp: _Memory | None = None
 
     def fold(
-        self, logits_BE: Tensor, targets_B: Tensor, start: int, temperature: float, sums_4B: Tensor
+        self, logits_BE: Tensor, targets_BK: Tensor, start: int, temperature: float, sums_SB: Tensor
     ) -> None:
         """See Reductions."""
         _divide(logits_BE, temperature)
-        top_B, total_B, weighted_B, target_B = sums_4B
-        index_B1, is_in_tile_B1 = _target_columns(targets_B, start, logits_BE)
-        target_B += (logits_BE.gather(1, index_B1) * is_in_tile_B1).squeeze(1)
-        _rescale(sums_4B, torch.maximum(top_B, logits_BE.amax(1)))
+        top_B, total_B, weighted_B = sums_SB[:3]
+        index_BK, is_in_tile_BK = _target_columns(targets_BK, start, logits_BE)
+        sums_SB[3:] += (logits_BE.gather(1, index_BK) * is_in_tile_BK).t()
+        _rescale(sums_SB, torch.maximum(top_B, logits_BE.amax(1)))
         logits_BE -= top_B[:, None]
         self._exp = self._exp or _Memory(logits_BE)
         exp_BE = torch.exp(logits_BE, out=self._exp.of(*logits_BE.shape))
@@ -258,7 +307,7 @@ class _WithTorch:
     def error(
         self,
         logits_BE: Tensor,
-        targets_B: Tensor,
+        targets_BK: Tensor,
         start: int,
         temperature: float,
         log_z_B: Tensor,
@@ -267,19 +316,19 @@ class _WithTorch:
         """See Reductions."""
         _divide(logits_BE, temperature)
         logits_BE.sub_(log_z_B[:, None]).exp_()
-        index_B1, is_in_tile_B1 = _target_columns(targets_B, start, logits_BE)
-        logits_BE.scatter_add_(1, index_B1, -is_in_tile_B1.to(logits_BE.dtype))
+        index_BK, is_in_tile_BK = _target_columns(targets_BK, start, logits_BE)
+        logits_BE.scatter_add_(1, index_BK, -is_in_tile_BK.to(logits_BE.dtype))
         if logits_BE.data_ptr() != error_BE.data_ptr():
             error_BE.copy_(logits_BE)
 
-    def error_with_entropy(
+    def error_of_terms(
         self,
         logits_BE: Tensor,
-        targets_B: Tensor,
+        targets_BK: Tensor,
         start: int,
         temperature: float,
         log_z_B: Tensor,
-        terms_3B: Tensor,
+        terms_SB: Tensor,
         error_BE: Tensor,
     ) -> None:
         """See Reductions."""
@@ -287,10 +336,12 @@ class _WithTorch:
         logits_BE -= log_z_B[:, None]
         self._exp = self._exp or _Memory(logits_BE)
         prob_BE = torch.exp(logits_BE, out=self._exp.of(*logits_BE.shape))
-        grad_B1, grad_entropy_B1, entropy_B1 = terms_3B[:, :, None]
-        logits_BE.add_(entropy_B1).mul_(grad_entropy_B1).add_(grad_B1).mul_(prob_BE)
-        index_B1, is_in_tile_B1 = _target_columns(targets_B, start, logits_BE)
-        logits_BE.scatter_add_(1, index_B1, -grad_B1 * is_in_tile_B1)
+        grad_entropy_B1, entropy_B1 = terms_SB[:2, :, None]
+        grad_BK = terms_SB[2:].t()
+        total_B1 = grad_BK.sum(1, keepdim=True)
+        logits_BE.add_(entropy_B1).mul_(grad_entropy_B1).add_(total_B1).mul_(prob_BE)
+        index_BK, is_in_tile_BK = _target_columns(targets_BK, start, logits_BE)
+        logits_BE.scatter_add_(1, index_BK, -grad_BK * is_in_tile_BK)
         if logits_BE.data_ptr() != error_BE.data_ptr():
             error_BE.copy_(logits_BE)
 
@@ -369,17 +420,17 @@ def _divide(logits_BE: Tensor, temperature: float) -> None:
         logits_BE /= temperature
 
 
-def _target_columns(targets_B: Tensor, start: int, logits_BE: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each target's column, clamped to the tile, and whether it is inside; both [B, 1]."""
-    index_B1 = (targets_B - start)[:, None]
+def _target_columns(targets_BK: Tensor, start: int, logits_BE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each target's column, clamped to the tile, and whether it is inside; both [B, K]."""
+    index_BK = targets_BK - start
     width = logits_BE.shape[1]
-    return index_B1.clamp(0, width - 1), (index_B1 >= 0) & (index_B1 < width)
+    return index_BK.clamp(0, width - 1), (index_BK >= 0) & (index_BK < width)
 
 
-def _rescale(sums_4B: Tensor, new_top_B: Tensor) -> None:
+def _rescale(sums_SB: Tensor, new_top_B: Tensor) -> None:
     """Rescale the first three sums to another highest logit, in place."""
-    top_B, total_B, weighted_B, _ = sums_4B
+    top_B, total_B, weighted_B = sums_SB[:3]
     shift_B = top_B - new_top_B
     weighted_B += shift_B * total_B
-    sums_4B[1:3] *= shift_B.exp()
+    sums_SB[1:3] *= shift_B.exp()
     top_B.copy_(new_top_B)

@@ -46,15 +46,23 @@ class HeadResult:
 
 
 def make_head(
-    num_tokens: int, num_entries: int, *, hidden: int = 4, std: float = 1.0, seed: int = 0
+    num_tokens: int,
+    num_entries: int,
+    *,
+    hidden: int = 4,
+    std: float = 1.0,
+    seed: int = 0,
+    num_targets: int | None = None,
 ) -> Head:
+    """`num_targets`: targets of each token, as a second dimension; None: one."""
+    shape = (num_tokens,) if num_targets is None else (num_tokens, num_targets)
     generator = torch.Generator().manual_seed(seed)
     doubles: dict[str, Any] = {"dtype": torch.float64, "generator": generator}
     return Head(
         hidden=torch.randn(num_tokens, hidden, **doubles),
         weight=torch.randn(num_entries, hidden, **doubles) * std,
-        targets=torch.randint(num_entries, (num_tokens,), generator=generator),
-        weight_of_logprob=torch.randn(num_tokens, **doubles),
+        targets=torch.randint(num_entries, shape, generator=generator),
+        weight_of_logprob=torch.randn(shape, **doubles),
     )
 
 
@@ -81,7 +89,8 @@ def plain(head: Head, dtype: torch.dtype = torch.float64) -> HeadResult:
     hidden = head.hidden.detach().clone().requires_grad_()
     weight = head.weight.detach().clone().requires_grad_()
     all_logp = ((hidden @ weight.t()).to(dtype) / head.temperature).log_softmax(-1)
-    logp = all_logp.gather(1, head.targets[:, None]).squeeze(1)
+    targets = head.targets if head.targets.dim() == 2 else head.targets[:, None]
+    logp = all_logp.gather(1, targets).view(head.targets.shape)
     entropy = -(all_logp.exp() * all_logp).sum(-1)
     backward(head, logp, entropy)
     return outcome(logp, entropy, hidden, weight)

@@ -103,6 +103,12 @@ LOSSES = {
         distill:
           teacher: teacher
           coefficient: 0.1""",
+    "distilled_top": """
+        objective: none
+        distill:
+          teacher: teacher
+          coefficient: 0.1
+          top_k: 20""",
     "engine_logprobs": """
         tis_cap: null
         old_logprobs: engine""",

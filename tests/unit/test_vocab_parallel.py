@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dapo_megatron.policy import vocab_parallel
+from dapo_megatron.policy.vocab_parallel import top_entries
 from tests.helpers.heads import (
     Head,
     HeadResult,
@@ -86,10 +87,12 @@ def computed(head: Head, by: vocab_parallel.Head, **keys: Any) -> HeadResult:
     std=st.sampled_from([0.0, 1.0, 3.0]),
     seed=st.integers(0, 5),
     has_entropy=st.booleans(),
+    num_targets=st.sampled_from([None, 1, 3]),
 )
-@example(0, 30, 4, 8, 7, 16, 0.6, 1.0, 0, True)  # no tokens
-@example(6, 1, 4, 8, 7, 16, 0.6, 1.0, 0, True)  # one entry: its log-prob is 0
-@example(6, 30, 2, 10, 3, 4, 0.6, 1.0, 0, True)  # padding starts at a tile; several blocks a row
+@example(0, 30, 4, 8, 7, 16, 0.6, 1.0, 0, True, None)  # no tokens
+@example(0, 30, 4, 8, 7, 16, 0.6, 1.0, 0, False, 3)
+@example(6, 1, 4, 8, 7, 16, 0.6, 1.0, 0, True, None)  # one entry: its log-prob is 0
+@example(6, 30, 2, 10, 3, 4, 0.6, 1.0, 0, True, 3)  # padding starts at a tile; several blocks a row
 def test_values_and_gradients_equal_those_of_full_logits(
     by: vocab_parallel.Head,
     dtype: torch.dtype,
@@ -103,10 +106,13 @@ def test_values_and_gradients_equal_those_of_full_logits(
     std: float,
     seed: int,
     has_entropy: bool,
+    num_targets: int | None,
 ) -> None:
-    head = make_head(num_tokens, num_entries, std=std, seed=seed).to(dtype)
+    if by == "triton":
+        num_targets, has_entropy = None, False
+    head = make_head(num_tokens, num_entries, std=std, seed=seed, num_targets=num_targets).to(dtype)
     head = replace(head, temperature=temperature)
-    head = with_entropy(head, seed) if has_entropy and by == "torch" else head
+    head = with_entropy(head, seed) if has_entropy else head
     with pytest.MonkeyPatch.context() as patch, tiles_of(tile, block):
         if by == "triton":
             patch.setattr("dapo_megatron.policy.head_kernels.BLOCK_ENTRIES", block_entries)
@@ -210,6 +216,10 @@ def _shard(rank: int, head: Head, by: vocab_parallel.Head) -> tuple[HeadResult, 
         num = min(ROWS, num_entries - first)
         world = dist.group.WORLD
         outcome = fused_head(own_head, first=first, num=num, group=world, by=by)
+        top = top_entries(
+            own_head.hidden, own_head.weight, 5, first_entry=first, num_entries=num, group=world
+        )
+    assert torch.equal(top, (head.hidden @ head.weight.t()).topk(5).indices)
     return outcome, len(calls)
 
 
@@ -222,6 +232,7 @@ def test_tensor_parallel_ranks_agree_with_a_single_rank(by: vocab_parallel.Head)
     heads = [replace(head.to(dtype), temperature=0.8) for head in heads]
     if by == "torch":
         heads += [with_entropy(head) for head in heads]
+        heads.append(make_head(7, NUM_ENTRIES[0], num_targets=3))
     by_rank = run_ranks(_shards, 2, heads, by)
     for head, *parts in zip(heads, *by_rank, strict=True):
         outcomes = [outcome for outcome, _ in parts]
