@@ -19,6 +19,7 @@ from tests.helpers.configs import REPOSITORY, TINY
 OBJECTIVES = sorted((TINY.parent / "objectives").glob("*.yaml"))
 CORRECTIONS = sorted((TINY.parent / "corrections").glob("*.yaml"))
 REGULARIZATION = sorted((TINY.parent / "regularization").glob("*.yaml"))
+DISTILLATION = sorted((TINY.parent / "distillation").glob("*.yaml"))
 SEPARATE = sorted((TINY.parent / "separate").glob("*.yaml"))
 CONFIGS = sorted(path for path in TINY.parent.glob("*.yaml"))
 
@@ -35,7 +36,9 @@ def test_every_objective_has_an_overlay() -> None:
 
 
 @pytest.mark.parametrize(
-    "overlay", [*OBJECTIVES, *CORRECTIONS, *REGULARIZATION, *SEPARATE], ids=lambda path: path.stem
+    "overlay",
+    [*OBJECTIVES, *CORRECTIONS, *REGULARIZATION, *DISTILLATION, *SEPARATE],
+    ids=lambda path: path.stem,
 )
 def test_an_overlay_runs_on_the_tiny_config(overlay: Path) -> None:
     config = load(overlay)
