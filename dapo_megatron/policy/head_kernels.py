@@ -52,9 +52,11 @@ class WithTriton:
         start: int,
         temperature: float,
         log_z_B: Tensor,
+        terms_SB: Tensor | None,
         error_BE: Tensor,
     ) -> None:
         """See Reductions."""
+        assert terms_SB is None
         assert logits_BE.stride(1) == error_BE.stride(1) == targets_BK.shape[1] == 1
         num_tokens, num_entries = logits_BE.shape
         block = _block(num_entries)

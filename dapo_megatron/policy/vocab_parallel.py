@@ -65,25 +65,15 @@ class Reductions(Protocol):
         start: int,
         temperature: float,
         log_z_B: Tensor,
+        terms_SB: Tensor | None,
         error_BE: Tensor,
     ) -> None:
-        """Write exp(x - log_z) - [target] to `error_BE`, in its dtype. It may alias the logits.
-        K is 1."""
-        ...
+        """Write p - [target] to `error_BE`, in its dtype, where log p = x - log_z. It may alias the
+        logits. K is 1.
 
-    def error_of_terms(
-        self,
-        logits_BE: Tensor,
-        targets_BK: Tensor,
-        start: int,
-        temperature: float,
-        log_z_B: Tensor,
-        terms_SB: Tensor,
-        error_BE: Tensor,
-    ) -> None:
-        """Write sum_k g_k (p - [target_k]) + h p (log p + entropy) to `error_BE`, where
-        log p = x - log_z and `terms_SB` has h, the entropy and g_1 to g_K. The Triton kernels do
-        not have this."""
+        With `terms_SB`, which has h, the entropy and g_1 to g_K, write
+        sum_k g_k (p - [target_k]) + h p (log p + entropy). The Triton kernels do not have this.
+        """
         ...
 
 
@@ -259,11 +249,8 @@ class _LinearLogProbs(torch.autograd.Function):
                 # The memory of the errors holds the product of the matmul first.
                 logits_BE = _logits(hidden_TH[tokens], rows_EH, error_BE, wide)
                 tile = (logits_BE, local_TK[tokens], entries.start, ctx.temperature)
-                if terms_ST is None:
-                    ctx.reduce.error(*tile, log_z_T[tokens], error_BE)
-                else:
-                    terms_SB = terms_ST[:, tokens]
-                    ctx.reduce.error_of_terms(*tile, log_z_T[tokens], terms_SB, error_BE)
+                terms_SB = None if terms_ST is None else terms_ST[:, tokens]
+                ctx.reduce.error(*tile, log_z_T[tokens], terms_SB, error_BE)
             _add_product(grad_hidden_TH, error_TE, rows_EH, partial)
             if not is_trained:
                 continue
@@ -311,37 +298,23 @@ class _WithTorch:
         start: int,
         temperature: float,
         log_z_B: Tensor,
-        error_BE: Tensor,
-    ) -> None:
-        """See Reductions."""
-        _divide(logits_BE, temperature)
-        logits_BE.sub_(log_z_B[:, None]).exp_()
-        index_BK, is_in_tile_BK = _target_columns(targets_BK, start, logits_BE)
-        logits_BE.scatter_add_(1, index_BK, -is_in_tile_BK.to(logits_BE.dtype))
-        if logits_BE.data_ptr() != error_BE.data_ptr():
-            error_BE.copy_(logits_BE)
-
-    def error_of_terms(
-        self,
-        logits_BE: Tensor,
-        targets_BK: Tensor,
-        start: int,
-        temperature: float,
-        log_z_B: Tensor,
-        terms_SB: Tensor,
+        terms_SB: Tensor | None,
         error_BE: Tensor,
     ) -> None:
         """See Reductions."""
         _divide(logits_BE, temperature)
         logits_BE -= log_z_B[:, None]
-        self._exp = self._exp or _Memory(logits_BE)
-        prob_BE = torch.exp(logits_BE, out=self._exp.of(*logits_BE.shape))
-        grad_entropy_B1, entropy_B1 = terms_SB[:2, :, None]
-        grad_BK = terms_SB[2:].t()
-        total_B1 = grad_BK.sum(1, keepdim=True)
-        logits_BE.add_(entropy_B1).mul_(grad_entropy_B1).add_(total_B1).mul_(prob_BE)
         index_BK, is_in_tile_BK = _target_columns(targets_BK, start, logits_BE)
-        logits_BE.scatter_add_(1, index_BK, -grad_BK * is_in_tile_BK)
+        if terms_SB is None:
+            logits_BE.exp_().scatter_add_(1, index_BK, -is_in_tile_BK.to(logits_BE.dtype))
+        else:
+            self._exp = self._exp or _Memory(logits_BE)
+            prob_BE = torch.exp(logits_BE, out=self._exp.of(*logits_BE.shape))
+            grad_entropy_B1, entropy_B1 = terms_SB[:2, :, None]
+            grad_BK = terms_SB[2:].t()
+            total_B1 = grad_BK.sum(1, keepdim=True)
+            logits_BE.add_(entropy_B1).mul_(grad_entropy_B1).add_(total_B1).mul_(prob_BE)
+            logits_BE.scatter_add_(1, index_BK, -grad_BK * is_in_tile_BK)
         if logits_BE.data_ptr() != error_BE.data_ptr():
             error_BE.copy_(logits_BE)
 
