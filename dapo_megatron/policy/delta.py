@@ -1,5 +1,4 @@
-"""Layers of Qwen3.5 that Megatron-core lacks without a GPU: the gated delta net (arXiv 2412.06464),
-and norms that multiply by 1 + weight.
+"""The gated delta net (arXiv 2412.06464) of Qwen3.5, which Megatron-core lacks without a GPU.
 
 Megatron's own gated delta net needs flash-linear-attention, whose kernels run only on GPUs. Without
 them, it accepts neither packed rows nor context parallelism. This one is made of Megatron's linear
@@ -46,24 +45,6 @@ CHUNK = 64
 """Tokens whose outputs are computed from one state."""
 EPS = 1e-6
 """Added to the squared length of queries and keys, as in transformers and vLLM."""
-
-
-class ZeroCenteredNorm(torch.nn.Module):
-    """Root-mean-square norm that multiplies by 1 + weight, in float32 or more. The attribute of the
-    weight is explained in specs.RMSNorm."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize `x`."""
-        wide = _wide(x)
-        return functional.rms_norm(
-            wide, self.weight.shape, 1.0 + self.weight.to(wide.dtype), self.eps
-        ).to(x.dtype)
 
 
 class GatedDeltaNet(MegatronModule):

@@ -25,7 +25,7 @@ from torch import Tensor
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.model import Architecture
 from dapo_megatron.policy.attention import CausalAttention, GatedAttention, LatentAttention
-from dapo_megatron.policy.delta import GatedDeltaNet, ZeroCenteredNorm
+from dapo_megatron.policy.delta import GatedDeltaNet
 from dapo_megatron.policy.kernels import kernels
 from dapo_megatron.policy.moe import BiasedRouter, ExpertLayer, Router
 
@@ -105,12 +105,27 @@ class RMSNorm(torch.nn.Module):
     the weight makes Megatron sum them.
     """
 
+    neutral = 1.0
+    """The weight before training, which changes nothing."""
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), self.neutral))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`."""
         return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class ZeroCenteredNorm(RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, in float32 or more."""
+
+    neutral = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        weight = 1.0 + self.weight.to(wide.dtype)
+        return torch.nn.functional.rms_norm(wide, weight.shape, weight, self.eps).to(x.dtype)
