@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,6 @@ from dapo_megatron.types import (
     Stopped,
     TokenBatch,
     TooFewEnginesError,
-    TrainingSequence,
 )
 
 if TYPE_CHECKING:
@@ -176,14 +175,14 @@ def train_step(config: Config, parts: Parts, step: int) -> tuple[dict[str, float
                 parts.sync(step - 1)
     parts.sync.switch_to_policy()
     with parts.ahead.sampling(step - 1) if parts.ahead else nullcontext():
-        return train_on_rollouts(config, parts, step, rollouts)
+        return train_on_rollouts(config, parts, rollouts)
 
 
 def train_on_rollouts(
-    config: Config, parts: Parts, step: int, rollouts: Rollouts
+    config: Config, parts: Parts, rollouts: Rollouts
 ) -> tuple[dict[str, float], int]:
     """Compute log-probs and update the policy. Returns metrics and the number of tokens."""
-    sequences, metrics = rollouts.sequences, dict(rollouts.metrics)
+    sequences, metrics = rollouts.sequences, rollouts.metrics
     owners = parts.data_parallel.owners(sequences)
     replays = config.policy.router_replay == "engine"
     batch = assemble(sequences, rollouts.tokens, owners, with_routes=replays)
@@ -191,84 +190,66 @@ def train_on_rollouts(
     if config.loss.old_logprobs == "engine":
         batch = dataclasses.replace(batch, old_logprobs=batch.engine_logprobs)
     elif config.needs_logprob_pass:
-        batch = with_policy_logprobs(config, parts, batch, step, sequences, metrics)
+        batch = with_policy_logprobs(config, parts, rollouts, batch)
         batch = correct(config, parts, batch, metrics)
-    batch = compare_with_reference(config, parts, batch, sequences, metrics)
+    batch = compare_with_reference(config, parts, rollouts, batch)
     batch = compare_with_teacher(config, parts, batch, metrics)
     with parts.instruments.phase(Phase.UPDATE):
-        updates = update(config, parts, batch, step, sequences, metrics)
+        updates = update(config, parts, rollouts, batch)
     return metrics | step_metrics.update_metrics(updates), int(batch.lengths.sum())
 
 
 def with_policy_logprobs(
-    config: Config,
-    parts: Parts,
-    batch: TokenBatch,
-    step: int,
-    sequences: Sequence[TrainingSequence],
-    metrics: dict[str, float],
+    config: Config, parts: Parts, rollouts: Rollouts, batch: TokenBatch
 ) -> TokenBatch:
     """Return `batch` with the log-probs of the policy before the step's first update."""
     with parts.instruments.phase(Phase.LOGPROBS):
         outputs = parts.policy.logprobs(batch)
-    examine(config, parts, sequences, batch, step, metrics, outputs)
+    examine(config, parts, rollouts, batch, outputs)
     routes = batch.routes if outputs.routes is None else outputs.routes
     return dataclasses.replace(batch, old_logprobs=outputs.logprobs, routes=routes)
 
 
 def examine(
-    config: Config,
-    parts: Parts,
-    sequences: Sequence[TrainingSequence],
-    batch: TokenBatch,
-    step: int,
-    metrics: dict[str, float],
-    outputs: LogProbs,
+    config: Config, parts: Parts, rollouts: Rollouts, batch: TokenBatch, outputs: LogProbs
 ) -> None:
     """Record the policy's log-probs of `batch` before the step's first update, and compare them
     with the engines' (`check_mismatch`) and those of other models that the batch has."""
-    diagnostics = diagnose(sequences, batch, outputs)
-    parts.recorder.sequence_diagnostics(step, diagnostics, sequences, parts.data_parallel)
-    check_mismatch(config, parts, sequences, batch, step, metrics, outputs)
+    diagnostics = diagnose(rollouts.sequences, batch, outputs)
+    parts.recorder.sequence_diagnostics(
+        rollouts.version + 1, diagnostics, rollouts.sequences, parts.data_parallel
+    )
+    check_mismatch(config, parts, rollouts, batch, outputs)
     compared = dataclasses.replace(batch, old_logprobs=outputs.logprobs)
     if batch.reference_logprobs is not None:
-        measure_reference(config, parts, compared, metrics)
+        measure_reference(config, parts, compared, rollouts.metrics)
     if batch.teacher_logprobs is not None:
-        measure_teacher(config, parts, compared, metrics)
+        measure_teacher(config, parts, compared, rollouts.metrics)
 
 
 def check_mismatch(
-    config: Config,
-    parts: Parts,
-    sequences: Sequence[TrainingSequence],
-    batch: TokenBatch,
-    step: int,
-    metrics: dict[str, float],
-    outputs: LogProbs,
+    config: Config, parts: Parts, rollouts: Rollouts, batch: TokenBatch, outputs: LogProbs
 ) -> None:
     """Compare policy and engine on the tokens of `batch` that the current weights sampled, and add
     mismatch/* to the step's metrics. Collective. Raises SyncError naming an engine that differs by
     more than sync.* allows."""
     # A completion that continued replays the experts of older weights in front of its new tokens.
     replays = config.policy.router_replay == "engine"
+    sequences, version = rollouts.sequences, rollouts.version
     compared = dataclasses.replace(batch, old_logprobs=outputs.logprobs)
     segments = [part for sequence in sequences for part in sequence.segments]
     engines = sorted({part.engine for part in segments if not part.is_observed})
     own_gaps = []
     for engine in engines:
-        mask = fresh_mask(sequences, batch, version=step - 1, engine=engine, only_whole=replays)
+        mask = fresh_mask(sequences, batch, version=version, engine=engine, only_whole=replays)
         if config.loss.old_logprobs == "engine":  # only loss tokens have log-probs
             mask = mask & batch.loss_mask
         own_gaps.append(gap_statistics(compared, mask))
     of_ranks = parts.data_parallel.all_gather(own_gaps, list[GapStatistics])
     gaps = dict(zip(engines, map(merge, zip(*of_ranks, strict=True)), strict=True))
-    check_gaps(
-        gaps,
-        version=step - 1,
-        max_gap=config.sync.max_gap,
-        max_mean_gap=config.sync.max_mean_gap,
-    )
-    metrics |= step_metrics.mismatch_metrics(merge([*gaps.values()]))
+    limits = config.sync
+    check_gaps(gaps, version=version, max_gap=limits.max_gap, max_mean_gap=limits.max_mean_gap)
+    rollouts.metrics.update(step_metrics.mismatch_metrics(merge([*gaps.values()])))
 
 
 def correct(
@@ -287,11 +268,7 @@ def correct(
 
 
 def compare_with_reference(
-    config: Config,
-    parts: Parts,
-    batch: TokenBatch,
-    sequences: Sequence[TrainingSequence],
-    metrics: dict[str, float],
+    config: Config, parts: Parts, rollouts: Rollouts, batch: TokenBatch
 ) -> TokenBatch:
     """Return `batch` with the log-probs of loss.kl's reference, or with the advantages of rewards
     that include its penalty, and add kl/* to the step's metrics."""
@@ -301,13 +278,13 @@ def compare_with_reference(
         reference = parts.policy.reference_logprobs(batch)
     compared = dataclasses.replace(batch, reference_logprobs=reference)
     if batch.old_logprobs is not None:
-        measure_reference(config, parts, compared, metrics)
+        measure_reference(config, parts, compared, rollouts.metrics)
     if config.loss.kl.is_in_loss:
         return compared
-    numbers = kl.KL(**config.loss.kl_numbers)
+    numbers, sequences = kl.KL(**config.loss.kl_numbers), rollouts.sequences
     own = kl.penalties(compared, sampled_mask(batch, sequences), numbers)
     penalties = of_all(batch, parts.data_parallel.all_gather(own, list[float]))
-    metrics |= step_metrics.penalty_metrics(penalties)
+    rollouts.metrics.update(step_metrics.penalty_metrics(penalties))
     eps, divide_by_std = config.loss.advantage_eps, config.loss.advantage_std
     return penalize(batch, sequences, penalties, eps=eps, divide_by_std=divide_by_std)
 
@@ -352,14 +329,7 @@ def measure_teacher(
     metrics |= step_metrics.kl_metrics(statistics, "distill/teacher")
 
 
-def update(
-    config: Config,
-    parts: Parts,
-    batch: TokenBatch,
-    step: int,
-    sequences: Sequence[TrainingSequence],
-    metrics: dict[str, float],
-) -> list[StepStats]:
+def update(config: Config, parts: Parts, rollouts: Rollouts, batch: TokenBatch) -> list[StepStats]:
     """Run the optimizer steps of one rollout step. Return the statistics of each.
 
     If there was no pass for log-probs, the first update compares policy and engine before its
@@ -373,18 +343,22 @@ def update(
     )
     starts = accumulate((mini.num_sequences for mini in minis), initial=0)
     updates: list[StepStats] = []
-    optimizer = config.optimizer
-    lr = warmup_lr(step, lr=optimizer.lr, warmup_rollout_steps=optimizer.warmup_rollout_steps)
+    lr = warmup_lr(
+        rollouts.version + 1,
+        lr=config.optimizer.lr,
+        warmup_rollout_steps=config.optimizer.warmup_rollout_steps,
+    )
     for start, mini in zip(starts, minis):
         if not mini.num_loss_tokens:
             # There is no gradient, but Adam's momentum would still move the weights.
             continue
         check = None
         if mini.old_logprobs is None:
-            check = partial(examine, config, parts, sequences, mini, step, metrics)
+            check = partial(examine, config, parts, rollouts, mini)
         elif config.loss.old_logprobs == "engine" and not updates:
-            own = sequences[start : start + mini.num_sequences]
-            check = partial(check_mismatch, config, parts, own, mini, step, metrics)
+            own = rollouts.sequences[start : start + mini.num_sequences]
+            of_mini = dataclasses.replace(rollouts, sequences=own)
+            check = partial(check_mismatch, config, parts, of_mini, mini)
         updates.append(parts.policy.update(mini, parts.loss, lr, check=check))
         parts.recorder.trained(mini.lengths.tolist(), mini.num_loss_tokens)
     return updates

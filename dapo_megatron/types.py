@@ -328,8 +328,10 @@ class Collected:
 @dataclass(frozen=True, slots=True)
 class Rollouts:
     """Rollouts that a step trains on: the same sequences and metrics on every rank, and the tokens
-    of those that this rank trains on, by their index."""
+    of those that this rank trains on, by their index. The step starts from weights `version`. It
+    clears `tokens` and adds its own values to `metrics`."""
 
+    version: int
     sequences: list[TrainingSequence]
     tokens: dict[int, SequenceTokens]
     metrics: dict[str, float]

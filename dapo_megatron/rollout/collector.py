@@ -89,7 +89,8 @@ class EngineCollector:
         started = time.perf_counter()
         tokens = self.delivery(plan.sequences, train)
         seconds = time.perf_counter() - started
-        return Rollouts(plan.sequences, tokens, plan.metrics | {"time/exchange": seconds})
+        metrics = plan.metrics | {"time/exchange": seconds}
+        return Rollouts(version, plan.sequences, tokens, metrics)
 
     def state(self) -> dict[str, Any]:
         """See protocols.Collector. Empty except on rank 0."""

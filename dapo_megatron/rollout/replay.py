@@ -55,7 +55,7 @@ class Replay:
         plan = on_rank0(self.exchange, self._plan, version, train)
         plan = cast(StepPlan, self.exchange.broadcast(plan, StepPlan | None))
         tokens = self.delivery(plan.sequences, train)
-        return Rollouts(plan.sequences, tokens, plan.metrics)
+        return Rollouts(version, plan.sequences, tokens, plan.metrics)
 
     def state(self) -> dict[str, Any]:
         """Return the folder of the recorded run. The step is saved in `Progress`."""

@@ -275,7 +275,7 @@ def test_the_mismatch_is_checked_before_the_first_optimizer_step(
         for index, sequence in enumerate(sequences)
     }
     policy = CheckingPolicy(logprob)
-    collected = Rollouts(sequences, tokens, {})
+    collected = Rollouts(4, sequences, tokens, {})
     recorder = SimpleNamespace(
         sequence_diagnostics=lambda *_: None, trained=lambda *_: None,
         groups=lambda _: None,
@@ -306,7 +306,7 @@ def test_a_step_whose_engines_are_all_lost_goes_on_after_a_sync(
         journal.entries.append(f"collect {version}")
         if losses:
             raise losses.pop()
-        return Rollouts([], {}, {})
+        return Rollouts(version, [], {}, {})
 
     parts: Any = SimpleNamespace(
         sync=journal, instruments=journal, ahead=None,

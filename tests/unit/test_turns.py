@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -263,11 +264,11 @@ def test_the_loop_loads_only_one_model_outside_of_syncs(monkeypatch: pytest.Monk
     both.sleep()
     both.calls.clear()
     groups = [group(1, completion(0, 1, RIGHT), completion(1, 1, WRONG))]
-    rollouts = Rollouts(described(groups, overlong()), tokens_of(groups, overlong()), {})
+    rollouts = Rollouts(0, described(groups, overlong()), tokens_of(groups, overlong()), {})
 
     engine = ("engine weights", "engine cache")
     world.collect.side_effect = lambda version: (
-        both.record(f"collect {version}", *engine) or rollouts
+        both.record(f"collect {version}", *engine) or replace(rollouts, version=version)
     )
     world.run.side_effect = lambda version: both.record("evaluate", *engine) or {}
     world.stage.side_effect = lambda: both.record("copy", "policy")
