@@ -34,6 +34,7 @@ from dapo_megatron.checkpoints.formats.hf import HfWriter
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import Store, describe
 from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
+from dapo_megatron.checkpoints.formats.torch_dist.model_config import read_config
 from dapo_megatron.checkpoints.formats.torch_dist.store import FORMAT, write_torch_dist
 from dapo_megatron.checkpoints.formats.weights_folder import (
     copy_companions,
@@ -169,7 +170,9 @@ def inspect(
             f"{len(content['tensors']):,} tensors in {content['files']} files, "
             f"{content['parameters']:,} parameters, {content['bytes']:,} bytes"
         )
-        if store.format == FORMAT and not store.arch.delta:  # of which Megatron-LM has no model
+        # Gated delta nets that a run saved have HF's norms, which Megatron-LM does not read.
+        is_of_a_run = store.format == FORMAT and read_config(store.folder) is None
+        if store.format == FORMAT and not (is_of_a_run and store.arch.delta):
             results |= print_options(store.arch)
 
 

@@ -55,6 +55,11 @@ EXCEPTIONS = {
             "kv_lora_rank",
             "qk_head_dim",
             "v_head_dim",
+            "linear_conv_kernel_dim",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
         ]
     },
 }

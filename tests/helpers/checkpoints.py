@@ -68,6 +68,8 @@ def write_random(
     for name, info in infos.items():
         for box in blocks(whole(info.shape), info.dtype.itemsize):
             value = torch.empty(box.shape, dtype=dtype).normal_(0.0, 0.02, generator=generator)
+            if name.endswith("linear_attn.norm.weight"):
+                value += 1  # Megatron stores it minus 1
             writer.write(name, value, box)
     writer.finish()
     named = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
@@ -130,6 +132,16 @@ GLM4_MOE = {
     "use_qk_norm": True,
     "attention_bias": True,
 }
+DELTA = {  # four layers of which the last has attention
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+    "vocab_size": 101,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**ODD, "model_type": "llama"},
     "llama_tied": {**ODD, "model_type": "llama", "tie_word_embeddings": True},
@@ -141,6 +153,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**ODD, **LATENT, "model_type": "deepseek_v3"},
     "glm4_moe_lite": {**ODD, **GLM4_MOE_LITE, "model_type": "glm4_moe_lite"},
     "glm4_moe": {**ODD, **GLM4_MOE, "model_type": "glm4_moe"},
+    "qwen3_5": {**ODD, **DELTA, "model_type": "qwen3_5_text"},
+    "qwen3_5_moe": {
+        **ODD,
+        **EXPERTS,
+        **DELTA,
+        "shared_expert_intermediate_size": 12,
+        "model_type": "qwen3_5_moe_text",
+    },
 }
 
 

@@ -29,6 +29,7 @@ from dapo_megatron.checkpoints.formats.torch_dist.boxes import (
 )
 from dapo_megatron.checkpoints.formats.torch_dist.store import write_about
 from dapo_megatron.config import PolicyConfig
+from dapo_megatron.model import Architecture
 from dapo_megatron.types import Shard
 
 STYLES: dict[str, dict[str, bool]] = {
@@ -165,6 +166,7 @@ def _model(hf: Path, layout: Layout, rank: int) -> Iterator[tuple[Any, list[Shar
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from dapo_megatron.policy import specs
     from dapo_megatron.policy.device import megatron_device
     from dapo_megatron.policy.model import build_model, initialize_parallel, place
     from dapo_megatron.policy.shards import shards_of
@@ -174,17 +176,30 @@ def _model(hf: Path, layout: Layout, rank: int) -> Iterator[tuple[Any, list[Shar
     try:
         with megatron_device():
             initialize_parallel(layout.policy, seed=0)
-            [model] = build_model(store.arch, layout.policy)
+            with patch.object(specs, "layer_spec", partial(_layer_spec, specs.layer_spec)):
+                [model] = build_model(store.arch, layout.policy)
             if not store.arch.num_dense_layers:
                 # Megatron-LM's default, with which it stacks layers with experts. The policy lists
                 # which layers have some, and Megatron does not stack listed layers.
                 model.config.moe_layer_freq = 1
             shards = shards_of(dict(model.named_parameters()), store.arch, place(model))
             read_into(store, shards)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if name.endswith("out_norm.weight"):  # Megatron multiplies by 1 + weight
+                        parameter -= 1
             yield model, shards
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _layer_spec(make: Any, arch: Architecture, config: PolicyConfig, number: int) -> Any:
+    """Return the policy's spec of a layer, with Megatron's own gated delta net."""
+    from tests.helpers.delta import with_delta_net
+
+    spec = make(arch, config, number)
+    return with_delta_net(spec, arch.delta) if arch.delta and arch.has_delta(number) else spec
 
 
 def _start_fake_ranks(rank: int, num_ranks: int) -> None:

@@ -1,5 +1,6 @@
 """Megatron-core's own models, built as `run_config.yaml` says, compute what HF computes with the
-weights that are written next to it. No rope and no router of this project takes part."""
+weights that are written next to it. What they save is read bit by bit. No rope, router or gated
+delta net of this project takes part."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ import torch
 import yaml
 
 from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.model import Delta
 from tests.helpers.models import KIMI_YARN, ROPE, load_hf, make_random_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.torch_dist import to_torch_dist
+from tools.converting.compare import compare
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -44,6 +47,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("glm4_moe", {}),
     "flash": ("glm4_moe_lite", {"num_experts_per_tok": 4}),
+    "delta": ("qwen3_5_text", {"tie_word_embeddings": True}),
+    "delta experts": ("qwen3_5_moe_text", {}),
 }
 if version("megatron-core") < "0.19":
     # Later versions have no queries without a latent, except with a norm that Moonlight lacks.
@@ -65,7 +70,7 @@ def differences(_: int, folder: str) -> dict[str, float]:
 
 
 def megatron_logits(iteration: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits of Megatron's own model."""
+    """Return the logits of Megatron's own model, and save it in `saved`."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -91,6 +96,8 @@ def megatron_logits(iteration: Path, tokens: torch.Tensor) -> torch.Tensor:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
         if make is MLATransformerConfig:
             without_transformer_engine(spec)
+        if delta := open_store(iteration).arch.delta:
+            with_delta_nets(spec, delta)
         decoder = GPTModel(
             config,
             spec,
@@ -103,6 +110,9 @@ def megatron_logits(iteration: Path, tokens: torch.Tensor) -> torch.Tensor:
         metadata = dist_checkpointing.load_content_metadata(str(iteration))
         state = {"model": decoder.sharded_state_dict(metadata=metadata)}
         decoder.load_state_dict(dist_checkpointing.load(state, str(iteration))["model"])
+        saved = iteration.parent.parent / "saved"
+        saved.mkdir()
+        dist_checkpointing.save({"model": decoder.sharded_state_dict()}, str(saved))
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         length = tokens.shape[1]
         mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
@@ -122,6 +132,23 @@ def without_transformer_engine(spec: Any) -> None:
         attention.linear_q_down_proj = attention.linear_kv_down_proj = DownProjection
 
 
+def with_delta_nets(spec: Any, sizes: Delta) -> None:
+    """Replace attention by Megatron's gated delta nets, and the norms, of which Megatron-core has
+    those that multiply by 1 + weight only with Transformer Engine."""
+    from dapo_megatron.policy.delta import ZeroCenteredNorm
+    from tests.helpers.delta import with_delta_net
+
+    spec.layer_norm = ZeroCenteredNorm
+    for number, layer in enumerate(spec.layer_specs):
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCenteredNorm
+        if (number + 1) % sizes.interval:
+            spec.layer_specs[number] = with_delta_net(layer, sizes)
+        else:
+            norms = parts.self_attention.submodules
+            norms.q_layernorm = norms.k_layernorm = ZeroCenteredNorm
+
+
 ARGUMENTS = (
     "share_embeddings_and_output_weights",
     "position_embedding_type",
@@ -135,8 +162,12 @@ ARGUMENTS = (
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    folder = tmp_path_factory.mktemp("torch_dist_models")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("torch_dist_models")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, float]:
     for name, (family, overrides) in MODELS.items():
         hf = open_store(make_random_model(family, folder / name / "hf", **overrides))
         to_torch_dist(hf, folder / name / "written")
@@ -145,5 +176,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_hf(results: dict[str, float], name: str) -> None:
+def test_logits_are_those_of_hf_and_what_is_saved_is_read(
+    results: dict[str, float], folder: Path, name: str
+) -> None:
     assert results[name] < 1e-5
+    hf = folder / name / "hf"
+    saved = open_store(folder / name / "saved", hf=hf)
+    assert not list(compare(open_store(hf), saved, lambda _: None))

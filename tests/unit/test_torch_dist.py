@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dapo_megatron.checkpoints.formats.torch_dist.store as torch_dist_store
 from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box, read_boxes
 from dapo_megatron.checkpoints.formats.torch_dist.model_config import megatron_fields
 from dapo_megatron.model import architecture
 from dapo_megatron.model.published import find_published
@@ -32,9 +34,11 @@ from tests.helpers.checkpoints import (
 from tests.helpers.torch_dist import (
     NORM,
     add_tensor,
+    archive,
     edit_arguments,
     edit_metadata,
     edit_yaml,
+    replace_record,
     set_rows,
     to_torch_dist,
 )
@@ -63,6 +67,50 @@ def test_a_model_survives_the_round_trip(name: str, tmp_path: Path) -> None:
         assert (restored.folder / path.name).read_bytes() == path.read_bytes()
     edit_arguments(folder)  # without run_config.yaml: the arguments are of the same model, too
     open_store(folder)
+
+
+def test_the_norm_of_a_gated_delta_nets_output_is_stored_minus_one(tmp_path: Path) -> None:
+    """Megatron multiplies by 1 + weight, HF by the weight. So does a run, whose checkpoints have
+    HF's values."""
+    hf = write_random(tmp_path / "hf", config_of("qwen3_5", num_hidden_layers=4))
+    source, folder = open_store(hf), tmp_path / "saved"
+    release = to_torch_dist(source, folder) / "release"
+    name, key = (
+        "model.layers.1.linear_attn.norm.weight",
+        "decoder.layers.1.self_attention.out_norm.weight",
+    )
+    stored = torch.zeros(source.info(name).shape, dtype=torch.bfloat16)
+    read_boxes(release, [Box(key, (0,), tuple(stored.shape), stored)])
+    assert torch.equal(stored + 1, source.read(name)) and stored.abs().max() < 0.1
+    run = training_checkpoint(source, tmp_path / "run")
+    for each, has_options in ((folder, True), (run, False)):
+        code, output = invoke("inspect", each)
+        assert code == 0 and ("options of Megatron-LM" in output) is has_options
+    # Megatron trains numbers that have no sum with 1 in bfloat16, and computes it in float32.
+    trained = stored * 0.01
+    replace_record(folder, key, archive(trained))
+    assert invoke("megatron-to-hf", folder, tmp_path / "again")[0] == 0
+    again = open_store(tmp_path / "again")
+    assert torch.equal(again.read(name), 1 + trained.float())
+    assert [line.split(": ")[:2] for line in differences(source, again)] == [[name, "dtype"]]
+
+
+def test_norms_that_megatron_would_round_are_refused(tmp_path: Path) -> None:
+    hf = write_random(tmp_path / "hf", config_of("qwen3_5", num_hidden_layers=4))
+    name = "model.layers.2.linear_attn.norm.weight"
+    edit_tensors(hf / "model.safetensors", lambda values: values[name][:2].fill_(0.1))
+    code, output = invoke("hf-to-megatron", hf, tmp_path / "m")
+    assert code == 2 and f"{name}: Megatron stores weight - 1 of this norm, which" in output
+    assert "would round in 2 of 6 elements; use --dtype float32" in output
+    assert not (tmp_path / "m").exists()
+    assert invoke("hf-to-megatron", hf, tmp_path / "m", "--dtype", "float32")[0] == 0
+    edit_yaml(tmp_path / "m", experimental_attention_variant="gdn")
+    open_store(tmp_path / "m")
+    edit_yaml(tmp_path / "m", layernorm_zero_centered_gamma=False, linear_attention_freq=2)
+    with pytest.raises(
+        CheckpointError, match=r"zero_centered_gamma is False there, True.*\n.* is 2 there, 4 by"
+    ):
+        open_store(tmp_path / "m")
 
 
 def test_optimizer_states_are_ignored_and_the_tracker_names_the_iteration(
@@ -188,6 +236,7 @@ def test_every_field_of_a_model_is_an_option_or_reported(name: str) -> None:
     known = {
         "gated_linear_unit": "--swiglu",
         "layernorm_epsilon": "--norm-epsilon",
+        "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
         "num_moe_experts": "--num-experts",
         "add_bias_linear": "--disable-bias-linear",
         "share_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",

@@ -6,7 +6,11 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dapo_megatron.checkpoints.formats.torch_dist.model_config import as_arguments, megatron_fields
+from dapo_megatron.checkpoints.formats.torch_dist.model_config import (
+    RENAMED,
+    as_arguments,
+    megatron_fields,
+)
 from dapo_megatron.model import Architecture
 
 _NO_OPTION = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
@@ -68,8 +72,7 @@ def _arguments(arch: Architecture) -> dict[str, Any]:
         "hidden_dropout": 0.0,
     }
     arguments = as_arguments(fields)
-    del arguments["layernorm_epsilon"]  # there under two names
-    return arguments
+    return {name: value for name, value in arguments.items() if name not in RENAMED}
 
 
 def _options(arguments: Mapping[str, Any]) -> Iterator[str]:

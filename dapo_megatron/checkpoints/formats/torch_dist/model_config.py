@@ -29,12 +29,21 @@ _NAMESPACES = ("Namespace", "SimpleNamespace")
 
 _ARGUMENTS = {
     "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
     "gated_linear_unit": "swiglu",
     "num_moe_experts": "num_experts",
     "rope_scaling": "use_rope_scaling",
     "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
 }
 """Name of a field in run_config.yaml -> its name among the arguments, where they differ."""
+RENAMED = ("layernorm_epsilon", "layernorm_zero_centered_gamma")
+"""Fields that are arguments of newer versions, too."""
+DELTA = "gated_delta_net"
+_DELTA_SPEC = (
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs."
+    "get_transformer_block_with_experimental_attention_variant_spec"
+)
+"""Function that builds layers with and without gated delta nets, by the fields of a config."""
 _TIED, _UNTIED = "share_embeddings_and_output_weights", "untie_embeddings_and_output_weights"
 _NULL_IS_A_VALUE = (
     "num_moe_experts",
@@ -55,11 +64,12 @@ _FIXED = {
     "softmax_scale": None,
     "no_rope_freq": None,
     "attention_output_gate": False,
+    "experimental_attention_variant": None,
     "activation_func": "silu",
     "activation_func_clamp_value": None,
     "quick_geglu": False,
 }
-"""Fields with one value in all families, under either name."""
+"""Values, under either name, of fields that `megatron_fields` has for some families only."""
 _ZERO_IS_A_VALUE = ("softmax_scale", "activation_func_clamp_value")
 _GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 
@@ -67,7 +77,7 @@ _GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 def megatron_fields(arch: Architecture) -> dict[str, Any]:
     """Return the fields of run_config.yaml that say what the model computes.
 
-    Raises ConfigError for a rope, a router or a layer that Megatron does not have.
+    Raises ConfigError for a rope or a router that Megatron does not have.
     """
     if arch.rope.kind == "yarn" and arch.rope.partial_rotary_factor != 1.0:
         raise ConfigError(
@@ -79,11 +89,6 @@ def megatron_fields(arch: Architecture) -> dict[str, Any]:
         raise ConfigError(
             "model.path: norm_topk_prob: Megatron always normalizes the weights of experts with "
             "sigmoid scores; a checkpoint of Megatron would compute something else"
-        )
-    if arch.delta:
-        raise ConfigError(
-            f"model.path: {arch.family}: in Megatron's gated delta net the norm of the output also "
-            "multiplies by 1 + weight; a checkpoint of Megatron would compute something else"
         )
     _check_groups(arch)
     return {
@@ -102,6 +107,7 @@ def megatron_fields(arch: Architecture) -> dict[str, Any]:
         # It has no effect on the experts, and is not compared if all layers have them.
         **({} if arch.has_experts(0) else {"ffn_hidden_size": arch.intermediate_size}),
         **_attention(arch),
+        **_delta(arch),
         **_experts(arch),
         **(_latent_rope if arch.latent else _rope)(arch.rope),
     }
@@ -139,6 +145,22 @@ def _attention(arch: Architecture) -> dict[str, Any]:
     }
 
 
+def _delta(arch: Architecture) -> dict[str, Any]:
+    if arch.delta is None:
+        return {}
+    return {
+        "layernorm_zero_centered_gamma": True,
+        "attention_output_gate": True,
+        "experimental_attention_variant": DELTA,
+        "linear_attention_freq": arch.delta.interval,
+        "linear_conv_kernel_dim": arch.delta.kernel,
+        "linear_key_head_dim": arch.delta.key_dim,
+        "linear_value_head_dim": arch.delta.value_dim,
+        "linear_num_key_heads": arch.delta.key_heads,
+        "linear_num_value_heads": arch.delta.value_heads,
+    }
+
+
 def _experts(arch: Architecture) -> dict[str, Any]:
     if not arch.num_experts:
         return {"num_moe_experts": None}
@@ -149,6 +171,7 @@ def _experts(arch: Architecture) -> dict[str, Any]:
     }
     if arch.shared_intermediate_size:
         fields["moe_shared_expert_intermediate_size"] = arch.shared_intermediate_size
+        fields |= {"moe_shared_expert_gate": True} if arch.delta else {}
     if arch.num_dense_layers:
         fields["moe_layer_freq"] = [int(arch.has_experts(n)) for n in range(arch.num_layers)]
     routing = arch.grouped_routing
@@ -221,8 +244,8 @@ def _magnitudes(rope: Rope) -> dict[str, float]:
 def as_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of run_config.yaml by the names of Megatron-LM's arguments."""
     arguments = {_ARGUMENTS.get(name, name): value for name, value in fields.items()}
-    if "layernorm_epsilon" in fields:  # its name in newer versions
-        arguments["layernorm_epsilon"] = fields["layernorm_epsilon"]
+    # Their names in newer versions.
+    arguments |= {name: fields[name] for name in RENAMED if name in fields}
     if _TIED in arguments:
         arguments[_UNTIED] = not arguments.pop(_TIED)
     return arguments
@@ -273,6 +296,8 @@ def check_config(folder: Path, saved: SavedConfig, arch: Architecture) -> None:
         stored = {**stored, "moe_router_topk_scaling_factor": 1.0}
     if stored.get("moe_router_num_groups") == 1:  # the same as no groups
         stored = {**stored, **dict.fromkeys(_GROUPS)}
+    if stored.get("experimental_attention_variant") == "gdn":  # its name in newer versions
+        stored = {**stored, "experimental_attention_variant": DELTA}
     if stored.get("activation_func") is not None:
         stored = {**stored, "activation_func": _function_name(stored["activation_func"])}
     if saved.in_arguments:
@@ -282,7 +307,7 @@ def check_config(folder: Path, saved: SavedConfig, arch: Architecture) -> None:
     num_tokens = stored.get("vocab_size")
     if isinstance(num_tokens, int) and num_tokens > arch.vocab_size:
         wanted = {**wanted, "vocab_size": arch.vocab_size}  # rows of tokens would be cut off
-    wanted = {**wanted, **_FIXED}
+    wanted = {**_FIXED, **wanted}
     problems = [
         f"  {name} is {_shown(stored[name])} there, {value!r} by config.json"
         for name, value in wanted.items()
@@ -406,6 +431,8 @@ def _run_config(
     kind = "mla_provider.MLAModelProvider" if arch.latent else "gpt_provider.GPTModelProvider"
     model = {name: value for name, value in fields.items() if name != "max_position_embeddings"}
     model.pop("multi_latent_attention")
+    if arch.delta:
+        model["transformer_layer_spec"] = {"_target_": _DELTA_SPEC, "_call_": False}
     return {
         "model": {
             "_target_": f"megatron.bridge.models.{kind}",

@@ -10,7 +10,7 @@ A key is the name of a parameter in Megatron-core, with these differences:
   `.query`, `.key` and so on.
 - A norm before a linear layer belongs to that layer in Transformer Engine, and in some models of
   Megatron's own layers it has that name, too (`sharded_state_dict_keys_map` of a layer's spec).
-Tensors of all tensor-parallel ranks are one tensor.
+Tensors of all tensor-parallel ranks are one tensor. `CENTERED` has other values than in HF.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ _LATENT_NORMS = {
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
 """The same of latent attention."""
-_OWN_NORMS = {fused: name for name, fused in (_NORMS | _LATENT_NORMS).items()}
+_DELTA_NORMS = {"input_layernorm.weight": "self_attention.in_proj.layer_norm_weight"}
+"""The same of a layer with a gated delta net."""
+_OWN_NORMS = {
+    fused: name for norms in (_NORMS, _LATENT_NORMS, _DELTA_NORMS) for name, fused in norms.items()
+}
+CENTERED = "self_attention.out_norm.weight"
+"""Norm of a gated delta net's output. Megatron stores its weight minus 1: it multiplies by
+1 + weight, as in other norms of these models, and HF by the weight."""
 
 _LAYER = re.compile(r"^decoder\.layers\.(?:([0-9]{1,9})\.)?(.+)$")
 _STORED_EXPERT = re.compile(
@@ -43,7 +50,10 @@ _PART = re.compile(
     r"|^(.+\.(?:in_proj|conv1d)\.weight)\.(query|key|value|z|beta|alpha)$"
 )
 _PARTS = ("w", "v"), ("query", "key", "value", "z", "beta", "alpha")
-_WITHOUT_STATE = ("embedding.word_embeddings", "output_layer", "mlp.router")
+_WITHOUT_STATE = (
+    *("embedding.word_embeddings", "output_layer", "mlp.router"),
+    *("mlp.shared_experts", "self_attention", "self_attention.conv1d"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +132,11 @@ def parameters_of(arch: Architecture) -> dict[str, LocalParameter]:
 def stacks_layers(arch: Architecture) -> bool:
     """Return whether to write the layers of a model stacked.
 
-    Megatron stacks the layers of dense models. With experts, it depends on how its configuration
-    says which layers have them. It reads layers that are not stacked in both cases, because
-    `common.pt` says that they are not.
+    Megatron stacks the layers of dense models, unless some have gated delta nets. With experts, it
+    depends on how its configuration says which layers have them. It reads layers that are not
+    stacked in both cases, because `common.pt` says that they are not.
     """
-    return not arch.num_experts
+    return not (arch.num_experts or arch.delta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +166,18 @@ def key_entry(local: str, arch: Architecture) -> KeyEntry:
 
 def keys_of(name: Name, arch: Architecture) -> list[str]:
     """Return all keys under which Megatron's layers look for a tensor."""
-    fused = (_NORMS | (_LATENT_NORMS if arch.latent else {})).get(name.rest)
+    norms = _NORMS | (_LATENT_NORMS if arch.latent else {})
+    if name.layer is not None and arch.has_delta(name.layer):
+        norms = norms | _DELTA_NORMS
+    fused = norms.get(name.rest)
     return [name.key, *([replace(name, rest=fused).key] if fused else [])]
+
+
+def part_keys(name: Name) -> list[str]:
+    """Return the keys of the parts of a gated delta net's projection or convolution. Other
+    parameters are stored whole."""
+    has_parts = name.rest.endswith((".in_proj.weight", ".conv1d.weight"))
+    return [f"{name.key}.{part}" for part in _PARTS[1]] if has_parts else []
 
 
 def state_keys(arch: Architecture) -> Iterator[str]:
@@ -166,7 +186,7 @@ def state_keys(arch: Architecture) -> Iterator[str]:
     names = [key_entry(local, arch) for local in parameters_of(arch)]
     attention = "self_attention.core_attention.weight"
     names += [
-        key_entry(f"decoder.layers.{layer}.{attention}", arch) for layer in range(arch.num_layers)
+        key_entry(f"decoder.layers.{layer}.{attention}", arch) for layer in arch.attention_layers
     ]
     for entry in names:
         module = entry.name.rest.rpartition(".")[0]

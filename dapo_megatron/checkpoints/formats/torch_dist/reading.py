@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +116,30 @@ def _numbers(values: Any) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True)
 class ChunkEntry:
     """A tensor without the leading axes of a chunk: the entry `leading` of each of them, which are
-    indices in the chunk."""
+    indices in the chunk. With `plus_one`, it is 1 + the stored values, in this dtype."""
 
     chunk: Chunk
     leading: tuple[int, ...]
+    plus_one: torch.dtype | None = None
 
     @property
     def info(self) -> TensorInfo:
         """Shape and dtype without the leading axes."""
-        return TensorInfo(self.chunk.region.shape[len(self.leading) :], self.chunk.dtype)
+        dtype = self.plus_one or self.chunk.dtype
+        return TensorInfo(self.chunk.region.shape[len(self.leading) :], dtype)
+
+
+def plus_one(folder: Path, entry: ChunkEntry) -> ChunkEntry:
+    """Return `entry` with 1 + its values, as Megatron computes it: in float32, or in the stored
+    dtype if that holds every sum."""
+    values = RecordFile(folder / entry.chunk.record.file, {"": entry}).read("")
+    sums = _plus_one(values)
+    is_held = torch.equal(sums.to(values.dtype).to(sums.dtype), sums)
+    return replace(entry, plus_one=values.dtype if is_held else sums.dtype)
+
+
+def _plus_one(values: Tensor) -> Tensor:
+    return 1 + (values if values.dtype == torch.float64 else values.float())
 
 
 class RecordFile:
@@ -150,4 +165,5 @@ class RecordFile:
         box = box or whole(item.info.shape)
         ones = (1,) * len(item.leading)
         inside = Region((*item.leading, *box.start), (*ones, *box.shape))
-        return self._opened[record].read(inside).reshape(box.shape)
+        values = self._opened[record].read(inside).reshape(box.shape)
+        return values if item.plus_one is None else _plus_one(values).to(item.plus_one)

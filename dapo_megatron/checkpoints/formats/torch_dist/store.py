@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -39,12 +39,14 @@ from dapo_megatron.checkpoints.formats.torch_dist.model_config import (
     write_config,
 )
 from dapo_megatron.checkpoints.formats.torch_dist.names import (
+    CENTERED,
     KeyEntry,
     Name,
     key_entry,
     keys_of,
     parameters_of,
     parse_key,
+    part_keys,
     stacks_layers,
     state_keys,
 )
@@ -53,6 +55,7 @@ from dapo_megatron.checkpoints.formats.torch_dist.reading import (
     ChunkEntry,
     Contents,
     RecordFile,
+    plus_one,
     read_contents,
 )
 from dapo_megatron.checkpoints.formats.weights_folder import (
@@ -163,7 +166,8 @@ def open_torch_dist(
     contents, dropped = _without_mtp(iteration, contents, drop_mtp)
     if dropped:
         config = without_mtp(config)
-    items, file_slices, tensors = _tensors(iteration, contents, arch)
+    # A run of this project saves HF's values.
+    items, file_slices, tensors = _tensors(iteration, contents, arch, centered=saved is not None)
     tensors = checked_tensors(iteration, tensors, arch)
     by_name, copies = disjoint(iteration, file_slices, tensors)
     store = Store(
@@ -206,9 +210,10 @@ def _without_mtp(folder: Path, contents: Contents, drop_mtp: bool) -> tuple[Cont
 
 
 def _tensors(
-    folder: Path, contents: Contents, arch: Architecture
+    folder: Path, contents: Contents, arch: Architecture, *, centered: bool
 ) -> tuple[dict[str, dict[str, ChunkEntry]], list[FileSlice], dict[str, TensorInfo]]:
-    """Return items by file and key, the slices in them, and the HF tensors."""
+    """Return items by file and key, the slices in them, and the HF tensors. `centered`: whether
+    `CENTERED` is stored minus 1."""
     parameters = parameters_of(arch)
     items: dict[str, dict[str, ChunkEntry]] = {}
     file_slices: list[FileSlice] = []
@@ -236,16 +241,18 @@ def _tensors(
                 continue
             seen.add(identity)
             inside = Region((*at, *start[len(at) :]), (*(1 for _ in at), *sizes[len(at) :]))
-            item_key = f"{chunk.key}{inside}"
-            items.setdefault(chunk.record.file, {})[item_key] = ChunkEntry(chunk, index)
+            item_key, item = f"{chunk.key}{inside}", ChunkEntry(chunk, index)
+            if centered and entry.rest == CENTERED:
+                item = plus_one(folder, item)
+            items.setdefault(chunk.record.file, {})[item_key] = item
             parameter = parameters.get(entry.local)
             if parameter is None:
                 raise _no_tensor(folder, entry.local, arch)
             for file_slice, shape in _slices(chunk, name, item_key, parameter):
-                info = TensorInfo(shape, chunk.dtype)
+                info = TensorInfo(shape, item.info.dtype)
                 if tensors.setdefault(file_slice.name, info) != info:
                     raise CheckpointError(
-                        f"{folder}: {chunk.key}: {file_slice.name} is {chunk.dtype} here and "
+                        f"{folder}: {chunk.key}: {file_slice.name} is {info.dtype} here and "
                         f"{tensors[file_slice.name].dtype} elsewhere"
                     )
                 file_slices.append(file_slice)
@@ -373,7 +380,23 @@ class _Parameter:
         """Read the values; only one parameter is in memory at a time."""
         values = read_parameter(self.source, self.parameter)
         self.progress(values.nbytes)
-        return values.to(self.dtype).view(self.sizes)
+        values = values.to(self.dtype)
+        if self.entry.name.rest == CENTERED:
+            values = _minus_one(self.parameter.parts[0].name, values)
+        return values.view(self.sizes)
+
+
+def _minus_one(name: str, weight: Tensor) -> Tensor:
+    """Return `weight` - 1. Raises CheckpointError if it is rounded."""
+    centered = weight - 1
+    rounded = int((centered + 1 != weight).sum())
+    if rounded:
+        advice = "; use --dtype float32" if weight.itemsize < 4 else ""
+        raise CheckpointError(
+            f"{name}: Megatron stores weight - 1 of this norm, which {dtype_name(weight.dtype)} "
+            f"would round in {rounded} of {weight.numel()} elements{advice}"
+        )
+    return centered
 
 
 def write_torch_dist(
@@ -388,8 +411,8 @@ def write_torch_dist(
     tensors   dtypes to write, by HF name
     progress  called with the number of bytes read for each parameter
 
-    Raises ConfigError for a model that Megatron does not have, or CheckpointError if HF tensors
-    that are merged or stacked into one tensor have different dtypes.
+    Raises ConfigError for a model that Megatron does not have, and CheckpointError if HF tensors
+    that are merged or stacked into one tensor have different dtypes, or a norm would be rounded.
     """
     arch = source.arch
     megatron_fields(arch)  # raises
@@ -404,8 +427,15 @@ def write_torch_dist(
                 f"{entry.name.key}: Megatron has one tensor for {first} ({dtype_name(first_dtype)})"
                 f" and {local} ({dtype_name(dtype)}), so their dtypes must be equal; use --dtype"
             )
-        for key in keys_of(entry.name, arch):
-            boxes.append(_Parameter(key, entry, parameter, source, dtype, progress))
+        pieces = [(key, parameter) for key in keys_of(entry.name, arch)]
+        if keys := part_keys(entry.name):
+            pieces = [
+                (key, LocalParameter(part.region.shape, (replace(part, first_row=0),)))
+                for key, part in zip(keys, parameter.parts, strict=False)
+            ]
+        boxes += [_Parameter(key, entry, piece, source, dtype, progress) for key, piece in pieces]
+        if entry.name.rest == CENTERED:  # before anything is written
+            _minus_one(parameter.parts[0].name, read_parameter(source, parameter).to(dtype))
     nbytes = sum(prod(box.sizes) * box.dtype.itemsize for box in boxes)
     check_room(folder, nbytes)
     release = folder / RELEASE
