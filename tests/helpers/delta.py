@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from dapo_megatron.model import Delta
-from dapo_megatron.policy.delta import ZeroCenteredNorm
+from dapo_megatron.policy.specs import ZeroCenteredNorm
 
 FUSED = "self_attention.in_proj.layer_norm_"
 """Prefix of the norm before it, which Megatron builds as a part of `in_proj` only."""

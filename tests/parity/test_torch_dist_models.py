@@ -135,7 +135,7 @@ def without_transformer_engine(spec: Any) -> None:
 def with_delta_nets(spec: Any, sizes: Delta) -> None:
     """Replace attention by Megatron's gated delta nets, and the norms, of which Megatron-core has
     those that multiply by 1 + weight only with Transformer Engine."""
-    from dapo_megatron.policy.delta import ZeroCenteredNorm
+    from dapo_megatron.policy.specs import ZeroCenteredNorm
     from tests.helpers.delta import with_delta_net
 
     spec.layer_norm = ZeroCenteredNorm
