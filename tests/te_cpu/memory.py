@@ -201,7 +201,7 @@ def balanced(self: Any, routing_map: Tensor) -> Any:
 
 
 def distinct(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Stand in for that of offload.py, which compares addresses."""
+    """Stand in for `distinct_storages`, which compares addresses."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage._cdata: storage for storage in storages if storage.nbytes()}
 
@@ -292,7 +292,7 @@ def measure(memory: Memory, config: Config) -> Bytes:
             (policy, "open_model", nothing),
             (policy, "read_into", nothing),
             (model, "_to_device", set_rope),
-            (offload, "_distinct", distinct),
+            (offload, "distinct_storages", distinct),
             (offload.HostMemory, "save", nothing),
             (optimizer, "kernels", lambda _: "transformer_engine"),
             (dist, "all_gather_object", all_gather_object),
@@ -305,6 +305,7 @@ def measure(memory: Memory, config: Config) -> Bytes:
         torch.set_default_dtype(torch.bfloat16)  # also of weights that `_to_device` would cast
         made = policy.MegatronPolicy(config, Ranks(0, 1, 0), plan)
         torch.set_default_dtype(torch.float32)
+        before += sum(adapter._base.nbytes for adapter in made.lora or ())  # in host memory
         # The optimizer makes its state, and Transformer Engine its buffers.
         made.update(batch_of(256), loss_with(), 1e-6)
         bytes_of.clear()
