@@ -100,22 +100,27 @@ def _norm(stage: Stage, columns: float, heads: float = 1) -> float:
     """Return the bytes per token that one norm saves, without its output, which is counted as input
     of the next module.
 
-    Torch's norm saves its input and the normalized input, both at least in float32, and one value
-    per row. Transformer Engine's norm saves its input and one value per row.
+    Torch's norm saves its input and, for the gradient of its weight, the normalized input, both at
+    least in float32, and one value per row. Transformer Engine's norm saves its input and one value
+    per row.
     """
     row = FLOAT32 * heads
     if stage.kernels == "transformer_engine":
         return stage.width * columns + row
-    return 2 * stage.exact_width * columns + row
+    return (1 if stage.is_frozen else 2) * stage.exact_width * columns + row
 
 
 def _norms(stage: Stage, layer: int) -> float:
-    """Return the bytes per token that the two norms of a layer save, with their outputs."""
+    """Return the bytes per token that the two norms of a layer save, with their outputs where the
+    next module saves them. Adapters of fused layers save the input of the norm instead."""
     hidden = stage.arch.hidden_size / stage.by_tokens
-    before_mlp = stage.input_width
+    fused = stage.kernels == "transformer_engine"
+    before_attention = before_mlp = 0 if fused and stage.is_frozen else stage.input_width
     if stage.arch.has_experts(layer):
         before_mlp = stage.exact_width  # the router's input
-    return 2 * _norm(stage, hidden) + hidden * (stage.input_width + before_mlp)
+        if stage.is_frozen:  # only that of shared experts
+            before_mlp = stage.input_width if stage.arch.shared_intermediate_size else 0
+    return 2 * _norm(stage, hidden) + hidden * (before_attention + before_mlp)
 
 
 def _attention(stage: Stage) -> float:
@@ -231,6 +236,8 @@ def _backward_of_layer(stage: Stage, layer: int) -> float:
     if stage.policy.recompute == "full":
         per_token += kept_by_layer(stage, layer) - _layer_input(stage)
     arch = stage.arch
+    if stage.is_frozen:
+        return stage.num_tokens * per_token
     tied = 0.0
     if arch.tie_word_embeddings and stage.is_last and stage.number == 0:
         # The gradient of the head waits for that of the embedding.
@@ -317,7 +324,8 @@ def _backward_of_head(stage: Stage) -> float:
     hidden = (
         stage.num_tokens * stage.arch.hidden_size * (stage.width * (1 + narrow) + stage.exact_width)
     )
-    return tile + hidden + _head_rows(stage) * stage.arch.hidden_size * stage.width
+    trained = 0 if stage.is_frozen else _head_rows(stage) * stage.arch.hidden_size
+    return tile + hidden + trained * stage.width
 
 
 def _head(stage: Stage, *, backward: bool) -> MemoryItem:

@@ -104,6 +104,12 @@ class Stage:
 
     # -------------------------------------------------------------- parameters and their state
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether only adapters are trained (policy.lora). Then other weights have no gradients,
+        and layers save no inputs for these."""
+        return self.policy.lora is not None
+
     @cached_property
     def parameters(self) -> Counter[str]:
         """Numbers of parameters without adapters: `dense` (all outside of experts), `experts`, and
@@ -218,7 +224,7 @@ class Stage:
             parameter.shape
             for place, _ in self._kinds_of_layers
             for name, parameter in layout_of(self.arch, place).items()
-            if ".linear_" in name and len(parameter.shape) == 2
+            if ".linear_" in name and len(parameter.shape) == 2 and not self.is_frozen
         }
         has_experts = any(map(self.arch.has_experts, self.layers))
         workspaces = 1 + GROUPED_WORKSPACES * has_experts

@@ -49,6 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 SHORT = {"policy__precision": "bfloat16"}
 SEQUENCE = {"policy__tensor_parallel": 2, "policy__sequence_parallel": True}
 STAGES = {"policy__pipeline_parallel": 2}
+LORA = {"policy__lora": "{rank: 8, alpha: 16}"}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dense": ("dense", 1, {}),
     "dense bfloat16": ("dense", 1, SHORT),
@@ -58,7 +59,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "selective plain": ("plain", 1, {"policy__recompute": "selective"}),
     "experts": ("experts", 1, {}),
     "experts bfloat16": ("experts", 1, SHORT),
-    "lora": ("dense", 1, {"policy__lora": "{rank: 8, alpha: 16}"}),
+    "lora": ("dense", 1, LORA),
+    "lora experts": ("experts", 1, LORA),
+    "lora experts full": ("experts", 1, LORA | {"policy__recompute": "full"}),
+    "lora experts bfloat16": ("experts", 1, LORA | SHORT),
     "latent": ("latent", 1, {}),
     "partial": ("partial", 1, {}),
     "delta": ("delta", 1, {}),
@@ -77,7 +81,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts sequence": ("experts", 2, SEQUENCE),
 }
 EVERY_DAY = {
-    "lora",
+    "lora experts",
     "dense bfloat16",
     "full",
     "experts",

@@ -14,6 +14,7 @@ from tests.te_cpu import memory
 from tests.te_cpu.cases import needs_wheel
 
 pytestmark = [needs_wheel, pytest.mark.long]
+LORA = "policy.lora={rank: 32, alpha: 32}"
 CASES = {
     "qwen3_0.6b_one_gpu": [],
     "qwen3_8b": [],
@@ -22,6 +23,13 @@ CASES = {
     "qwen2.5_32b_dapo, recompute": ["policy.recompute=full"],
     "qwen3_30b_a3b": [],
     "qwen3_30b_a3b, no recompute": [
+        "policy.recompute=none",
+        "train.max_tokens_per_microbatch=2560",
+    ],
+    "qwen3_8b, LoRA": [LORA],
+    "qwen3_30b_a3b, LoRA": [LORA],
+    "qwen3_30b_a3b, LoRA, no recompute": [
+        LORA,
         "policy.recompute=none",
         "train.max_tokens_per_microbatch=2560",
     ],
