@@ -99,7 +99,7 @@ def _save_and_load(case: Case) -> list[str]:
     for rank in range(case.layout.num_ranks):
         with _model(case.hf, case.layout, rank) as (model, shards):
             for style in case.styles:
-                saved[style].add(rank, model.sharded_state_dict(metadata=STYLES[style]))
+                saved[style].add(rank, model.sharded_state_dict(metadata=dict(STYLES[style])))
             before = [shard.read() for shard in shards]
             _load(model, case.written)
             different += [
