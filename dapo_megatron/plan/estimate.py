@@ -362,6 +362,11 @@ def _host(
             f"{graders} of {GRADER_GIB:g} GiB; each may take {limit:g} GiB (rewards.memory_mib)",
         ),
         MemoryItem(
+            "the teacher's likely tokens",
+            _top_bytes(stages[0], policy) if policy else 0,
+            f"{policy} ranks, if every answer has its maximum length: loss.distill.top_k",
+        ),
+        MemoryItem(
             "routes",
             _route_bytes(stages[0], policy) if policy else 0,
             f"{policy} ranks, and rank 0 for all open groups, if every answer has its maximum "
@@ -377,14 +382,27 @@ def _route_bytes(stage: Stage, num_ranks: int) -> int:
     config, rollout = stage.config, stage.config.rollout
     if config.policy.router_replay == "off":
         return 0
-    sequences = rollout.prompts_per_step * rollout.samples_per_prompt
-    tokens = sequences * (rollout.max_prompt_tokens + rollout.max_response_tokens)
-    of_step = tokens * stage.arch.route_bytes
+    of_step = _most_tokens(config) * stage.arch.route_bytes
     total = num_ranks * (of_step // data_parallel(config.policy, stage.num_processes))
     if config.policy.router_replay == "engine":
         ahead = 1.0 if rollout.on_policy else rollout.lookahead
         total += int(ahead / rollout.expected_keep_rate * of_step)
     return 2 * total
+
+
+def _top_bytes(stage: Stage, num_ranks: int) -> int:
+    """Return the bytes of the teacher's most likely tokens on a node: of each rank for a step
+    (TokenBatch), twice with the parts that its passes brought."""
+    distill = stage.config.loss.distill
+    tokens = _most_tokens(stage.config) // data_parallel(stage.config.policy, stage.num_processes)
+    return num_ranks * tokens * 2 * 8 * (distill.top_k or 0 if distill else 0)
+
+
+def _most_tokens(config: Config) -> int:
+    """Return the tokens of a step if every answer has its maximum length."""
+    rollout = config.rollout
+    length = rollout.max_prompt_tokens + rollout.max_response_tokens
+    return rollout.prompts_per_step * rollout.samples_per_prompt * length
 
 
 def _disk(stages: Sequence[Stage]) -> tuple[MemoryItem, ...]:

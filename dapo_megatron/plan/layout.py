@@ -13,7 +13,7 @@ from math import log2
 from typing import Any
 
 from dapo_megatron.config import Config, PolicyConfig, refuse
-from dapo_megatron.model import Architecture
+from dapo_megatron.model import Architecture, with_teacher
 from dapo_megatron.plan.rows import round_up, row_multiple, sequence_multiple
 from dapo_megatron.types import ConfigError
 
@@ -94,6 +94,15 @@ def check_layout(
         near = [f"  {changes(config, other)}" for other in layouts(config, world_size, arch)[:3]]
         problems += [f"layouts that fit {world_size} processes:", *(near or ["  none"])]
     refuse(problems)
+
+
+def check_teacher(config: Config, arch: Architecture, world_size: int) -> None:
+    """Check the layout for loss.distill's teacher, which has architecture `arch`. Raises
+    ConfigError naming the key."""
+    try:
+        check_layout(with_teacher(config), arch, world_size, has_engine=False)
+    except ConfigError as error:
+        raise ConfigError(f"loss.distill.teacher: {error}") from error
 
 
 def policy_ranks(config: Config, num_gpus: int) -> int:

@@ -8,18 +8,22 @@ all gathers start right after the update, first layers first. Code that reads we
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch import Tensor
 
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.policy import fp8
 from dapo_megatron.policy.model import Decoder
 from dapo_megatron.types import TokenBatch
+
+SLICE = 2**15
+"""Tokens whose values `gather_on_host` has on the device at a time."""
 
 BUCKET_ELEMENTS: int | None = None
 """Parameters per bucket, which is reduced or gathered at once. None: Megatron's default, 40 million
@@ -122,6 +126,19 @@ def groups_holding(batch: TokenBatch) -> tuple[Any, ...]:
         parallel_state.get_pipeline_model_parallel_group(),
         parallel_state.get_context_parallel_group(),
     )
+
+
+def gather_on_host(whole: Tensor, groups: Iterable[Any], device: torch.device) -> None:
+    """Fill `whole` [T, ...], in host memory, with the elements that ranks of `groups` have: at most
+    one rank has each, the others have zeros. `SLICE` tokens at a time are on the device.
+    Collective."""
+    groups = [group for group in groups if dist.get_world_size(group) > 1]
+    for part in whole.split(SLICE) if groups else ():
+        on_device = part.to(device)
+        for group in groups:
+            # The sum of bytes is a gather. Neither NCCL nor gloo adds int16.
+            dist.all_reduce(on_device.view(torch.uint8), group=group)
+        part.copy_(on_device)
 
 
 def _add_head_hook(chunk: Any) -> None:

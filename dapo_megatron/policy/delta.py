@@ -123,7 +123,7 @@ class GatedDeltaNet(MegatronModule):
                 features_TC.contiguous(), group=group
             )
         repeats = self.sizes.value_heads // self.sizes.key_heads
-        rule, outputs = fused_rule() or gated_delta_rule, []
+        rule, outputs = rule_for(features_TC.dtype), []
         for block in plan.blocks:
             parts = [2 * self.keys + self.values, self.heads, self.heads]
             qkv, b, a = features_TC[block.keys_SK].split(parts, -1)
@@ -201,6 +201,13 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tenso
         outputs.append(q_in[:, :, chunk] @ state + scores[:, :, chunk] @ new)
         state = state * kept[:, :, chunk] + k_out[:, :, chunk].mT @ new
     return torch.cat(outputs, 2)[:, :, :length].transpose(1, 2).to(v.dtype)
+
+
+def rule_for(dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Return the function that computes the gated delta rule for inputs of `dtype`."""
+    # The kernels of flash-linear-attention refuse float32.
+    fused = fused_rule() if dtype == torch.bfloat16 else None
+    return fused or gated_delta_rule
 
 
 @cache

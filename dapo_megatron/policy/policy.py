@@ -28,6 +28,7 @@ from dapo_megatron.policy.checkpoint import PolicySnapshot
 from dapo_megatron.policy.data_parallel import (
     distribute,
     finish_gathers,
+    gather_on_host,
     groups_holding,
     start_gathers,
     unshard_gradients,
@@ -396,26 +397,29 @@ class MegatronPolicy:
         """Return the values of a batch's tokens that the ranks of this data-parallel index computed
         (of all ranks, if `batch` is distributed over all); 0 for the others. Collective."""
         exact = torch.promote_types(torch_dtype(self._config.policy.precision), torch.float32)
-        shape = batch.tokens.numel(), top_k or 0
-        whole = torch.zeros(2, shape[0], device=self._device, dtype=exact)
-        top_ids = torch.zeros(shape, device=self._device, dtype=torch.int32)
-        top_logprobs = torch.zeros(shape, device=self._device, dtype=exact)
+        whole = torch.zeros(2, batch.tokens.numel(), device=self._device, dtype=exact)
         if self._is_output_rank():
             for part in values:
                 whole[0, part.indices] = part.logprobs
                 whole[1, part.indices] = part.entropy
-                if part.top_ids is not None and part.top_logprobs is not None:
-                    top_ids[part.indices] = part.top_ids.int()
-                    top_logprobs[part.indices] = part.top_logprobs
         # At most one rank fills each token, the others have zeros: the all-reduce is a gather.
         for group in groups_holding(batch):
-            for tensor in (whole, top_ids, top_logprobs):
-                if dist.get_world_size(group) > 1 and tensor.numel():
-                    dist.all_reduce(tensor, group=group)
+            if dist.get_world_size(group) > 1:
+                dist.all_reduce(whole, group=group)
         result = LogProbs(*whole.cpu())
         if top_k is None:
             return result
-        return replace(result, top_ids=top_ids.cpu(), top_logprobs=top_logprobs.cpu())
+        # In host memory, because they are k times as large.
+        top_ids = torch.zeros(batch.tokens.numel(), top_k, dtype=torch.int32)
+        top_logprobs = torch.zeros(top_ids.shape, dtype=exact)
+        if self._is_output_rank():
+            for part in values:
+                assert part.top_ids is not None and part.top_logprobs is not None
+                indices = part.indices.cpu()
+                top_ids[indices], top_logprobs[indices] = part.top_ids, part.top_logprobs
+        for tensor in (top_ids, top_logprobs):
+            gather_on_host(tensor, groups_holding(batch), self._device)
+        return replace(result, top_ids=top_ids, top_logprobs=top_logprobs)
 
     def _with_routes(
         self, logprobs: LogProbs, batch: TokenBatch, recorded: Sequence[Recorded]

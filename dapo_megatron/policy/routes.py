@@ -27,11 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dapo_megatron.model import Architecture, ChunkPlace
+from dapo_megatron.policy.data_parallel import gather_on_host
 from dapo_megatron.policy.moe import routers
 from dapo_megatron.types import TokenBatch, torch_dtype
-
-SLICE = 2**15
-"""Tokens whose routes the ranks exchange at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +164,7 @@ def gather(
         experts = record.experts.view(len(indices), len(record.layers), shape.topk)[is_real]
         layers = torch.tensor(record.layers, dtype=torch.int64)
         whole[indices[is_real][:, None], layers] = experts
-    groups = [group for group in groups if dist.get_world_size(group) > 1]
-    for part in whole.split(SLICE) if groups else ():
-        on_device = part.to(device)
-        for group in groups:
-            # At most one rank fills each element, the others have zeros, so the sum of bytes is a
-            # gather. Neither NCCL nor gloo adds int16.
-            dist.all_reduce(on_device.view(torch.uint8), group=group)
-        part.copy_(on_device)
+    gather_on_host(whole, groups, device)
     return whole.flatten(1)
 
 

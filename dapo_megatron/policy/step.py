@@ -41,7 +41,7 @@ from dapo_megatron.types import MicroTokens
 class TokenValues(NamedTuple):
     """Values of a micro-batch's scored tokens, each [n]: index in the batch, log-prob and entropy;
     from a teacher with `top_k` also the most likely tokens at the place and their log-probs, each
-    [n, k]."""
+    [n, k] in host memory, complete when the device's stream is."""
 
     indices: Tensor
     logprobs: Tensor
@@ -106,7 +106,8 @@ class Runner:
                 top_ids = top_entries(scored_nH, model.head_weight, self.top_k, **part)
                 targets = torch.cat([targets[:, None], top_ids], 1)
                 logp, entropy = self._head(scored_nH, targets, model, temperature)
-                values = TokenValues(indices, logp[:, 0], entropy, top_ids, logp[:, 1:])
+                top = (to_host(part) for part in (top_ids.int(), logp[:, 1:]))
+                values = TokenValues(indices, logp[:, 0], entropy, *top)
             return torch.zeros((), device=hidden.device), values
 
         with torch.no_grad():

@@ -15,7 +15,7 @@ from dapo_megatron.cluster.collectives import on_all_ranks
 from dapo_megatron.config import Config, num_processes
 from dapo_megatron.data.tokenizer import load_tokenizer
 from dapo_megatron.model import read_architecture
-from dapo_megatron.plan.layout import check_layout
+from dapo_megatron.plan.layout import check_teacher
 from dapo_megatron.protocols import Exchange, Policy
 from dapo_megatron.types import CheckpointError, ConfigError
 
@@ -91,9 +91,9 @@ def open_teacher(config: Config) -> Store:
     folder, key = Path(config.loss.distill.teacher), "loss.distill.teacher"
     try:
         store = open_store(folder, config.model.ignore_fields, drop_mtp=config.model.drop_mtp)
-        check_layout(config, store.arch, num_processes(config), has_engine=False)
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"{key}: {folder}: {error}") from error
+    check_teacher(config, store.arch, num_processes(config))
     own = load_tokenizer(Path(config.model.path), "model.path").get_vocab()
     vocabulary = load_tokenizer(folder, key).get_vocab()
     for token in sorted(own.keys() | vocabulary.keys()):

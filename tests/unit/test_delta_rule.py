@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_megatron.policy.delta import causal_convolution, gated_delta_rule
+from dapo_megatron.policy import delta
+from dapo_megatron.policy.delta import causal_convolution, gated_delta_rule, rule_for
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
@@ -47,3 +48,12 @@ def test_the_convolution_sees_only_the_last_tokens() -> None:
     for n in range(9):
         seen = x[0, max(n - 3, 0) : n + 1]
         assert torch.allclose(out[0, n], (seen * weight[:, 0, 4 - len(seen) :].T).sum(0))
+
+
+def test_kernels_compute_only_what_they_accept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernels(*_: Tensor) -> Tensor:
+        raise AssertionError("chunk_gated_delta_rule does not support float32")
+
+    monkeypatch.setattr(delta, "fused_rule", lambda: kernels)
+    assert rule_for(torch.bfloat16) is kernels
+    assert rule_for(torch.float32) is rule_for(torch.float64) is gated_delta_rule

@@ -111,3 +111,17 @@ def test_a_plan_with_little_memory_left_warns(model: str) -> None:
     result = plan(CONFIG, model, "--gpu-memory-gib", "64")
     assert result.returncode == 0, result.stderr
     assert "warning: " in result.stdout and "less than 5%" in result.stdout
+
+
+def test_the_teacher_of_a_distillation_is_planned_and_checked() -> None:
+    config, nodes = "model_configs/qwen3_4b_distill.yaml", ("--nodes", "1")
+    result = plan(config, *nodes)
+    assert result.returncode == 0, result.stderr
+    assert "the teacher's likely tokens" in result.stdout
+    assert (
+        "the teacher's likely tokens" not in plan(config, *nodes, "loss.distill.top_k=null").stdout
+    )
+    for change in ("policy.sequence_parallel=false", "loss.distill.teacher=Qwen/Qwen3-32B"):
+        result = plan(config, *nodes, change)
+        assert result.returncode == 2, result.stdout
+        assert "loss.distill.teacher: " in result.stderr
