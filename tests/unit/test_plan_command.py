@@ -58,7 +58,7 @@ def test_without_a_folder_published_dimensions_give_the_same_plan(
 def test_an_unknown_model_is_refused_with_the_closest_names() -> None:
     result = plan(CONFIG, "model.path=nowhere/Qwen3-9B")
     assert result.returncode == 2
-    assert "Known, closest first: Qwen3-8B, Qwen3-4B, " in result.stderr
+    assert "Known, closest first: Qwen3.5-9B, Qwen3-8B, " in result.stderr
     assert "Mistral-7B-Instruct-v0.3" in result.stderr
 
 
