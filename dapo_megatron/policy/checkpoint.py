@@ -39,6 +39,7 @@ from dapo_megatron.policy.optimizer import (
     MOMENTS,
     init_state,
     num_updates,
+    optimizers_of,
     owned_parts,
     set_num_updates,
 )
@@ -71,7 +72,7 @@ def snapshot(
         buffer = io.BytesIO()
         torch.save([value], buffer)  # as Megatron does
         objects[key] = buffer.getvalue()
-    parts = [part.optimizer.param_groups for part in optimizer.chained_optimizers]
+    parts = [part.optimizer.param_groups for part in optimizers_of(optimizer)]
     groups = [
         # Those of Megatron's optimizer for host memory contain classes.
         [{k: v for k, v in group.items() if isinstance(v, _PLAIN)} for group in part]

@@ -197,9 +197,14 @@ class Owned:
         return not isinstance(self.adam, torch.optim.AdamW)
 
 
+def optimizers_of(optimizer: Any) -> Iterator[Any]:
+    """Yield Megatron's optimizers (dense weights, experts) that have parameters on this rank."""
+    return (part for part in optimizer.chained_optimizers if part.optimizer is not None)
+
+
 def owned_parts(optimizer: Any) -> Iterator[Owned]:
     """Yield the parts of all parameters that this rank's optimizer updates."""
-    for part in optimizer.chained_optimizers:
+    for part in optimizers_of(optimizer):
         adams, inner_of = [part.optimizer], {}
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             adams, inner_of = part.optimizer.sub_optimizers, part.optimizer.param_to_inner_param
@@ -227,7 +232,7 @@ def init_state(optimizer: Any) -> None:
     for owned in owned_parts(optimizer):
         if any(field not in owned.state for field in MOMENTS):
             _init_state_of(owned)
-    for part in optimizer.chained_optimizers:
+    for part in optimizers_of(optimizer):
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             part.optimizer._sync_sub_optimizers_state_to_hdo()
 
@@ -272,7 +277,7 @@ def copy_to_main(optimizer: Any, values: Callable[[Tensor], Tensor]) -> None:
 def device_tensors(optimizer: Any) -> Iterator[Tensor]:
     """Yield the optimizer's parameters and state (float32 copies, moments, step counters), without
     those that optimizer.cpu_offload keeps in host memory."""
-    for part in optimizer.chained_optimizers:
+    for part in optimizers_of(optimizer):
         device_adam = part.optimizer
         if isinstance(device_adam, HybridDeviceOptimizer):
             device_adam = device_adam.gpu_optimizer

@@ -175,6 +175,25 @@ def save_and_load(rank: int, folder: str, other: str, target: Path) -> None:
         policy.close()
 
 
+def save_and_load_experts(_: int, folder: str, target: Path) -> None:
+    """Save adapters of experts alone, and load them."""
+    exchange = Ranks(0, 1, 0)
+    overrides = {"policy__lora": f"{{rank: {RANK}, alpha: {ALPHA}, targets: [experts]}}"}
+    policy = lora_policy(exchange, folder, overrides)
+    policy.update(random_batch(LENGTHS, vocab=99), LOSS, 1e-3)
+    save(policy, exchange, Path(folder), target)
+    saved = weights(policy)
+    policy.close()
+    policy = lora_policy(exchange, folder, overrides)
+    policy.load(target)
+    assert same(weights(policy), saved)
+    policy.close()
+
+
+def test_adapters_of_experts_alone_are_saved(models: dict[str, str], tmp_path: Path) -> None:
+    run_ranks(save_and_load_experts, 1, models["qwen3_moe"], tmp_path / "step_000001")
+
+
 def test_a_checkpoint_holds_the_adapter_and_knows_its_base(
     models: dict[str, str], tmp_path: Path
 ) -> None:
