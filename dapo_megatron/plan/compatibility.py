@@ -15,7 +15,7 @@ from importlib.util import find_spec
 
 from dapo_megatron.config import Config, Fp8Config, LoraConfig, refuse
 from dapo_megatron.config.computing import kernels_for
-from dapo_megatron.model import Architecture
+from dapo_megatron.model import Architecture, shared_inputs
 
 TE = "transformer_engine"
 Rule = tuple[bool, str]
@@ -273,6 +273,11 @@ def _of_lora(run: RunFacts, lora: LoraConfig) -> Iterator[Rule]:
         run.arch.only_local and "attention" in lora.targets,
         "policy.lora.targets: the projections of latent attention and of gated delta nets have no "
         "adapters; set it to [mlp, experts]",
+    )
+    yield (
+        not shared_inputs(run.arch, lora.targets),
+        "policy.lora.targets: the model has no such layers, so nothing would be trained; add "
+        "attention, mlp (dense layers and shared experts) or experts (routed ones)",
     )
 
 

@@ -37,6 +37,10 @@ def fp8(recipe: str, more: str = "") -> str:
     return f"policy.fp8={{recipe: {recipe}{more}}}"
 
 
+def lora(targets: str) -> str:
+    return f"policy.lora={{rank: 8, alpha: 8, targets: [{targets}]}}"
+
+
 CASES: list[tuple[Any, Machine | None, str, str]] = [
     (QWEN3, None, f"{TE} {FP32}", "policy.kernels, policy.precision: transformer_engine needs"),
     (LATENT, None, f"{TE} {BF16}", "policy.kernels: models with latent attention or gated"),
@@ -68,7 +72,17 @@ CASES: list[tuple[Any, Machine | None, str, str]] = [
     (QWEN3, None, f"{fp8('delayed')} {BF16}", "policy.fp8.recipe: warned: delayed scales change"),
     (QWEN3, None, f"{TRITON} {FP64}", "policy.logprob_head, policy.precision: the Triton kernels"),
     (QWEN3, None, f"{TRITON} loss.entropy_coefficient=0.001", "loss.entropy_coefficient: the Tr"),
+    (
+        QWEN3,
+        None,
+        f"{TRITON} loss.distill={{teacher: models/m, coefficient: 1.0, top_k: 8}}",
+        "policy.logprob_head, loss.distill.top_k: the Triton kernels",
+    ),
     (QWEN3, NO_GPU, TRITON, "policy.logprob_head: triton needs an NVIDIA GPU and the package"),
+    (QWEN3, None, f"{lora('mlp')} {fp8('current')} {BF16}", "policy.lora, policy.fp8: merged wei"),
+    (LATENT, None, lora("attention"), "policy.lora.targets: the projections of latent attention"),
+    (QWEN3, None, lora("experts"), "policy.lora.targets: the model has no such layers, so noth"),
+    (EXPERTS, None, lora("mlp"), "policy.lora.targets: the model has no such layers, so nothing"),
     (QWEN3, None, f"optimizer.kernels=apex {FP64}", "optimizer.kernels, policy.precision: fused"),
     (QWEN3, None, f"{HALF} optimizer.kernels=torch {BF16}", "optimizer.moments, optimizer.kernel"),
     (QWEN3, NO_TE, f"{HALF} {BF16}", "optimizer.moments, optimizer.kernels: only Transformer En"),
