@@ -20,6 +20,12 @@ ADAPTER = "adapter."
 """Prefix of the names of adapters, and of their keys in checkpoints."""
 
 
+_ATTENTION = ("linear_qkv", "linear_proj", "in_proj", "out_proj")
+"""Layers of attention and of gated delta nets."""
+_SPLIT_INPUTS = (".linear_proj.", ".out_proj.", ".linear_fc2.")
+"""Layers of which tensor-parallel ranks have columns."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterParts:
     """HF parts of an adapter on one rank. `splits_inputs`: tensor-parallel ranks share the columns
@@ -70,7 +76,7 @@ def adapters_of(
         adapters[name] = AdapterParts(
             LocalParameter((rank, columns[1]), (lora_a,)),
             LocalParameter((local.shape[0], rank), tuple(lora_b)),
-            splits_inputs=".linear_proj." in name or ".linear_fc2." in name,
+            splits_inputs=any(layer in name for layer in _SPLIT_INPUTS),
             is_expert=".mlp.experts." in name,
         )
     return adapters
@@ -85,8 +91,8 @@ def target_of(name: str) -> str | None:
         return "experts"
     if ".linear_fc" in name:
         return "mlp"
-    is_attention = ".self_attention.linear_qkv." in name or ".self_attention.linear_proj." in name
-    return "attention" if is_attention else None
+    _, is_attention, layer = name.rpartition(".self_attention.")
+    return "attention" if is_attention and layer.split(".")[0] in _ATTENTION else None
 
 
 def shared_inputs(arch: Architecture, targets: Collection[str | None]) -> dict[str, str]:

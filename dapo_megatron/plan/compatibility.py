@@ -270,9 +270,9 @@ def _of_lora(run: RunFacts, lora: LoraConfig) -> Iterator[Rule]:
         "one of them to null",
     )
     yield (
-        run.arch.only_local and "attention" in lora.targets,
-        "policy.lora.targets: the projections of latent attention and of gated delta nets have no "
-        "adapters; set it to [mlp, experts]",
+        run.arch.latent is not None and "attention" in lora.targets,
+        "policy.lora.targets: the projections of latent attention have no adapters; set it to "
+        "[mlp, experts]",
     )
     yield (
         not shared_inputs(run.arch, lora.targets),

@@ -56,16 +56,22 @@ def hf_logprobs(model: Any) -> Tensor:
     )
 
 
-def test_peft_and_the_merged_weights_give_the_log_probs_of_the_policy(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "bound"),
+    [("qwen3", 1e-6), ("qwen3_5_text", 1e-5)],  # HF computes gated delta nets in float32
+)
+def test_peft_and_the_merged_weights_give_the_log_probs_of_the_policy(
+    family: str, bound: float, tmp_path: Path
+) -> None:
     from peft import PeftModel
 
-    folder, target = make_random_model("qwen3", tmp_path / "model"), tmp_path / "step_000001"
+    folder, target = make_random_model(family, tmp_path / "model"), tmp_path / "step_000001"
     expected, _ = run_ranks(train, 2, str(folder), target)
     write_peft(target, tiny_config(model__path=folder, **SETTINGS))
     base = load_hf(folder).double()
     assert (hf_logprobs(base) - expected).abs().max() > 0.1
     adapted = PeftModel.from_pretrained(base, target / FOLDER, autocast_adapter_dtype=False)
-    assert (hf_logprobs(adapted) - expected).abs().max() < 1e-6
+    assert (hf_logprobs(adapted) - expected).abs().max() < bound
     merged = adapted.merge_and_unload().state_dict()
     store = open_store(target)
     for name in store.tensors:

@@ -32,6 +32,7 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
         {"policy__pipeline_parallel": 2, "policy__virtual_pipeline_parallel": 2},
     ],
     "qwen3_moe": [SP2, {"policy__expert_parallel": 2}, {"train__packing": "false"}],
+    "qwen3_5_text": [SP2, {"policy__context_parallel": 2}],
 }
 LOSS = loss_with()
 Result = tuple[float, dict[str, Tensor], dict[str, Tensor], list[float]]
@@ -194,8 +195,9 @@ def test_adapters_of_experts_alone_are_saved(models: dict[str, str], tmp_path: P
     run_ranks(save_and_load_experts, 1, models["qwen3_moe"], tmp_path / "step_000001")
 
 
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_5_text"])
 def test_a_checkpoint_holds_the_adapter_and_knows_its_base(
-    models: dict[str, str], tmp_path: Path
+    model: str, models: dict[str, str], tmp_path: Path
 ) -> None:
-    other = make_random_model("qwen3", tmp_path / "other", seed=5, num_hidden_layers=4)
-    run_ranks(save_and_load, 2, models["qwen3"], str(other), tmp_path / "step_000001")
+    other = make_random_model(model, tmp_path / "other", seed=5, num_hidden_layers=4)
+    run_ranks(save_and_load, 2, models[model], str(other), tmp_path / "step_000001")
