@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.model import ADAPTER, adapter_name, shared_inputs
-from dapo_megatron.types import CheckpointError
+from dapo_megatron.model import (
+    ADAPTER,
+    AdapterParts,
+    LocalParameter,
+    ParameterPart,
+    adapter_name,
+    shared_inputs,
+)
+from dapo_megatron.types import CheckpointError, whole
 from tests.helpers.batches import random_batch
 from tests.helpers.losses import loss_with
 from tests.helpers.models import make_random_model
@@ -174,6 +181,49 @@ def save_and_load(rank: int, folder: str, other: str, target: Path) -> None:
         with pytest.raises(CheckpointError, match=f"{ADAPTER}model.* model.path to the model"):
             policy.load(target)
         policy.close()
+
+
+NAME = "model.layers.0.self_attn.o_proj.weight"
+SHAPE = (160, 128)
+HALVES = [
+    LocalParameter(shape, (ParameterPart(adapter_name(NAME, half), shape, whole(shape)),))
+    for half, shape in (("lora_A", (RANK, SHAPE[1])), ("lora_B", (SHAPE[0], RANK)))
+]
+PARTS = AdapterParts(HALVES[0], HALVES[1], splits_inputs=False, is_expert=False)
+
+
+@pytest.mark.parametrize("size", [5e-3, 1e-4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_merge_tells_another_base_or_scale_from_rounding(dtype: torch.dtype, size: float) -> None:
+    """`size`: norm of the delta, as a share of the weight's."""
+    from dapo_megatron.policy.lora import Adapter
+
+    generator = torch.Generator().manual_seed(0)
+    values, noise = torch.randn((2, *SHAPE), generator=generator)
+    base = values.to(dtype)
+
+    def adapter(base: Tensor, scale: float) -> Any:
+        result = Adapter(base.clone(), PARTS, scale, sequence_parallel=False)
+        result.reset(seed=1, spread=5.7 * size)
+        return result
+
+    run = adapter(base, SCALE)
+    run.merge()
+    delta = SCALE * run.lora_b.detach().double() @ run.lora_a.detach().double()
+    assert delta.norm() == pytest.approx(size * base.double().norm().item(), rel=0.2)
+    other_layout = (base.double() + delta).to(dtype)
+    for saved in (run.weight.clone(), other_layout):
+        for other_base, factor in [
+            *((base, factor) for factor in (1.0, 2.0, 0.5, 33 / 32)),
+            ((values + size / 4 * noise).to(dtype), 1.0),
+        ]:
+            resumed = adapter(other_base, SCALE * factor)
+            resumed.weight.copy_(saved)
+            if other_base is base and factor == 1.0:
+                resumed.check_base(Path("step"))
+            else:
+                with pytest.raises(CheckpointError, match=adapter_name(NAME, "lora_B")):
+                    resumed.check_base(Path("step"))
 
 
 def save_and_load_experts(_: int, folder: str, target: Path) -> None:
