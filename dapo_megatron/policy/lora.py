@@ -37,9 +37,9 @@ from torch import Tensor
 
 from dapo_megatron.config import LoraConfig, PolicyConfig
 from dapo_megatron.model import AdapterParts, Architecture, LocalParameter, adapters_of
-from dapo_megatron.policy.device import has_cuda
 from dapo_megatron.policy.kernels import kernels
 from dapo_megatron.policy.model import Decoder, place
+from dapo_megatron.policy.offload import HostMemory
 from dapo_megatron.policy.shards import shard_of, slice_of
 from dapo_megatron.types import CheckpointError, Shard
 
@@ -53,13 +53,20 @@ class Adapter(torch.nn.Module):
     """The adapter of one weight on this rank, lora_a [rank, inputs] and lora_b [outputs, rank]."""
 
     def __init__(
-        self, weight: Tensor, parts: AdapterParts, scale: float, *, sequence_parallel: bool
+        self,
+        weight: Tensor,
+        parts: AdapterParts,
+        scale: float,
+        host: HostMemory,
+        *,
+        sequence_parallel: bool,
     ) -> None:
+        """`host`: where the base is kept, with those of other adapters."""
         super().__init__()
         self._weight = [weight]  # in a list, so that it is no parameter of this module
         self.parts, self._scale = parts, scale
         self._splits_tokens = sequence_parallel and not parts.is_expert
-        self._base = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=has_cuda())
+        self._host, self._position = host, host.reserve(weight.nbytes)
         self.lora_a = self._half(weight, parts.lora_a, is_split=parts.splits_inputs, dim=1)
         self.lora_b = self._half(weight, parts.lora_b, is_split=not parts.splits_inputs, dim=0)
         self.keep_base()
@@ -89,7 +96,13 @@ class Adapter(torch.nn.Module):
     @torch.no_grad()
     def keep_base(self) -> None:
         """Take the layer's current weight as the base."""
-        self._base.copy_(self.weight)
+        self._host.save([self.weight.clone().untyped_storage()], self._position)
+
+    def _base(self) -> Tensor:
+        """Return the base on the weight's device."""
+        base = torch.empty_like(self.weight)
+        self._host.load(base.untyped_storage(), self._position)
+        return base
 
     @torch.no_grad()
     def reset(self, seed: int, spread: float) -> None:
@@ -109,7 +122,7 @@ class Adapter(torch.nn.Module):
     @torch.no_grad()
     def merge(self, *, with_delta: bool = True) -> None:
         """Set the layer's weight to base + delta, or to the base. It is rounded once."""
-        base = self._base.to(self.weight.device, non_blocking=True)
+        base = self._base()
         if with_delta:
             wide = torch.promote_types(base.dtype, torch.float32)
             delta = self.lora_b.to(wide) @ self.lora_a.to(wide)
@@ -128,7 +141,7 @@ class Adapter(torch.nn.Module):
         """
         saved = self.weight.clone()
         self.merge()
-        changes = self.weight - self._base.to(saved.device, non_blocking=True)
+        changes = self.weight - self._base()
         allowed = SAME_MERGE * _sum_of(changes) + 2 * changes.abs().max()
         if _sum_of(self.weight - saved) > allowed:
             raise CheckpointError(
@@ -251,13 +264,14 @@ class Lora:
         yet."""
         assert config.lora is not None
         self._adapters: list[Adapter] = []
+        host = HostMemory()
         fused = kernels(config, arch) == "transformer_engine"
         for model in models:
             model.requires_grad_(False)
             parts = adapters_of(
                 arch, place(model), config.lora.rank, config.lora.targets, fused=fused
             )
-            own = [_attach(model, name, part, config.lora) for name, part in parts.items()]
+            own = [_attach(model, name, part, config.lora, host) for name, part in parts.items()]
             model.adapters = Adapters(own)
             self._adapters += own
         self.reset(seed)
@@ -303,7 +317,9 @@ class Lora:
         ]
 
 
-def _attach(model: Decoder, name: str, parts: AdapterParts, config: LoraConfig) -> Adapter:
+def _attach(
+    model: Decoder, name: str, parts: AdapterParts, config: LoraConfig, host: HostMemory
+) -> Adapter:
     """Return the adapter of the parameter `name`, whose layer uses it from now on."""
     owner, _, attribute = name.rpartition(".")
     layer: Any = model.get_submodule(owner)
@@ -311,6 +327,7 @@ def _attach(model: Decoder, name: str, parts: AdapterParts, config: LoraConfig) 
         getattr(layer, attribute),
         parts,
         config.alpha / config.rank,
+        host,
         sequence_parallel=model.config.sequence_parallel,
     )
 

@@ -90,15 +90,27 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
+        self._reserved = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated so far."""
         return len(self._chunks) * CHUNK_BYTES
 
-    def save(self, storages: Iterable[UntypedStorage]) -> None:
-        """Copy storages to host memory, in this order from the start of the memory."""
-        for host, device_bytes in self._pairs(storages):
+    def reserve(self, num_bytes: int) -> int:
+        """Return the position of so many bytes, for `save` and `load` of a storage on its own."""
+        position = self._reserved
+        self._reserved += num_bytes + -num_bytes % ALIGNMENT_BYTES
+        return position
+
+    def load(self, storage: UntypedStorage, position: int) -> None:
+        """Copy saved bytes back, before what the current stream does next."""
+        for host, device_bytes in self._pairs([storage], position):
+            device_bytes.copy_(host, non_blocking=True)
+
+    def save(self, storages: Iterable[UntypedStorage], position: int = 0) -> None:
+        """Copy storages to host memory, in this order from `position`."""
+        for host, device_bytes in self._pairs(storages, position):
             host.copy_(device_bytes, non_blocking=True)
         _wait_for_copies()
 
@@ -117,9 +129,10 @@ class HostMemory:
             host.copy_(on_device, non_blocking=True)
         _wait_for_copies()
 
-    def _pairs(self, storages: Iterable[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pairs(
+        self, storages: Iterable[UntypedStorage], position: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (bytes of host memory, bytes of a storage), uint8 tensors of the same size."""
-        position = 0
         for storage in storages:
             position += -position % ALIGNMENT_BYTES
             device_bytes, start = _bytes(storage), 0

@@ -197,13 +197,14 @@ PARTS = AdapterParts(HALVES[0], HALVES[1], splits_inputs=False, is_expert=False)
 def test_a_merge_tells_another_base_or_scale_from_rounding(dtype: torch.dtype, size: float) -> None:
     """`size`: norm of the delta, as a share of the weight's."""
     from dapo_megatron.policy.lora import Adapter
+    from dapo_megatron.policy.offload import HostMemory
 
     generator = torch.Generator().manual_seed(0)
     values, noise = torch.randn((2, *SHAPE), generator=generator)
     base = values.to(dtype)
 
     def adapter(base: Tensor, scale: float) -> Any:
-        result = Adapter(base.clone(), PARTS, scale, sequence_parallel=False)
+        result = Adapter(base.clone(), PARTS, scale, HostMemory(), sequence_parallel=False)
         result.reset(seed=1, spread=5.7 * size)
         return result
 

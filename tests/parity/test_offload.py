@@ -204,3 +204,11 @@ def test_host_memory_restores_what_was_saved(sizes: list[int], chunk_bytes: int)
             assert all(map(torch.equal, tensors, expected))
         aligned = sum(-(-size // 512) * 512 for size in sizes)
         assert memory.num_bytes < aligned + chunk_bytes
+        memory = offload.HostMemory()
+        positions = [memory.reserve(size) for size in sizes]
+        for tensor, position in zip(expected, positions, strict=True):
+            memory.save([tensor.untyped_storage()], position)
+        for tensor, position in reversed([*zip(tensors, positions, strict=True)]):
+            memory.load(tensor.fill_(7).untyped_storage(), position)
+        assert all(map(torch.equal, tensors, expected))
+        assert memory.num_bytes < aligned + chunk_bytes

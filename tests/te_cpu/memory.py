@@ -294,6 +294,7 @@ def measure(memory: Memory, config: Config) -> Bytes:
             (model, "_to_device", set_rope),
             (offload, "distinct_storages", distinct),
             (offload.HostMemory, "save", nothing),
+            (offload.HostMemory, "load", nothing),
             (optimizer, "kernels", lambda _: "transformer_engine"),
             (dist, "all_gather_object", all_gather_object),
             (param_and_grad_buffer, "_coalescing_manager", lambda *_, **__: nullcontext(Mock())),
@@ -305,7 +306,6 @@ def measure(memory: Memory, config: Config) -> Bytes:
         torch.set_default_dtype(torch.bfloat16)  # also of weights that `_to_device` would cast
         made = policy.MegatronPolicy(config, Ranks(0, 1, 0), plan)
         torch.set_default_dtype(torch.float32)
-        before += sum(adapter._base.nbytes for adapter in made.lora or ())  # in host memory
         # The optimizer makes its state, and Transformer Engine its buffers.
         made.update(batch_of(256), loss_with(), 1e-6)
         bytes_of.clear()
