@@ -31,8 +31,10 @@ def judge(group: Group, config: RolloutConfig, overlong: OverlongConfig) -> Outc
 def check_lengths(groups: Iterable[OpenGroup], limit: int) -> None:
     """Raise CheckpointError if a carried completion has already reached the length limit."""
     for group in groups:
+        # An environment may still decide about a turn that reached it.
+        most = limit if group.prompt.environment else limit - 1
         for completion in group.completions.values():
-            if completion.finish is Finish.UNFINISHED and completion.longest_branch >= limit:
+            if completion.finish is Finish.UNFINISHED and completion.longest_branch > most:
                 raise CheckpointError(
                     f"rollout.max_response_tokens: {limit}, but ticket {group.ticket}, sample "
                     f"{completion.sample} of the checkpoint is unfinished with "

@@ -360,14 +360,18 @@ class TalkingRun(ABC):
         config = rollout_config(**self.rollout)
         self.coordinator = Coordinator(config, overlong, stream, self.driver, seed=3)
 
-    def step(self, disturb: Any = lambda driver, number: None) -> Collected:
-        advance, number = self.driver.advance, 0
+    def step(self, disturb: Any = lambda driver: None) -> Collected:
+        """Collect a step. `disturb` is called each time that completions have ended: at any moment
+        of the others, and not more often on a busy machine."""
+        advance, have_ended = self.driver.advance, False
 
         def disturbed(requests: Any) -> Any:
-            nonlocal number
-            number += 1
-            disturb(self.driver, number)
-            return advance(requests)
+            nonlocal have_ended
+            if have_ended:
+                disturb(self.driver)
+            reports = advance(requests)
+            have_ended = any(report.returned for _, report in reports)
+            return reports
 
         self.driver.advance = disturbed  # type: ignore[method-assign]
         self.driver.version = len(self.collected)

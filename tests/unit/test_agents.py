@@ -247,10 +247,10 @@ def test_kills_of_agents_servers_and_runs_cost_only_time(kind: str, log: Path) -
     log.unlink(missing_ok=True)
     run = Run(kind, 6)
 
-    def disturb(driver: TalkingDriver, number: int) -> None:
-        if driver.rng.random() < 0.03:
+    def disturb(driver: TalkingDriver) -> None:
+        if driver.rng.random() < 0.6:
             driver.kill_an_instance(driver.rng)
-        if driver.rng.random() < 0.004 and not driver.lost:
+        if driver.rng.random() < 0.05 and not driver.lost:
             driver.lose(driver.rng.randrange(2))
 
     for number in range(4):

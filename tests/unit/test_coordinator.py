@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dapo_megatron.rollout.coordinator import BOUND
+from dapo_megatron.rollout.judge import check_lengths
 from dapo_megatron.types import (
     CheckpointError,
     Collected,
@@ -507,6 +509,14 @@ def test_states_that_do_not_fit_are_refused_by_name() -> None:
     shorter = make_coordinator(driver, max_response_tokens=2)
     with pytest.raises(CheckpointError, match=r"rollout\.max_response_tokens: 2, but"):
         shorter.restore(*coordinator.save_point())
+    # An environment may still decide about a completion that has reached the limit.
+    longest = max(c.num_tokens for c in carried if c.finish is Finish.UNFINISHED)
+    groups = list(coordinator.groups.values())
+    talking = [replace(g, prompt=replace(g.prompt, environment="m:C")) for g in groups]
+    check_lengths(talking, longest)
+    for carried_groups, limit in ((groups, longest), (talking, longest - 1)):
+        with pytest.raises(CheckpointError, match="is unfinished with"):
+            check_lengths(carried_groups, limit)
 
     ticket = min(coordinator.groups)
     state, completions = coordinator.save_point()

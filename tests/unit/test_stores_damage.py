@@ -98,7 +98,7 @@ def test_any_damage_is_refused_by_name_or_changes_values_only(
 ) -> None:
     folder = shutil.copytree(intact, tmp_path_factory.mktemp("damaged") / "hf")
     path = folder / name
-    content = bytearray(path.read_bytes())
+    content = bytearray(path.read_bytes().rstrip())  # a cut must not be of white space only
     at = int(where * len(content))
     if damage == "removed":
         path.unlink()

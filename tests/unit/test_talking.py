@@ -230,10 +230,10 @@ def test_kills_of_processes_servers_and_runs_cost_only_time(log: Path) -> None:
         log.unlink(missing_ok=True)
         run = Run(kind, 2)
 
-        def disturb(driver: TalkingDriver, number: int) -> None:
-            if driver.rng.random() < 0.15:
+        def disturb(driver: TalkingDriver) -> None:
+            if driver.rng.random() < 0.5:
                 driver.kill_an_instance(driver.rng)
-            if driver.rng.random() < 0.02 and not driver.lost:
+            if driver.rng.random() < 0.05 and not driver.lost:
                 driver.lose(driver.rng.randrange(2))
 
         for number in range(6):
@@ -298,9 +298,9 @@ def test_a_killed_deterministic_run_collects_the_same(log: Path) -> None:
 
     num_kills = 0
 
-    def kill(driver: TalkingDriver, number: int) -> None:
+    def kill(driver: TalkingDriver) -> None:
         nonlocal num_kills
-        num_kills += driver.kill_an_instance(random.Random(number))
+        num_kills += driver.kill_an_instance(random.Random(num_kills))
 
     runs = []
     for is_killed in (False, True):
