@@ -18,11 +18,9 @@ from dapo_megatron.types import Region
 
 ADAPTER = "adapter."
 """Prefix of the names of adapters, and of their keys in checkpoints."""
-
-
 _ATTENTION = ("linear_qkv", "linear_proj", "in_proj", "out_proj")
 """Layers of attention and of gated delta nets."""
-_SPLIT_INPUTS = (".linear_proj.", ".out_proj.", ".linear_fc2.")
+_SPLIT_INPUTS = ("linear_proj", "out_proj", "linear_fc2")
 """Layers of which tensor-parallel ranks have columns."""
 
 
@@ -76,7 +74,7 @@ def adapters_of(
         adapters[name] = AdapterParts(
             LocalParameter((rank, columns[1]), (lora_a,)),
             LocalParameter((local.shape[0], rank), tuple(lora_b)),
-            splits_inputs=any(layer in name for layer in _SPLIT_INPUTS),
+            splits_inputs=_layer_of(name) in _SPLIT_INPUTS,
             is_expert=".mlp.experts." in name,
         )
     return adapters
@@ -91,8 +89,11 @@ def target_of(name: str) -> str | None:
         return "experts"
     if ".linear_fc" in name:
         return "mlp"
-    _, is_attention, layer = name.rpartition(".self_attention.")
-    return "attention" if is_attention and layer.split(".")[0] in _ATTENTION else None
+    return "attention" if _layer_of(name) in _ATTENTION else None
+
+
+def _layer_of(name: str) -> str:
+    return name.split(".")[-2]
 
 
 def shared_inputs(arch: Architecture, targets: Collection[str | None]) -> dict[str, str]:

@@ -249,6 +249,11 @@ def _gathered_index(
     return owner * (total // cp_size) + (starts // cp_size)[:, None] + within
 
 
+def widened(x: Tensor) -> Tensor:
+    """Return `x` in float32, or in float64 if it is so."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class GatedAttention(SelfAttention):
     """Megatron's attention with an output gate, in float64 too: Megatron rounds gates to float32.
     If ranks share a key-value head, Megatron-core 0.16 returns the gates of all query heads that
@@ -264,8 +269,7 @@ class GatedAttention(SelfAttention):
         return query, key, value, gate
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
-        return (x * wide.contiguous().view(x.shape).sigmoid()).to(x.dtype)
+        return (x * widened(gate).contiguous().view(x.shape).sigmoid()).to(x.dtype)
 
 
 # ------------------------------------------------------------------ latent attention

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dapo_megatron.model import Delta
-from dapo_megatron.policy.attention import attention_plan, bounds_of
+from dapo_megatron.policy.attention import attention_plan, bounds_of, widened
 from dapo_megatron.policy.device import has_cuda
 
 CHUNK = 64
@@ -133,7 +133,7 @@ class GatedDeltaNet(MegatronModule):
                 x.unflatten(-1, (-1, self.sizes.key_dim)).repeat_interleave(repeats, 2)
                 for x in (q, k)
             )
-            a = _wide(a)
+            a = widened(a)
             decay = -self.A_log.to(a.dtype).exp() * functional.softplus(
                 a + self.dt_bias.to(a.dtype)
             )
@@ -144,7 +144,7 @@ class GatedDeltaNet(MegatronModule):
     def _gated_norm(self, core: Tensor, gate: Tensor) -> Tensor:
         # Every rank has other heads, so the gradients of the weight are summed over ranks.
         weight = copy_to_tensor_model_parallel_region(self.out_norm.weight)
-        wide = _wide(core)
+        wide = widened(core)
         normed = functional.rms_norm(
             wide, weight.shape, weight.to(wide.dtype), self.config.layernorm_epsilon
         )
@@ -172,13 +172,13 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tenso
     other, because each needs the state before it.
     """
     length, key_dim = k.shape[1], k.shape[3]
-    q, k = (_normalized(_wide(x)) for x in (q, k))
+    q, k = (_normalized(widened(x)) for x in (q, k))
 
     def in_chunks(x: Tensor) -> Tensor:
         """Map [S, L, H, ...] to [S, H, chunks, CHUNK, ...]. Zeros neither decay nor write."""
         padding = [0, 0] * (x.dim() - 2) + [0, -length % CHUNK]
         return (
-            functional.pad(_wide(x), padding).unflatten(1, (-1, CHUNK)).movedim(3, 1).contiguous()
+            functional.pad(widened(x), padding).unflatten(1, (-1, CHUNK)).movedim(3, 1).contiguous()
         )
 
     q, k, values, decay, beta = map(in_chunks, (q * key_dim**-0.5, k, v, decay, beta))
@@ -247,10 +247,6 @@ class _Weight(torch.nn.Module):
 
 def _normalized(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _sharded(*shape: int) -> torch.nn.Parameter:

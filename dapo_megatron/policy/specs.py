@@ -24,7 +24,12 @@ from torch import Tensor
 
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.model import Architecture
-from dapo_megatron.policy.attention import CausalAttention, GatedAttention, LatentAttention
+from dapo_megatron.policy.attention import (
+    CausalAttention,
+    GatedAttention,
+    LatentAttention,
+    widened,
+)
 from dapo_megatron.policy.delta import GatedDeltaNet
 from dapo_megatron.policy.kernels import kernels
 from dapo_megatron.policy.moe import BiasedRouter, ExpertLayer, Router
@@ -126,6 +131,6 @@ class ZeroCenteredNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = widened(x)
         weight = 1.0 + self.weight.to(wide.dtype)
         return torch.nn.functional.rms_norm(wide, weight.shape, weight, self.eps).to(x.dtype)
