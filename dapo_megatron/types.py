@@ -441,7 +441,7 @@ class MicroTokens:
     teacher of loss.distill; None without one. `entropy` is that of the policy being trained. It has
     a gradient only with loss.entropy_coefficient. With loss.distill.top_k, `teacher_top_logprobs`
     [n, k] are those of the teacher's most likely tokens, and `top_logprobs` those of the same
-    tokens by the policy being trained, with gradient.
+    tokens by the policy being trained, with gradient; otherwise the policy gives [n, 0].
     """
 
     old_logprobs: Tensor

@@ -393,9 +393,11 @@ def _route_bytes(stage: Stage, num_ranks: int) -> int:
 def _top_bytes(stage: Stage, num_ranks: int) -> int:
     """Return the bytes of the teacher's most likely tokens on a node: of each rank for a step
     (TokenBatch), twice with the parts that its passes brought."""
-    distill = stage.config.loss.distill
-    tokens = _most_tokens(stage.config) // data_parallel(stage.config.policy, stage.num_processes)
-    return num_ranks * tokens * 2 * 8 * (distill.top_k or 0 if distill else 0)
+    config, distill = stage.config, stage.config.loss.distill
+    if distill is None or distill.top_k is None:
+        return 0
+    tokens = _most_tokens(config) // data_parallel(config.policy, stage.num_processes)
+    return 2 * num_ranks * tokens * distill.top_k * 8  # an int32 and a float32 each
 
 
 def _most_tokens(config: Config) -> int:

@@ -30,12 +30,13 @@ class WithTriton:
         self, logits_BE: Tensor, targets_BK: Tensor, start: int, temperature: float, sums_SB: Tensor
     ) -> None:
         """See Reductions."""
-        assert logits_BE.stride(1) == sums_SB.stride(1) == targets_BK.shape[1] == 1
+        assert targets_BK.shape[1] == 1
+        assert logits_BE.stride(1) == sums_SB.stride(1) == targets_BK.stride(0) == 1
         num_tokens, num_entries = logits_BE.shape
         block = _block(num_entries)
         _fold[(num_tokens,)](
             logits_BE,
-            targets_BK.contiguous(),
+            targets_BK,
             *sums_SB,
             num_entries,
             logits_BE.stride(0),
@@ -56,14 +57,14 @@ class WithTriton:
         error_BE: Tensor,
     ) -> None:
         """See Reductions."""
-        assert terms_SB is None
-        assert logits_BE.stride(1) == error_BE.stride(1) == targets_BK.shape[1] == 1
+        assert terms_SB is None and targets_BK.shape[1] == 1
+        assert logits_BE.stride(1) == error_BE.stride(1) == targets_BK.stride(0) == 1
         num_tokens, num_entries = logits_BE.shape
         block = _block(num_entries)
         _error[(num_tokens, triton.cdiv(num_entries, block))](
             logits_BE,
             error_BE,
-            targets_BK.contiguous(),
+            targets_BK,
             log_z_B,
             num_entries,
             logits_BE.stride(0),

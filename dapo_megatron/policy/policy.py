@@ -383,13 +383,14 @@ class MegatronPolicy:
         """Run the pass of `logprobs`, or the same of another model's `runner`. Append the routes of
         this rank's tokens to `recorded`."""
         self._assert_onloaded()
+        runner = runner or self._runner
         is_local = batch.owners is not None
         micro = self._microbatches(batch, (self._held_plan if is_local else self._share)(batch))
         with megatron_device():
             self._train(False)
-            results = (runner or self._runner).logprobs(micro, temperature, recorded)
+            results = runner.logprobs(micro, temperature, recorded)
             self._train(True)
-        return self._gather_values(batch, results, runner.top_k if runner is not None else None)
+        return self._gather_values(batch, results, runner.top_k)
 
     def _gather_values(
         self, batch: TokenBatch, values: Sequence[TokenValues], top_k: int | None = None

@@ -98,16 +98,17 @@ class Runner:
 
         def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Any]:
             scored_nH = _scored_rows(hidden, rows.scored, model)
-            targets, indices = rows.scored.targets, rows.scored.indices
-            if self.top_k is None:
-                values = TokenValues(indices, *self._head(scored_nH, targets, model, temperature))
-            else:
+            targets, top_ids = rows.scored.targets, None
+            if self.top_k is not None:
                 part = self._vocabulary_part(model)
                 top_ids = top_entries(scored_nH, model.head_weight, self.top_k, **part)
                 targets = torch.cat([targets[:, None], top_ids], 1)
-                logp, entropy = self._head(scored_nH, targets, model, temperature)
-                top = (to_host(part) for part in (top_ids.int(), logp[:, 1:]))
-                values = TokenValues(indices, logp[:, 0], entropy, *top)
+            logp, entropy = self._head(scored_nH, targets, model, temperature)
+            values = TokenValues(rows.scored.indices, logp[:, 0], entropy)
+            if top_ids is not None:
+                values = values._replace(
+                    top_ids=to_host(top_ids.int()), top_logprobs=to_host(logp[:, 1:])
+                )
             return torch.zeros((), device=hidden.device), values
 
         with torch.no_grad():
@@ -135,14 +136,10 @@ class Runner:
             assert scored.loss_inputs is not None
             scored_nH = _scored_rows(hidden, scored, model)
             logp, entropy = self._head(scored_nH, scored.targets, model, self._temperature)
-            top_logp = None
-            if logp.dim() == 2:
-                logp, top_logp = logp[:, 0], logp[:, 1:]
-            values = TokenValues(scored.indices, logp.detach(), entropy.detach())
+            values = TokenValues(scored.indices, logp[:, 0].detach(), entropy.detach())
             if scored.in_loss is not None:
                 logp, entropy = (part.index_select(0, scored.in_loss) for part in (logp, entropy))
-                if top_logp is not None:
-                    top_logp = top_logp.index_select(0, scored.in_loss)
+            logp, top_logp = logp[:, 0], logp[:, 1:]
             own = {"old_logprobs": logp.detach(), "entropy": entropy, "top_logprobs": top_logp}
             result = loss(logp, MicroTokens(**{**own, **scored.loss_inputs}))
             sums = {name: value.detach() for name, value in result.sums.items()}
@@ -159,12 +156,12 @@ class Runner:
     def _head(
         self, scored_nH: Tensor, targets: Tensor, model: Any, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Return log-prob and entropy of the scored tokens; see `linear_logprobs`."""
+        """Return the log-probs [n, K] of the targets, [n] or [n, K], and the entropy [n]."""
         weight = model.head_weight
         return linear_logprobs(
             scored_nH,
             weight,
-            targets,
+            targets if targets.dim() == 2 else targets[:, None],
             temperature=temperature,
             head=self._head_name,
             **self._vocabulary_part(model),
