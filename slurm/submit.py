@@ -29,7 +29,7 @@ from rich.console import Console
 
 from dapo_megatron.config import Config, DatasetsSource, FileSource
 from dapo_megatron.config.file import load_config
-from dapo_megatron.model import planned_architecture, read_architecture, with_teacher
+from dapo_megatron.model import planned_architecture, read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout, check_teacher, describe, policy_ranks
 from dapo_megatron.types import ConfigError
@@ -112,8 +112,7 @@ def problems(config: Config, request: Request, *, elsewhere: bool = False) -> It
         check_compatibility(config, arch)
         num_ranks = policy_ranks(config, request.num_tasks)
         check_layout(config, arch, num_ranks)
-        if config.loss.distill is not None:
-            check_teacher(config, planned_architecture(with_teacher(config)), num_ranks)
+        check_teacher(config, num_ranks)
     except ConfigError as error:
         yield str(error)
     yield from _time_problems(config, request)

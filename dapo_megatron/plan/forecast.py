@@ -19,7 +19,7 @@ from rich.table import Table
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_result
 from dapo_megatron.literal_console import LiteralConsole
-from dapo_megatron.model import planned_architecture, published_notes, with_teacher
+from dapo_megatron.model import planned_architecture, published_notes
 from dapo_megatron.plan import GIB, MemoryItem
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.estimate import (
@@ -44,8 +44,7 @@ def check(config: Config, num_processes: int) -> None:
     arch = planned_architecture(config)
     check_compatibility(config, arch)
     check_layout(config, arch, num_processes)
-    if config.loss.distill is not None:
-        check_teacher(config, planned_architecture(with_teacher(config)), num_processes)
+    check_teacher(config, num_processes)
 
 
 def forecast(

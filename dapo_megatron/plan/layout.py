@@ -13,7 +13,7 @@ from math import log2
 from typing import Any
 
 from dapo_megatron.config import Config, PolicyConfig, refuse
-from dapo_megatron.model import Architecture, with_teacher
+from dapo_megatron.model import Architecture, planned_architecture, with_teacher
 from dapo_megatron.plan.rows import round_up, row_multiple, sequence_multiple
 from dapo_megatron.types import ConfigError
 
@@ -96,11 +96,15 @@ def check_layout(
     refuse(problems)
 
 
-def check_teacher(config: Config, arch: Architecture, world_size: int) -> None:
-    """Check the layout for loss.distill's teacher, which has architecture `arch`. Raises
-    ConfigError naming the key."""
+def check_teacher(config: Config, world_size: int, arch: Architecture | None = None) -> None:
+    """Check the layout for loss.distill's teacher, if there is one. `arch`: its architecture; None:
+    the planned one. Raises ConfigError naming the key."""
+    if config.loss.distill is None:
+        return
+    config = with_teacher(config)
     try:
-        check_layout(with_teacher(config), arch, world_size, has_engine=False)
+        arch = arch or planned_architecture(config)
+        check_layout(config, arch, world_size, has_engine=False)
     except ConfigError as error:
         raise ConfigError(f"loss.distill.teacher: {error}") from error
 

@@ -93,7 +93,7 @@ def open_teacher(config: Config) -> Store:
         store = open_store(folder, config.model.ignore_fields, drop_mtp=config.model.drop_mtp)
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"{key}: {folder}: {error}") from error
-    check_teacher(config, store.arch, num_processes(config))
+    check_teacher(config, num_processes(config), store.arch)
     own = load_tokenizer(Path(config.model.path), "model.path").get_vocab()
     vocabulary = load_tokenizer(folder, key).get_vocab()
     for token in sorted(own.keys() | vocabulary.keys()):
