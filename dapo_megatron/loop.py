@@ -63,7 +63,7 @@ class Parts:
     instruments: StepInstruments
     stop: Stop
     ahead: SamplingAhead | None = None
-    """Sampling for the next step while the policy trains, if engines have GPUs of their own."""
+    """Sampling for the next step while the policy trains, if engines have separate GPUs."""
 
 
 @dataclass

@@ -26,8 +26,8 @@ class Segment:
     log-probs are 0, and their `version` is the one of the tokens before them. `engine` is the
     replica that sampled the tokens, as rank 0 knows it, or ENVIRONMENT, or BRANCH.
 
-    An agent that rewrites what was said before starts a new branch: observed tokens that follow the
-    prompt again, as if the completion had no tokens before them.
+    An agent that rewrites the conversation so far starts a new branch: observed tokens that follow
+    the prompt again, as if the completion had no tokens before them.
     """
 
     version: int

@@ -149,8 +149,8 @@ class BucketSender:
         return self._read()
 
     def _read(self) -> int:
-        """Return the number of a bucket that the worker says is empty. Raises SyncError if it says
-        why it loads no more."""
+        """Return the number of a bucket that the worker reports as empty. Raises SyncError with its
+        reason if it loads no more."""
         freed: _Freed = decode(self._socket.recv(), _Freed, "an engine worker")
         if freed.error:
             raise SyncError(freed.error)

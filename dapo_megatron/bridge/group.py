@@ -1,6 +1,6 @@
 """The process group in which trainer ranks send weights to engines on other GPUs.
 
-It is made when the set of engines changed, on a store of its own, and given up after any error. A
+It is made when the set of engines changed, on its own store, and given up after any error. A
 collective with an engine that is gone fails on all members, at the latest after the group's
 timeout. (NCCL: not run, only a group over gloo that behaves like it.)
 """

@@ -146,7 +146,7 @@ class WeightSync:
         )
 
     def _route(self) -> Route:
-        """Return the route to the present engines, made anew if others took part before."""
+        """Return the route to the present engines, made again if others took part before."""
         if self.route is None or self.route.engines != self._engines.present:
             self.route = None  # closes the last group
             self._num_syncs = 0

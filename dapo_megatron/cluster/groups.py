@@ -85,7 +85,7 @@ def make_device_group(
     store, name = _place(store, purpose, members, own)
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    # The first collective makes the communicator. If a member is gone, this would block for ever.
+    # The first collective makes the communicator. If a member is gone, this would never return.
     options.config.blocking = 0
     seconds = str(int(connect_timeout.total_seconds()))
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", seconds)

@@ -47,11 +47,11 @@ class TurnsConfig(Section):
     """An answer of a tool or environment with more tokens is cut in its middle, with a mark."""
     call_seconds: Seconds = 10.0
     """Wall-clock limit of one call. At the limit the environment's process is killed, and its
-    completion is sampled anew. An agent may take as long between two calls of the model."""
+    completion is sampled again. An agent may take as long between two calls of the model."""
     tool_parser: str = "auto"
     """vLLM's parser of tool calls. auto: one that reads what the model's chat template writes."""
     rewrites: Literal["branch", "refuse"] = "branch"
-    """Answer to calls of an agent that do not repeat word for word what was said before. branch:
+    """Answer to calls of an agent that do not repeat the conversation so far word for word. branch:
     the call starts a new sequence, which is trained with the same reward. refuse: it fails."""
     endpoint: Literal["loopback", "cluster"] = "loopback"
     """Address at which engine servers answer agents: of this machine only, or of the network

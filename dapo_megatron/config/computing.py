@@ -95,7 +95,7 @@ class PolicyConfig(Section):
     both on your GPU."""
     logprob_head: Literal["torch", "triton"] = "torch"
     """Implementation that reduces tiles of logits to log-probs and entropy: torch operations, or
-    Triton kernels (NVIDIA GPU). `tools/gpu_check.py --only head` says which to set."""
+    Triton kernels (NVIDIA GPU). `tools/gpu_check.py --only head` measures which to set."""
     overlap: bool = True
     """Overlap the reduction of gradients with the backward pass, and the all-gather of updated
     parameters with the next forward pass, if there are several data-parallel ranks."""

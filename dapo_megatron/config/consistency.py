@@ -138,7 +138,7 @@ sequence, so weights of single tokens have no meaning for it. CISPO and SAPO cli
 
 
 def _without_meaning(loss: LossConfig) -> Iterable[str]:
-    """Yield combinations that would run, but not do what they say."""
+    """Yield combinations that would run, but not do what they promise."""
     terms = (loss.distill, loss.kl.is_in_loss, loss.entropy_coefficient)
     if loss.objective == "none" and not any(terms):
         yield "loss.objective: none, and no other term to train; set loss.distill"

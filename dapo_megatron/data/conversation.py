@@ -3,7 +3,7 @@
 Sampled tokens are never decoded and encoded again, because encoding does not invert decoding.
 Instead the chat template is rendered with a mark as the assistant's turn, and what follows the mark
 is encoded: the end of that turn, the messages of an environment, and the start of the next turn.
-This is right only for templates in which it does not depend on what was said before. `findings`
+This is right only for templates in which it does not depend on the messages before. `findings`
 checks this, and what else differs between templates.
 """
 
@@ -55,7 +55,7 @@ class Conversation:
 
     @cached_property
     def _has_end(self) -> bool:
-        """Whether the template ends a turn with a token that says nothing else, so that another
+        """Whether the template ends a turn with a token that means nothing else, so that another
         stop token stands for it. Llama has several such tokens. In GLM the token is the role of the
         next message."""
         end = self.encode(self.after_turn((), starts_turn=False))
@@ -151,7 +151,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check of a template. `error` is empty if the check passed, and `note` says what
+    """Result of one check of a template. `error` is empty if the check passed, and `note` is what
     else to know."""
 
     check: str

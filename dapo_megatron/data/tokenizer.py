@@ -1,6 +1,6 @@
 """Loading a model's tokenizer: the one in tokenizer.json, to the bit.
 
-transformers 5 chooses a class by model type and `tokenizer_class`, and builds the tokenizer anew
+transformers 5 chooses a class by model type and `tokenizer_class`, and builds the tokenizer again
 from the vocabulary of tokenizer.json, with the splitter and decoder of that class. Classes that do
 not fit the file drop spaces, cut numbers elsewhere, or decode to wrong bytes, without an error.
 Here the file is used as it is, whatever class is named. transformers adds only the chat template

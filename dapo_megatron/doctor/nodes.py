@@ -1,7 +1,7 @@
 """`doctor nodes`: each node checks itself, then all ranks exchange data; bad nodes are named.
 
 Before each check, a node writes into its file that it did not get beyond it. A node that hangs or
-dies in a check of its own therefore counts as bad, and one that waits for others does not. Which
+dies in its own check therefore counts as bad, and one that waits for others does not. Which
 node slows down an exchange of all ranks, only the cluster's tool can tell (`preflight.command`).
 """
 

@@ -143,7 +143,7 @@ class AgentTurns(Talks):
         is_branch = so_far is not None
         if is_branch and self._limits.rewrites == "refuse":
             raise ValueError(
-                "messages: they do not repeat what was said before in this session, and "
+                "messages: they do not repeat the conversation so far of this session, and "
                 "rollout.turns.rewrites is refuse"
             )
         return is_branch, self._renderer.opening(question)

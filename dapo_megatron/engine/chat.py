@@ -1,8 +1,8 @@
 """Conversations of agents with the model, as messages and as tokens.
 
-An agent sends the whole conversation with each call. If it begins with what was said before, word
-for word, only its new messages are rendered, and follow the tokens that were sampled. Otherwise the
-call starts a new branch: the conversation is rendered as a whole, as observed tokens.
+An agent sends the whole conversation with each call. If it begins with the conversation so far,
+word for word, only its new messages are rendered, and follow the tokens that were sampled.
+Otherwise the call starts a new branch: the conversation is rendered as a whole, as observed tokens.
 """
 
 from __future__ import annotations

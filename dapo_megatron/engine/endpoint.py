@@ -106,7 +106,7 @@ class ChatCall:
 
 
 class Endpoint:
-    """Answers the calls of agents on `host`, on a free port. Each session has a key of its own.
+    """Answers the calls of agents on `host`, on a free port. Each session has its own key.
 
     Raises DapoError if it cannot start. The thread ends with the process.
     """

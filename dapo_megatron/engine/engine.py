@@ -1,6 +1,6 @@
 """A vLLM engine in a server's process, driven step by step.
 
-With several workers (tensor parallelism) vLLM runs each in a process of its own, with one it runs
+With several workers (tensor parallelism) vLLM runs each in its own process, with one it runs
 it here. Their results are the same.
 
 Log-probs are vLLM's `processed_logprobs`: at the request's temperature (at temperature 0, those at

@@ -1,6 +1,6 @@
 """Messages between rank 0 and an engine server.
 
-A server says Hello and is told its config. When its engine is built, it is Ready. It then gets
+A server sends Hello and receives its config. When its engine is built, it is Ready. It then gets
 requests for completions, and returns each completion once: graded, or not yet finished or graded
 after an interrupt. Between two phases (the collection of a step, the evaluation of a set) a server
 keeps nothing but weights.
@@ -89,8 +89,8 @@ class OrderKind(StrEnum):
     END = "end"
     """End: the run is over."""
     LEAVE = "leave"
-    """End, because the server is not of this run or was given up; `text` says why. Another start
-    may connect again."""
+    """End, because the server is not of this run or was given up; `text` is the reason. Another
+    start may connect again."""
     PING = "ping"
     """Only shows rank 0 whether the connection lasts."""
     SAMPLE = "sample"
@@ -161,7 +161,7 @@ class Report:
     num_waiting: int = 0
     """Number of completions that wait for their environment. They have no slot of the engine."""
     restarted: list[tuple[int, int]] = field(default_factory=list)
-    """(ticket, sample) of completions that are sampled anew since the last report, because their
+    """(ticket, sample) of completions that are sampled again since the last report, because their
     environment failed or its state was lost."""
     turn_counts: Mapping[str, float] = field(default_factory=dict)
     """Calls of tools, failures of environments and seconds that completions waited, since the last

@@ -87,7 +87,7 @@ class RouteCapture:
 
     def rows(self, blocks: Sequence[int], *, waits: bool) -> NDArray[np.generic]:
         """Return the routes in these blocks, [slots, layers, k]. With `waits` they include those of
-        the pass that the GPU still computes. Without, a stream of its own reads what was complete
+        the pass that the GPU still computes. Without, a separate stream reads what was complete
         when the host got the tokens of the pass before."""
         with torch.cuda.stream(None if waits else self._reading):
             by_block = self._routes[:-1].unflatten(0, (-1, self._block_size))

@@ -387,7 +387,7 @@ def command(address: str, replica: int | None) -> None:
 
 
 def _welcome(link: Link) -> Order:
-    """Wait for rank 0 to say what to build."""
+    """Wait for rank 0's order to build."""
     while True:
         for order in link.orders(IDLE_SECONDS):
             if order.kind is OrderKind.WELCOME:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESTARTS = 2
-"""Number of times that a completion is sampled anew because its environment failed. After that it
+"""Number of times that a completion is sampled again because its environment failed. After that it
 has no grade, and its group abstains."""
 Key = tuple[str, int, int]
 """Name of the sampling, ticket, sample."""
@@ -49,7 +49,7 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A completion that has ended. It has a grade if its environment gives it. `cause` says why it
+    """A completion that has ended. It has a grade if its environment gives it. `cause` is why it
     cannot have one, if its environment failed; else it is empty."""
 
     ticket: int
@@ -196,7 +196,7 @@ class Talks(ABC):
         unfinished completions.
 
         Completions with tokens of the model keep their instances until the end of the next phase of
-        this name, and agents keep theirs. The others are begun anew.
+        this name, and agents keep theirs. The others start again.
         """
         for request, sampled_so_far in sampled:
             self._talks[self._key(request)].completion = sampled_so_far
@@ -253,7 +253,7 @@ class Talks(ABC):
         del self._talks[key]
 
     def _forget_tokens(self, talk: Talk) -> None:
-        """Let a completion be sampled anew."""
+        """Let a completion be sampled again."""
         request = talk.request
         seed = request.seed
         if seed is not None:  # with the same one the same would happen again
@@ -266,7 +266,7 @@ class Talks(ABC):
 
     def _fail(self, key: Key, talk: Talk, cause: str, text: str) -> None:
         """Go on after a failure of the environment: with another instance, if the process died and
-        may be asked again; else sample the completion anew, or end it without a grade."""
+        may be asked again; else sample the completion again, or end it without a grade."""
         source = talk.request.prompt.source
         self.counts[f"failed/{cause}"] += 1
         if source not in self.last_errors:

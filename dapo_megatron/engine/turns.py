@@ -88,8 +88,8 @@ class Turns:
         return unfinished, self._ended()
 
     def news(self) -> tuple[list[tuple[int, int]], dict[str, float]]:
-        """Return (ticket, sample) of the completions that are sampled anew since the last call, and
-        what was counted since then."""
+        """Return (ticket, sample) of the completions that are sampled again since the last call,
+        and what was counted since then."""
         restarted = sorted(chain.from_iterable(talks.restarted for talks in self._all))
         counts: dict[str, float] = defaultdict(float)
         for talks in self._all:

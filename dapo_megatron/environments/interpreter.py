@@ -24,7 +24,7 @@ GRACE = 0.1
 
 
 class Python:
-    """Environment `python`: every call is a program of its own, as in verl, slime and SimpleTIR.
+    """Environment `python`: every call is a separate program, as in verl, slime and SimpleTIR.
 
     timeout_seconds   the pool's limit of one answer, of which a call gets SHARE_OF_LIMIT
     """

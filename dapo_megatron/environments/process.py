@@ -1,7 +1,7 @@
 """Processes of environments. `python -m dapo_megatron.environments.process FD MIB SECONDS NAME...`
 
-The first process, the *nursery*, imports the environments once and says how they look. For each
-completion it forks an *instance*, which answers messages on a socket of its own. So a start takes
+The first process, the *nursery*, imports the environments once and describes them. For each
+completion it forks an *instance*, which answers messages on its own socket. So a start takes
 milliseconds, and an instance that hangs, dies or takes too much memory is lost alone. Only the pool
 starts a nursery. Instances run untrusted code on text from a model, so nothing that they send is
 unpickled, and the pool checks every field.
@@ -105,7 +105,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     cause   "ok"; "error" if the environment raised, which the model may read; or why the instance
             is lost
-    text    what the environment says, or the error
+    text    the answer of the environment, or the error
     done    whether the completion ends
     reward, numbers  of `Reply`
     """
@@ -245,7 +245,7 @@ class _Instance:
             return Answer("ok", cut("" if value is None else str(value)))
         except MemoryError:  # formatting an exception might need memory that is not there
             return Answer("memory", "more memory than rewards.memory_mib")
-        except ValueError as error:  # also of wrong arguments, where its text says it all
+        except ValueError as error:  # also of wrong arguments, whose text is enough
             return Answer("error", cut(str(error)))
         except Exception as error:  # noqa: BLE001 - a user's code may raise anything
             return Answer("error", cut("".join(traceback.format_exception_only(error)).strip()))

@@ -41,7 +41,7 @@ def load_episodes(name: str) -> Callable[..., Awaitable[dict[str, float]]]:
     if len(trained) != 1:
         raise ConfigError(
             f"{_where(name)}: {len(trained)} of its agents ({', '.join(roles)}) would be the "
-            "model, but one can be trained; give each of the others a client of its own in args, "
+            "model, but one can be trained; give each of the others its own client in args, "
             "{ROLE: {client: {base_url: ...}, model: ...}}"
         )
     try:

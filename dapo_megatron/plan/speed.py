@@ -98,7 +98,7 @@ class Speed:
 
     @property
     def waiting(self) -> dict[str, float]:
-        """Share of a step in which each side waits for the other, if they have GPUs of their own:
+        """Share of a step in which each side waits for the other, if they have separate GPUs:
         {"policy": ..., "engine": ...}."""
         both = self.step_seconds - self.seconds[Phase.SYNC]
         busy = {"policy": self.training_seconds, "engine": self.seconds[Phase.GENERATE]}

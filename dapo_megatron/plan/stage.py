@@ -37,7 +37,7 @@ GROUPED_WORKSPACES = 4
 @dataclass(frozen=True)
 class Stage:
     """One pipeline stage of a run's policy on `num_processes` ranks. Sizes are in bytes of a rank
-    and of its device, if nothing else is said."""
+    and of its device, by default."""
 
     config: Config
     arch: Architecture

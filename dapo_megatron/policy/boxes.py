@@ -1,6 +1,6 @@
 """A rank's training state as boxes of whole tensors, under Megatron's own keys.
 
-Megatron's `sharded_state_dict` says where each local parameter is in the whole model: key, shape
+Megatron's `sharded_state_dict` states where each local parameter is in the whole model: key, shape
 and offset. A rank's optimizer owns a flat range of each parameter. A range of a row-major tensor
 is at most 2 x dims - 1 boxes, so weights, main weights and moments are written as boxes by the rank
 that owns them, each once. The keys follow Megatron's format "fully_reshardable".
@@ -265,7 +265,7 @@ def _by_param(entries: Iterable[Any]) -> dict[int, list[_Part]]:
     for entry in entries:
         own = [entry]
         if isinstance(entry, ShardedTensorFactory):  # gate and up
-            # Parts of a tensor without memory say where they are in it.
+            # Parts of a tensor without memory state where they are in it.
             data = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
             meta = replace(entry, data=data)
             own = list(nested_values(meta.build()))

@@ -11,7 +11,7 @@ The backward pass has no gradient of a whole weight. For a layer y = x W^T with 
 
 and that of x is the frozen layer's own. Only matrices of `rank` columns travel between
 tensor-parallel ranks. With sequence parallelism a rank's gradient of the half that all ranks share
-is of its own tokens, and Megatron sums it as it does for norms.
+covers its own tokens, and Megatron sums it as it does for norms.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The teacher of loss.distill: a frozen model in the policy's layout, in host memory except during
-a pass. It has sizes of its own, so its weights cannot trade places with the policy's, as those of a
+a pass. Its sizes differ, so its weights cannot trade places with the policy's, as those of a
 reference do."""
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class SamplingAhead:
-    """Sampling for the next step while the policy trains, if engines have GPUs of their own.
+    """Sampling for the next step while the policy trains, if engines have separate GPUs.
 
     coordinator  on rank 0
     timeline     measures this on rank 0

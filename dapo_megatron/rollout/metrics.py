@@ -24,7 +24,7 @@ OUTCOMES = ("unparsed", *CAUSES)
 
 TURN_COUNTS = ("calls", "tool_errors", "unread_calls", "restarts")
 """Counts that turns/* always has: calls of tools, those that raised, those that could not be read,
-and completions that were sampled anew. Those of failures, failed/<cause>, are added."""
+and completions that were sampled again. Those of failures, failed/<cause>, are added."""
 
 
 def rollout_metrics(collected: Collected, overlong: OverlongConfig) -> dict[str, float]:

@@ -77,7 +77,7 @@ def starting_point(context: RunContext, replay: Path | None) -> StartingPoint:
 
 
 def _progress(source: Path, state: dict[str, Any], replay: Path | None) -> Progress:
-    """Return what the state of a checkpoint says about completed steps."""
+    """Return what the state of a checkpoint records about completed steps."""
     with restoring(source):
         if "open_step" in state:
             raise CheckpointError(

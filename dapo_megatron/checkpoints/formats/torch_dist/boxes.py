@@ -1,8 +1,8 @@
 """Boxes of whole tensors in Megatron's format `torch_dist`, by torch's distributed checkpointing.
 
 Each rank writes its boxes to `__<rank>_0.distcp` without asking others. Rank 0 then writes
-`.metadata`, which says where each box is. So nothing is pickled between ranks, and planning costs
-nothing. A rank reads whatever boxes it wants.
+`.metadata`, which records where each box is. So nothing is pickled between ranks, and planning
+costs nothing. A rank reads whatever boxes it wants.
 
 `.metadata` is a pickle. `read_metadata` reads only those that name nothing but the classes of
 such a file, and tensors are read with weights_only. So a folder of others cannot run code. (It can

@@ -75,7 +75,7 @@ _GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 
 
 def megatron_fields(arch: Architecture) -> dict[str, Any]:
-    """Return the fields of run_config.yaml that say what the model computes.
+    """Return the fields of run_config.yaml that determine what the model computes.
 
     Raises ConfigError for a rope or a router that Megatron does not have.
     """
@@ -264,8 +264,8 @@ class SavedConfig:
     in_arguments: bool
 
     def padded_vocabulary(self, vocab_size: int) -> int | None:
-        """Return the rows to which the run padded its vocabulary, or None if the file does not say
-        it. Raises CheckpointError for absurd values."""
+        """Return the rows to which the run padded its vocabulary, or None if they are not in the
+        file. Raises CheckpointError for absurd values."""
         names = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
         multiple = 1
         for name in names:

@@ -133,8 +133,8 @@ def stacks_layers(arch: Architecture) -> bool:
     """Return whether to write the layers of a model stacked.
 
     Megatron stacks the layers of dense models, unless some have gated delta nets. With experts, it
-    depends on how its configuration says which layers have them. It reads layers that are not
-    stacked in both cases, because `common.pt` says that they are not.
+    depends on how its configuration states which layers have them. It reads layers that are not
+    stacked in both cases, because according to `common.pt` they are not.
     """
     return not (arch.num_experts or arch.delta)
 

@@ -1,4 +1,4 @@
-"""Contents of a torch_dist checkpoint, read without running anything that it says."""
+"""Contents of a torch_dist checkpoint, read without running anything in it."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Record:
 
 
 class FilePart(io.RawIOBase):
-    """A part of a file, as a file of its own. (torch's `_create_file_view` has another end than
+    """A part of a file, as a separate file. (torch's `_create_file_view` has another end than
     zipfile expects.)"""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
@@ -148,7 +148,7 @@ class Placeholder:
 
 
 def read_object(path: Path, record: Record | None = None) -> Any:
-    """Return an object that torch.save wrote in a record, or in a file of its own, with a
+    """Return an object that torch.save wrote in a record, or in a separate file, with a
     Placeholder for each object of a class. Raises CheckpointError."""
     try:
         with open_regular(path) as file:
