@@ -142,6 +142,8 @@ def _without_meaning(loss: LossConfig) -> Iterable[str]:
     terms = (loss.distill, loss.kl.is_in_loss, loss.entropy_coefficient)
     if loss.objective == "none" and not any(terms):
         yield "loss.objective: none, and no other term to train; set loss.distill"
+    if loss.objective == "none" and loss.tis_cap is not None:
+        yield "loss.tis_cap: weighs the objective only, and loss.objective is none; set it to null"
     if loss.kl.is_on and loss.kl.place == "reward" and loss.old_logprobs == "engine":
         yield (
             "loss.kl.place: reward needs the policy's old log-probs, but loss.old_logprobs is "

@@ -100,11 +100,13 @@ LOSSES = {
           coefficient: 0.1""",
     "distilled": """
         objective: none
+        tis_cap: null
         distill:
           teacher: teacher
           coefficient: 0.1""",
     "distilled_top": """
         objective: none
+        tis_cap: null
         distill:
           teacher: teacher
           coefficient: 0.1

@@ -328,6 +328,7 @@ OLD_OF_ENGINE = "loss.old_logprobs=engine loss.tis_cap=null"
         ("loss.objective=cispo", "loss.dual_clip"),
         ("loss.objective=sapo loss.dual_clip=null", "loss.aggregation"),
         (f"{GSPO} loss.function=my_losses:loss", "loss.function"),
+        ("loss.objective=none loss.kl.coefficient=1", "loss.tis_cap"),
         ("loss.correction.token_band=[0.5,2]", "loss.tis_cap, loss.correction.token_band"),
         ("loss.correction.outside_band=truncate", "loss.correction.outside_band"),
         ("loss.correction.sequence_mean=[1.01,2]", "loss.correction.sequence_mean"),
