@@ -192,8 +192,12 @@ def train_on_rollouts(
     elif config.needs_logprob_pass:
         batch = with_policy_logprobs(config, parts, rollouts, batch)
         batch = correct(config, parts, batch, metrics)
-    batch = compare_with_reference(config, parts, rollouts, batch)
-    batch = compare_with_teacher(config, parts, batch, metrics)
+    if config.loss.kl.is_on or config.loss.distill is not None:
+        batch = with_other_logprobs(config, parts, batch)
+    if batch.old_logprobs is not None:
+        measure_divergences(config, parts, batch, metrics)
+    if config.loss.kl.is_on and not config.loss.kl.is_in_loss:
+        batch = penalize_rewards(config, parts, rollouts, batch)
     with parts.instruments.phase(Phase.UPDATE):
         updates = update(config, parts, rollouts, batch)
     return metrics | step_metrics.update_metrics(updates), int(batch.lengths.sum())
@@ -220,11 +224,8 @@ def examine(
         rollouts.version + 1, diagnostics, rollouts.sequences, parts.data_parallel
     )
     check_mismatch(config, parts, rollouts, batch, outputs)
-    compared = dataclasses.replace(batch, old_logprobs=outputs.logprobs)
-    if batch.reference_logprobs is not None:
-        measure_reference(config, parts, compared, rollouts.metrics)
-    if batch.teacher_logprobs is not None:
-        measure_teacher(config, parts, compared, rollouts.metrics)
+    batch = dataclasses.replace(batch, old_logprobs=outputs.logprobs)
+    measure_divergences(config, parts, batch, rollouts.metrics)
 
 
 def check_mismatch(
@@ -267,66 +268,54 @@ def correct(
     return batch
 
 
-def compare_with_reference(
+def with_other_logprobs(config: Config, parts: Parts, batch: TokenBatch) -> TokenBatch:
+    """Return `batch` with the log-probs of loss.kl's reference and of loss.distill's teacher, if
+    they are configured."""
+    with parts.instruments.phase(Phase.LOGPROBS):
+        if config.loss.kl.is_on:
+            reference = parts.policy.reference_logprobs(batch)
+            batch = dataclasses.replace(batch, reference_logprobs=reference)
+        if config.loss.distill is not None:
+            teacher = parts.policy.teacher_logprobs(batch)
+            batch = dataclasses.replace(
+                batch,
+                teacher_logprobs=teacher.logprobs,
+                top_ids=teacher.top_ids,
+                teacher_top_logprobs=teacher.top_logprobs,
+            )
+    return batch
+
+
+def measure_divergences(
+    config: Config, parts: Parts, batch: TokenBatch, metrics: dict[str, float]
+) -> None:
+    """Add kl/* and distill/* to the step's metrics, for the models whose log-probs `batch` has
+    besides the old ones. Of a teacher it is the mean of d, clamped. Collective."""
+    others = {
+        "kl/reference": (batch.reference_logprobs, kl.KL(**config.loss.kl_numbers)),
+        "distill/teacher": (
+            batch.teacher_logprobs,
+            kl.KL(1.0, "k1", config.loss.log_ratio_limit),
+        ),
+    }
+    for name, (other, numbers) in others.items():
+        if other is not None:
+            own = kl.statistics(batch, other, numbers)
+            statistics = kl.merge(parts.data_parallel.all_gather(own, kl.KLStatistics))
+            metrics |= step_metrics.kl_metrics(statistics, name)
+
+
+def penalize_rewards(
     config: Config, parts: Parts, rollouts: Rollouts, batch: TokenBatch
 ) -> TokenBatch:
-    """Return `batch` with the log-probs of loss.kl's reference, or with the advantages of rewards
-    that include its penalty, and add kl/* to the step's metrics."""
-    if not config.loss.kl.is_on:
-        return batch
-    with parts.instruments.phase(Phase.LOGPROBS):
-        reference = parts.policy.reference_logprobs(batch)
-    compared = dataclasses.replace(batch, reference_logprobs=reference)
-    if batch.old_logprobs is not None:
-        measure_reference(config, parts, compared, rollouts.metrics)
-    if config.loss.kl.is_in_loss:
-        return compared
+    """Return `batch` with the advantages of rewards that include loss.kl's penalty."""
     numbers, sequences = kl.KL(**config.loss.kl_numbers), rollouts.sequences
-    own = kl.penalties(compared, sampled_mask(batch, sequences), numbers)
+    own = kl.penalties(batch, sampled_mask(batch, sequences), numbers)
     penalties = of_all(batch, parts.data_parallel.all_gather(own, list[float]))
     rollouts.metrics.update(step_metrics.penalty_metrics(penalties))
     eps, divide_by_std = config.loss.advantage_eps, config.loss.advantage_std
+    batch = dataclasses.replace(batch, reference_logprobs=None)
     return penalize(batch, sequences, penalties, eps=eps, divide_by_std=divide_by_std)
-
-
-def compare_with_teacher(
-    config: Config, parts: Parts, batch: TokenBatch, metrics: dict[str, float]
-) -> TokenBatch:
-    """Return `batch` with the log-probs of loss.distill's teacher, and add distill/* to the step's
-    metrics."""
-    if config.loss.distill is None:
-        return batch
-    with parts.instruments.phase(Phase.LOGPROBS):
-        teacher = parts.policy.teacher_logprobs(batch)
-    compared = dataclasses.replace(
-        batch,
-        teacher_logprobs=teacher.logprobs,
-        top_ids=teacher.top_ids,
-        teacher_top_logprobs=teacher.top_logprobs,
-    )
-    if batch.old_logprobs is not None:
-        measure_teacher(config, parts, compared, metrics)
-    return compared
-
-
-def measure_reference(
-    config: Config, parts: Parts, batch: TokenBatch, metrics: dict[str, float]
-) -> None:
-    """Add kl/* to the step's metrics. `batch` has old and reference log-probs. Collective."""
-    own = kl.statistics(batch, kl.KL(**config.loss.kl_numbers))
-    statistics = kl.merge(parts.data_parallel.all_gather(own, kl.KLStatistics))
-    metrics |= step_metrics.kl_metrics(statistics, "kl/reference")
-
-
-def measure_teacher(
-    config: Config, parts: Parts, batch: TokenBatch, metrics: dict[str, float]
-) -> None:
-    """Add distill/* to the step's metrics: the mean of d, clamped, which estimates
-    KL(policy || teacher). `batch` has old and teacher log-probs. Collective."""
-    compared = dataclasses.replace(batch, reference_logprobs=batch.teacher_logprobs)
-    own = kl.statistics(compared, kl.KL(1.0, "k1", config.loss.log_ratio_limit))
-    statistics = kl.merge(parts.data_parallel.all_gather(own, kl.KLStatistics))
-    metrics |= step_metrics.kl_metrics(statistics, "distill/teacher")
 
 
 def update(config: Config, parts: Parts, rollouts: Rollouts, batch: TokenBatch) -> list[StepStats]:

@@ -126,15 +126,14 @@ class KLStatistics:
     num_tokens: int
 
 
-def statistics(batch: TokenBatch, kl: KL) -> KLStatistics:
-    """Return the statistics of the held tokens. `batch` needs old and reference log-probs."""
-    assert batch.old_logprobs is not None and batch.reference_logprobs is not None
-    old = batch.old_logprobs[batch.loss_mask].double()
-    reference = batch.reference_logprobs[batch.loss_mask].double()
-    estimates = kl.per_token(old, reference, torch.ones_like(old, dtype=torch.bool))
+def statistics(batch: TokenBatch, logprobs: Tensor, kl: KL) -> KLStatistics:
+    """Return the statistics of the held tokens, whose log-probs by the other model are given."""
+    assert batch.old_logprobs is not None
+    old, other = (values[batch.loss_mask].double() for values in (batch.old_logprobs, logprobs))
+    estimates = kl.per_token(old, other, torch.ones_like(old, dtype=torch.bool))
     return KLStatistics(
         total=float(estimates.sum()),
-        num_clamped=int(((old - reference).abs() > kl.log_ratio_limit).sum()),
+        num_clamped=int(((old - other).abs() > kl.log_ratio_limit).sum()),
         num_tokens=old.numel(),
     )
 

@@ -148,7 +148,11 @@ def held(batch: TokenBatch, index: int) -> TokenBatch:
 
 def test_statistics_are_over_the_loss_tokens_of_all_parts() -> None:
     batch = step_batch()
-    actual = kl.merge([kl.statistics(held(batch, index), NUMBERS) for index in range(3)])
+    parts = []
+    for part in (held(batch, index) for index in range(3)):
+        assert part.reference_logprobs is not None
+        parts.append(kl.statistics(part, part.reference_logprobs, NUMBERS))
+    actual = kl.merge(parts)
     assert batch.old_logprobs is not None and batch.reference_logprobs is not None
     old = batch.old_logprobs[batch.loss_mask].double().numpy()
     reference = batch.reference_logprobs[batch.loss_mask].double().numpy()
