@@ -37,6 +37,7 @@ from torch import Tensor
 
 from dapo_megatron.config import LoraConfig, PolicyConfig
 from dapo_megatron.model import AdapterParts, Architecture, LocalParameter, adapters_of
+from dapo_megatron.policy.attention import widened
 from dapo_megatron.policy.kernels import kernels
 from dapo_megatron.policy.model import Decoder, place
 from dapo_megatron.policy.offload import HostMemory
@@ -123,11 +124,12 @@ class Adapter(torch.nn.Module):
     def merge(self, *, with_delta: bool = True) -> None:
         """Set the layer's weight to base + delta, or to the base. It is rounded once."""
         base = self._base()
-        if with_delta:
-            wide = torch.promote_types(base.dtype, torch.float32)
-            delta = self.lora_b.to(wide) @ self.lora_a.to(wide)
-            base = torch.add(base.to(wide), delta, alpha=self._scale)
-        self.weight.copy_(base)
+        self.weight.copy_(self._merged(base) if with_delta else base)
+
+    def _merged(self, base: Tensor) -> Tensor:
+        """Return base + delta, in float32 or more."""
+        delta = widened(self.lora_b) @ widened(self.lora_a)
+        return torch.add(widened(base), delta, alpha=self._scale)
 
     @torch.no_grad()
     def check_base(self, folder: Path) -> None:
@@ -139,9 +141,9 @@ class Adapter(torch.nn.Module):
         if rounding drops most of these. Two weights are always allowed, for adapters that change
         almost none.
         """
-        saved = self.weight.clone()
-        self.merge()
-        changes = self.weight - self._base()
+        saved, base = self.weight.clone(), self._base()
+        self.weight.copy_(self._merged(base))
+        changes = self.weight - base
         allowed = SAME_MERGE * _sum_of(changes) + 2 * changes.abs().max()
         if _sum_of(self.weight - saved) > allowed:
             raise CheckpointError(

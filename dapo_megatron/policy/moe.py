@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dapo_megatron.cluster.collectives import all_reduce
 from dapo_megatron.model import GroupedRouting
+from dapo_megatron.policy.attention import widened
 
 
 class Router(MegatronModule):
@@ -65,9 +66,8 @@ class Router(MegatronModule):
     def forward(self, hidden: Tensor, _: Any = None) -> tuple[Tensor, Tensor]:
         """Return the weight of each expert (0 if it is not chosen) and the mask of chosen experts,
         each [T, E]."""
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
         hidden_TH = hidden.reshape(-1, hidden.shape[-1])
-        logits_TE = torch.nn.functional.linear(hidden_TH.to(dtype), self.weight.to(dtype))
+        logits_TE = torch.nn.functional.linear(widened(hidden_TH), widened(self.weight))
         scores_TE, probs_TE = self._scores(logits_TE)
         chosen_Tk = experts_Tk = self._choose(scores_TE.detach())
         if self.routes is not None:
@@ -162,8 +162,7 @@ class BiasedRouter(Router):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Keep the bias in float32 or more. `model.to(device, dtype)` calls this."""
         super()._apply(*args, **kwargs)
-        bias = self.expert_bias
-        bias.data = bias.data.to(torch.promote_types(bias.dtype, torch.float32))
+        self.expert_bias.data = widened(self.expert_bias.data)
         return self
 
     def _scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
