@@ -31,7 +31,7 @@ from dapo_megatron.config import Config, DatasetsSource, FileSource
 from dapo_megatron.config.file import load_config
 from dapo_megatron.model import planned_architecture, read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
-from dapo_megatron.plan.layout import check_layout, check_teacher, describe, policy_ranks
+from dapo_megatron.plan.layout import check_layout, describe, policy_ranks
 from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
@@ -110,9 +110,7 @@ def problems(config: Config, request: Request, *, elsewhere: bool = False) -> It
     try:
         arch = planned_architecture(config) if elsewhere else read_architecture(config)
         check_compatibility(config, arch)
-        num_ranks = policy_ranks(config, request.num_tasks)
-        check_layout(config, arch, num_ranks)
-        check_teacher(config, num_ranks)
+        check_layout(config, arch, policy_ranks(config, request.num_tasks))
     except ConfigError as error:
         yield str(error)
     yield from _time_problems(config, request)

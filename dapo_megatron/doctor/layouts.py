@@ -103,7 +103,8 @@ def check_options(config: Config, precision: str | None, json_file: Path | None)
     """Check the config and the options before any rank starts. Return the precision of the cases;
     the default is the highest one possible. Raises ConfigError."""
     arch = read_architecture(config)
-    check_layout(config, arch, smallest_world(config.policy, arch), has_engine=False)
+    world = smallest_world(config.policy, arch)
+    check_layout(config, arch, world, has_engine=False, has_teacher=False)
     check_compatibility(config, arch, has_engine=False)
     check_result(json_file)
     if has_cuda() and precision == "float64":

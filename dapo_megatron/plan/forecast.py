@@ -30,7 +30,7 @@ from dapo_megatron.plan.estimate import (
     estimate_memory,
     fullest,
 )
-from dapo_megatron.plan.layout import changes, check_layout, check_teacher, describe, layouts
+from dapo_megatron.plan.layout import changes, check_layout, describe, layouts
 from dapo_megatron.plan.speed import Assumptions, Speed, estimate_speed
 from dapo_megatron.types import ConfigError
 
@@ -44,7 +44,6 @@ def check(config: Config, num_processes: int) -> None:
     arch = planned_architecture(config)
     check_compatibility(config, arch)
     check_layout(config, arch, num_processes)
-    check_teacher(config, num_processes)
 
 
 def forecast(

@@ -75,13 +75,19 @@ def describe(policy: PolicyConfig, world_size: int) -> str:
 
 
 def check_layout(
-    config: Config, arch: Architecture, world_size: int, *, has_engine: bool = True
+    config: Config,
+    arch: Architecture,
+    world_size: int,
+    *,
+    has_engine: bool = True,
+    has_teacher: bool = True,
 ) -> None:
-    """Raise ConfigError if the layout does not fit the number of processes or the model.
+    """Raise ConfigError if the layout does not fit the number of processes, the model, or the
+    teacher of loss.distill.
 
     The message lists every problem. If the policy's layout is at fault, it also lists up to three
-    layouts near it that fit. Without an engine (`doctor layouts`), the section `engine` is not
-    checked.
+    layouts near it that fit. Without an engine (replays, `doctor layouts`), the section `engine` is
+    not checked, and without a teacher (`doctor layouts`) nothing of one.
     """
     policy = config.policy
     if config.loss.distill is not None and not arch.num_experts:  # experts are the teacher's
@@ -94,19 +100,12 @@ def check_layout(
         near = [f"  {changes(config, other)}" for other in layouts(config, world_size, arch)[:3]]
         problems += [f"layouts that fit {world_size} processes:", *(near or ["  none"])]
     refuse(problems)
-
-
-def check_teacher(config: Config, world_size: int, arch: Architecture | None = None) -> None:
-    """Check the layout for loss.distill's teacher, if there is one. `arch`: its architecture; None:
-    the planned one. Raises ConfigError naming the key."""
-    if config.loss.distill is None:
-        return
-    config = with_teacher(config)
-    try:
-        arch = arch or planned_architecture(config)
-        check_layout(config, arch, world_size, has_engine=False)
-    except ConfigError as error:
-        raise ConfigError(f"loss.distill.teacher: {error}") from error
+    if has_teacher and config.loss.distill is not None:
+        taught = with_teacher(config)
+        try:
+            check_layout(taught, planned_architecture(taught), world_size, has_engine=False)
+        except ConfigError as error:
+            raise ConfigError(f"loss.distill.teacher: {error}") from error
 
 
 def policy_ranks(config: Config, num_gpus: int) -> int:

@@ -12,10 +12,9 @@ from dapo_megatron.checkpoints.formats.hf import VISION
 from dapo_megatron.checkpoints.formats.open import open_model, open_store
 from dapo_megatron.checkpoints.formats.store import Store, read_into
 from dapo_megatron.cluster.collectives import on_all_ranks
-from dapo_megatron.config import Config, num_processes
+from dapo_megatron.config import Config
 from dapo_megatron.data.tokenizer import load_tokenizer
 from dapo_megatron.model import read_architecture
-from dapo_megatron.plan.layout import check_teacher
 from dapo_megatron.protocols import Exchange, Policy
 from dapo_megatron.types import CheckpointError, ConfigError
 
@@ -86,14 +85,13 @@ def keep_teacher(config: Config, ranks: Exchange, policy: Policy) -> None:
 
 def open_teacher(config: Config) -> Store:
     """Open the weights of loss.distill's teacher. Raises ConfigError naming the key if they cannot
-    be read, its tokens are not those of model.path, or it does not fit the policy's layout."""
+    be read, or its tokens are not those of model.path."""
     assert config.loss.distill is not None
     folder, key = Path(config.loss.distill.teacher), "loss.distill.teacher"
     try:
         store = open_store(folder, config.model.ignore_fields, drop_mtp=config.model.drop_mtp)
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"{key}: {folder}: {error}") from error
-    check_teacher(config, num_processes(config), store.arch)
     own = load_tokenizer(Path(config.model.path), "model.path").get_vocab()
     vocabulary = load_tokenizer(folder, key).get_vocab()
     for token in sorted(own.keys() | vocabulary.keys()):
