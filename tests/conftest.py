@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -55,6 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 _EXECUTORS = ("asyncio_", "Mlflow")
 """Name prefixes of executor threads of asyncio and MLflow, which Python ends at exit."""
+ENDING_SECONDS = 30.0
+"""Time in which processes and threads end that were told to, on a busy machine."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,12 +65,14 @@ def processes_end(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a file whose tests leave a child process, or a thread that keeps this process alive."""
     before = _processes(), set(threading.enumerate())
     yield
-    processes = _processes() - before[0]
+    deadline = time.monotonic() + ENDING_SECONDS
+    while (processes := _processes() - before[0]) and time.monotonic() < deadline:
+        time.sleep(0.05)
     if threads := _threads(before[1]):
         # Threads of an executor without references end when it is garbage-collected.
         gc.collect()
         for thread in threads:
-            thread.join(timeout=2.0)
+            thread.join(timeout=ENDING_SECONDS)
         threads = [thread for thread in threads if thread.is_alive()]
     assert not processes, f"{request.node.name}: its tests leave processes running: {processes}"
     assert not threads, f"{request.node.name}: its tests leave threads running: {threads}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,6 @@ def moody(response: str, truth: str, extra: Mapping[str, Any]) -> bool:
     if response == "raise":
         raise ValueError(response)
     return response == truth
-
-
-def processes_with(mark: str) -> list[str]:
-    """Return the command lines of live processes that have `mark` in their command line or
-    environment. Forks of a program inherit both. Zombies have neither."""
-    command_lines = []
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        if int(name) == os.getpid():
-            continue
-        command = environment = b""
-        with suppress(OSError):
-            command = Path(f"/proc/{name}/cmdline").read_bytes()
-            environment = Path(f"/proc/{name}/environ").read_bytes()
-        if mark.encode() in command + environment:
-            command_lines.append(command.replace(b"\0", b" ").decode())
-    return command_lines
 
 
 def broken(response: str, truth: str, extra: object) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import random
+import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 
-from tests.helpers.commands import Running
+from tests.helpers.commands import Running, started
+from tests.helpers.configs import REPOSITORY
+from tests.helpers.processes import PATIENCE_SECONDS, wait_until
+from tests.helpers.sockets import unused_port
 
-PATIENCE_SECONDS = 300.0
-"""Time after which a test gives up. Only a failing test waits so long."""
 SMALL = ("run.processes=1", "policy.tensor_parallel=1")
 SEPARATE = (*SMALL, "engine.colocated=false")
 FREE = (
@@ -29,11 +32,8 @@ FREE = (
 
 def rank_environment() -> dict[str, str]:
     """Return the variables of a launcher with one rank, so that the program starts no ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port()), "OMP_NUM_THREADS": "1"}
     return {**os.environ, **ranks, **where}
 
 
@@ -67,10 +67,40 @@ def servers(ids: Path) -> list[psutil.Process]:
 
 def wait_for_the_end(ids: Path) -> None:
     """Wait for the end of all engine servers."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while left := servers(ids):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
+    wait_until(lambda: not servers(ids), lambda: servers(ids))
+
+
+def kill_with_an_instance(
+    words: Sequence[object], ids: Path, rng: random.Random, folder: Path = REPOSITORY
+) -> bool:
+    """Start a run. Kill the process of an environment and soon afterwards everything, at random
+    moments. Return whether the run had not ended before."""
+    with started(*words, folder=folder, new_session=True) as running:
+        end = time.monotonic() + PATIENCE_SECONDS
+        while running.poll() is None and not kill_an_instance(ids, rng):
+            assert time.monotonic() < end, running.stdout
+            time.sleep(rng.uniform(0.02, 0.5))
+        end = time.monotonic() + rng.uniform(0.0, 3.0)
+        while running.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        is_killed = running.poll() is None
+        if is_killed:
+            os.killpg(running.pid, signal.SIGKILL)
+    wait_for_the_end(ids)
+    return is_killed
+
+
+def kill_an_instance(ids: Path, rng: random.Random) -> bool:
+    """Kill the process of some completion's environment. Return whether there was any."""
+    for server in servers(ids):
+        with suppress(psutil.Error):
+            for process in server.children():
+                if "dapo_megatron.environments.process" in process.cmdline():
+                    instances = process.children()
+                    if len(instances) > 1:  # else it may be the one that describes environments
+                        rng.choice(instances).kill()
+                        return True
+    return False
 
 
 def check_ledger(folder: Path, num_steps: int, samples_per_prompt: int = 4) -> dict[str, float]:

@@ -26,10 +26,9 @@ from dapo_megatron.engine.messages import (
 from dapo_megatron.rollout.pool import Facts, Pool
 from dapo_megatron.segments import Segment
 from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest
+from tests.helpers.processes import PATIENCE_SECONDS
 from tests.helpers.rollouts import MAX_TOKENS, Correct, Length, ScriptedDriver
 
-PATIENCE_SECONDS = 60.0
-"""Time after which a test gives up. Only a failing test waits so long."""
 SECRET = bytes(range(32))
 VERSIONS = {"version of vllm": "1.2"}
 MODEL = {"config.json": "c0ffee"}

@@ -1,7 +1,9 @@
-"""List processes of this machine and the addresses that they listen on."""
+"""List processes of this machine and the addresses that they listen on, and find a free port."""
 
 from __future__ import annotations
 
+import random
+import socket
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -28,3 +30,13 @@ def children(pid: int) -> list[int]:
     except psutil.NoSuchProcess:
         return [pid]
     return [pid, *(process.pid for process in descendants)]
+
+
+def unused_port() -> int:
+    """Return a free TCP port for a process that binds it later. The kernel gives no port of this
+    range to one that asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port

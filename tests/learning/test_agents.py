@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import run, started
+from tests.helpers.commands import run
 from tests.helpers.configs import REPOSITORY
-from tests.helpers.runs import PATIENCE_SECONDS, check_ledger, metrics_of, wait_for_the_end
+from tests.helpers.runs import check_ledger, kill_with_an_instance, metrics_of
 from tests.learning.test_resume import check_same
-from tests.learning.test_tools import kill_an_instance
 from tests.unit.test_docs import blocks
 
 CONFIG = REPOSITORY / "model_configs" / "tiny_tools.yaml"
@@ -73,16 +69,12 @@ def test_the_agent_of_the_documentation_trains(undisturbed: Path) -> None:
 def test_a_run_with_agents_that_is_killed_ends_in_the_same_bits(
     undisturbed: Path, agent: Path, ids: Path
 ) -> None:
-    rng = random.Random(1)
-    words = command(undisturbed.parent, "killed")
-    with started(*words, folder=agent, new_session=True) as running:
-        end = time.monotonic() + PATIENCE_SECONDS
-        while not kill_an_instance(ids, rng):
-            assert running.poll() is None and time.monotonic() < end, running.stdout
-            time.sleep(0.1)
-        time.sleep(rng.uniform(0.0, 2.0))
-        os.killpg(running.pid, signal.SIGKILL)
-    wait_for_the_end(ids)
-    done = run(*words, folder=agent)
-    assert done.returncode == 0, done.stdout + done.stderr
-    check_same(undisturbed.parent / "killed", undisturbed)
+    for number in range(4):
+        words = command(undisturbed.parent, f"killed_{number}")
+        is_killed = kill_with_an_instance(words, ids, random.Random(number), agent)
+        done = run(*words, folder=agent)
+        assert done.returncode == 0, done.stdout + done.stderr
+        check_same(undisturbed.parent / f"killed_{number}", undisturbed)
+        if is_killed:
+            return
+    raise AssertionError("all runs ended before the kill")

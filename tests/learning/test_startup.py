@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dapo_megatron.cluster.imports import COMPILER, UNUSED, quick_imports
-from dapo_megatron.cluster.launch import free_port
 from tests.helpers.configs import REPOSITORY, TINY
+from tests.helpers.sockets import unused_port
 
 HEAVY = {"torch", "transformers", "vllm", "megatron", "mlflow", "numpy", "reasoning_gym", "rich"}
 """Packages that only ranks and their child processes need."""
@@ -67,7 +67,7 @@ def test_ranks_and_engines_import_only_what_they_use(tmp_path: Path) -> None:
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     modules = tmp_path / "modules"
     arguments = ("train", TINY, *short, *folder, *alone, modules)
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port())}
     run_python(RANK, *arguments, **place, PYTHONPROFILEIMPORTTIME="1")
     imported = set(modules.read_text().split())
     assert "megatron.core" in imported and "vllm" not in imported

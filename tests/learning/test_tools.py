@@ -3,19 +3,14 @@ bits."""
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import time
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.helpers.commands import run, started
+from tests.helpers.commands import run
 from tests.helpers.configs import REPOSITORY
-from tests.helpers.runs import PATIENCE_SECONDS, check_ledger, metrics_of, servers, wait_for_the_end
+from tests.helpers.runs import check_ledger, kill_with_an_instance, metrics_of
 from tests.learning.test_resume import STEPS, check_same
 
 CONFIG = REPOSITORY / "model_configs" / "tiny_tools.yaml"
@@ -60,37 +55,13 @@ def test_a_run_that_is_killed_ends_in_the_same_bits(
     moments while the engine samples and tools answer. A second kill in the same turn would count as
     the call's fault, and change what is sampled."""
     directory, rng, left = undisturbed.parent, random.Random(num_kills), num_kills
-    for name in (f"killed_{num_kills}_{number}" for number in range(num_kills)):
-        while left:
-            with started(*command(directory, name), new_session=True) as running:
-                end = time.monotonic() + PATIENCE_SECONDS
-                while running.poll() is None and not kill_an_instance(ids, rng):
-                    assert time.monotonic() < end, running.stdout
-                    time.sleep(rng.uniform(0.02, 0.5))
-                end = time.monotonic() + rng.uniform(0.0, 3.0)
-                while running.poll() is None and time.monotonic() < end:
-                    time.sleep(0.05)
-                if running.poll() is not None:
-                    break
-                os.killpg(running.pid, signal.SIGKILL)
-                left -= 1
-            wait_for_the_end(ids)
-        done = run(*command(directory, name))
+    for number in range(num_kills + 4):
+        words = command(directory, f"killed_{num_kills}_{number}")
+        while left and kill_with_an_instance(words, ids, rng):
+            left -= 1
+        done = run(*words)
         assert done.returncode == 0, done.stdout + done.stderr
-        check_same(directory / name, undisturbed)
+        check_same(directory / f"killed_{num_kills}_{number}", undisturbed)
         if not left:
             return
     raise AssertionError(f"{left} kills are left: the runs ended before them")
-
-
-def kill_an_instance(ids: Path, rng: random.Random) -> bool:
-    """Kill the process of some completion's environment. Return whether there was any."""
-    for server in servers(ids):
-        with suppress(psutil.Error):
-            for process in server.children():
-                if "dapo_megatron.environments.process" in process.cmdline():
-                    instances = process.children()
-                    if len(instances) > 1:  # else it may be the one that describes environments
-                        rng.choice(instances).kill()
-                        return True
-    return False

@@ -335,7 +335,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
 
     done = run(*command(directory, "killed", "resume=auto"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step_000003" in done.stdout
+    assert re.search("step_00000[36]", done.stdout)
     assert (folder / "mlflow_run.json").read_text() == run_id
     assert read_metrics(folder) == read_metrics(straight)  # exactly
     kept = ("accuracy_before", "accuracy_after", "steps", "max_gap")

@@ -22,6 +22,7 @@ from dapo_megatron.types import TokenBatch
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import KIMI_YARN, ROPE, load_hf, make_random_model
+from tests.helpers.processes import is_alive, wait_until
 from tests.helpers.ranks import run_ranks
 
 GAP = 1e-5  # nats, float32
@@ -313,7 +314,7 @@ def check_spread(measured: dict[str, Any]) -> None:
 
 # ------------------------------------------------------------------ engines that are killed
 
-SILENCE_SECONDS = 8
+SILENCE_SECONDS = 20
 
 
 class TwoEngines:
@@ -347,7 +348,9 @@ class TwoEngines:
 
     def kill(self) -> None:
         if 1 in self.engines.servers:
-            os.kill(self.engines.servers[1].process_id, signal.SIGKILL)
+            pid = self.engines.servers[1].process_id
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: not is_alive(pid))
             time.sleep(0.2)  # for the end of its connection
 
     def sync(self, version: int) -> float:

@@ -31,6 +31,8 @@ OVERLONG = OverlongConfig(
     max_tokens=MAX_TOKENS, buffer_tokens=10, penalty=False, filter=False, filtered_in_mean=False
 )
 POOLS: list[EnvironmentPool] = []
+SECONDS = 10.0
+"""Time in which an agent has to call or end, also on a busy machine."""
 KINDS = ("plain", "once", "careless", "parallel", "unruly", "endless", "hostile", "stubborn")
 
 
@@ -40,7 +42,10 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     file = write_agents(folder, MODULE)
     sys.path.insert(0, str(folder))
     names = {f"agent:{MODULE}:{kind}" for kind in KINDS}
-    with EnvironmentPool(names, 4.0, 4096) as first, EnvironmentPool(names, 4.0, 4096) as second:
+    with (
+        EnvironmentPool(names, SECONDS, 4096) as first,
+        EnvironmentPool(names, SECONDS, 4096) as second,
+    ):
         POOLS[:] = first, second
         yield file
     sys.path.remove(str(folder))

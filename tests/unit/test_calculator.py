@@ -61,10 +61,10 @@ def test_results_are_those_of_python(expression: str) -> None:
 )
 @pytest.mark.filterwarnings("error")
 def test_hostile_expressions_are_refused_fast(expression: str, message: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ValueError, match=message):
         Calculator().calculate(expression)
-    assert time.monotonic() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 def test_the_longest_expressions_are_computed() -> None:

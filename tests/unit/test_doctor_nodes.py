@@ -65,7 +65,9 @@ def run_case(rank: int, case: str, root: Path, path: str) -> nodes.Findings:
     shift = (30.0 if rank == 0 else -30.0) if "clock" in case and is_bad else 0.0
     clock = SimpleNamespace(time=lambda: time.time() + shift, perf_counter=time.perf_counter)
     torch = {"torch": "2.12.0" if case == "version" and is_bad else "2.13.0"}
-    config = tiny_config(run__directory="runs", **KEYS.get(case, {}))
+    config = tiny_config(
+        run__directory="runs", preflight__max_clock_skew_seconds=15.0, **KEYS.get(case, {})
+    )
     with patch.object(nodes, "time", clock), patch.object(nodes, "versions", lambda: torch):
         checks = nodes.check_node(config, folder / f"{node}.json")
         findings = nodes.check_together(config, Ranks(rank, NUM_NODES, 0), node, checks)

@@ -19,7 +19,7 @@ from dapo_megatron.environments.interface import load_environment
 from dapo_megatron.environments.pool import EnvironmentPool
 from dapo_megatron.environments.process import MAX_TEXT, Answer, Request
 from dapo_megatron.types import ConfigError
-from tests.helpers.graders import processes_with
+from tests.helpers.processes import is_alive, processes_with, wait_until
 
 MODULE = '''
 import os, subprocess, sys, time
@@ -84,7 +84,8 @@ class Undocumented:
     def tool(self, x: int) -> int: return x
 not_a_class = 3
 '''
-SECONDS = 2.0
+SECONDS = 6.0
+"""Limit of an answer, far above what any takes that comes at all, also on a busy machine."""
 TOKEN = f"1000.{os.getpid()}"
 """Seconds that a child of an instance sleeps, to find it by."""
 
@@ -133,7 +134,7 @@ def do(pool: EnvironmentPool, what: str) -> Answer:
 
 def zombies(pool: EnvironmentPool) -> list[psutil.Process]:
     children = psutil.Process(pool._nursery.pid).children(recursive=True)
-    return [child for child in children if child.status() == psutil.STATUS_ZOMBIE]
+    return [child for child in children if not is_alive(child.pid)]
 
 
 def test_methods_are_described_and_their_arguments_checked(module: str) -> None:
@@ -230,15 +231,11 @@ def test_a_lost_instance_takes_nothing_with_it(
     answer(pool, "other")
     pool.start(0, f"{module}:Machine", {"start": 0})
     answer(pool)
-    started = time.monotonic()
     assert do(pool, what).cause == cause
-    assert time.monotonic() - started < 2 * SECONDS
-    deadline = time.monotonic() + 60  # a busy machine needed more than 5 s
-    while (processes_with(TOKEN) or zombies(pool)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not processes_with(TOKEN)
-    left = [(child, child.parent()) for child in zombies(pool)]
-    assert not left, f"{left}; the nursery: {psutil.Process(pool._nursery.pid)}"
+    wait_until(
+        lambda: not processes_with(TOKEN) and not zombies(pool),
+        lambda: (processes_with(TOKEN), zombies(pool)),
+    )
     pool.ask("other", Request("call", tool="add", arguments={"number": 1}))
     assert answer(pool, "other") == Answer("ok", "2")
     pool.start(0, f"{module}:Machine", {"start": 7})  # its place is free
@@ -253,7 +250,7 @@ def test_if_all_processes_die_each_instance_is_lost_and_others_start(
         answer(pool, key)
     instances = psutil.Process(pool._nursery.pid).children()
     pool._nursery.kill()
-    psutil.wait_procs(instances, 5)
+    wait_until(lambda: not any(is_alive(instance.pid) for instance in instances))
     lost: Counter[Any] = Counter()
     for key in range(3):
         pool.ask(key, Request("call", tool="add", arguments={"number": 1}))
@@ -274,19 +271,19 @@ def test_nothing_outlives_a_killed_owner(module: str) -> None:
         pool.start(0, "{module}:Machine", {{"start": 0}})
         while not pool.collect(1.0): pass
         pool.ask(0, Request("call", tool="do", arguments={{"what": "sleep with children"}}))
-        time.sleep(1.0)
         print(pool._folder, flush=True)
-        time.sleep(60.0)
+        time.sleep(1000.0)
     """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         folder = owner.stdout.readline().decode().strip()
-        assert os.path.exists(folder) and processes_with(TOKEN)
+        wait_until(lambda: any("sleep" in line for line in processes_with(TOKEN)))
+        assert os.path.exists(folder)
         owner.kill()
-    deadline = time.monotonic() + 60.0
-    while processes_with(TOKEN) or os.path.exists(folder):
-        assert time.monotonic() < deadline, processes_with(TOKEN)
-        time.sleep(0.05)
+    wait_until(
+        lambda: not processes_with(TOKEN) and not os.path.exists(folder),
+        lambda: processes_with(TOKEN),
+    )
 
 
 @pytest.mark.parametrize("num_calls", [300, pytest.param(10_000, marks=pytest.mark.long)])

@@ -59,7 +59,7 @@ class Checkout:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=60,
+            timeout=300,
             check=False,
         )
 
@@ -244,7 +244,7 @@ def test_an_engine_that_ends_is_started_again_until_the_run_is_over(tmp_path: Pa
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert script.returncode == 0, script.stdout
     assert script.stdout.count("engine ended with exit code 1; starting it again") == 2

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ from dapo_megatron.tracking.trackers import JsonlTracker
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import REPOSITORY, tiny_config
 from tests.helpers.console import Console
+from tests.helpers.processes import PATIENCE_SECONDS, wait_until
+from tests.helpers.sockets import unused_port
 
 SAMPLE, POLICY = "samples/step_000001/completions.parquet", "policy/step_000001_00000.parquet"
 
@@ -48,9 +50,7 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = unused_port()
         self.uri = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -153,13 +153,6 @@ class Run:
 def write(folder: Path, name: str, text: str = "{}") -> None:
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text)
-
-
-def wait_until(is_true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
-    while not is_true():
-        assert time.monotonic() < deadline, "not true after 120 s"
-        time.sleep(0.05)
 
 
 def client() -> Any:
@@ -382,13 +375,13 @@ def test_a_hung_server_does_not_stop_the_end_and_track_sends_the_rest(
     wait_until(lambda: (run.folder / "mlflow_run.json").exists())
     server.send(signal.SIGSTOP)
     try:
-        output, _ = process.communicate("FINISHED\n", timeout=60)
+        output, _ = process.communicate("FINISHED\n", timeout=PATIENCE_SECONDS)
     finally:
         server.send(signal.SIGCONT)
     assert process.returncode == 0
     assert output.count("\n") == 1
     assert f"`python -m dapo_megatron track {run.folder}` sends it" in output
-    assert track(run.folder, 60)
+    assert track(run.folder, PATIENCE_SECONDS)
     assert stored_run(run).info.status == "FINISHED"
     assert history(run, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
@@ -402,7 +395,7 @@ def test_after_a_kill_track_completes_the_run(server: Server, run: Config) -> No
         process.kill()
     write(run.folder, SAMPLE)
     for _ in range(2):
-        assert track(run.folder, 60)
+        assert track(run.folder, PATIENCE_SECONDS)
         [stored] = all_runs(run)
         assert stored.info.status == "KILLED"
         assert history(run, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0)]

@@ -22,6 +22,7 @@ from dapo_megatron.rewards.dapo_math import INVALID
 from dapo_megatron.rewards.process import INHERITED, MAX_MESSAGE_BYTES, Answer, checked
 from dapo_megatron.rewards.registry import MAX_PRED, MAX_SCORE
 from dapo_megatron.types import ConfigError, DapoError, Grade
+from tests.helpers.processes import is_alive, wait_until
 from tests.helpers.sandboxes import needs_sandbox
 
 HANG_SECONDS = 6.0
@@ -133,25 +134,12 @@ def grade_all(
     return results
 
 
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    # In a container without an init, a killed orphan stays as a zombie.
-    status = Path(f"/proc/{pid}/stat")
-    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 def noted_pids(pids: Path) -> set[int]:
     return {int(line) for line in pids.read_text().split()}
 
 
-def wait_until_dead(processes: set[int], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while any(map(alive, processes)):
-        assert time.monotonic() < deadline, f"still alive: {[p for p in processes if alive(p)]}"
-        time.sleep(0.02)
+def wait_until_dead(processes: set[int]) -> None:
+    wait_until(lambda: not any(map(is_alive, processes)))
 
 
 # ------------------------------------------------------------------------ failures

@@ -333,7 +333,7 @@ def test_each_grader_of_a_user_is_tried_before_a_run(
     prompts = [Prompt("mine", row, (1,), "q", "x+1", extra) for row in (4, 5)]
 
     def try_grader(grader: str | dict[str, str]) -> None:
-        try_graders({"mine": grader}, prompts, 3.0, 2048, ["PYTHONPATH"])
+        try_graders({"mine": grader}, prompts, 10.0, 2048, ["PYTHONPATH"])
 
     for index, (name, (_, reason)) in enumerate(TRIED.items()):
         with pytest.raises(DataError) as refused:

@@ -18,6 +18,7 @@ from dapo_megatron.rewards import pool, sandbox
 from dapo_megatron.rewards.sandbox import ProgramResult
 from dapo_megatron.rewards.seccomp import REFUSED
 from dapo_megatron.types import ConfigError
+from tests.helpers.processes import is_alive, wait_until
 from tests.helpers.sandboxes import needs_sandbox
 
 LONG_SECONDS = 100.0
@@ -258,23 +259,12 @@ def test_a_program_ends_with_its_killed_parent() -> None:
         below = children
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 60.0
-    while any(map(is_alive, below)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(is_alive, below)))
 
 
 def children_of(parents: set[int]) -> set[int]:
     paths = [Path(f"/proc/{parent}/task/{parent}/children") for parent in parents]
     return {int(child) for path in paths if path.exists() for child in path.read_text().split()}
-
-
-def is_alive(process_id: int) -> bool:
-    try:
-        status = Path(f"/proc/{process_id}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 @needs_sandbox

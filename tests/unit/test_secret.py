@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import pytest
 from dapo_megatron.cluster import secret as secrets
 from dapo_megatron.cluster.secret import answer, prove, secret_variable, take_secret
 from dapo_megatron.types import ConfigError, RankError
+from tests.helpers.sockets import unused_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEXT = "0123456789abcdef" * 4
@@ -171,9 +171,7 @@ os._exit(0)
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return unused_port()
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from dapo_megatron.cluster import servers
 from dapo_megatron.cluster.processes import STARTED_ON
 from dapo_megatron.cluster.servers import MAX_QUICK_ENDS, Server
-from tests.helpers.graders import processes_with
+from tests.helpers.processes import processes_with, wait_until
 
 STUB = """#!{python}
 import json, os, subprocess, sys, time
@@ -61,7 +60,8 @@ class Stub:
     def starts(self) -> list[dict[str, Any]]:
         if not self._record.exists():
             return []
-        return [json.loads(line) for line in self._record.read_text().splitlines()]
+        *lines, _ = self._record.read_text().split("\n")  # the last may be on its way
+        return [json.loads(line) for line in lines]
 
     @property
     def processes(self) -> list[str]:
@@ -71,13 +71,6 @@ class Stub:
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
     return Stub(tmp_path, monkeypatch)
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 def test_a_server_gets_its_address_and_secret_but_not_the_rank(

@@ -21,7 +21,7 @@ from tests.helpers.configs import REPOSITORY
 from tests.helpers.ranks import run_ranks
 
 PROGRAM = """
-import sys, time
+import os, signal, sys, time
 from pathlib import Path
 from dapo_megatron.cluster import watchdog
 from dapo_megatron.cluster.stop import Stop
@@ -35,16 +35,17 @@ if sys.argv[2] != "no":
     stop.hold(object())
 try:
     print("ready", flush=True)
+    if sys.argv[2] == "done":
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.lift_deadline()
+        time.sleep(5.0)  # time for the report and MLflow
+        raise SystemExit
     is_reported = False
     for _ in range(30_000):
         time.sleep(0.01)
         if stop.signal and not is_reported:
             is_reported = True
             print("signal", flush=True)
-        if sys.argv[2] == "done" and stop.signal:
-            stop.lift_deadline()
-            time.sleep(3.0)  # time for the report and MLflow
-            break
 except Stopped as error:
     print(error, flush=True)
     raise SystemExit(75)
@@ -87,7 +88,7 @@ def test_a_signal_before_the_first_step_stops_at_once(
 ) -> None:
     process = start(100.0, "no", tmp_path)
     process.send_signal(number)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=200)
     assert process.returncode == 75
     assert f"stopped by {number.name} before the first step" in out
 
@@ -101,14 +102,14 @@ def test_a_later_second_signal_ends_the_process_but_a_duplicate_does_not(tmp_pat
     time.sleep(SAME_SECONDS + 0.2)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=200)
     assert process.returncode == 128 + signal.SIGTERM
 
 
 def test_at_the_deadline_the_process_exits_and_dumps_its_stacks(tmp_path: Path) -> None:
     process = start(0.5, "hold", tmp_path)
     process.send_signal(signal.SIGUSR1)
-    _, err = process.communicate(timeout=60)  # without a deadline it would run for 300 s
+    _, err = process.communicate(timeout=200)  # without a deadline it would run for 300 s
     assert process.returncode == 1
     assert "Timeout" in err and "<string>" in err  # the stack
     verdict = read_reason(tmp_path / "verdict")
@@ -117,7 +118,6 @@ def test_at_the_deadline_the_process_exits_and_dumps_its_stacks(tmp_path: Path) 
 
 
 def test_a_run_that_has_finished_has_no_deadline(tmp_path: Path) -> None:
-    process = start(1.0, "done", tmp_path)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process = start(3.0, "done", tmp_path)
+    process.communicate(timeout=200)
     assert process.returncode == 0

@@ -92,7 +92,7 @@ def test_a_broken_call_is_an_error() -> None:
 def test_hostile_calls_are_errors_and_take_no_time(family: str) -> None:
     reader = CallReader("auto", talk_of(family))
     marks = "<tool_call>add\n" + "<arg_key>a</arg_key>\n<arg_value>" * 1000
-    started = time.monotonic()
+    started = time.process_time()
     for text in (
         written(family, "add", number="HALF").replace("HALF", "\\ud800"),
         written(family, "add", number="NESTED").replace('"NESTED"', '{"a":' * 20_000),
@@ -104,7 +104,7 @@ def test_hostile_calls_are_errors_and_take_no_time(family: str) -> None:
                 msgspec.json.encode(call.arguments)  # what reaches the environment can be sent
         except ValueError:
             continue
-    assert time.monotonic() - started < 5.0
+    assert time.process_time() - started < 5.0
     if family == "glm45":
         with pytest.raises(ValueError, match="too many"):
             reader.calls(marks)

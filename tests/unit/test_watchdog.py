@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,9 @@ import pytest
 from dapo_megatron.cluster import attempt, heartbeat
 from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.doctor import run
+from tests.helpers.processes import PATIENCE_SECONDS, wait_until
 
 LIMIT_SECONDS = 3.0
-EVENTUALLY_SECONDS = 300.0
-"""Timeout for events that happen much earlier, except on a heavily loaded machine."""
 
 
 @dataclass
@@ -34,20 +32,13 @@ class Job:
         wait_until(lambda: (self.folder / f"exchange_{step}_0").exists())
 
     def wait(self) -> list[int]:
-        return [rank.wait(EVENTUALLY_SECONDS) for rank in self.ranks]
+        return [rank.wait(PATIENCE_SECONDS) for rank in self.ranks]
 
     @property
     def verdict(self) -> attempt.ExitReason:
         verdict = attempt.read_reason(self.folder / "verdict")
         assert verdict is not None
         return verdict
-
-
-def wait_until(condition: Callable[[], object], seconds: float = EVENTUALLY_SECONDS) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not become true"
-        time.sleep(0.02)
 
 
 Start = Callable[..., Job]
@@ -94,7 +85,7 @@ def test_a_stopped_rank_is_named_by_the_others(start: Start, stopped: int) -> No
     job.wait_for_step(3)
     job.ranks[stopped].send_signal(signal.SIGSTOP)
     others = [rank for number, rank in enumerate(job.ranks) if number != stopped]
-    assert [rank.wait(EVENTUALLY_SECONDS) for rank in others] == [1, 1]
+    assert [rank.wait(PATIENCE_SECONDS) for rank in others] == [1, 1]
     assert job.ranks[stopped].poll() is None
     assert job.verdict.code == 1
     assert job.verdict.reason.startswith(f"hung: rank {stopped} (")
