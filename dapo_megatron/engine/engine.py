@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.config import Config
@@ -31,7 +31,6 @@ from dapo_megatron.model import read_architecture, stop_ids
 from dapo_megatron.segments import turns
 from dapo_megatron.types import (
     Completion,
-    ConfigError,
     DapoError,
     Finish,
     SampleRequest,
@@ -49,9 +48,7 @@ if TYPE_CHECKING:
 
 _EXTENSION = "dapo_megatron.engine.extension.WorkerExtension"
 _SYNC_FAILED = "a weight sync failed midway, so it holds a mixture of old and new weights"
-_NO_WEIGHTS = "it has no weights. Call load() first"
-_WEIGHTS_DROPPED = "sleep() dropped its weights. Call load() first"
-_CLOSED = "it is closed"
+_NO_WEIGHTS = "it has no weights, or sleep() dropped them. Call load() first"
 _NO_CACHE = "its KV cache is asleep. Call wake() first"
 
 
@@ -90,7 +87,6 @@ class VllmEngine:
         self._llm.llm_engine.output_processor.tokenizer = self.tokenizer  # finds texts that stop
         self.stop_ids = stop_ids(folder, self.tokenizer.eos_token_id)
         """Tokens that end a turn."""
-        self._knows_slices = False
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queue requests. Raises DapoError for a (ticket, sample) that is already in flight, or
@@ -146,22 +142,14 @@ class VllmEngine:
         """
         from dapo_megatron.engine.slices import check_used
 
-        traced = self._llm.collective_rpc("trace_slices", args=(offered,))
-        for _, error in traced:
-            if error:
-                raise SyncError(error)
-        wanted = [tensor_slices for tensor_slices, _ in traced]
+        wanted: list[list[TensorSlice]] = self._on_workers("trace_slices", offered)
         check_used(offered, wanted)
-        self._knows_slices = True
         return wanted
 
     def connect(self, meeting: Meeting) -> None:
         """Join the group in which the trainer ranks send weights, if they are on other GPUs. Raises
         SyncError."""
-        secret = run_secret(len(meeting.held)) or b""
-        for error in self._llm.collective_rpc("join_group", args=(meeting, secret)):
-            if error:
-                raise SyncError(error)
+        self._on_workers("join_group", meeting, run_secret(len(meeting.held)) or b"")
 
     def load(self, version: int, addresses: Sequence[str]) -> None:
         """Replace all weights by those that the trainer ranks at these addresses send, one for each
@@ -175,13 +163,9 @@ class VllmEngine:
             raise SyncError(f"weights offered with {len(self._requests)} requests in flight")
         if "weights" in self._asleep:
             raise SyncError('weights offered to an engine asleep. Call wake("weights") first')
-        self._require_slices()
         self._unusable = _SYNC_FAILED
         # Longer than a rank waits for a frozen worker, which delays the weights of all others.
-        arguments = (list(addresses), 3 * self._silence_seconds)
-        for error in self._llm.collective_rpc("receive_slices", args=arguments):
-            if error:
-                raise SyncError(error)
+        self._on_workers("receive_slices", list(addresses), 3 * self._silence_seconds)
         if not self._llm.reset_prefix_cache():
             raise SyncError("prefix cache: not dropped. Requests with old weights are in flight")
         self._unusable = ""
@@ -191,7 +175,6 @@ class VllmEngine:
         """Return the fingerprints (bridge/verify.py) of each worker's slices, as (index in `trace`,
         fingerprint). Slices that cannot be read back (readback.py) are left out."""
         self._require_usable()
-        self._require_slices()
         return self._llm.collective_rpc("fingerprint_slices")
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -223,8 +206,7 @@ class VllmEngine:
             return
         self._llm.sleep(level=2)
         self._asleep = set(memory.MEMORY_TAGS)
-        if self._unusable != _SYNC_FAILED:
-            self._unusable = _WEIGHTS_DROPPED
+        self._unusable = _NO_WEIGHTS
 
     def wake(self, part: memory.MemoryTag) -> None:
         """Allocate memory again for the weights, which `load` must fill, or for the KV cache, after
@@ -233,24 +215,20 @@ class VllmEngine:
         if part not in self._asleep:
             return
         if device.has_cuda():
-            for error in self._llm.collective_rpc("room_to_wake", args=(part,)):
-                if error:
-                    raise ConfigError(error)
+            self._on_workers("check_room", part)
         self._llm.wake_up(tags=[part])
         self._asleep.remove(part)
         if part == "kv_cache" and device.has_cuda():
             self._llm.collective_rpc("clear_cache")
 
-    def close(self) -> None:
-        """Shut the engine and its workers down. Idempotent."""
-        if self._unusable != _CLOSED:
-            self._unusable = _CLOSED
-            self._requests.clear()
-            self._llm.llm_engine.engine_core.shutdown()
-
-    def _require_slices(self) -> None:
-        if not self._knows_slices:
-            raise SyncError("the engine was not asked for its slices. Call trace() first")
+    def _on_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of all workers. Return the results. Raises the error of the first one that
+        failed."""
+        answers = self._llm.collective_rpc(method, args=arguments)
+        for _, error in answers:
+            if error is not None:
+                raise error.error()
+        return [result for result, _ in answers]
 
     def _require_usable(self) -> None:
         if self._unusable:

@@ -12,7 +12,8 @@ update no NaN may be left.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from dapo_megatron.bridge.buckets import received
 from dapo_megatron.bridge.group import Meeting, worker_transfer
 from dapo_megatron.bridge.transfer import Transfer
 from dapo_megatron.bridge.verify import fingerprints
+from dapo_megatron.cluster.collectives import ErrorRecord
 from dapo_megatron.engine import device
 from dapo_megatron.engine.loading import SliceLoader
 from dapo_megatron.engine.loads import LoadedSlice, trace
@@ -43,7 +45,7 @@ from dapo_megatron.engine.readback import read_back
 from dapo_megatron.engine.routes import capture_routes
 from dapo_megatron.engine.slices import Offer
 from dapo_megatron.protocols import ReceivedTensor
-from dapo_megatron.types import ConfigError, DapoError, Region, SyncError, TensorSlice
+from dapo_megatron.types import DapoError, Region, SyncError, TensorSlice
 
 # Also in the worker processes, which import this file.
 device.adapt_process()
@@ -52,6 +54,20 @@ capture_routes()
 _UNQUANTIZED = UnquantizedFusedMoEMethod | UnquantizedLinearMethod | UnquantizedEmbeddingMethod
 _FP8_NAN = 0xFF
 """NaN in every FP8 format."""
+
+
+def _reporting(method: Callable[..., Any]) -> Callable[..., tuple[Any, ErrorRecord | None]]:
+    """Let a method return its error beside its result, because the workers of an engine must fail
+    together."""
+
+    @wraps(method)
+    def report(*arguments: Any) -> tuple[Any, ErrorRecord | None]:
+        try:
+            return method(*arguments), None
+        except DapoError as error:
+            return None, ErrorRecord.of(error)
+
+    return report
 
 
 class WorkerExtension:
@@ -78,59 +94,47 @@ class WorkerExtension:
     slice_loads: list[LoadedSlice]
     """Slices to load into this worker's model, and where; set by `trace_slices`."""
 
-    def trace_slices(self, offered: Offer) -> tuple[list[TensorSlice], str]:
-        """Return the slices of the `offered` HF tensors that this worker needs, and an error or "".
-
-        The error is not raised, because the workers of an engine must fail together.
-        """
-        try:
-            self.slice_loads = trace(self.get_model(), offered)
-        except SyncError as error:
-            return [], str(error)
+    @_reporting
+    def trace_slices(self, offered: Offer) -> list[TensorSlice]:
+        """Return the slices of the `offered` HF tensors that this worker needs."""
+        self.slice_loads = trace(self.get_model(), offered)
         self._slice_loader = SliceLoader(self.slice_loads)
         self.wanted_slices = list(dict.fromkeys(load.tensor_slice for load in self.slice_loads))
-        return self.wanted_slices, ""
+        return self.wanted_slices
 
-    def receive_slices(self, addresses: Sequence[str], seconds: float) -> str:
+    @_reporting
+    def receive_slices(self, addresses: Sequence[str], seconds: float) -> None:
         """Load what the trainer rank on this worker's GPU sends (bridge/buckets.py), or without
-        addresses what arrives in the group. Return an error or "". Nothing may arrive for
-        `seconds`."""
+        addresses what arrives in the group. Nothing may arrive for `seconds`."""
         weights = (
             received(addresses[self.rank], seconds) if addresses else iter(self.transfer or ())
         )
         try:
             self.load_slices(weights)
-        except SyncError as error:
+        except SyncError:
             for _ in weights:  # other engines get theirs in the same collectives
                 pass
-            return str(error)
+            raise
         except RuntimeError as error:  # of the group
             if addresses:
                 raise
-            return f"the transfer failed: {error}"
-        return ""
+            raise SyncError(f"the transfer failed: {error}") from error
 
-    def join_group(self, meeting: Meeting, secret: bytes) -> str:
-        """Join the group in which weights arrive (bridge/group.py). Return an error or ""."""
+    @_reporting
+    def join_group(self, meeting: Meeting, secret: bytes) -> None:
+        """Join the group in which weights arrive (bridge/group.py)."""
         self.transfer = None  # closes the last group
-        try:
-            self.transfer = worker_transfer(meeting, self.rank, secret, self.device)
-        except DapoError as error:
-            return str(error)
-        return ""
+        self.transfer = worker_transfer(meeting, self.rank, secret, self.device)
 
-    def room_to_wake(self, part: MemoryTag) -> str:
-        """Return an error if this worker's GPU has too little memory to wake `part`, else ""."""
-        try:
-            check_room(part)
-        except ConfigError as error:
-            return str(error)
-        return ""
+    @_reporting
+    def check_room(self, part: MemoryTag) -> None:
+        """Check that this worker's GPU has the memory to wake `part`."""
+        check_room(part)
 
     def load_slices(self, weights: Iterable[ReceivedTensor]) -> None:
         """Load `weights`, each wanted slice once. A layer is packed as soon as it is complete.
 
-        Raises SyncError like `loading.checked`, and for a layer that was not quantized again. The
+        Raises SyncError like `SliceLoader.load`, and for a layer that was not quantized again. The
         model then holds a mixture of old and new weights, and can be loaded again.
         """
         model = self.get_model()
@@ -160,15 +164,9 @@ class WorkerExtension:
         prints = fingerprints(values())
         return list(zip(indices, prints, strict=True))
 
-    def read_slices(
-        self, names: Container[str] | None = None
-    ) -> Iterator[tuple[TensorSlice, Tensor | None]]:
-        """Return each wanted slice, or only slices of the tensors in `names`, with its value as
-        `read_back` yields it."""
-        loads = self.slice_loads
-        if names is not None:
-            loads = [load for load in loads if load.tensor_slice.name in names]
-        return read_back(self.get_model(), loads)
+    def read_slices(self) -> Iterator[tuple[TensorSlice, Tensor | None]]:
+        """Return each wanted slice, with its value as `read_back` yields it."""
+        return read_back(self.get_model(), self.slice_loads)
 
     def read_routes(self, blocks: Sequence[int], waits: bool) -> NDArray[np.generic] | None:
         """Return the routes in these blocks of the KV cache (routes.py); None except from the first

@@ -69,8 +69,8 @@ STREAMS: dict[str, Callable[[Stream], Stream]] = {
 
 def flip_bit(engine: Any, undo: ExitStack) -> None:
     """Flip the lowest bit of the first element of a norm, which the engine stores unchanged."""
-    (slices,) = engine._llm.collective_rpc(lambda worker: list(worker.read_slices({NORM})))
-    ((_, value),) = slices
+    (slices,) = engine._llm.collective_rpc(lambda worker: list(worker.read_slices()))
+    (value,) = (value for part, value in slices if part.name == NORM)
     value.view(-1)[:1].view({2: torch.int16, 4: torch.int32}[value.itemsize]).bitwise_xor_(1)
 
 

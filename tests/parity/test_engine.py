@@ -22,7 +22,7 @@ from tests.helpers.engines import (
     PROMPT_TOKENS,
     RESPONSE_TOKENS,
     Results,
-    closed,
+    close,
     gap,
     hf_model,
     interrupted,
@@ -57,7 +57,7 @@ def _observe(folder: Path) -> Observations:
     observed["flood"] = len(run(engine, requests(range(12), num_tokens=120, temperature=1.0)))
     observed["stopped"] = _stopped(engine, observed["batch"])
     observed["unseeded"] = run(engine, unseeded())
-    closed(engine)
+    close(engine)
     other = start(folder, seed=1, engine__max_sequences=MAX_SEQUENCES)
     observed["other seed"] = run(other, unseeded())
     observed["same requests"] = run(other, requests(range(6)))
@@ -68,8 +68,7 @@ def _observe(folder: Path) -> Observations:
     observed["again and again"] = _again_and_again(other, folder)
     observed["queued"] = _queued(other)
     observed["new"] = _new_weights(other, folder)
-    other.sleep()
-    observed["end asleep"] = closed(other)
+    close(other)
     return observed
 
 
@@ -254,11 +253,6 @@ def test_a_text_ends_a_completion(observed: Observations, folder: Path) -> None:
         assert completion.logprobs == pytest.approx(whole.logprobs[:num_tokens], abs=GAP)
         assert stop in tokenizer.decode(completion.tokens)
         assert stop not in tokenizer.decode(completion.tokens[:-1])
-
-
-def test_an_engine_closed_asleep_leaves_nothing_behind(observed: Observations) -> None:
-    nothing = {"refused": True, "is freed": True, "children": [], "threads": []}
-    assert observed["end asleep"] == nothing
 
 
 # ------------------------------------------------------------------ interrupts

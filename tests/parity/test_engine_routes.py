@@ -27,6 +27,7 @@ from tests.helpers.configs import tiny_config
 from tests.helpers.engines import (
     PROMPT_TOKENS,
     Results,
+    close,
     hf_model,
     interrupted,
     message,
@@ -93,7 +94,7 @@ def sampled(num_workers: int, folders: Mapping[str, list[Path]]) -> dict[str, Sa
         engine._llm.llm_engine.abort_request(list(engine._requests))
         engine._requests.clear()
         results[name] = Sampled(done | run(engine, continued), num_preempted, refusal)
-        engine.close()
+        close(engine)
     return results
 
 

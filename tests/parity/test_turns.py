@@ -25,7 +25,7 @@ from dapo_megatron.environments.pool import EnvironmentPool
 from dapo_megatron.segments import turns
 from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest
 from tests.helpers.configs import tiny_config
-from tests.helpers.engines import GAP, hf_model, run_alone, segment_gap, start, sync
+from tests.helpers.engines import GAP, close, hf_model, run_alone, segment_gap, start, sync
 from tests.helpers.models import make_random_model, randomize
 from tests.helpers.templates import FAMILIES, family_conversation, sampled_turn
 
@@ -229,7 +229,7 @@ def _observe(family: str, folder: Path) -> dict[bool, Observations]:
         talks = Talks(family, folder, engine, pool)
         thinking = (True, False) if FAMILIES[family].thinks else (True,)
         observed = {thinks: talks.observe(thinks) for thinks in thinking}
-    engine.close()
+    close(engine)
     return observed
 
 
