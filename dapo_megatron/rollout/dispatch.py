@@ -94,7 +94,6 @@ class _InFlight:
     segments: tuple[Segment, ...]
     is_finished: bool
     """Whether the completion is only graded."""
-    has_environment: bool
 
 
 class Dispatcher:
@@ -196,9 +195,7 @@ class Dispatcher:
             is_finished = so_far is not None and so_far.finish is not Finish.UNFINISHED
             by_replica[replica].setdefault(ticket, []).append(sample)
             segments = () if so_far is None else so_far.segments
-            self._in_flight[ticket, sample] = _InFlight(
-                replica, segments, is_finished, bool(self._groups[ticket].prompt.environment)
-            )
+            self._in_flight[ticket, sample] = _InFlight(replica, segments, is_finished)
             if not is_finished:
                 self._sent[replica] += 1
                 self._running[replica] += 1
@@ -259,7 +256,7 @@ class Dispatcher:
         for replica, report in reports:
             for key in report.restarted:
                 known = self._in_flight.get(key)
-                if known is not None and known.replica == replica and known.has_environment:
+                if known is not None and known.replica == replica:
                     self._in_flight[key] = replace(known, segments=())
             for item in report.returned:
                 ticket, completion, _ = item
@@ -283,9 +280,10 @@ class Dispatcher:
             in_flight = self._in_flight[ticket, completion.sample]
             segments = _stamped(in_flight.segments, completion.segments, replica)
             completion = replace(completion, segments=segments)
+            has_failed = why and completion.grade is None
             if completion.finish is Finish.UNFINISHED:
                 unfinished.append((ticket, completion))
-            elif stop and in_flight.has_environment and why and completion.grade is None:
+            elif stop and has_failed and self._groups[ticket].prompt.environment:
                 pass  # its environment failed; it is sampled again after a resume
             elif not in_flight.is_finished:
                 sampled.append((ticket, replace(completion, grade=None)))
@@ -306,42 +304,18 @@ class Dispatcher:
         """Return what is wrong with a returned completion; an empty string if nothing is."""
         ticket, completion, why = item
         in_flight = self._in_flight.get((ticket, completion.sample))
-        is_finished = completion.finish is not Finish.UNFINISHED
         if in_flight is None or in_flight.replica != replica:
             return "a completion that this replica was not asked for"
-        if not is_interrupted and not (is_finished and why):
+        if not is_interrupted and not why:
             return "returned without a grade, but it was not interrupted"
-        if why and not is_finished:
-            return "graded, but not finished"
-        if (completion.grade is not None) != (why == "graded"):
-            return f"grade {completion.grade}, although grading it gave {why!r}"
-        if len(completion.logprobs) != completion.num_tokens:
-            return f"{len(completion.logprobs)} log-probs for {completion.num_tokens} tokens"
-        if sum(segment.num_tokens for segment in completion.segments) != completion.num_tokens:
-            return f"segments {completion.segments} for {completion.num_tokens} tokens"
-        if not completion.num_sampled:
-            return "none of its tokens was sampled"
-        if completion.longest_branch > self._sampling.max_tokens:
-            return (
-                f"{completion.longest_branch} tokens, with a limit of {self._sampling.max_tokens}"
-            )
-        if not in_flight.has_environment and (fault := self._length_fault(completion)):
-            return fault
-        is_same = completion.segments == in_flight.segments
-        if in_flight.is_finished:
-            is_same = is_same and is_finished
-            return "" if is_same else f"segments {completion.segments}, but it was only to grade"
-        if is_same and (in_flight.has_environment or not is_finished):
-            return ""  # interrupted before its first new token, or ended by its environment
-        return _segment_fault(in_flight, completion.segments, self._version)
-
-    def _length_fault(self, completion: Completion) -> str:
-        """Return why the end of a completion without an environment does not fit its length."""
-        is_long = completion.num_tokens == self._sampling.max_tokens
-        expected = {Finish.STOP, Finish.LENGTH if is_long else Finish.UNFINISHED}
-        if completion.finish in expected:
-            return ""
-        return f"{completion.finish.value} with {completion.num_tokens} tokens"
+        num_tokens, limit = completion.num_tokens, self._sampling.max_tokens
+        if len(completion.logprobs) != num_tokens:
+            return f"{len(completion.logprobs)} log-probs for {num_tokens} tokens"
+        if sum(segment.num_tokens for segment in completion.segments) != num_tokens:
+            return f"segments {completion.segments} for {num_tokens} tokens"
+        if completion.longest_branch > limit:
+            return f"{completion.longest_branch} tokens, with a limit of {limit}"
+        return _segment_fault(in_flight.segments, completion.segments, self._version)
 
     def _refuse(self, replica: int, ticket: int, sample: int, fault: str) -> None:
         raise RankError(
@@ -366,26 +340,18 @@ def _stamped(
     )
 
 
-def _segment_fault(in_flight: _InFlight, segments: tuple[Segment, ...], version: int | None) -> str:
-    """Return why `segments` do not continue the completion under weights of `version` (None: any);
+def _segment_fault(
+    so_far: tuple[Segment, ...], segments: tuple[Segment, ...], version: int | None
+) -> str:
+    """Return why `segments` do not continue those `so_far` under weights of `version` (None: any);
     an empty string if they do."""
-    so_far = in_flight.segments
-    fault = f"segments {segments}" + (f" after {so_far}" if so_far else "")
     num_kept = len(so_far)
-    if so_far and not so_far[-1].is_observed and segments[:num_kept] != so_far:
-        num_kept -= 1  # the last one has grown, because the run resumed
-        grown = segments[num_kept] if num_kept < len(segments) else so_far[-1]
-        is_same_kind = (grown.version, grown.is_observed) == (so_far[-1].version, False)
-        if not is_same_kind or grown.num_tokens <= so_far[-1].num_tokens:
-            return fault
-    new = segments[num_kept:]
-    if segments[:num_kept] != so_far[:num_kept] or not new:
-        return fault
-    if any(segment.num_tokens < 1 for segment in new):
-        return fault
-    if not in_flight.has_environment and (len(new) > 1 or new[0].is_observed):
-        return fault
-    for segment in new:
+    if segments[:num_kept] != so_far:  # the last one has grown, because the run resumed
+        num_kept -= 1
+    is_shorter = sum(s.num_tokens for s in segments) < sum(s.num_tokens for s in so_far)
+    if segments[:num_kept] != so_far[:num_kept] or is_shorter:
+        return f"segments {segments} after {so_far}"
+    for segment in segments[num_kept:]:
         if not segment.is_observed and version is not None and segment.version != version:
             return f"its last tokens are of weights {segment.version}, not {version}"
     return ""
