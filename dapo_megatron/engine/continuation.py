@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dapo_megatron.segments import BRANCH, ENVIRONMENT, Segment
-from dapo_megatron.types import Completion, DapoError, Finish, SampleRequest, packed
+from dapo_megatron.types import Completion, Finish, SampleRequest, packed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,16 +17,8 @@ if TYPE_CHECKING:
 
 
 def tokens_left(request: SampleRequest) -> int:
-    """Return how many tokens may still be sampled. Raises DapoError if there are none. vLLM's own
-    error would not name the request."""
-    left = request.max_tokens - len(_tokens(request))
-    if left < 1:
-        raise DapoError(
-            f"ticket {request.ticket}, sample {request.sample}: asked to continue "
-            f"{len(_tokens(request))} tokens, but rollout.max_response_tokens is "
-            f"{request.max_tokens}. It was larger when they were sampled. Resume with that limit"
-        )
-    return left
+    """Return how many tokens may still be sampled."""
+    return request.max_tokens - len(_tokens(request))
 
 
 def prompt_of(request: SampleRequest) -> list[int]:
@@ -48,31 +40,14 @@ def append_tokens(
     the completion so far its earlier routes are kept.
 
     Without new tokens, the completion so far is returned unchanged. A request without a completion
-    so far must have a new token. Raises ValueError if tokens and log-probs differ in number.
+    so far must have a new token.
     """
-    if len(tokens) != len(logprobs):
-        raise ValueError(
-            f"ticket {request.ticket}, sample {request.sample}: {len(logprobs)} log-probs for "
-            f"{len(tokens)} new tokens"
-        )
     so_far = request.so_far
     if not tokens and so_far is not None:
         return so_far
     new_tokens, new_logprobs = array("i", tokens), array("f", logprobs)
     new_routes = None if routes is None else packed(routes)
     if so_far is not None and new_routes is not None:
-        num_tokens = len(prompt_of(request)) - 1
-        width = len(new_routes) // (num_tokens + len(tokens))
-        # The engine computes observed tokens only now, and the token before them.
-        num_known = num_tokens - _num_observed_last(so_far)
-        if not so_far.num_sampled:
-            pass  # nothing was computed yet
-        elif so_far.routes is None or len(so_far.routes) != num_known * width:
-            raise DapoError(
-                f"ticket {request.ticket}, sample {request.sample}: the routes of its first "
-                f"{num_known} tokens are not known. They were sampled without policy.router_replay "
-                "engine, or by another model"
-            )
         known = so_far.routes or new_routes[:0]
         new_routes = known + new_routes[len(known) :]
     return Completion(
@@ -160,9 +135,3 @@ def _appended(segments: tuple[Segment, ...], new: Segment) -> tuple[Segment, ...
     if last and is_same and new.engine != BRANCH:
         return (*segments[:-1], replace(new, num_tokens=last.num_tokens + new.num_tokens))
     return (*segments, new)
-
-
-def _num_observed_last(completion: Completion) -> int:
-    """Return the number of observed tokens after the last sampled one."""
-    last = completion.segments[-1]
-    return last.num_tokens if last.is_observed else 0

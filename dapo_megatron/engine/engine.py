@@ -89,8 +89,7 @@ class VllmEngine:
         """Tokens that end a turn."""
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Queue requests. Raises DapoError for a (ticket, sample) that is already in flight, or
-        whose completion so far has reached its limit."""
+        """Queue requests. Raises DapoError for a (ticket, sample) that is already in flight."""
         self._require_awake()
         for request in requests:
             name = _name(request)

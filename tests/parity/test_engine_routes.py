@@ -30,7 +30,6 @@ from tests.helpers.engines import (
     close,
     hf_model,
     interrupted,
-    message,
     requests,
     rest,
     run,
@@ -63,11 +62,10 @@ pytestmark = pytest.mark.timeout(2 * SECONDS)
 
 @dataclass
 class Sampled:
-    """Completions of an engine, and the error of a completion without routes."""
+    """Completions of an engine."""
 
     completions: Results
     num_preempted: int
-    refusal: str
 
 
 def sampled(num_workers: int, folders: Mapping[str, list[Path]]) -> dict[str, Sampled]:
@@ -83,17 +81,7 @@ def sampled(num_workers: int, folders: Mapping[str, list[Path]]) -> dict[str, Sa
         partial = interrupted(engine)
         sync(engine, hf_model(second), engine.version + 1)
         continued = [after_an_answer(each) for each in rest(REQUESTED, done, partial)]
-        unknown = [
-            replace(request, so_far=replace(request.so_far, routes=None))
-            for request in continued
-            if request.so_far is not None
-        ]
-        engine.submit(unknown[:1])
-        engine.step()
-        refusal = message(engine.interrupt)
-        engine._llm.llm_engine.abort_request(list(engine._requests))
-        engine._requests.clear()
-        results[name] = Sampled(done | run(engine, continued), num_preempted, refusal)
+        results[name] = Sampled(done | run(engine, continued), num_preempted)
         close(engine)
     return results
 
@@ -246,10 +234,3 @@ def test_weights_choose_differently_so_that_the_comparison_can_fail(
     pairs = zip(*choices[model], strict=True)
     share = [float((a == b).all(-1).double().mean()) for a, b in pairs]
     assert max(share) < 0.5
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_completion_without_routes_cannot_be_continued(model: str, results: Any) -> None:
-    refusal = results[model, 1].refusal
-    assert "tokens are not known. They were sampled without" in refusal
-    assert refusal.startswith("ticket ")
