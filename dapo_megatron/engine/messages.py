@@ -176,18 +176,6 @@ class Report:
     """Error of a call, or of building the engine."""
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts that must be the same for rank 0 and every engine.
-
-    versions  of the code and its libraries, by name
-    model     digests of the model's files, by file name
-    """
-
-    versions: Mapping[str, str]
-    model: Mapping[str, str]
-
-
 def difference(here: Mapping[str, str], there: Mapping[str, str]) -> str:
     """Return the first fact that differs, as text; empty if none does."""
     for name in sorted(here.keys() | there.keys()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -78,14 +78,12 @@ def sample_all(
     tickets: Sequence[tuple[int, Prompt]],
     sampling: Sampling,
     num_samples: int,
-    on_progress: Callable[[int], None] = lambda num_groups: None,
 ) -> list[Group]:
     """Sample and grade `num_samples` completions of all (ticket, prompt) pairs. Return the groups
     in this order, without tokens and texts.
 
-    The grade of a completion that could not be graded is None. `on_progress` is called with the
-    number of decided groups. Raises Stopped, after stopping the engines, if a rank was asked to
-    stop, and EnginesLost if no replica is left.
+    The grade of a completion that could not be graded is None. Raises Stopped, after stopping the
+    engines, if a rank was asked to stop, and EnginesLost if no replica is left.
     """
     groups = {ticket: OpenGroup(ticket, prompt, num_samples) for ticket, prompt in tickets}
     dispatcher = Dispatcher(driver, sampling, groups)
@@ -114,7 +112,6 @@ def sample_all(
                 if not group.is_decided:
                     group.reset()
                     dispatcher.submit(group)
-        on_progress(num_decided)
     dispatcher.interrupt()
     return [group.group() for group in groups.values()]
 

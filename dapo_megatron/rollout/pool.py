@@ -24,7 +24,6 @@ from dapo_megatron.cluster.instruments import TimelineRecorder
 from dapo_megatron.engine.messages import (
     CALLS,
     STEPS,
-    Facts,
     GroupRequest,
     Hello,
     Order,
@@ -74,6 +73,8 @@ class Pool:
     """Engines of a run. Implements dispatch.Driver. One thread uses it at a time.
 
     config       is given to the servers
+    versions     of the code and its libraries, by name. Servers must have the same
+    model_files  digests of the model's files, by name. Servers must have the same
     seed, start  of the run, and the name of what it starts from: they seed the random numbers of
                  the servers
     """
@@ -83,7 +84,8 @@ class Pool:
         endpoint: str,
         secret: bytes,
         config: Mapping[str, Any],
-        facts: Facts,
+        versions: Mapping[str, str],
+        model_files: Mapping[str, str],
         *,
         num_replicas: int,
         max_sequences: int,
@@ -108,7 +110,7 @@ class Pool:
         """Why the last engine that could not be built failed."""
         self.given_up: list[str] = []
         """Processes that have to be ended, because they may hang."""
-        self._config, self._facts = dict(config), facts
+        self._config, self._versions, self._model_files = dict(config), versions, model_files
         self._seed, self._start = seed, start
         self._num_steps = STEPS if deterministic else 0
         self._silence_seconds = silence_seconds
@@ -353,7 +355,7 @@ class Pool:
             self.failure = report.error
             self.lose(engine.replica, report.error.text)
         elif report.ready is not None:
-            if fault := difference(self._facts.model, report.ready):
+            if fault := difference(self._model_files, report.ready):
                 self.lose(engine.replica, f"model.path: {fault}")
             engine.is_ready = True
         elif report.is_news:
@@ -365,7 +367,7 @@ class Pool:
         """Admit a server that connects, or tell it why not."""
         free = set(range(self.num_replicas)) - self._engines.keys()
         replica = min(free, default=None) if hello.replica is None else hello.replica
-        fault = difference(self._facts.versions, hello.facts)
+        fault = difference(self._versions, hello.facts)
         if replica is None or replica >= self.num_replicas:
             fault = f"the run has its {self.num_replicas} engines (engine.replicas)"
         if fault or replica is None:

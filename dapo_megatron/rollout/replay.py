@@ -22,7 +22,7 @@ from dapo_megatron.protocols import Exchange
 from dapo_megatron.rollout import record
 from dapo_megatron.rollout.collector import StepPlan, step_plan, trained_groups
 from dapo_megatron.rollout.delivery import Delivery
-from dapo_megatron.rollout.record import OpenGroups, RecordedGroup
+from dapo_megatron.rollout.record import OpenGroups
 from dapo_megatron.types import (
     Collected,
     DataError,
@@ -73,7 +73,7 @@ class Replay:
         """Return the plan of a step, and add the groups to train on to `train`."""
         folder = self._folder(version + 1)
         recorded = list(record.read_groups(folder / record.COMPLETIONS))
-        ended = [(item.group, _outcome(folder, item)) for item in recorded]
+        ended = [(item.group, Outcome(item.outcome)) for item in recorded]
         decided = [group for group, outcome in ended if outcome is not Outcome.EXPIRED]
         train += trained_groups(self.config, recorded, folder)
         counts = Counter(outcome.value for _, outcome in ended)
@@ -136,10 +136,3 @@ class NoSync:
 
     def switch_to_policy(self) -> None:
         """Do nothing: the policy always has the accelerator."""
-
-
-def _outcome(folder: Path, recorded: RecordedGroup) -> Outcome:
-    try:
-        return Outcome(recorded.outcome)
-    except ValueError as error:
-        raise DataError(f"{folder}: ticket {recorded.group.ticket}: {error}") from error

@@ -22,7 +22,6 @@ from dapo_megatron.cluster.servers import Server
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.config import Config, PolicyConfig, TrainConfig
 from dapo_megatron.data.packing import plan_microbatches
-from dapo_megatron.engine.messages import Facts
 from dapo_megatron.engine.server import engine_facts, model_digests
 from dapo_megatron.model import Groups, engine_groups, read_architecture
 from dapo_megatron.plan.rows import row_multiple, sequence_multiple
@@ -157,7 +156,8 @@ def _pool(config: Config, ranks: Ranks, secret: bytes, start: str) -> Pool:
         pool_endpoint(ranks.world_size),
         secret,
         config.model_dump(mode="json"),
-        Facts(engine_facts(), model_digests(config.model.path)),
+        engine_facts(),
+        model_digests(config.model.path),
         num_replicas=config.num_replicas(ranks.world_size),
         max_sequences=config.engine.max_sequences,
         deterministic=config.rollout.deterministic,

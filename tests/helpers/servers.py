@@ -23,7 +23,7 @@ from dapo_megatron.engine.messages import (
     Report,
     Sampling,
 )
-from dapo_megatron.rollout.pool import Facts, Pool
+from dapo_megatron.rollout.pool import Pool
 from dapo_megatron.segments import Segment
 from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest
 from tests.helpers.processes import PATIENCE_SECONDS
@@ -48,7 +48,7 @@ def opened_pool(num_replicas: int, **keys: Any) -> Iterator[Pool]:
     """Yield a pool on a free port of this machine."""
     settings = {"max_sequences": 8, "deterministic": False, "silence_seconds": 60.0, **keys}
     pool = Pool(
-        "tcp://127.0.0.1:0", SECRET, {"seed": 5}, Facts(VERSIONS, MODEL),
+        "tcp://127.0.0.1:0", SECRET, {"seed": 5}, VERSIONS, MODEL,
         num_replicas=num_replicas, **settings,
     )  # fmt: skip
     try:

@@ -80,18 +80,9 @@ def test_a_step_trains_on_the_groups_recorded_as_trained(tmp_path: Path) -> None
     assert second_step.sequences == described([group(3, step=2)], CONFIG.overlong)
 
 
-@pytest.mark.parametrize(
-    ("outcome", "message"),
-    [
-        (Outcome.ALL_WRONG, "no group was trained on"),
-        ("lost", "ticket 0: 'lost' is not a valid"),
-    ],
-)
-def test_a_step_that_cannot_be_replayed_is_reported(
-    tmp_path: Path, outcome: str, message: str
-) -> None:
-    replay = record(tmp_path, [(group(0), outcome)])
-    with pytest.raises(DataError, match=f"step_000001: {message}"):
+def test_a_step_that_trained_on_nothing_is_reported(tmp_path: Path) -> None:
+    replay = record(tmp_path, [(group(0), Outcome.ALL_WRONG)])
+    with pytest.raises(DataError, match="step_000001: no group was trained on"):
         replay.collect(0)
 
 
