@@ -160,9 +160,6 @@ class Report:
     """Whether this is more than a sign of life."""
     num_waiting: int = 0
     """Number of completions that wait for their environment. They have no slot of the engine."""
-    restarted: list[tuple[int, int]] = field(default_factory=list)
-    """(ticket, sample) of completions that are sampled again since the last report, because their
-    environment failed or its state was lost."""
     turn_counts: Mapping[str, float] = field(default_factory=dict)
     """Calls of tools, failures of environments and seconds that completions waited, since the last
     report."""

@@ -305,7 +305,6 @@ class EngineServer:
             del self._ungraded[number]
         self._graded.clear()
         rest = [(ticket, completion, "") for items in ungraded for ticket, completion in items]
-        restarted, turn_counts = self._turns.news() if self._turns else ([], {})
         self._progress = self._num_sampled, self._num_waiting
         self._link.send(
             Report(
@@ -313,8 +312,7 @@ class EngineServer:
                 num_sampled=self._num_sampled,
                 num_waiting=self._num_waiting,
                 is_interrupted=bool(ungraded),
-                restarted=restarted,
-                turn_counts=turn_counts,
+                turn_counts=self._turns.take_counts() if self._turns else {},
                 grade_seconds=self._grade_seconds,
                 errors=self._grading.last_errors | (self._turns.last_errors if self._turns else {}),
             )

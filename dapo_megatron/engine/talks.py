@@ -109,7 +109,6 @@ class Talks(ABC):
         self._talks: dict[Key, Talk] = {}
         self.to_sample: list[SampleRequest] = []
         self.ended: list[Ended] = []
-        self.restarted: set[tuple[int, int]] = set()
         self.counts: dict[str, float] = defaultdict(float)
         self.last_errors: dict[str, str] = {}
 
@@ -261,7 +260,6 @@ class Talks(ABC):
             seed = sample_seed(name, request.ticket, request.sample)
         talk.request = replace(request, so_far=None, seed=seed)
         talk.completion = None
-        self.restarted.add((request.ticket, request.sample))
         self.counts["restarts"] += 1
 
     def _fail(self, key: Key, talk: Talk, cause: str, text: str) -> None:

@@ -87,17 +87,14 @@ class Turns:
             unfinished += talks.interrupt(own)
         return unfinished, self._ended()
 
-    def news(self) -> tuple[list[tuple[int, int]], dict[str, float]]:
-        """Return (ticket, sample) of the completions that are sampled again since the last call,
-        and what was counted since then."""
-        restarted = sorted(chain.from_iterable(talks.restarted for talks in self._all))
+    def take_counts(self) -> dict[str, float]:
+        """Return what was counted since the last call."""
         counts: dict[str, float] = defaultdict(float)
         for talks in self._all:
             for name, number in talks.counts.items():
                 counts[name] += number
-            talks.restarted.clear()
             talks.counts.clear()
-        return restarted, dict(counts)
+        return dict(counts)
 
     def spoken(self, prompt: Prompt, completion: Completion) -> list[dict[str, str]]:
         """Return who said what, as messages with the keys `role` and `content`."""

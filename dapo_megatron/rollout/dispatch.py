@@ -11,7 +11,6 @@ import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Protocol
 
 from dapo_megatron.engine.messages import GroupRequest, Report, Returned, Sampling
@@ -254,10 +253,6 @@ class Dispatcher:
         """Check reports, given as (replica, report), and return them as events."""
         returned: set[tuple[int, int]] = set()
         for replica, report in reports:
-            for key in report.restarted:
-                known = self._in_flight.get(key)
-                if known is not None and known.replica == replica:
-                    self._in_flight[key] = replace(known, segments=())
             for item in report.returned:
                 ticket, completion, _ = item
                 key = ticket, completion.sample
@@ -278,7 +273,8 @@ class Dispatcher:
         sampled, unfinished = [], []
         for replica, (ticket, completion, why) in items:
             in_flight = self._in_flight[ticket, completion.sample]
-            segments = _stamped(in_flight.segments, completion.segments, replica)
+            num_kept = _num_kept(in_flight.segments, completion.segments) or 0
+            segments = _stamped(completion.segments, num_kept, replica)
             completion = replace(completion, segments=segments)
             has_failed = why and completion.grade is None
             if completion.finish is Finish.UNFINISHED:
@@ -315,7 +311,13 @@ class Dispatcher:
             return f"segments {completion.segments} for {num_tokens} tokens"
         if completion.longest_branch > limit:
             return f"{completion.longest_branch} tokens, with a limit of {limit}"
-        return _segment_fault(in_flight.segments, completion.segments, self._version)
+        num_kept = _num_kept(in_flight.segments, completion.segments)
+        if num_kept is None and not self._groups[ticket].prompt.environment:
+            return f"segments {completion.segments} after {in_flight.segments}"
+        for segment in completion.segments[num_kept or 0 :]:
+            if not segment.is_observed and self._version not in (None, segment.version):
+                return f"its last tokens are of weights {segment.version}, not {self._version}"
+        return ""
 
     def _refuse(self, replica: int, ticket: int, sample: int, fault: str) -> None:
         raise RankError(
@@ -330,28 +332,20 @@ def _key(item: Returned) -> tuple[int, int]:
     return ticket, completion.sample
 
 
-def _stamped(
-    so_far: tuple[Segment, ...], segments: tuple[Segment, ...], replica: int
-) -> tuple[Segment, ...]:
-    """Return `segments` with the replica that sampled those that are new or have grown."""
-    return tuple(
-        segment if segment.is_observed or segment == known else replace(segment, engine=replica)
-        for segment, known in zip_longest(segments, so_far[: len(segments)])
-    )
-
-
-def _segment_fault(
-    so_far: tuple[Segment, ...], segments: tuple[Segment, ...], version: int | None
-) -> str:
-    """Return why `segments` do not continue those `so_far` under weights of `version` (None: any);
-    an empty string if they do."""
+def _num_kept(so_far: tuple[Segment, ...], segments: tuple[Segment, ...]) -> int | None:
+    """Return how many segments of a completion so far are among its `segments` now. The last one
+    may have grown, because the run resumed. None if these are of a completion that was sampled
+    anew, which only one with an environment may be."""
     num_kept = len(so_far)
-    if segments[:num_kept] != so_far:  # the last one has grown, because the run resumed
+    if segments[:num_kept] != so_far:
         num_kept -= 1
     is_shorter = sum(s.num_tokens for s in segments) < sum(s.num_tokens for s in so_far)
-    if segments[:num_kept] != so_far[:num_kept] or is_shorter:
-        return f"segments {segments} after {so_far}"
-    for segment in segments[num_kept:]:
-        if not segment.is_observed and version is not None and segment.version != version:
-            return f"its last tokens are of weights {segment.version}, not {version}"
-    return ""
+    return None if segments[:num_kept] != so_far[:num_kept] or is_shorter else num_kept
+
+
+def _stamped(segments: tuple[Segment, ...], num_kept: int, replica: int) -> tuple[Segment, ...]:
+    """Return segments with the replica that sampled those after the first `num_kept`."""
+    return segments[:num_kept] + tuple(
+        segment if segment.is_observed else replace(segment, engine=replica)
+        for segment in segments[num_kept:]
+    )
