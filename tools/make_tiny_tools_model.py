@@ -114,9 +114,7 @@ def make_tokenizer(pieces: tuple[str, ...]) -> PreTrainedTokenizerFast:
 @cache
 def system_message() -> str:
     """Return the text before the first message, which describes the tools."""
-    conversation = Conversation(
-        make_tokenizer(()), (), tools=list(ENVIRONMENT.descriptions().values())
-    )
+    conversation = Conversation(make_tokenizer(()), (), tools=ENVIRONMENT.described().descriptions)
     text = conversation.render([{"role": "user", "content": ""}], starts_turn=False)
     return text.partition(USER_START)[0]
 
@@ -148,7 +146,7 @@ class ToolsRecipe(Recipe):
 
     def tools(self) -> list[dict[str, Any]]:
         """Return the descriptions of tools that the prompts show."""
-        return list(ENVIRONMENT.descriptions().values())
+        return ENVIRONMENT.described().descriptions
 
     def conversation(self, problem: Problem, rng: random.Random, is_wrong: bool) -> str:
         """Return a whole conversation for pretraining."""

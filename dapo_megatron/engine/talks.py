@@ -29,8 +29,9 @@ from dapo_megatron.engine.chat import Session
 from dapo_megatron.engine.continuation import observe
 from dapo_megatron.engine.messages import Sampling, sample_seed
 from dapo_megatron.engine.tool_calls import Call
+from dapo_megatron.environments.interface import Described
 from dapo_megatron.environments.pool import LOST, EnvironmentPool
-from dapo_megatron.environments.process import Answer, Described
+from dapo_megatron.environments.process import Answer
 from dapo_megatron.rewards.registry import as_grade
 from dapo_megatron.segments import Segment, branches, turns
 from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest

@@ -36,7 +36,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from dapo_megatron.rewards.sandbox import check_sandbox
 from dapo_megatron.types import AGENT, VERIFIERS, ConfigError
@@ -61,46 +63,77 @@ class Reply:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Environment:
-    """A class, checked.
+class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How an environment looks.
 
-    kind           the class, or a function that returns an instance
-    tools          methods by name, which check their arguments
     is_repeatable  whether calls may be made again, to rebuild the state of a lost instance
     is_stateless   whether the answer to a call depends on nothing but its arguments, so that there
                    is no state to rebuild
     has_step       whether it answers whole turns instead of calls of tools
     has_reset      whether a text of it may follow the prompt
     is_agent       whether it calls the model, instead of being called
+    tools          as chat templates take them, by name
     """
 
     name: str
-    kind: Callable[[], Any]
-    tools: Mapping[str, Callable[..., Any]]
-    is_repeatable: bool
-    is_stateless: bool
-    has_step: bool
-    has_reset: bool
+    is_repeatable: bool = False
+    is_stateless: bool = False
+    has_step: bool = False
+    has_reset: bool = False
     is_agent: bool = False
+    tools: dict[str, dict[str, Any]] = {}
 
-    def descriptions(self) -> dict[str, dict[str, Any]]:
-        """Return the tools by name, as chat templates take them. Raises ConfigError if types or
-        docstring of one lack something."""
+    @property
+    def role(self) -> str:
+        """Role of its messages in the chat template."""
+        return "user" if self.has_step or self.is_agent else "tool"
+
+    @property
+    def writes(self) -> Literal["", "end", "all"]:
+        """Part of the prompts that it writes."""
+        return "all" if self.is_agent else "end" if self.has_reset else ""
+
+    @property
+    def gives_reward(self) -> bool:
+        """Whether it may take the place of a grader."""
+        return self.has_step or self.is_agent
+
+    @property
+    def descriptions(self) -> list[dict[str, Any]] | None:
+        """Its tools, as chat templates take them; None without tools."""
+        return list(self.tools.values()) or None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A class, checked.
+
+    looks   how it looks, without its tools
+    kind    the class, or a function that returns an instance
+    tools   methods by name, which check their arguments
+    """
+
+    looks: Described
+    kind: Callable[[], Any]
+    tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def described(self) -> Described:
+        """Return how it looks, with its tools. Raises ConfigError if types or docstring of one lack
+        something."""
         from transformers.utils import get_json_schema
 
-        descriptions: dict[str, dict[str, Any]] = {}
+        tools: dict[str, dict[str, Any]] = {}
         for name, method in self.tools.items():
             try:
-                descriptions[name] = get_json_schema(method)
+                tools[name] = get_json_schema(method)
             except Exception as error:  # of several kinds, from transformers and from annotations
                 raise ConfigError(
-                    f"environment {self.name!r}: its tool {name} needs a docstring, and for each "
-                    f"argument a type and a line under 'Args:' ({error})"
+                    f"environment {self.looks.name!r}: its tool {name} needs a docstring, and for "
+                    f"each argument a type and a line under 'Args:' ({error})"
                 ) from error
             # Chat templates show everything, and no model was trained with the type of the result.
-            descriptions[name]["function"].pop("return", None)
-        return descriptions
+            tools[name]["function"].pop("return", None)
+        return msgspec.structs.replace(self.looks, tools=tools)
 
     def call(self, instance: object, tool: str, arguments: Mapping[str, Any]) -> str:
         """Return the result of a tool as text. Raises ValueError for an unknown tool and for wrong
@@ -160,9 +193,8 @@ def _as_agent(name: str, run: Callable[..., Any]) -> Environment:
         with suppress(ImportError):
             importlib.import_module("openai.resources.chat.completions")
     is_repeatable = bool(getattr(run, "repeatable", False))
-    return Environment(
-        name, partial(Agent, run), {}, is_repeatable, False, False, False, is_agent=True
-    )
+    looks = Described(name, is_repeatable, is_agent=True)
+    return Environment(looks, partial(Agent, run))
 
 
 def _imported(name: str, path: str) -> Any:
@@ -218,12 +250,13 @@ def load_environment(name: str, timeout_seconds: float = 10.0) -> Environment:
     make: Callable[..., Any] = kind
     if name in BUILT_IN:
         make = partial(make, timeout_seconds)
-    return Environment(
+    is_stateless = bool(getattr(kind, "stateless", False))
+    looks = Described(
         name,
-        make,
-        {method: validate_call(function) for method, function in methods.items()},
-        bool(getattr(kind, "repeatable", False) or getattr(kind, "stateless", False)),
-        bool(getattr(kind, "stateless", False)),
-        has_step,
-        callable(getattr(kind, "reset", None)),
+        is_repeatable=is_stateless or bool(getattr(kind, "repeatable", False)),
+        is_stateless=is_stateless,
+        has_step=has_step,
+        has_reset=callable(getattr(kind, "reset", None)),
     )
+    tools = {method: validate_call(function) for method, function in methods.items()}
+    return Environment(looks, make, tools)

@@ -27,10 +27,10 @@ from dapo_megatron.cluster.processes import (
     kill_group,
     remove_folder,
 )
+from dapo_megatron.environments.interface import Described
 from dapo_megatron.environments.process import (
     MAX_MESSAGE_BYTES,
     Answer,
-    Described,
     Order,
     Request,
     Started,

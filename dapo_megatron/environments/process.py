@@ -30,7 +30,7 @@ from dapo_megatron.cluster.processes import (
     obey_parent,
     remove_folder,
 )
-from dapo_megatron.environments.interface import Environment, Reply, load_environment
+from dapo_megatron.environments.interface import Described, Environment, Reply, load_environment
 from dapo_megatron.rewards.registry import as_grade
 from dapo_megatron.types import ConfigError
 
@@ -40,38 +40,6 @@ MAX_MESSAGE_BYTES = 8 * MAX_TEXT
 """Maximum size of an instance's message. A longer one counts as a crash."""
 REAP_SECONDS = 0.2
 """Interval at which a nursery looks for instances that have ended."""
-
-
-class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How an environment looks; see `interface.Environment`."""
-
-    name: str
-    tools: dict[str, dict[str, Any]]
-    is_repeatable: bool
-    is_stateless: bool
-    has_step: bool
-    has_reset: bool
-    is_agent: bool = False
-
-    @property
-    def role(self) -> str:
-        """Role of its messages in the chat template."""
-        return "user" if self.has_step or self.is_agent else "tool"
-
-    @property
-    def writes(self) -> Literal["", "end", "all"]:
-        """Part of the prompts that it writes."""
-        return "all" if self.is_agent else "end" if self.has_reset else ""
-
-    @property
-    def gives_reward(self) -> bool:
-        """Whether it may take the place of a grader."""
-        return self.has_step or self.is_agent
-
-    @property
-    def descriptions(self) -> list[dict[str, Any]] | None:
-        """Its tools, as chat templates take them; None without tools."""
-        return list(self.tools.values()) or None
 
 
 class Started(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,20 +106,7 @@ def main() -> None:
 
 def _described(environments: Mapping[str, Environment]) -> Started:
     try:
-        return Started(
-            [
-                Described(
-                    each.name,
-                    each.descriptions(),
-                    each.is_repeatable,
-                    each.is_stateless,
-                    each.has_step,
-                    each.has_reset,
-                    each.is_agent,
-                )
-                for each in environments.values()
-            ]
-        )
+        return Started([each.described() for each in environments.values()])
     except ConfigError as error:
         return Started(refusal=str(error))
 

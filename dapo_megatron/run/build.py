@@ -26,8 +26,8 @@ from dapo_megatron.data.conversation import Conversation, findings
 from dapo_megatron.data.owners import DataParallelRanks
 from dapo_megatron.data.prompts import PromptStream, check_template, load_source
 from dapo_megatron.data.tokenizer import load_tokenizer
+from dapo_megatron.environments.interface import Described
 from dapo_megatron.environments.pool import EnvironmentPool
-from dapo_megatron.environments.process import Described
 from dapo_megatron.environments.verifiers import Task, read_tasks
 from dapo_megatron.loop import Parts
 from dapo_megatron.model import read_architecture, stop_ids

@@ -139,8 +139,8 @@ def zombies(pool: EnvironmentPool) -> list[psutil.Process]:
 
 def test_methods_are_described_and_their_arguments_checked(module: str) -> None:
     machine = load_environment(f"{module}:Machine")
-    assert machine.is_repeatable and not machine.has_step
-    assert machine.descriptions()["add"]["function"] == {
+    assert machine.looks.is_repeatable and not machine.looks.has_step
+    assert machine.described().tools["add"]["function"] == {
         "name": "add",
         "description": "Add to the total.",
         "parameters": {
@@ -182,7 +182,7 @@ def test_methods_are_described_and_their_arguments_checked(module: str) -> None:
 def test_classes_that_cannot_be_used_are_refused(name: str, message: str, module: str) -> None:
     name = name.replace("MODULE", module)
     with pytest.raises(ConfigError, match=message) as raised:
-        load_environment(name).descriptions()
+        load_environment(name).described()
     assert repr(name) in str(raised.value)
     with pytest.raises(ConfigError, match=message):
         EnvironmentPool({name}, SECONDS, 1024)

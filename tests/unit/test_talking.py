@@ -56,8 +56,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def conversation(kind: str) -> Conversation:
     environment = load_environment(f"{MODULE}:{kind}")
-    tools = list(environment.descriptions().values()) or None
-    return Conversation(tokenizer(), [END], {}, tools)
+    return Conversation(tokenizer(), [END], {}, environment.described().descriptions)
 
 
 def prompts(kind: str) -> list[Prompt]:
@@ -66,7 +65,7 @@ def prompts(kind: str) -> list[Prompt]:
     for index in range(40):
         messages = [{"role": "user", "content": f"add to {index}"}]
         text = talk.render(messages, starts_turn=True)
-        if environment.has_reset:
+        if environment.looks.has_reset:
             text = talk.prompt_without_end(messages)
         row = {"name": str(index), "start": index}
         tokens = tuple(talk.encode(text))
@@ -79,8 +78,8 @@ def expected(kind: str, prompt: Prompt, sample: int) -> tuple[list[int], Finish]
     renders it, with an environment in this process."""
     talk, environment = conversation(kind), load_environment(f"{MODULE}:{kind}")
     instance = environment.kind()
-    opening = (environment.has_reset and instance.reset(prompt.extra)) or ""
-    role = "user" if environment.has_step else "tool"
+    opening = (environment.looks.has_reset and instance.reset(prompt.extra)) or ""
+    role = "user" if environment.looks.has_step else "tool"
     history: list[dict[str, Any]] = [{"role": "user", "content": f"add to {prompt.index}{opening}"}]
 
     def response(is_ended: bool = True) -> list[int]:
@@ -95,7 +94,7 @@ def expected(kind: str, prompt: Prompt, sample: int) -> tuple[list[int], Finish]
         history.append({"role": "assistant", "content": turn})
         if len(response()) > MAX_TOKENS:
             return response()[:MAX_TOKENS], Finish.LENGTH
-        if environment.has_step:
+        if environment.looks.has_step:
             reply = instance.step(turn)
             if reply.done:
                 return response(), Finish.DONE
