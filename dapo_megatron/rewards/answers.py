@@ -6,9 +6,12 @@ at load with the same functions, which takes microseconds per row.
 
 from __future__ import annotations
 
+import ast
 import math
+import operator
 import re
 import unicodedata
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache
@@ -242,6 +245,31 @@ def rounds_to(value: Fraction, decimal: Fraction, places: int | None) -> bool:
     significant = places + exponent + 1
     half_units = 2 if min(places, significant) >= 7 else 1
     return significant >= 5 and abs(value - decimal) * 2 * 10**places <= half_units
+
+
+# ------------------------------------------------------------------------ arithmetic
+
+_OPERATORS: Mapping[type[ast.operator | ast.unaryop], Callable[..., Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+def value_of(node: ast.expr) -> Fraction:
+    """Return the value of a parsed expression of numbers, + - * / and parentheses. Raises
+    ValueError for any other, and ZeroDivisionError."""
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return Fraction(str(number))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](value_of(left), value_of(right))
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](value_of(operand))
+    raise ValueError("only numbers, + - * / and parentheses")
 
 
 # ------------------------------------------------------------------------ text

@@ -26,6 +26,7 @@ from typing import Any
 import reasoning_gym as library  # the package; this module is dapo_megatron.rewards.reasoning_gym
 import sympy.physics.units  # noqa: F401 - sympy.simplify imports it, which compiles text
 
+from dapo_megatron.rewards.answers import value_of
 from dapo_megatron.rewards.registry import DENIED_DATASETS
 from dapo_megatron.types import Grade
 
@@ -42,26 +43,7 @@ def arithmetic(text: str) -> Fraction:
     """
     if len(text) > MAX_CHARACTERS or not re.fullmatch(r"[0-9 \t\r\n+\-*/()]*", text):
         raise ValueError(f"not arithmetic on integers: {text[:100]!r}")
-    return _value(ast.parse(text.strip(), mode="eval").body)
-
-
-def _value(node: ast.expr) -> Fraction:
-    match node:
-        case ast.Constant(value=int(number)):
-            return Fraction(number)
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
-        case ast.BinOp(op=ast.Add(), left=left, right=right):
-            return _value(left) + _value(right)
-        case ast.BinOp(op=ast.Sub(), left=left, right=right):
-            return _value(left) - _value(right)
-        case ast.BinOp(op=ast.Mult(), left=left, right=right):
-            return _value(left) * _value(right)
-        case ast.BinOp(op=ast.Div(), left=left, right=right):
-            return _value(left) / _value(right)
-    raise ValueError(f"not arithmetic on integers: {ast.unparse(node)[:100]!r}")
+    return value_of(ast.parse(text.strip(), mode="eval").body)
 
 
 REPLACEMENTS: Mapping[str, Mapping[str, Any]] = {
