@@ -89,18 +89,13 @@ class VllmEngine:
         """Tokens that end a turn."""
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Queue requests. Raises DapoError for a (ticket, sample) that is already in flight."""
+        """Queue requests. No (ticket, sample) of them is in flight."""
         self._require_awake()
         for request in requests:
             name = _name(request)
-            if name in self._requests:
-                raise DapoError(
-                    f"ticket {request.ticket}, sample {request.sample}: already in flight"
-                )
-            sampling = self._sampling(request)
             self._requests[name] = request
             self._ids[name] = self._llm.llm_engine.add_request(
-                name, {"prompt_token_ids": prompt_of(request)}, sampling
+                name, {"prompt_token_ids": prompt_of(request)}, self._sampling(request)
             )
 
     def step(self) -> list[tuple[SampleRequest, Completion]]:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
-import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -149,8 +148,11 @@ def _check_written_once(model: nn.Module, loads: Sequence[LoadedSlice]) -> None:
             first, second = (writes[index].tensor_slice.name for index in pair)
             raise SyncError(f"{second}: overwrites {first} in {parameter_path}")
         num_written = sum(load.target.region.numel for load in writes)
-        if num_written != _num_loaded(module, parameter):
-            raise SyncError(_unwritten(parameter_path, module, parameter, writes))
+        if num_written != (num_loaded := _num_loaded(module, parameter)):
+            raise SyncError(
+                f"{parameter_path}: the offered tensors fill {num_written} of its {num_loaded} "
+                "elements. A tensor is missing, or has another size"
+            )
 
 
 def _num_loaded(module: nn.Module, parameter: Tensor) -> int:
@@ -158,19 +160,3 @@ def _num_loaded(module: nn.Module, parameter: Tensor) -> int:
     if isinstance(module, VocabParallelEmbedding):
         return module.shard_indices.num_org_elements * prod(parameter.shape[1:])
     return getattr(parameter, "weight_loader_numel", parameter.numel())
-
-
-def _unwritten(
-    path: str, module: nn.Module, parameter: Tensor, writes: Sequence[LoadedSlice]
-) -> str:
-    unwritten = torch.ones(parameter.shape, dtype=torch.bool)
-    if isinstance(module, VocabParallelEmbedding):
-        unwritten[module.shard_indices.num_org_elements :] = False
-    for load in writes:
-        unwritten[load.target.region.slices] = False
-    indices = unwritten.nonzero()
-    if not len(indices):
-        return f"{path}: its padding is written by {writes[-1].tensor_slice.name}"
-    first, last = indices.amin(0).tolist(), indices.amax(0).tolist()
-    box = ", ".join(f"{low}:{high + 1}" for low, high in zip(first, last, strict=True))
-    return f"{path}[{box}]: no offered tensor is loaded there. A tensor is missing or too small"
