@@ -89,14 +89,6 @@ def row_check(name: str) -> RowCheck | None:
     return _ROW_CHECKS.get(name)
 
 
-def _check_for_dapo_math(truth: str, extra: Mapping[str, Any]) -> None:
-    dapo_math.check_truth(truth)
-
-
-def _check_for_math_verify(truth: str, extra: Mapping[str, Any]) -> None:
-    answers.check_truth(truth)
-
-
 def _check_problem(truth: str, extra: Mapping[str, Any]) -> None:
     if "dataset" not in extra or "entry" not in extra:
         raise ValueError(
@@ -107,8 +99,8 @@ def _check_problem(truth: str, extra: Mapping[str, Any]) -> None:
 
 _ROW_CHECKS: Mapping[str, RowCheck] = {
     "code": read_tests,
-    "dapo_math": _check_for_dapo_math,
-    "math_verify": _check_for_math_verify,
+    "dapo_math": lambda truth, extra: dapo_math.check_truth(truth),
+    "math_verify": lambda truth, extra: answers.check_truth(truth),
     "reasoning_gym": _check_problem,
 }
 

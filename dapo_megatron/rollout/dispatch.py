@@ -29,41 +29,33 @@ class Driver(Protocol):
     @property
     def lost(self) -> set[int]:
         """Replicas that cannot sample now. Nothing is sent to them."""
-        ...
 
     @property
     def grade_seconds(self) -> float:
         """Total seconds that a replica waited for graders while its engine was idle, mean over
         replicas."""
-        ...
 
     @property
     def last_errors(self) -> Mapping[str, str]:
         """Last error of a grader, by data set."""
-        ...
 
     @property
     def stop_signal(self) -> str:
         """Name of a signal that asked the run to stop, or empty."""
-        ...
 
     def name(self, replica: int) -> str:
         """Return a replica's name for errors, such as "engine 3 (node n4, process 1234)"."""
-        ...
 
     def start(self, sampling: Sampling) -> None:
         """Start a phase in which all requests have these sampling parameters. Raises EnginesLost if
         no engine is left."""
-        ...
 
     def advance(self, requests: Sequence[Sequence[GroupRequest]]) -> list[tuple[int, Report]]:
         """Send each replica its requests. Return the reports that have arrived, as (replica,
         report); none if there is no news for a while."""
-        ...
 
     def interrupt(self) -> list[tuple[int, Report]]:
         """Stop all engines. Return the last reports, with all completions that they have."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +327,7 @@ def _key(item: Returned) -> tuple[int, int]:
 def _num_kept(so_far: tuple[Segment, ...], segments: tuple[Segment, ...]) -> int | None:
     """Return how many segments of a completion so far are among its `segments` now. The last one
     may have grown, because the run resumed. None if these are of a completion that was sampled
-    anew, which only one with an environment may be."""
+    again, which only one with an environment may be."""
     num_kept = len(so_far)
     if segments[:num_kept] != so_far:
         num_kept -= 1

@@ -221,12 +221,14 @@ INTERRUPT_LIES: dict[str, tuple[Callable[[Reports], Reports | None], str]] = {
 CARRYING = {"lookahead": 3.0, "max_overtake": 4}
 
 
-@pytest.mark.parametrize("honest_turns", [0, 7])
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize(
+    ("lie", "honest_turns"),
+    [*((lie, turns) for lie in LIES for turns in (0, 7)), *((lie, 0) for lie in INTERRUPT_LIES)],
+)
 def test_a_report_that_contradicts_the_record_is_refused_by_name(
     lie: str, honest_turns: int
 ) -> None:
-    lie_of, message = LIES[lie]
+    lie_of, message = (LIES | INTERRUPT_LIES)[lie]
     driver = LyingDriver(
         correct,
         lengths,
@@ -234,23 +236,10 @@ def test_a_report_that_contradicts_the_record_is_refused_by_name(
         grade_at_once=False,
         lie=lie_of,
         honest_turns=honest_turns,
+        is_interrupt_wrong=lie in INTERRUPT_LIES,
     )
     check_refused(run_until_refused(driver, **CARRYING), message)
     assert driver.turns_since_lie == 0
-
-
-@pytest.mark.parametrize("lie", INTERRUPT_LIES)
-def test_a_wrong_answer_to_an_interrupt_is_refused_by_name(lie: str) -> None:
-    lie_of, message = INTERRUPT_LIES[lie]
-    driver = LyingDriver(
-        correct,
-        lengths,
-        rng=random.Random(3),
-        grade_at_once=False,
-        lie=lie_of,
-        is_interrupt_wrong=True,
-    )
-    check_refused(run_until_refused(driver, **CARRYING), message)
 
 
 def test_a_replica_that_claims_more_than_it_was_asked_for_is_refused() -> None:
