@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import nn
@@ -37,14 +36,6 @@ class SliceLoader:
             key = load.tensor_slice.name, load.tensor_slice.region
             self._loads.setdefault(key, []).append(load)
         self._num_loads = Counter(load.module for load in loads)
-        written: Counter[tuple[str, str]] = Counter()
-        for load in loads:
-            written[load.module, load.parameter] += load.target.region.numel
-        self._padded = {
-            (load.module, load.parameter)
-            for load in loads
-            if written[load.module, load.parameter] < prod(load.parameter_shape)
-        }
 
     @torch.no_grad()
     def load(self, model: nn.Module, weights: Iterable[ReceivedTensor]) -> None:
@@ -67,11 +58,8 @@ class SliceLoader:
                     layer = layers.get(path)
                     if layer is None:
                         layer = layers[path] = self._create(path, modules[path])
-                    parameter = layer.parameters[load.parameter]
-                    target = parameter.as_strided(
-                        load.target.shape, load.target_strides, load.target_offset
-                    )
-                    target.copy_(load.source.read(value))
+                    box = layer.parameters[load.parameter][load.target.region.slices]
+                    box.copy_(load.target.unread(load.source.read(value)))
                     layer.num_left -= 1
                     if not layer.num_left:
                         _layerwise_process(layer.module, get_layerwise_info(layer.module))
@@ -83,9 +71,8 @@ class SliceLoader:
         """Allocate a layer's parameters in the form in which loaders fill them. Padding is 0."""
         materialize_layer(module, get_layerwise_info(module))
         parameters = dict(module.named_parameters(recurse=False))
-        for name, parameter in parameters.items():
-            if (path, name) in self._padded:
-                parameter.zero_()
+        for parameter in parameters.values():
+            parameter.zero_()
         return _Layer(module, parameters, self._num_loads[path])
 
 

@@ -41,10 +41,6 @@ class LoadedSlice:
     """Shape when loaders run. The running engine may have packed the parameter."""
     target: BoxView
     """The part of the parameter that is written."""
-    target_strides: tuple[int, ...]
-    """Strides, in elements, of that part as a view of the parameter's storage."""
-    target_offset: int
-    """First element of that view in the storage."""
 
     @property
     def path(self) -> str:
@@ -77,9 +73,7 @@ def trace(model: nn.Module, offered: Offer) -> list[LoadedSlice]:
         if part is None:
             raise SyncError(f"{source.hf_name}: vLLM's loader scatters it over {module}.{name}")
         tensor_slice = TensorSlice(source.hf_name, source.hf_shape, source.dtype, view.region)
-        shape, strides = tuple(parameter.shape), target.stride()
-        offset = int(target.storage_offset())
-        loads.append(LoadedSlice(tensor_slice, view, module, name, shape, part, strides, offset))
+        loads.append(LoadedSlice(tensor_slice, view, module, name, tuple(parameter.shape), part))
 
     with as_created(model):
         owner_of_storage = {
