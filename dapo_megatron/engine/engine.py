@@ -150,7 +150,7 @@ class VllmEngine:
         worker, or without addresses in the group, and drop cached prefixes. New tokens are stamped
         with `version`.
 
-        Raises SyncError naming a wanted slice that is missing, repeated or misshapen. The engine
+        Raises SyncError naming a slice that is missing, extra or repeated. The engine
         then accepts no more requests until another `load`.
         """
         if self._requests:

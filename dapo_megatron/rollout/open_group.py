@@ -61,18 +61,12 @@ class OpenGroup:
     def to_grade(self) -> list[Completion]:
         """Return the finished completions without a result from a grader."""
         return [
-            completion for sample, completion in self.completions.items() if self.awaits(sample)
-        ]
-
-    def awaits(self, sample: int) -> bool:
-        """Return whether a completion is finished and has no result from a grader yet."""
-        completion = self.completions.get(sample)
-        return (
-            completion is not None
-            and completion.finish is not Finish.UNFINISHED
+            completion
+            for sample, completion in self.completions.items()
+            if completion.finish is not Finish.UNFINISHED
             and completion.grade is None
             and sample not in self.ungradable
-        )
+        ]
 
     def set_grade(self, sample: int, grade: Grade | None) -> None:
         """Record the result of a grader; None if the completion could not be graded."""
