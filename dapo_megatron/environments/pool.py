@@ -9,9 +9,6 @@ from __future__ import annotations
 import heapq
 import selectors
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Collection, Hashable, Mapping
 from contextlib import suppress
@@ -21,12 +18,6 @@ from typing import Any
 
 import msgspec
 
-from dapo_megatron.cluster.processes import (
-    END_SECONDS,
-    helper_environment,
-    kill_group,
-    remove_folder,
-)
 from dapo_megatron.environments.interface import Described
 from dapo_megatron.environments.process import (
     MAX_MESSAGE_BYTES,
@@ -36,7 +27,7 @@ from dapo_megatron.environments.process import (
     Started,
     encoded,
 )
-from dapo_megatron.rewards.process import INHERITED, START_SECONDS
+from dapo_megatron.rewards.process import START_SECONDS, ChildProcess
 from dapo_megatron.types import ConfigError, DapoError
 
 FORK_SECONDS = 30.0
@@ -82,7 +73,7 @@ class EnvironmentPool:
         environment: Collection[str] = (),
     ) -> None:
         self._names, self._timeout_seconds = sorted(names), timeout_seconds
-        self._memory_mib, self._variables = memory_mib, (*INHERITED, *environment)
+        self._memory_mib, self._variables = memory_mib, environment
         self._instances: dict[Hashable, _Instance] = {}
         self._answers: list[tuple[Hashable, Answer]] = []
         self._deadlines: list[tuple[float, int, Hashable]] = []
@@ -168,7 +159,7 @@ class EnvironmentPool:
         """Kill all processes. Idempotent."""
         for key in list(self._instances):
             self.stop(key)
-        self._end_nursery()
+        self._nursery.end()
         self._selector.close()
 
     def __enter__(self) -> EnvironmentPool:
@@ -178,52 +169,34 @@ class EnvironmentPool:
         self.close()
 
     def _start_nursery(self) -> dict[str, Described]:
-        self._socket, other = socket.socketpair()
-        self._folder = tempfile.mkdtemp(prefix="environments-")
-        module, file = "dapo_megatron.environments.process", other.fileno()
-        limits = str(self._memory_mib), str(self._timeout_seconds)
-        with other:
-            self._nursery = subprocess.Popen(
-                [sys.executable, "-m", module, str(file), *limits, *self._names],
-                pass_fds=(file,),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # environments print; stderr is inherited, for errors
-                env=helper_environment(self._variables) | {"TMPDIR": self._folder},
-                start_new_session=True,
-            )
-        self._socket.settimeout(START_SECONDS)
+        arguments = [str(self._memory_mib), str(self._timeout_seconds), *self._names]
+        module = "dapo_megatron.environments.process"
+        self._nursery = ChildProcess(module, arguments, self._variables)
+        self._nursery.socket.settimeout(START_SECONDS)
         received = b""
         with suppress(OSError):
-            while not received.endswith(b"\n") and (block := self._socket.recv(2**16)):
+            while not received.endswith(b"\n") and (block := self._nursery.socket.recv(2**16)):
                 received += block
         if not received.endswith(b"\n"):
-            self._end_nursery()
+            self._nursery.end()
             names = ", ".join(self._names)
             raise DapoError(f"environments: the process died while it imported {names}; see stderr")
         started = msgspec.json.decode(received, type=Started)
         if started.refusal:
-            self._end_nursery()
+            self._nursery.end()
             raise ConfigError(started.refusal)
         return {described.name: described for described in started.environments}
-
-    def _end_nursery(self) -> None:
-        if self._nursery.returncode is None:
-            kill_group(self._nursery.pid)
-            with suppress(subprocess.TimeoutExpired):  # if it waits for a dead disk
-                self._nursery.wait(END_SECONDS)
-        self._socket.close()
-        remove_folder(self._folder)
 
     def _order(self, order: Order, files: list[int]) -> None:
         """Send an order to the nursery. If it has died, so have all instances, and another one is
         started for the next."""
         try:
-            socket.send_fds(self._socket, [encoded(order)], files)
+            socket.send_fds(self._nursery.socket, [encoded(order)], files)
         except OSError:
             if order.kind == "fork":
-                self._end_nursery()
+                self._nursery.end()
                 self._start_nursery()
-                socket.send_fds(self._socket, [encoded(order)], files)
+                socket.send_fds(self._nursery.socket, [encoded(order)], files)
 
     def _write(self, key: Hashable, instance: _Instance) -> None:
         """Send what waits, as far as the instance reads."""

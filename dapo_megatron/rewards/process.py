@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Annotated, Literal
 
@@ -54,6 +54,39 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     detail: Annotated[str, msgspec.Meta(max_length=MAX_DETAIL)] = ""
 
 
+class ChildProcess(subprocess.Popen[bytes]):
+    """A process that runs untrusted code. It leads a process group, so that what it starts is
+    killed with it.
+
+    module     that it runs, with the descriptor of its socket as first argument
+    variables  names of environment variables passed to it besides INHERITED
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], variables: Collection[str]) -> None:
+        self.socket, other_end = socket.socketpair()
+        self.folder = tempfile.mkdtemp(prefix=f"{module.split('.')[1]}-")
+        """Its temporary files."""
+        with other_end:
+            super().__init__(
+                [sys.executable, "-m", module, str(other_end.fileno()), *arguments],
+                pass_fds=(other_end.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # user's code prints; stderr is inherited, for errors
+                env=helper_environment((*INHERITED, *variables)) | {"TMPDIR": self.folder},
+                start_new_session=True,
+            )
+
+    def end(self) -> None:
+        """Kill it and everything it started, reap it, remove its files. Idempotent."""
+        if self.returncode is not None:  # already reaped: its id may be reused
+            return
+        kill_group(self.pid)
+        with suppress(subprocess.TimeoutExpired):  # if it waits for a dead disk
+            self.wait(END_SECONDS)
+        self.socket.close()
+        remove_folder(self.folder)
+
+
 class WorkerClosed(Exception):
     """Raised by a worker that was closed."""
 
@@ -76,7 +109,7 @@ class Worker:
     ) -> None:
         self._arguments = [str(memory_mib), str(timeout_seconds), *sorted(names)]
         self._timeout_seconds = timeout_seconds
-        self._environment = (*INHERITED, *environment)
+        self._environment = environment
         self._lock = threading.Lock()  # of the flag and the socket, for `close`
         self._is_closed = False
         self._start()
@@ -99,35 +132,19 @@ class Worker:
         with self._lock:
             self._is_closed = True
             with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+                self._process.socket.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
-        """Kill the process and everything it started, reap it, remove its files. Idempotent."""
-        if self._process.returncode is not None:  # already reaped: its id may be reused
-            return
-        kill_group(self._process.pid)
-        with suppress(subprocess.TimeoutExpired):  # if it waits for a dead disk
-            self._process.wait(END_SECONDS)
-        self._socket.close()
-        remove_folder(self._folder)
+        """End the process. Idempotent."""
+        self._process.end()
 
     def _start(self) -> None:
         self._has_started = False
         with self._lock:
             if self._is_closed:
                 raise WorkerClosed
-            self._socket, other_end = socket.socketpair()
-            self._folder = tempfile.mkdtemp(prefix="grading-")
             module = "dapo_megatron.rewards.worker"
-            with other_end:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", module, str(other_end.fileno()), *self._arguments],
-                    pass_fds=(other_end.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,  # graders print; stderr is inherited, for errors
-                    env=helper_environment(self._environment) | {"TMPDIR": self._folder},
-                    start_new_session=True,  # a process group: a grader's children are killed too
-                )
+            self._process = ChildProcess(module, self._arguments, self._environment)
 
     def _wait_until_started(self) -> None:
         """Wait until the process has imported its graders. Replace one that died while idle."""
@@ -156,14 +173,14 @@ class Worker:
         deadline = time.monotonic() + seconds
         received = b""
         try:
-            self._socket.settimeout(seconds)
-            self._socket.sendall(message)
+            self._process.socket.settimeout(seconds)
+            self._process.socket.sendall(message)
             while not received.endswith(b"\n"):
                 # Check the clock too: a process that sends single bytes keeps the socket readable.
                 if (seconds_left := deadline - time.monotonic()) <= 0:
                     raise TimeoutError
-                self._socket.settimeout(seconds_left)
-                block = self._socket.recv(2**16)
+                self._process.socket.settimeout(seconds_left)
+                block = self._process.socket.recv(2**16)
                 received += block
                 if not block or len(received) > MAX_MESSAGE_BYTES:
                     raise ConnectionError

@@ -271,7 +271,7 @@ def test_nothing_outlives_a_killed_owner(module: str) -> None:
         pool.start(0, "{module}:Machine", {{"start": 0}})
         while not pool.collect(1.0): pass
         pool.ask(0, Request("call", tool="do", arguments={{"what": "sleep with children"}}))
-        print(pool._folder, flush=True)
+        print(pool._nursery.folder, flush=True)
         time.sleep(1000.0)
     """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as owner:
@@ -315,4 +315,4 @@ def test_calls_that_hang_crash_or_flood_cost_only_themselves(num_calls: int, mod
     assert causes == Counter((kind, expected[kind]) for kind in kinds)
     print(f"{num_calls} calls in {seconds:.1f} s")
     assert set(psutil.Process().children(recursive=True)) <= before
-    assert not os.path.exists(pool._folder)
+    assert not os.path.exists(pool._nursery.folder)

@@ -219,8 +219,8 @@ def test_late_code_costs_no_instance_and_nothing_is_left_of_one() -> None:
                 time.sleep(0.02)
             pool.stop(0)
             assert not psutil.wait_procs(processes, timeout=60)[1]
-        assert not os.listdir(pool._folder)
-    assert not os.path.exists(pool._folder)
+        assert not os.listdir(pool._nursery.folder)
+    assert not os.path.exists(pool._nursery.folder)
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
