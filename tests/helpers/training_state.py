@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box, read_boxes, read_metadata
+from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box, Reading, read_metadata
 
 
 def state_tensors(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -36,5 +36,5 @@ def stored_tensors(folder: Path) -> dict[str, Tensor]:
         if hasattr(info, "properties"):
             values = torch.empty(info.size, dtype=info.properties.dtype)
             boxes.append(Box(key, (0,) * values.dim(), tuple(info.size), values))
-    read_boxes(folder, boxes)
+    Reading(folder, boxes).run()
     return {box.key: box.values for box in boxes}

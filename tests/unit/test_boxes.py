@@ -23,9 +23,9 @@ from torch import Tensor
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import (
     METADATA,
     Box,
+    Reading,
     Shape,
     StoredBox,
-    read_boxes,
     read_metadata,
     write_boxes,
     write_metadata,
@@ -156,7 +156,7 @@ def test_boxes_of_several_ranks_are_read_as_other_boxes(
         for offset, sizes in cut(shape, rng):
             memory = torch.empty([size + 1 for size in sizes], dtype=dtype)
             wanted.append(Box(key, offset, shape, memory[slices((0,) * len(sizes), sizes)]))
-    read_boxes(folder, wanted)
+    Reading(folder, wanted).run()
     for box in wanted:
         expected = tensors[box.key][slices(box.offset, box.sizes)].to(box.dtype)
         assert torch.equal(box.values, expected)
@@ -183,7 +183,7 @@ def test_options_of_a_box_allow_rounding_another_key_and_rows_that_pad(folder: P
     renamed = replace(wanted("gone"), other_key="a")
     preferred = replace(wanted(), other_key="bytes")
     padded = replace(wanted(shape=(3, 3)), may_be_padded=True)
-    read_boxes(folder, [rounded, renamed, preferred, padded])
+    Reading(folder, [rounded, renamed, preferred, padded]).run()
     for box in (rounded, renamed, preferred, padded):
         rows = box.shape[0]
         assert torch.equal(box.values, torch.arange(12.0).view(4, 3)[:rows].to(box.dtype))
@@ -209,7 +209,7 @@ def test_a_box_that_cannot_be_read_is_refused_before_any_is_read(
 ) -> None:
     good = wanted()
     with pytest.raises(CheckpointError, match=f"^{folder}: {fault}"):
-        read_boxes(folder, [good, box])
+        Reading(folder, [good, box]).run()
     assert (good.values == 7).all()
 
 
@@ -258,7 +258,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_before_anything_is_read(
     break_it(folder)
     box = wanted()
     with pytest.raises(CheckpointError, match=f"^{folder}{fault}"):
-        read_boxes(folder, [box])
+        Reading(folder, [box]).run()
     assert (box.values == 7).all()
 
 
@@ -266,7 +266,7 @@ def test_a_damaged_record_is_refused_with_its_file(folder: Path) -> None:
     path = folder / "__0_0.distcp"
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(CheckpointError, match=f"^{path}: a is damaged"):
-        read_boxes(folder, [wanted()])
+        Reading(folder, [wanted()]).run()
 
 
 @pytest.mark.parametrize("numbers", [[0], [0, 0], [0, 1, 1], [0, 1, 2, 3]])

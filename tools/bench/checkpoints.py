@@ -30,7 +30,7 @@ import typer
 from bench import MB, Meter, finish, show
 
 from dapo_megatron.checkpoints.folder import fault_of
-from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box, read_boxes
+from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box, Reading
 from dapo_megatron.checkpoints.formats.weights_folder import Companions
 from dapo_megatron.checkpoints.saver import CheckpointSaver
 from dapo_megatron.cluster.launch import is_launched, launch
@@ -105,7 +105,7 @@ class Saves:
         for name, boxes in (("load", self._boxes), ("reshard", self._other_boxes)):
             self.ranks.barrier()
             with meters[name]:
-                read_boxes(folder, boxes)
+                Reading(folder, boxes).run()
         seconds = [meter.seconds for meter in meters.values()]
         return dict(zip(METRICS, map(max, zip(*self.ranks.all_gather(seconds, list[float])))))
 

@@ -16,13 +16,13 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -98,23 +98,6 @@ class Box:
         return self.values.dtype
 
 
-class BoxToSave(Protocol):
-    """A `Box`, or one whose values are made when they are written."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def offset(self) -> Shape: ...
-    @property
-    def shape(self) -> Shape: ...
-    @property
-    def sizes(self) -> Shape: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def values(self) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StoredBox:
     """Place of a box in a file; of an object with an empty `offset` and no `dtype`."""
@@ -133,10 +116,10 @@ class StoredBox:
 
 
 def write_boxes(
-    folder: Path, rank: int, boxes: Sequence[BoxToSave], objects: Mapping[str, bytes]
+    folder: Path, rank: int, boxes: Iterable[Box], objects: Mapping[str, bytes]
 ) -> tuple[list[StoredBox], dict[str, str]]:
-    """Write the boxes in host memory of one rank, and objects that only Megatron reads. Return
-    their places, and the SHA-256 of what was written by file. Raises OSError."""
+    """Write the boxes in host memory of one rank, one at a time, and objects that only Megatron
+    reads. Return their places, and the SHA-256 of what was written by file. Raises OSError."""
     path = folder / f"__{rank}_0.distcp"
     stored = []
     with path.open("wb") as file:
@@ -150,6 +133,7 @@ def write_boxes(
             _save(box.values.detach(), stream)
             place = path.name, start, stream.tell() - start
             stored.append(StoredBox(box.key, box.offset, box.sizes, box.shape, box.dtype, *place))
+            del box  # before the next one is made
         file.flush()
         os.fsync(file.fileno())
     return stored, {path.name: stream.digest.hexdigest()}
@@ -244,11 +228,6 @@ def read_metadata(folder: Path) -> Metadata:
     if not is_list:
         raise CheckpointError(f"{path}: is no list of tensors")
     return cast(Metadata, metadata)
-
-
-def read_boxes(folder: Path, boxes: Iterable[Box]) -> None:
-    """Read boxes into their memory. Raises CheckpointError, see `Reading`."""
-    Reading(folder, boxes).run()
 
 
 class Reading:

@@ -28,6 +28,7 @@ from dapo_megatron.checkpoints.formats.store import (
 from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo, cannot_write, check_room
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import (
     METADATA,
+    Box,
     write_boxes,
     write_metadata,
 )
@@ -72,9 +73,6 @@ FORMAT = "torch_dist"
 _ABOUT = "metadata.json"
 _MAX_PADDING = 128 * 128
 """Maximum padding of the vocabulary: Megatron-LM pads to 128 rows for each tensor-parallel rank."""
-_MAX_ENTRIES = 2**21
-"""Maximum number of pieces of parameters. DeepSeek-V3 from 8 tensor-parallel ranks has
-0.4 million."""
 _MTP = "mtp."
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -222,16 +220,9 @@ def _tensors(
     names = {key: parse_key(key) for key in contents.tensors}
     for key, name in names.items():
         _check_shape(folder, key, name, contents.tensors[key], parameters, arch)
-    num_entries = 0
     for chunk in contents.chunks:
         name = names[chunk.key]
         start, sizes = chunk.region.start, chunk.region.shape
-        num_entries += prod(sizes[: name.num_leading])
-        if num_entries > _MAX_ENTRIES:
-            raise CheckpointError(
-                f"{folder / METADATA}: damaged: up to {chunk.key} it lists more than "
-                f"{_MAX_ENTRIES:,} pieces of parameters; copy it again"
-            )
         for index in product(*map(range, sizes[: name.num_leading])):
             at = tuple(a + b for a, b in zip(start, index, strict=False))
             entry = name.entry(at)
@@ -349,41 +340,25 @@ def _slices(
 # ------------------------------------------------------------------------------- writing
 
 
-@dataclass(frozen=True)
-class _Parameter:
-    """A parameter of a store as a box of Megatron's tensor `key`. Implements boxes.BoxToSave."""
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A parameter, or a part of one, that is written as Megatron's tensor `key`."""
 
     key: str
     entry: KeyEntry
     parameter: LocalParameter
-    source: Store
     dtype: torch.dtype
-    progress: Callable[[int], object]
 
-    @property
-    def offset(self) -> tuple[int, ...]:
-        """See boxes.Box."""
-        return (*self.entry.index, *(0 for _ in self.parameter.shape))
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """See boxes.Box."""
-        return (*(1 for _ in self.entry.index), *self.parameter.shape)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See boxes.Box."""
-        return (*self.entry.sizes, *self.parameter.shape)
-
-    @property
-    def values(self) -> Tensor:
-        """Read the values; only one parameter is in memory at a time."""
-        values = read_parameter(self.source, self.parameter)
-        self.progress(values.nbytes)
+    def box(self, source: Store, progress: Callable[[int], object]) -> Box:
+        """Read the values, and return their box in the tensor."""
+        values = read_parameter(source, self.parameter)
+        progress(values.nbytes)
         values = values.to(self.dtype)
         if self.entry.name.rest == CENTERED:
             values = _minus_one(self.parameter.parts[0].name, values)
-        return values.view(self.sizes)
+        offset = (*self.entry.index, *(0 for _ in values.shape))
+        shape = (*self.entry.sizes, *values.shape)
+        return Box(self.key, offset, shape, values[(None,) * len(self.entry.index)])
 
 
 def _minus_one(name: str, weight: Tensor) -> Tensor:
@@ -416,7 +391,7 @@ def write_torch_dist(
     """
     arch = source.arch
     megatron_fields(arch)  # raises
-    boxes: list[_Parameter] = []
+    pieces: list[_Piece] = []
     first_of: dict[str, tuple[str, torch.dtype]] = {}
     for local, parameter in parameters_of(arch).items():
         dtype = dtype_of(local, parameter.parts, tensors)
@@ -427,16 +402,15 @@ def write_torch_dist(
                 f"{entry.name.key}: Megatron has one tensor for {first} ({dtype_name(first_dtype)})"
                 f" and {local} ({dtype_name(dtype)}), so their dtypes must be equal; use --dtype"
             )
-        pieces = [(key, parameter) for key in keys_of(entry.name, arch)]
         if keys := part_keys(entry.name):
-            pieces = [
-                (key, LocalParameter(part.region.shape, (replace(part, first_row=0),)))
-                for key, part in zip(keys, parameter.parts, strict=False)
-            ]
-        boxes += [_Parameter(key, entry, piece, source, dtype, progress) for key, piece in pieces]
+            for key, part in zip(keys, parameter.parts, strict=False):
+                alone = LocalParameter(part.region.shape, (replace(part, first_row=0),))
+                pieces.append(_Piece(key, entry, alone, dtype))
+        else:
+            pieces += [_Piece(key, entry, parameter, dtype) for key in keys_of(entry.name, arch)]
         if entry.name.rest == CENTERED:  # before anything is written
             _minus_one(parameter.parts[0].name, read_parameter(source, parameter).to(dtype))
-    nbytes = sum(prod(box.sizes) * box.dtype.itemsize for box in boxes)
+    nbytes = sum(prod(piece.parameter.shape) * piece.dtype.itemsize for piece in pieces)
     check_room(folder, nbytes)
     release = folder / RELEASE
     release.mkdir()
@@ -444,6 +418,7 @@ def write_torch_dist(
     torch.save([None], buffer)
     objects = dict.fromkeys(state_keys(arch), buffer.getvalue())
     try:
+        boxes = (piece.box(source, progress) for piece in pieces)
         stored, _ = write_boxes(release, 0, boxes, objects)
     except OSError as error:
         raise cannot_write(release, nbytes, error) from error
