@@ -104,52 +104,6 @@ class RowParallel:
 
 
 @dataclass(frozen=True, slots=True)
-class MergedColumnParallel:
-    """Gate and up projection, [`rows`, hidden] each. Each rank has an equal share of the rows of
-    both, its gate rows followed by its up rows."""
-
-    gate: str
-    up: str
-    rows: str
-
-    def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
-        shape = (getattr(arch, self.rows), arch.hidden_size)
-        return {self.gate: shape, self.up: shape}
-
-    def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
-        return _concatenated(self, arch, tp_rank, tp_size)
-
-    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Boxes:
-        return [
-            (name, _rows(shape, tp_rank * size, size))
-            for name, shape in self.tensors(arch).items()
-            for size in [_share(shape[0], tp_size, name)]
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnParallel:
-    """Weight [heads x `head_rows`, `inputs`]; each rank has an equal number of complete heads."""
-
-    name: str
-    head_rows: str
-    inputs: str
-
-    def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
-        rows, inputs = _sizes(arch, (self.head_rows, self.inputs))
-        return {self.name: (arch.num_heads * rows, inputs)}
-
-    def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
-        return _concatenated(self, arch, tp_rank, tp_size)
-
-    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Boxes:
-        [(name, shape)] = self.tensors(arch).items()
-        heads = _share(arch.num_heads, tp_size, "attention heads")
-        rows = heads * shape[0] // arch.num_heads
-        return [(name, _rows(shape, tp_rank * rows, rows))]
-
-
-@dataclass(frozen=True, slots=True)
 class QKVParallel:
     """Query, key and value projections: weights [rows, hidden] or biases [rows].
 
@@ -223,10 +177,10 @@ class QKVParallel:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentParallel:
-    """Parameter of segments of HF tensors, in order: (tensor, its heads, rows of a head). Segments
-    of one tensor follow each other there. Each rank has an equal number of complete heads of every
-    segment. `width` are the sizes of a row."""
+class ColumnParallel:
+    """Parameter of segments of HF tensors, in order: (tensor, its heads, rows of a head), such as
+    the gate and up projections. Segments of one tensor follow each other there. Each rank has an
+    equal number of complete heads of every segment. `width` are the sizes of a row."""
 
     segments: tuple[tuple[str, str, Size], ...]
     width: tuple[Size, ...] = ()

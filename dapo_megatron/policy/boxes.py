@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box, Shape
-from dapo_megatron.policy.device import has_cuda
+from dapo_megatron.policy.device import ALIGNMENT_BYTES, has_cuda
 from dapo_megatron.policy.fp8 import is_quantized
-from dapo_megatron.policy.offload import ALIGNMENT_BYTES, CHUNK_BYTES
+from dapo_megatron.policy.offload import CHUNK_BYTES
 from dapo_megatron.policy.optimizer import MAIN, MOMENTS, Owned
 
 CONTENT = {

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from dapo_megatron.policy import fp8
-from dapo_megatron.policy.device import device, has_cuda
+from dapo_megatron.policy.device import ALIGNMENT_BYTES, device, has_cuda
 from dapo_megatron.policy.optimizer import device_tensors
 
 CHUNK_BYTES = 2**28
 """Size of a chunk of pinned memory: 256 MiB. torch rounds pinned allocations up to powers of two,
 and with chunks of this size at most one chunk is wasted."""
-ALIGNMENT_BYTES = 512
 
 
 class Offload:

@@ -9,11 +9,9 @@ from typing import Any
 from dapo_megatron.model.architecture import Architecture
 from dapo_megatron.model.sharding import (
     ColumnParallel,
-    MergedColumnParallel,
     QKVParallel,
     Replicated,
     RowParallel,
-    SegmentParallel,
     ShardSpec,
     VocabParallel,
 )
@@ -195,7 +193,7 @@ HYBRID_ATTENTION = (
         Architecture.has_delta,
         Parameter(
             "self_attention.in_proj.weight",
-            SegmentParallel(
+            ColumnParallel(
                 (
                     *((_IN_QKV, *heads) for heads in (_KEYS, _KEYS, _VALUES)),
                     ("linear_attn.in_proj_z.weight", *_VALUES),
@@ -207,18 +205,18 @@ HYBRID_ATTENTION = (
         ),
         Parameter(
             "self_attention.conv1d.weight",
-            SegmentParallel(
+            ColumnParallel(
                 tuple((_CONVOLUTION, *heads) for heads in (_KEYS, _KEYS, _VALUES)),
                 (1, "delta.kernel"),
             ),
         ),
         Parameter(
             "self_attention.A_log",
-            SegmentParallel((("linear_attn.A_log", "delta.value_heads", 1),)),
+            ColumnParallel((("linear_attn.A_log", "delta.value_heads", 1),)),
         ),
         Parameter(
             "self_attention.dt_bias",
-            SegmentParallel((("linear_attn.dt_bias", "delta.value_heads", 1),)),
+            ColumnParallel((("linear_attn.dt_bias", "delta.value_heads", 1),)),
         ),
         Parameter(
             "self_attention.out_norm.weight",
@@ -241,13 +239,19 @@ LATENT_REQUIRED: dict[str, Any] = {
 }
 """`Family.required` of families with latent attention."""
 
+
+def _by_heads(name: str, rows: str, inputs: str) -> ColumnParallel:
+    """Return a weight with `rows` for each attention head."""
+    return ColumnParallel(((name, "num_heads", rows),), (inputs,))
+
+
 LATENT_ATTENTION = (
     Parameter("input_layernorm.weight", Replicated("input_layernorm.weight", ("hidden_size",))),
     *_where(
         _has_whole_query,
         Parameter(
             "self_attention.linear_q_proj.weight",
-            ColumnParallel("self_attn.q_proj.weight", "latent.qk_head_dim", "hidden_size"),
+            _by_heads("self_attn.q_proj.weight", "latent.qk_head_dim", "hidden_size"),
         ),
     ),
     *_where(
@@ -262,7 +266,7 @@ LATENT_ATTENTION = (
         ),
         Parameter(
             "self_attention.linear_q_up_proj.weight",
-            ColumnParallel("self_attn.q_b_proj.weight", "latent.qk_head_dim", "latent.q_lora_rank"),
+            _by_heads("self_attn.q_b_proj.weight", "latent.qk_head_dim", "latent.q_lora_rank"),
         ),
     ),
     Parameter(
@@ -275,12 +279,19 @@ LATENT_ATTENTION = (
     ),
     Parameter(
         "self_attention.linear_kv_up_proj.weight",
-        ColumnParallel("self_attn.kv_b_proj.weight", "latent.up_dim", "latent.kv_lora_rank"),
+        _by_heads("self_attn.kv_b_proj.weight", "latent.up_dim", "latent.kv_lora_rank"),
     ),
     Parameter(
         "self_attention.linear_proj.weight", RowParallel("self_attn.o_proj.weight", "value_columns")
     ),
 )
+
+
+def _gate_and_up(mlp: str, rows: str) -> ColumnParallel:
+    """Return the gate and up projections of the MLP that HF calls `mlp`."""
+    names = (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")
+    return ColumnParallel(tuple((name, rows, 1) for name in names), ("hidden_size",))
+
 
 _MLP_NORM = Replicated("post_attention_layernorm.weight", ("hidden_size",))
 
@@ -288,7 +299,7 @@ DENSE_MLP = (
     Parameter("pre_mlp_layernorm.weight", _MLP_NORM, fused="mlp.linear_fc1.layer_norm_weight"),
     Parameter(
         "mlp.linear_fc1.weight",
-        MergedColumnParallel("mlp.gate_proj.weight", "mlp.up_proj.weight", "intermediate_size"),
+        _gate_and_up("mlp", "intermediate_size"),
     ),
     Parameter("mlp.linear_fc2.weight", RowParallel("mlp.down_proj.weight", "intermediate_size")),
 )
@@ -301,11 +312,7 @@ ROUTER = (
 EXPERT = (
     Parameter(
         "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-        MergedColumnParallel(
-            "mlp.experts.{expert}.gate_proj.weight",
-            "mlp.experts.{expert}.up_proj.weight",
-            "moe_intermediate_size",
-        ),
+        _gate_and_up("mlp.experts.{expert}", "moe_intermediate_size"),
         fused="mlp.experts.linear_fc1.weight{expert}",
     ),
     Parameter(
@@ -321,9 +328,7 @@ def _shared_expert(name: str) -> tuple[Parameter, ...]:
     return (
         Parameter(
             "mlp.shared_experts.linear_fc1.weight",
-            MergedColumnParallel(
-                f"{name}.gate_proj.weight", f"{name}.up_proj.weight", "shared_intermediate_size"
-            ),
+            _gate_and_up(name, "shared_intermediate_size"),
         ),
         Parameter(
             "mlp.shared_experts.linear_fc2.weight",

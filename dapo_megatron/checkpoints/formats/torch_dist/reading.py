@@ -148,7 +148,6 @@ class RecordFile:
     def __init__(self, path: Path, items: Mapping[str, ChunkEntry]) -> None:
         """Raises CheckpointError if the file is missing or cut off."""
         self.path = path
-        self.metadata: dict[str, str] = {}
         self.tensors = {key: item.info for key, item in items.items()}
         self._items = items
         self._opened: dict[Record, StoredTensor] = {}
