@@ -20,10 +20,10 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.files import (
@@ -34,7 +34,10 @@ from dapo_megatron.files import (
     write_json,
 )
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.types import CheckpointError
+from dapo_megatron.types import CheckpointError, DapoError
+
+Result = TypeVar("Result")
+Ts = TypeVarTuple("Ts")
 
 LAST_READER = "447d080"
 """Commit that reads the runs, checkpoints and folders of earlier versions."""
@@ -119,6 +122,17 @@ def restoring(checkpoint: Path | None) -> Iterator[None]:
             f"{checkpoint / STATE}: not a state that this version can restore ({error!r:.200}); "
             "resume from another checkpoint, or use the version that wrote it"
         ) from error
+
+
+def guarded(folder: Path, action: Callable[[*Ts], Result], *arguments: *Ts) -> Result:
+    """Run `action`, which writes into `folder`. Convert OSError and DapoError into CheckpointError,
+    which fails this checkpoint only."""
+    try:
+        return action(*arguments)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder}: {error.strerror or error}") from error
+    except DapoError as error:
+        raise CheckpointError(str(error)) from error
 
 
 # ------------------------------------------------------------------ manifest.json

@@ -17,10 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any
 
 from dapo_megatron.checkpoints import folder as folders
-from dapo_megatron.checkpoints.folder import Entry, entry_of, write_manifest
+from dapo_megatron.checkpoints.folder import (
+    Entry,
+    Result,
+    Ts,
+    entry_of,
+    guarded,
+    write_manifest,
+)
 from dapo_megatron.checkpoints.formats.export import HfExport
 from dapo_megatron.checkpoints.formats.peft import write_peft
 from dapo_megatron.checkpoints.formats.weights_folder import Companions
@@ -28,21 +35,7 @@ from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.config import Config
 from dapo_megatron.files import publish_folder, write_text
 from dapo_megatron.protocols import Exchange, Policy, Recorder, Snapshot
-from dapo_megatron.types import CheckpointError, DapoError
-
-Result = TypeVar("Result")
-Ts = TypeVarTuple("Ts")
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A checkpoint to write."""
-
-    step: int
-    parts: Sequence[Snapshot]
-    """Files that this rank writes: of the policy, and of the rollouts."""
-    state: Mapping[str, Any]
-    """Content of state.json; empty except on rank 0."""
+from dapo_megatron.types import CheckpointError
 
 
 @dataclass
@@ -97,19 +90,20 @@ class CheckpointSaver:
     def commit(
         self, step: int, state: Mapping[str, Any], parts: Sequence[Snapshot] = ()
     ) -> Callable[[], None]:
-        """Return a function that starts writing and publishing the copy, `state` and this rank's
-        other `parts`. Collective. `state` is encoded in the background and must not change.
+        """Return a function that starts writing and publishing the copy, this rank's other `parts`,
+        and `state` (rank 0's). Collective. `state` is encoded in the background and must not
+        change.
 
         The copy is made now if `stage` was not called. First waits for the previous write.
         """
         self._join()
         part, self._part = self._part or self.policy.snapshot(), None
         self._last_save = time.monotonic()
-        job = _Job(step, (part, *parts), state)
+        job = step, state, (part, *parts)
 
         def start() -> None:
             # A daemon thread, so that a failing run does not wait for the disk.
-            self._thread = threading.Thread(target=self._run, args=(job,), daemon=True)
+            self._thread = threading.Thread(target=self._run, args=job, daemon=True)
             self._thread.start()
 
         return start
@@ -140,25 +134,26 @@ class CheckpointSaver:
 
     # ------------------------------------------------------------------ in the thread
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, step: int, state: Mapping[str, Any], parts: Sequence[Snapshot]) -> None:
         try:
-            self._failure = self._write(job)
+            self._failure = self._write(step, state, parts)
         except BaseException as error:
             self._error = error  # `_join` raises it again in the main thread
             raise
 
-    def _write(self, job: _Job) -> str | None:
+    def _write(self, step: int, state: Mapping[str, Any], parts: Sequence[Snapshot]) -> str | None:
         """Write and publish a checkpoint. Return the reason of a failure, the same on all ranks, or
         None."""
-        num_bytes = sum(part.num_bytes for part in job.parts)
+        num_bytes = sum(part.num_bytes for part in parts)
         needed = sum(self.background.all_gather(num_bytes, int))
         needed += self.export.num_bytes if self.export else 0
-        partial = self.folder / folders.PARTIAL / self.attempt / folders.name_of(job.step)
+        partial = self.folder / folders.PARTIAL / self.attempt / folders.name_of(step)
         partial = self.background.broadcast(partial, Path)
         try:
             self._rank0(self._make_room, partial, needed)
-            known = self._write_parts(job, partial)
-            self._rank0(self._finish, job, partial, known)
+            known = self._write_parts(parts, partial)
+            self._rank0(write_text, partial / folders.STATE, json.dumps(state))
+            self._rank0(write_manifest, partial, known)
             self._rank0(publish_folder, partial, self.folder / partial.name)
         except CheckpointError as error:
             return self._give_up(partial, needed, "; ".join(str(error).splitlines()))
@@ -172,22 +167,22 @@ class CheckpointSaver:
         if shutil.disk_usage(partial).free < needed:
             raise CheckpointError("no room")
 
-    def _write_parts(self, job: _Job, partial: Path) -> dict[str, Entry]:
+    def _write_parts(self, parts: Sequence[Snapshot], partial: Path) -> dict[str, Entry]:
         """Write this rank's parts, and its share of the export. Return the entries of all ranks'
         files."""
 
         def write() -> dict[str, Entry]:
             self.recorder.flush()
-            for part in job.parts:
+            for part in parts:
                 part.write(partial)
             return {
                 name: ((partial / name).stat().st_size, checksum)
-                for part in job.parts
+                for part in parts
                 for name, checksum in part.checksums.items()
             }
 
         entries = self._all_ranks(write)
-        for part in job.parts:
+        for part in parts:
             part.finish(partial, self.background)
         self._rank0(self.companions.copy, partial)
         if self.config.policy.lora is not None:
@@ -217,10 +212,6 @@ class CheckpointSaver:
         names = self.background.broadcast(self._rank0(finish) or [], list[str])
         share = names[rank::num_ranks]
         return self._all_ranks(_entries, partial, share)
-
-    def _finish(self, job: _Job, partial: Path, known: Mapping[str, Entry]) -> None:
-        write_text(partial / folders.STATE, json.dumps(job.state))
-        write_manifest(partial, known)
 
     def _give_up(self, partial: Path, needed: int, why: str) -> str:
         disk_status = self._disk_status()
@@ -256,21 +247,10 @@ class CheckpointSaver:
             self._report(f"an old checkpoint could not be deleted: {error}")
 
     def _rank0(self, action: Callable[[*Ts], Result], *arguments: *Ts) -> Result | None:
-        return on_rank0(self.background, self._guarded, action, *arguments)
+        return on_rank0(self.background, guarded, self.folder, action, *arguments)
 
     def _all_ranks(self, action: Callable[[*Ts], Result], *arguments: *Ts) -> Result:
-        return on_all_ranks(self.background, self._guarded, action, *arguments)
-
-    def _guarded(self, action: Callable[[*Ts], Result], *arguments: *Ts) -> Result:
-        """Run `action`. Convert OSError and DapoError into CheckpointError, which fails this
-        checkpoint only."""
-        try:
-            return action(*arguments)
-        except OSError as error:
-            where = error.filename or self.folder
-            raise CheckpointError(f"{where}: {error.strerror or error}") from error
-        except DapoError as error:
-            raise CheckpointError(str(error)) from error
+        return on_all_ranks(self.background, guarded, self.folder, action, *arguments)
 
 
 def _entries(folder: Path, names: Sequence[str]) -> dict[str, Entry]:

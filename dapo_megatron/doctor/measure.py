@@ -38,11 +38,11 @@ NOISE = 0.3
 
 
 def random_minibatch(
-    vocab: int, aggregation: Aggregation, seed: int = 0, *, divisor: int | None = None
+    vocab: int, aggregation: Aggregation, *, divisor: int | None = None
 ) -> TokenBatch:
     """Return a mini-batch of random tokens and advantages, with weights for `aggregation` (and its
     `divisor`) and without old log-probs."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     lengths_S = torch.tensor(LENGTHS)
     group_ids_S = torch.arange(len(LENGTHS)) // GROUP
     number_T = torch.arange(len(LENGTHS)).repeat_interleave(lengths_S)
@@ -70,11 +70,11 @@ def random_minibatch(
     )
 
 
-def with_old_logprobs(mini: TokenBatch, logprobs_T: Tensor, seed: int = 1) -> TokenBatch:
+def with_old_logprobs(mini: TokenBatch, logprobs_T: Tensor) -> TokenBatch:
     """Add old log-probs near `logprobs_T`, the log-probs of the model, so that some ratios are
     clipped above, some below and most not at all. Add engine log-probs close to the old ones, and
     log-probs of a reference and a teacher, which are as far away."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
 
     def with_noise(center_T: Tensor, std: float) -> Tensor:
         noise_T = std * torch.randn(center_T.shape, generator=generator)
@@ -91,9 +91,9 @@ def with_old_logprobs(mini: TokenBatch, logprobs_T: Tensor, seed: int = 1) -> To
     )
 
 
-def with_top_tokens(mini: TokenBatch, k: int, vocab: int, seed: int = 2) -> TokenBatch:
+def with_top_tokens(mini: TokenBatch, k: int, vocab: int) -> TokenBatch:
     """Add any `k` tokens as the most likely ones of a teacher at each place."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(2)
     num_tokens = mini.tokens.numel()
     ids_Tk = torch.rand(num_tokens, vocab, generator=generator).topk(k).indices
     logits = torch.randn(num_tokens, k + 1, generator=generator)

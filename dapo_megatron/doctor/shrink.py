@@ -101,14 +101,14 @@ def _shrink_delta(arch: Architecture, tensor: int) -> Architecture:
     return replace(arch, delta=delta)
 
 
-def write_random_model(arch: Architecture, folder: Path, seed: int = 0) -> None:
+def write_random_model(arch: Architecture, folder: Path) -> None:
     """Write an HF folder with a randomly initialized model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     fields = to_hf_config(arch) | tokens | {"dtype": "float32"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
-    randomize(model.float(), seed)
+    randomize(model.float(), seed=0)
     model.save_pretrained(folder)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from dapo_megatron.checkpoints.folder import guarded
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import (
     Box,
     Reading,
@@ -127,7 +128,7 @@ class PolicySnapshot:
             (folder / COMMON).write_bytes(buffer.getvalue())
             write_about(folder)
 
-        on_rank0(exchange, _as_checkpoint_error, folder, write)
+        on_rank0(exchange, guarded, folder, write)
 
     def _common(self, step: float) -> dict[str, Any]:
         """Return what Megatron expects in common.pt, and the layout of this run."""
@@ -164,13 +165,6 @@ def _main_weights(boxes: Sequence[StoredBox]) -> list[StoredBox]:
         for box in boxes
         if box.key in names and names[box.key] not in keys
     ]
-
-
-def _as_checkpoint_error(folder: Path, write: Callable[[], None]) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or folder}: {error.strerror or error}") from error
 
 
 def load(

@@ -6,8 +6,6 @@ In a run that would be the first sync or update. By then the engine has sized it
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -45,8 +43,8 @@ def connect(config: Config) -> None:
             dist.all_reduce(value, group=group)
 
 
-def connect_bridge(num_ranks: int, group: Any = None) -> None:
+def connect_bridge(num_ranks: int) -> None:
     """Exchange a number between each pair of ranks of the bridge, as a sync does. Collective over
-    all ranks. `group` None: the default group."""
+    all ranks."""
     value = torch.zeros(num_ranks, device=device())
-    group_or_world(group).alltoall_base(torch.empty_like(value), value, [], []).wait()
+    group_or_world(None).alltoall_base(torch.empty_like(value), value, [], []).wait()

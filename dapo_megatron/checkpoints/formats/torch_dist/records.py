@@ -131,11 +131,10 @@ def _entry(archive: zipfile.ZipFile, ending: str) -> zipfile.ZipInfo:
 class Placeholder:
     """An object of any class in a pickle. Its attributes are in `state`."""
 
-    kind = ""
     state: Any = None
 
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
+    def __init__(self, *_: Any) -> None:
+        """Ignore the arguments of its class."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -169,7 +168,7 @@ class _Unpickler(pickle.Unpickler):
     """Makes a placeholder instead of calling what a pickle names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return type(name, (Placeholder,), {"kind": f"{module}.{name}"})
+        return type(name, (Placeholder,), {})
 
     def persistent_load(self, pid: Any) -> Any:
         """Return nothing for the memory of a tensor."""
