@@ -8,6 +8,7 @@ timeout. (NCCL: not run, only a group over gloo that behaves like it.)
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,18 +34,18 @@ PURPOSE = "sync"
 class Meeting:
     """Description of a group, for its members. Trainer ranks come first.
 
+    held, wanted    slices of each member
     store           path of a file, or HOST:PORT
     timeout         of a collective, in seconds
     own             number in the group of each worker of the engine that gets this
-    held, wanted    slices of each member
     """
 
-    store: str
-    timeout: float
-    ranks_per_node: int
-    own: list[int]
     held: RankSlices
     wanted: RankSlices
+    ranks_per_node: int
+    store: str = ""
+    timeout: float = 0.0
+    own: Sequence[int] = ()
 
     def plan(self) -> TransferPlan:
         """Return the plan of the transfer, which all members make."""

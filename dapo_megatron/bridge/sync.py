@@ -161,14 +161,8 @@ class WeightSync:
             wanted = Wanted(RankSlices.of(by_rank), replicas)
             own = by_rank[self._exchange.rank]
             nothing = [len(self._held.lists)] * (num_ranks - self._exchange.world_size)
-            meeting = Meeting(
-                store="",
-                timeout=0.0,
-                ranks_per_node=self._ranks_per_node,
-                own=[],
-                held=RankSlices([*self._held.lists, []], [*self._held.list_of_rank, *nothing]),
-                wanted=wanted.slices,
-            )
+            held = RankSlices([*self._held.lists, []], [*self._held.list_of_rank, *nothing])
+            meeting = Meeting(held, wanted.slices, self._ranks_per_node)
             plan = meeting.plan()
             group = self._engines.connect(meeting, own)
             transfer = Transfer(plan, self._shards, own, self._exchange.rank, self._device, group)

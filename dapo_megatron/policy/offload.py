@@ -91,11 +91,6 @@ class HostMemory:
         self._chunks: list[Tensor] = []
         self._reserved = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes allocated so far."""
-        return len(self._chunks) * CHUNK_BYTES
-
     def reserve(self, num_bytes: int) -> int:
         """Return the position of so many bytes, for `save` and `load` of a storage on its own."""
         position = self._reserved

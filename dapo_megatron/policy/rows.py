@@ -85,11 +85,6 @@ class Rows:
     scored: Scored
     routes: Tensor | None = None
 
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences; 1 if there is only padding."""
-        return len(self.tokens) if self.packed is None else len(self.packed.bounds) - 1
-
 
 @dataclass(frozen=True, slots=True)
 class Microbatches:

@@ -19,23 +19,20 @@ def shards_of(params: Mapping[str, Tensor], arch: Architecture, place: ChunkPlac
     missing, or has another shape.
     """
     layouts = [layout_of(arch, place, fused=fused) for fused in (False, True)]
-    local_parameters = max(layouts, key=lambda layout: len(layout.keys() & params.keys()))
-    for name in params:
-        if name not in local_parameters:
-            raise ConfigError(f"model.path: no rule for the parameter {name} ({arch.family})")
-    shards = []
-    for name, local_parameter in local_parameters.items():
-        if name not in params:
-            raise ConfigError(f"model.path: the parameter {name} is missing ({arch.family})")
-        param = params[name]
-        if tuple(param.shape) != local_parameter.shape:
+    layout = max(layouts, key=lambda layout: len(layout.keys() & params.keys()))
+    wanted = {name: local.shape for name, local in layout.items()}
+    actual = {name: tuple(param.shape) for name, param in params.items()}
+    for name in wanted | actual:
+        if wanted.get(name) != actual.get(name):
             raise ConfigError(
-                f"model.path: the parameter {name} has shape {list(param.shape)}; "
-                f"{arch.family} in this layout has {list(local_parameter.shape)}"
+                f"model.path: the parameter {name} of {arch.family} has shape {actual.get(name)}, "
+                f"by the rules of this layout {wanted.get(name)}"
             )
-        for part in local_parameter.parts:
-            shards.append(shard_of(slice_of(part, param), param, part.rows))
-    return shards
+    return [
+        shard_of(slice_of(part, params[name]), params[name], part.rows)
+        for name, local in layout.items()
+        for part in local.parts
+    ]
 
 
 def slice_of(part: ParameterPart, parameter: Tensor) -> TensorSlice:

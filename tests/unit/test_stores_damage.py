@@ -43,11 +43,11 @@ def move_and_link(path: Path, to: Path) -> None:
 HF_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "entry missing": (
         lambda folder: edit_json(folder / INDEX, lambda index: index["weight_map"].pop(NORM)),
-        f"{INDEX}: has no entry for {NORM}",
+        f"{INDEX}: names no file for {NORM}",
     ),
     "tensor in two files": (
         lambda folder: edit_tensors(folder / SHARD, lambda t: t.update({NORM: torch.ones(36)})),
-        rf"{NORM} is in both model-00004-of-00004.safetensors and {SHARD}",
+        rf"{INDEX}: names model-00004-of-00004.safetensors for {NORM}, which is in {SHARD}",
     ),
     "index of a file elsewhere": (
         lambda folder: edit_json(

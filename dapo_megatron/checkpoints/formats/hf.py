@@ -245,13 +245,9 @@ def _find_tensors(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
             )
     for file_name, file in files.items():
         for name in file.tensors:
-            if name not in file_of:
+            if (listed := file_of.get(name, "no file")) != file_name:
                 raise CheckpointError(
-                    f"{index}: has no entry for {name}, which is in {file_name}; {_ONE_DOWNLOAD}"
-                )
-            if file_of[name] != file_name:
-                raise CheckpointError(
-                    f"{folder}: {name} is in both {file_of[name]} and {file_name}; {_ONE_DOWNLOAD}"
+                    f"{index}: names {listed} for {name}, which is in {file_name}; {_ONE_DOWNLOAD}"
                 )
     return files, file_of
 
