@@ -197,20 +197,10 @@ class CheckpointSaver:
         target = partial / export.FOLDER
         rank, num_ranks = self.background.rank, self.background.world_size
 
-        def create() -> None:
-            target.mkdir()
-            export.create(target)
-
-        def finish() -> list[str]:
-            export.finish(target)
-            return sorted(
-                str(path.relative_to(partial)) for path in target.rglob("*") if path.is_file()
-            )
-
-        self._rank0(create)
+        self._rank0(export.create, target)
         self._all_ranks(export.write, partial, target, rank, num_ranks)
-        names = self.background.broadcast(self._rank0(finish) or [], list[str])
-        share = names[rank::num_ranks]
+        names = self.background.broadcast(self._rank0(export.finish, target) or [], list[str])
+        share = [f"{export.FOLDER}/{name}" for name in names[rank::num_ranks]]
         return self._all_ranks(_entries, partial, share)
 
     def _give_up(self, partial: Path, needed: int, why: str) -> str:

@@ -59,14 +59,16 @@ class TextExport:
     num_bytes = 10
 
     def create(self, target: Path) -> None:
+        target.mkdir()
         (target / "index.txt").write_text("begun", encoding="utf-8")
 
     def write(self, source: Path, target: Path, rank: int, num_ranks: int) -> None:
         size = (source / f"__{rank}_0.distcp").stat().st_size
         (target / f"{rank}.txt").write_text(str(size), encoding="utf-8")
 
-    def finish(self, target: Path) -> None:
+    def finish(self, target: Path) -> list[str]:
         (target / "index.txt").write_text("done", encoding="utf-8")
+        return [path.name for path in target.iterdir()]
 
 
 class Source:

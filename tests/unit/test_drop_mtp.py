@@ -105,7 +105,6 @@ def test_a_run_reports_them_and_exports_without_them(hf: Path, tmp_path: Path) -
     assert dropped_layers(tiny_config(model__path=trained.folder, model__drop_mtp=True)) == []
     export = HfExport(run)
     target = tmp_path / "export"
-    target.mkdir()
     export.create(target)
     export.write(trained.folder, target, 0, 1)
     export.finish(target)

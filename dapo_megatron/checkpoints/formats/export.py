@@ -30,7 +30,8 @@ class HfExport:
         """Total size of the weights."""
 
     def create(self, target: Path) -> None:
-        """Create the files in an empty folder. Called on one rank."""
+        """Create the folder with its files. Called on one rank."""
+        target.mkdir()
         HfWriter(target, self._infos).create()
 
     def write(self, source: Path, target: Path, rank: int, num_ranks: int) -> None:
@@ -39,7 +40,9 @@ class HfExport:
         share = list(store.tensors)[rank::num_ranks]
         HfWriter(target, self._infos).copy(store, share, lambda _: None)
 
-    def finish(self, target: Path) -> None:
-        """Make the files valid after all ranks have written. Called on one rank."""
+    def finish(self, target: Path) -> list[str]:
+        """Make the files valid after all ranks have written, and return the names of all files.
+        Called on one rank."""
         HfWriter(target, self._infos).finish()
         self._companions.copy(target)
+        return sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
