@@ -59,15 +59,21 @@ class ShardSpec(Protocol):
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
         """Return names and shapes of the HF tensors."""
 
-    def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
-        """Return Megatron-core's local parameter."""
-
     def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Boxes:
         """Return vLLM's local parts of the HF tensors."""
 
+    def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
+        """Return Megatron-core's local parameter. Most have the same boxes as in vLLM, one after
+        the other."""
+        shapes, parts, rows = self.tensors(arch), [], 0
+        for name, region in self.engine(arch, tp_rank, tp_size):
+            parts.append(ParameterPart(name, shapes[name], region, rows))
+            rows += region.shape[0]
+        return LocalParameter((rows, *region.shape[1:]), tuple(parts))
+
 
 @dataclass(frozen=True, slots=True)
-class Replicated:
+class Replicated(ShardSpec):
     """Parameter that is the same on every rank, such as norms and routers."""
 
     name: str
@@ -76,16 +82,12 @@ class Replicated:
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
         return {self.name: _sizes(arch, self.sizes)}
 
-    def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
-        [shape] = self.tensors(arch).values()
-        return LocalParameter(shape, (ParameterPart(self.name, shape, whole(shape)),))
-
     def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Boxes:
         return [(name, whole(shape)) for name, shape in self.tensors(arch).items()]
 
 
 @dataclass(frozen=True, slots=True)
-class RowParallel:
+class RowParallel(ShardSpec):
     """Weight [hidden, `inputs`]; each rank has an equal share of the columns."""
 
     name: str
@@ -94,9 +96,6 @@ class RowParallel:
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
         return {self.name: (arch.hidden_size, *_sizes(arch, (self.inputs,)))}
 
-    def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
-        return _concatenated(self, arch, tp_rank, tp_size)
-
     def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Boxes:
         [(name, (rows, columns))] = self.tensors(arch).items()
         size = _share(columns, tp_size, name)
@@ -104,7 +103,7 @@ class RowParallel:
 
 
 @dataclass(frozen=True, slots=True)
-class QKVParallel:
+class QKVParallel(ShardSpec):
     """Query, key and value projections: weights [rows, hidden] or biases [rows].
 
     Megatron's fused parameter has, for each key-value head, its query heads, its key and its value.
@@ -177,7 +176,7 @@ class QKVParallel:
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnParallel:
+class ColumnParallel(ShardSpec):
     """Parameter of segments of HF tensors, in order: (tensor, its heads, rows of a head), such as
     the gate and up projections. Segments of one tensor follow each other there. Each rank has an
     equal number of complete heads of every segment. `width` are the sizes of a row."""
@@ -192,9 +191,6 @@ class ColumnParallel:
         width = _sizes(arch, self.width)
         return {name: (number, *width) for name, number in rows.items()}
 
-    def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
-        return _concatenated(self, arch, tp_rank, tp_size)
-
     def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Boxes:
         shapes, first, boxes = self.tensors(arch), Counter[str](), []
         for name, *sizes in self.segments:
@@ -206,7 +202,7 @@ class ColumnParallel:
 
 
 @dataclass(frozen=True, slots=True)
-class VocabParallel:
+class VocabParallel(ShardSpec):
     """Weight [vocabulary, hidden]; each rank has an equal share of the padded vocabulary's rows."""
 
     name: str
@@ -237,17 +233,6 @@ def _rows(shape: Shape, first: int, rows: int) -> Region:
 def _without_padding(shape: Shape, first: int, rows: int) -> Region | None:
     """Return the rows of [first, first + rows) that a tensor of `shape` has, or None."""
     return _rows(shape, first, rows).intersect(whole(shape))
-
-
-def _concatenated(
-    spec: ShardSpec, arch: Architecture, tp_rank: int, tp_size: int
-) -> LocalParameter:
-    """Return a parameter that has the same boxes as in vLLM, one after the other."""
-    shapes, parts, rows = spec.tensors(arch), [], 0
-    for name, region in spec.engine(arch, tp_rank, tp_size):
-        parts.append(ParameterPart(name, shapes[name], region, rows))
-        rows += region.shape[0]
-    return LocalParameter((rows, *region.shape[1:]), tuple(parts))
 
 
 def _sizes(arch: Architecture, sizes: Iterable[Size]) -> Shape:

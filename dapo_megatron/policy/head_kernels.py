@@ -18,13 +18,15 @@ import triton  # type: ignore[import-untyped, import-not-found]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found]
 from torch import Tensor
 
+from dapo_megatron.policy.vocab_parallel import Reductions
+
 BLOCK_ENTRIES = 4096
 """Entries of a row that are in registers at a time: 16 for each of 256 threads."""
 
 
-class WithTriton:
-    """Implements vocab_parallel.Reductions in float32, with one target per token and without the
-    gradient of the entropy."""
+class WithTriton(Reductions):
+    """The operations in float32, with one target per token and without the gradient of the
+    entropy."""
 
     def fold(
         self, logits_BE: Tensor, targets_BK: Tensor, start: int, temperature: float, sums_SB: Tensor

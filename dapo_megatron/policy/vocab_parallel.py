@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -43,40 +43,6 @@ ERROR_BYTES = 256 * 2**20
 for the matmuls of the backward pass. Above 32,768 tokens, tiles are narrower because of it."""
 
 
-class Reductions(Protocol):
-    """Operations of a head on a tile.
-
-    `targets_BK` and the tile's first entry `start` count from the rank's first vocabulary entry.
-    Targets may lie outside the tile. Logits are float32 (or float64, for torch's operations only),
-    not yet divided by the temperature, and may be overwritten. The Triton kernels have only K = 1.
-    """
-
-    def fold(
-        self, logits_BE: Tensor, targets_BK: Tensor, start: int, temperature: float, sums_SB: Tensor
-    ) -> None:
-        """Update the S = 3 + K running sums, where x = logit / temperature: highest x so far, sum
-        of exp(x - highest), sum of exp(x - highest) * (x - highest), and x of each target."""
-        ...
-
-    def error(
-        self,
-        logits_BE: Tensor,
-        targets_BK: Tensor,
-        start: int,
-        temperature: float,
-        log_z_B: Tensor,
-        terms_SB: Tensor | None,
-        error_BE: Tensor,
-    ) -> None:
-        """Write p - [target] to `error_BE`, in its dtype, where log p = x - log_z. It may alias the
-        logits. K is 1.
-
-        With `terms_SB`, which has h, the entropy and g_1 to g_K, write
-        sum_k g_k (p - [target_k]) + h p (log p + entropy). The Triton kernels do not have this.
-        """
-        ...
-
-
 def linear_logprobs(
     hidden_TH: Tensor,
     weight_VH: Tensor,
@@ -86,7 +52,7 @@ def linear_logprobs(
     first_entry: int,
     num_entries: int,
     group: dist.ProcessGroup | None,
-    head: Head | Reductions = "torch",
+    head: Head = "torch",
     gradient_accumulation_fusion: bool = False,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -117,7 +83,7 @@ def linear_logprobs(
         temperature,
         max(num_entries, 0),
         group,
-        reductions(head) if isinstance(head, str) else head,
+        reductions(head),
         gradient_accumulation_fusion,
         entropy_gradient,
     )
@@ -170,7 +136,7 @@ def reductions(head: Head) -> Reductions:
     """Return the reductions of policy.logprob_head. plan/compatibility has refused heads that
     cannot run."""
     if head == "torch":
-        return _WithTorch()
+        return Reductions()
     kernels: Reductions = import_module("dapo_megatron.policy.head_kernels").WithTriton()
     return kernels
 
@@ -270,8 +236,13 @@ class _LinearLogProbs(torch.autograd.Function):
         return grad_hidden_TH.to(hidden_TH.dtype), weight_gradient, *[None] * 7
 
 
-class _WithTorch:
-    """Implements Reductions with torch's operations."""
+class Reductions:
+    """Operations of a head on a tile, by torch. head_kernels.py has them as Triton kernels.
+
+    `targets_BK` and the tile's first entry `start` count from the rank's first vocabulary entry.
+    Targets may lie outside the tile. Logits are float32 (or float64, for torch's operations only),
+    not yet divided by the temperature, and may be overwritten. The Triton kernels have only K = 1.
+    """
 
     def __init__(self) -> None:
         self._exp: _Memory | None = None
@@ -279,7 +250,8 @@ class _WithTorch:
     def fold(
         self, logits_BE: Tensor, targets_BK: Tensor, start: int, temperature: float, sums_SB: Tensor
     ) -> None:
-        """See Reductions."""
+        """Update the S = 3 + K running sums, where x = logit / temperature: highest x so far, sum
+        of exp(x - highest), sum of exp(x - highest) * (x - highest), and x of each target."""
         _divide(logits_BE, temperature)
         top_B, total_B, weighted_B = sums_SB[:3]
         index_BK, is_in_tile_BK = _target_columns(targets_BK, start, logits_BE)
@@ -301,7 +273,12 @@ class _WithTorch:
         terms_SB: Tensor | None,
         error_BE: Tensor,
     ) -> None:
-        """See Reductions."""
+        """Write p - [target] to `error_BE`, in its dtype, where log p = x - log_z. It may alias the
+        logits. K is 1.
+
+        With `terms_SB`, which has h, the entropy and g_1 to g_K, write
+        sum_k g_k (p - [target_k]) + h p (log p + entropy). The Triton kernels do not have this.
+        """
         _divide(logits_BE, temperature)
         logits_BE -= log_z_B[:, None]
         index_BK, is_in_tile_BK = _target_columns(targets_BK, start, logits_BE)
