@@ -158,8 +158,14 @@ class TensorFileWriter:
         box = whole(info.shape) if box is None else box
         if value.dtype != info.dtype or tuple(value.shape) != box.shape:
             raise ValueError(f"{key}: {value.dtype} {tuple(value.shape)} is not {info} {box}")
+        source = bytes_of(value.detach().to("cpu").contiguous())
+        size, done = info.dtype.itemsize, 0
         try:
-            write_box(self.path, info, self._starts[key], box, value)
+            with self.path.open("r+b", buffering=0) as file:
+                for start, count in _runs(info.shape, box):
+                    part = source[done : done + count * size]
+                    drain(file.fileno(), part, self._starts[key] + start * size)
+                    done += count * size
         except OSError as error:
             raise cannot_write(self.path, self.nbytes, error) from None
 
@@ -275,16 +281,6 @@ def _fill(path: Path, handle: int, target: memoryview, offset: int, key: str) ->
         if count == 0:
             raise CheckpointError(f"{path}: cut off inside {key}; copy it again")
         done += count
-
-
-def write_box(path: Path, info: TensorInfo, offset: int, box: Region, value: Tensor) -> None:
-    """Write a box of a row-major tensor whose data start at `offset`. Raises OSError."""
-    source = bytes_of(value.detach().to("cpu").contiguous())
-    size, done = info.dtype.itemsize, 0
-    with path.open("r+b", buffering=0) as file:
-        for start, count in _runs(info.shape, box):
-            drain(file.fileno(), source[done : done + count * size], offset + start * size)
-            done += count * size
 
 
 def _runs(shape: tuple[int, ...], box: Region) -> Iterator[tuple[int, int]]:
