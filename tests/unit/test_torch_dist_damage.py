@@ -255,7 +255,7 @@ POISON: dict[str, tuple[Callable[[Path], Any], str | None]] = {
     ),
     "tensor": (
         lambda folder: replace_record(folder, NORM, archive([hostile(folder)])),
-        rf"__0_0\.distcp: {NORM} is damaged \(Weights only load failed",
+        rf"__0_0\.distcp: {NORM}: cannot be read \(Weights only load failed",
     ),
     "common.pt": (lambda folder: only_common(folder, {"args": hostile(folder)}), None),
     "common state": (poison_common_state, None),

@@ -16,8 +16,7 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
@@ -42,7 +41,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
-from dapo_megatron.checkpoints.formats.torch_dist.records import UNREADABLE, Record, StoredTensor
+from dapo_megatron.checkpoints.formats.torch_dist.records import Record, StoredTensor, naming
 from dapo_megatron.checkpoints.formats.weights_folder import check_file_name
 from dapo_megatron.types import CheckpointError, Region, dtype_name
 
@@ -217,14 +216,9 @@ def read_metadata(folder: Path) -> Metadata:
     """Return the contents of `.metadata`. Raises CheckpointError, also if it names anything but the
     classes of such a file."""
     path = folder / METADATA
-    try:
-        with path.open("rb") as file:
-            metadata = _SafeUnpickler(file).load()
+    with naming(path), path.open("rb") as file:
+        metadata = _SafeUnpickler(file).load()
         is_list = isinstance(metadata, Metadata) and isinstance(metadata.state_dict_metadata, dict)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except UNREADABLE as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
     if not is_list:
         raise CheckpointError(f"{path}: is no list of tensors")
     return cast(Metadata, metadata)
@@ -238,7 +232,7 @@ class Reading:
         shape or would be rounded although it may not, or a file that is missing or cut off."""
         self._folder, metadata = folder, read_metadata(folder)
         self._reads: list[tuple[Record, str, TensorInfo, Region, Tensor]] = []
-        with _naming(folder, f"{METADATA} is damaged"):
+        with naming(folder / METADATA):
             for box in boxes:
                 key, info = _source(folder, box, metadata.state_dict_metadata)
                 wanted = ChunkStorageMetadata(torch.Size(box.offset), box.values.shape)
@@ -272,17 +266,6 @@ def _part(tensor: Tensor, offset: Iterable[int], sizes: Iterable[int]) -> Tensor
     for dim, (start, length) in enumerate(zip(offset, sizes, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     return tensor
-
-
-@contextmanager
-def _naming(path: Path, fault: str) -> Iterator[None]:
-    """Convert what reading a damaged file raises into CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: {error.strerror or error}") from error
-    except UNREADABLE as error:
-        raise CheckpointError(f"{path}: {fault} ({error}); copy the checkpoint again") from error
 
 
 def check_lengths(folder: Path, records: Iterable[Record]) -> None:

@@ -18,9 +18,9 @@ from dapo_megatron.checkpoints.formats.torch_dist.boxes import (
     read_metadata,
 )
 from dapo_megatron.checkpoints.formats.torch_dist.records import (
-    UNREADABLE,
     Record,
     StoredTensor,
+    naming,
     read_object,
 )
 from dapo_megatron.checkpoints.formats.weights_folder import check_file_name
@@ -60,7 +60,7 @@ def read_contents(folder: Path) -> Contents:
     tensors: dict[str, TensorInfo] = {}
     chunks: list[Chunk] = []
     objects: dict[str, Record] = {}
-    try:
+    with naming(path):
         for index, place in metadata.storage_data.items():
             check_file_name(place.relative_path, f"{path}: {index.fqn}")
             if index.offset is None:
@@ -79,8 +79,6 @@ def read_contents(folder: Path) -> Contents:
                 if place.transform_descriptors:
                     raise ValueError(f"{key} is stored with {place.transform_descriptors}")
                 chunks.append(Chunk(key, region, info.properties.dtype, _record(place)))
-    except UNREADABLE as error:
-        raise CheckpointError(f"{path}: damaged ({error}); copy it again") from error
     return Contents(tensors, chunks, objects)
 
 

@@ -10,6 +10,8 @@ import io
 import os
 import pickle
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +34,18 @@ UNREADABLE = (
     OverflowError,
 )
 """Exceptions of reading a damaged file."""
+
+
+@contextmanager
+def naming(place: Path | str) -> Iterator[None]:
+    """Convert what reading a damaged file raises into CheckpointError. `place` is the file, or the
+    file and a tensor in it."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{place}: cannot be read ({error.strerror or error})") from error
+    except UNREADABLE as error:
+        raise CheckpointError(f"{place}: cannot be read ({error}); copy it again") from error
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -88,19 +102,14 @@ class StoredTensor:
     def open(cls, path: Path, record: Record, key: str, info: TensorInfo) -> StoredTensor:
         """Find the elements of the tensor `key` in a record. Raises CheckpointError unless it is a
         contiguous tensor of this shape and dtype."""
-        try:
-            with open_regular(path) as file:
-                view: Any = FilePart(file, record.offset, record.length)
-                # Without memory, so that the elements are not read.
-                tensor = torch.load(view, map_location="meta", weights_only=True)
-                with zipfile.ZipFile(view) as archive:
-                    data = _entry(archive, "/data/0")
-                file.seek(record.offset + data.header_offset + _ZIP_HEADER - 4)
-                lengths = file.read(4)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {key}: {error.strerror}") from error
-        except UNREADABLE as error:
-            raise CheckpointError(f"{path}: {key} is damaged ({error}); copy it again") from error
+        with naming(f"{path}: {key}"), open_regular(path) as file:
+            view: Any = FilePart(file, record.offset, record.length)
+            # Without memory, so that the elements are not read.
+            tensor = torch.load(view, map_location="meta", weights_only=True)
+            with zipfile.ZipFile(view) as archive:
+                data = _entry(archive, "/data/0")
+            file.seek(record.offset + data.header_offset + _ZIP_HEADER - 4)
+            lengths = file.read(4)
         is_plain = (
             isinstance(tensor, Tensor) and tensor.is_contiguous() and not tensor.storage_offset()
         )
@@ -149,19 +158,14 @@ class Placeholder:
 def read_object(path: Path, record: Record | None = None) -> Any:
     """Return an object that torch.save wrote in a record, or in a separate file, with a
     Placeholder for each object of a class. Raises CheckpointError."""
-    try:
-        with open_regular(path) as file:
-            view: Any = file if record is None else FilePart(file, record.offset, record.length)
-            with zipfile.ZipFile(view) as archive:
-                entry = _entry(archive, "/data.pkl")
-                if entry.compress_type != zipfile.ZIP_STORED:
-                    raise ValueError("compressed")
-                with archive.open(entry) as data:
-                    return _Unpickler(data).load()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except UNREADABLE as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); copy it again") from error
+    with naming(path), open_regular(path) as file:
+        view: Any = file if record is None else FilePart(file, record.offset, record.length)
+        with zipfile.ZipFile(view) as archive:
+            entry = _entry(archive, "/data.pkl")
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise ValueError("compressed")
+            with archive.open(entry) as data:
+                return _Unpickler(data).load()
 
 
 class _Unpickler(pickle.Unpickler):
