@@ -19,6 +19,8 @@ from math import prod
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from torch import Tensor
 
 from dapo_megatron.checkpoints.formats.torch_dist.boxes import Box, Shape
@@ -106,24 +108,23 @@ class TrainingState:
     def objects(self) -> dict[str, Any]:
         """Return the extra state of modules that this rank writes for Megatron, by key."""
         objects = {}
-        for entry in filter(_is_object, self._entries):
-            replica = entry.replica_id
-            if not any(replica if isinstance(replica, tuple) else (replica,)):
-                objects[entry.unique_key] = entry.data
+        for entry in self._entries:
+            if isinstance(entry, ShardedObject):
+                replica = entry.replica_id
+                if not any(replica if isinstance(replica, tuple) else (replica,)):
+                    objects[entry.unique_key] = entry.data
         return objects
 
     @cached_property
     def _entries(self) -> list[Any]:
         """Megatron's descriptions of the tensors and objects of all chunks."""
-        from megatron.core.dist_checkpointing.dict_utils import nested_values
-
         described = [model.sharded_state_dict(metadata=dict(CONTENT)) for model in self.models]
         return list(chain.from_iterable(map(nested_values, described)))
 
     @cached_property
     def _parts(self) -> dict[int, list[_Part]]:
         """Parts of each parameter, by its id."""
-        return _by_param(entry for entry in self._entries if not _is_object(entry))
+        return _by_param(e for e in self._entries if not isinstance(e, ShardedObject))
 
     def _optimizer_boxes(self, owned: Owned, parts: Iterable[_Part]) -> Iterator[Box]:
         fields = {field: owned.state[field] for field in MOMENTS}
@@ -258,9 +259,6 @@ def _flat(param: Any) -> Tensor:
 
 def _by_param(entries: Iterable[Any]) -> dict[int, list[_Part]]:
     """Return the parts of each parameter, by its id."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-
     parts: dict[int, list[_Part]] = {}
     for entry in entries:
         own = [entry]
@@ -271,9 +269,3 @@ def _by_param(entries: Iterable[Any]) -> dict[int, list[_Part]]:
             own = list(nested_values(meta.build()))
         parts.setdefault(id(entry.data), []).extend(_Part(entry.data, part) for part in own)
     return parts
-
-
-def _is_object(entry: Any) -> bool:
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-    return isinstance(entry, ShardedObject)

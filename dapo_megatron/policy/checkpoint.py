@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from dapo_megatron.checkpoints.folder import guarded
@@ -254,8 +255,6 @@ def rng_tensors() -> dict[str, Tensor]:
     """
     tensors = {"cpu": torch.get_rng_state()}
     if has_cuda():
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
         tensors["cuda"] = torch.cuda.get_rng_state()
         for name, state in get_cuda_rng_tracker().get_states().items():
             tensors[f"tracked.{name}"] = state
@@ -266,8 +265,6 @@ def set_rng(tensors: Mapping[str, Tensor]) -> None:
     """Restore the states that `rng_tensors` returned."""
     torch.set_rng_state(tensors["cpu"])
     if has_cuda():
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
         torch.cuda.set_rng_state(tensors["cuda"])
         tracked = {key: state for key, state in tensors.items() if key.startswith("tracked.")}
         get_cuda_rng_tracker().set_states(
