@@ -87,8 +87,9 @@ def open_hf(folder: Path, ignore: Collection[str] = (), *, drop_mtp: bool = Fals
         arch=arch,
         tensors=infos,
         file_slices={
-            name: [_file_slice(name, info, file_of[keys[name]], keys[name])]
+            name: [FileSlice(name, region, file_of[keys[name]], keys[name], region.start)]
             for name, info in infos.items()
+            for region in [whole(info.shape)]
         },
         files=files,
         dropped=[*mtp, *vision],
@@ -173,10 +174,6 @@ def _by_file(
         f"model-{number:05d}-of-{len(files):05d}.safetensors": infos
         for number, infos in enumerate(files, start=1)
     }
-
-
-def _file_slice(name: str, info: TensorInfo, file: str, key: str) -> FileSlice:
-    return FileSlice(name, whole(info.shape), file, key, (0,) * len(info.shape))
 
 
 def _split_experts(

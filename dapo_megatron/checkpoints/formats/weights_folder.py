@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dapo_megatron.checkpoints.folder import STATE
 from dapo_megatron.config import Config
 from dapo_megatron.files import (
     open_lock,
@@ -32,7 +33,6 @@ from dapo_megatron.model import text_fields, without_mtp
 from dapo_megatron.types import CheckpointError, dtype_name, torch_dtype
 
 MEGATRON_JSON = "megatron.json"
-_RUN_JSON = "state.json"  # part of a training checkpoint (checkpoints/folder.py)
 TRACKER = "latest_checkpointed_iteration.txt"
 """File of Megatron that names the newest checkpoint in a folder of them."""
 RELEASE = "release"
@@ -196,7 +196,7 @@ def publish(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 def _check_replaceable(target: Path, overwrite: bool) -> None:
     if not overwrite:
         raise CheckpointError(f"{target}: exists; choose another name, or use --overwrite")
-    if (target / _RUN_JSON).exists():
+    if (target / STATE).exists():
         raise CheckpointError(f"{target}: a training checkpoint; --overwrite never replaces one")
     if foreign := _of_megatron(target):
         raise CheckpointError(
