@@ -6,11 +6,9 @@ passes of the reference has the results of a run without them.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -125,20 +123,3 @@ def test_the_reference_has_the_log_probs_of_its_weights_and_changes_no_result(
         folder = tmp_path / f"deepseek_v3_{name}"
         make_random_model("deepseek_v3", folder, seed=seed, num_hidden_layers=2)
     run_ranks(check, 2, tmp_path, timeout=900.0)
-
-
-def test_errors_of_the_reference_name_its_key(tmp_path: Path) -> None:
-    from dapo_megatron.run.other_weights import open_reference
-    from dapo_megatron.types import ConfigError
-
-    make_random_model("qwen3", tmp_path / "other", seed=1, num_hidden_layers=3)
-    config = partial(tiny_config, loss__kl__coefficient=0.1)
-    with pytest.raises(
-        ConfigError, match=r"^loss\.kl\.reference: .* is of another model than model"
-    ):
-        open_reference(config(loss__kl__reference=tmp_path / "other"))
-    with pytest.raises(ConfigError, match=r"num_layers 3, not 4"):
-        open_reference(config(loss__kl__reference=tmp_path / "other"))
-    with pytest.raises(ConfigError, match=r"^loss\.kl\.reference: .*nothing: no such folder"):
-        open_reference(config(loss__kl__reference=tmp_path / "nothing"))
-    assert open_reference(config()) is None

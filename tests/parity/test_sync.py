@@ -10,7 +10,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +138,6 @@ def policies(model: str) -> dict[str, dict[str, Any]]:
         name: layout | {"sequence_parallel": "tensor_parallel" in layout}
         for name, layout in both.items()
     }
-
-
-def usable(layout: dict[str, Any], num_ranks: int) -> bool:
-    sizes = (layout.get(key, 1) for key in ("tensor_parallel", "pipeline_parallel"))
-    return prod(sizes) <= num_ranks
 
 
 def rank_main(

@@ -159,10 +159,6 @@ class Cluster:
         daemon.kill()
         daemon.wait()
 
-    def set_down(self, name: str) -> None:
-        """Set a node down in Slurm, without waiting until Slurm notices that it is lost."""
-        self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=test")
-
     def repair(self) -> None:
         """Restart killed nodes and wait until all are idle."""
         for name in self.node_names:

@@ -304,14 +304,6 @@ def test_a_run_does_not_start_over_if_all_checkpoints_are_damaged(
     assert Run(path, resume="never").source is None
 
 
-def test_a_checkpoint_without_checksums_is_damaged(tmp_path: Path) -> None:
-    path = tmp_path / "x" / "checkpoints" / "step_000007"
-    path.mkdir(parents=True)
-    write_json(path / "state.json", {"step": 7})
-    with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged"):
-        Run(tmp_path / "x")
-
-
 OUTSIDE = ("../key", "/etc/passwd", "hf/../../key", "a\0b", "")
 ENTRIES = (3, [1], ["1", "2"], {"0": 1, "1": "x"}, [True, "x"])
 

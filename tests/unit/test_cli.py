@@ -101,7 +101,7 @@ ERRORS = {
     },
     **{
         f"{command} --json {path}": f"--json: {problem}"
-        for command in (f"plan {TINY}", "doctor run no_run", "doctor env")
+        for command in (f"plan {TINY}", f"doctor layouts {TINY}", "doctor run no_run", "doctor env")
         for path, problem in {
             "{folder}/gone/x.json": "{folder}/gone is not a folder; make it first",
             "{file}/x.json": "{file} is not a folder; make it first",
@@ -229,15 +229,20 @@ def test_every_rank_gets_the_variables_of_torchrun_and_its_share_of_the_cores(
 
 
 @pytest.mark.parametrize(
-    ("end", "code"),
-    [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL)],
+    ("end", "code", "how"),
+    [
+        ("sys.exit(7)", 7, "exit code 7"),
+        ("os.kill(os.getpid(), 9)", 137, "signal 9, often because memory was full (exit code -9)"),
+        ("os.kill(os.getpid(), 7)", 135, "signal 7, often because /dev/shm was full (exit code -7"),
+    ],
 )
-def test_a_failing_rank_ends_the_others_and_sets_the_exit_code_of_a_shell(
-    start: Start, end: str, code: int
+def test_a_failing_rank_is_named_ends_the_others_and_sets_the_exit_code_of_a_shell(
+    start: Start, end: str, code: int, how: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     launcher = start(f"{end} if rank == 1 else time.sleep(1000)", 3)
     assert launcher.wait(TIMEOUT) == code
     assert is_output_closed(launcher)
+    assert f"rank 1 ended first, with {how}" in capfd.readouterr().err
 
 
 def test_after_a_failure_the_others_have_time_to_clean_up(start: Start, tmp_path: Path) -> None:

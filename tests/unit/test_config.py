@@ -69,17 +69,6 @@ def test_every_shipped_config_loads_and_survives_a_dump(path: Path, tmp_path: Pa
     )
 
 
-def test_a_config_with_every_kind_of_value_survives_a_dump(tmp_path: Path) -> None:
-    sets = [
-        {"kind": "jsonl", "name": "größe", "path": "a b.jsonl", "grader": "my.mod:fn", "limit": 3},
-        {"kind": "parquet", "name": "p", "path": "c.parquet", "grader": "dapo_math"},
-    ]
-    config = parse_config({**tiny_values(), "evaluation": {"sets": sets, "every": 3}, "seed": 7})
-    path = tmp_path / "config.yaml"
-    path.write_text(dump_config(config), encoding="utf-8")
-    assert load_config(path) == config
-
-
 # ---------------------------------------------------------------------------- overrides
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.config import PolicyConfig
-from dapo_megatron.doctor.layouts import TOLERANCES, check_options, other_losses
+from dapo_megatron.doctor.layouts import TOLERANCES, other_losses
 from dapo_megatron.doctor.matrix import LayoutCase, matrix, smallest_world
 from dapo_megatron.doctor.measure import (
     LENGTHS,
@@ -267,14 +267,6 @@ def test_each_difference_fails_with_its_name(changes: dict[str, Any], failures: 
 
 
 # ------------------------------------------------------------------ the command
-
-
-def test_an_unwritable_json_path_is_rejected_before_anything_starts(
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(ConfigError, match=r"--json: .*/gone is not a folder"):
-        check_options(tiny_config(), None, tmp_path / "gone" / "figures.json")
-    assert check_options(tiny_config(), "float32", tmp_path / "figures.json") == "float32"
 
 
 def test_other_losses_are_the_loss_sections_with_each_overlay_of_the_folders(

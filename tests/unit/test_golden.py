@@ -247,13 +247,3 @@ def test_logprob_entropy_and_gradient(case: dict[str, Any], padding: int) -> Non
         weight.grad[:num].double(), expected_weight_gradient, rtol=1e-5, atol=1e-6
     )
     assert not weight.grad[num:].any()
-
-
-def test_torchs_gradient_clipping() -> None:
-    """tests/parity/test_policy.py compares Megatron's clipping with torch's."""
-    case = GOLDEN["grad_clip"]
-    weight = doubles(case["grad"]).requires_grad_()
-    weight.grad = doubles(case["grad"])
-    norm = torch.nn.utils.clip_grad_norm_([weight], case["max_norm"])
-    assert float(norm) == pytest.approx(case["norm"], rel=1e-12)
-    torch.testing.assert_close(weight.grad, doubles(case["clipped"]), **EXACT)

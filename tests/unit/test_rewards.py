@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -19,14 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.algo.advantage import group_advantage
-from dapo_megatron.config import FileSource
-from dapo_megatron.data.prompts import load_source
 from dapo_megatron.rewards import resolve
 from dapo_megatron.rewards.dapo_math import INVALID, grade
 from dapo_megatron.rewards.pool import try_graders
 from dapo_megatron.rewards.registry import check_grader
 from dapo_megatron.types import ConfigError, DataError, Grade, Prompt
-from tests.helpers.words import Words
 
 LINES = (Path(__file__).parents[1] / "golden" / "grading.jsonl").read_text(encoding="utf-8")
 CASES = [json.loads(line) for line in LINES.splitlines()]
@@ -263,47 +258,7 @@ def test_unsupported_signatures_are_refused_before_the_run(
             refuse(name)
 
 
-# ------------------------------------------------------------------------ by data_source
-
-
-def rows(folder: Path, *data_sources: str) -> str:
-    lines = [
-        {
-            "data_source": data_source,
-            "prompt": [{"role": "user", "content": "1 + 2 ="}],
-            "ability": "MATH",
-            "reward_model": {"ground_truth": "3", "style": "rule"},
-            "extra_info": {"index": 1},
-        }
-        for data_source in data_sources
-    ]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return str(folder / "rows.jsonl")
-
-
-def test_a_row_without_a_grader_is_refused_when_the_data_is_loaded(tmp_path: Path) -> None:
-    def load(grader: str | dict[str, str]) -> int:
-        path = rows(tmp_path, "math_dapo", "code", "math_dapo")
-        source = FileSource(kind="jsonl", name="mine", path=path, grader=grader)
-        return len(load_source(source, Words(), 10).prompts)  # type: ignore[arg-type]
-
-    assert load("dapo_math") == 3
-    assert load({"math_dapo": "dapo_math", "code": "math_verify"}) == 3
-    with pytest.raises(DataError) as refused:
-        load({"math_dapo": "dapo_math", "math500": "math_verify"})
-    assert str(refused.value) == (
-        f"{tmp_path}/rows.jsonl, line 2, column data_source: source 'mine' has no grader for "
-        "'code'; known: math500, math_dapo"
-    )
-
-
-def test_importing_rewards_imports_no_heavy_library() -> None:
-    code = (
-        "import sys, dapo_megatron.rewards, dapo_megatron.rewards.dapo_math; "
-        "assert not {'torch', 'pydantic', 'math_verify', 'sympy', 'reasoning_gym'} "
-        "& set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+# ------------------------------------------------------------------------ before a run
 
 
 TRIED = {
