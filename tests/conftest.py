@@ -10,21 +10,23 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # Several test processes share few cores, where more threads only wait for each other. Torch reads
 # this variable once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A slow example on a busy machine is not a failure.
-settings.register_profile("default", deadline=None)
+PATIENT: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("default", **PATIENT)
 # Use the same examples for every mutant, and do not shrink failing ones.
 settings.register_profile(
     "mutations",
-    deadline=None,
+    **PATIENT,
     derandomize=True,
     database=None,
     phases=[Phase.explicit, Phase.generate],

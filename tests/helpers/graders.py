@@ -38,10 +38,3 @@ def patient(response: str, truth: str, extra: object) -> bool:
     while Path(truth).exists():
         time.sleep(0.05)
     return near(response, truth, extra)
-
-
-def gated(response: str, truth: str, extra: Mapping[str, Any]) -> bool:
-    """Like `moody`, but first wait until the file `extra["gate"]` exists, if one is named."""
-    while "gate" in extra and not Path(extra["gate"]).exists():
-        time.sleep(0.002)
-    return moody(response, truth, extra)

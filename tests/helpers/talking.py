@@ -113,6 +113,9 @@ class Talker:
 '''
 AGENTS_WITHOUT_TOOLS = ("parallel", "unruly", "endless", "hostile", "stubborn")
 MAX_TURNS, MAX_TURN_TOKENS, MAX_TOKENS = 5, 300, 900
+OVERLONG = OverlongConfig(
+    max_tokens=MAX_TOKENS, buffer_tokens=10, penalty=False, filter=False, filtered_in_mean=False
+)
 
 
 def tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerBase:
@@ -322,6 +325,14 @@ class TalkingDriver:
         return [(replica, decode(encode(r), Report, "a server")) for r in reports if r.is_news]
 
 
+def disturb(driver: TalkingDriver) -> None:
+    """Kill instances often, and a server with its instances now and then."""
+    if driver.rng.random() < 0.5:
+        driver.kill_an_instance(driver.rng)
+    if driver.rng.random() < 0.05 and not driver.lost:
+        driver.lose(driver.rng.randrange(2))
+
+
 class TalkingRun(ABC):
     """A run of a coordinator and two servers. A subclass has `start`, which calls `start_with`."""
 
@@ -346,7 +357,6 @@ class TalkingRun(ABC):
         self,
         pools: Sequence[EnvironmentPool],
         prompts: Sequence[Prompt],
-        overlong: OverlongConfig,
         rewards: Mapping[str, str],
     ) -> None:
         self.driver = TalkingDriver(
@@ -358,7 +368,7 @@ class TalkingRun(ABC):
         )
         stream = PromptStream(prompts, seed=0, shuffle=False)
         config = rollout_config(**self.rollout)
-        self.coordinator = Coordinator(config, overlong, stream, self.driver, seed=3)
+        self.coordinator = Coordinator(config, OVERLONG, stream, self.driver, seed=3)
 
     def step(self, disturb: Any = lambda driver: None) -> Collected:
         """Collect a step. `disturb` is called each time that completions have ended: at any moment

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import describe
 from dapo_megatron.environments.pool import EnvironmentPool
 from dapo_megatron.segments import ENVIRONMENT, Segment, branches
@@ -21,15 +20,13 @@ from tests.helpers.agents import calls_of, write_agents
 from tests.helpers.talking import (
     MAX_TOKENS,
     MAX_TURNS,
-    TalkingDriver,
+    OVERLONG,
     TalkingRun,
+    disturb,
     tokenizer,
 )
 
 MODULE = "agents_of_a_test"
-OVERLONG = OverlongConfig(
-    max_tokens=MAX_TOKENS, buffer_tokens=10, penalty=False, filter=False, filtered_in_mean=False
-)
 POOLS: list[EnvironmentPool] = []
 SECONDS = 10.0
 """Time in which an agent has to call or end, also on a busy machine."""
@@ -59,7 +56,7 @@ class Run(TalkingRun):
             Prompt("sums", i, (), "", "", {"name": str(i), "start": i}, self.environment)
             for i in range(40)
         ]
-        self.start_with(POOLS, prompts, OVERLONG, {"sums": "environment"})
+        self.start_with(POOLS, prompts, {"sums": "environment"})
 
     @property
     def environment(self) -> str:
@@ -251,13 +248,6 @@ def test_limits_end_an_agent_without_a_failure(log: Path) -> None:
 def test_kills_of_agents_servers_and_runs_cost_only_time(kind: str, log: Path) -> None:
     log.unlink(missing_ok=True)
     run = Run(kind, 6)
-
-    def disturb(driver: TalkingDriver) -> None:
-        if driver.rng.random() < 0.6:
-            driver.kill_an_instance(driver.rng)
-        if driver.rng.random() < 0.05 and not driver.lost:
-            driver.lose(driver.rng.randrange(2))
-
     for number in range(4):
         run.step(disturb)
         if number % 2:

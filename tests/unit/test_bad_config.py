@@ -215,7 +215,7 @@ SCALAR_TEXTS = st.one_of(PLAIN_TEXTS, st.text(max_size=30), st.sampled_from(list
 KEYS = ["seed", "run.name", "loss", "loss.clip_low", "data.train", "data.train.0", "engine", "x"]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.sampled_from(KEYS), SCALAR_TEXTS)
 @example("data.train.0.options", "{1: {a: [1]}}")
 @example("loss", "{? {a: 1} : 2}")
@@ -228,7 +228,7 @@ def test_any_override_gives_a_config_or_a_config_error(key: str, text: str) -> N
         assert parse_config(parse_yaml(dump_config(config), "dump")) == config
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.text(max_size=60), st.integers(0, len(BASE)))
 def test_any_file_gives_a_config_or_a_config_error(
     tmp_path_factory: pytest.TempPathFactory, text: str, position: int
@@ -250,7 +250,7 @@ SCALARS = (
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.dictionaries(st.text("abc", min_size=1), SCALARS | st.lists(SCALARS), max_size=3))
 @example({"a": ["0o10", "1e5", "010", "1:30", "yes", "1_000", "2026-01-01", "0x1F", "<<", "="]})
 @example({"a": ["\x85", "\u2028", "\ufeff", "\x1b", " a", "a ", "", "-", "\t", "'", '"']})

@@ -185,7 +185,7 @@ FRAGMENTS += [
 ]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from(FRAGMENTS) | st.binary(max_size=9), max_size=8).map(b"".join))
 def test_any_bytes_give_rows_or_a_data_error(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
@@ -199,7 +199,7 @@ def test_any_bytes_give_rows_or_a_data_error(
         assert str(error).startswith(f"{path}, line ")
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(JSON | ROWS)
 def test_any_json_value_gives_a_row_or_a_data_error(value: Any) -> None:
     try:
@@ -274,7 +274,7 @@ def test_a_duplicate_parquet_column_is_rejected(tmp_path: Path) -> None:
         assert message == f"{path}: duplicate column ability; remove one of them"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, 2000), st.integers(0, 2000), st.binary(max_size=20))
 def test_a_damaged_parquet_file_gives_rows_or_a_data_error(
     tmp_path_factory: pytest.TempPathFactory, start: int, end: int, content: bytes

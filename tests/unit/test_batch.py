@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.config import OverlongConfig
@@ -200,7 +200,6 @@ PARTS = st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_si
 """Segments of a response: number of tokens, and whether they were observed. The first was not."""
 
 
-@settings(deadline=None)
 @given(parts=st.lists(PARTS, min_size=2, max_size=4), version=st.integers(1, 4))
 def test_observed_tokens_are_read_and_never_trained_on(
     parts: list[list[tuple[int, bool]]], version: int
@@ -316,7 +315,6 @@ def test_routes_are_of_all_tokens_but_the_last_of_each_sequence() -> None:
             assemble(sequences, wrong, with_routes=True)
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.lists(st.integers(1, 7), min_size=2, max_size=5), min_size=1, max_size=6),
     num_updates=st.integers(1, 12),

@@ -200,7 +200,11 @@ def test_options_of_a_box_allow_rounding_another_key_and_rows_that_pad(folder: P
         (replace(wanted(shape=(5, 3)), may_be_padded=True), r"a has .*\(4, 3\), not \(5, 3\)"),
         (replace(wanted(shape=(3, 2)), may_be_padded=True), r"a has .*\(4, 3\), not \(3, 2\)"),
         (wanted(shape=(4, 3, 1)), r"a has shape \(4, 3\), not \(4, 3, 1\)"),
-        (wanted(dtype=torch.bfloat16), "a was saved in float32 and would be rounded to bfloat16"),
+        (
+            wanted(dtype=torch.bfloat16),
+            "a was saved in float32 and would be rounded to bfloat16. "
+            "Resume with the policy.precision and optimizer.moments of the run",
+        ),
         (wanted(dtype=torch.uint8), "a was saved in float32 and would be rounded to uint8"),
     ],
 )

@@ -263,7 +263,7 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(name=st.sampled_from(FILES), damage=st.sampled_from(list(DAMAGES)), at=st.integers(0, 10**6))
 def test_any_damage_is_reported_and_the_previous_checkpoint_used(
     saved_run: Path,

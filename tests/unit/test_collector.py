@@ -148,7 +148,7 @@ def without_routes(
 # ---------------------------------------------------------------------------- recorded steps
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**20), num_steps=st.integers(1, 5), data=st.data())
 def test_a_run_repeats_what_it_recorded_and_goes_on(
     seed: int, num_steps: int, data: st.DataObject

@@ -68,7 +68,6 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=1
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
 
 
-@settings(deadline=None)
 @given(NAMES, NAMES, TEXTS, TEXTS | st.integers(-(10**300), 10**300), st.booleans())
 def test_columns_of_any_name_are_read(
     prompt: str, answer: str, question: str, truth: str | int, nested: bool
@@ -87,7 +86,6 @@ def test_columns_of_any_name_are_read(
     assert checked.extra["data_source"] == ""
 
 
-@settings(deadline=None)
 @given(
     st.floats(allow_nan=False, allow_infinity=False)
     | st.booleans()
@@ -149,7 +147,7 @@ def test_a_source_may_be_a_path(tmp_path: Path) -> None:
     assert parse_config(parse_yaml(dump_config(config), "dump")) == config
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(NAMES)
 def test_every_path_gives_a_valid_source_name(path: str) -> None:
     config = parse_yaml(TINY.read_text(encoding="utf-8"), "tiny")

@@ -235,7 +235,7 @@ class Run(RuleBasedStateMachine):
 
 
 TestRun = Run.TestCase
-TestRun.settings = settings(max_examples=70, stateful_step_count=12, deadline=None)
+TestRun.settings = settings(max_examples=70, stateful_step_count=12)
 
 
 # ---------------------------------------------------------------------------- which groups

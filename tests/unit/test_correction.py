@@ -62,7 +62,7 @@ def expected_weights(ratio: Any, numbers: dict[str, Any]) -> Any:
     return weights * (not outside)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @pytest.mark.parametrize("name", CORRECTIONS)
 @given(length=st.integers(1, 12), scale=st.floats(0.01, 1.5), seed=st.integers(0, 10**6))
 def test_weights_are_those_of_the_definition(
@@ -129,7 +129,7 @@ def test_masking_leaves_the_denominator_and_the_other_tokens_alone() -> None:
         assert not after.weights[is_masked].any()
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @pytest.mark.parametrize("name", CORRECTIONS)
 @given(owners=st.lists(st.integers(0, 2), min_size=5, max_size=5))
 def test_statistics_of_data_parallel_indices_merge_to_those_of_the_batch(
@@ -190,7 +190,7 @@ def test_metrics_of_a_known_batch() -> None:
         assert math.log(metrics[name]) == pytest.approx(math.log(ratio), rel=0.05), name
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     scale=st.sampled_from([1e-7, 1e-4, 1e-2, 1.0]),
     share=st.sampled_from([0.01, 0.5, 0.99]),

@@ -174,12 +174,6 @@ def test_a_graph_is_captured_for_the_largest_batch(max_sequences: int) -> None:
 # ------------------------------------------------------------------ rejections
 
 
-def refusal(hf: dict[str, Any], **keys: Any) -> str:
-    with pytest.raises(ConfigError) as raised:
-        device.check_config(tiny_config(**keys), architecture(hf))
-    return str(raised.value)
-
-
 FP8 = {"engine__quantization": "fp8", "policy__precision": "bfloat16"}
 TWO_RANKS = {**FP8, "engine__tensor_parallel": 2, "engine__sleep": "false"}
 

@@ -163,7 +163,7 @@ def problems(number: int) -> list[Prompt]:
     return [Prompt("set", index, (5,), "4 + 3 =", "7") for index in range(number)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     seed=st.integers(0, 10**6),
     tickets=st.lists(st.integers(0, 99), min_size=1, max_size=12, unique=True),

@@ -155,7 +155,7 @@ def test_published_models_have_their_published_number_of_parameters(name: str) -
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 @given(data=st.data())
 def test_all_ranks_together_hold_exactly_the_checkpoint(
     family: str, tied: bool, data: st.DataObject
@@ -269,7 +269,7 @@ def engine_regions(
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 @given(data=st.data())
 def test_the_ranks_of_an_engine_hold_every_element_with_the_expected_copies(
     family: str, tied: bool, data: st.DataObject

@@ -389,7 +389,7 @@ STRANGE += ["x", "\ud800", [], [1], ["x"], [[[]]], {}, {"a": 1}, {"rope_type": "
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_any_strange_value_is_accepted_or_refused_with_a_config_error(
     family: str, data: st.DataObject

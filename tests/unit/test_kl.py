@@ -91,7 +91,7 @@ def with_kl(estimator: str, **overrides: Any) -> LossConfig:
     return loss_config(**kl_keys, **overrides)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @pytest.mark.parametrize("name", ["dapo", "cispo", "sapo"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(micro=micros)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.config import Config, PolicyConfig
@@ -301,7 +301,6 @@ def _yaml(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-@settings(deadline=None)
 @given(world=st.integers(1, 24), text=LAYOUTS, model=MODELS)
 def test_layouts_that_fit_are_valid(world: int, text: str, model: dict[str, Any]) -> None:
     config = config_of(text)

@@ -113,7 +113,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestLedger.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 def test_a_ledger_whose_totals_do_not_match_stops_the_run() -> None:

@@ -131,7 +131,7 @@ RELATIVE = 1e-3
 """More than any rounding that counts as equal, also under the root."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1000, 9999), st.integers(1000, 9999), st.integers(-40, 40), st.integers(-40, 40),
     st.sampled_from(FRAMES), st.booleans(),

@@ -426,7 +426,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('database')}/mlflow.db"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.sampled_from(["", "", "before", "after"]), max_size=20),
     st.integers(0, 6),

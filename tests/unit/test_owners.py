@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.algo.loss import Aggregation
@@ -36,7 +36,6 @@ def groups_of(responses: list[list[int]]) -> list[Any]:
     ]  # fmt: skip
 
 
-@settings(deadline=None)
 @given(
     responses=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), max_size=6),
     num_updates=st.integers(1, 7),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.config import Config
@@ -268,7 +268,6 @@ def test_buffers_of_transformer_engine_match_a_count_by_hand(
     assert buffers.num_bytes == 2 * weights + workspaces * (32 * 2**20 + 1024)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from([1, 2, 4, 8]),
     st.sampled_from(["none", "selective", "full"]),

@@ -111,7 +111,7 @@ def escaped(item: RecordedGroup) -> RecordedGroup:
     return replace(item, group=whole)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups=recorded_groups(), rows=st.integers(0, 4), data=st.data())
 def test_groups_are_restored_exactly(
     groups: list[RecordedGroup], rows: int, data: st.DataObject
@@ -274,7 +274,7 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
     return data[:place] + bytes([data[place] ^ 1 << draw(st.integers(0, 7))]) + data[place + 1 :]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(data=st.data(), name=st.sampled_from(FILES))
 def test_every_damage_is_reported_with_its_file(
     written: dict[str, bytes], data: st.DataObject, name: str
@@ -380,7 +380,7 @@ def steps_again(
     other=st.none() | st.integers(1, 6),
     state=st.sampled_from(["", "{", json.dumps({"manifest": True}), "[]"]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_steps_without_a_gap_after_the_checkpoint_are_repeated(
     steps: set[int], checkpoint: int | None, other: int | None, state: str
 ) -> None:

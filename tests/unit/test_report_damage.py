@@ -66,7 +66,7 @@ def damaged(path: Path, data: st.DataObject) -> bytes:
     return raw[:first] + added + raw[last:]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.large_base_example])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.large_base_example])
 @given(data=st.data())
 def test_no_damage_stops_a_report(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as temporary:

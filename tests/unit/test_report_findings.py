@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.config import Config
@@ -272,7 +272,6 @@ def steps_of_a_ledger(draw: st.DrawFn) -> tuple[list[dict[str, float]], list[tup
 
 
 @given(steps_of_a_ledger())
-@settings(deadline=None)
 def test_the_derived_keep_rate_equals_that_of_the_ledger(
     made: tuple[list[dict[str, float]], list[tuple[int, int]]],
 ) -> None:

@@ -47,7 +47,7 @@ def table(num_groups: int, size: int, **at: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_groups=st.integers(1, 60),
     size=st.integers(1, 5),

@@ -37,7 +37,7 @@ def on_all_ranks(
     return [make_rows(batch, sequences, shape, CPU, with_loss=with_loss) for shape in shapes]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(lengths, st.booleans(), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.data())
 def test_every_token_appears_once_with_its_position_and_target(
     lengths: list[int], packed: bool, cp: int, tokens_per: int, data: st.DataObject
@@ -69,7 +69,7 @@ def test_every_token_appears_once_with_its_position_and_target(
     assert sum(int((rows.sequences >= 0).sum()) for rows in ranks) == len(expected)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(lengths, st.booleans(), *[st.booleans()] * 2, st.sampled_from([1, 2]), st.data())
 def test_scored_tokens_follow_the_position_that_predicts_them(
     lengths: list[int],
@@ -132,7 +132,7 @@ def test_without_sequences_there_is_one_row_of_padding() -> None:
             assert bool((rows.sequences < 0).all())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.sampled_from([1, 2, 3]))
 def test_attention_is_causal_inside_each_sequence(units: list[int], cp: int) -> None:
     """Values and gradients equal those of a dense mask over all tokens."""

@@ -253,7 +253,7 @@ def tree(folder: Path) -> list[tuple[str, int, int]]:
 
 
 @as_root
-@settings(deadline=None, max_examples=66)
+@settings(max_examples=66)
 @given(name=st.sampled_from(WRITTEN), kind=st.sampled_from(list(PLANTED)))
 def test_entries_of_another_user_are_refused_before_anything_is_written(
     tmp_path_factory: pytest.TempPathFactory, name: str, kind: str

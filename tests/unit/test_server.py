@@ -205,7 +205,7 @@ class Rank0:
             self._num_sampled = 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 10**6),
     limits=st.lists(st.integers(1, 12), max_size=4),

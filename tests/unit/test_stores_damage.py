@@ -83,7 +83,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random(folder, config_of("llama"), max_file_bytes=15_000)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.sampled_from(["config.json", INDEX, SHARD]),
     st.floats(0, 1, exclude_max=True),
@@ -133,7 +133,7 @@ ENTRY = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.dictionaries(st.sampled_from("abc"), st.one_of(ENTRY, st.just([1])), max_size=3),
     st.sampled_from([{}, {"__metadata__": 3}, {"__metadata__": {"format": "pt"}}]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.data.prompts import PromptStream
@@ -25,7 +25,6 @@ def test_the_order_is_the_same_on_every_machine_and_version() -> None:
         assert take_indices(PromptStream(prompts(8), seed=seed, shuffle=shuffle), 8) == order
 
 
-@settings(deadline=None)  # cores are shared
 @given(
     num=st.integers(1, 20),
     seed=st.integers(),

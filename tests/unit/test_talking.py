@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.conversation import MARK, Conversation
 from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.engine.messages import Sampling
@@ -29,15 +28,13 @@ from tests.helpers.talking import (
     MAX_TURNS,
     TalkingDriver,
     TalkingRun,
+    disturb,
     tokenizer,
     turn_of,
     write_environments,
 )
 
 MODULE = "talking_environments"
-OVERLONG = OverlongConfig(
-    max_tokens=MAX_TOKENS, buffer_tokens=10, penalty=False, filter=False, filtered_in_mean=False
-)
 POOLS: list[EnvironmentPool] = []
 END = tokenizer().convert_tokens_to_ids("<end>")
 
@@ -145,7 +142,7 @@ class Run(TalkingRun):
 
     def start(self) -> None:
         rewards = {"sums": "environment" if self.kind == "Talker" else "even"}
-        self.start_with(POOLS, prompts(self.kind), OVERLONG, rewards)
+        self.start_with(POOLS, prompts(self.kind), rewards)
 
     def check(self) -> list[Completion]:
         """Check all completions that have ended, and return them."""
@@ -228,13 +225,6 @@ def test_kills_of_processes_servers_and_runs_cost_only_time(log: Path) -> None:
     for kind in ("Counter", "Talker", "Once"):
         log.unlink(missing_ok=True)
         run = Run(kind, 2)
-
-        def disturb(driver: TalkingDriver) -> None:
-            if driver.rng.random() < 0.5:
-                driver.kill_an_instance(driver.rng)
-            if driver.rng.random() < 0.05 and not driver.lost:
-                driver.lose(driver.rng.randrange(2))
-
         for number in range(6):
             run.step(disturb)
             if number % 2:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.algo.loss import (
@@ -76,7 +76,6 @@ def test_shapes_of_the_loss_must_agree() -> None:
 # ------------------------------------------------------------------------ aggregation
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=8),
     kind=st.sampled_from(["token", "prompt", "sequence"]),

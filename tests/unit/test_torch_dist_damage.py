@@ -184,7 +184,7 @@ FILES = (
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.sampled_from(FILES),
     st.floats(0, 1, exclude_max=True),
