@@ -229,15 +229,6 @@ def fused_multi_row_unpadding(
 
 
 @op
-def multi_tensor_scale(
-    chunk_size: int, flag: Tensor, tensors: Sequence[Sequence[Tensor]], scale: float
-) -> None:
-    """Write scaled copies of tensors."""
-    for source, target in zip(*tensors, strict=True):
-        target.copy_(source * scale)
-
-
-@op
 def compute_amax(tensor: Tensor, amax: Tensor) -> None:
     """Set the largest absolute value."""
     amax.fill_(float(tensor.abs().amax()) if tensor.numel() else 0.0)

@@ -76,28 +76,6 @@ def unpermute_with_mask_map(
     return out, probs
 
 
-def unpermute_with_mask_map_bwd_with_merging_probs(
-    grad: Tensor,
-    row_map: Tensor,
-    fwd_input: Tensor,
-    merging_probs: Tensor,
-    pad_offsets: Any,
-    num_tokens: int,
-    num_experts: int,
-    num_out_tokens: int,
-    hidden_size: int,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the rows and of the probabilities."""
-    token, expert, row = _pairs(row_map, num_experts)
-    rows_grad = grad.new_zeros(num_out_tokens, hidden_size)
-    weights = merging_probs[token, expert].float()
-    rows_grad[row] = (grad[token].float() * weights[:, None]).to(grad.dtype)
-    probs_grad = merging_probs.new_zeros(num_tokens, num_experts)
-    products = (grad[token].float() * fwd_input[row].float()).sum(-1)
-    probs_grad[token, expert] = products.to(merging_probs.dtype)
-    return rows_grad, probs_grad
-
-
 def make_chunk_sort_map(
     split_sizes: Tensor, sorted_indices: Tensor, num_tokens: int, num_splits: int
 ) -> Tensor:
