@@ -42,7 +42,7 @@ _LONGEST = (
     "browser/test_page",
     "unit/test_pool",
     "parity/test_engine_weights",
-    "unit/test_report_damage",
+    "unit/test_report",
     "unit/test_hostile",
     "parity/test_engine_routes",
     "parity/test_turns",

@@ -28,21 +28,7 @@ from dapo_megatron.types import ConfigError
 from tests.helpers.configs import tiny_config
 from tests.helpers.published import PUBLISHED
 
-QWEN3_8B = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-}
+QWEN3_8B = PUBLISHED["Qwen3-8B"][1]
 BIASED_MOE = ("DeepSeek-V3", "Moonlight-16B-A3B", "GLM-4.5", "GLM-4.5-Air", "GLM-4.7-Flash")
 EXPERTS = {
     "model_type": "qwen3_moe",

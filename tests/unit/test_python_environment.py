@@ -152,10 +152,7 @@ LIMITED = {
     "raise ValueError('x' * 10**6)": "^x+$",
     "def f(): f()\nf()": "RecursionError: maximum recursion depth exceeded$",
     "import os\nwhile True: os.fork()": "Function not implemented$",
-    "import subprocess\nsubprocess.run(['ls'])": "Error",
-    "import socket\nsocket.create_connection(('1.1.1.1', 53))": "Error",
     f"open({__file__!r})": "FileNotFoundError",
-    "open('/etc/passwd')": "FileNotFoundError",
     "open('/usr/x', 'w')": r"(Read-only file system|Permission denied): '/usr/x'$",
     "import ctypes\nctypes.string_at(0)": "killed by signal 11",
     "import os\nfor n in range(3, 9):\n  try: os.write(n, b'forged' * 100)\n"
