@@ -62,7 +62,7 @@ class Watched:
             ),
         )
         page.on("dialog", lambda dialog: (note(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.set_default_timeout(30_000)  # two busy cores
+        page.set_default_timeout(120_000)  # two busy cores
         return watched
 
     def open(self, report: Path, anchor: str = "") -> Page:
