@@ -103,7 +103,11 @@ def _selected(files: list[Path], run: RunData) -> list[Path]:
 
 
 def _timeline(file: TimelineFile, is_colocated: bool) -> Timeline:
-    rows = [(rank.rank, rank.host, *span) for rank in file.ranks for span in rank.spans]
+    rows = [
+        (rank.rank, _encodable(rank.host), _encodable(phase), begin, end)
+        for rank in file.ranks
+        for phase, begin, end in rank.spans
+    ]
     spans = pd.DataFrame(rows, columns=["rank", "host", "phase", "begin", "end"])
     spans["seconds"] = (spans["end"] - spans["begin"]).clip(lower=0)
     if not is_colocated:
@@ -122,6 +126,11 @@ def _timeline(file: TimelineFile, is_colocated: bool) -> Timeline:
     ]
     seconds = float(spans["end"].max()) if len(spans) else 0.0
     return Timeline(file.step, seconds, phases, _figure(spans, file.replicas))
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which a table cannot hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _color(phase: str) -> str:

@@ -343,7 +343,10 @@ def test_unreadable_files_are_named_and_the_rest_is_shown(tmp_path: Path) -> Non
     folder = Path(shutil.copytree(RECORDED, tmp_path / "run"))
     samples = folder / "samples" / "step_000001" / "completions.parquet"
     samples.write_bytes(samples.read_bytes()[:500])
-    (folder / "timeline" / "step_000020.json").write_text("{")
+    timelines = folder / "timeline"
+    (timelines / "step_000020.json").write_text("{")
+    first = (timelines / "step_000001.json").read_text()
+    (timelines / "step_000001.json").write_text(first.replace('"update"', r'"\ud800"'))
     (folder / "config.yaml").write_text("a: &a [*a]\n")
     (folder / "summary.json").write_text("[" * 2000)
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -353,6 +356,7 @@ def test_unreadable_files_are_named_and_the_rest_is_shown(tmp_path: Path) -> Non
     named = [re.split("[,:]", warning)[0] for warning in view.warnings]
     assert named == ["config.yaml", "metrics.jsonl", "summary.json", "samples"]
     assert "step_000020.json" in view.timeline_note and len(view.timelines) == 4
+    assert "?" in [phase["label"] for phase in view.timelines[0].phases]
     assert view.run.last_step == 40
     assert view.rollouts is not None
     assert {row["step"] for row in view.rollouts.rows} <= {20, 39, 40}
