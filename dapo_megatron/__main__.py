@@ -299,7 +299,7 @@ def layouts(
     from dapo_megatron.doctor import layouts
 
     others = layouts.other_losses(config, overrides or [], overlay or [], losses or [])
-    dtype = layouts.check_options(checked, precision, json_file)
+    dtype = layouts.check_options(checked, precision)
     _on_ranks(ranks or layouts.default_ranks())
     if not layouts.command(checked, others, precision=dtype, only=only, json_file=json_file):
         raise typer.Exit(1)

@@ -54,7 +54,7 @@ from dapo_megatron.doctor.measure import (
 )
 from dapo_megatron.doctor.shrink import shrink, write_random_model
 from dapo_megatron.doctor.worlds import QuietRank, Worlds, quiet_rank
-from dapo_megatron.files import check_result, write_result
+from dapo_megatron.files import write_result
 from dapo_megatron.literal_console import LiteralConsole
 from dapo_megatron.model import read_architecture, to_hf_config
 from dapo_megatron.plan.compatibility import Machine
@@ -99,14 +99,13 @@ TOLERANCES = {
 }
 
 
-def check_options(config: Config, precision: str | None, json_file: Path | None) -> str:
+def check_options(config: Config, precision: str | None) -> str:
     """Check the config and the options before any rank starts. Return the precision of the cases;
     the default is the highest one possible. Raises ConfigError."""
     arch = read_architecture(config)
     world = smallest_world(config.policy, arch)
     check_layout(config, arch, world, has_engine=False, has_teacher=False)
     check_compatibility(config, arch, has_engine=False)
-    check_result(json_file)
     if has_cuda() and precision == "float64":
         raise ConfigError(
             "--precision: Megatron's optimizer does not support float64 on a GPU; use float32, or "
