@@ -367,6 +367,10 @@ def _load(
     num_ranks = num_processes(config)
     if is_on_all_nodes and is_launched():  # separate engines are included
         num_ranks = policy_ranks(config, num_ranks)
+    if config.loss.distill is not None:  # first, because its layout is checked, too
+        from dapo_megatron.run.other_weights import open_teacher
+
+        open_teacher(config)
     check_layout(config, arch, num_ranks, has_engine=has_engine)
     check_compatibility(config, arch, has_engine=has_engine)
     lists = {"data.train": config.data.train, "evaluation.sets": config.evaluation.sets}
@@ -386,10 +390,6 @@ def _load(
         from dapo_megatron.run.other_weights import open_reference
 
         open_reference(config)
-    if config.loss.distill is not None:
-        from dapo_megatron.run.other_weights import open_teacher
-
-        open_teacher(config)
     return config
 
 

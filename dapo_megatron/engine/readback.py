@@ -56,6 +56,8 @@ def read_back(
     for (path, name), group in loads_by_parameter.items():
         module = modules[path]
         value = _as_loaded(module, name, group[0].parameter_shape)
+        if value is not None and isinstance(module, VocabParallelEmbedding):
+            value = _or_tied_head(model, module, value)
         for load in group:
             yield load.tensor_slice, None if value is None else _slice(load, value)
 
@@ -96,6 +98,18 @@ def _through_kernel(module: Any, parameter: Tensor, shape: Shape) -> Tensor:
         rows.diagonal(first).fill_(1)
         transposed[first:last] = module.quant_method.apply(module, rows, None)
     return transposed.T
+
+
+def _or_tied_head(model: nn.Module, embedding: nn.Module, value: Tensor) -> Tensor:
+    """Return the weights of a tied output head if they differ from the embedding's, else `value`,
+    which are the embedding's."""
+    head = getattr(model, "lm_head", None)
+    if head is embedding or not isinstance(head, ParallelLMHead):
+        return value
+    if head.weight is not embedding.weight or not hasattr(head, "cpu_linear"):
+        return value
+    head_value = _through_kernel(head, value, tuple(value.shape))
+    return value if torch.equal(head_value, value) else head_value
 
 
 def _experts_as_loaded(

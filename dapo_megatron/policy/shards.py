@@ -25,8 +25,9 @@ def shards_of(params: Mapping[str, Tensor], arch: Architecture, place: ChunkPlac
     for name in wanted | actual:
         if wanted.get(name) != actual.get(name):
             raise ConfigError(
-                f"model.path: the parameter {name} of {arch.family} has shape {actual.get(name)}, "
-                f"by the rules of this layout {wanted.get(name)}"
+                f"model.path: the parameter {name} of {arch.family} is "
+                f"{actual.get(name, 'missing')}, by the rules of this layout it is "
+                f"{wanted.get(name, 'not there')}"
             )
     return [
         shard_of(slice_of(part, params[name]), params[name], part.rows)

@@ -296,11 +296,15 @@ class Dispatcher:
             return "a completion that this replica was not asked for"
         if not is_interrupted and not why:
             return "returned without a grade, but it was not interrupted"
+        if why and completion.finish is Finish.UNFINISHED:
+            return "graded, but not finished"
         num_tokens, limit = completion.num_tokens, self._sampling.max_tokens
         if len(completion.logprobs) != num_tokens:
             return f"{len(completion.logprobs)} log-probs for {num_tokens} tokens"
         if sum(segment.num_tokens for segment in completion.segments) != num_tokens:
             return f"segments {completion.segments} for {num_tokens} tokens"
+        if not completion.num_sampled:
+            return "none of its tokens was sampled"
         if completion.longest_branch > limit:
             return f"{completion.longest_branch} tokens, with a limit of {limit}"
         num_kept = _num_kept(in_flight.segments, completion.segments)

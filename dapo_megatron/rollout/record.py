@@ -43,7 +43,16 @@ from dapo_megatron.rollout.tables import (
     table_of,
 )
 from dapo_megatron.segments import Segment
-from dapo_megatron.types import Completion, ConfigError, DataError, Finish, Grade, Group, Prompt
+from dapo_megatron.types import (
+    Completion,
+    ConfigError,
+    DataError,
+    Finish,
+    Grade,
+    Group,
+    Outcome,
+    Prompt,
+)
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -377,7 +386,7 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> RecordedGroup:
     )
     return RecordedGroup(
         Group(first["ticket"], prompt, tuple(map(_completion, rows))),
-        first["outcome"],
+        first["outcome"] and Outcome(first["outcome"]),
         [row["reward"] for row in rows],
     )
 

@@ -1,8 +1,11 @@
-"""Test policy checkpoints: loading and updating on is bitwise exact, and the HF export loads in
-transformers. tests/unit/test_boxes.py damages checkpoints."""
+"""Test policy checkpoints: loading and updating on is bitwise exact, damaged files are refused by
+name, and the HF export loads in transformers."""
 
 from __future__ import annotations
 
+import os
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,12 @@ from torch import Tensor
 from dapo_megatron.checkpoints.folder import fault_of
 from dapo_megatron.checkpoints.formats.export import HfExport
 from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.checkpoints.formats.torch_dist.boxes import METADATA, read_metadata
 from dapo_megatron.checkpoints.formats.weights_folder import Companions
 from dapo_megatron.checkpoints.saver import CheckpointSaver
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config
-from dapo_megatron.types import StepStats
+from dapo_megatron.types import CheckpointError, StepStats
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.losses import loss_with
@@ -46,6 +50,7 @@ MODELS = {
 """Families, if they are not qwen3."""
 LOSS = loss_with()
 STEP = 1
+CUT_SHORT, KEY_GONE = "cut_short", "key_gone"
 
 
 def config_of(models: Path, layout: str) -> Config:
@@ -88,9 +93,17 @@ def update(policy: Any, seed: int) -> StepStats:
     return policy.update(random_batch((5, 40, 17, 9), vocab=99, seed=seed), LOSS, 1e-3)
 
 
+def refusal(policy: Any, folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        policy.load(folder)
+    return str(caught.value)
+
+
 def run(rank: int, world_size: int, models: Path, root: Path) -> dict[str, Any]:
     exchange = Ranks(rank, world_size, rank)
-    return {name: save_and_load(exchange, models, root, name) for name in LAYOUTS}
+    return {name: save_and_load(exchange, models, root, name) for name in LAYOUTS} | {
+        "refused": refusals(exchange, models, root)
+    }
 
 
 def saver(exchange: Ranks, config: Config, policy: Any, folder: Path) -> CheckpointSaver:
@@ -123,6 +136,24 @@ def save_and_load(exchange: Ranks, models: Path, root: Path, layout: str) -> Any
     loaded, resumed = weights(policy), two_updates(policy)
     policy.close()
     return saved, continued, loaded, resumed, fault
+
+
+def refusals(exchange: Ranks, models: Path, root: Path) -> dict[str, str]:
+    policy = build(models, "dp2", exchange)
+    intact = checkpoint(root, "dp2")
+    if exchange.rank == 0:
+        for folder in (CUT_SHORT, KEY_GONE):
+            shutil.copytree(intact, root / folder)
+        os.truncate(root / CUT_SHORT / "__1_0.distcp", 1000)
+        metadata = read_metadata(intact)
+        del metadata.state_dict_metadata["optimizer.state.exp_avg.decoder.final_layernorm.weight"]
+        (root / KEY_GONE / METADATA).write_bytes(pickle.dumps(metadata))
+    exchange.barrier()
+    before = weights(policy)
+    messages = {folder: refusal(policy, root / folder) for folder in (CUT_SHORT, KEY_GONE)}
+    assert equal(weights(policy), before)  # a refused checkpoint changes nothing
+    policy.close()
+    return messages
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -182,3 +213,13 @@ def test_transformers_loads_the_export_with_the_same_weights(
         if path.suffix != ".safetensors":
             assert (export / path.name).read_bytes() == path.read_bytes()
     assert AutoTokenizer.from_pretrained(export)("12").input_ids
+
+
+def test_damaged_files_and_missing_tensors_are_refused_by_name(ranks: Any, root: Path) -> None:
+    for rank in ranks:
+        messages = rank["refused"]
+        assert f"{root / CUT_SHORT}/__1_0.distcp: missing or cut off" in messages[CUT_SHORT]
+        gone = (
+            f"{root / KEY_GONE}: optimizer.state.exp_avg.decoder.final_layernorm.weight is missing"
+        )
+        assert gone in messages[KEY_GONE]

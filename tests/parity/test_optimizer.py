@@ -8,6 +8,7 @@ GPU, so tests/helpers/fused_adam.py replaces it.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.types import CheckpointError
 from tests.helpers import fused_adam
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import make_random_model
@@ -176,7 +178,11 @@ def replacement(exchange: Ranks, model: Path, root: Path) -> Any:
     policy.load(saved)
     wide = save(policy, exchange, model, root / "wide")
     policy.close()
-    return norms, continued, resumed, [start, saved, cut, wide]
+    policy = build(exchange, model, **keys)
+    with pytest.raises(CheckpointError) as caught:
+        policy.load(wide)
+    policy.close()
+    return norms, continued, resumed, [start, saved, cut, wide], str(caught.value)
 
 
 def run(rank: int, world_size: int, models: Path, root: Path) -> dict[str, Any]:
@@ -217,7 +223,7 @@ def test_state_in_host_memory_gives_the_same_updates(model: str, ranks: Any) -> 
 
 def test_bfloat16_moments_survive_a_checkpoint_and_a_change_of_layout(ranks: Any) -> None:
     for rank in ranks:
-        norms, continued, resumed, (start, saved, cut, wide) = rank["replacement"]
+        norms, continued, resumed, (start, saved, cut, wide), refusal = rank["replacement"]
         assert len(set(norms)) == 3
         assert resumed[0] == continued[0]
         assert equal(resumed[1], continued[1])
@@ -231,3 +237,5 @@ def test_bfloat16_moments_survive_a_checkpoint_and_a_change_of_layout(ranks: Any
         assert copy.dtype == torch.float32
         assert torch.equal(copy.bfloat16(), state[WEIGHT])
         assert not torch.equal(copy, state[WEIGHT].float())
+        assert re.search(r"\.exp_avg\..* was saved in float32 and would be rounded", refusal)
+        assert "Resume with the policy.precision and optimizer.moments of the run" in refusal

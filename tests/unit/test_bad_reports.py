@@ -212,6 +212,13 @@ LIES: dict[str, tuple[Callable[[Reports], Reports | None], str]] = {
     "twice in a report": (twice, TICKET + "returned twice"),
 }  # fmt: skip
 INTERRUPT_LIES: dict[str, tuple[Callable[[Reports], Reports | None], str]] = {
+    "unfinished, but graded": (
+        change(unfinished(lambda item: (*item[:2], "graded"))), TICKET + "graded, but not finished"
+    ),
+    "empty": (
+        change(unfinished(changed(segments=(), tokens=b"", logprobs=b""))),
+        TICKET + "none of its tokens was sampled",
+    ),
     "beyond the limit": (
         change(unfinished(tokens(MAX_TOKENS + 1))), TICKET + "9 tokens, with a limit of 8"  # type: ignore[arg-type]
     ),

@@ -80,9 +80,18 @@ def test_a_step_trains_on_the_groups_recorded_as_trained(tmp_path: Path) -> None
     assert second_step.sequences == described([group(3, step=2)], CONFIG.overlong)
 
 
-def test_a_step_that_trained_on_nothing_is_reported(tmp_path: Path) -> None:
-    replay = record(tmp_path, [(group(0), Outcome.ALL_WRONG)])
-    with pytest.raises(DataError, match="step_000001: no group was trained on"):
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        (Outcome.ALL_WRONG, "step_000001: no group was trained on"),
+        ("lost", "step_000001.*'lost' is not a valid"),
+    ],
+)
+def test_a_step_that_cannot_be_replayed_is_reported(
+    tmp_path: Path, outcome: str, message: str
+) -> None:
+    replay = record(tmp_path, [(group(0), outcome)])
+    with pytest.raises(DataError, match=message):
         replay.collect(0)
 
 

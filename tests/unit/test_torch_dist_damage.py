@@ -32,6 +32,7 @@ from tests.helpers.torch_dist import (
     Runs,
     add_tensor,
     archive,
+    edit_arguments,
     edit_metadata,
     replace_record,
 )
@@ -96,6 +97,10 @@ def record(data: bytes) -> Callable[[Path], None]:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "an argument of 6000 digits": (
+        lambda folder: edit_arguments(folder, norm_epsilon=1 << 20_000),
+        r"common\.pt: cannot be read \(int too large to convert to float",
+    ),
     "file outside": (
         place(relative_path="../x.distcp"),
         rf"\.metadata: {NORM}: names the file '\.\./x\.distcp'",

@@ -122,7 +122,7 @@ def measure(agents: int, turns: int, slots: int, tokens: int, steps: int) -> dic
                     talks.take(request, completion)
                 if not to_sample:
                     time.sleep(0.002)  # as a server that waits
-            _, counts = talks.news()
+            counts = talks.take_counts()
             seconds, cpu_end = time.time() - started, sum(process.cpu_times()[:2])
             memory = process.memory_info().rss
     calls = agents * turns

@@ -318,9 +318,9 @@ def run_rank(arguments: list[str]) -> None:
             with watch_phase(self, name, step):
                 yield
 
-        def run(self: CheckpointSaver, job: Any) -> None:
-            victim.enter("write", job.step)
-            write(self, job)
+        def run(self: CheckpointSaver, step: int, *snapshot: Any) -> None:
+            victim.enter("write", step)
+            write(self, step, *snapshot)
 
         Watchdog.phase, CheckpointSaver._run = phase, run  # type: ignore[method-assign]
     sys.argv = [program.__file__, *arguments]

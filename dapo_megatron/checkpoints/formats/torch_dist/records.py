@@ -43,9 +43,12 @@ def naming(place: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{place}: cannot be read ({error.strerror or error})") from error
+        path = error.filename or place
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
     except UNREADABLE as error:
-        raise CheckpointError(f"{place}: cannot be read ({error}); copy it again") from error
+        raise CheckpointError(
+            f"{place}: cannot be read ({error}); if it is damaged, copy it again"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, order=True)

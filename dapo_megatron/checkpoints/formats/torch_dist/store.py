@@ -59,6 +59,7 @@ from dapo_megatron.checkpoints.formats.torch_dist.reading import (
     plus_one,
     read_contents,
 )
+from dapo_megatron.checkpoints.formats.torch_dist.records import naming
 from dapo_megatron.checkpoints.formats.weights_folder import (
     RELEASE,
     TRACKER,
@@ -158,9 +159,11 @@ def open_torch_dist(
     config = read_json(home / "config.json")
     arch = architecture(config, ignore)
     contents = read_contents(iteration)
-    if saved := read_config(iteration):
-        check_config(iteration, saved, arch)
-    _check_vocabulary(iteration, contents, saved, arch)
+    saved = read_config(iteration)
+    with naming(saved.path if saved else iteration):  # its numbers may be of any size
+        if saved:
+            check_config(iteration, saved, arch)
+        _check_vocabulary(iteration, contents, saved, arch)
     contents, dropped = _without_mtp(iteration, contents, drop_mtp)
     if dropped:
         config = without_mtp(config)
