@@ -91,7 +91,7 @@ def open_teacher(config: Config) -> Store:
     try:
         store = open_store(folder, config.model.ignore_fields, drop_mtp=config.model.drop_mtp)
     except (CheckpointError, ConfigError) as error:
-        raise ConfigError(f"{key}: {folder}: {error}") from error
+        raise ConfigError(f"{key}: {error}") from error
     own = load_tokenizer(Path(config.model.path), "model.path").get_vocab()
     vocabulary = load_tokenizer(folder, key).get_vocab()
     for token in sorted(own.keys() | vocabulary.keys()):

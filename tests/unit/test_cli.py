@@ -82,6 +82,9 @@ ERRORS = {
     f"train {TINY} loss.kl={{{{coefficient:\t0.1,reference:\t{OTHER}}}}}": (
         f"loss.kl.reference: {OTHER} is of another model than model.path: family qwen3_moe, "
     ),
+    f"train {TINY} loss.distill={{{{teacher:\tnowhere,coefficient:\t1}}}}": (
+        "loss.distill.teacher: nowhere: no such folder"
+    ),
     f"train {TINY} loss.kl.coefficient=-1": "loss.kl.coefficient: Input should be greater",
     f"train {TINY} run.directory={{file}}/runs": "run.directory: {file}/runs",
     f"train {TINY} run.directory={{folder}} run.name=mine --replay {{folder}}": (
