@@ -150,8 +150,8 @@ class VllmEngine:
         worker, or without addresses in the group, and drop cached prefixes. New tokens are stamped
         with `version`.
 
-        Raises SyncError naming a slice that is missing, extra, repeated or misshapen. The
-        engine then accepts no more requests until another `load`.
+        Raises SyncError naming a slice that is missing, extra or repeated. The engine
+        then accepts no more requests until another `load`.
         """
         if self._requests:
             raise SyncError(f"weights offered with {len(self._requests)} requests in flight")
