@@ -32,7 +32,7 @@ from dapo_megatron.report.headline import facts, headline
 from dapo_megatron.report.rollouts import COLUMNS, MAX_BYTES, Rollouts, Steps, rollouts
 from dapo_megatron.report.run_data import RunData
 from dapo_megatron.report.timeline import Timeline, timelines
-from dapo_megatron.report.wording import number
+from dapo_megatron.report.wording import encodable, number
 from dapo_megatron.text import visible
 
 SCRIPTS = ("viewer.js", "rollouts.js", "app.js")
@@ -169,8 +169,7 @@ def render(page: Contents) -> str:
         made=time.strftime("%Y-%m-%d %H:%M:%S"),
         version=dapo_megatron.__version__,
     )
-    # UTF-8 cannot encode lone surrogates, which invalid bytes of a tokenizer may leave.
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return encodable(text)
 
 
 def _finalize(value: Any) -> Any:

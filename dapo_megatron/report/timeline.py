@@ -19,7 +19,7 @@ from dapo_megatron.files import parse_json, read_file
 from dapo_megatron.report.charts import PALETTE, PHASE_COLORS
 from dapo_megatron.report.figures import Figure, plain
 from dapo_megatron.report.run_data import Integer, Number, RunData
-from dapo_megatron.report.wording import first_few, number
+from dapo_megatron.report.wording import encodable, first_few, number
 from dapo_megatron.types import Phase
 
 MAX_TIMELINES = 12
@@ -104,7 +104,7 @@ def _selected(files: list[Path], run: RunData) -> list[Path]:
 
 def _timeline(file: TimelineFile, is_colocated: bool) -> Timeline:
     rows = [
-        (rank.rank, _encodable(rank.host), _encodable(phase), begin, end)
+        (rank.rank, encodable(rank.host), encodable(phase), begin, end)
         for rank in file.ranks
         for phase, begin, end in rank.spans
     ]
@@ -126,11 +126,6 @@ def _timeline(file: TimelineFile, is_colocated: bool) -> Timeline:
     ]
     seconds = float(spans["end"].max()) if len(spans) else 0.0
     return Timeline(file.step, seconds, phases, _figure(spans, file.replicas))
-
-
-def _encodable(text: str) -> str:
-    """Replace lone surrogates, which a table cannot hold."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _color(phase: str) -> str:

@@ -1,4 +1,4 @@
-"""Formats numbers, steps and durations for the page."""
+"""Formats numbers, steps, durations and texts for the page."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 _SHOWN = 5
+
+
+def encodable(text: str) -> str:
+    """Replace lone surrogates, which neither UTF-8 nor a table can hold. Invalid bytes of a
+    tokenizer or a damaged file may leave them."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def number(value: float) -> str:
