@@ -21,7 +21,7 @@ from torch import nn
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
-from dapo_megatron.engine.loads import LoadedSlice
+from dapo_megatron.engine.loads import LoadedSlice, num_loaded
 from dapo_megatron.protocols import ReceivedTensor
 from dapo_megatron.types import Region, SyncError
 
@@ -72,7 +72,8 @@ class SliceLoader:
         materialize_layer(module, get_layerwise_info(module))
         parameters = dict(module.named_parameters(recurse=False))
         for parameter in parameters.values():
-            parameter.zero_()
+            if num_loaded(module, parameter) < parameter.numel():
+                parameter.zero_()
         return _Layer(module, parameters, self._num_loads[path])
 
 

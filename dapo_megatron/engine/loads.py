@@ -142,14 +142,14 @@ def _check_written_once(model: nn.Module, loads: Sequence[LoadedSlice]) -> None:
             first, second = (writes[index].tensor_slice.name for index in pair)
             raise SyncError(f"{second}: overwrites {first} in {parameter_path}")
         num_written = sum(load.target.region.numel for load in writes)
-        if num_written != (num_loaded := _num_loaded(module, parameter)):
+        if num_written != (num_to_load := num_loaded(module, parameter)):
             raise SyncError(
-                f"{parameter_path}: the offered tensors fill {num_written} of its {num_loaded} "
+                f"{parameter_path}: the offered tensors fill {num_written} of its {num_to_load} "
                 "elements. A tensor is missing, or has another size"
             )
 
 
-def _num_loaded(module: nn.Module, parameter: Tensor) -> int:
+def num_loaded(module: nn.Module, parameter: Tensor) -> int:
     """Return how many elements of a parameter loading must fill. The others are padding."""
     if isinstance(module, VocabParallelEmbedding):
         return module.shard_indices.num_org_elements * prod(parameter.shape[1:])
