@@ -322,7 +322,7 @@ def _check_tokens(sequence: TrainingSequence, values: SequenceTokens | None) -> 
 
 
 def _concatenated(spans: Iterable[ArrayLike], dtype: DTypeLike, num_tokens: int) -> Tensor:
-    """Return the values of all spans in memory that they own."""
+    """Return the values of all spans in new memory."""
     result = np.empty(num_tokens, dtype=dtype)
     return torch.from_numpy(np.concatenate([result[:0], *spans], out=result))
 

@@ -265,8 +265,7 @@ class Dispatcher:
         sampled, unfinished = [], []
         for replica, (ticket, completion, why) in items:
             in_flight = self._in_flight[ticket, completion.sample]
-            num_kept = _num_kept(in_flight.segments, completion.segments) or 0
-            segments = _stamped(completion.segments, num_kept, replica)
+            segments = _stamped(in_flight.segments, completion.segments, replica)
             completion = replace(completion, segments=segments)
             has_failed = why and completion.grade is None
             if completion.finish is Finish.UNFINISHED:
@@ -339,8 +338,11 @@ def _num_kept(so_far: tuple[Segment, ...], segments: tuple[Segment, ...]) -> int
     return None if segments[:num_kept] != so_far[:num_kept] or is_shorter else num_kept
 
 
-def _stamped(segments: tuple[Segment, ...], num_kept: int, replica: int) -> tuple[Segment, ...]:
-    """Return segments with the replica that sampled those after the first `num_kept`."""
+def _stamped(
+    so_far: tuple[Segment, ...], segments: tuple[Segment, ...], replica: int
+) -> tuple[Segment, ...]:
+    """Return segments with the replica that sampled those that were not kept."""
+    num_kept = _num_kept(so_far, segments) or 0
     return segments[:num_kept] + tuple(
         segment if segment.is_observed else replace(segment, engine=replica)
         for segment in segments[num_kept:]
