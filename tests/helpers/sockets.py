@@ -38,5 +38,5 @@ def unused_port() -> int:
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
         with suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("", port))
             return port

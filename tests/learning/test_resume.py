@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from dapo_megatron.plan.speed import estimate_speed
 from tests.helpers.commands import run, started
 from tests.helpers.configs import TINY, tiny_config
 from tests.helpers.models import as_released, make_random_model
+from tests.helpers.processes import wait_until
 from tests.helpers.runs import (
     FREE,
     SEPARATE,
@@ -262,10 +262,7 @@ def test_a_run_stopped_by_a_real_signal_resumes_to_the_same_weights(undisturbed:
         stopping.send_signal(signal.SIGUSR1)
         code, out = stopping.wait(timeout=300), stopping.stdout
     assert code == STOPPED, out
-    deadline = time.monotonic() + 300
-    while "WARNING: report.html is not ready" in out and not page.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: "WARNING: report.html is not ready" not in out or page.exists())
     assert "asked to stop" in page.read_text(encoding="utf-8")
     client = MlflowClient(f"sqlite:///{directory}/mlflow.db")
     run_id = json.loads((folder / "mlflow_run.json").read_text())["run_id"]

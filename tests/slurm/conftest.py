@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -74,11 +73,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if names:
         terminalreporter.write_sep("-", f"NOT TESTED: {NEEDS_ROOT}", red=True)
         terminalreporter.write_line("\n".join(names))
-
-
-@pytest.fixture
-def unused_port() -> int:
-    """A free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.sockets import unused_port
 from tests.slurm.cluster import NEEDS_ROOT, Cluster, wait_until
 from tests.slurm.jobs import Project
 from tests.slurm.runs import START_SECONDS, Run, assert_same, note, recovered
@@ -223,19 +224,20 @@ def mlflow_server(folder: Path, host: str, port: int) -> Iterator[None]:
 
 
 def test_metrics_reach_an_mlflow_server_that_was_killed_and_restarted(
-    training: Project, undisturbed: Run, tmp_path: Path, unused_port: int
+    training: Project, undisturbed: Run, tmp_path: Path
 ) -> None:
     from mlflow import MlflowClient
 
     cluster = training.cluster
     host = f"{cluster.network}.254" if cluster.has_networks else "127.0.0.1"
-    uri = f"http://{host}:{unused_port}"
-    with mlflow_server(tmp_path, host, unused_port):
+    port = unused_port()
+    uri = f"http://{host}:{port}"
+    with mlflow_server(tmp_path, host, port):
         run = Run.start(training, "mlflow", "tracking.mlflow=true", MLFLOW_TRACKING_URI=uri)
         run.wait_for_step(AT_STEP)
     killed = time.monotonic()
     run.wait_for_step(AT_STEP + 2)  # the run goes on while no server answers
-    with mlflow_server(tmp_path, host, unused_port):
+    with mlflow_server(tmp_path, host, port):
         run.wait_for_end()
         client = MlflowClient(tracking_uri=uri)
         experiment = client.get_experiment_by_name("dapo_megatron")
